@@ -1,0 +1,47 @@
+# make demo   set up and watch the pipeline answer
+# make test   set up and run every test
+# make check  format, lint, types, layers
+# make bench  measure the overheads of bus and pipeline
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+export HF_HUB_OFFLINE := 1
+
+.PHONY: demo test test-fast check bench clean
+
+demo: $(STAMP)
+	$(BIN)/nano-inference demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow"
+
+check: $(STAMP) .typing/nano_inference
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/bus.py
+	$(BIN)/python benchmarks/pipeline.py
+
+clean:
+	rm -rf $(VENV) .typing build *.egg-info
+
+# A virtual environment of our own, renewed when what it holds is changed.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 14) else "Python 3.11 to 3.13 is needed, this is %d.%d; set PYTHON=python3.11" % v[:2])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[embedded,test,check]"
+	touch $@
+
+# mypy follows the relative imports of the root package through this link.
+.typing/nano_inference:
+	mkdir -p .typing
+	ln -sfn .. $@

@@ -1,0 +1,49 @@
+"""The errors of the whole package: a small hierarchy, each with a stable `code`.
+
+A code never changes once released: programs match on it. The message is one sentence that says
+what is wrong and what to change; people read it.
+"""
+
+from __future__ import annotations
+
+
+class NanoInferenceError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+    code = "internal_error"
+
+    def __init__(self, message: str, *, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        if code is not None:
+            self.code = code
+
+
+class ConfigError(NanoInferenceError):
+    """A setting is unknown, of the wrong type, or out of range."""
+
+    code = "invalid_config"
+
+
+class ModelError(NanoInferenceError):
+    """A model folder is missing or can't be served."""
+
+    code = "model_unavailable"
+
+
+class RequestError(NanoInferenceError):
+    """A request is refused. It ends with a terminal error of this code; nothing else is touched."""
+
+    code = "invalid_request"
+
+
+class BusError(NanoInferenceError):
+    """The bus can't be reached, or a message can't be carried."""
+
+    code = "bus_unavailable"
+
+
+class ChannelClosed(BusError):
+    """The channel was closed; nothing more can be sent, and all that was sent has been received."""
+
+    code = "channel_closed"

@@ -1,0 +1,258 @@
+"""Every setting with its default, as frozen structs. Ranges are checked where a struct is built."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from .errors import ConfigError
+
+Stage = Literal["admission", "fairness", "batching", "executor", "streaming"]
+
+STAGES: tuple[Stage, ...] = ("admission", "fairness", "batching", "executor", "streaming")
+"""The five stages, in the order in which a request meets them."""
+
+BUNDLED_MODEL = "tiny"
+"""The `model_path` that names the model shipped inside the package."""
+
+DEFAULT_URL = "redis://127.0.0.1:6390"
+"""Where `up` starts its embedded server and where clients look for it.
+
+Not 6379, so that neither a stray local Redis nor its data is touched without being asked for.
+"""
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all settings: immutable, and strict about what it is given."""
+
+    def require(self, name: str, holds: bool, wanted: str) -> None:
+        """Raises ConfigError naming the setting unless `holds`."""
+        if not holds:
+            raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {wanted}")
+
+
+class EngineConfig(Settings, frozen=True, forbid_unknown_fields=True):
+    """What one lane runs: the model, its KV cache and the size of its batches.
+
+    Attributes:
+        model_path: A folder in Transformers' format, or "tiny" for the bundled model.
+        cache_type: The prefix cache. "paged": blocks found by a hash chain.
+        block_size: Tokens per KV block.
+        max_batch_size: Sequences that run at the same time.
+        max_model_len: Prompt and completion together, in tokens; the model's own limit applies too.
+        gpu_memory_utilization: Share of the device's memory for weights and KV cache (CUDA).
+        kv_cache_bytes: Size of the KV cache on CPU.
+        max_tokens_per_batch: Token budget of one step; longer prefills are cut into chunks.
+        dtype: "auto" takes the checkpoint's own.
+        device: "auto" takes CUDA when there is one.
+        seed: Base of the random numbers of requests that bring no seed.
+    """
+
+    model_path: str = BUNDLED_MODEL
+    cache_type: Literal["paged"] = "paged"
+    block_size: int = 16
+    max_batch_size: int = 256
+    max_model_len: int = 8192
+    gpu_memory_utilization: float = 0.9
+    kv_cache_bytes: int = 1 << 28
+    max_tokens_per_batch: int = 2048
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.require("model_path", bool(self.model_path), "a folder, or 'tiny'")
+        for name in ("block_size", "max_batch_size", "max_tokens_per_batch", "kv_cache_bytes"):
+            self.require(name, getattr(self, name) >= 1, "at least 1")
+        self.require("max_model_len", self.max_model_len >= 2, "at least 2")
+        self.require(
+            "gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "above 0, at most 1"
+        )
+        self.require(
+            "max_tokens_per_batch",
+            self.max_tokens_per_batch >= self.max_batch_size,
+            f"at least max_batch_size ({self.max_batch_size}), or a full batch could not decode",
+        )
+
+    @property
+    def model_folder(self) -> Path:
+        """The model's folder on disk, with "tiny" resolved to the bundled one."""
+        if self.model_path == BUNDLED_MODEL:
+            return Path(__file__).parent.parent / "models" / BUNDLED_MODEL
+        return Path(self.model_path).expanduser()
+
+    @property
+    def model_name(self) -> str:
+        """The name that requests may give in `model`: the last part of the path."""
+        return self.model_folder.name
+
+
+class SchedulerConfig(Settings, frozen=True, forbid_unknown_fields=True):
+    """The limits that `schedule()` works within, all per step."""
+
+    max_batch_size: int
+    max_tokens_per_batch: int
+    block_size: int
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            self.require(name, getattr(self, name) >= 1, "at least 1")
+
+
+class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How one request samples. Immutable; ranges are checked by admission, per request.
+
+    Attributes:
+        temperature: 0 is greedy. Reported logprobs are of the policy: log-softmax of the logits
+            after temperature, over the full vocabulary, in float32; at temperature 0 the logprob
+            is that of temperature 1.
+        max_tokens: Most tokens to generate; the model's length limit applies too.
+        stop_token_ids: Generation ends when one of these is sampled. The model's own
+            end-of-sequence ids are added unless `ignore_eos`.
+        top_k: Sample among the k likeliest tokens; 0 is off.
+        top_p: Sample among the fewest tokens whose probabilities reach this sum; 1 is off.
+        min_p: Drop tokens below this share of the likeliest token's probability; 0 is off.
+        seed: Makes the samples repeatable, whatever else runs.
+        stop: Generation ends before the first of these strings, which is not delivered.
+        ignore_eos: Go on past the model's end-of-sequence ids.
+    """
+
+    temperature: float = 1.0
+    max_tokens: int = 256
+    stop_token_ids: frozenset[int] = frozenset()
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+class BusConfig(Settings, frozen=True, forbid_unknown_fields=True):
+    """What carries the messages.
+
+    Attributes:
+        url: "memory", or a Redis URL (redis://, rediss://, unix://).
+        links: "auto" keeps a link in memory when both of its ends run in this process;
+            "redis" carries every link over Redis.
+        prefix: First part of every Redis key.
+        group: Consumer group of the requests stream.
+        results_ttl_s: How long a finished request's output stays readable on Redis.
+        results_maxlen: Entries kept in the shared results stream.
+        link_capacity: Messages that may wait on one link before its sender has to wait.
+        max_request_bytes: A larger request is refused before it is parsed.
+    """
+
+    url: str = "memory"
+    links: Literal["auto", "redis"] = "auto"
+    prefix: str = "nano"
+    group: str = "admission"
+    results_ttl_s: int = 3600
+    results_maxlen: int = 10_000
+    link_capacity: int = 1024
+    max_request_bytes: int = 4 << 20
+
+    def __post_init__(self) -> None:
+        schemes = ("redis://", "rediss://", "unix://")
+        self.require(
+            "url",
+            self.url == "memory" or self.url.startswith(schemes),
+            "'memory' or a URL that starts with redis://, rediss:// or unix://",
+        )
+        self.require("prefix", bool(self.prefix), "not empty")
+        for name in ("results_ttl_s", "results_maxlen", "link_capacity", "max_request_bytes"):
+            self.require(name, getattr(self, name) >= 1, "at least 1")
+
+
+class AdmissionConfig(Settings, frozen=True, forbid_unknown_fields=True):
+    """Limits on what is let in.
+
+    Attributes:
+        max_in_flight: Requests inside the pipeline; more wait on the requests stream.
+        max_samples: Largest `n` of one request.
+    """
+
+    max_in_flight: int = 1024
+    max_samples: int = 64
+
+    def __post_init__(self) -> None:
+        self.require("max_in_flight", self.max_in_flight >= 1, "at least 1")
+        self.require("max_samples", self.max_samples >= 1, "at least 1")
+
+
+class FairnessConfig(Settings, frozen=True, forbid_unknown_fields=True):
+    """Who runs next.
+
+    Attributes:
+        aging_s: Seconds of waiting that are worth one level of priority.
+    """
+
+    aging_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        self.require("aging_s", math.isfinite(self.aging_s) and self.aging_s > 0, "above 0")
+
+
+class PipelineConfig(Settings, frozen=True, forbid_unknown_fields=True):
+    """Which stages run in this process, and how they are looked after.
+
+    Attributes:
+        stages: The stages of this process.
+        max_restarts: Restarts of one stage within `restart_window_s` before the process gives up.
+        restart_backoff_s: Wait before the first restart; doubles with each further one.
+        drain_timeout_s: How long requests in flight may take to finish after SIGTERM.
+    """
+
+    stages: tuple[Stage, ...] = STAGES
+    max_restarts: int = 5
+    restart_window_s: float = 60.0
+    restart_backoff_s: float = 0.2
+    drain_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        self.require("stages", bool(self.stages), f"some of {', '.join(STAGES)}")
+        self.require("stages", len(set(self.stages)) == len(self.stages), "without repetition")
+        self.require("max_restarts", self.max_restarts >= 0, "at least 0")
+        for name in ("restart_window_s", "restart_backoff_s", "drain_timeout_s"):
+            value = getattr(self, name)
+            self.require(name, math.isfinite(value) and value >= 0, "finite, at least 0")
+
+
+class TelemetryConfig(Settings, frozen=True, forbid_unknown_fields=True):
+    """Logs and traces. Spans are exported only where an OTLP endpoint is set.
+
+    Attributes:
+        log_level: Least severity that is printed.
+        log_format: "auto" is coloured text on a terminal and JSON lines elsewhere.
+        otlp_endpoint: As in OTEL_EXPORTER_OTLP_ENDPOINT, which is read when this is empty.
+        service_name: The `service.name` of the spans; the stage is an attribute of its own.
+    """
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["auto", "text", "json"] = "auto"
+    otlp_endpoint: str = ""
+    service_name: str = "nano-inference"
+
+
+class Config(Settings, frozen=True, forbid_unknown_fields=True):
+    """All settings of a process."""
+
+    engine: EngineConfig = EngineConfig()
+    bus: BusConfig = BusConfig()
+    admission: AdmissionConfig = AdmissionConfig()
+    fairness: FairnessConfig = FairnessConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+
+    def __post_init__(self) -> None:
+        if self.bus.url == "memory" and set(self.pipeline.stages) != set(STAGES):
+            missing = ", ".join(s for s in STAGES if s not in self.pipeline.stages)
+            raise ConfigError(
+                f"the memory bus stays within one process, so it needs all five stages there; "
+                f"missing: {missing}. Set bus.url to a Redis URL to split them"
+            )
+        if self.bus.url == "memory" and self.bus.links == "redis":
+            raise ConfigError("bus.links is 'redis', which needs bus.url to be a Redis URL")

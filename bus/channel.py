@@ -1,0 +1,218 @@
+"""The contract that every bus keeps: links between stages, the requests queue, the result streams.
+
+`tests/bus/` holds one suite that each implementation passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, Self, TypeVar
+
+import msgspec
+
+from .links import Link
+from .messages import Completion, Envelope, GenerateRequest, Message, Output
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Malformed(msgspec.Struct, frozen=True):
+    """A request that could not be read, in place of the request.
+
+    Attributes:
+        request_id: The client's id when at least that could be read, else "".
+        code: "malformed", "invalid_request" or "request_too_large".
+        message: What is wrong, and where.
+    """
+
+    request_id: str
+    code: str
+    message: str
+
+
+class RequestEntry(msgspec.Struct, frozen=True):
+    """One entry of the requests queue, with the trace context that its client gave."""
+
+    entry_id: str
+    request: GenerateRequest | Malformed
+    traceparent: str = ""
+    tracestate: str = ""
+
+
+class Sender(Protocol):
+    """The sending end of a link, owned by one stage.
+
+    It fills in the envelope's sender, id and sent_ns. Messages of one sender arrive in the order
+    sent, each once. What is sent to a stage whose inbox was never opened is lost.
+    """
+
+    async def send(
+        self,
+        body: Message,
+        *,
+        epoch: int = 0,
+        traceparent: str = "",
+        tracestate: str = "",
+        budget_ns: int | None = None,
+    ) -> None:
+        """Hands a message to the link; waits while the link is full.
+
+        When the wait is cancelled, the message may or may not have been sent; never a part of it,
+        and never twice.
+
+        Raises:
+            ChannelClosed: The bus was closed, or (when both ends are in this process) the
+                receiving inbox was closed and not opened again.
+            BusError: The message can't be carried (larger than the transport allows).
+        """
+
+    async def flush(self) -> None:
+        """Waits until all that was sent has left this process (in memory: at once).
+
+        Raises:
+            ChannelClosed: The bus was closed before that.
+        """
+
+
+class Inbox(Protocol):
+    """All links that end at a stage, merged into one line."""
+
+    async def receive(self, max_items: int = 64) -> list[Envelope]:
+        """Waits for messages and takes up to `max_items` of them, oldest first.
+
+        Cancelling the wait loses nothing.
+
+        Raises:
+            ChannelClosed: The inbox was closed and all that it held has been taken.
+        """
+
+    async def aclose(self) -> None:
+        """Takes no more messages; those already there can still be received."""
+
+
+class RequestQueue(Protocol):
+    """The requests stream: durable on Redis, and in memory for as long as the process lives.
+
+    An entry that was taken belongs to its taker until it is acknowledged. A taker that comes back
+    after a failure finds what it had taken in `pending`.
+    """
+
+    async def publish(
+        self,
+        request: GenerateRequest | dict[str, Any] | bytes,
+        *,
+        traceparent: str = "",
+        tracestate: str = "",
+    ) -> str:
+        """Puts a request (a struct, the same as a dict, or its JSON) in the queue.
+
+        Nothing is refused here: whatever is wrong with a request, its terminal message says so.
+        In memory it waits while `link_capacity` entries wait to be taken.
+
+        Returns:
+            The entry's id.
+
+        Raises:
+            ChannelClosed: The bus was closed.
+            BusError: The transport did not confirm the entry; it may be in the queue nevertheless.
+        """
+
+    async def pending(self) -> list[RequestEntry]:
+        """Entries taken and not acknowledged, oldest first. To be called before the first take."""
+
+    async def take(self, max_items: int = 64) -> list[RequestEntry]:
+        """Waits for entries and takes up to `max_items`. Cancelling the wait loses nothing.
+
+        Raises:
+            ChannelClosed: The bus was closed.
+        """
+
+    async def acknowledge(self, entry_id: str) -> None:
+        """The entry's terminal message is written; forget the entry. Unknown ids do nothing."""
+
+
+class OutputStream(Protocol[T_co]):
+    """What `follow` and `tail` give: iterate over it; `aclose` it when leaving early."""
+
+    def __aiter__(self) -> Self: ...
+
+    async def __anext__(self) -> T_co: ...
+
+    async def aclose(self) -> None: ...
+
+
+class ResultStreams(Protocol):
+    """Where completions go: one stream for each request, and one with every terminal message."""
+
+    async def deliver(self, batch: Sequence[tuple[str, Sequence[Output]]]) -> None:
+        """Appends outputs to the streams of their requests; returns once all of them are written.
+
+        `batch` holds pairs of a stream's key and its new outputs in order, of which the last may
+        be the terminal message. One call costs about one round trip, however many keys it has.
+        The key is the request's id; for a request whose id can't be used (a duplicate, or
+        none that could be read) it is the entry's id. What comes after a terminal message is
+        dropped, so that a request never ends twice. While the transport is away it waits and
+        tries again. Calls take effect in the order made; cancelling one does not undo it.
+
+        Raises:
+            ChannelClosed: The bus was closed.
+        """
+
+    async def exists(self, key: str) -> bool:
+        """Whether something was written to the stream of `key` and is still readable."""
+
+    def follow(self, request_id: str, entry_id: str) -> OutputStream[Output]:
+        """The outputs of the request that was published as `entry_id`, ending with its Completion.
+
+        It starts with the first output, whenever it is called. With an `entry_id` of "", of
+        whichever request has that id, now or later. In memory the outputs are forgotten once
+        they have been followed to the end.
+
+        Raises (while iterating):
+            BusError: Code "unknown_request": the entry is neither in the queue nor in flight, and
+                its outputs are no longer readable. Code "malformed_output": something that is
+                not an output stands in the stream.
+            ChannelClosed: The bus was closed.
+        """
+
+    async def tail(self) -> OutputStream[Completion]:
+        """Every request's terminal message, from now (when this returns) on.
+
+        A reader that falls far behind misses the oldest ones: in memory more than
+        `TAIL_CAPACITY` behind, on Redis more than `results_maxlen`.
+        """
+
+
+class Bus(Protocol):
+    """One transport with all of its ends. Close it last."""
+
+    @property
+    def requests(self) -> RequestQueue:
+        """The requests stream."""
+
+    @property
+    def results(self) -> ResultStreams:
+        """Where completions go."""
+
+    async def open_inbox(self, stage: str) -> Inbox:
+        """The inbox of a stage that runs in this process.
+
+        It sees what is sent from now on. Opening it again (after a stage failed) gives a new,
+        empty inbox and closes the old one; waiting senders go on with the new one.
+        """
+
+    def sender(self, link: Link, sender: str) -> Sender:
+        """The sending end of a link for the incarnation `sender`."""
+
+    async def next_epoch(self) -> int:
+        """A number, at least 1, larger than any that was given before in any process."""
+
+    async def ping(self) -> None:
+        """Returns when the bus can be reached.
+
+        Raises:
+            BusError: It can't; the message says what to do.
+        """
+
+    async def aclose(self) -> None:
+        """Sends what is buffered, then closes all ends."""

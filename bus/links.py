@@ -1,0 +1,64 @@
+"""The links between stages: who sends, who receives, and how much may wait on each.
+
+    client ──requests──► admission ──admitted──► fairness ──dispatch──► batching ──plans──► executor
+                          │     ▲                    ▲                  │    ▲                │
+                          │     └─finished─┐         └─────credits──────┘    ├─────steps──────┤
+                          │                │                                 │                │
+                          └───refused──► streaming ───────────halts──────────┘                │
+    client ◄──results──────────────────────┘   ▲───────────────────steps──────────────────────┘
+
+    control: anyone ──► any stage
+
+A link has one receiver. `steps` goes to two, so it is two links. The links that close a circle
+(finished, credits, halts, steps) carry at most a fixed number of messages for each request or
+sequence in flight; their capacity is above that number, so that no circle of full links can stall.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..config import STAGES
+
+
+class Link(NamedTuple):
+    """One direction of traffic with one receiver.
+
+    `senders` are stages; clients may send on control links as well.
+    `closes_circle`: the protocol bounds what can wait, so the link itself needs no bound.
+    """
+
+    name: str
+    senders: tuple[str, ...]
+    receiver: str
+    closes_circle: bool = False
+
+
+ADMITTED = Link("admitted", ("admission",), "fairness")
+DISPATCH = Link("dispatch", ("fairness",), "batching")
+CREDITS = Link("credits", ("batching",), "fairness", closes_circle=True)
+PLANS = Link("plans", ("batching",), "executor")
+STEPS_BATCHING = Link("steps.batching", ("executor",), "batching", closes_circle=True)
+STEPS_STREAMING = Link("steps.streaming", ("executor",), "streaming")
+HALTS = Link("halts", ("streaming",), "batching", closes_circle=True)
+REFUSED = Link("refused", ("admission",), "streaming")
+FINISHED = Link("finished", ("streaming",), "admission", closes_circle=True)
+CONTROL = {stage: Link(f"control.{stage}", STAGES, stage, closes_circle=True) for stage in STAGES}
+
+LINKS = (
+    ADMITTED,
+    DISPATCH,
+    CREDITS,
+    PLANS,
+    STEPS_BATCHING,
+    STEPS_STREAMING,
+    HALTS,
+    REFUSED,
+    FINISHED,
+    *CONTROL.values(),
+)
+
+
+def links_to(stage: str) -> tuple[Link, ...]:
+    """The links that end at a stage."""
+    return tuple(link for link in LINKS if link.receiver == stage)

@@ -1,0 +1,552 @@
+"""Every message that crosses the bus.
+
+All are frozen msgspec structs, tagged with `type`. In memory they pass by reference, unencoded;
+on Redis those between stages are msgpack arrays, and the public ones (`GenerateRequest`,
+`CompletionChunk`, `Completion`) are JSON objects, so that any language can take part.
+
+Times ending in `_ns` are integer nanoseconds: stamps since the Unix epoch, budgets relative.
+Token ids are plain ints. Fields may be added at the end with a default; none is ever reordered.
+
+The path of a request, and the link that carries each message, is drawn in `links.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from ..config import FairnessConfig, SamplingParams
+
+FinishReason = Literal["stop", "length", "abort"]
+Status = Literal["done", "error", "cancelled", "expired"]
+
+
+class Public(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    tag_field="type",
+    forbid_unknown_fields=True,
+):
+    """A message of the public interface: a JSON object with a `type`."""
+
+
+class Internal(msgspec.Struct, frozen=True, tag_field="type", array_like=True):
+    """A message between stages: on the wire an array that starts with its type."""
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """A piece of an internal message."""
+
+
+class PublicPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A piece of a public message."""
+
+
+# --- public: what clients write ---------------------------------------------------------------
+
+
+class ChatMessage(PublicPart, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One turn of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class GenerateRequest(
+    Public,
+    frozen=True,
+    kw_only=True,
+    tag="generate",
+    tag_field="type",
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+):
+    """A request for completions. Exactly one of prompt, prompt_token_ids and messages is given.
+
+    Attributes:
+        request_id: The client's own name for the request, unique among those in flight or whose
+            output is still readable. When empty, the id that the requests queue gave the entry.
+        prompt: Text to be continued.
+        prompt_token_ids: The same, already as tokens of the model.
+        messages: A conversation, put through the model's chat template.
+        model: The model's name; any name but the served one is refused. Empty takes what is there.
+        n: Samples of this one prompt.
+        sampling: How to sample; see SamplingParams.
+        stream: Whether chunks are wanted as tokens come, or only the final completion.
+        priority: Higher runs earlier; waiting adds to it.
+        tenant: Whose request it is.
+        budget_ns: Time that the answer may take from arrival on, relative, in nanoseconds.
+            Zero or less is refused as expired; absent means no deadline.
+    """
+
+    request_id: str = ""
+    prompt: str | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    messages: tuple[ChatMessage, ...] | None = None
+    model: str = ""
+    n: int = 1
+    sampling: SamplingParams = SamplingParams()
+    stream: bool = True
+    priority: int = 0
+    tenant: str = "default"
+    budget_ns: int | None = None
+
+
+# --- public: what clients read ----------------------------------------------------------------
+
+
+class ErrorInfo(PublicPart, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Why a request did not end well: a stable code, and a sentence that says what to change."""
+
+    code: str
+    message: str
+
+
+class Usage(PublicPart, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Tokens of a request. Cached ones are those of the prompt that needed no computing,
+    summed over the samples."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class StageTime(PublicPart, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When a stage held the request: from its arrival there to its leaving."""
+
+    stage: str
+    start_ns: int
+    end_ns: int
+
+
+class Timings(PublicPart, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a request's time went. Stamps are wall-clock nanoseconds of the host that took them.
+
+    Attributes:
+        received_ns: Admission took the request.
+        first_token_ns: The first token of any sample reached the streaming stage; 0 if none did.
+        finished_ns: The terminal message was made.
+        stages: The stages that the request came through, in order.
+    """
+
+    received_ns: int = 0
+    first_token_ns: int = 0
+    finished_ns: int = 0
+    stages: tuple[StageTime, ...] = ()
+
+
+class CompletionSample(PublicPart, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One finished sample. `logprobs` has one value per token, of the policy (SamplingParams)."""
+
+    sample_index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    weight_version: int = 0
+
+
+class CompletionChunk(
+    Public,
+    frozen=True,
+    kw_only=True,
+    tag="chunk",
+    tag_field="type",
+    forbid_unknown_fields=True,
+):
+    """New tokens of one sample.
+
+    `text` may lag behind `token_ids` while a character or a possible stop string is incomplete.
+
+    Attributes:
+        request_id: The request's id.
+        entry_id: What the requests queue called the request; tells apart two requests that were
+            given the same id.
+        sample_index: Which of the n samples.
+        token_offset: How many tokens of this sample came before these.
+        token_ids: `[k]`, k at least 0.
+        logprobs: `[k]`, one per token.
+        text: Text that is now certain.
+        finish_reason: Set on the sample's last chunk.
+    """
+
+    request_id: str
+    entry_id: str
+    sample_index: int
+    token_offset: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+    finish_reason: FinishReason | None = None
+
+
+class Completion(
+    Public,
+    frozen=True,
+    kw_only=True,
+    tag="completion",
+    tag_field="type",
+    forbid_unknown_fields=True,
+):
+    """The terminal message: each request gets exactly one, whatever became of it.
+
+    Attributes:
+        request_id: The request's id.
+        entry_id: What the requests queue called the request.
+        status: "done", or why not.
+        error: Set unless the status is "done".
+        samples: All samples in order; after an error what had been made until then.
+        trace_id: 32 hex digits, or empty when the request is not traced.
+    """
+
+    request_id: str
+    entry_id: str
+    model: str = ""
+    status: Status
+    error: ErrorInfo | None = None
+    samples: tuple[CompletionSample, ...] = ()
+    usage: Usage = Usage()
+    timings: Timings = Timings()
+    trace_id: str = ""
+
+
+Output = CompletionChunk | Completion
+
+
+# --- the path of a request through the stages --------------------------------------------------
+
+
+class SequenceSpec(Part, frozen=True, array_like=True):
+    """One sample to be made: its id (unique within an epoch), its index in the request, its seed.
+
+    A sample's random numbers are a function of (seed, position), so they depend on nothing else.
+    """
+
+    seq_id: int
+    sample_index: int
+    seed: int
+
+
+class RequestInfo(Part, frozen=True, array_like=True):
+    """What the streaming stage must know of a request; rides along untouched.
+
+    Attributes:
+        stages: When each stage so far held the request.
+    """
+
+    request_id: str
+    entry_id: str
+    model: str
+    n: int
+    stream: bool
+    stop: tuple[str, ...]
+    num_prompt_tokens: int
+    traceparent: str
+    tracestate: str
+    received_ns: int
+    stages: tuple[StageTime, ...] = ()
+
+
+class AdmittedRequest(Internal, frozen=True, array_like=True, tag="admitted", tag_field="type"):
+    """A valid request, as tokens. `sampling.stop_token_ids` holds the model's own stop ids too."""
+
+    info: RequestInfo
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    sequences: tuple[SequenceSpec, ...]
+    tenant: str
+    priority: int
+
+
+class Dispatch(Internal, frozen=True, array_like=True, tag="dispatch", tag_field="type"):
+    """Some or all sequences of a request, sent to run. Each uses up one credit."""
+
+    info: RequestInfo
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    sequences: tuple[SequenceSpec, ...]
+    priority: int
+
+
+class Yield(Internal, frozen=True, array_like=True, tag="yield", tag_field="type"):
+    """These sequences must make room. They keep what they have generated."""
+
+    seq_ids: tuple[int, ...]
+
+
+class Credit(Internal, frozen=True, array_like=True, tag="credit", tag_field="type"):
+    """Batching can take this many more sequences."""
+
+    sequences: int
+
+
+class NewSequence(Part, frozen=True, array_like=True):
+    """All that the executor must know of a sequence, sent once.
+
+    Attributes:
+        seq_id: The sequence's id.
+        token_ids: Prompt, and after a preemption what had been generated.
+        num_generated: How many of `token_ids`, at the end, were generated.
+        num_cached: Leading tokens whose KV is already in the blocks.
+        block_ids: Blocks of the KV cache, in order.
+        sampling: Parameters; `max_tokens` counts from the prompt's end and is already cut to
+            what the model's length allows.
+        sample: The sample's index and seed.
+        info: For the streaming stage.
+    """
+
+    seq_id: int
+    token_ids: tuple[int, ...]
+    num_generated: int
+    num_cached: int
+    block_ids: tuple[int, ...]
+    sampling: SamplingParams
+    sample: SequenceSpec
+    info: RequestInfo
+
+
+class StepPlan(Internal, frozen=True, array_like=True, tag="plan", tag_field="type"):
+    """One forward pass.
+
+    Row i computes the next `num_tokens[i]` tokens of `seq_ids[i]`. A row that reaches the end of
+    the tokens known so far samples one more; the executor feeds that token to the sequence's next
+    row itself, so the next plan may be sent before this one's result is back.
+
+    Attributes:
+        step_id: Counts up from 1 within an epoch.
+        new: Sequences that appear for the first time (or again, after a preemption).
+        seq_ids: `[rows]`.
+        num_tokens: `[rows]`, each at least 1.
+        grown: (seq_id, block ids appended to its table) for each sequence that grew.
+        copies: (source, destination) blocks to copy before the pass.
+        finished: Sequences that will not be named again; the executor forgets them.
+        ended: Requests that were cut short, passed on to streaming in order behind their tokens.
+        made_ns: When batching made the plan.
+    """
+
+    step_id: int
+    new: tuple[NewSequence, ...]
+    seq_ids: tuple[int, ...]
+    num_tokens: tuple[int, ...]
+    grown: tuple[tuple[int, tuple[int, ...]], ...]
+    copies: tuple[tuple[int, int], ...]
+    finished: tuple[int, ...]
+    ended: tuple[Cancel, ...]
+    made_ns: int
+
+
+class StartedSequence(Part, frozen=True, array_like=True):
+    """Told to streaming with the first step of a sequence.
+
+    Attributes:
+        num_cached: Prompt tokens that needed no computing.
+        num_generated: Tokens that earlier runs of this sequence have already reported.
+        planned_ns: When batching first planned it.
+        executed_ns: When its first step began on the device.
+    """
+
+    seq_id: int
+    sample_index: int
+    num_cached: int
+    num_generated: int
+    info: RequestInfo
+    planned_ns: int
+    executed_ns: int
+
+
+class StepResult(Internal, frozen=True, array_like=True, tag="step", tag_field="type"):
+    """What one forward pass sampled. Rows that only prefilled are not in it.
+
+    Attributes:
+        step_id: The plan's.
+        started: Sequences that were new in this step.
+        seq_ids: `[rows]`, those that sampled.
+        token_ids: `[rows]`.
+        logprobs: `[rows]`, of the policy.
+        finish_reasons: `[rows]`, "" while the sequence goes on.
+        ended: As in the plan.
+        weight_version: Of the weights that made these tokens.
+        start_ns: When the device began the step.
+        end_ns: When its tokens were on the host.
+    """
+
+    step_id: int
+    started: tuple[StartedSequence, ...]
+    seq_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reasons: tuple[Literal["", "stop", "length"], ...]
+    ended: tuple[Cancel, ...]
+    weight_version: int
+    start_ns: int
+    end_ns: int
+
+
+class RequestFinished(Internal, frozen=True, array_like=True, tag="finished", tag_field="type"):
+    """Streaming to admission: the request's terminal message has been written."""
+
+    request_id: str
+    entry_id: str
+
+
+# --- control ----------------------------------------------------------------------------------
+
+
+class Cancel(Internal, frozen=True, array_like=True, tag="cancel", tag_field="type"):
+    """End a request early, with this status.
+
+    It travels behind the request through the stages, each of which drops what it holds of it, and
+    streaming writes the terminal message.
+
+    Attributes:
+        unstarted: Whoever removed the request vouches that none of its sequences went further, so
+            streaming has never heard of it and still must answer. Otherwise a request that
+            streaming does not know has already ended, and this came too late.
+    """
+
+    request_id: str
+    entry_id: str
+    status: Literal["error", "cancelled", "expired"]
+    code: str
+    message: str
+    unstarted: bool = False
+
+
+class StopSequences(Internal, frozen=True, array_like=True, tag="halt", tag_field="type"):
+    """Streaming to batching: these sequences met a stop string and need no more tokens."""
+
+    seq_ids: tuple[int, ...]
+
+
+class Pause(Internal, frozen=True, array_like=True, tag="pause", tag_field="type"):
+    """Plan no further steps. Sequences and their KV stay as they are."""
+
+
+class Resume(Internal, frozen=True, array_like=True, tag="resume", tag_field="type"):
+    """Go on after a Pause."""
+
+
+class UpdateWeights(Internal, frozen=True, array_like=True, tag="weights", tag_field="type"):
+    """Take new weights from a safetensors folder and count this version from then on."""
+
+    folder: str
+    version: int
+
+
+class FlushCache(Internal, frozen=True, array_like=True, tag="flush", tag_field="type"):
+    """Forget all cached prefixes. Running sequences keep their blocks."""
+
+
+class Drain(Internal, frozen=True, array_like=True, tag="drain", tag_field="type"):
+    """Let nothing more in; what is still in flight after `timeout_ns` ends with an error."""
+
+    timeout_ns: int
+
+
+class UpdateFairness(Internal, frozen=True, array_like=True, tag="fairness", tag_field="type"):
+    """Replace the fairness stage's settings, as a whole."""
+
+    config: FairnessConfig
+
+
+class Reset(Internal, frozen=True, array_like=True, tag="reset", tag_field="type"):
+    """A new epoch begins: drop whatever belongs to older ones, then answer with StageReady.
+
+    The epoch is that of the envelope.
+    """
+
+
+class LaneCapacity(Part, frozen=True, array_like=True):
+    """What the executor can hold.
+
+    Attributes:
+        num_blocks: KV blocks of the lane.
+        block_size: Tokens per block.
+        max_model_len: The configured limit cut to the model's own.
+        vocab_size: Rows of the output layer.
+        device: For people: "cpu", "cuda:0 NVIDIA H200".
+    """
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    device: str
+
+
+class StageStarted(Internal, frozen=True, array_like=True, tag="started", tag_field="type"):
+    """A stage is up and holds nothing. Sent to admission, which then begins a new epoch."""
+
+    stage: str
+    incarnation: str
+
+
+class StageReady(Internal, frozen=True, array_like=True, tag="ready", tag_field="type"):
+    """The stage has dropped what is older than the envelope's epoch and takes part in it.
+
+    The executor tells its capacity, and tells batching as well as admission.
+    """
+
+    stage: str
+    incarnation: str
+    capacity: LaneCapacity | None = None
+
+
+class StageStopped(Internal, frozen=True, array_like=True, tag="stopped", tag_field="type"):
+    """A stage leaves in good order or has failed. What it held is lost to this epoch."""
+
+    stage: str
+    incarnation: str
+    reason: str
+
+
+Message = (
+    AdmittedRequest
+    | Dispatch
+    | Yield
+    | Credit
+    | StepPlan
+    | StepResult
+    | RequestFinished
+    | Cancel
+    | StopSequences
+    | Pause
+    | Resume
+    | UpdateWeights
+    | FlushCache
+    | Drain
+    | UpdateFairness
+    | Reset
+    | StageStarted
+    | StageReady
+    | StageStopped
+)
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """What carries a message between stages.
+
+    Attributes:
+        body: The message.
+        epoch: Receivers drop what is older than the epoch they are in; 0 belongs to none and is
+            always taken.
+        sender: The sending stage's incarnation, for example "batching-3f2a".
+        id: Counts up for each sender and link, from 1, so that a link can drop a repeated write.
+        sent_ns: When it was handed to the link.
+        traceparent: W3C trace context of the request in the body; empty when there is none, or
+            when there are several and the body itself names them.
+        tracestate: As traceparent.
+        budget_ns: What is left of the request's time at `sent_ns`; None means no deadline. Each
+            hop turns it into a deadline by its own clock, so clocks need not agree.
+    """
+
+    body: Message
+    epoch: int = 0
+    sender: str = ""
+    id: int = 0
+    sent_ns: int = 0
+    traceparent: str = ""
+    tracestate: str = ""
+    budget_ns: int | None = None

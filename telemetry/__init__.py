@@ -1,0 +1,16 @@
+"""Traces and logs."""
+
+from . import names
+from .clock import now_ns
+from .logs import setup_logging
+from .tracing import TraceContext, Tracing, endpoint_of, setup_tracing
+
+__all__ = [
+    "TraceContext",
+    "Tracing",
+    "endpoint_of",
+    "names",
+    "now_ns",
+    "setup_logging",
+    "setup_tracing",
+]

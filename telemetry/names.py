@@ -1,0 +1,36 @@
+"""Names of spans, attributes and events, each with where it comes from.
+
+OpenTelemetry's semantic conventions: GenAI (gen_ai.*), messaging (messaging.*), error (error.*).
+What they have no name for is ours and starts with `nano.`.
+"""
+
+from __future__ import annotations
+
+# Resource: https://opentelemetry.io/docs/specs/semconv/resource/#service
+SERVICE_NAME = "service.name"
+SERVICE_VERSION = "service.version"
+SERVICE_INSTANCE_ID = "service.instance.id"
+
+# https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/
+OPERATION_NAME = "gen_ai.operation.name"
+REQUEST_MODEL = "gen_ai.request.model"
+INPUT_TOKENS = "gen_ai.usage.input_tokens"
+OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+FINISH_REASONS = "gen_ai.response.finish_reasons"
+
+# https://opentelemetry.io/docs/specs/semconv/messaging/messaging-spans/
+MESSAGE_ID = "messaging.message.id"
+
+# https://opentelemetry.io/docs/specs/semconv/registry/attributes/error/
+ERROR_TYPE = "error.type"
+
+# Ours.
+STAGE = "nano.stage"
+REQUEST_ID = "nano.request.id"
+SAMPLES = "nano.request.samples"
+TENANT = "nano.request.tenant"
+PRIORITY = "nano.request.priority"
+EPOCH = "nano.epoch"
+FIRST_TOKEN = "nano.first_token"
+CACHED_TOKENS = "nano.usage.cached_tokens"
+STATUS = "nano.request.status"

@@ -1,0 +1,1 @@
+"""The five stages. None imports another: all that two share is messages."""

@@ -1,0 +1,341 @@
+"""The batch builder: sequences, their blocks, and the plans that are under way."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections import deque
+from collections.abc import Iterable
+
+import msgspec
+
+from ...bus.messages import (
+    Cancel,
+    Dispatch,
+    LaneCapacity,
+    NewSequence,
+    RequestInfo,
+    SequenceSpec,
+    StepPlan,
+    StepResult,
+)
+from ...config import EngineConfig, SamplingParams, SchedulerConfig
+from .cache import PagedKVCache, extend_block_hashes
+from .schedule import SchedulerOutput, schedule
+from .sequence import Sequence, SequenceStatus
+
+NOTHING = SchedulerOutput((), (), (), {})
+
+
+class SentPlan(msgspec.Struct, frozen=True):
+    """A plan whose result is not back: its rows, and which of them will have sampled."""
+
+    step_id: int
+    rows: tuple[tuple[Sequence, int, bool], ...]
+
+
+class BatchingCore:
+    """Owns the sequences of a lane, their block tables and the prefix cache.
+
+    Use: `add` what fairness dispatches, ask `plan` for the next step while it gives one, and
+    `absorb` each result in order. Up to `steps_ahead` plans are under way at a time.
+
+    The four rules that make planning ahead safe:
+    1. A result for a sequence that is finished here is dropped.
+    2. Blocks are freed once the last step that names them is back.
+    3. A sequence that ended at step n may sit in step n+1; that row counts for nothing.
+    4. A block can be found by others only when the step that computed it is back.
+    """
+
+    def __init__(
+        self, config: EngineConfig, capacity: LaneCapacity, *, steps_ahead: int = 2
+    ) -> None:
+        self.limits = SchedulerConfig(
+            max_batch_size=config.max_batch_size,
+            max_tokens_per_batch=config.max_tokens_per_batch,
+            block_size=capacity.block_size,
+        )
+        self.cache = PagedKVCache(capacity.num_blocks, capacity.block_size)
+        self.paused = False
+        self._steps_ahead = steps_ahead
+        self._sequences: dict[int, Sequence] = {}
+        self._by_request: dict[str, set[int]] = {}
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        # Finished, but a plan under way still names them.
+        self._leaving: dict[int, Sequence] = {}
+        self._sent: deque[SentPlan] = deque()
+        self._computing: set[int] = set()
+        self._ended: list[Cancel] = []
+        self._forget: list[int] = []
+        self._deadlines: list[tuple[int, str, str]] = []
+        self._step_id = 0
+        self._freed_slots = 0
+
+    # --- what comes in ------------------------------------------------------------------------
+
+    def add(self, dispatch: Dispatch, deadline_ns: int | None = None) -> None:
+        """Takes the sequences of a dispatch; `deadline_ns` is on the clock given to `plan`."""
+        for spec in dispatch.sequences:
+            self.add_sequence(
+                spec, dispatch.info, dispatch.token_ids, dispatch.sampling, dispatch.priority
+            )
+        if deadline_ns is not None:
+            info = dispatch.info
+            heapq.heappush(self._deadlines, (deadline_ns, info.request_id, info.entry_id))
+
+    def add_sequence(
+        self,
+        spec: SequenceSpec,
+        info: RequestInfo,
+        token_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        priority: int = 0,
+    ) -> None:
+        """Takes one sequence. It waits behind those that came before it."""
+        seq = Sequence(spec, info, token_ids, sampling, priority)
+        extend_block_hashes(seq.hashes, seq.token_ids, self.limits.block_size)
+        self._sequences[seq.seq_id] = seq
+        self._by_request.setdefault(info.request_id, set()).add(seq.seq_id)
+        self._waiting.append(seq)
+
+    def cancel(self, cancel: Cancel) -> None:
+        """Drops a request's sequences; the next plan passes the cancellation on."""
+        members = [
+            self._sequences[seq_id] for seq_id in self._by_request.get(cancel.request_id, ())
+        ]
+        if members:
+            unstarted = not any(seq.started for seq in members)
+            cancel = msgspec.structs.replace(cancel, unstarted=unstarted)
+        self._ended.append(cancel)
+        self.stop(seq.seq_id for seq in members)
+
+    def stop(self, seq_ids: Iterable[int]) -> None:
+        """Ends sequences that need no more tokens. Unknown ones have ended already."""
+        for seq_id in list(seq_ids):
+            seq = self._sequences.get(seq_id)
+            if seq is not None:
+                self._finish(seq)
+
+    def absorb(self, result: StepResult) -> list[Sequence]:
+        """Takes the result of the oldest plan under way; returns the sequences that it ended.
+
+        Raises:
+            ValueError: The result is not that of the oldest plan.
+        """
+        if not self._sent or self._sent[0].step_id != result.step_id:
+            raise ValueError(f"step {result.step_id} came back out of order")
+        sent = self._sent.popleft()
+        ended: list[Sequence] = []
+        sampled = {seq_id: row for row, seq_id in enumerate(result.seq_ids)}
+        for seq, num_tokens, samples in sent.rows:
+            if seq.status is SequenceStatus.FINISHED:
+                continue
+            seq.num_computed += num_tokens
+            if samples:
+                row = sampled[seq.seq_id]
+                seq.num_pending -= 1
+                seq.append_token(result.token_ids[row])
+            self._commit(seq)
+            if samples and result.finish_reasons[row]:
+                self._finish(seq)
+                ended.append(seq)
+        for seq in [s for s in self._leaving.values() if s.last_step <= result.step_id]:
+            self._release(seq)
+        return ended
+
+    # --- what goes out ------------------------------------------------------------------------
+
+    def plan(self, now_ns: int) -> StepPlan | None:
+        """The next step, or None when there is nothing to do or enough is under way already."""
+        self._expire(now_ns)
+        if len(self._sent) >= self._steps_ahead:
+            return None
+        decision = NOTHING if self.paused else self._decide()
+        if decision.preempted_seqs and self._sent:
+            # Blocks in use by a plan under way can't change hands; wait until it is back.
+            decision = NOTHING
+        self._preempt(decision.preempted_seqs)
+        if not decision.num_tokens and not self._ended:
+            return None
+        return self._build(decision, now_ns)
+
+    def take_free_slots(self) -> int:
+        """How many sequences have left since the last call: credits to give back."""
+        freed, self._freed_slots = self._freed_slots, 0
+        return freed
+
+    def next_deadline_ns(self) -> int | None:
+        """When a request's time will be over; None when no request has a deadline."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have not started, or were preempted."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold blocks and go on."""
+        return len(self._running)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits, runs, or is under way."""
+        return not (self._sequences or self._leaving or self._sent or self._ended)
+
+    def check(self) -> None:
+        """The conservation check: every block is free or held by exactly who says so.
+
+        Raises:
+            AssertionError: The books are wrong.
+        """
+        holders = [*self._running, *self._leaving.values()]
+        self.cache.check(seq.block_ids for seq in holders)
+        assert set(self._sequences) == {s.seq_id for s in [*self._waiting, *self._running]}
+        if not self._sent:
+            assert not self._leaving, "a sequence is kept though no plan names it"
+
+    # --- inside -------------------------------------------------------------------------------
+
+    def _expire(self, now_ns: int) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now_ns:
+            _, request_id, entry_id = heapq.heappop(self._deadlines)
+            members = self._by_request.get(request_id, ())
+            if any(self._sequences[seq_id].info.entry_id == entry_id for seq_id in members):
+                message = "the request's time budget ran out before it was done"
+                self.cancel(Cancel(request_id, entry_id, "expired", "expired", message))
+
+    def _decide(self) -> SchedulerOutput:
+        num_free = self.cache.num_free_blocks()
+        if num_free < len(self._running):
+            for seq in self._running:
+                seq.num_reclaimable = self.cache.num_reclaimable(seq.block_ids)
+        return schedule(self._startable(), self._running, num_free, self.limits)
+
+    def _startable(self) -> list[Sequence]:
+        """Waiting sequences that may start, in order, with what starting each would take.
+
+        A sequence waits while another computes a block that it could share, and siblings that
+        come together wait for the first of them: a shared prompt is computed once.
+        """
+        size = self.limits.block_size
+        room = self.limits.max_batch_size - len(self._running)
+        startable: list[Sequence] = []
+        claimed: set[int] = set()
+        for seq in self._waiting:
+            if len(startable) >= room:
+                break
+            found = self.cache.match(seq.hashes, len(seq.token_ids))
+            missing = seq.hashes[found.num_blocks : (len(seq.token_ids) - 1) // size]
+            if missing and (missing[0] in self._computing or missing[0] in claimed):
+                continue
+            claimed.update(missing)
+            seq.num_cached = found.num_blocks * size
+            seq.num_to_allocate = -(-len(seq.token_ids) // size) - found.num_shared
+            startable.append(seq)
+        return startable
+
+    def _preempt(self, seq_ids: tuple[int, ...]) -> None:
+        for seq_id in seq_ids:
+            seq = self._sequences[seq_id]
+            self._running.remove(seq)
+            self._computing.difference_update(seq.hashes)
+            self.cache.deallocate(seq.block_ids)
+            seq.preempt()
+            self._forget.append(seq_id)
+            # Victims come last first, so the one that was longest in the batch ends up in front.
+            self._waiting.appendleft(seq)
+
+    def _build(self, decision: SchedulerOutput, now_ns: int) -> StepPlan:
+        self._step_id += 1
+        rows: list[tuple[Sequence, int, bool]] = []
+        new: list[NewSequence] = []
+        grown: list[tuple[int, tuple[int, ...]]] = []
+        for seq_id in (*decision.decode_seqs, *decision.prefill_seqs):
+            seq = self._sequences[seq_id]
+            num_tokens = decision.num_tokens[seq_id]
+            if seq.status is SequenceStatus.WAITING:
+                new.append(self._start(seq))
+            elif seq.num_scheduled == len(seq.block_ids) * self.limits.block_size:
+                seq.block_ids.append(self.cache.append_block())
+                grown.append((seq_id, (seq.block_ids[-1],)))
+            samples = num_tokens == seq.num_remaining
+            seq.num_scheduled += num_tokens
+            seq.num_pending += samples
+            seq.last_step = self._step_id
+            rows.append((seq, num_tokens, samples))
+        self._sent.append(SentPlan(self._step_id, tuple(rows)))
+        ended, self._ended = tuple(self._ended), []
+        forget, self._forget = tuple(self._forget), []
+        return StepPlan(
+            step_id=self._step_id,
+            new=tuple(new),
+            seq_ids=tuple(seq.seq_id for seq, _, _ in rows),
+            num_tokens=tuple(num_tokens for _, num_tokens, _ in rows),
+            grown=tuple(grown),
+            copies=(),
+            finished=forget,
+            ended=ended,
+            made_ns=now_ns,
+        )
+
+    def _start(self, seq: Sequence) -> NewSequence:
+        allocation = self.cache.allocate(seq.token_ids, seq.hashes)
+        self._waiting.remove(seq)
+        num_cached_blocks = allocation.cached_length // self.limits.block_size
+        seq.start(allocation.block_ids, allocation.cached_length, num_cached_blocks)
+        self._insert_running(seq)
+        self._computing.update(seq.hashes[num_cached_blocks:])
+        return NewSequence(
+            seq_id=seq.seq_id,
+            token_ids=tuple(seq.token_ids),
+            num_generated=seq.num_generated,
+            num_cached=allocation.cached_length,
+            block_ids=allocation.block_ids,
+            sampling=seq.sampling,
+            sample=seq.spec,
+            info=seq.info,
+        )
+
+    def _insert_running(self, seq: Sequence) -> None:
+        """Keeps `_running` sorted: higher priority first, then the order in which they came."""
+        insort(self._running, seq, key=lambda other: (-other.priority, other.seq_id))
+
+    def _commit(self, seq: Sequence) -> None:
+        """Makes the blocks that are now full and computed known to the prefix cache."""
+        full = seq.num_computed // self.limits.block_size
+        if full == seq.num_committed:
+            return
+        extend_block_hashes(seq.hashes, seq.token_ids, self.limits.block_size)
+        for index in range(seq.num_committed, full):
+            self.cache.commit(seq.block_ids[index], seq.hashes[index])
+            self._computing.discard(seq.hashes[index])
+        seq.num_committed = full
+
+    def _finish(self, seq: Sequence) -> None:
+        """Ends a sequence; its blocks stay until no plan under way names them."""
+        was_running = seq.status is SequenceStatus.RUNNING
+        seq.status = SequenceStatus.FINISHED
+        del self._sequences[seq.seq_id]
+        members = self._by_request[seq.info.request_id]
+        members.discard(seq.seq_id)
+        if not members:
+            del self._by_request[seq.info.request_id]
+        if not was_running:
+            self._waiting.remove(seq)
+            self._freed_slots += 1
+            return
+        self._running.remove(seq)
+        self._computing.difference_update(seq.hashes)
+        self._forget.append(seq.seq_id)
+        if self._sent and seq.last_step >= self._sent[0].step_id:
+            self._leaving[seq.seq_id] = seq
+        else:
+            self._release(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        self._leaving.pop(seq.seq_id, None)
+        self.cache.deallocate(seq.block_ids)
+        seq.block_ids = []
+        self._freed_slots += 1

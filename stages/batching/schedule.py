@@ -1,0 +1,95 @@
+"""What fits in the next step: the scheduler, a pure function."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
+import msgspec
+
+from ...config import SchedulerConfig
+from .sequence import Sequence
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True):
+    """A scheduling decision, by sequence id.
+
+    Attributes:
+        prefill_seqs: Sequences that compute (a chunk of) their prompt.
+        decode_seqs: Sequences that compute one token and sample the next.
+        preempted_seqs: Sequences that must give up their blocks first.
+        num_tokens: Tokens of each scheduled sequence in this step.
+    """
+
+    prefill_seqs: tuple[int, ...]
+    decode_seqs: tuple[int, ...]
+    preempted_seqs: tuple[int, ...]
+    num_tokens: Mapping[int, int]
+
+
+def schedule(
+    waiting: Seq[Sequence],
+    running: Seq[Sequence],
+    num_free_blocks: int,
+    config: SchedulerConfig,
+) -> SchedulerOutput:
+    """Decides what runs in the next step. No side effects.
+
+    Decodes come first, then prefills under way, then waiting sequences in their order, all within
+    the token budget. When a decode finds no free block, the last of `running` is preempted;
+    nothing new starts in such a step.
+
+    Args:
+        waiting: Those that may start, in order; each with `num_cached` and `num_to_allocate` set.
+        running: Those under way, most deserving first; with `num_reclaimable` set when there are
+            fewer free blocks than sequences.
+        num_free_blocks: Blocks that nobody holds.
+        config: The limits.
+    """
+    budget = config.max_tokens_per_batch
+    free = num_free_blocks
+    num_tokens: dict[int, int] = {}
+    decodes: list[int] = []
+    prefills: list[int] = []
+    preempted: list[int] = []
+
+    stays = list(running)
+    index = 0
+    while index < len(stays):
+        seq = stays[index]
+        index += 1
+        if seq.num_remaining != 1 or not seq.may_sample or budget == 0:
+            continue
+        needs_block = seq.num_scheduled == len(seq.block_ids) * config.block_size
+        while needs_block and free == 0:
+            victim = stays.pop()
+            preempted.append(victim.seq_id)
+            free += victim.num_reclaimable
+            if victim is seq:
+                break
+        else:
+            free -= needs_block
+            budget -= 1
+            decodes.append(seq.seq_id)
+            num_tokens[seq.seq_id] = 1
+
+    for seq in stays:
+        if seq.num_remaining > 1 and budget > 0:
+            num_tokens[seq.seq_id] = min(seq.num_remaining, budget)
+            budget -= num_tokens[seq.seq_id]
+            prefills.append(seq.seq_id)
+
+    if not preempted:
+        # What those that run may need in the next step, on average, stays free for them: to start
+        # a sequence and preempt it in the next step would only cost.
+        free -= -(-len(stays) // config.block_size)
+        room = config.max_batch_size - len(stays)
+        for seq in waiting[: max(room, 0)]:
+            if budget == 0 or seq.num_to_allocate > free:
+                break
+            free -= seq.num_to_allocate
+            num_tokens[seq.seq_id] = min(len(seq.token_ids) - seq.num_cached, budget)
+            budget -= num_tokens[seq.seq_id]
+            prefills.append(seq.seq_id)
+
+    return SchedulerOutput(tuple(prefills), tuple(decodes), tuple(preempted), num_tokens)

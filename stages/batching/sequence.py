@@ -1,0 +1,127 @@
+"""One sample in the making, as the scheduler sees it."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from ...bus.messages import RequestInfo, SequenceSpec
+from ...config import SamplingParams
+
+
+class SequenceStatus(Enum):
+    """Waiting for its first (or, after a preemption, next) step; running; or done."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class Sequence:
+    """Mutable state of one sample.
+
+    Plans are made ahead of results, so there are three counts of tokens:
+
+        num_computed  <=  num_scheduled  <=  num_tokens + num_pending
+
+    `num_computed` have their KV in the cache, `num_scheduled` will have it once all plans sent so
+    far are done, and `num_pending` more tokens than those known will have been sampled by then.
+
+    Attributes:
+        token_ids: Prompt and generated tokens, as far as results are back.
+        block_ids: The block table.
+        hashes: Those of the full blocks of `token_ids`.
+        num_committed: Leading blocks that the prefix cache knows, or was told of.
+        last_step: Id of the last plan that names the sequence; its blocks are in use until then.
+        num_reclaimable: Blocks that preempting it would free; set when blocks are short.
+        num_to_allocate: Free blocks that starting it takes; set while it waits.
+        num_cached: Leading tokens found in the cache; while it waits, those that would be found.
+    """
+
+    __slots__ = (
+        "block_ids",
+        "hashes",
+        "info",
+        "last_step",
+        "num_cached",
+        "num_committed",
+        "num_computed",
+        "num_pending",
+        "num_prompt_tokens",
+        "num_reclaimable",
+        "num_scheduled",
+        "num_to_allocate",
+        "priority",
+        "sampling",
+        "seq_id",
+        "spec",
+        "started",
+        "status",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        spec: SequenceSpec,
+        info: RequestInfo,
+        token_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        priority: int = 0,
+    ) -> None:
+        self.seq_id = spec.seq_id
+        self.spec = spec
+        self.info = info
+        self.token_ids = list(token_ids)
+        self.num_prompt_tokens = len(token_ids)
+        self.sampling = sampling
+        self.priority = priority
+        self.status = SequenceStatus.WAITING
+        self.started = False
+        self.block_ids: list[int] = []
+        self.hashes: list[int] = []
+        self.num_cached = 0
+        self.num_committed = 0
+        self.num_computed = 0
+        self.num_scheduled = 0
+        self.num_pending = 0
+        self.last_step = 0
+        self.num_reclaimable = 0
+        self.num_to_allocate = 0
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens sampled so far, as far as results are back."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens to be computed before, and including, the one that samples next."""
+        return len(self.token_ids) + self.num_pending - self.num_scheduled
+
+    @property
+    def may_sample(self) -> bool:
+        """Whether another token may be planned: the length limit is known ahead of results."""
+        return self.num_generated + self.num_pending < self.sampling.max_tokens
+
+    def append_token(self, token_id: int) -> None:
+        """Adds a generated token.
+
+        Raises:
+            ValueError: The sequence is not running.
+        """
+        if self.status is not SequenceStatus.RUNNING:
+            raise ValueError(f"sequence {self.seq_id} is {self.status.name.lower()}, not running")
+        self.token_ids.append(token_id)
+
+    def start(self, block_ids: tuple[int, ...], num_cached: int, num_cached_blocks: int) -> None:
+        """WAITING to RUNNING: it has blocks for all its tokens, the first `num_cached` computed."""
+        self.status = SequenceStatus.RUNNING
+        self.started = True
+        self.block_ids = list(block_ids)
+        self.num_cached = self.num_computed = self.num_scheduled = num_cached
+        self.num_committed = num_cached_blocks
+
+    def preempt(self) -> None:
+        """RUNNING to WAITING: it keeps its tokens and gives up its blocks; nothing is in flight."""
+        self.status = SequenceStatus.WAITING
+        self.block_ids = []
+        self.num_computed = self.num_scheduled = self.num_pending = 0

@@ -1,0 +1,82 @@
+"""Settings from file, environment and flags; refusals that name the setting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nano_inference.config import Config, ConfigError, EngineConfig, load_config
+
+
+def test_defaults_are_the_embedded_pipeline() -> None:
+    config = load_config(env={})
+    assert config == Config()
+    assert config.bus.url == "memory"
+    assert (config.engine.model_folder / "..").is_dir()
+
+
+def test_later_sources_win(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("engine:\n  block_size: 4\n  max_batch_size: 8\n  seed: 1\n")
+    env = {"NANO_INFERENCE_ENGINE__MAX_BATCH_SIZE": "16", "NANO_INFERENCE_ENGINE__SEED": "2"}
+    config = load_config(path, env=env, overrides={"engine.seed": 3})
+    engine = config.engine
+    assert (engine.block_size, engine.max_batch_size, engine.seed) == (4, 16, 3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"engine.block_sise": 4}, "did you mean 'block_size'"),
+        ({"engin.block_size": 4}, "no section 'engin'; did you mean 'engine'"),
+        ({"engine.block_size": 0}, "block_size is 0; it must be at least 1"),
+        ({"engine.block_size": "many"}, "Expected `int`, got `str` - at `$.engine.block_size`"),
+        ({"engine.gpu_memory_utilization": 1.5}, "above 0, at most 1"),
+        ({"engine.gpu_memory_utilization": float("nan")}, "above 0, at most 1"),
+        ({"engine.max_tokens_per_batch": 8}, "at least max_batch_size"),
+        ({"fairness.aging_s": float("inf")}, "aging_s is inf"),
+        ({"bus.url": "amqp://x"}, "redis://"),
+        ({"bus.links": "redis"}, "needs bus.url"),
+        ({"pipeline.stages": ["executor"]}, "missing: admission, fairness, batching, streaming"),
+        ({"pipeline.stages": ["exec"]}, "Invalid enum value 'exec'"),
+        ({"bus.url": "redis://h", "pipeline.stages": ["executor", "executor"]}, "repetition"),
+    ],
+)
+def test_bad_settings_are_refused(overrides: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(env={}, overrides=overrides)
+    assert words in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("engine: [", "not valid YAML"),
+        ("- a\n- b", "must hold sections"),
+        ("engine: 3", "section 'engine' must hold"),
+        ("engine:\n  colour: red", "no setting 'colour'; known: model_path"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path: Path, content: str, words: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError) as refused:
+        load_config(path, env={})
+    assert words in refused.value.message
+    assert str(path) in refused.value.message
+
+
+def test_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load_config(tmp_path / "none.yaml", env={})
+
+
+def test_unknown_environment_setting_is_refused() -> None:
+    with pytest.raises(ConfigError, match="NANO_INFERENCE_ENGINE__BATCH"):
+        load_config(env={"NANO_INFERENCE_ENGINE__BATCH": "3"})
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        EngineConfig().block_size = 3  # type: ignore[misc]

@@ -1,0 +1,264 @@
+"""The batch builder against an executor that notices every mix-up."""
+
+from __future__ import annotations
+
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nano_inference.bus.messages import Cancel
+from nano_inference.stages.batching import Sequence
+
+from .lane import Lane, expected
+
+
+def cancel(request_id: str) -> Cancel:
+    return Cancel(request_id, request_id, "cancelled", "cancelled", "")
+
+
+@pytest.mark.parametrize("steps_ahead", [1, 2, 3])
+def test_many_sequences_give_what_each_gives_alone(steps_ahead: int) -> None:
+    lane = Lane(steps_ahead=steps_ahead)
+    prompts = [[seed % 9, *range(seed % 13)] for seed in range(40)]
+    for seq_id, prompt in enumerate(prompts):
+        lane.add(prompt, request_id=str(seq_id), seq_ids=(seq_id,), max_tokens=1 + seq_id % 20)
+    lane.run()
+    for seq_id, prompt in enumerate(prompts):
+        assert lane.outputs[seq_id] == expected(prompt, 1 + seq_id % 20)
+    assert lane.core.idle
+    lane.core.check()
+
+
+def test_plans_run_one_step_ahead_of_results() -> None:
+    lane = Lane(steps_ahead=2)
+    lane.add([1, 2, 3], request_id="a", seq_ids=(1,), stop=False)
+    assert lane.plan()
+    assert lane.plan(), "the second plan does not wait for the first result"
+    assert not lane.plan(), "a third does"
+    lane.retire()
+    assert lane.plan()
+
+
+def test_length_is_known_ahead_so_no_row_is_wasted_on_it() -> None:
+    lane = Lane(steps_ahead=2)
+    lane.add([1, 2, 3], request_id="a", seq_ids=(1,), max_tokens=3, stop=False)
+    lane.run()
+    assert [sum(plan.num_tokens) for plan in lane.log] == [3, 1, 1]
+
+
+def test_long_prefill_is_chunked_and_mixed_with_decodes() -> None:
+    lane = Lane(max_tokens_per_batch=8, max_batch_size=8)
+    lane.add([1], request_id="short", seq_ids=(1,), max_tokens=12, stop=False)
+    lane.plan()
+    lane.add(list(range(30)), request_id="long", seq_ids=(2,), max_tokens=2, stop=False)
+    lane.run()
+    mixed = [plan for plan in lane.log if plan.seq_ids == (1, 2) and plan.num_tokens[1] > 1]
+    assert mixed, "the decode goes on while the prompt is computed"
+    assert all(sum(plan.num_tokens) <= 8 for plan in lane.log)
+    assert lane.outputs[2] == expected(list(range(30)), 2, stop=False)
+
+
+def test_siblings_compute_their_prompt_once() -> None:
+    lane = Lane(block_size=4, max_batch_size=16, max_tokens_per_batch=64)
+    prompt = list(range(33))
+    lane.add(prompt, request_id="a", seq_ids=tuple(range(8)), max_tokens=1, stop=False)
+    lane.run()
+    # The first computes 33; the others share 8 full blocks and compute the last token each.
+    assert lane.executor.num_computed == 33 + 7
+
+
+def test_finished_sequences_stay_cached_for_the_next_turn() -> None:
+    lane = Lane(block_size=4)
+    lane.add(list(range(9)), request_id="a", seq_ids=(1,), max_tokens=8, stop=False)
+    lane.run()
+    turn = [*range(9), *lane.outputs[1], 3, 4]
+    before = lane.executor.num_computed
+    lane.add(turn, request_id="b", seq_ids=(2,), max_tokens=1, stop=False)
+    lane.run()
+    # 16 of the 17 tokens before the new turn have their KV (the last was never fed back).
+    assert lane.executor.num_computed - before == len(turn) - 16
+    assert lane.outputs[2] == expected(turn, 1, stop=False)
+
+
+def test_preemption_is_invisible_in_the_output() -> None:
+    lane = Lane(num_blocks=12, block_size=2, max_batch_size=8)
+    for seq_id in range(6):
+        lane.add([seq_id, 1], request_id=str(seq_id), seq_ids=(seq_id,), max_tokens=18, stop=False)
+    lane.run()
+    resumed = [new for plan in lane.log for new in plan.new if new.num_generated]
+    assert resumed, "the cache is too small for all, so someone was preempted and came back"
+    for seq_id in range(6):
+        assert lane.outputs[seq_id] == expected([seq_id, 1], 18, stop=False)
+    lane.core.check()
+
+
+def test_the_latest_of_the_lowest_priority_gives_way() -> None:
+    lane = Lane(num_blocks=6, block_size=2, max_batch_size=8)
+    lane.add([1], request_id="low", seq_ids=(1,), max_tokens=8, stop=False, priority=0)
+    lane.add([2], request_id="high", seq_ids=(2,), max_tokens=8, stop=False, priority=5)
+    lane.run()
+    assert {new.seq_id for plan in lane.log for new in plan.new if new.num_generated} == {1}
+
+
+def test_cancel_frees_blocks_within_one_step() -> None:
+    lane = Lane()
+    lane.add([1, 2, 3], request_id="a", seq_ids=(1, 2), max_tokens=100, stop=False)
+    lane.plan()
+    lane.plan()
+    lane.core.cancel(cancel("a"))
+    lane.retire()
+    lane.retire()
+    assert lane.core.cache.num_free_blocks() == 64
+    lane.run()
+    assert lane.ended == ["a"]
+    assert lane.core.idle
+
+
+@pytest.mark.parametrize(("planned", "unstarted"), [(False, True), (True, False)])
+def test_cancel_says_whether_streaming_has_heard_of_the_request(
+    planned: bool, unstarted: bool
+) -> None:
+    lane = Lane()
+    lane.add([1, 2, 3], request_id="a", seq_ids=(1,))
+    if planned:
+        lane.plan()
+    lane.core.cancel(cancel("a"))
+    lane.plan()
+    assert lane.log[-1].ended[0].unstarted is unstarted
+
+
+def test_cancel_of_an_unknown_request_is_passed_on_as_it_came() -> None:
+    lane = Lane()
+    lane.core.cancel(cancel("gone"))
+    lane.run()
+    assert lane.log[-1].ended == (cancel("gone"),)
+
+
+def test_expired_requests_end_in_the_next_plan() -> None:
+    lane = Lane()
+    lane.add([1, 2], request_id="a", seq_ids=(1,), max_tokens=50, stop=False)
+    dispatch_deadline = 100
+    lane.core._deadlines.append((dispatch_deadline, "a", "a"))
+    lane.plan()
+    plan = lane.core.plan(dispatch_deadline)
+    assert plan is not None
+    assert [(c.request_id, c.status) for c in plan.ended] == [("a", "expired")]
+
+
+def test_paused_core_plans_no_rows_but_still_passes_cancellations_on() -> None:
+    lane = Lane()
+    lane.add([1, 2], request_id="a", seq_ids=(1,))
+    lane.core.paused = True
+    assert not lane.plan()
+    lane.core.cancel(cancel("a"))
+    assert lane.plan()
+    assert lane.log[-1].seq_ids == ()
+
+
+def test_every_slot_comes_back_as_a_credit() -> None:
+    lane = Lane(num_blocks=12, block_size=2)
+    for seq_id in range(10):
+        lane.add([seq_id], request_id=str(seq_id), seq_ids=(seq_id,), max_tokens=6, stop=False)
+    lane.core.cancel(cancel("9"))
+    lane.run()
+    assert lane.core.take_free_slots() == 10
+    assert lane.core.take_free_slots() == 0
+
+
+def test_a_result_out_of_order_is_refused() -> None:
+    lane = Lane()
+    lane.add([1, 2], request_id="a", seq_ids=(1,), stop=False)
+    lane.plan()
+    lane.plan()
+    late = lane.executor.execute(lane.plans[0])
+    lane.core.absorb(late)
+    with pytest.raises(ValueError, match="out of order"):
+        lane.core.absorb(late)
+
+
+def test_append_token_refuses_a_sequence_that_is_not_running() -> None:
+    lane = Lane()
+    lane.add([1], request_id="a", seq_ids=(1,))
+    waiting: Sequence = lane.core._waiting[0]
+    with pytest.raises(ValueError, match="waiting"):
+        waiting.append_token(3)
+
+
+arrivals = st.lists(
+    st.tuples(
+        st.integers(1, 24),  # prompt length
+        st.integers(0, 3),  # which common prefix
+        st.integers(1, 10),  # max_tokens
+        st.integers(1, 3),  # samples
+        st.integers(0, 2),  # priority
+    ),
+    min_size=1,
+    max_size=12,
+)
+actions = st.lists(st.sampled_from(["plan", "retire", "cancel", "flush", "stop"]), max_size=60)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(arrivals, actions, st.sampled_from([1, 2, 4]), st.integers(1, 3))
+def test_random_traces_conserve_blocks_and_outputs(
+    arrivals: list[tuple[int, int, int, int, int]],
+    actions: list[str],
+    block_size: int,
+    steps_ahead: int,
+) -> None:
+    lane = Lane(
+        num_blocks=-(-40 // block_size),
+        block_size=block_size,
+        max_batch_size=5,
+        max_tokens_per_batch=9,
+        steps_ahead=steps_ahead,
+    )
+    wanted: dict[int, list[int]] = {}
+    cut_short: set[int] = set()
+    members: dict[str, tuple[int, ...]] = {}
+    seq_id = 0
+    queue = list(arrivals)
+    for action in [*actions, *["plan"] * len(arrivals)]:
+        if queue and action == "plan":
+            length, prefix, max_tokens, samples, priority = queue.pop()
+            prompt = [prefix * 5 + i % 7 for i in range(length)]
+            seq_ids = tuple(range(seq_id, seq_id + samples))
+            seq_id += samples
+            request_id = f"r{seq_ids[0]}"
+            members[request_id] = seq_ids
+            lane.add(
+                prompt,
+                request_id=request_id,
+                seq_ids=seq_ids,
+                max_tokens=max_tokens,
+                priority=priority,
+            )
+            wanted |= dict.fromkeys(seq_ids, expected(prompt, max_tokens))
+        match action:
+            case "plan":
+                lane.plan()
+            case "retire":
+                lane.retire()
+            case "flush":
+                lane.core.cache.flush()
+            case "cancel" if members:
+                request_id, seq_ids = members.popitem()
+                lane.core.cancel(cancel(request_id))
+                cut_short.update(seq_ids)
+            case "stop" if members:
+                victim = next(iter(members.values()))[0]
+                lane.core.stop([victim])
+                cut_short.add(victim)
+        lane.core.check()
+    lane.run()
+    lane.core.check()
+    assert lane.core.idle
+    for each, tokens in wanted.items():
+        got = lane.outputs.get(each, [])
+        if each in cut_short:
+            assert got == tokens[: len(got)]
+        else:
+            assert got == tokens
+    assert lane.core.take_free_slots() == seq_id
+    assert lane.core.cache.num_free_blocks() == lane.core.cache.num_blocks

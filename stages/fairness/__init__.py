@@ -1,0 +1,5 @@
+"""The fairness stage: who may run next."""
+
+from .core import FairnessCore
+
+__all__ = ["FairnessCore"]

@@ -1,0 +1,190 @@
+"""The shell that all stages share: an actor with one inbox, taking one message at a time."""
+
+from __future__ import annotations
+
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+import anyio
+import structlog
+
+from ..bus import Bus, Inbox, Sender
+from ..bus.links import CONTROL, Link
+from ..bus.messages import Envelope, Message, Reset, StageReady, StageStarted, StageStopped
+from ..config import Config
+from ..telemetry import Attributes, TraceContext, Tracing, names, now_ns
+
+
+class StageContext:
+    """What a stage is given to run with."""
+
+    def __init__(
+        self,
+        config: Config,
+        bus: Bus,
+        tracing: Tracing,
+        on_ready: Callable[[str], None] = lambda stage: None,
+        on_drained: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Args: besides the obvious, what to call when a stage takes part in an epoch, and when
+        admission has drained."""
+        self.config = config
+        self.bus = bus
+        self.tracing = tracing
+        self.on_ready = on_ready
+        self.on_drained = on_drained
+
+
+class Actor(ABC):
+    """One stage. A new object for each time that the stage is started.
+
+    Epochs: when a stage has failed and comes back, admission begins a new epoch and sends Reset
+    to all. A stage then drops what it holds and answers StageReady; messages of older epochs that
+    are still on their way are dropped when they arrive. The Reset itself may be overtaken by the
+    first message of the new epoch on another link, so a larger epoch on any message has the same
+    effect.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, context: StageContext) -> None:
+        self.config = context.config
+        self.bus = context.bus
+        self.tracing = context.tracing
+        self.incarnation = f"{self.name}-{uuid.uuid4().hex[:8]}"
+        self.epoch = 0
+        self.opened = False
+        self.log = structlog.get_logger().bind(stage=self.name)
+        self._on_ready = context.on_ready
+        self._senders: dict[Link, Sender] = {}
+
+    # --- what a stage says --------------------------------------------------------------------
+
+    async def open(self) -> None:  # noqa: B027  (most stages have nothing to load)
+        """Loads what the stage needs. Runs before any message is taken."""
+
+    @abstractmethod
+    async def handle(self, envelope: Envelope) -> None:
+        """Takes one message."""
+
+    async def settle(self) -> None:  # noqa: B027
+        """Runs after each batch of messages, and when `wake_at_ns` has come."""
+
+    def wake_at_ns(self) -> int | None:
+        """When `settle` should run although no message came; None for never."""
+        return None
+
+    @abstractmethod
+    async def reset(self) -> None:
+        """Drops all that belongs to a request: a new epoch begins."""
+
+    async def announce(self) -> None:
+        """Tells admission that the stage takes part in the current epoch."""
+        await self.send(CONTROL["admission"], StageReady(self.name, self.incarnation))
+        self._on_ready(self.name)
+
+    # --- running ------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Runs until cancelled. Whatever it raises means that the stage has failed."""
+        await self.open()
+        self.opened = True
+        # It stays open when this stage fails, or senders would fail with it. The next incarnation
+        # opens its own, which closes this one.
+        inbox = await self.bus.open_inbox(self.name)
+        await self.send(CONTROL["admission"], StageStarted(self.name, self.incarnation), epoch=0)
+        await self.receive_forever(inbox)
+
+    async def receive_forever(self, inbox: Inbox) -> None:
+        """Takes messages one at a time, oldest first."""
+        while True:
+            envelopes: list[Envelope] = []
+            wake_at = self.wake_at_ns()
+            wait_s = None if wake_at is None else max(0.0, (wake_at - now_ns()) / 1e9)
+            with anyio.move_on_after(wait_s):
+                envelopes = await inbox.receive()
+            for envelope in envelopes:
+                await self._dispatch(envelope)
+            await self.settle()
+
+    async def leave(self, reason: str) -> None:
+        """Tells admission that what this stage held is lost."""
+        stopped = StageStopped(self.name, self.incarnation, reason)
+        await self.send(CONTROL["admission"], stopped, epoch=0)
+
+    async def _dispatch(self, envelope: Envelope) -> None:
+        if envelope.epoch:
+            if envelope.epoch < self.epoch:
+                self.log.debug("stale_message_dropped", type=type(envelope.body).__name__)
+                return
+            if envelope.epoch > self.epoch:
+                self.epoch = envelope.epoch
+                await self.reset()
+        if isinstance(envelope.body, Reset):
+            await self.announce()
+        else:
+            await self.handle(envelope)
+
+    async def send(
+        self,
+        link: Link,
+        body: Message,
+        *,
+        epoch: int | None = None,
+        trace: TraceContext | None = None,
+        budget_ns: int | None = None,
+    ) -> None:
+        """Sends a message in the current epoch."""
+        sender = self._senders.get(link)
+        if sender is None:
+            sender = self._senders[link] = self.bus.sender(link, self.incarnation)
+        await sender.send(
+            body,
+            epoch=self.epoch if epoch is None else epoch,
+            traceparent=trace.traceparent if trace else "",
+            tracestate=trace.tracestate if trace else "",
+            budget_ns=budget_ns,
+        )
+
+    def span(
+        self,
+        request_id: str,
+        trace: TraceContext,
+        start_ns: int,
+        attributes: Attributes | None = None,
+        *,
+        error: str = "",
+        events: tuple[tuple[str, int], ...] = (),
+    ) -> TraceContext:
+        """This stage's span of a request that leaves it now."""
+        if not self.tracing.enabled:
+            return trace
+        return self.tracing.span(
+            self.name,
+            trace,
+            start_ns,
+            now_ns(),
+            {
+                names.STAGE: self.name,
+                names.REQUEST_ID: request_id,
+                names.EPOCH: self.epoch,
+                **(attributes or {}),
+            },
+            events=events,
+            error=error,
+        )
+
+
+def deadline_of(envelope: Envelope, now: int) -> int | None:
+    """The envelope's remaining budget as a deadline on this process's clock.
+
+    The time on the wire is not counted: that would take clocks that agree.
+    """
+    return None if envelope.budget_ns is None else now + envelope.budget_ns
+
+
+def budget_of(deadline_ns: int | None, now: int) -> int | None:
+    """What is left until a deadline, to be sent on."""
+    return None if deadline_ns is None else deadline_ns - now

@@ -1,0 +1,1 @@
+"""Admission: checks requests, turns text into tokens, and keeps the ledger of those in flight."""

@@ -1,0 +1,237 @@
+"""The admission stage's state: the ledger of requests in flight, and what lets one in."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+import xxhash
+
+from ...bus.channel import Malformed, RequestEntry
+from ...bus.messages import (
+    AdmittedRequest,
+    GenerateRequest,
+    LaneCapacity,
+    RequestInfo,
+    SequenceSpec,
+    StageTime,
+)
+from ...config import Config, RequestError, SamplingParams
+from .checks import MAX_REQUEST_ID_LENGTH, check_request, check_sampling, is_usable_request_id
+from .prompts import prompt_token_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class InFlight(msgspec.Struct, frozen=True):
+    """One line of the ledger."""
+
+    entry_id: str
+    received_ns: int
+
+
+class AdmissionCore:
+    """Checks requests, makes sequences of them, and knows which are in flight.
+
+    `set_capacity` comes before the first `admit`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerFast,
+        stop_token_ids: frozenset[int],
+    ) -> None:
+        """`stop_token_ids`: the model's own, for requests that don't ignore them."""
+        self._model_name = config.engine.model_name
+        self._engine_seed = config.engine.seed
+        self._limits = config.admission
+        self._tokenizer = tokenizer
+        self._stop_token_ids = stop_token_ids
+        self._capacity: LaneCapacity | None = None
+        self._ledger: dict[str, InFlight] = {}
+        self._seq_ids = itertools.count(1)
+
+    # --- the ledger ---------------------------------------------------------------------------
+
+    def set_capacity(self, capacity: LaneCapacity) -> None:
+        """What the lane can hold, from now on."""
+        self._capacity = capacity
+
+    def room(self) -> int:
+        """How many more requests may be in flight."""
+        return max(0, self._limits.max_in_flight - len(self._ledger))
+
+    def has(self, request_id: str) -> bool:
+        """Whether a request of this id is in flight."""
+        return request_id in self._ledger
+
+    def entry_of(self, request_id: str) -> str | None:
+        """The entry of a request in flight, None for any other."""
+        found = self._ledger.get(request_id)
+        return found.entry_id if found is not None else None
+
+    def in_flight(self) -> list[tuple[str, str]]:
+        """(request id, entry id) of each request in flight, oldest first."""
+        return [(request_id, line.entry_id) for request_id, line in self._ledger.items()]
+
+    def finish(self, request_id: str, entry_id: str) -> bool:
+        """Takes a request out of the ledger; returns whether it was there.
+
+        A refused duplicate has the same request id and another entry; it takes nothing out.
+        """
+        if self.entry_of(request_id) != entry_id:
+            return False
+        del self._ledger[request_id]
+        return True
+
+    # --- the way in ---------------------------------------------------------------------------
+
+    def admit(
+        self, entry: RequestEntry, received_ns: int, now_ns: int, *, exists: bool = False
+    ) -> AdmittedRequest:
+        """Checks a request and enters it in the ledger.
+
+        `max_tokens` is cut to what the model's length leaves; such a request ends with "length".
+
+        Args:
+            received_ns: When the entry was taken; its budget counts from there.
+            exists: Whether the result stream of `request_id_of(entry)` already holds something.
+
+        Raises:
+            RequestError: Refused; the ledger is as it was. `status_of` its code is the status of
+                the terminal message.
+        """
+        request_id = request_id_of(entry)
+        request = self._readable(entry, request_id, exists)
+        check_request(request, model_name=self._model_name, max_samples=self._limits.max_samples)
+        if request.budget_ns is not None and request.budget_ns <= max(0, now_ns - received_ns):
+            raise RequestError(
+                "the request's time (budget_ns) was over before it could run; give it more",
+                code="expired",
+            )
+        capacity = self.capacity
+        check_sampling(request.sampling, vocab_size=capacity.vocab_size)
+        token_ids = prompt_token_ids(request, self._tokenizer, vocab_size=capacity.vocab_size)
+        sampling = self._resolve(request.sampling, len(token_ids))
+        info = RequestInfo(
+            request_id=request_id,
+            entry_id=entry.entry_id,
+            model=self._model_name,
+            n=request.n,
+            stream=request.stream,
+            stop=sampling.stop,
+            num_prompt_tokens=len(token_ids),
+            traceparent=entry.traceparent,
+            tracestate=entry.tracestate,
+            received_ns=received_ns,
+        )
+        self._ledger[request_id] = InFlight(entry.entry_id, received_ns)
+        return AdmittedRequest(
+            info=info,
+            token_ids=token_ids,
+            sampling=sampling,
+            sequences=self._sequences(request, request_id),
+            tenant=request.tenant,
+            priority=request.priority,
+        )
+
+    @staticmethod
+    def leaving(
+        request: AdmittedRequest, now_ns: int, traceparent: str, tracestate: str
+    ) -> AdmittedRequest:
+        """The same request as it leaves: its time here, and the trace of the later stages."""
+        received_ns = request.info.received_ns
+        held = StageTime(stage="admission", start_ns=received_ns, end_ns=now_ns)
+        info = msgspec.structs.replace(
+            request.info, traceparent=traceparent, tracestate=tracestate, stages=(held,)
+        )
+        return msgspec.structs.replace(request, info=info)
+
+    @property
+    def capacity(self) -> LaneCapacity:
+        """The lane's.
+
+        Raises:
+            RuntimeError: It is not known yet.
+        """
+        if self._capacity is None:
+            raise RuntimeError("set_capacity must come before the first request")
+        return self._capacity
+
+    def _readable(self, entry: RequestEntry, request_id: str, exists: bool) -> GenerateRequest:
+        """The request, if it can be read and may use its id.
+
+        Duplicates go first: any other refusal is written to the stream that the id names.
+        """
+        if exists or request_id in self._ledger:
+            raise RequestError(
+                f"a request {request_id!r} is in flight or has its output still stored; choose "
+                f"another request_id, or leave it empty",
+                code="duplicate_request",
+            )
+        request = entry.request
+        if isinstance(request, Malformed):
+            raise RequestError(request.message, code=request.code)
+        if request.request_id and not is_usable_request_id(request.request_id):
+            raise RequestError(
+                f"request_id must be 1 to {MAX_REQUEST_ID_LENGTH} printable characters, or empty",
+                code="invalid_request_id",
+            )
+        return request
+
+    def _resolve(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """Cuts max_tokens to what fits, and adds the model's stop ids."""
+        capacity = self.capacity
+        most = capacity.max_model_len - num_prompt_tokens
+        if most < 1:
+            raise RequestError(
+                f"the prompt has {num_prompt_tokens} tokens; prompt and completion together may "
+                f"have {capacity.max_model_len}, so shorten it to {capacity.max_model_len - 1} "
+                f"or fewer",
+                code="prompt_too_long",
+            )
+        max_tokens = min(sampling.max_tokens, most)
+        slots = capacity.num_blocks * capacity.block_size
+        if num_prompt_tokens + max_tokens > slots:
+            fitting = slots - num_prompt_tokens
+            advice = f"lower max_tokens to {fitting}" if fitting >= 1 else "shorten the prompt"
+            raise RequestError(
+                f"prompt and completion may need {num_prompt_tokens + max_tokens} tokens of KV "
+                f"cache and the lane has {slots}; {advice}, or give the engine more memory",
+                code="exceeds_kv_capacity",
+            )
+        stop_token_ids = sampling.stop_token_ids
+        if not sampling.ignore_eos:
+            stop_token_ids |= self._stop_token_ids
+        return msgspec.structs.replace(
+            sampling, max_tokens=max_tokens, stop_token_ids=stop_token_ids
+        )
+
+    def _sequences(self, request: GenerateRequest, request_id: str) -> tuple[SequenceSpec, ...]:
+        if request.sampling.seed is not None:
+            base = str(request.sampling.seed)
+        else:
+            base = f"{self._engine_seed}/{request_id}"
+        return tuple(
+            SequenceSpec(next(self._seq_ids), index, derive_seed(base, index))
+            for index in range(request.n)
+        )
+
+
+def request_id_of(entry: RequestEntry) -> str:
+    """The id under which an entry runs: its own, or the entry's where it gave no usable one."""
+    own = entry.request.request_id
+    return own if is_usable_request_id(own) else entry.entry_id
+
+
+def status_of(code: str) -> Literal["error", "expired"]:
+    """The status of the terminal message of a request that was refused with this code."""
+    return "expired" if code == "expired" else "error"
+
+
+def derive_seed(base: str, sample_index: int) -> int:
+    """A sample's seed: the same on every machine and in every release, 0 to 2**63 - 1."""
+    return xxhash.xxh3_64_intdigest(f"{base}/{sample_index}".encode()) >> 1

@@ -1,0 +1,90 @@
+"""From what a client wrote to the token ids of a prompt."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jinja2 import TemplateError
+
+from ...bus.messages import ChatMessage, GenerateRequest
+from ...config import RequestError
+from .checks import is_encodable, shown
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+def prompt_token_ids(
+    request: GenerateRequest, tokenizer: PreTrainedTokenizerFast, *, vocab_size: int
+) -> tuple[int, ...]:
+    """The prompt as tokens, at least one, all within the vocabulary.
+
+    A text gets the special tokens that the tokenizer adds by default. A conversation goes through
+    the model's chat template, with the beginning of the assistant's turn; the template writes its
+    special tokens itself, so none are added. As everywhere in Transformers, special tokens that
+    are spelled out in a text are read as such.
+
+    Raises:
+        RequestError: invalid_prompt, empty_prompt, invalid_messages, no_chat_template,
+            invalid_token_ids.
+    """
+    given = [request.prompt, request.prompt_token_ids, request.messages]
+    if sum(one is not None for one in given) != 1:
+        raise RequestError(
+            "give exactly one of prompt, prompt_token_ids and messages", code="invalid_prompt"
+        )
+    if not any(given):
+        raise RequestError(
+            "the prompt is empty; give at least one token to continue from", code="empty_prompt"
+        )
+    if request.prompt is not None:
+        ids = _encode(request.prompt, tokenizer, add_special_tokens=True, code="invalid_prompt")
+    elif request.messages is not None:
+        text = _render(request.messages, tokenizer)
+        ids = _encode(text, tokenizer, add_special_tokens=False, code="invalid_messages")
+    else:
+        ids = request.prompt_token_ids or ()
+    if not ids:
+        raise RequestError("the prompt gives no tokens", code="empty_prompt")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        bad = min(ids) if min(ids) < 0 else max(ids)
+        raise RequestError(
+            f"the prompt holds token id {shown(bad)}; the model's are 0 to {vocab_size - 1}",
+            code="invalid_token_ids",
+        )
+    return ids
+
+
+def _encode(
+    text: str, tokenizer: PreTrainedTokenizerFast, *, add_special_tokens: bool, code: str
+) -> tuple[int, ...]:
+    if not is_encodable(text):
+        raise RequestError("the text holds a lone surrogate; send valid Unicode", code=code)
+    try:
+        # verbose: no warning about lengths, which are this stage's own business.
+        encoded = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+    # The tokenizers library raises Exception itself, for example for a character that a vocabulary
+    # without an "unknown" token lacks.
+    except Exception as error:
+        raise RequestError(
+            f"the model's tokenizer can't read the text: {shown(str(error))}", code=code
+        ) from error
+    return tuple(encoded["input_ids"])
+
+
+def _render(messages: tuple[ChatMessage, ...], tokenizer: PreTrainedTokenizerFast) -> str:
+    if not tokenizer.chat_template:
+        raise RequestError(
+            "the model has no chat template; send the conversation as a prompt",
+            code="no_chat_template",
+        )
+    turns = [{"role": message.role, "content": message.content} for message in messages]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    # Templates refuse (TemplateError), and stumble as any program does.
+    except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+        raise RequestError(
+            f"the model's chat template refuses these messages: {shown(str(error))}",
+            code="invalid_messages",
+        ) from error
+    return str(text)

@@ -1,0 +1,106 @@
+"""The batching stage's shell."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ...bus.links import CREDITS, PLANS
+from ...bus.messages import (
+    Cancel,
+    Credit,
+    Dispatch,
+    Envelope,
+    FlushCache,
+    Pause,
+    RequestInfo,
+    Resume,
+    StageReady,
+    StepPlan,
+    StepResult,
+    StopSequences,
+)
+from ...telemetry import TraceContext, now_ns
+from ..actor import Actor, StageContext, deadline_of
+from .core import BatchingCore
+
+
+class BatchingStage(Actor):
+    """Keeps the executor supplied with plans, one step ahead of its results."""
+
+    name: ClassVar[str] = "batching"
+
+    def __init__(self, context: StageContext) -> None:
+        super().__init__(context)
+        # Made when the executor has told its capacity for this epoch.
+        self._core: BatchingCore | None = None
+        # Requests that wait for their first step, and since when; for their span.
+        self._arrived: dict[str, tuple[RequestInfo, int]] = {}
+
+    async def reset(self) -> None:
+        self._core = None
+        self._arrived.clear()
+
+    async def announce(self) -> None:
+        # Without the executor's capacity this stage is not ready, and says so by its silence.
+        if self._core is not None:
+            await super().announce()
+
+    async def handle(self, envelope: Envelope) -> None:
+        if isinstance(envelope.body, StageReady):
+            await self._meet_executor(envelope.body)
+        elif self._core is None:
+            self.log.warning("message_before_capacity", type=type(envelope.body).__name__)
+        else:
+            self._take(self._core, envelope)
+
+    def _take(self, core: BatchingCore, envelope: Envelope) -> None:
+        match envelope.body:
+            case StepResult() as result:
+                core.absorb(result)
+            case Dispatch() as dispatch:
+                now = now_ns()
+                core.add(dispatch, deadline_of(envelope, now))
+                self._arrived.setdefault(dispatch.info.request_id, (dispatch.info, now))
+            case StopSequences(seq_ids):
+                core.stop(seq_ids)
+            case Cancel() as cancel:
+                core.cancel(cancel)
+                self._arrived.pop(cancel.request_id, None)
+            case Pause():
+                core.paused = True
+            case Resume():
+                core.paused = False
+            case FlushCache():
+                core.cache.flush()
+            case other:
+                self.log.warning("message_not_understood", type=type(other).__name__)
+
+    async def settle(self) -> None:
+        core = self._core
+        if core is None:
+            return
+        while (plan := core.plan(now_ns())) is not None:
+            self._trace_started(plan)
+            await self.send(PLANS, plan)
+        if freed := core.take_free_slots():
+            await self.send(CREDITS, Credit(freed))
+        if core.idle:
+            core.check()
+
+    def wake_at_ns(self) -> int | None:
+        return self._core.next_deadline_ns() if self._core is not None else None
+
+    async def _meet_executor(self, ready: StageReady) -> None:
+        if ready.capacity is None or self._core is not None:
+            return
+        self._core = BatchingCore(self.config.engine, ready.capacity)
+        await self.send(CREDITS, Credit(self.config.engine.max_batch_size))
+        await self.announce()
+
+    def _trace_started(self, plan: StepPlan) -> None:
+        for new in plan.new:
+            arrived = self._arrived.pop(new.info.request_id, None)
+            if arrived is not None:
+                info, since_ns = arrived
+                trace = TraceContext(info.traceparent, info.tracestate)
+                self.span(info.request_id, trace, since_ns)

@@ -1,0 +1,287 @@
+"""The streaming stage's state: what each request in flight has produced so far.
+
+    StepResult ──► absorb ──► Deliveries: chunks and completions for clients, halts for batching,
+    Cancel ──────► end ─────►             finished requests for admission and for telemetry
+
+Every request ends with exactly one Completion. Which requests are known decides how: a request is
+known from its first StartedSequence until its Completion.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ...bus.messages import (
+    Cancel,
+    Completion,
+    CompletionChunk,
+    ErrorInfo,
+    Output,
+    RequestFinished,
+    RequestInfo,
+    StageTime,
+    StartedSequence,
+    StepResult,
+    Timings,
+    Usage,
+)
+from .detokenizer import TokenPieces
+from .samples import RequestState, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-")
+
+
+class EndedRequest(msgspec.Struct, frozen=True):
+    """What telemetry needs of a request that has ended; times are in the completion.
+
+    Attributes:
+        info: None for a request that was refused before any of its sequences ran.
+    """
+
+    info: RequestInfo | None
+    completion: Completion
+
+
+class Deliveries(msgspec.Struct, frozen=True):
+    """What one message led to.
+
+    Attributes:
+        outputs: (key of the result stream, what to append to it), in order; a key comes once.
+        halts: Sequences that met a stop string while the executor goes on with them.
+        finished: One for each Completion in `outputs`.
+        ended: As `finished`, for telemetry.
+    """
+
+    outputs: list[tuple[str, list[Output]]]
+    halts: tuple[int, ...]
+    finished: tuple[RequestFinished, ...]
+    ended: tuple[EndedRequest, ...]
+
+
+class StreamingCore:
+    """Requests by id, and running samples by sequence id."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        """Raises ModelError when the tokenizer's decoder can't be streamed (TokenPieces)."""
+        self._pieces = TokenPieces(tokenizer.backend_tokenizer)
+        self._requests: dict[str, RequestState] = {}
+        self._running: dict[int, Sample] = {}
+
+    def __len__(self) -> int:
+        """Requests that are known and have not ended."""
+        return len(self._requests)
+
+    def absorb(self, result: StepResult, now_ns: int) -> Deliveries:
+        """Takes a step: first the sequences that started, then its tokens, then requests cut short.
+
+        Rows of sequences that are not running (a stop string has ended them) are dropped.
+        """
+        batch = _Batch(now_ns)
+        for started in result.started:
+            self._start(started, result.end_ns)
+        rows = zip(
+            result.seq_ids, result.token_ids, result.logprobs, result.finish_reasons, strict=True
+        )
+        for seq_id, token_id, logprob, reason in rows:
+            sample = self._running.get(seq_id)
+            if sample is not None:
+                self._take(sample, token_id, logprob, reason, result, batch)
+        for cancel in result.ended:
+            self._end(cancel, batch)
+        return batch.deliveries()
+
+    def end(self, cancel: Cancel, now_ns: int) -> Deliveries:
+        """Ends a request early, with what it has made so far.
+
+        A known request gets its Completion, unfinished samples as "abort"; one that never was
+        known (`cancel.unstarted`) gets one without samples; one that has ended gets nothing.
+        """
+        batch = _Batch(now_ns)
+        self._end(cancel, batch)
+        return batch.deliveries()
+
+    def reset(self) -> None:
+        """A new epoch: no sequence of the old one will report again.
+
+        Requests stay, until each is ended by a Cancel or goes on with new sequences, which must
+        then start with as many tokens as were delivered.
+        """
+        self._running.clear()
+
+    def _start(self, started: StartedSequence, end_ns: int) -> None:
+        """Adds a sequence, or lets it go on after a preemption, when nothing is counted again."""
+        info = started.info
+        request = self._requests.get(info.request_id)
+        sample = request.samples.get(started.sample_index) if request is not None else None
+        if sample is None:
+            if started.num_generated:
+                return  # it met a stop string before it was preempted, and the halt is on its way
+            if request is None:
+                request = self._requests[info.request_id] = RequestState(info, started.executed_ns)
+            request.executed_ns = min(request.executed_ns, started.executed_ns)
+            request.cached_tokens += started.num_cached
+            sample = request.add(started.sample_index, self._pieces)
+        elif sample.finish_reason is not None:
+            return
+        sample.request.step_end_ns = end_ns
+        sample.seq_id = started.seq_id
+        self._running[started.seq_id] = sample
+
+    def _take(
+        self,
+        sample: Sample,
+        token_id: int,
+        logprob: float,
+        reason: str,
+        result: StepResult,
+        batch: _Batch,
+    ) -> None:
+        request = sample.request
+        request.step_end_ns = result.end_ns
+        if not request.first_token_ns:
+            request.first_token_ns = batch.now_ns
+            request.first_step_end_ns = result.end_ns
+        offset = len(sample.token_ids)
+        text = sample.advance(token_id, logprob, reason, result.weight_version)
+        info = request.info
+        if info.stream:
+            chunk = CompletionChunk(
+                request_id=info.request_id,
+                entry_id=info.entry_id,
+                sample_index=sample.index,
+                token_offset=offset,
+                token_ids=(token_id,),
+                logprobs=(logprob,),
+                text=text,
+                finish_reason=sample.finish_reason,
+            )
+            batch.add(info.request_id, chunk)
+        if sample.finish_reason is not None:
+            del self._running[sample.seq_id]
+            if not reason:
+                batch.halts.append(sample.seq_id)
+            request.unfinished -= 1
+            if not request.unfinished:
+                self._complete(request, batch)
+
+    def _end(self, cancel: Cancel, batch: _Batch) -> None:
+        request = self._requests.get(cancel.request_id)
+        if request is not None and cancel.entry_id in ("", request.info.entry_id):
+            for sample in request.samples.values():
+                if sample.finish_reason is None:
+                    self._abort(sample, batch)
+            self._complete(request, batch, cancel)
+        elif cancel.unstarted:
+            # The id of a duplicate names somebody else's stream.
+            own = cancel.request_id and cancel.code != "duplicate_request"
+            completion = Completion(
+                request_id=cancel.request_id,
+                entry_id=cancel.entry_id,
+                status=cancel.status,
+                error=ErrorInfo(code=cancel.code, message=cancel.message),
+                timings=Timings(finished_ns=batch.now_ns),
+            )
+            batch.finish(cancel.request_id if own else cancel.entry_id, None, completion)
+
+    def _abort(self, sample: Sample, batch: _Batch) -> None:
+        """Ends a sample where it is; a streaming client gets the text that was held back."""
+        if self._running.get(sample.seq_id) is sample:
+            del self._running[sample.seq_id]
+        text = sample.abort()
+        info = sample.request.info
+        if info.stream:
+            chunk = CompletionChunk(
+                request_id=info.request_id,
+                entry_id=info.entry_id,
+                sample_index=sample.index,
+                token_offset=len(sample.token_ids),
+                token_ids=(),
+                logprobs=(),
+                text=text,
+                finish_reason=sample.finish_reason,
+            )
+            batch.add(info.request_id, chunk)
+
+    def _complete(self, request: RequestState, batch: _Batch, cancel: Cancel | None = None) -> None:
+        info = request.info
+        del self._requests[info.request_id]
+        samples = tuple(sample.result() for _, sample in sorted(request.samples.items()))
+        traced = _TRACEPARENT.match(info.traceparent)
+        completion = Completion(
+            request_id=info.request_id,
+            entry_id=info.entry_id,
+            model=info.model,
+            status=cancel.status if cancel else "done",
+            error=ErrorInfo(code=cancel.code, message=cancel.message) if cancel else None,
+            samples=samples,
+            usage=Usage(
+                prompt_tokens=info.num_prompt_tokens,
+                cached_tokens=request.cached_tokens,
+                completion_tokens=sum(len(sample.token_ids) for sample in samples),
+            ),
+            timings=_timings(request, batch.now_ns),
+            trace_id=traced[1] if traced else "",
+        )
+        batch.finish(info.request_id, info, completion)
+
+
+class _Batch:
+    """Collects deliveries, those of one key together."""
+
+    __slots__ = ("ended", "halts", "now_ns", "outputs")
+
+    def __init__(self, now_ns: int) -> None:
+        self.now_ns = now_ns
+        self.outputs: dict[str, list[Output]] = {}
+        self.halts: list[int] = []
+        self.ended: list[EndedRequest] = []
+
+    def add(self, key: str, output: Output) -> None:
+        outputs = self.outputs.get(key)
+        if outputs is None:
+            self.outputs[key] = [output]
+        else:
+            outputs.append(output)
+
+    def finish(self, key: str, info: RequestInfo | None, completion: Completion) -> None:
+        self.add(key, completion)
+        self.ended.append(EndedRequest(info, completion))
+
+    def deliveries(self) -> Deliveries:
+        return Deliveries(
+            outputs=list(self.outputs.items()),
+            halts=tuple(self.halts),
+            finished=tuple(
+                RequestFinished(ended.completion.request_id, ended.completion.entry_id)
+                for ended in self.ended
+            ),
+            ended=tuple(self.ended),
+        )
+
+
+def _timings(request: RequestState, now_ns: int) -> Timings:
+    """Stages of samples that ran at different times are joined: earliest start, latest end."""
+    info = request.info
+    left_fairness_ns = info.stages[-1].end_ns if info.stages else info.received_ns
+    executed_ns = request.executed_ns
+    stages = [
+        *info.stages,
+        StageTime(stage="batching", start_ns=left_fairness_ns, end_ns=executed_ns),
+        StageTime(stage="executor", start_ns=executed_ns, end_ns=request.step_end_ns),
+    ]
+    if request.first_token_ns:
+        stages.append(
+            StageTime(stage="streaming", start_ns=request.first_step_end_ns, end_ns=now_ns)
+        )
+    return Timings(
+        received_ns=info.received_ns,
+        first_token_ns=request.first_token_ns,
+        finished_ns=now_ns,
+        stages=tuple(stages),
+    )

@@ -1,0 +1,357 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from nano_inference.bus.channel import Malformed, RequestEntry
+from nano_inference.bus.messages import (
+    AdmittedRequest,
+    ChatMessage,
+    GenerateRequest,
+    LaneCapacity,
+    StageTime,
+)
+from nano_inference.config import (
+    AdmissionConfig,
+    Config,
+    EngineConfig,
+    RequestError,
+    SamplingParams,
+)
+from nano_inference.stages.admission.core import AdmissionCore, request_id_of, status_of
+
+CAPACITY = LaneCapacity(
+    num_blocks=4, block_size=16, max_model_len=100, vocab_size=258, device="cpu"
+)
+HUGE = 10**5000
+SURROGATE = "\ud800"
+RECEIVED_NS = 1_000
+NOW_NS = 1_500
+
+
+def core_of(
+    tokenizer: PreTrainedTokenizerFast, *, capacity: LaneCapacity = CAPACITY, **engine: Any
+) -> AdmissionCore:
+    config = Config(
+        engine=EngineConfig(model_path="/models/tiny-7b", **engine),
+        admission=AdmissionConfig(max_in_flight=3, max_samples=4),
+    )
+    core = AdmissionCore(config, tokenizer, frozenset({1}))
+    core.set_capacity(capacity)
+    return core
+
+
+@pytest.fixture
+def core(tokenizer: PreTrainedTokenizerFast) -> AdmissionCore:
+    return core_of(tokenizer)
+
+
+def entry_of(entry_id: str = "7-0", **fields: Any) -> RequestEntry:
+    """A valid request, with these fields changed; those of SamplingParams count as fields."""
+    sampling = {
+        name: fields.pop(name) for name in SamplingParams.__struct_fields__ if name in fields
+    }
+    if not {"prompt", "prompt_token_ids", "messages"} & fields.keys():
+        fields["prompt"] = "abc"
+    sampling.setdefault("max_tokens", 8)
+    request = GenerateRequest(sampling=SamplingParams(**sampling), **fields)
+    return RequestEntry(entry_id, request, traceparent="00-a-b-01", tracestate="k=v")
+
+
+def admit(core: AdmissionCore, entry: RequestEntry, *, exists: bool = False) -> AdmittedRequest:
+    return core.admit(entry, RECEIVED_NS, NOW_NS, exists=exists)
+
+
+def turns(*pairs: tuple[str, str]) -> tuple[ChatMessage, ...]:
+    return tuple(ChatMessage(role=role, content=content) for role, content in pairs)  # type: ignore[arg-type]
+
+
+def test_an_admitted_request_is_complete(core: AdmissionCore) -> None:
+    entry = entry_of(
+        request_id="mine", stream=False, priority=-3, tenant="team a", stop=("x",), n=2
+    )
+    request = admit(core, entry)
+    info = request.info
+    assert (info.request_id, info.entry_id, info.model) == ("mine", "7-0", "tiny-7b")
+    assert (info.n, info.stream, info.stop, info.num_prompt_tokens) == (2, False, ("x",), 4)
+    assert (info.traceparent, info.tracestate, info.received_ns) == ("00-a-b-01", "k=v", 1_000)
+    assert (request.tenant, request.priority) == ("team a", -3)
+    assert [spec.sample_index for spec in request.sequences] == [0, 1]
+    assert request.sampling.stop_token_ids == {1}
+    msgspec.msgpack.encode(request)
+
+
+def test_a_leaving_request_tells_its_time_here_and_the_trace(core: AdmissionCore) -> None:
+    request = admit(core, entry_of())
+    leaving = core.leaving(request, 1_500, "00-c-d-01", "")
+    assert (leaving.info.traceparent, leaving.info.tracestate) == ("00-c-d-01", "")
+    assert leaving.info.stages == (StageTime(stage="admission", start_ns=1_000, end_ns=1_500),)
+    assert leaving.token_ids == request.token_ids
+
+
+def test_a_request_without_an_id_takes_its_entrys(core: AdmissionCore) -> None:
+    assert admit(core, entry_of("9-1")).info.request_id == "9-1"
+    assert core.in_flight() == [("9-1", "9-1")]
+
+
+def test_raw_text_gets_the_tokenizers_special_tokens(
+    core: AdmissionCore, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    ids = admit(core, entry_of(prompt="hé")).token_ids
+    assert ids[0] == 0
+    assert tokenizer.decode(ids[1:]) == "hé"
+
+
+def test_a_conversation_goes_through_the_template_once(
+    core: AdmissionCore, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    messages = turns(("system", "be brief"), ("user", "hi"))
+    ids = admit(core, entry_of(messages=messages)).token_ids
+    assert ids.count(0) == 1
+    assert tokenizer.decode(ids) == "<s>system:be brief</s>user:hi</s>assistant:"
+
+
+def test_token_ids_are_taken_as_they_are(core: AdmissionCore) -> None:
+    assert admit(core, entry_of(prompt_token_ids=(5, 257, 1, 0))).token_ids == (5, 257, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("code", "fields"),
+    [
+        ("invalid_request_id", {"request_id": "x" * 257}),
+        ("invalid_request_id", {"request_id": "a\nb"}),
+        ("invalid_request_id", {"request_id": SURROGATE}),
+        ("unknown_model", {"model": "gpt-5"}),
+        ("unknown_model", {"model": SURROGATE * 500}),
+        ("invalid_tenant", {"tenant": ""}),
+        ("invalid_tenant", {"tenant": "t" * 129}),
+        ("invalid_tenant", {"tenant": "a\x00"}),
+        ("invalid_priority", {"priority": 1001}),
+        ("invalid_priority", {"priority": -HUGE}),
+        ("invalid_budget", {"budget_ns": HUGE}),
+        ("expired", {"budget_ns": 0}),
+        ("expired", {"budget_ns": -HUGE}),
+        ("expired", {"budget_ns": 500}),
+        ("invalid_n", {"n": 0}),
+        ("invalid_n", {"n": 5}),
+        ("invalid_n", {"n": HUGE}),
+        ("invalid_max_tokens", {"max_tokens": 0}),
+        ("invalid_max_tokens", {"max_tokens": -HUGE}),
+        ("invalid_temperature", {"temperature": float("nan")}),
+        ("invalid_temperature", {"temperature": float("inf")}),
+        ("invalid_temperature", {"temperature": -0.5}),
+        ("invalid_temperature", {"temperature": 1e-5}),
+        ("invalid_temperature", {"temperature": HUGE}),
+        ("invalid_top_k", {"top_k": -1}),
+        ("invalid_top_k", {"top_k": HUGE}),
+        ("invalid_top_p", {"top_p": 0.0}),
+        ("invalid_top_p", {"top_p": 1.01}),
+        ("invalid_top_p", {"top_p": float("nan")}),
+        ("invalid_min_p", {"min_p": -0.1}),
+        ("invalid_min_p", {"min_p": 1.5}),
+        ("invalid_min_p", {"min_p": float("nan")}),
+        ("invalid_seed", {"seed": 2**63}),
+        ("invalid_seed", {"seed": -(2**63) - 1}),
+        ("invalid_stop", {"stop": ("a",) * 17}),
+        ("invalid_stop", {"stop": ("a", "")}),
+        ("invalid_stop", {"stop": ("é" * 513,)}),
+        ("invalid_stop", {"stop": (SURROGATE,)}),
+        ("invalid_stop_token_ids", {"stop_token_ids": frozenset({258})}),
+        ("invalid_stop_token_ids", {"stop_token_ids": frozenset({-1})}),
+        ("invalid_stop_token_ids", {"stop_token_ids": frozenset({HUGE})}),
+        ("invalid_prompt", {"prompt": None}),
+        ("invalid_prompt", {"prompt": "a", "prompt_token_ids": (1,)}),
+        ("invalid_prompt", {"prompt": "", "messages": ()}),
+        ("invalid_prompt", {"prompt": "a" + SURROGATE}),
+        ("empty_prompt", {"prompt": ""}),
+        ("empty_prompt", {"prompt_token_ids": ()}),
+        ("empty_prompt", {"messages": ()}),
+        ("invalid_messages", {"messages": turns(("user", "a"), ("system", "b"))}),
+        ("invalid_messages", {"messages": turns(("user", "divide"))}),
+        ("invalid_messages", {"messages": turns(("user", SURROGATE))}),
+        ("invalid_token_ids", {"prompt_token_ids": (3, 258)}),
+        ("invalid_token_ids", {"prompt_token_ids": (3, -1)}),
+        ("invalid_token_ids", {"prompt_token_ids": (3, HUGE)}),
+        ("prompt_too_long", {"prompt_token_ids": (3,) * 100}),
+        ("exceeds_kv_capacity", {"prompt_token_ids": (3,) * 60, "max_tokens": 5}),
+        ("exceeds_kv_capacity", {"prompt_token_ids": (3,) * 70}),
+    ],
+)
+def test_refusals(core: AdmissionCore, code: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as caught:
+        admit(core, entry_of(**fields))
+    assert caught.value.code == code
+    assert status_of(code) == ("expired" if code == "expired" else "error")
+    # The message goes on the bus and to people.
+    assert 10 < len(caught.value.message.encode()) < 400
+    assert core.in_flight() == []
+    assert core.room() == 3
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": "tiny-7b"},
+        {"request_id": "日本 {x}/1"},
+        {"priority": 1000},
+        {"budget_ns": 501},
+        {"n": 4},
+        {"temperature": 0.0},
+        {"temperature": 1e-4},
+        {"temperature": 1e4},
+        {"top_k": 0},
+        {"top_k": 1 << 40},
+        {"top_p": 1.0},
+        {"min_p": 1.0},
+        {"seed": 2**63 - 1},
+        {"seed": -(2**63)},
+        {"stop": ("a" * 1024,) * 16},
+        {"stop_token_ids": frozenset({0, 257})},
+        {"prompt_token_ids": (3,) * 56},
+        {"tenant": "t" * 128},
+    ],
+)
+def test_limits_are_within(core: AdmissionCore, fields: dict[str, Any]) -> None:
+    msgspec.msgpack.encode(admit(core, entry_of(**fields)))
+    assert core.room() == 2
+
+
+def test_no_template(plain_tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(RequestError) as caught:
+        admit(core_of(plain_tokenizer), entry_of(messages=turns(("user", "hi"))))
+    assert caught.value.code == "no_chat_template"
+
+
+@pytest.mark.parametrize(("prompt", "code"), [("blue", "invalid_prompt"), (" ", "empty_prompt")])
+def test_text_that_the_tokenizer_can_not_use(
+    word_tokenizer: PreTrainedTokenizerFast, prompt: str, code: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        admit(core_of(word_tokenizer), entry_of(prompt=prompt))
+    assert caught.value.code == code
+
+
+def test_a_tokenizer_larger_than_the_model_is_no_crash(tokenizer: PreTrainedTokenizerFast) -> None:
+    small = msgspec.structs.replace(CAPACITY, vocab_size=10)
+    with pytest.raises(RequestError) as caught:
+        admit(core_of(tokenizer, capacity=small), entry_of(prompt="é"))
+    assert caught.value.code == "invalid_token_ids"
+
+
+def test_malformed_requests_pass_on_their_cause(core: AdmissionCore) -> None:
+    entry = RequestEntry("8-0", Malformed("", "request_too_large", "it has 9 MB"))
+    with pytest.raises(RequestError, match="it has 9 MB") as caught:
+        admit(core, entry)
+    assert caught.value.code == "request_too_large"
+
+
+def test_duplicates_are_refused_before_anything_else(core: AdmissionCore) -> None:
+    admit(core, entry_of("1-0", request_id="mine"))
+    malformed = RequestEntry("2-0", Malformed("mine", "malformed", "bad JSON"))
+    for entry in (entry_of("2-0", request_id="mine", n=0), malformed):
+        with pytest.raises(RequestError) as caught:
+            admit(core, entry)
+        assert caught.value.code == "duplicate_request"
+    assert core.entry_of("mine") == "1-0"
+
+
+def test_an_id_whose_output_is_still_stored_is_a_duplicate(core: AdmissionCore) -> None:
+    with pytest.raises(RequestError) as caught:
+        admit(core, entry_of(request_id="mine"), exists=True)
+    assert caught.value.code == "duplicate_request"
+
+
+def test_the_ledger(core: AdmissionCore) -> None:
+    for n in range(3):
+        admit(core, entry_of(f"{n}-0", request_id=f"r{n}"))
+    assert core.room() == 0
+    assert core.has("r1")
+    assert not core.has("r7")
+    assert core.entry_of("r7") is None
+    assert not core.finish("r1", "the refused duplicate's")
+    assert not core.finish("r7", "7-0")
+    assert core.room() == 0
+    assert core.finish("r1", "1-0")
+    assert not core.finish("r1", "1-0")
+    assert core.room() == 1
+    assert core.in_flight() == [("r0", "0-0"), ("r2", "2-0")]
+    admit(core, entry_of("5-0", request_id="r1"))
+
+
+def test_an_id_that_can_not_be_used_gives_way_to_the_entrys() -> None:
+    assert request_id_of(entry_of("7-0", request_id="a\nb")) == "7-0"
+    assert request_id_of(entry_of("7-0", request_id="ab")) == "ab"
+    assert request_id_of(RequestEntry("7-0", Malformed(SURROGATE, "malformed", ""))) == "7-0"
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "asked", "given"), [(40, 10**30, 10), (49, 1, 1), (49, 2, 1), (40, 3, 3)]
+)
+def test_max_tokens_is_cut_to_the_models_length(
+    tokenizer: PreTrainedTokenizerFast, prompt_tokens: int, asked: int, given: int
+) -> None:
+    short = msgspec.structs.replace(CAPACITY, max_model_len=50)
+    entry = entry_of(prompt_token_ids=(3,) * prompt_tokens, max_tokens=asked)
+    assert admit(core_of(tokenizer, capacity=short), entry).sampling.max_tokens == given
+
+
+def test_stop_ids_are_the_requests_and_the_models(core: AdmissionCore) -> None:
+    own = frozenset({40})
+    both = admit(core, entry_of("1-0", stop_token_ids=own)).sampling.stop_token_ids
+    assert both == {1, 40}
+    only = admit(core, entry_of("2-0", stop_token_ids=own, ignore_eos=True)).sampling
+    assert only.stop_token_ids == own
+
+
+def seeds(core: AdmissionCore, **fields: Any) -> list[int]:
+    request = admit(core, entry_of(n=4, **fields))
+    core.finish(request.info.request_id, request.info.entry_id)
+    return [spec.seed for spec in request.sequences]
+
+
+def test_seeds_are_distinct_and_repeatable(tokenizer: PreTrainedTokenizerFast) -> None:
+    core, other = core_of(tokenizer), core_of(tokenizer, seed=5)
+    first = seeds(core, request_id="mine")
+    assert len(set(first)) == 4
+    assert all(0 <= seed < 2**63 for seed in first)
+    assert seeds(core, request_id="mine") == first
+    assert not set(seeds(core, request_id="yours")) & set(first)
+    assert not set(seeds(other, request_id="mine")) & set(first)
+
+
+def test_a_seed_of_the_request_decides_alone(tokenizer: PreTrainedTokenizerFast) -> None:
+    core, other = core_of(tokenizer), core_of(tokenizer, seed=5)
+    first = seeds(core, request_id="mine", seed=-1)
+    assert len(set(first)) == 4
+    assert seeds(other, request_id="yours", seed=-1) == first
+    assert not set(seeds(core, request_id="mine", seed=1)) & set(first)
+
+
+def test_derived_seeds_never_change(core: AdmissionCore) -> None:
+    """Across releases: recorded samples are repeated by them."""
+    assert seeds(core, seed=0)[:2] == [538306621209178557, 6612716206176872004]
+
+
+def test_sequence_ids_are_never_given_twice(core: AdmissionCore) -> None:
+    ids = [s.seq_id for k in range(3) for s in admit(core, entry_of(f"{k}-0", n=3)).sequences]
+    assert len(set(ids)) == 9
+
+
+def test_nothing_is_admitted_before_the_capacity_is_known(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    core = AdmissionCore(Config(), tokenizer, frozenset())
+    with pytest.raises(RuntimeError, match="set_capacity"):
+        admit(core, entry_of())
+
+
+def test_client_texts_in_messages_are_short_and_encodable(core: AdmissionCore) -> None:
+    with pytest.raises(RequestError) as caught:
+        admit(core, entry_of(model=SURROGATE * 100))
+    assert caught.value.message.isascii()
+    assert "..." in caught.value.message
+    with pytest.raises(RequestError, match="an integer of 16610 bits"):
+        admit(core, entry_of(n=HUGE))

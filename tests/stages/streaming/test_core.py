@@ -1,0 +1,516 @@
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from nano_inference.bus.messages import (
+    Cancel,
+    Completion,
+    CompletionChunk,
+    ErrorInfo,
+    Output,
+    RequestFinished,
+    RequestInfo,
+    StageTime,
+    StartedSequence,
+    StepResult,
+    Usage,
+)
+from nano_inference.stages.streaming.core import Deliveries, StreamingCore
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+
+
+def info_of(request_id: str = "r", **changes: Any) -> RequestInfo:
+    fields: dict[str, Any] = {
+        "request_id": request_id,
+        "entry_id": f"entry-{request_id}",
+        "model": "tiny",
+        "n": 1,
+        "stream": True,
+        "stop": (),
+        "num_prompt_tokens": 7,
+        "traceparent": f"00-{TRACE}-00f067aa0ba902b7-01",
+        "tracestate": "",
+        "received_ns": 100,
+        "stages": (
+            StageTime(stage="admission", start_ns=100, end_ns=110),
+            StageTime(stage="fairness", start_ns=110, end_ns=150),
+        ),
+    }
+    return RequestInfo(**(fields | changes))
+
+
+def started(
+    seq_id: int, info: RequestInfo, sample_index: int = 0, **changes: int
+) -> StartedSequence:
+    fields = {"num_cached": 0, "num_generated": 0, "planned_ns": 155, "executed_ns": 160}
+    return StartedSequence(seq_id, sample_index, info=info, **(fields | changes))
+
+
+def step(
+    rows: Iterable[tuple[int, int, str]] = (),
+    *,
+    new: Sequence[StartedSequence] = (),
+    ended: Sequence[Cancel] = (),
+    end_ns: int = 200,
+    weight_version: int = 0,
+) -> StepResult:
+    """Rows are (sequence id, token id, finish reason); a row's logprob is minus its token id."""
+    rows = list(rows)
+    return StepResult(
+        1,
+        tuple(new),
+        tuple(row[0] for row in rows),
+        tuple(row[1] for row in rows),
+        tuple(-float(row[1]) for row in rows),
+        tuple(row[2] for row in rows),  # type: ignore[misc]
+        tuple(ended),
+        weight_version,
+        end_ns - 10,
+        end_ns,
+    )
+
+
+def cancel_of(request_id: str = "r", **changes: Any) -> Cancel:
+    fields = {
+        "entry_id": f"entry-{request_id}",
+        "status": "cancelled",
+        "code": "cancelled",
+        "message": "you asked for it",
+    }
+    return Cancel(request_id, **(fields | changes))
+
+
+class Client:
+    """Reads what is delivered, as a client and as batching would."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.core = StreamingCore(tokenizer)
+        self.backend = tokenizer.backend_tokenizer
+        self.encode = self.backend.encode
+        self.outputs: list[tuple[str, Output]] = []
+        self.halts: list[int] = []
+        self.now_ns = 1000
+
+    def read(self, deliveries: Deliveries) -> Deliveries:
+        keys = [key for key, _ in deliveries.outputs]
+        assert len(set(keys)) == len(keys)
+        new = [(key, output) for key, outputs in deliveries.outputs for output in outputs]
+        completions = [output for _, output in new if isinstance(output, Completion)]
+        assert [ended.completion for ended in deliveries.ended] == completions
+        assert list(deliveries.finished) == [
+            RequestFinished(done.request_id, done.entry_id) for done in completions
+        ]
+        self.outputs += new
+        self.halts += deliveries.halts
+        return deliveries
+
+    def step(self, *args: Any, **kwargs: Any) -> Deliveries:
+        self.now_ns += 10
+        return self.read(self.core.absorb(step(*args, **kwargs), self.now_ns))
+
+    def end(self, cancel: Cancel) -> Deliveries:
+        self.now_ns += 10
+        return self.read(self.core.end(cancel, self.now_ns))
+
+    def say(self, seq_id: int, text: str, last: str = "", **kwargs: Any) -> list[int]:
+        """One step per token of the text; `last` is the last one's finish reason."""
+        ids = list(self.encode(text).ids)
+        for n, token_id in enumerate(ids):
+            self.step([(seq_id, token_id, last if n == len(ids) - 1 else "")], **kwargs)
+        return ids
+
+    def chunks(self, request_id: str = "r", sample_index: int = 0) -> list[CompletionChunk]:
+        return [
+            output
+            for key, output in self.outputs
+            if key == request_id
+            and isinstance(output, CompletionChunk)
+            and output.sample_index == sample_index
+        ]
+
+    def completions(self, key: str = "r") -> list[Completion]:
+        return [output for k, output in self.outputs if k == key and isinstance(output, Completion)]
+
+    def completion(self, key: str = "r") -> Completion:
+        (only,) = self.completions(key)
+        return only
+
+
+@pytest.fixture
+def client(tokenizer: PreTrainedTokenizerFast) -> Client:
+    return Client(tokenizer)
+
+
+def assert_chunks_match(client: Client, completion: Completion) -> None:
+    """What was streamed is what the completion repeats, without gap or repetition."""
+    for sample in completion.samples:
+        chunks = client.chunks(completion.request_id, sample.sample_index)
+        assert "".join(chunk.text for chunk in chunks) == sample.text
+        assert tuple(i for chunk in chunks for i in chunk.token_ids) == sample.token_ids
+        assert tuple(p for chunk in chunks for p in chunk.logprobs) == sample.logprobs
+        offset = 0
+        for chunk in chunks:
+            assert chunk.token_offset == offset
+            offset += len(chunk.token_ids)
+        assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+        assert chunks[-1].finish_reason == sample.finish_reason
+
+
+def test_a_streamed_request_from_start_to_end(client: Client) -> None:
+    client.step(new=[started(5, info_of(), num_cached=4)], end_ns=180)
+    assert client.outputs == []
+    ids = client.encode(" lazy dog 🙂").ids
+    for n, token_id in enumerate(ids):
+        last = n == len(ids) - 1
+        deliveries = client.step([(5, token_id, "length" if last else "")], end_ns=200 + n)
+        assert len(deliveries.ended) == last
+    completion = client.completion()
+    assert completion.status == "done"
+    assert completion.error is None
+    assert (completion.model, completion.entry_id) == ("tiny", "entry-r")
+    (sample,) = completion.samples
+    assert sample.text == " lazy dog 🙂"
+    assert sample.token_ids == tuple(ids)
+    assert sample.logprobs == tuple(-float(i) for i in ids)
+    assert sample.finish_reason == "length"
+    assert completion.usage == Usage(prompt_tokens=7, cached_tokens=4, completion_tokens=len(ids))
+    assert completion.trace_id == TRACE
+    assert_chunks_match(client, completion)
+    assert client.halts == []
+    assert len(client.core) == 0
+
+
+def test_timings_follow_the_request_through_the_stages(client: Client) -> None:
+    client.step(new=[started(5, info_of())], end_ns=180)
+    client.step([(5, 40, "")], end_ns=200)  # at 1020
+    client.step([(5, 40, "length")], end_ns=300)  # at 1030
+    timings = client.completion().timings
+    assert (timings.received_ns, timings.first_token_ns, timings.finished_ns) == (100, 1020, 1030)
+    assert [(time.stage, time.start_ns, time.end_ns) for time in timings.stages] == [
+        ("admission", 100, 110),
+        ("fairness", 110, 150),
+        ("batching", 150, 160),
+        ("executor", 160, 300),
+        ("streaming", 200, 1030),
+    ]
+
+
+def test_timings_without_a_token_or_earlier_stages(client: Client) -> None:
+    client.step(new=[started(5, info_of(stages=()))], ended=[cancel_of()], end_ns=180)
+    timings = client.completion().timings
+    assert timings.first_token_ns == 0
+    assert [(time.stage, time.start_ns, time.end_ns) for time in timings.stages] == [
+        ("batching", 100, 160),
+        ("executor", 160, 180),
+    ]
+
+
+def test_without_stream_only_the_completion_comes(client: Client) -> None:
+    client.step(new=[started(5, info_of(stream=False))])
+    client.say(5, " fox", "length")
+    assert [type(output) for _, output in client.outputs] == [Completion]
+    assert client.completion().samples[0].text == " fox"
+
+
+def test_a_request_that_is_not_traced_has_no_trace_id(client: Client) -> None:
+    client.step([(5, 40, "length")], new=[started(5, info_of(traceparent=""))])
+    assert client.completion().trace_id == ""
+
+
+def test_samples_may_start_and_finish_at_different_times(client: Client) -> None:
+    info = info_of(n=3)
+    client.step(new=[started(12, info, 2, num_cached=1), started(10, info, 0, executed_ns=150)])
+    client.say(12, " dog", "length")
+    client.say(10, " fox", "length")
+    assert client.completions() == []
+    client.step(new=[started(11, info, 1, num_cached=6)], end_ns=900)
+    ids = client.say(11, " cat", "length", end_ns=950)
+    completion = client.completion()
+    assert [(s.sample_index, s.text) for s in completion.samples] == [
+        (0, " fox"),
+        (1, " cat"),
+        (2, " dog"),
+    ]
+    assert completion.usage.cached_tokens == 7
+    assert completion.usage.completion_tokens == sum(len(s.token_ids) for s in completion.samples)
+    assert len(completion.samples[1].token_ids) == len(ids)
+    executor = next(time for time in completion.timings.stages if time.stage == "executor")
+    assert (executor.start_ns, executor.end_ns) == (150, 950)
+    assert_chunks_match(client, completion)
+
+
+def test_several_requests_in_one_step_are_kept_apart(client: Client) -> None:
+    first, second = info_of("a"), info_of("b", n=2)
+    news = [started(1, first), started(2, second, 0), started(3, second, 1)]
+    deliveries = client.step([(2, 40, ""), (1, 41, ""), (3, 42, "")], new=news)
+    assert [key for key, _ in deliveries.outputs] == ["b", "a"]
+    assert [o.sample_index for o in deliveries.outputs[0][1] if isinstance(o, CompletionChunk)] == [
+        0,
+        1,
+    ]
+
+
+def test_a_stop_string_ends_a_sample_and_halts_its_sequence(client: Client) -> None:
+    client.step(new=[started(5, info_of(stop=("lazy",)))])
+    ids = client.encode(" the lazy dog").ids
+    for token_id in ids:
+        client.step([(5, token_id, "")])
+    completion = client.completion()
+    (sample,) = completion.samples
+    assert sample.text == " the "
+    assert sample.finish_reason == "stop"
+    # Up to the token that completed it, and not one more.
+    decode = client.backend.decode
+    assert "lazy" in decode(list(sample.token_ids))
+    assert "lazy" not in decode(list(sample.token_ids[:-1]))
+    assert client.halts == [5]
+    assert_chunks_match(client, completion)
+
+
+def test_what_looked_like_a_stop_string_comes_with_the_last_token(client: Client) -> None:
+    client.step(new=[started(5, info_of(stop=("fox trot",)))])
+    client.say(5, " the fox", "length")
+    completion = client.completion()
+    assert completion.samples[0].text == " the fox"
+    assert_chunks_match(client, completion)
+    assert client.halts == []
+
+
+def test_a_stop_string_in_the_executors_last_token_needs_no_halt(client: Client) -> None:
+    client.step(new=[started(5, info_of(stop=("fox",)))])
+    client.say(5, " the fox", "length")
+    (sample,) = client.completion().samples
+    assert (sample.text, sample.finish_reason) == (" the ", "stop")
+    assert client.halts == []
+
+
+@pytest.mark.parametrize("stop_token", ["</s>", "T"])
+def test_the_text_of_a_stop_token_is_not_shown(client: Client, stop_token: str) -> None:
+    token_id = client.backend.token_to_id(stop_token)
+    client.step(new=[started(5, info_of(stop=("dogT",)))])
+    ids = client.say(5, " dog")
+    client.step([(5, token_id, "stop")])
+    completion = client.completion()
+    (sample,) = completion.samples
+    assert (sample.text, sample.finish_reason) == (" dog", "stop")
+    assert sample.token_ids == (*ids, token_id)
+    assert_chunks_match(client, completion)
+
+
+def test_an_incomplete_character_ends_as_a_replacement(client: Client) -> None:
+    ids = client.encode("🙃").ids
+    assert len(ids) > 1
+    client.step(new=[started(5, info_of())])
+    for token_id in ids[:-2]:
+        client.step([(5, token_id, "")])
+    client.step([(5, ids[-2], "length")])
+    completion = client.completion()
+    assert completion.samples[0].text == "\ufffd"
+    assert_chunks_match(client, completion)
+
+
+def test_the_weight_version_is_the_first_tokens(client: Client) -> None:
+    client.step(new=[started(5, info_of())], weight_version=3)
+    client.step([(5, 40, "")], weight_version=4)
+    client.step([(5, 40, "length")], weight_version=5)
+    assert client.completion().samples[0].weight_version == 4
+
+
+def test_a_preempted_sequence_goes_on_where_it_was(client: Client) -> None:
+    info = info_of(n=2)
+    client.step(new=[started(5, info, 0, num_cached=4), started(6, info, 1)])
+    ids = client.encode(" the 🙂 fox").ids
+    for n, token_id in enumerate(ids):
+        new = [started(5, info, 0, num_cached=n, num_generated=n, executed_ns=900)] if n else []
+        client.step([(5, token_id, "length" if n == len(ids) - 1 else "")], new=new)
+    client.step([(6, 40, "length")])
+    completion = client.completion()
+    assert completion.samples[0].text == " the 🙂 fox"
+    assert completion.usage.cached_tokens == 4
+    assert completion.timings.stages[3].start_ns == 160
+    assert_chunks_match(client, completion)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_sequence_preempted_while_its_halt_is_on_the_way_stays_ended(
+    client: Client, n: int
+) -> None:
+    info = info_of(n=n, stop=("fox",))
+    client.step(new=[started(5 + i, info, i) for i in range(n)])
+    ids = client.say(5, " fox")
+    client.step([(5, 40, "")], new=[started(5, info, 0, num_generated=len(ids) + 1)])
+    client.step([(5, 40, "length")])
+    assert client.halts == [5]
+    assert len(client.core) == n - 1
+    if n == 2:
+        client.step([(6, 40, "length")])
+    assert client.completion().samples[0].token_ids == tuple(ids)
+
+
+def test_ended_in_a_step_comes_behind_its_tokens(client: Client) -> None:
+    info = info_of(n=3, stop=("fox trot",))
+    client.step([(6, 40, "length")], new=[started(5, info, 0), started(6, info, 1)])
+    ids = client.say(5, " the fox")
+    last = client.encode(" tr").ids[0]
+    client.step([(5, last, "")], ended=[cancel_of(status="expired", code="expired")])
+    completion = client.completion()
+    assert completion.status == "expired"
+    assert completion.error == ErrorInfo(code="expired", message="you asked for it")
+    assert [(s.sample_index, s.finish_reason) for s in completion.samples] == [
+        (0, "abort"),
+        (1, "length"),
+    ]
+    assert completion.samples[0].token_ids == (*ids, last)
+    assert completion.samples[0].text.startswith(" the fox")
+    assert completion.usage.completion_tokens == len(ids) + 2
+    assert_chunks_match(client, completion)
+    assert len(client.core) == 0
+    seen = len(client.outputs)
+    client.step([(5, 40, "length")])
+    assert len(client.outputs) == seen
+
+
+def test_an_incomplete_character_is_shown_on_abort_too(client: Client) -> None:
+    client.step([(5, client.encode("🙃").ids[0], "")], new=[started(5, info_of())])
+    client.end(cancel_of())
+    assert client.completion().samples[0].text == "\ufffd"
+
+
+def test_without_stream_an_abort_brings_only_the_completion(client: Client) -> None:
+    client.step([(5, 40, "")], new=[started(5, info_of(stream=False))], ended=[cancel_of()])
+    assert [type(output) for _, output in client.outputs] == [Completion]
+
+
+def test_a_cancel_that_comes_too_late_says_nothing(client: Client) -> None:
+    client.step([(5, 40, "length")], new=[started(5, info_of())], ended=[cancel_of()])
+    client.end(cancel_of())
+    assert client.completion().status == "done"
+
+
+@pytest.mark.parametrize(
+    ("cancel", "key"),
+    [
+        (cancel_of("x", code="unknown_model", status="error"), "x"),
+        (cancel_of("", entry_id="e", code="malformed", status="error"), "e"),
+        (cancel_of("x", entry_id="e", code="duplicate_request", status="error"), "e"),
+        (cancel_of("x", code="expired", status="expired"), "x"),
+    ],
+)
+def test_refusals_are_answered(client: Client, cancel: Cancel, key: str) -> None:
+    cancel = Cancel(*[getattr(cancel, f) for f in cancel.__struct_fields__[:-1]], True)
+    deliveries = client.end(cancel)
+    completion = client.completion(key)
+    assert completion.samples == ()
+    assert completion.status == cancel.status
+    assert completion.error == ErrorInfo(code=cancel.code, message=cancel.message)
+    assert (completion.request_id, completion.entry_id) == (cancel.request_id, cancel.entry_id)
+    assert completion.timings.finished_ns == client.now_ns
+    assert deliveries.ended[0].info is None
+
+
+def test_a_refused_duplicate_leaves_the_first_alone(client: Client) -> None:
+    client.step([(5, 40, "")], new=[started(5, info_of())])
+    client.end(
+        cancel_of(entry_id="second", code="duplicate_request", status="error", unstarted=True)
+    )
+    assert client.completion("second").error is not None
+    client.step([(5, 40, "length")])
+    assert client.completion("r").status == "done"
+
+
+def test_a_cancel_may_leave_the_entry_out(client: Client) -> None:
+    client.step([(5, 40, "")], new=[started(5, info_of())])
+    client.end(cancel_of(entry_id=""))
+    assert client.completion().status == "cancelled"
+
+
+def test_after_a_reset_a_request_ends_with_what_it_had(client: Client) -> None:
+    info = info_of(n=2, stop=("fox trot",))
+    client.step([(6, 40, "length")], new=[started(5, info, 0), started(6, info, 1)])
+    ids = client.say(5, " the fox")
+    client.core.reset()
+    client.step([(5, 40, "")])  # the number may be another sequence's by now
+    client.end(cancel_of(code="lane_failed", status="error", unstarted=True))
+    completion = client.completion()
+    assert completion.samples[0].text == " the fox"
+    assert completion.samples[0].token_ids == tuple(ids)
+    assert_chunks_match(client, completion)
+
+
+def test_after_a_reset_a_request_may_go_on_with_new_sequences(client: Client) -> None:
+    client.step(new=[started(5, info_of(), num_cached=3)])
+    ids = client.say(5, " the")
+    client.core.reset()
+    client.step(new=[started(80, info_of(), num_generated=len(ids), num_cached=9)])
+    client.say(80, " fox", "length")
+    completion = client.completion()
+    assert completion.samples[0].text == " the fox"
+    assert completion.usage.cached_tokens == 3
+    assert_chunks_match(client, completion)
+
+
+def test_rows_of_unequal_length_are_refused(client: Client) -> None:
+    with pytest.raises(ValueError, match="zip"):
+        client.core.absorb(StepResult(1, (), (1,), (), (), (), (), 0, 0, 0), 0)
+
+
+@given(data=st.data())
+def test_every_request_ends_once_with_what_was_streamed(
+    tokenizer: PreTrainedTokenizerFast, data: st.DataObject
+) -> None:
+    """Any mixture of requests, interleaved, cut short, preempted."""
+    client = Client(tokenizer)
+    infos = [
+        info_of(
+            f"r{k}", n=data.draw(st.integers(1, 3)), stop=data.draw(st.sampled_from([(), ("o",)]))
+        )
+        for k in range(data.draw(st.integers(1, 3)))
+    ]
+    waiting = [(info, index) for info in infos for index in range(info.n)]
+    running: dict[int, tuple[RequestInfo, int, int]] = {}
+    seq_id, left = 0, list(infos)
+    kinds = st.sampled_from(["start", "rows", "rows", "rows", "preempt", "cancel"])
+    for action in data.draw(st.lists(kinds, max_size=25)) + ["end"] * len(infos):
+        if action == "start" and waiting:
+            info, index = waiting.pop(data.draw(st.integers(0, len(waiting) - 1)))
+            seq_id += 1
+            running[seq_id] = (info, index, 0)
+            client.step(new=[started(seq_id, info, index)])
+        elif action == "rows" and running:
+            rows = []
+            for key in data.draw(st.lists(st.sampled_from(sorted(running)), unique=True)):
+                info, index, count = running[key]
+                reason = data.draw(st.sampled_from(["", "", "", "stop", "length"]))
+                rows.append((key, data.draw(st.integers(0, 425)), reason))
+                running[key] = (info, index, count + 1)
+                if reason:
+                    del running[key]
+            client.step(rows)
+        elif action == "preempt" and running:
+            key = data.draw(st.sampled_from(sorted(running)))
+            info, index, count = running[key]
+            client.step(new=[started(key, info, index, num_generated=count)])
+        elif action in ("cancel", "end"):
+            info = data.draw(st.sampled_from(infos)) if action == "cancel" else left.pop()
+            unstarted = all((info, i) in waiting for i in range(info.n))
+            waiting = [pair for pair in waiting if pair[0] is not info]
+            running = {k: value for k, value in running.items() if value[0] is not info}
+            client.step(ended=[cancel_of(info.request_id, unstarted=unstarted)])
+        for key in client.halts:
+            running.pop(key, None)
+    assert len(client.core) == 0
+    ends = Counter(key for key, output in client.outputs if isinstance(output, Completion))
+    assert ends == {info.request_id: 1 for info in infos}
+    for info in infos:
+        completion = client.completion(info.request_id)
+        assert_chunks_match(client, completion)
+        if completion.status == "done":
+            assert [sample.sample_index for sample in completion.samples] == list(range(info.n))

@@ -1,0 +1,23 @@
+"""The executor stage: the model, its KV cache and the sampler.
+
+`core.ExecutorCore` is the whole stage without its shell; `sampling.sample_with_logprobs` and
+`inputs.model_forward` are pure functions that work without any engine.
+"""
+
+from .core import ExecutorCore
+from .inputs import StepInputs, model_forward
+from .kv_cache import KVCache
+from .model import LoadedModel, load_model, wrap_model
+from .sampling import sample_with_logprobs, uniform
+
+__all__ = [
+    "ExecutorCore",
+    "KVCache",
+    "LoadedModel",
+    "StepInputs",
+    "load_model",
+    "model_forward",
+    "sample_with_logprobs",
+    "uniform",
+    "wrap_model",
+]

@@ -1,0 +1,236 @@
+"""The executor: does what the plan says, and reports tokens, logprobs and finish."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...bus.messages import LaneCapacity, NewSequence, StartedSequence, StepPlan, StepResult
+from ...config import EngineConfig
+from .batch import IntArray, Rows, flatten_rows, order_rows
+from .inputs import InputBuilder, StepInputs, model_forward
+from .kv_cache import KVCache, count_blocks
+from .model import LoadedModel, load_model
+from .sampling import sample_with_logprobs, uniforms
+from .sequences import BoolArray, SequenceTable
+
+Reason = Literal["", "stop", "length"]
+
+
+class Sampled(msgspec.Struct, frozen=True):
+    """The part of a StepResult that is about tokens, `[rows]` each."""
+
+    seq_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    finish_reasons: tuple[Reason, ...] = ()
+
+
+class ExecutorCore:
+    """Owns the model, the KV tensors, and what is known of each sequence.
+
+    Loading happens in the constructor. All methods run on one thread and block while the device
+    works. An error in `execute` leaves the object in an undefined state: `reset` it, or make a new
+    one when it was a ModelError, since the cache may then hold values that are not numbers.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        now_ns: Callable[[], int] = time.time_ns,
+        model: LoadedModel | None = None,
+    ) -> None:
+        """Loads the model and allocates the cache.
+
+        Args:
+            config: What to run.
+            now_ns: The clock for `start_ns` and `end_ns`.
+            model: Taken instead of the one that the configuration names.
+
+        Raises:
+            ModelError: The model can't be loaded, or the cache does not fit.
+        """
+        self.model = load_model(config) if model is None else model
+        self.cache = KVCache(self.model, count_blocks(config, self.model), config.block_size)
+        self.weight_version = 0
+        self._now_ns = now_ns
+        # Sequences that finished linger until the plans say so, hence some more rows than run.
+        rows = config.max_batch_size + 16
+        self._table = SequenceTable(rows, self.model.max_model_len, config.block_size)
+        self._builder = InputBuilder(self.model, config.block_size)
+
+    def capacity(self) -> LaneCapacity:
+        """What this lane can hold."""
+        device = self.model.device
+        name = str(device)
+        if device.type == "cuda":
+            name = f"{name} {torch.cuda.get_device_name(device)}"
+        return LaneCapacity(
+            num_blocks=self.cache.num_blocks,
+            block_size=self.cache.block_size,
+            max_model_len=self.model.max_model_len,
+            vocab_size=self.model.vocab_size,
+            device=name,
+        )
+
+    def reset(self) -> None:
+        """Forgets all sequences. The KV tensors stay as they are."""
+        self._table.clear()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Runs one plan.
+
+        Rows of sequences that finished in an earlier step are left out: batching plans one step
+        ahead and could not know.
+
+        Raises:
+            ValueError: The plan contradicts what came before: an unknown sequence, more tokens
+                than are known, positions without blocks.
+            ModelError: The model's output is broken.
+        """
+        start_ns = self._now_ns()
+        self._apply(plan)
+        rows, num_tokens = self._select(plan)
+        sampled = self._step(rows, num_tokens) if rows.size else Sampled()
+        return StepResult(
+            step_id=plan.step_id,
+            started=tuple(_started(new, plan.made_ns, start_ns) for new in plan.new),
+            seq_ids=sampled.seq_ids,
+            token_ids=sampled.token_ids,
+            logprobs=sampled.logprobs,
+            finish_reasons=sampled.finish_reasons,
+            ended=plan.ended,
+            weight_version=self.weight_version,
+            start_ns=start_ns,
+            end_ns=self._now_ns(),
+        )
+
+    # --- inside -------------------------------------------------------------------------------
+
+    def _apply(self, plan: StepPlan) -> None:
+        """Takes over what changed. Finished first: a preempted sequence may come back at once."""
+        for seq_id in plan.finished:
+            self._table.remove(seq_id)
+        for new in plan.new:
+            self._table.add(new)
+        try:
+            for seq_id, block_ids in plan.grown:
+                self._table.append_blocks(seq_id, block_ids)
+        except KeyError as error:
+            raise ValueError(f"the plan grows sequence {error}, which is unknown") from None
+        self.cache.copy_blocks(plan.copies)
+
+    def _select(self, plan: StepPlan) -> tuple[IntArray, IntArray]:
+        """Table rows and token counts of the sequences that still run, in the plan's order."""
+        try:
+            rows = self._table.rows_of(plan.seq_ids)
+        except KeyError as error:
+            raise ValueError(f"the plan names sequence {error}, which is unknown") from None
+        num_tokens = np.array(plan.num_tokens, np.int64)
+        running = ~self._table.finished[rows]
+        return rows[running], num_tokens[running]
+
+    @torch.inference_mode()
+    def _step(self, rows: IntArray, num_tokens: IntArray) -> Sampled:
+        table = self._table
+        ends = table.num_computed[rows] + num_tokens
+        room = table.num_blocks[rows] * self.cache.block_size
+        bad = (num_tokens < 1) | (ends > table.num_known[rows]) | (ends > room)
+        if bad.any():
+            self._complain(int(rows[bad][0]), int(num_tokens[bad][0]))
+        samples = ends == table.num_known[rows]
+        inputs = self._inputs(rows, num_tokens, samples)
+        logits = model_forward(self.model.module, inputs, self.cache)
+        table.num_computed[rows] = ends
+        if not samples.any():
+            return Sampled()
+        sampling = rows[samples]
+        tokens, logprobs = self._sample(logits, sampling)
+        return self._record(sampling, tokens, logprobs)
+
+    def _inputs(self, rows: IntArray, num_tokens: IntArray, samples: BoolArray) -> StepInputs:
+        table = self._table
+        starts = table.num_computed[rows]
+        order, num_decodes = order_rows(starts, num_tokens)
+        rows, starts, counts = rows[order], starts[order], num_tokens[order]
+        width = -(-int((starts + counts).max()) // self.cache.block_size)
+        row_of_token, positions = flatten_rows(starts, counts)
+        input_ids = table.tokens[rows[row_of_token], positions]
+        # Logits come back in the plan's order, not in that of the batch.
+        last_token = np.empty_like(order)
+        last_token[order] = np.cumsum(counts) - 1
+        batch_rows = Rows(starts, counts, table.blocks[rows, :width], num_decodes)
+        return self._builder.build(batch_rows, input_ids, last_token[samples])
+
+    def _sample(
+        self, logits: torch.Tensor, rows: IntArray
+    ) -> tuple[IntArray, npt.NDArray[np.float32]]:
+        """Tokens and logprobs, `[rows]` on the host."""
+        table = self._table
+        device = logits.device
+
+        def upload(array: npt.NDArray[Any]) -> torch.Tensor:
+            return torch.from_numpy(array).to(device)
+
+        top_k, top_p, min_p = table.top_k[rows], table.top_p[rows], table.min_p[rows]
+        tokens, logprobs = sample_with_logprobs(
+            logits,
+            upload(table.temperature[rows]),
+            uniforms=upload(uniforms(table.seed[rows], table.num_generated[rows])),
+            top_k=upload(top_k) if top_k.any() else None,
+            top_p=upload(top_p) if (top_p < 1).any() else None,
+            min_p=upload(min_p) if min_p.any() else None,
+        )
+        return tokens.cpu().numpy(), logprobs.cpu().numpy()
+
+    def _record(
+        self,
+        rows: IntArray,
+        tokens: IntArray,
+        logprobs: npt.NDArray[np.float32],
+    ) -> Sampled:
+        table = self._table
+        table.append_tokens(rows, tokens)
+        token_ids = tuple(tokens.tolist())
+        at_limit = (table.num_generated[rows] >= table.max_tokens[rows]).tolist()
+        reasons: list[Reason] = []
+        for row, token, full in zip(rows.tolist(), token_ids, at_limit, strict=True):
+            reason: Reason = "length" if full else ""
+            if token in table.stop_ids[row]:
+                reason = "stop"
+            reasons.append(reason)
+        table.finished[rows] = [bool(reason) for reason in reasons]
+        return Sampled(
+            seq_ids=table.ids_of(rows),
+            token_ids=token_ids,
+            logprobs=tuple(logprobs.tolist()),
+            finish_reasons=tuple(reasons),
+        )
+
+    def _complain(self, row: int, num_tokens: int) -> None:
+        table = self._table
+        (seq_id,) = table.ids_of(np.array([row]))
+        raise ValueError(
+            f"the plan computes {num_tokens} tokens of sequence {seq_id}, which has "
+            f"{table.num_computed[row]} computed, {table.num_known[row]} known and "
+            f"{table.num_blocks[row]} blocks"
+        )
+
+
+def _started(new: NewSequence, planned_ns: int, executed_ns: int) -> StartedSequence:
+    return StartedSequence(
+        seq_id=new.seq_id,
+        sample_index=new.sample.sample_index,
+        num_cached=new.num_cached,
+        num_generated=new.num_generated,
+        info=new.info,
+        planned_ns=planned_ns,
+        executed_ns=executed_ns,
+    )

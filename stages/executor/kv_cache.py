@@ -1,0 +1,95 @@
+"""The KV cache's tensors. Who owns which block is the batching stage's business."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...config import EngineConfig, ModelError
+from .batch import MAX_GATHERED_TOKENS
+from .model import LoadedModel
+
+
+class KVCache:
+    """Keys and values of all layers, in blocks.
+
+    `keys[layer]` is `[num_blocks + 1, block_size, kv_heads, key_dim]`, `values[layer]` likewise.
+    The last block, `padding_block`, belongs to no sequence: rows that only pad a batch write and
+    read there. The tensors live as long as this object; their contents are overwritten in place.
+    """
+
+    def __init__(self, model: LoadedModel, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.padding_block = num_blocks
+
+        # Zeros, not empty: masked positions are multiplied by zero, and 0 * NaN would be NaN.
+        def allocate(heads: int, dim: int) -> Tensor:
+            shape = (num_blocks + 1, block_size, heads, dim)
+            return torch.zeros(shape, dtype=model.dtype, device=model.device)
+
+        self.keys = [allocate(spec.num_kv_heads, spec.key_dim) for spec in model.layers]
+        self.values = [allocate(spec.num_kv_heads, spec.value_dim) for spec in model.layers]
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies blocks, (source, destination) each, in all layers; sources are read first.
+
+        Raises:
+            ValueError: A block number is out of range.
+        """
+        if not pairs:
+            return
+        if not all(0 <= block < self.num_blocks for pair in pairs for block in pair):
+            raise ValueError(f"blocks to copy are out of range 0..{self.num_blocks - 1}: {pairs}")
+        source, destination = torch.tensor(pairs, device=self.keys[0].device).unbind(1)
+        for tensor in (*self.keys, *self.values):
+            tensor.index_copy_(0, destination, tensor.index_select(0, source))
+
+
+def block_bytes(model: LoadedModel, block_size: int) -> int:
+    """Bytes of one block, over all layers, keys and values."""
+    widths = sum(spec.num_kv_heads * (spec.key_dim + spec.value_dim) for spec in model.layers)
+    return block_size * widths * model.dtype.itemsize
+
+
+def count_blocks(config: EngineConfig, model: LoadedModel) -> int:
+    """How many blocks the cache gets.
+
+    On CPU what `kv_cache_bytes` holds; on CUDA what `gpu_memory_utilization` leaves beside the
+    weights and a margin for activations. Never more than `max_batch_size` sequences of the full
+    length could fill.
+
+    Raises:
+        ModelError: Not even one sequence of `max_model_len` would fit.
+    """
+    per_block = block_bytes(model, config.block_size)
+    per_sequence = -(-model.max_model_len // config.block_size)
+    on_cuda = model.device.type == "cuda"
+    available = _cuda_bytes(config, model) if on_cuda else config.kv_cache_bytes
+    num_blocks = min(available // per_block, config.max_batch_size * per_sequence)
+    if num_blocks < per_sequence:
+        setting = "gpu_memory_utilization" if on_cuda else "kv_cache_bytes"
+        raise ModelError(
+            f"one sequence of max_model_len {model.max_model_len} needs "
+            f"{per_sequence * per_block} bytes of KV cache and there are {max(available, 0)}; "
+            f"raise {setting}, or set max_model_len to at most "
+            f"{max(num_blocks, 0) * config.block_size}"
+        )
+    return num_blocks
+
+
+def _cuda_bytes(config: EngineConfig, model: LoadedModel) -> int:
+    """Bytes for the KV cache after the weights are loaded, by an estimate of the activations."""
+    free, total = torch.cuda.mem_get_info(model.device)
+    text: Any = model.hf_config.get_text_config()
+    hidden: int = text.hidden_size
+    inner: int = getattr(text, "intermediate_size", None) or 4 * hidden
+    activations = config.max_tokens_per_batch * (8 * hidden + 4 * inner) * model.dtype.itemsize
+    logits = config.max_batch_size * model.vocab_size * 4 * 3  # float32: logits, weights, masks
+    widest = max(spec.num_kv_heads * (spec.key_dim + spec.value_dim) for spec in model.layers)
+    gathered = 2 * MAX_GATHERED_TOKENS * widest * model.dtype.itemsize
+    margin = activations + logits + gathered + (256 << 20)
+    return int(total * config.gpu_memory_utilization) - (total - free) - margin

@@ -1,0 +1,229 @@
+"""Loads a model: Transformers' own code with our attention in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging as transformers_logging
+
+from ...config import EngineConfig, ModelError
+from .attention import IMPLEMENTATION, register_attention
+from .probe import LayerProbe, LayerSpec
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that is ready to run.
+
+    Attributes:
+        module: The causal language model, in eval mode, without gradients.
+        hf_config: Its configuration.
+        device: Where the weights are.
+        dtype: Of weights, activations and KV cache.
+        max_model_len: The configured limit cut to the model's own, in tokens.
+        vocab_size: Rows of the output layer.
+        layers: The attention layers in order.
+    """
+
+    module: nn.Module
+    hf_config: PreTrainedConfig
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    vocab_size: int
+    layers: tuple[LayerSpec, ...]
+
+
+def load_model(config: EngineConfig) -> LoadedModel:
+    """Loads the model that the configuration names.
+
+    Raises:
+        ModelError: The folder is missing or incomplete, the model is of a kind that can't be
+            served, or the device is not there.
+    """
+    folder = config.model_folder
+    device = _resolve_device(config.device)
+    register_attention()
+    hf_config = _load_config(folder)
+    _check_architecture(hf_config)
+    module = _load_weights(folder, config.dtype)
+    try:
+        module = module.to(device)
+    except torch.OutOfMemoryError:
+        raise ModelError(f"the weights in {folder} don't fit into the memory of {device}") from None
+    return wrap_model(module, config.max_model_len)
+
+
+def wrap_model(module: Any, max_model_len: int) -> LoadedModel:
+    """Makes a LoadedModel of a Transformers model already in memory, such as a trainer's.
+
+    Its attention implementation is set to ours, its mode to eval; gradients stay as they are.
+
+    Raises:
+        ModelError: A model of this kind can't be served.
+    """
+    hf_config: PreTrainedConfig = module.config
+    _check_architecture(hf_config, type(module))
+    register_attention()
+    module.set_attn_implementation(IMPLEMENTATION)
+    module.eval()
+    limit = min(max_model_len, _longest_context(hf_config, max_model_len))
+    output: nn.Module | None = module.get_output_embeddings()
+    weight = getattr(output, "weight", None)
+    if not isinstance(weight, torch.Tensor):
+        raise ModelError(f"{type(module).__name__} has no output layer; choose another model")
+    return LoadedModel(
+        module=module,
+        hf_config=hf_config,
+        device=weight.device,
+        dtype=weight.dtype,
+        max_model_len=limit,
+        vocab_size=weight.shape[0],
+        layers=_probe_layers(module, hf_config, limit, weight.device),
+    )
+
+
+def _resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ModelError(f"device {name!r} is unknown; use 'auto', 'cpu' or 'cuda'") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ModelError(f"device {name!r} is not supported; use 'auto', 'cpu' or 'cuda'")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        index = device.index or 0
+        if index >= count:
+            raise ModelError(f"device {name!r} is not there ({count} CUDA devices); use 'auto'")
+        return torch.device("cuda", index)
+    return device
+
+
+def _load_config(folder: Path) -> PreTrainedConfig:
+    if not folder.is_dir():
+        raise ModelError(f"there is no model folder {folder}; set model_path to one")
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"{folder} has no config.json; model_path must name a folder in Transformers' format"
+        )
+    try:
+        hf_config: PreTrainedConfig = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        raise ModelError(f"can't read {folder / 'config.json'}: {_first_line(error)}") from error
+    return hf_config
+
+
+def _check_architecture(hf_config: PreTrainedConfig, model_class: type | None = None) -> None:
+    kind = hf_config.model_type
+    if hf_config.is_encoder_decoder:
+        raise ModelError(f"{kind} is an encoder-decoder model; a decoder-only one is needed")
+    if model_class is None:
+        if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ModelError(f"{kind} is not a causal language model; choose one that is")
+        mapped: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+        model_class = mapped[0] if isinstance(mapped, tuple) else mapped
+    if getattr(model_class, "_is_stateful", False):
+        raise ModelError(
+            f"{model_class.__name__} has state-space or recurrent layers, which the KV cache can't "
+            "hold; choose a model whose layers are all attention"
+        )
+    if not getattr(model_class, "_supports_attention_backend", False):
+        raise ModelError(
+            f"{model_class.__name__} does not use Transformers' attention interface "
+            "(_supports_attention_backend), so our attention can't be put into it"
+        )
+
+
+def _load_weights(folder: Path, dtype_name: str) -> nn.Module:
+    dtype = "auto" if dtype_name == "auto" else getattr(torch, dtype_name)
+    try:
+        with _no_progress_bars():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                attn_implementation=IMPLEMENTATION,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+    except Exception as error:
+        raise ModelError(f"can't load the model in {folder}: {_first_line(error)}") from error
+    module, info = loaded
+    missing = sorted(info["missing_keys"])
+    if missing:
+        # Transformers would make these up at random and only warn.
+        raise ModelError(
+            f"the weights in {folder} lack {len(missing)} tensors that the model needs, such as "
+            f"{missing[0]}; the checkpoint is incomplete or of another architecture"
+        )
+    frozen: nn.Module = module.requires_grad_(False)
+    return frozen
+
+
+def _longest_context(hf_config: PreTrainedConfig, fallback: int) -> int:
+    """The longest context that the model handles, in tokens."""
+    text = hf_config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None) or fallback
+    # With these, positions beyond the original length change the rotary factors of the whole
+    # batch, so one long sequence would change the tokens of its short neighbours.
+    rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+    per_kind = [part for part in rope.values() if isinstance(part, dict)]
+    for part in per_kind or [rope]:
+        if part.get("rope_type") in ("longrope", "dynamic"):
+            original = part.get("original_max_position_embeddings")
+            original = original or getattr(text, "original_max_position_embeddings", None)
+            limit = min(limit, original or limit)
+    return int(limit)
+
+
+@torch.no_grad()
+def _probe_layers(
+    module: nn.Module, hf_config: PreTrainedConfig, max_model_len: int, device: torch.device
+) -> tuple[LayerSpec, ...]:
+    name = type(module).__name__
+    probe = LayerProbe(name, max_model_len)
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
+    positions = torch.arange(2, device=device)[None]
+    try:
+        module(
+            input_ids=tokens,
+            position_ids=positions,
+            use_cache=False,
+            logits_to_keep=1,
+            attention_batch=probe,
+            kv_cache=None,
+        )
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{name} can't be served: {_first_line(error)}") from error
+    return probe.finish(hf_config.get_text_config().num_hidden_layers)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    log: Any = transformers_logging
+    shown = log.is_progress_bar_enabled()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            log.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

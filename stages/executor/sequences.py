@@ -1,0 +1,170 @@
+"""What the executor knows of each sequence: one fixed row of arrays each, no objects.
+
+So a step over many sequences is a few numpy operations, whatever their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ...bus.messages import NewSequence
+from .batch import IntArray
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+class SequenceTable:
+    """The sequences of a lane.
+
+    The arrays are indexed by row number; `rows_of` finds it. Rows of sequences that left are used
+    again, so a row number holds only until its sequence is removed.
+
+    Attributes:
+        tokens: `[rows, max_model_len]`, prompt and generated tokens.
+        blocks: `[rows, blocks]`, the block tables.
+        num_blocks: Entries of `blocks` that count.
+        num_known: Entries of `tokens` that count.
+        num_computed: How many of these have their KV in the cache.
+        num_generated: How many, at the end, were generated, earlier runs of the sequence included.
+        max_tokens: Generation ends when `num_generated` reaches this.
+        finished: The sequence has ended, though the plans may not know it yet.
+        temperature, top_k, top_p, min_p, seed: Its sampling.
+        stop_ids: Per row, the token ids that end it.
+    """
+
+    _ARRAYS = (
+        "tokens",
+        "blocks",
+        "num_blocks",
+        "num_known",
+        "num_computed",
+        "num_generated",
+        "max_tokens",
+        "finished",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "seed",
+        "_seq_ids",
+    )
+
+    def __init__(self, rows: int, max_model_len: int, block_size: int) -> None:
+        self._max_model_len = max_model_len
+        self._block_size = block_size
+        # Memory of zeros is not touched, and so not taken, until it is written.
+        self.tokens: IntArray = np.zeros((rows, max_model_len), np.int64)
+        self.blocks: IntArray = np.zeros((rows, -(-max_model_len // block_size)), np.int64)
+        self.num_blocks: IntArray = np.zeros(rows, np.int64)
+        self.num_known: IntArray = np.zeros(rows, np.int64)
+        self.num_computed: IntArray = np.zeros(rows, np.int64)
+        self.num_generated: IntArray = np.zeros(rows, np.int64)
+        self.max_tokens: IntArray = np.zeros(rows, np.int64)
+        self.finished: BoolArray = np.zeros(rows, np.bool_)
+        self.temperature: npt.NDArray[np.float32] = np.zeros(rows, np.float32)
+        self.top_k: IntArray = np.zeros(rows, np.int64)
+        self.top_p: npt.NDArray[np.float64] = np.zeros(rows, np.float64)
+        self.min_p: npt.NDArray[np.float64] = np.zeros(rows, np.float64)
+        self.seed: npt.NDArray[np.uint64] = np.zeros(rows, np.uint64)
+        self.stop_ids: list[frozenset[int]] = [frozenset()] * rows
+        self._seq_ids: IntArray = np.zeros(rows, np.int64)
+        self.clear()
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def clear(self) -> None:
+        """Forgets all sequences."""
+        self._row_of: dict[int, int] = {}
+        self._free = list(range(len(self.num_blocks) - 1, -1, -1))
+
+    def add(self, new: NewSequence) -> None:
+        """Takes a sequence.
+
+        Raises:
+            ValueError: Its id is in use, or it does not fit together.
+        """
+        count = len(new.token_ids)
+        if new.seq_id in self._row_of:
+            raise ValueError(f"sequence {new.seq_id} is already here")
+        if not 0 <= new.num_cached < count <= self._max_model_len:
+            raise ValueError(
+                f"sequence {new.seq_id} has {count} tokens, {new.num_cached} of them cached; at "
+                f"least one must be left to compute, and at most {self._max_model_len} fit"
+            )
+        if not self._free:
+            self._enlarge()
+        row = self._free.pop()
+        self._row_of[new.seq_id] = row
+        self._seq_ids[row] = new.seq_id
+        self.tokens[row, :count] = new.token_ids
+        self.num_blocks[row] = 0
+        self._append_blocks(row, new.block_ids)
+        self.num_known[row] = count
+        self.num_computed[row] = new.num_cached
+        self.num_generated[row] = new.num_generated
+        sampling = new.sampling
+        room = self._max_model_len - (count - new.num_generated)
+        self.max_tokens[row] = min(sampling.max_tokens, room)
+        self.finished[row] = False
+        self.temperature[row] = sampling.temperature
+        self.top_k[row] = sampling.top_k
+        self.top_p[row] = sampling.top_p
+        self.min_p[row] = sampling.min_p
+        self.seed[row] = new.sample.seed & 0xFFFF_FFFF_FFFF_FFFF
+        self.stop_ids[row] = sampling.stop_token_ids
+
+    def remove(self, seq_id: int) -> None:
+        """Forgets a sequence; one that is not here is forgotten already."""
+        row = self._row_of.pop(seq_id, None)
+        if row is not None:
+            self._free.append(row)
+
+    def append_blocks(self, seq_id: int, block_ids: Sequence[int]) -> None:
+        """Lengthens a sequence's block table.
+
+        Raises:
+            KeyError: The sequence is unknown.
+            ValueError: The table is longer than any sequence can be.
+        """
+        self._append_blocks(self._row_of[seq_id], block_ids)
+
+    def rows_of(self, seq_ids: Sequence[int]) -> IntArray:
+        """The row numbers of sequences, `[len(seq_ids)]`.
+
+        Raises:
+            KeyError: One is unknown.
+        """
+        row_of = self._row_of
+        return np.array([row_of[seq_id] for seq_id in seq_ids], np.int64)
+
+    def ids_of(self, rows: IntArray) -> tuple[int, ...]:
+        """The sequences in these rows."""
+        return tuple(self._seq_ids[rows].tolist())
+
+    def append_tokens(self, rows: IntArray, token_ids: IntArray) -> None:
+        """Adds one generated token to each row. The caller sees to it that there is room."""
+        room = self.num_known[rows] < self._max_model_len
+        self.tokens[rows[room], self.num_known[rows[room]]] = token_ids[room]
+        self.num_known[rows] += 1
+        self.num_generated[rows] += 1
+
+    def _append_blocks(self, row: int, block_ids: Sequence[int]) -> None:
+        start = int(self.num_blocks[row])
+        stop = start + len(block_ids)
+        if stop > self.blocks.shape[1]:
+            raise ValueError(f"{stop} blocks are more than the longest sequence can fill")
+        self.blocks[row, start:stop] = block_ids
+        self.num_blocks[row] = stop
+
+    def _enlarge(self) -> None:
+        """Doubles the number of rows."""
+        old = len(self.num_blocks)
+        for name in self._ARRAYS:
+            array = getattr(self, name)
+            setattr(self, name, np.concatenate((array, np.zeros_like(array))))
+        self.stop_ids += [frozenset()] * old
+        self._free = list(range(2 * old - 1, old - 1, -1))

@@ -1,0 +1,132 @@
+"""The executor stage's shell."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import ClassVar
+
+import anyio
+
+from ...bus import Inbox
+from ...bus.links import CONTROL, STEPS_BATCHING, STEPS_STREAMING
+from ...bus.messages import Envelope, RequestInfo, StageReady, StepPlan, StepResult
+from ...telemetry import TraceContext, names, now_ns
+from ..actor import Actor, StageContext
+from .core import ExecutorCore
+
+# All torch work of a process happens in this one thread, over restarts of the stage too: with a
+# second thread, OpenMP would keep two teams of workers that take each other's cores.
+_TORCH_THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch")
+
+
+class Execution:
+    """A request's stay in the executor, for its span."""
+
+    __slots__ = ("first_token_ns", "info", "open", "start_ns", "tokens")
+
+    def __init__(self, info: RequestInfo, start_ns: int) -> None:
+        self.info = info
+        self.start_ns = start_ns
+        self.first_token_ns = 0
+        self.tokens = 0
+        self.open: set[int] = set()
+
+
+class ExecutorStage(Actor):
+    """Runs plans on the torch thread in the order in which they come, and reports the results."""
+
+    name: ClassVar[str] = "executor"
+
+    def __init__(self, context: StageContext) -> None:
+        super().__init__(context)
+        self._core: ExecutorCore
+        self._under_way: asyncio.Queue[tuple[int, StepPlan, Future[StepResult]]] = asyncio.Queue()
+        self._of_sequence: dict[int, Execution] = {}
+        self._of_request: dict[str, Execution] = {}
+
+    async def open(self) -> None:
+        self.log.info("model_loading", path=str(self.config.engine.model_folder))
+        started = now_ns()
+        self._core = await asyncio.wrap_future(
+            _TORCH_THREAD.submit(ExecutorCore, self.config.engine, now_ns=now_ns)
+        )
+        capacity = self._core.capacity()
+        self.log.info(
+            "model_loaded",
+            seconds=round((now_ns() - started) / 1e9, 2),
+            device=capacity.device,
+            kv_blocks=capacity.num_blocks,
+            block_size=capacity.block_size,
+            max_model_len=capacity.max_model_len,
+        )
+
+    async def receive_forever(self, inbox: Inbox) -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._report_forever)
+            await super().receive_forever(inbox)
+
+    async def reset(self) -> None:
+        self._of_sequence.clear()
+        self._of_request.clear()
+        # In order behind the plans that are under way, whose results nobody waits for any more.
+        _TORCH_THREAD.submit(self._core.reset)
+
+    async def announce(self) -> None:
+        ready = StageReady(self.name, self.incarnation, self._core.capacity())
+        await self.send(CONTROL["batching"], ready)
+        await self.send(CONTROL["admission"], ready)
+        self._on_ready(self.name)
+
+    async def handle(self, envelope: Envelope) -> None:
+        if isinstance(envelope.body, StepPlan):
+            future = _TORCH_THREAD.submit(self._core.execute, envelope.body)
+            self._under_way.put_nowait((self.epoch, envelope.body, future))
+        else:
+            self.log.warning("message_not_understood", type=type(envelope.body).__name__)
+
+    async def _report_forever(self) -> None:
+        while True:
+            epoch, plan, future = await self._under_way.get()
+            result = await asyncio.wrap_future(future)
+            await self.send(STEPS_BATCHING, result, epoch=epoch)
+            await self.send(STEPS_STREAMING, result, epoch=epoch)
+            if self.tracing.enabled and epoch == self.epoch:
+                self._trace(plan, result)
+
+    # --- spans --------------------------------------------------------------------------------
+
+    def _trace(self, plan: StepPlan, result: StepResult) -> None:
+        for new in plan.new:
+            request = self._of_request.get(new.info.request_id)
+            if request is None:
+                request = Execution(new.info, result.start_ns)
+                self._of_request[new.info.request_id] = request
+            request.open.add(new.seq_id)
+            self._of_sequence[new.seq_id] = request
+        for seq_id, reason in zip(result.seq_ids, result.finish_reasons, strict=True):
+            request = self._of_sequence[seq_id]
+            request.tokens += 1
+            request.first_token_ns = request.first_token_ns or result.end_ns
+            if reason:
+                self._close(seq_id)
+        for seq_id in plan.finished:
+            self._close(seq_id)
+
+    def _close(self, seq_id: int) -> None:
+        request = self._of_sequence.pop(seq_id, None)
+        if request is None:
+            return
+        request.open.discard(seq_id)
+        if request.open:
+            return
+        info = request.info
+        del self._of_request[info.request_id]
+        first_token = request.first_token_ns
+        self.span(
+            info.request_id,
+            TraceContext(info.traceparent, info.tracestate),
+            request.start_ns,
+            {names.OUTPUT_TOKENS: request.tokens},
+            events=((names.FIRST_TOKEN, first_token),) if first_token else (),
+        )

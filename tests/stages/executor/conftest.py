@@ -1,0 +1,25 @@
+"""Fixtures of the executor's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The models are so small that a second thread would only make them slower."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Each device in turn; CUDA is skipped where there is none."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    return str(request.param)

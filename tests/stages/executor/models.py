@@ -1,0 +1,95 @@
+"""Small random models of the architectures that we list."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+VOCAB = 211
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+
+_MIXED_WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
+
+_MOE = {"num_experts_per_tok": 2}
+
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen2_window": {
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "layer_types": _MIXED_WINDOWS,
+    },
+    "qwen3": {},
+    "mistral": {"sliding_window": 9},
+    "gemma2": {
+        "sliding_window": 8,
+        "layer_types": _MIXED_WINDOWS,
+        "query_pre_attn_scalar": 20,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3_text": {"sliding_window": 8, "layer_types": _MIXED_WINDOWS},
+    "phi3": {"sliding_window": 11, "num_key_value_heads": 4, "hidden_size": 64},
+    "olmo2": {"num_key_value_heads": 1},
+    "mixtral": {"num_local_experts": 4, **_MOE},
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "sliding_window": 8,
+        "layer_types": _MIXED_WINDOWS,
+        **_MOE,
+    },
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 32, **_MOE},
+}
+
+ARCHITECTURES = tuple(OVERRIDES)
+
+
+def make_config(name: str, **changes: Any) -> PreTrainedConfig:
+    """The configuration of a small model; `name` is a key of OVERRIDES."""
+    kind = name.removesuffix("_window")
+    return CONFIG_MAPPING[kind](**{**_COMMON, **OVERRIDES[name], **changes})
+
+
+def make_model(name: str, *, seed: int = 0, **changes: Any) -> Any:
+    """A random model in float32 whose logits are far enough apart for greedy choices to be clear.
+
+    Its attention is Transformers' own eager one.
+    """
+    torch.manual_seed(seed)
+    config = make_config(name, **changes)
+    config._attn_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "norm" in key:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+            else:
+                scale = 1.0 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale * 1.5)
+        _spread_output(model)
+    return model
+
+
+def _spread_output(model: Any) -> None:
+    output: nn.Linear = model.get_output_embeddings()
+    output.weight.mul_(2.0)

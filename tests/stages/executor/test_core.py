@@ -1,0 +1,298 @@
+"""The executor against hand-made plans."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+
+from nano_inference.bus.messages import Cancel, StepResult
+from nano_inference.config import EngineConfig, ModelError, SamplingParams
+from nano_inference.stages.executor import ExecutorCore, LoadedModel, uniform, wrap_model
+
+from .models import VOCAB, make_model
+from .plans import INFO, Generation, Planner, new_sequence, step_plan
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+SAMPLED = SamplingParams(temperature=1.0, max_tokens=8)
+CONFIG = EngineConfig(block_size=4, kv_cache_bytes=1 << 20, max_batch_size=4)
+PROMPT = [17, 3, 99, 42, 8, 150, 77, 31, 5]
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return wrap_model(make_model("qwen2"), 64)
+
+
+@pytest.fixture
+def core(model: LoadedModel) -> ExecutorCore:
+    return ExecutorCore(CONFIG, model=model)
+
+
+def generate(core: ExecutorCore, *generations: Generation, **options: Any) -> Planner:
+    planner = Planner(core, **options)
+    planner.run(generations)
+    return planner
+
+
+def alone(model: LoadedModel, sampling: SamplingParams, seed: int = 0) -> Generation:
+    """What PROMPT gives on a core of its own, without chunks."""
+    generation = Generation(1, PROMPT, sampling, seed=seed)
+    generate(ExecutorCore(CONFIG, model=model), generation, chunk=64)
+    return generation
+
+
+def row(result: StepResult) -> tuple[int, float, str]:
+    (token,), (logprob,), (reason,) = result.token_ids, result.logprobs, result.finish_reasons
+    return token, logprob, reason
+
+
+# --- what a sequence gives --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_company_and_chunks_change_nothing(model: LoadedModel, sampling: SamplingParams) -> None:
+    expected = [alone(model, sampling, seed).token_ids for seed in range(6)]
+    generations = [
+        Generation(seed, PROMPT, sampling, arrives=seed // 2, seed=seed) for seed in range(6)
+    ]
+    generate(ExecutorCore(CONFIG, model=model), *generations, chunk=4, shuffle=3)
+    assert [generation.token_ids for generation in generations] == expected
+    assert len({tuple(tokens) for tokens in expected}) == (1 if sampling is GREEDY else 6)
+
+
+def test_logprobs_are_those_of_a_forward_pass_over_everything(model: LoadedModel) -> None:
+    sampling = SamplingParams(temperature=0.7, max_tokens=8, top_k=20)
+    generation = alone(model, sampling, seed=5)
+    ids = torch.tensor([PROMPT + generation.token_ids])
+    with torch.no_grad():
+        logits = make_model("qwen2")(ids).logits[0, len(PROMPT) - 1 : -1]
+    expected = (logits.double() / 0.7).log_softmax(-1)[torch.arange(8), generation.token_ids]
+    assert generation.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_the_tokens_are_those_of_the_uniform_numbers(model: LoadedModel) -> None:
+    generation = alone(model, SAMPLED, seed=9)
+    ids = torch.tensor([PROMPT + generation.token_ids])
+    with torch.no_grad():
+        logits = make_model("qwen2")(ids).logits[0, len(PROMPT) - 1 : -1]
+    running = logits.double().softmax(-1).cumsum(-1)
+    wanted = torch.tensor([uniform(9, position) for position in range(8)], dtype=torch.float64)
+    assert torch.searchsorted(running, wanted[:, None]).flatten().tolist() == generation.token_ids
+
+
+@pytest.mark.parametrize("after", [1, 3, 7])
+def test_a_preempted_sequence_goes_on_with_the_same_tokens(
+    model: LoadedModel, core: ExecutorCore, after: int
+) -> None:
+    expected = alone(model, SAMPLED, seed=2).token_ids
+    tokens = PROMPT + expected[:after]
+    new = new_sequence(1, tokens, range(5), SAMPLED, num_generated=after, seed=2)
+    plan = step_plan(new=(new,), rows={1: len(tokens)})
+    result = core.execute(plan)
+    assert result.started[0].num_generated == after
+    for position in range(after, 8):
+        token, _, reason = row(result)
+        assert token == expected[position]
+        assert reason == ("length" if position == 7 else "")
+        if not reason:
+            result = core.execute(step_plan(rows={1: 1}))
+
+
+def test_the_same_id_may_leave_and_come_back_in_one_plan(core: ExecutorCore) -> None:
+    new = new_sequence(1, PROMPT, range(5), GREEDY)
+    first = row(core.execute(step_plan(new=(new,), rows={1: 9})))
+    again = new_sequence(1, [*PROMPT, first[0]], range(5, 10), GREEDY, num_generated=1)
+    expected = row(core.execute(step_plan(rows={1: 1})))
+    plan = step_plan(finished=(1,), new=(again,), rows={1: 10})
+    token, logprob, _ = row(core.execute(plan))
+    assert token == expected[0]
+    assert logprob == pytest.approx(expected[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("num_cached", [4, 8])
+def test_a_cached_prefix_gives_what_computing_it_gives(
+    model: LoadedModel, core: ExecutorCore, num_cached: int
+) -> None:
+    expected = alone(model, GREEDY)
+    core.execute(step_plan(new=(new_sequence(1, PROMPT, (10, 11, 12), GREEDY),), rows={1: 9}))
+    shared = (10, 11)[: num_cached // 4]
+    own = tuple(range(20, 20 + 5 - len(shared)))
+    new = new_sequence(2, PROMPT, shared + own, GREEDY, num_cached=num_cached)
+    result = core.execute(step_plan(new=(new,), rows={2: 9 - num_cached}, finished=(1,)))
+    assert result.started[0].num_cached == num_cached
+    tokens = [row(result)]
+    while not tokens[-1][2]:
+        tokens.append(row(core.execute(step_plan(rows={2: 1}))))
+    assert [token for token, _, _ in tokens] == expected.token_ids
+    assert [logprob for _, logprob, _ in tokens] == pytest.approx(expected.logprobs, abs=1e-5)
+
+
+def test_blocks_are_copied_before_the_pass(model: LoadedModel, core: ExecutorCore) -> None:
+    """A sibling takes over a partly filled block by copying it, and both go on apart."""
+    prompt = [*PROMPT, 61, 7]
+
+    def run_alone(seed: int) -> list[int]:
+        generation = Generation(1, prompt, SAMPLED, seed=seed)
+        generate(ExecutorCore(CONFIG, model=model), generation)
+        return generation.token_ids
+
+    first = new_sequence(1, prompt, range(5), SAMPLED, seed=1)
+    made = {1: [row(core.execute(step_plan(new=(first,), rows={1: 11})))[0]], 2: []}
+    second = new_sequence(2, prompt, (0, 1, 9, 10, 11), SAMPLED, num_cached=10, seed=2)
+    parts: dict[str, Any] = {"new": (second,), "copies": ((2, 9),)}
+    for _ in range(7):
+        result = core.execute(step_plan(rows={1: 1, 2: 1}, **parts))
+        parts = {}
+        for seq_id, token in zip(result.seq_ids, result.token_ids, strict=True):
+            made[seq_id].append(token)
+    assert made == {1: run_alone(1), 2: run_alone(2)[:7]}
+
+
+# --- how it ends ------------------------------------------------------------------------------
+
+
+def test_a_stop_token_ends_it_and_is_reported(model: LoadedModel) -> None:
+    runs = {seed: alone(model, SAMPLED, seed) for seed in range(9)}
+    seed, free = next((s, g) for s, g in runs.items() if g.token_ids[3] not in g.token_ids[:3])
+    stop = free.token_ids[3]
+    sampling = SamplingParams(temperature=1.0, max_tokens=4, stop_token_ids=frozenset({stop}))
+    stopped = alone(model, sampling, seed)
+    assert stopped.token_ids == free.token_ids[:4]
+    assert stopped.reason == "stop", "it goes before the limit reached at the same token"
+    assert free.reason == "length"
+
+
+def test_rows_of_finished_sequences_are_left_out(core: ExecutorCore) -> None:
+    once = SamplingParams(temperature=0.0, max_tokens=1)
+    new = (new_sequence(1, PROMPT, range(5), once), new_sequence(2, PROMPT, range(5, 10), GREEDY))
+    result = core.execute(step_plan(1, new=new, rows={1: 9, 2: 9}))
+    assert result.finish_reasons == ("length", "")
+    both = core.execute(step_plan(2, rows={1: 1, 2: 1}))
+    assert both.seq_ids == (2,)
+    only = core.execute(step_plan(3, rows={1: 1}))
+    assert only.seq_ids == only.token_ids == only.logprobs == only.finish_reasons == ()
+    last = core.execute(step_plan(4, finished=(1,), rows={2: 1}))
+    assert last.seq_ids == (2,)
+
+
+def test_the_models_length_ends_it(model: LoadedModel) -> None:
+    core = ExecutorCore(CONFIG, model=model)
+    generation = Generation(1, PROMPT * 7, SamplingParams(temperature=0.0, max_tokens=1000))
+    generate(core, generation)
+    assert len(generation.token_ids) == 64 - 63
+    assert generation.reason == "length"
+
+
+# --- the rest of a result ---------------------------------------------------------------------
+
+
+def test_a_result_repeats_what_its_plan_says(model: LoadedModel) -> None:
+    clock = count(100)
+    core = ExecutorCore(CONFIG, model=model, now_ns=lambda: next(clock))
+    ended = (Cancel("r", "1-0", "cancelled", "cancelled", "bye"),)
+    result = core.execute(step_plan(7, ended=ended))
+    assert (result.step_id, result.ended, result.seq_ids) == (7, ended, ())
+    assert (result.start_ns, result.end_ns, result.weight_version) == (100, 101, 0)
+    new = (new_sequence(3, PROMPT, range(5), GREEDY),)
+    started = core.execute(step_plan(8, new=new, rows={3: 9}, made_ns=55)).started
+    assert [(s.seq_id, s.sample_index, s.num_cached) for s in started] == [(3, 0, 0)]
+    assert (started[0].planned_ns, started[0].executed_ns, started[0].info) == (55, 102, INFO)
+
+
+def test_a_step_without_samples_has_no_rows(core: ExecutorCore) -> None:
+    new = (new_sequence(1, PROMPT, range(5), GREEDY),)
+    result = core.execute(step_plan(new=new, rows={1: 5}))
+    assert result.seq_ids == ()
+    assert len(result.started) == 1
+    assert len(core.execute(step_plan(rows={1: 4})).seq_ids) == 1
+
+
+def test_results_keep_the_order_of_the_plan(core: ExecutorCore) -> None:
+    lengths = {5: 3, 2: 9, 9: 1, 1: 6}
+    new = tuple(
+        new_sequence(seq_id, PROMPT[:length], range(8 * i, 8 * i + 4), GREEDY)
+        for i, (seq_id, length) in enumerate(lengths.items())
+    )
+    result = core.execute(step_plan(new=new, rows=lengths))
+    assert result.seq_ids == (5, 2, 9, 1)
+    for new_one, token in zip(new, result.token_ids, strict=True):
+        core.reset()
+        single = core.execute(
+            step_plan(new=(new_one,), rows={new_one.seq_id: len(new_one.token_ids)})
+        )
+        assert single.token_ids == (token,)
+
+
+def test_capacity(core: ExecutorCore) -> None:
+    capacity = core.capacity()
+    per_block = 3 * 4 * 2 * (16 + 16) * 4
+    assert capacity.num_blocks == min((1 << 20) // per_block, 4 * 16)
+    assert (capacity.block_size, capacity.max_model_len) == (4, 64)
+    assert (capacity.vocab_size, capacity.device) == (VOCAB, "cpu")
+
+
+def test_reset_forgets_the_sequences(core: ExecutorCore) -> None:
+    new = (new_sequence(1, PROMPT, range(5), GREEDY),)
+    first = row(core.execute(step_plan(new=new, rows={1: 9})))
+    core.reset()
+    with pytest.raises(ValueError, match="unknown"):
+        core.execute(step_plan(rows={1: 1}))
+    cached = (new_sequence(1, PROMPT, range(5), GREEDY, num_cached=8),)
+    assert row(core.execute(step_plan(new=cached, rows={1: 1})))[0] == first[0], "the KV stays"
+
+
+def test_more_sequences_than_rows(model: LoadedModel) -> None:
+    """Those that ended wait to be forgotten, so there can be more than run."""
+    core = ExecutorCore(CONFIG, model=model)
+    once = SamplingParams(temperature=0.0, max_tokens=1)
+    for seq_id in range(70):
+        new = (new_sequence(seq_id, PROMPT, range(3), once),)
+        result = core.execute(step_plan(new=new, rows={seq_id: 9}))
+        assert result.finish_reasons == ("length",)
+    assert core.execute(step_plan(rows=dict.fromkeys(range(70), 1))).seq_ids == ()
+
+
+# --- contradictions ---------------------------------------------------------------------------
+
+
+def test_plans_that_contradict_what_was_are_refused(core: ExecutorCore) -> None:
+    with pytest.raises(ValueError, match="7, which is unknown"):
+        core.execute(step_plan(rows={7: 1}))
+    with pytest.raises(ValueError, match="7, which is unknown"):
+        core.execute(step_plan(grown=((7, (1,)),)))
+    new = (new_sequence(1, PROMPT, (0, 1), GREEDY),)
+    with pytest.raises(ValueError, match="9 tokens of sequence 1"):
+        core.execute(step_plan(new=new, rows={1: 9}))
+    with pytest.raises(ValueError, match="already here"):
+        core.execute(step_plan(new=new))
+    with pytest.raises(ValueError, match="10 tokens of sequence 1"):
+        core.execute(step_plan(grown=((1, (2, 3)),), rows={1: 10}))
+    with pytest.raises(ValueError, match="0 tokens of sequence 1"):
+        core.execute(step_plan(rows={1: 0}))
+    with pytest.raises(ValueError, match="longest sequence"):
+        core.execute(step_plan(grown=((1, tuple(range(17))),)))
+    for bad in (
+        new_sequence(2, PROMPT, (4, 5, 6), GREEDY, num_cached=9),
+        new_sequence(3, PROMPT * 8, range(18), GREEDY),
+        new_sequence(4, (), (), GREEDY),
+    ):
+        with pytest.raises(ValueError, match="at least one must be left"):
+            core.execute(step_plan(new=(bad,)))
+
+
+def test_a_broken_model_is_an_error_and_no_token() -> None:
+    module = make_model("qwen2")
+    with torch.no_grad():
+        module.model.norm.weight.fill_(float("nan"))
+    core = ExecutorCore(CONFIG, model=wrap_model(module, 64))
+    with pytest.raises(ModelError, match="not finite"):
+        core.execute(step_plan(new=(new_sequence(1, PROMPT, range(5), GREEDY),), rows={1: 9}))
+
+
+def test_a_cache_too_small_for_one_sequence_is_refused(model: LoadedModel) -> None:
+    config = EngineConfig(block_size=4, kv_cache_bytes=20_000)
+    with pytest.raises(ModelError, match=r"kv_cache_bytes.*max_model_len to at most 24"):
+        ExecutorCore(config, model=model)

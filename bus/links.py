@@ -43,7 +43,9 @@ STEPS_STREAMING = Link("steps.streaming", ("executor",), "streaming")
 HALTS = Link("halts", ("streaming",), "batching", closes_circle=True)
 REFUSED = Link("refused", ("admission",), "streaming")
 FINISHED = Link("finished", ("streaming",), "admission", closes_circle=True)
-CONTROL = {stage: Link(f"control.{stage}", STAGES, stage, closes_circle=True) for stage in STAGES}
+CONTROL: dict[str, Link] = {
+    stage: Link(f"control.{stage}", STAGES, stage, closes_circle=True) for stage in STAGES
+}
 
 LINKS = (
     ADMITTED,

@@ -3,9 +3,10 @@
 from . import names
 from .clock import now_ns
 from .logs import setup_logging
-from .tracing import TraceContext, Tracing, endpoint_of, setup_tracing
+from .tracing import Attributes, TraceContext, Tracing, endpoint_of, setup_tracing
 
 __all__ = [
+    "Attributes",
     "TraceContext",
     "Tracing",
     "endpoint_of",

@@ -289,7 +289,7 @@ class NewSequence(Part, frozen=True, array_like=True):
         seq_id: The sequence's id.
         token_ids: Prompt, and after a preemption what had been generated.
         num_generated: How many of `token_ids`, at the end, were generated.
-        num_cached: Leading tokens whose KV is already in the blocks.
+        num_cached: Leading tokens whose KV is already in the blocks; less than all of them.
         block_ids: Blocks of the KV cache, in order.
         sampling: Parameters; `max_tokens` counts from the prompt's end and is already cut to
             what the model's length allows.
@@ -309,6 +309,8 @@ class NewSequence(Part, frozen=True, array_like=True):
 
 class StepPlan(Internal, frozen=True, array_like=True, tag="plan", tag_field="type"):
     """One forward pass.
+
+    The executor applies `finished`, `new`, `grown` and `copies` in this order, then runs the rows.
 
     Row i computes the next `num_tokens[i]` tokens of `seq_ids[i]`. A row that reaches the end of
     the tokens known so far samples one more; the executor feeds that token to the sequence's next

@@ -48,6 +48,8 @@ class EngineConfig(Settings, frozen=True, forbid_unknown_fields=True):
         max_tokens_per_batch: Token budget of one step; longer prefills are cut into chunks.
         dtype: "auto" takes the checkpoint's own.
         device: "auto" takes CUDA when there is one.
+        cpu_threads: Threads of the executor stage on CPU. 0 takes one for a small model, whose
+            steps are too short to be shared, and one per core for others.
         seed: Base of the random numbers of requests that bring no seed.
     """
 
@@ -61,12 +63,14 @@ class EngineConfig(Settings, frozen=True, forbid_unknown_fields=True):
     max_tokens_per_batch: int = 2048
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
+    cpu_threads: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
         self.require("model_path", bool(self.model_path), "a folder, or 'tiny'")
         for name in ("block_size", "max_batch_size", "max_tokens_per_batch", "kv_cache_bytes"):
             self.require(name, getattr(self, name) >= 1, "at least 1")
+        self.require("cpu_threads", self.cpu_threads >= 0, "at least 0")
         self.require("max_model_len", self.max_model_len >= 2, "at least 2")
         self.require(
             "gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "above 0, at most 1"

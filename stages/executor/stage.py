@@ -7,10 +7,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ClassVar
 
 import anyio
+import torch
 
 from ...bus import Inbox
 from ...bus.links import CONTROL, STEPS_BATCHING, STEPS_STREAMING
 from ...bus.messages import Envelope, RequestInfo, StageReady, StepPlan, StepResult
+from ...config import EngineConfig
 from ...telemetry import TraceContext, names, now_ns
 from ..actor import Actor, StageContext
 from .core import ExecutorCore
@@ -18,6 +20,21 @@ from .core import ExecutorCore
 # All torch work of a process happens in this one thread, over restarts of the stage too: with a
 # second thread, OpenMP would keep two teams of workers that take each other's cores.
 _TORCH_THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch")
+
+
+# Below this a step is so short that handing out its parts costs more than they do, and where
+# other processes want the cores, waiting for the last part costs many times more.
+_SMALL_MODEL_PARAMETERS = 30_000_000
+
+
+def _load(config: EngineConfig) -> ExecutorCore:
+    """Runs on the torch thread, like all that follows."""
+    core = ExecutorCore(config, now_ns=now_ns)
+    if core.model.device.type == "cpu":
+        size = sum(parameter.numel() for parameter in core.model.module.parameters())
+        automatic = 1 if size < _SMALL_MODEL_PARAMETERS else torch.get_num_threads()
+        torch.set_num_threads(config.cpu_threads or automatic)
+    return core
 
 
 class Execution:
@@ -49,7 +66,7 @@ class ExecutorStage(Actor):
         self.log.info("model_loading", path=str(self.config.engine.model_folder))
         started = now_ns()
         self._core = await asyncio.wrap_future(
-            _TORCH_THREAD.submit(ExecutorCore, self.config.engine, now_ns=now_ns)
+            _TORCH_THREAD.submit(_load, self.config.engine)
         )
         capacity = self._core.capacity()
         self.log.info(

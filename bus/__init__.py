@@ -1,0 +1,46 @@
+"""Messages, and the bus that carries them: in memory or on Redis, behind one contract."""
+
+from __future__ import annotations
+
+from ..config import BusConfig
+from .channel import (
+    Bus,
+    Inbox,
+    Malformed,
+    OutputStream,
+    RequestEntry,
+    RequestQueue,
+    ResultStreams,
+    Sender,
+)
+from .memory import MemoryBus
+
+
+def open_bus(config: BusConfig, local_stages: frozenset[str] = frozenset()) -> Bus:
+    """The bus that `config.url` names. `local_stages`: the stages that run in this process.
+
+    Call it with an event loop running. On Redis it connects on first use; `ping` tells whether
+    it can.
+
+    Raises:
+        BusError: The URL can't be used.
+    """
+    if config.url == "memory":
+        return MemoryBus(config)
+    from .redis import RedisBus  # only here, so that the memory bus needs no Redis client
+
+    return RedisBus(config, local_stages)
+
+
+__all__ = [
+    "Bus",
+    "Inbox",
+    "Malformed",
+    "MemoryBus",
+    "OutputStream",
+    "RequestEntry",
+    "RequestQueue",
+    "ResultStreams",
+    "Sender",
+    "open_bus",
+]

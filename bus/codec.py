@@ -1,0 +1,209 @@
+"""Bytes to messages and back. Whatever a client sends, reading it never raises.
+
+Between stages: msgpack arrays. Public messages: JSON objects; requests also as msgpack objects.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import msgspec
+
+from ..config import SamplingParams
+from .channel import Malformed
+from .messages import Envelope, GenerateRequest, Output
+
+Encoding = Literal["json", "msgpack"]
+
+_INT64_MIN, _INT64_MAX = -(1 << 63), (1 << 63) - 1
+
+# Beside its own errors msgspec raises UnicodeDecodeError and, for very long integers, ValueError;
+# for nesting beyond the interpreter's limit RecursionError; for values that have no counterpart
+# on the wire TypeError and OverflowError.
+_UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
+
+_envelope_encoder = msgspec.msgpack.Encoder()
+_envelope_decoder = msgspec.msgpack.Decoder(Envelope)
+_json_encoder = msgspec.json.Encoder()
+_output_decoder: msgspec.json.Decoder[Output] = msgspec.json.Decoder(Output)
+_request_from_json = msgspec.json.Decoder(GenerateRequest)
+_request_from_msgpack = msgspec.msgpack.Decoder(GenerateRequest)
+
+
+def encode_envelope(envelope: Envelope) -> bytes:
+    """An envelope as msgpack."""
+    return _envelope_encoder.encode(envelope)
+
+
+def decode_envelope(raw: bytes) -> Envelope:
+    """Raises ValueError (of which msgspec's errors are kinds) or RecursionError."""
+    return _envelope_decoder.decode(raw)
+
+
+def encode_output(output: Output) -> bytes:
+    """A CompletionChunk or Completion as a JSON object with a `type`."""
+    return _json_encoder.encode(output)
+
+
+def decode_output(raw: bytes) -> Output:
+    """Raises ValueError (of which msgspec's errors are kinds) or RecursionError."""
+    return _output_decoder.decode(raw)
+
+
+def decode_request(raw: bytes, encoding: Encoding, max_bytes: int) -> GenerateRequest | Malformed:
+    """Reads a request that came as bytes. Never raises.
+
+    The code of what can't be read is "request_too_large" (decided before anything is parsed),
+    "malformed" (`raw` is not `encoding`), or "invalid_request" (it is, but not a request; the
+    message ends with the path of what is wrong). Numbers are checked for type only; their ranges
+    are admission's business, except that every integer of the result fits in 64 bits, signed.
+    """
+    if len(raw) > max_bytes:
+        return _too_large("", len(raw), max_bytes)
+    try:
+        if encoding == "json":
+            request = _request_from_json.decode(raw)
+        else:
+            request = _request_from_msgpack.decode(raw)
+    except _UNREADABLE as error:
+        return _explain(raw, encoding, error)
+    if (path := _beyond_int64(request)) is not None:
+        return _beyond(request.request_id, path)
+    return request
+
+
+def check_request(
+    request: GenerateRequest | dict[str, Any] | bytes, max_bytes: int
+) -> GenerateRequest | Malformed:
+    """The request that a client in this process handed over, checked as strictly as on the wire.
+
+    Bytes are JSON. A struct or dict goes through msgpack, which finds in one pass what no other
+    process could read: values of the wrong type (a struct checks none when it is built), objects
+    that are not plain data, integers beyond 64 bits, text that is not Unicode. Never raises.
+    """
+    if isinstance(request, bytes):
+        return decode_request(request, "json", max_bytes)
+    try:
+        raw = _envelope_encoder.encode(request)
+    except _UNREADABLE as error:
+        return Malformed(named_id(request), "invalid_request", _unsendable(error))
+    checked = decode_request(raw, "msgpack", max_bytes)
+    if isinstance(checked, Malformed) and not checked.request_id:
+        return msgspec.structs.replace(checked, request_id=named_id(request))
+    return checked
+
+
+def encode_request(request: GenerateRequest | dict[str, Any] | bytes) -> tuple[str, bytes]:
+    """A request as an entry of the requests stream: the field's name, and its value.
+
+    The field is "json"; "msgpack" when a number is not finite, which JSON can't say; "refused"
+    (a `Malformed`) when the object could not be read by anyone. Never raises.
+    """
+    if isinstance(request, bytes):
+        return "json", request
+    try:
+        if _has_nonfinite(request):
+            return "msgpack", _envelope_encoder.encode(request)
+        return "json", _json_encoder.encode(request)
+    except _UNREADABLE as error:
+        refused = Malformed(named_id(request), "invalid_request", _unsendable(error))
+        return "refused", _json_encoder.encode(refused)
+
+
+def named_id(request: object) -> str:
+    """The request id that an unchecked struct or dict carries, "" when there is no usable one."""
+    if isinstance(request, dict):
+        value = request.get("request_id")
+    else:
+        value = getattr(request, "request_id", None)
+    return value if isinstance(value, str) and _is_unicode(value) else ""
+
+
+def _has_nonfinite(request: GenerateRequest | dict[str, Any]) -> bool:
+    """Whether sampling, which has the only floats of a request, holds NaN or an infinity."""
+    sampling = request.get("sampling") if isinstance(request, dict) else request.sampling
+    if isinstance(sampling, dict):
+        values = tuple(sampling.values())
+    elif isinstance(sampling, SamplingParams):
+        values = msgspec.structs.astuple(sampling)
+    else:
+        return False
+    return any(isinstance(value, float) and not math.isfinite(value) for value in values)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _explain(raw: bytes, encoding: Encoding, error: Exception) -> Malformed:
+    """Tells apart what can't be parsed from what can, but is no request.
+
+    A typed decoder stops at the first field that is wrong, so only parsing the whole tells
+    whether the rest is sound, and which id the request has.
+    """
+    name = "JSON" if encoding == "json" else "MessagePack"
+    try:
+        tree = msgspec.json.decode(raw) if encoding == "json" else msgspec.msgpack.decode(raw)
+    except UnicodeDecodeError:
+        return Malformed("", "malformed", f"the request is not {name} with text in UTF-8")
+    except RecursionError:
+        return Malformed("", "malformed", "the request is nested too deeply")
+    except _UNREADABLE as unparsed:
+        return Malformed("", "malformed", f"the request is not valid {name}: {unparsed}")
+    if isinstance(error, msgspec.ValidationError):
+        return Malformed(named_id(tree), "invalid_request", str(error))
+    return Malformed(named_id(tree), "malformed", f"the request can't be read: {error}")
+
+
+def _unsendable(error: Exception) -> str:
+    if isinstance(error, UnicodeEncodeError):
+        return "the request holds text that is not Unicode (a lone surrogate)"
+    if isinstance(error, RecursionError):
+        return "the request is nested too deeply"
+    if isinstance(error, OverflowError):
+        return "the request holds an integer that does not fit in 64 bits"
+    return f"the request must be plain data (str, int, float, bool, list, dict): {error}"
+
+
+def _too_large(request_id: str, size: int, max_bytes: int) -> Malformed:
+    return Malformed(
+        request_id,
+        "request_too_large",
+        f"the request has {size} bytes; at most {max_bytes} are taken (bus.max_request_bytes)",
+    )
+
+
+def _beyond(request_id: str, path: str) -> Malformed:
+    return Malformed(
+        request_id, "invalid_request", f"Integer does not fit in 64 bits - at `$.{path}`"
+    )
+
+
+def _beyond_int64(request: GenerateRequest) -> str | None:
+    """The path of the first integer that does not fit, if any."""
+    sampling = request.sampling
+    singles: tuple[tuple[str, int | None], ...] = (
+        ("n", request.n),
+        ("priority", request.priority),
+        ("budget_ns", request.budget_ns),
+        ("sampling.max_tokens", sampling.max_tokens),
+        ("sampling.top_k", sampling.top_k),
+        ("sampling.seed", sampling.seed),
+    )
+    for path, value in singles:
+        if value is not None and not _INT64_MIN <= value <= _INT64_MAX:
+            return path
+    many: tuple[tuple[str, Iterable[int] | None], ...] = (
+        ("prompt_token_ids", request.prompt_token_ids),
+        ("sampling.stop_token_ids", sampling.stop_token_ids),
+    )
+    for path, values in many:
+        if values and (min(values) < _INT64_MIN or max(values) > _INT64_MAX):
+            return path
+    return None

@@ -1,0 +1,57 @@
+"""The Redis keys, and the fields of their entries. This is the interface for other languages.
+
+{prefix}:requests          stream, one entry per request: `json` (a GenerateRequest as a JSON
+                           object) or `msgpack` (the same), and optionally `traceparent` and
+                           `tracestate`
+{prefix}:out:{request_id}  stream, the request's outputs in order, ids `1-0`, `2-0` and so on:
+                           `json` (a CompletionChunk, at the end a Completion)
+{prefix}:results           stream, every request's Completion: `json`
+{prefix}:link:{link}       stream between two stages (internal): `w` the writer, `m` the message
+{prefix}:epoch             counter
+{prefix}:wake:{id}         stream that interrupts a blocking read (internal)
+"""
+
+from __future__ import annotations
+
+JSON = b"json"
+MSGPACK = b"msgpack"
+REFUSED = b"refused"
+TRACEPARENT = b"traceparent"
+TRACESTATE = b"tracestate"
+WRITER = b"w"
+MESSAGE = b"m"
+
+
+class Keys:
+    """The names of everything below one prefix."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self.requests = self._key("requests")
+        self.results = self._key("results")
+        self.epoch = self._key("epoch")
+
+    def out(self, key: str) -> bytes:
+        """The stream of one request. Any text is a valid key, a lone surrogate too."""
+        return self._key(f"out:{key}")
+
+    def link(self, name: str) -> bytes:
+        return self._key(f"link:{name}")
+
+    def wake(self, name: str) -> bytes:
+        return self._key(f"wake:{name}")
+
+    def _key(self, rest: str) -> bytes:
+        return f"{self._prefix}:{rest}".encode("utf-8", "surrogatepass")
+
+
+def parse_id(raw: bytes) -> tuple[int, int]:
+    """A stream entry's id as numbers, which compare in the order of the stream."""
+    milliseconds, _, number = raw.partition(b"-")
+    return int(milliseconds), int(number)
+
+
+def id_after(raw: bytes) -> str:
+    """The smallest id above this one."""
+    milliseconds, number = parse_id(raw)
+    return f"{milliseconds}-{number + 1}"

@@ -1,0 +1,155 @@
+"""A waiting line with several entrances, each of which may be bounded.
+
+The one structure behind inboxes, the requests queue in memory, and the writers' queues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Generic, TypeVar
+
+from ..config import ChannelClosed
+
+T = TypeVar("T")
+
+
+class _Gate(Generic[T]):
+    """One entrance: how many of its items are in the line, and who waits outside."""
+
+    __slots__ = ("capacity", "inside", "waiting")
+
+    def __init__(self, capacity: int | None) -> None:
+        self.capacity = capacity
+        self.inside = 0
+        self.waiting: deque[tuple[asyncio.Future[None], T]] = deque()
+
+    def has_room(self) -> bool:
+        return self.capacity is None or self.inside < self.capacity
+
+
+class Line(Generic[T]):
+    """Items in order of arrival, for one event loop.
+
+    A put waits while its own gate is full; those who wait at a gate get in in the order they came.
+    Whoever takes items lets in those who wait in the same breath, so nobody can overtake them.
+    Cancelling a wait on either side leaves the line as it was, or the item inside: never half.
+
+    Attributes:
+        entered: How many items have come in so far.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._items: deque[tuple[_Gate[T], T]] = deque()
+        self._gates: dict[str, _Gate[T]] = {}
+        self._takers: deque[asyncio.Future[None]] = deque()
+        self._closed = False
+        self.entered = 0
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    async def put(self, item: T, gate: str = "", capacity: int | None = None) -> None:
+        """Appends an item through `gate`, which holds `capacity` items (None: any number).
+
+        Raises:
+            ChannelClosed: The line was closed.
+        """
+        if self._closed:
+            raise self._closed_error()
+        entrance = self._gates.get(gate)
+        if entrance is None:
+            entrance = self._gates[gate] = _Gate(capacity)
+        if not entrance.waiting and entrance.has_room():
+            self._append(entrance, item)
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        place = (turn, item)
+        entrance.waiting.append(place)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled() and place in entrance.waiting:
+                entrance.waiting.remove(place)
+            raise
+
+    async def take(self, max_items: int) -> list[T]:
+        """Waits until there is something and takes the oldest items, at most `max_items`.
+
+        Raises:
+            ChannelClosed: The line was closed and is empty.
+        """
+        while not self._items:
+            if self._closed:
+                raise self._closed_error()
+            woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._takers.append(woken)
+            try:
+                await woken
+            except asyncio.CancelledError:
+                if not woken.cancelled():  # woken and cancelled at once: pass it on
+                    self._wake()
+                raise
+        taken: list[T] = []
+        while self._items and len(taken) < max_items:
+            gate, item = self._items.popleft()
+            gate.inside -= 1
+            taken.append(item)
+            if gate.waiting:
+                self._admit(gate)
+        if self._items and self._takers:
+            self._wake()
+        return taken
+
+    def close(self) -> None:
+        """Refuses further items; those inside can still be taken. Those who wait get an error."""
+        self._closed = True
+        for gate in self._gates.values():
+            while gate.waiting:
+                turn, _ = gate.waiting.popleft()
+                if not turn.done():
+                    turn.set_exception(self._closed_error())
+        while self._takers:
+            self._wake()
+
+    def move_waiting_to(self, other: Line[T]) -> None:
+        """Sends those who wait outside to the same gates of another line."""
+        for name, gate in self._gates.items():
+            entrance = other._gates.setdefault(name, _Gate(gate.capacity))
+            entrance.waiting.extend(gate.waiting)
+            gate.waiting.clear()
+            other._admit(entrance)
+
+    def _append(self, gate: _Gate[T], item: T) -> None:
+        gate.inside += 1
+        self.entered += 1
+        self._items.append((gate, item))
+        if self._takers:
+            self._wake()
+
+    def _admit(self, gate: _Gate[T]) -> None:
+        while gate.waiting and gate.has_room():
+            turn, item = gate.waiting.popleft()
+            if not turn.done():  # done: its owner was cancelled
+                turn.set_result(None)
+                self._append(gate, item)
+
+    def _wake(self) -> None:
+        while self._takers:
+            woken = self._takers.popleft()
+            if not woken.done():
+                woken.set_result(None)
+                return
+
+    def _closed_error(self) -> ChannelClosed:
+        return ChannelClosed(f"{self._name} was closed")
+
+
+def bus_closed() -> ChannelClosed:
+    """The error of every end of a bus after `aclose`."""
+    return ChannelClosed("the bus was closed")

@@ -1,0 +1,232 @@
+"""The bus within one process: messages pass by reference, and nothing is encoded.
+
+Everything belongs to one event loop; a hop costs one deque and, when somebody waits, one wake-up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from ..config import BusConfig, BusError
+from .channel import Inbox, RequestEntry, Sender
+from .codec import check_request
+from .line import Line, bus_closed
+from .links import Link
+from .memory_results import MemoryResults
+from .messages import Envelope, GenerateRequest, Message
+
+
+class MemoryInbox:
+    """All links that end at a stage, in one line in order of arrival."""
+
+    def __init__(self, stage: str, link_capacity: int) -> None:
+        self._line: Line[Envelope] = Line(f"the inbox of {stage}")
+        self._link_capacity = link_capacity
+
+    async def receive(self, max_items: int = 64) -> list[Envelope]:
+        """See `Inbox.receive`."""
+        return await self._line.take(max_items)
+
+    async def put(self, link: Link, envelope: Envelope) -> None:
+        """Appends a message; waits while `link` has its share of the line full.
+
+        Raises:
+            ChannelClosed: The inbox was closed.
+        """
+        capacity = None if link.closes_circle else self._link_capacity
+        await self._line.put(envelope, link.name, capacity)
+
+    def take_over(self, older: MemoryInbox) -> None:
+        """Closes an older inbox of the same stage; its waiting senders go on with this one."""
+        older._line.move_waiting_to(self._line)
+        older._line.close()
+
+    def close(self) -> None:
+        """Takes no more messages; those already there can still be received."""
+        self._line.close()
+
+    async def aclose(self) -> None:
+        """See `Inbox.aclose`."""
+        self.close()
+
+
+class Inboxes:
+    """The inboxes of this process, by stage."""
+
+    def __init__(self) -> None:
+        self._by_stage: dict[str, MemoryInbox] = {}
+        self.closed = False
+
+    def add(self, stage: str, inbox: MemoryInbox) -> None:
+        older = self._by_stage.get(stage)
+        self._by_stage[stage] = inbox
+        if older is not None:
+            inbox.take_over(older)
+
+    def get(self, stage: str) -> MemoryInbox | None:
+        """The stage's inbox, or None when it was never opened.
+
+        Raises:
+            ChannelClosed: The bus was closed.
+        """
+        if self.closed:
+            raise bus_closed()
+        return self._by_stage.get(stage)
+
+    def close(self) -> None:
+        self.closed = True
+        for inbox in self._by_stage.values():
+            inbox.close()
+
+
+class Numbering:
+    """Counts the messages of each sender on each link, from 1, across all of its senders' objects.
+
+    A second object for the same incarnation goes on counting, or its messages would look repeated.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, str], int] = {}
+
+    def next(self, link: str, sender: str) -> int:
+        number = self._last.get((link, sender), 0) + 1
+        self._last[link, sender] = number
+        return number
+
+
+class MemorySender:
+    """The sending end of a link whose receiver lives in this process."""
+
+    def __init__(self, inboxes: Inboxes, numbering: Numbering, link: Link, sender: str) -> None:
+        self._inboxes = inboxes
+        self._numbering = numbering
+        self._link = link
+        self._sender = sender
+
+    async def send(
+        self,
+        body: Message,
+        *,
+        epoch: int = 0,
+        traceparent: str = "",
+        tracestate: str = "",
+        budget_ns: int | None = None,
+    ) -> None:
+        """See `Sender.send`."""
+        inbox = self._inboxes.get(self._link.receiver)
+        if inbox is None:
+            return
+        number = self._numbering.next(self._link.name, self._sender)
+        envelope = Envelope(
+            body,
+            epoch,
+            self._sender,
+            number,
+            time.time_ns(),
+            traceparent,
+            tracestate,
+            budget_ns,
+        )
+        await inbox.put(self._link, envelope)
+
+    async def flush(self) -> None:
+        """Does nothing: what was sent is in the receiver's inbox."""
+
+
+class MemoryRequests:
+    """The requests queue; see `RequestQueue`. Entry ids are "0-1", "0-2" and so on."""
+
+    def __init__(self, config: BusConfig, results: MemoryResults) -> None:
+        self._config = config
+        self._results = results
+        self._line: Line[RequestEntry] = Line("the requests queue")
+        self._taken: dict[str, RequestEntry] = {}
+        self._last = 0
+
+    async def publish(
+        self,
+        request: GenerateRequest | dict[str, Any] | bytes,
+        *,
+        traceparent: str = "",
+        tracestate: str = "",
+    ) -> str:
+        """See `RequestQueue.publish`."""
+        checked = check_request(request, self._config.max_request_bytes)
+        self._last += 1
+        entry_id = f"0-{self._last}"
+        # Outputs can come as soon as the entry is in the line, so their place is made first.
+        self._results.expect(entry_id, checked.request_id)
+        try:
+            await self._line.put(
+                RequestEntry(entry_id, checked, traceparent, tracestate),
+                capacity=self._config.link_capacity,
+            )
+        except (BusError, asyncio.CancelledError):
+            self._results.forget(entry_id)
+            raise
+        return entry_id
+
+    async def pending(self) -> list[RequestEntry]:
+        """See `RequestQueue.pending`."""
+        return list(self._taken.values())
+
+    async def take(self, max_items: int = 64) -> list[RequestEntry]:
+        """See `RequestQueue.take`."""
+        entries = await self._line.take(max_items)
+        self._taken.update((entry.entry_id, entry) for entry in entries)
+        return entries
+
+    async def acknowledge(self, entry_id: str) -> None:
+        """See `RequestQueue.acknowledge`."""
+        self._taken.pop(entry_id, None)
+
+    def close(self) -> None:
+        self._line.close()
+
+
+class MemoryBus:
+    """Everything in this process and one event loop; see `Bus`."""
+
+    requests: MemoryRequests
+    results: MemoryResults
+
+    def __init__(self, config: BusConfig) -> None:
+        self._config = config
+        self._inboxes = Inboxes()
+        self._numbering = Numbering()
+        self._epoch = 0
+        self.results = MemoryResults()
+        self.requests = MemoryRequests(config, self.results)
+
+    async def open_inbox(self, stage: str) -> Inbox:
+        """See `Bus.open_inbox`."""
+        self._check_open()
+        inbox = MemoryInbox(stage, self._config.link_capacity)
+        self._inboxes.add(stage, inbox)
+        return inbox
+
+    def sender(self, link: Link, sender: str) -> Sender:
+        """See `Bus.sender`."""
+        return MemorySender(self._inboxes, self._numbering, link, sender)
+
+    async def next_epoch(self) -> int:
+        """See `Bus.next_epoch`."""
+        self._check_open()
+        self._epoch += 1
+        return self._epoch
+
+    async def ping(self) -> None:
+        """Returns at once; raises ChannelClosed after `aclose`."""
+        self._check_open()
+
+    async def aclose(self) -> None:
+        """See `Bus.aclose`."""
+        self._inboxes.close()
+        self.requests.close()
+        self.results.close()
+
+    def _check_open(self) -> None:
+        if self._inboxes.closed:
+            raise bus_closed()

@@ -1,0 +1,125 @@
+"""The bus on Redis: durable ends, links between processes, and results for clients anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+
+from ..config import BusConfig
+from .channel import Inbox, Sender
+from .keys import Keys
+from .line import bus_closed
+from .links import Link, links_to
+from .memory import Inboxes, MemoryInbox, MemorySender, Numbering
+from .redis_client import Commands, Server, check_version, execute
+from .redis_links import LinkReader, LinkWriter, RedisSender, Seen
+from .redis_requests import RedisRequests
+from .redis_results import RedisResults
+
+COMMAND_CONNECTIONS = 8
+"""Connections for commands that don't block, shared by everything in this bus."""
+
+CLOSE_PATIENCE_S = 5.0
+"""How long `aclose` waits for what is still to be written, when Redis is slow or away."""
+
+
+class RedisBus:
+    """Everything over one Redis server; see `Bus`.
+
+    A link stays in memory when both of its ends are stages of this process (`local_stages`) and
+    `config.links` is "auto". Who else sends on such a link (a client, on a control link) sends
+    over Redis, and the inbox merges both.
+    """
+
+    requests: RedisRequests
+    results: RedisResults
+
+    def __init__(self, config: BusConfig, local_stages: frozenset[str] = frozenset()) -> None:
+        """Does not connect yet. Raises BusError when the URL can't be used."""
+        self._config = config
+        self._local = local_stages if config.links == "auto" else frozenset()
+        self._keys = Keys(config.prefix)
+        self._server = Server(config.url)
+        self._commands = Commands(self._server, COMMAND_CONNECTIONS)
+        self._writes = self._server.client(COMMAND_CONNECTIONS)
+        self._inboxes = Inboxes()
+        self._numbering = Numbering()
+        self._seen = Seen()
+        self._nonce = uuid.uuid4().bytes[:8]
+        self._writers: dict[str, LinkWriter] = {}
+        self._readers: dict[str, LinkReader] = {}
+        self.requests = RedisRequests(config, self._keys, self._server, self._commands)
+        self.results = RedisResults(config, self._keys, self._server, self._commands)
+
+    async def open_inbox(self, stage: str) -> Inbox:
+        """See `Bus.open_inbox`. Raises BusError when Redis can't be reached."""
+        self._check_open()
+        older = self._readers.pop(stage, None)
+        if older is not None:
+            await older.aclose()
+        inbox = MemoryInbox(stage, self._config.link_capacity)
+        links = [link for link in links_to(stage) if not self._is_local(link)]
+        if links:
+            capacity = self._config.link_capacity
+            reader = LinkReader(self._server, self._keys, links, inbox, self._seen, capacity)
+            self._readers[stage] = reader
+            await self._commands.idempotent(f"inbox of {stage}", reader.start)
+        self._check_open()
+        self._inboxes.add(stage, inbox)
+        return inbox
+
+    def sender(self, link: Link, sender: str) -> Sender:
+        """See `Bus.sender`. `sender` begins with its stage's name and a hyphen."""
+        if link.receiver in self._local and sender.partition("-")[0] in self._local:
+            return MemorySender(self._inboxes, self._numbering, link, sender)
+        return RedisSender(self._writer, self._numbering, link, sender)
+
+    async def next_epoch(self) -> int:
+        """See `Bus.next_epoch`. Raises BusError when Redis can't be reached."""
+        redis, key = self._commands.redis, self._keys.epoch
+        return int(await self._commands.idempotent("epoch", lambda: execute(redis, "INCR", key)))
+
+    async def ping(self) -> None:
+        """See `Bus.ping`. Looks at the server's version too."""
+        redis = self._commands.redis
+        await self._commands.once(lambda: execute(redis, "PING"))
+        info = await self._commands.once(lambda: execute(redis, "INFO", "server"))
+        check_version(info, self._server.name)
+
+    async def aclose(self) -> None:
+        """See `Bus.aclose`. Gives up after `CLOSE_PATIENCE_S` when Redis is away."""
+        if self._inboxes.closed:
+            return
+        self._inboxes.close()
+        await asyncio.gather(
+            *(writer.aclose(CLOSE_PATIENCE_S) for writer in self._writers.values()),
+            *(reader.aclose() for reader in self._readers.values()),
+            self.requests.aclose(CLOSE_PATIENCE_S),
+            self.results.aclose(),
+        )
+        await self._commands.aclose(CLOSE_PATIENCE_S)
+        await self._writes.aclose()
+
+    def _is_local(self, link: Link) -> bool:
+        """Whether nobody sends on this link over Redis. Anybody may send on a control link."""
+        if link.name.startswith("control."):
+            return False
+        return link.receiver in self._local and all(s in self._local for s in link.senders)
+
+    def _writer(self, link: Link) -> LinkWriter:
+        self._check_open()
+        writer = self._writers.get(link.name)
+        if writer is None:
+            writer = self._writers[link.name] = LinkWriter(
+                self._server,
+                self._writes,
+                self._keys,
+                link,
+                self._nonce,
+                self._config.link_capacity,
+            )
+        return writer
+
+    def _check_open(self) -> None:
+        if self._inboxes.closed:
+            raise bus_closed()

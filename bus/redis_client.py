@@ -1,0 +1,310 @@
+"""Connections to Redis: how they are made, what their errors mean, and when to try again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import structlog
+from redis import exceptions
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.connection import Connection, parse_url
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.maint_notifications import MaintNotificationsConfig
+
+from ..config import BusError
+from .line import bus_closed
+
+T = TypeVar("T")
+
+MIN_VERSION = (7, 0)
+"""The oldest server that will do. Valkey tells the Redis version that it is compatible with."""
+
+CONNECT_TIMEOUT_S = 5.0
+REPLY_TIMEOUT_S = 10.0
+"""How long a reply may take, beyond the time that a command blocks on purpose."""
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.02, 2.0
+
+_CONNECTION_ERRORS = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
+
+# A server says these of its own state, not of the command: it may take the same command later.
+_TRANSIENT = (
+    "LOADING",
+    "BUSY ",
+    "OOM",
+    "MISCONF",
+    "READONLY",
+    "TRYAGAIN",
+    "CLUSTERDOWN",
+    "MASTERDOWN",
+    "NOREPLICAS",
+    "UNBLOCKED",
+)
+
+log = structlog.get_logger("nano_inference.bus")
+
+
+class Backoff:
+    """Waits that double, with jitter, so that many clients don't come back at the same moment."""
+
+    def __init__(self, first_s: float = FIRST_WAIT_S, longest_s: float = LONGEST_WAIT_S) -> None:
+        self._first_s = first_s
+        self._longest_s = longest_s
+        self._next_s = first_s
+
+    async def wait(self) -> None:
+        delay_s, self._next_s = self._next_s, min(self._longest_s, 2 * self._next_s)
+        await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
+
+    def reset(self) -> None:
+        self._next_s = self._first_s
+
+
+class Server:
+    """One Redis server: makes clients for it, and puts its errors into words.
+
+    Raises:
+        BusError: The URL can't be used.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.name = redact(url)
+        try:
+            options: dict[str, Any] = dict(parse_url(url))
+            self._connection_class = options.pop("connection_class", Connection)
+            self._options = options
+            self._connection_class(**self._connection_options(0.0))  # does not connect yet
+        except (ValueError, TypeError):
+            # The original message may quote a piece of the password.
+            raise BusError(
+                f"bus.url {self.name} is not a valid Redis URL; write redis://host:port/db, and "
+                "percent-encode special characters in the password",
+            ) from None
+
+    def client(self, connections: int, block_s: float = 0.0) -> Redis:
+        """A client whose commands may block for `block_s` and are never repeated by themselves.
+
+        Repeating is for the caller: after a lost reply only he knows what may be done twice.
+        """
+        pool = BlockingConnectionPool(
+            max_connections=connections,
+            timeout=None,
+            connection_class=self._connection_class,
+            maint_notifications_config=MaintNotificationsConfig(enabled=False),
+            **self._connection_options(block_s),
+        )
+        return Redis.from_pool(pool)
+
+    def _connection_options(self, block_s: float) -> dict[str, Any]:
+        """What the URL says, and above it what this package relies on."""
+        options = self._options | {
+            "protocol": 3,
+            "legacy_responses": False,
+            "decode_responses": False,
+            "retry": Retry(NoBackoff(), 0),
+            "socket_timeout": block_s + REPLY_TIMEOUT_S,
+            "socket_connect_timeout": CONNECT_TIMEOUT_S,
+        }
+        if "path" not in options:  # a Unix socket has no keepalive
+            options["socket_keepalive"] = True
+        return options
+
+    def explain(self, error: Exception) -> BusError:
+        """The error as a sentence that says what to do, without the password."""
+        if isinstance(error, exceptions.AuthenticationError):
+            return BusError(
+                f"Redis at {self.name} refused the credentials ({error}); "
+                "correct user and password in bus.url"
+            )
+        if isinstance(error, exceptions.BusyLoadingError):
+            return BusError(f"Redis at {self.name} is still loading its data; try again later")
+        if isinstance(error, _CONNECTION_ERRORS):
+            return BusError(
+                f"can't reach Redis at {self.name}: {_reason(error)}; "
+                "start it, or pass --bus with the right URL"
+            )
+        return BusError(f"Redis at {self.name} refused a command: {error}")
+
+
+class Commands:
+    """The commands of one RedisBus, on a few shared connections.
+
+    A command runs in a task of its own and is waited for through a shield: cancelling it halfway
+    would leave its reply on the connection for the next command to find.
+    """
+
+    def __init__(self, server: Server, connections: int) -> None:
+        self.server = server
+        self._redis = server.client(connections)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    @property
+    def redis(self) -> Redis:
+        """The client itself, for commands that run in tasks which only `aclose` cancels."""
+        return self._redis
+
+    async def shielded(self, work: Coroutine[Any, Any, T]) -> T:
+        """Awaits `work`, which goes on when this is cancelled, until `aclose`.
+
+        Raises:
+            ChannelClosed: The bus was closed.
+        """
+        if self._closed:
+            work.close()
+            raise bus_closed()
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if self._closed and task.cancelled():
+                raise bus_closed() from None
+            raise
+
+    async def once(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Awaits one attempt.
+
+        Raises:
+            BusError: It failed; it may have taken effect nevertheless.
+            ChannelClosed: The bus was closed.
+        """
+
+        async def work() -> T:
+            try:
+                return await attempt()
+            except (exceptions.RedisError, OSError) as error:
+                raise self.server.explain(error) from None
+
+        return await self.shielded(work())
+
+    async def idempotent(self, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
+        """As `persist`, but gives up after a few tries. `attempt` may take effect repeatedly.
+
+        Raises:
+            BusError: It failed each time.
+            ChannelClosed: The bus was closed.
+        """
+        return await self.shielded(persist(self.server, what, attempt, tries=6))
+
+    async def aclose(self, patience_s: float) -> None:
+        """Lets running commands finish for a while, then ends them and disconnects."""
+        self._closed = True
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=patience_s)
+        await end_tasks(self._tasks)
+        await self._redis.aclose()
+
+
+async def execute(redis: Redis, *command: Any) -> Any:
+    """Sends one command. (redis-py does not type this method.)"""
+    return await redis.execute_command(*command)  # type: ignore[no-untyped-call]
+
+
+async def persist(
+    server: Server, what: str, attempt: Callable[[], Awaitable[T]], tries: int | None = None
+) -> T:
+    """Repeats `attempt` until it succeeds, with growing waits while the server is away.
+
+    Raises:
+        BusError: The server refuses the command itself, or `tries` are used up.
+    """
+    backoff = Backoff()
+    failures = 0
+    while True:
+        try:
+            result = await attempt()
+        except (exceptions.RedisError, OSError) as error:
+            failures += 1
+            if not is_transient(error) or failures == tries:
+                raise server.explain(error) from None
+            if failures == 1:
+                log.warning("bus.retrying", what=what, error=server.explain(error).message)
+            await backoff.wait()
+        else:
+            if failures:
+                log.info("bus.recovered", what=what, failures=failures)
+            return result
+
+
+def is_transient(error: Exception) -> bool:
+    """Whether the same command may succeed later."""
+    if isinstance(error, exceptions.ExecAbortError):
+        return True
+    return isinstance(error, _CONNECTION_ERRORS) or str(error).startswith(_TRANSIENT)
+
+
+def watched(
+    work: Coroutine[Any, Any, None], name: str, on_failure: Callable[[], object]
+) -> asyncio.Task[None]:
+    """Runs `work` in the background. An error that nobody expected must not go unseen there: it
+    is logged, and `on_failure` ends the waits of those who rely on the task."""
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("bus.task_failed", task=name, error=repr(error), exc_info=error)
+            on_failure()
+
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(ended)
+    return task
+
+
+async def end_tasks(tasks: set[asyncio.Task[Any]]) -> None:
+    """Cancels tasks and waits for their end. Their errors have been told elsewhere.
+
+    Up to Python 3.11 `asyncio.wait_for`, which redis-py uses, loses a cancellation that comes in
+    the moment when it is done; so a task that goes on is cancelled again.
+    """
+    running = {task for task in tasks if not task.done()}
+    while running:
+        for task in running:
+            task.cancel()
+        _, running = await asyncio.wait(running, timeout=0.2)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # marks it as seen
+
+
+def redact(url: str) -> str:
+    """A URL without anything secret, also when it is not a valid one."""
+    scheme, _, rest = url.partition("://")
+    if "password=" in rest:
+        return f"{scheme}://***"
+    return f"{scheme}://{rest.rpartition('@')[2].partition('?')[0]}"
+
+
+def check_version(info: dict[str, Any], server_name: str) -> None:
+    """Looks at the reply to INFO server.
+
+    Raises:
+        BusError: The server is older than `MIN_VERSION`.
+    """
+    version = str(info.get("redis_version", ""))
+    numbers = tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
+    if numbers < MIN_VERSION:
+        wanted = ".".join(map(str, MIN_VERSION))
+        raise BusError(
+            f"Redis at {server_name} has version {version or 'unknown'}; {wanted} or newer is "
+            "needed (any Valkey will do)"
+        )
+
+
+def _reason(error: BaseException) -> str:
+    """What the operating system said, in few words."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ConnectionRefusedError):
+            return "connection refused"
+        if isinstance(cause, TimeoutError | exceptions.TimeoutError):
+            return "no answer in time"
+        cause = cause.__cause__ or cause.__context__
+    text = str(error)
+    if "Connect call failed" in text or "Connection refused" in text:
+        return "connection refused"
+    return text.rstrip(".") or type(error).__name__

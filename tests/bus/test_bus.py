@@ -1,0 +1,88 @@
+"""The contract of a bus as a whole: epochs, ping, and how everything ends."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from nano_inference.bus import Bus, MemoryBus, open_bus
+from nano_inference.bus.links import ADMITTED, CREDITS
+from nano_inference.config import BusConfig, ChannelClosed
+
+
+async def test_epochs_increase_across_buses(buses: Any) -> None:
+    bus = buses.open()
+    other = buses.another(bus)
+    epochs = [await bus.next_epoch(), await other.next_epoch(), await bus.next_epoch()]
+    reopened = await buses.reopen(other)
+    epochs.append(await reopened.next_epoch())
+    assert epochs[0] >= 1
+    assert epochs == sorted(set(epochs))
+
+
+async def test_ping(bus: Bus) -> None:
+    await bus.ping()
+
+
+async def test_after_closing_everything_says_so(bus: Bus, kit: Any) -> None:
+    inbox = await bus.open_inbox("fairness")
+    sender = bus.sender(ADMITTED, "admission-1")
+    await bus.aclose()
+    await bus.aclose()
+    closed = [
+        inbox.receive(),
+        sender.send(kit.credit(1)),
+        bus.requests.publish({"prompt": "x"}),
+        bus.requests.take(),
+        bus.results.deliver([("r", [kit.done("r", "e")])]),
+        bus.results.tail(),
+        bus.open_inbox("fairness"),
+        bus.next_epoch(),
+        bus.ping(),
+    ]
+    async with asyncio.timeout(kit.limit_s):
+        for ended in await asyncio.gather(*closed, return_exceptions=True):
+            assert isinstance(ended, ChannelClosed), ended
+
+
+async def test_closing_ends_all_who_wait(buses: Any, kit: Any) -> None:
+    bus = buses.open(link_capacity=2)
+    inbox = await bus.open_inbox("fairness")
+    await bus.open_inbox("executor")
+    entry = await bus.requests.publish({"request_id": "r", "prompt": "x"})
+    await bus.requests.take()
+    tail = await bus.results.tail()
+    waits = [
+        asyncio.create_task(inbox.receive()),
+        asyncio.create_task(bus.requests.take()),
+        asyncio.ensure_future(anext(tail)),
+        asyncio.ensure_future(anext(bus.results.follow("r", entry))),
+    ]
+    await kit.settled(lambda: sum(wait.done() for wait in waits))
+    async with asyncio.timeout(kit.limit_s):
+        await bus.aclose()
+        ended = await asyncio.gather(*waits, return_exceptions=True)
+    assert all(isinstance(end, ChannelClosed) for end in ended), ended
+
+
+async def test_what_was_sent_before_closing_can_be_received(buses: Any, kit: Any) -> None:
+    receiving = buses.open()
+    sending = buses.another(receiving)
+    if sending is not receiving and buses.kind == "redis-local":
+        pytest.skip("there a link between two buses is no link: each takes itself for all stages")
+    inbox = await receiving.open_inbox("fairness")
+    await kit.send_all(sending.sender(CREDITS, "batching-1"), range(300))
+    await sending.aclose()
+    assert [b.sequences for b in await kit.bodies(inbox, 300)] == list(range(300))
+
+
+async def test_open_bus_chooses_by_url(redis_url: str) -> None:
+    from nano_inference.bus.redis import RedisBus
+
+    memory, redis = open_bus(BusConfig()), open_bus(BusConfig(url=redis_url))
+    assert isinstance(memory, MemoryBus)
+    assert isinstance(redis, RedisBus)
+    await memory.aclose()
+    await redis.aclose()

@@ -1,0 +1,110 @@
+"""The codec alone: it never raises on what a client sends, and loses nothing of what we send."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from nano_inference.bus import Malformed, codec
+from nano_inference.bus.messages import Credit, Envelope, GenerateRequest
+from nano_inference.config import SamplingParams
+
+LIMIT = 1 << 20
+CODES = {"malformed", "invalid_request", "request_too_large"}
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner),
+    max_leaves=4,
+)
+field_names = st.sampled_from([*GenerateRequest.__struct_fields__, "type", "other"])
+sampling_names = st.sampled_from([*SamplingParams.__struct_fields__, "other"])
+nearly_requests = st.dictionaries(
+    field_names, plain | st.dictionaries(sampling_names, plain, max_size=3), max_size=4
+)
+
+
+def check(result: GenerateRequest | Malformed) -> None:
+    if isinstance(result, Malformed):
+        assert result.code in CODES
+        assert result.message
+        result.request_id.encode()
+    else:
+        codec.encode_envelope(Envelope(Credit(1)))
+        msgspec.msgpack.encode(result)  # fits on the wire
+
+
+@settings(deadline=None)
+@given(raw=st.binary(max_size=200), encoding=st.sampled_from(["json", "msgpack"]))
+@example(raw=b"\xdd\xff\xff\xff\xff", encoding="msgpack")
+@example(raw=b"\xdf\xff\xff\xff\xff\x01", encoding="msgpack")
+@example(raw=b"\x81\x80\x01", encoding="msgpack")
+@example(raw=b"\x81\x91\x01\x01", encoding="msgpack")
+@example(raw=b"\x91" * 100_000, encoding="msgpack")
+@example(raw=b"\x81\xa1x" * 5_000 + b"\x01", encoding="msgpack")
+@example(raw=b'{"a":' * 5_000, encoding="json")
+def test_random_bytes_never_raise(raw: bytes, encoding: Any) -> None:
+    check(codec.decode_request(raw, encoding, LIMIT))
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(nearly=nearly_requests)
+def test_nearly_right_requests_never_raise(nearly: dict[str, Any]) -> None:
+    check(codec.check_request(nearly, LIMIT))
+    field, body = codec.encode_request(nearly)
+    if field == "refused":
+        check(msgspec.json.decode(body, type=Malformed))
+    else:
+        check(codec.decode_request(body, field, LIMIT))  # type: ignore[arg-type]
+
+
+@settings(deadline=None)
+@given(
+    prompt=st.text(),
+    n=st.integers(-(1 << 63), (1 << 63) - 1),
+    temperature=st.floats(),
+    ids=st.frozensets(st.integers(0, 100), max_size=3),
+)
+def test_requests_survive_the_wire(
+    prompt: str, n: int, temperature: float, ids: frozenset[int]
+) -> None:
+    sampling = SamplingParams(temperature=temperature, stop_token_ids=ids)
+    request = GenerateRequest(prompt=prompt, n=n, sampling=sampling)
+    field, body = codec.encode_request(request)
+    assert field == ("json" if math.isfinite(temperature) else "msgpack")
+    for result in (
+        codec.decode_request(body, field, LIMIT),  # type: ignore[arg-type]
+        codec.check_request(request, LIMIT),
+    ):
+        assert isinstance(result, GenerateRequest)
+        assert repr(result.sampling.temperature) == repr(temperature)  # NaN equals nothing
+        assert (result.prompt, result.n) == (prompt, n)
+        assert result.sampling.stop_token_ids == ids
+
+
+@pytest.mark.parametrize("encoding", ["json", "msgpack"])
+def test_size_is_looked_at_before_the_content(encoding: Any) -> None:
+    result = codec.decode_request(b"\xc1" * 11, encoding, 10)
+    assert isinstance(result, Malformed)
+    assert result.code == "request_too_large"
+    exact = codec.decode_request(b"\xc1" * 10, encoding, 10)
+    assert isinstance(exact, Malformed)
+    assert exact.code == "malformed"
+
+
+def test_messagepack_says_messagepack() -> None:
+    result = codec.decode_request(b"\xc1", "msgpack", LIMIT)
+    assert isinstance(result, Malformed)
+    assert "MessagePack" in result.message
+
+
+def test_a_whole_request_as_messagepack() -> None:
+    raw = msgspec.msgpack.encode({"request_id": "r", "sampling": {"temperature": math.nan}})
+    result = codec.decode_request(raw, "msgpack", LIMIT)
+    assert isinstance(result, GenerateRequest)
+    assert math.isnan(result.sampling.temperature)

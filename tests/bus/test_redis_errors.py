@@ -1,0 +1,79 @@
+"""What a RedisBus says when the server is away, too old, or refuses it, and what it never says."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from redis.asyncio import Redis
+
+from nano_inference.bus import open_bus
+from nano_inference.bus.redis_client import check_version, redact
+from nano_inference.config import BusConfig, BusError
+
+
+async def ping_error(url: str) -> str:
+    bus = open_bus(BusConfig(url=url))
+    try:
+        with pytest.raises(BusError) as caught:
+            await bus.ping()
+    finally:
+        await bus.aclose()
+    assert caught.value.code == "bus_unavailable"
+    return caught.value.message
+
+
+async def test_refused_connection_says_what_to_do() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    message = await ping_error(f"redis://user:s3cret@127.0.0.1:{port}/0")
+    assert message == (
+        f"can't reach Redis at redis://127.0.0.1:{port}/0: connection refused; "
+        "start it, or pass --bus with the right URL"
+    )
+    assert "No such file" in await ping_error("unix:///nowhere/redis.sock")
+
+
+async def test_wrong_password_says_so(redis_url: str, foreign: Redis) -> None:
+    await foreign.execute_command("ACL", "SETUSER", "tester", "on", ">right", "~*", "+@all")
+    address = redis_url.removeprefix("redis://")
+    bus = open_bus(BusConfig(url=f"redis://tester:right@{address}"))
+    await bus.ping()
+    await bus.aclose()
+    message = await ping_error(f"redis://tester:s3cret@{address}")
+    assert "refused the credentials" in message
+    assert "s3cret" not in message
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["redis://:s3/cret@host:1", "redis://:s3cret@host:s3cret", "redis://h/0?password=s3cret&x=1"],
+)
+def test_bad_url_keeps_the_secret(url: str) -> None:
+    with pytest.raises(BusError, match="not a valid Redis URL") as caught:
+        open_bus(BusConfig(url=url))
+    assert "cret@" not in str(caught.value)
+    assert "password" not in redact(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://h:1/2", "redis://h:1/2"),
+        ("redis://u:p@h:1/2?ssl=1", "redis://h:1/2"),
+        ("redis://:p@q@h", "redis://h"),
+        ("redis://h?password=p", "redis://***"),
+        ("unix:///tmp/s.sock?db=1", "unix:///tmp/s.sock"),
+    ],
+)
+def test_redact(url: str, shown: str) -> None:
+    assert redact(url) == shown
+
+
+@pytest.mark.parametrize("version", ["6.2.14", "", "nonsense"])
+def test_old_server_is_refused(version: str) -> None:
+    with pytest.raises(BusError, match=r"7\.0 or newer"):
+        check_version({"redis_version": version}, "redis://h")
+    for new in ("7.0.0", "7.2.4", "8.1"):
+        check_version({"redis_version": new}, "redis://h")

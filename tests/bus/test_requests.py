@@ -1,0 +1,240 @@
+"""The contract of the requests queue: publish, take, pending, acknowledge, and odd input."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from typing import Any
+
+import pytest
+
+from nano_inference.bus import Bus, Malformed, RequestEntry
+from nano_inference.bus.messages import ChatMessage, GenerateRequest
+from nano_inference.config import SamplingParams
+
+FULL = GenerateRequest(
+    request_id="r-1",
+    messages=(ChatMessage(role="user", content="hé"),),
+    prompt_token_ids=(1, 2),
+    model="tiny",
+    n=2,
+    sampling=SamplingParams(
+        temperature=0.5, max_tokens=3, stop_token_ids=frozenset({5}), seed=-9, stop=("a",)
+    ),
+    stream=False,
+    priority=-2,
+    tenant="t",
+    budget_ns=10**10,
+)
+
+
+async def take(bus: Bus, count: int) -> list[RequestEntry]:
+    entries: list[RequestEntry] = []
+    async with asyncio.timeout(20):
+        while len(entries) < count:
+            entries += await bus.requests.take(count - len(entries))
+    return entries
+
+
+async def only(bus: Bus) -> Any:
+    return (await take(bus, 1))[0].request
+
+
+async def test_struct_arrives_equal_with_its_trace(bus: Bus) -> None:
+    assert await bus.requests.pending() == []
+    entry_id = await bus.requests.publish(FULL, traceparent="00-ab-01", tracestate="k=v")
+    assert await take(bus, 1) == [RequestEntry(entry_id, FULL, "00-ab-01", "k=v")]
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"prompt": "x", "n": 2, "sampling": {"temperature": 0}},
+        {"type": "generate", "prompt": "x", "n": 2, "sampling": SamplingParams(temperature=0)},
+        b'{"prompt":"x","n":2,"sampling":{"temperature":0}}',
+        b' {"type":"generate","sampling":{"temperature":0.0},"prompt":"x","n":2}\n',
+    ],
+)
+async def test_dict_and_json_are_requests_too(bus: Bus, written: Any) -> None:
+    await bus.requests.publish(written)
+    request = await only(bus)
+    assert request == GenerateRequest(prompt="x", n=2, sampling=SamplingParams(temperature=0.0))
+
+
+async def test_entries_come_in_order_and_once(bus: Bus) -> None:
+    ids = [await bus.requests.publish(GenerateRequest(prompt=str(i))) for i in range(50)]
+    entries = [*await take(bus, 7), *await take(bus, 43)]
+    assert [entry.entry_id for entry in entries] == ids
+    assert [entry.request.prompt for entry in entries] == [str(i) for i in range(50)]
+    assert len(set(ids)) == 50
+
+
+async def test_take_is_bounded_by_max_items(bus: Bus) -> None:
+    for i in range(5):
+        await bus.requests.publish(GenerateRequest(prompt=str(i)))
+    async with asyncio.timeout(20):
+        assert len(await bus.requests.take(2)) <= 2
+
+
+async def test_pending_has_what_was_taken_and_not_acknowledged(buses: Any) -> None:
+    bus = buses.open()
+    ids = [await bus.requests.publish(GenerateRequest(prompt=str(i))) for i in range(4)]
+    await take(bus, 3)
+    await bus.requests.acknowledge(ids[1])
+    bus = await buses.reopen(bus)
+    pending = await bus.requests.pending()
+    assert [entry.entry_id for entry in pending] == [ids[0], ids[2]]
+    assert [entry.request.prompt for entry in pending] == ["0", "2"]
+    assert [entry.entry_id for entry in await take(bus, 1)] == [ids[3]]
+    for entry_id in (ids[0], ids[2], ids[3]):
+        await bus.requests.acknowledge(entry_id)
+    bus = await buses.reopen(bus)
+    assert await bus.requests.pending() == []
+
+
+async def test_pending_after_a_restart_of_the_stage_only(bus: Bus) -> None:
+    ids = [await bus.requests.publish(GenerateRequest(prompt=str(i))) for i in range(3)]
+    await take(bus, 2)
+    waiting = asyncio.create_task(bus.requests.take())  # the stage dies while it waits
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    pending = await bus.requests.pending()
+    ready = [] if len(pending) == 3 else await take(bus, 1)
+    assert [entry.entry_id for entry in [*pending, *ready]] == ids
+
+
+async def test_cancelled_take_loses_and_repeats_nothing(bus: Bus) -> None:
+    taken: list[str] = []
+    published: list[str] = []
+    for i in range(40):
+        taking = asyncio.create_task(bus.requests.take())
+        await asyncio.sleep(0)
+        published.append(await bus.requests.publish(GenerateRequest(prompt=str(i))))
+        for _ in range(i % 4):
+            await asyncio.sleep(0)
+        taking.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            taken += [entry.entry_id for entry in await taking]
+    taken += [entry.entry_id for entry in await take(bus, 40 - len(taken))]
+    assert taken == published
+
+
+async def test_acknowledging_the_unknown_does_nothing(bus: Bus) -> None:
+    for entry_id in ("0-99", "", "nonsense", "9" * 40 + "-1"):
+        await bus.requests.acknowledge(entry_id)
+    await bus.requests.publish(GenerateRequest(prompt="x"))
+    assert (await only(bus)).prompt == "x"
+
+
+async def test_not_a_number_gets_through(bus: Bus) -> None:
+    for request in (
+        GenerateRequest(prompt="x", sampling=SamplingParams(temperature=math.nan)),
+        {"prompt": "x", "sampling": {"temperature": math.nan}},
+    ):
+        await bus.requests.publish(request)
+        assert math.isnan((await only(bus)).sampling.temperature)
+
+
+BAD: list[tuple[Any, str, str, str]] = [
+    (b"", "", "malformed", "JSON"),
+    (b"{", "", "malformed", "JSON"),
+    (b'{"prompt":"x"} trailing', "", "malformed", "JSON"),
+    (b'{"prompt":"\xff"}', "", "malformed", "UTF-8"),
+    ('{"request_id":"r"}'.encode("utf-16"), "", "malformed", "JSON"),
+    (b'{"prompt":"\\ud800"}', "", "malformed", "JSON"),
+    (b'{"prompt":NaN}', "", "malformed", "JSON"),
+    (b"[" * 8000, "", "malformed", "nested too deeply"),
+    (b'{"request_id":"r","x":' + b"[" * 3000 + b"]" * 3000 + b"}", "", "malformed", "nested"),
+    (b'{"request_id":"r","n":1.5}', "r", "invalid_request", "$.n"),
+    (b'{"request_id":"r","n":"1"}', "r", "invalid_request", "$.n"),
+    (b'{"request_id":7}', "", "invalid_request", "$.request_id"),
+    (b'{"request_id":"r","promt":"x"}', "r", "invalid_request", "promt"),
+    (b'{"request_id":"r","type":"chunk"}', "r", "invalid_request", "$.type"),
+    (b'{"request_id":"r","sampling":{"temp":1}}', "r", "invalid_request", "$.sampling"),
+    (b'{"n":1' + b"0" * 30 + b',"request_id":"r"}', "r", "invalid_request", "$.n"),
+    (b'{"n":-1' + b"0" * 30 + b"}", "", "invalid_request", "$.n"),
+    (b'{"n":1' + b"0" * 5000 + b"}", "", "malformed", "JSON"),
+    (
+        b'{"prompt_token_ids":[1,99999999999999999999],"request_id":"r"}',
+        "r",
+        "invalid_request",
+        "$.prompt_token_ids",
+    ),
+    (b'{"sampling":{"seed":18446744073709551615}}', "", "invalid_request", "$.sampling.seed"),
+    (b'["r"]', "", "invalid_request", "object"),
+    (b"null", "", "invalid_request", "object"),
+    (b'{"prompt":"' + b"x" * 9000 + b'"}', "", "request_too_large", "8192"),
+    ({"request_id": "r", "prompt": "x" * 9000}, "r", "request_too_large", "8192"),
+    ({"request_id": "r", "n": 2.0}, "r", "invalid_request", "$.n"),
+    ({"request_id": "r", "n": 10**40}, "r", "invalid_request", ""),
+    ({"request_id": "r", "prompt": object()}, "r", "invalid_request", "plain data"),
+    ({"request_id": "r", "prompt": "\ud800"}, "r", "invalid_request", "Unicode"),
+    ({"request_id": "\ud800"}, "", "invalid_request", "Unicode"),
+    ({"request_id": "r", "prompt_token_ids": [1, True]}, "r", "invalid_request", "[1]"),
+    (GenerateRequest(request_id="r", n="3"), "r", "invalid_request", "$.n"),  # type: ignore[arg-type]
+    (
+        GenerateRequest(request_id="r", sampling=SamplingParams(stop="abc")),  # type: ignore[arg-type]
+        "r",
+        "invalid_request",
+        "$.sampling.stop",
+    ),
+]
+
+
+@pytest.mark.parametrize(("written", "request_id", "code", "says"), BAD)
+async def test_bad_request_becomes_malformed(
+    buses: Any, written: Any, request_id: str, code: str, says: str
+) -> None:
+    bus = buses.open(max_request_bytes=8192)
+    entry_id = await bus.requests.publish(written)
+    await bus.requests.publish(GenerateRequest(prompt="next"))
+    bad, good = await take(bus, 2)
+    assert bad.entry_id == entry_id
+    assert isinstance(bad.request, Malformed)
+    assert bad.request.code == code, bad.request.message
+    if code == "request_too_large":  # known only where the object itself was at hand
+        assert bad.request.request_id in {request_id, ""}
+    else:
+        assert bad.request.request_id == request_id
+    assert says in bad.request.message
+    assert good.request == GenerateRequest(prompt="next")
+
+
+async def test_endless_nesting_ends(bus: Bus) -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    await bus.requests.publish({"request_id": "r", "prompt": endless})
+    request = await only(bus)
+    assert isinstance(request, Malformed)
+    assert (request.request_id, request.code) == ("r", "invalid_request")
+
+
+@pytest.mark.parametrize("request_id", ["a b", "a\nb", "x" * 10_000, "é:{}*\0", "0-1"])
+async def test_odd_request_ids_do_no_harm(bus: Bus, kit: Any, request_id: str) -> None:
+    entry_id = await bus.requests.publish(GenerateRequest(request_id=request_id, prompt="x"))
+    assert (await only(bus)).request_id == request_id
+    outputs = [kit.chunk(request_id, entry_id, 0), kit.done(request_id, entry_id)]
+    await bus.results.deliver([(request_id, outputs)])
+    assert await bus.results.exists(request_id)
+    assert await kit.collect(bus.results.follow(request_id, entry_id)) == outputs
+
+
+async def test_publish_waits_in_memory_while_nobody_takes(kit: Any) -> None:
+    from nano_inference.bus import MemoryBus
+    from nano_inference.config import BusConfig
+
+    bus = MemoryBus(BusConfig(link_capacity=3))
+    ids: list[str] = []
+
+    async def publish() -> None:
+        for i in range(10):
+            ids.append(await bus.requests.publish({"prompt": str(i)}))
+
+    publishing = asyncio.create_task(publish())
+    assert await kit.settled(lambda: len(ids)) == 3
+    entries = await take(bus, 10)
+    await publishing
+    assert [entry.entry_id for entry in entries] == ids
+    assert ids[:2] == ["0-1", "0-2"]

@@ -1,0 +1,257 @@
+"""The contract of result streams: follow, tail, and that nothing ends twice."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from nano_inference.bus import Bus, MemoryBus
+from nano_inference.bus.memory_results import KEPT_FINISHED, TAIL_CAPACITY
+from nano_inference.bus.messages import (
+    Completion,
+    CompletionSample,
+    StageTime,
+    Timings,
+    Usage,
+)
+from nano_inference.config import BusError
+
+
+async def publish(bus: Bus, request_id: str) -> str:
+    return await bus.requests.publish({"request_id": request_id, "prompt": "x"})
+
+
+async def test_follow_before_during_and_after_delivery(buses: Any, kit: Any) -> None:
+    bus = buses.open()
+    client = buses.another(bus)
+    entry = await publish(client, "r")
+    early = asyncio.create_task(kit.collect(client.results.follow("r", entry)))
+    await asyncio.sleep(0)
+    outputs = [kit.chunk("r", entry, i) for i in range(5)] + [kit.done("r", entry)]
+    await bus.results.deliver([("r", outputs[:2])])
+    middle = asyncio.create_task(kit.collect(client.results.follow("r", entry)))
+    await asyncio.sleep(0)
+    await bus.results.deliver([("r", outputs[2:4]), ("r", outputs[4:])])
+    assert await early == outputs
+    assert await middle == outputs
+
+
+async def test_follow_after_the_end(bus: Bus, kit: Any) -> None:
+    entry = await publish(bus, "r")
+    outputs = [kit.chunk("r", entry, 0), kit.done("r", entry)]
+    await bus.results.deliver([("r", outputs)])
+    assert await kit.collect(bus.results.follow("r", entry)) == outputs
+
+
+async def test_every_field_arrives(bus: Bus, kit: Any) -> None:
+    entry = await publish(bus, "r")
+    done = Completion(
+        request_id="r",
+        entry_id=entry,
+        model="tiny",
+        status="done",
+        samples=(
+            CompletionSample(
+                sample_index=0,
+                text='é\n"\u2028',
+                token_ids=(1, 2),
+                logprobs=(-0.1, -1e-300),
+                finish_reason="stop",
+                weight_version=4,
+            ),
+        ),
+        usage=Usage(prompt_tokens=1, cached_tokens=2, completion_tokens=3),
+        timings=Timings(
+            received_ns=1 << 62, stages=(StageTime(stage="admission", start_ns=1, end_ns=2),)
+        ),
+        trace_id="ab" * 16,
+    )
+    await bus.results.deliver([("r", [done])])
+    assert await kit.collect(bus.results.follow("r", entry)) == [done]
+
+
+async def test_follow_by_request_id_alone(buses: Any, kit: Any) -> None:
+    bus = buses.open()
+    client = buses.another(bus)
+    following = asyncio.create_task(kit.collect(client.results.follow("later", "")))
+    await asyncio.sleep(0)
+    entry = await publish(client, "later")
+    await bus.results.deliver([("later", [kit.done("later", entry)])])
+    assert await following == [kit.done("later", entry)]
+
+
+async def test_request_without_id_goes_by_its_entry(bus: Bus, kit: Any) -> None:
+    entry = await publish(bus, "")
+    await bus.results.deliver([(entry, [kit.done(entry, entry)])])
+    assert await kit.collect(bus.results.follow("", entry)) == [kit.done(entry, entry)]
+
+
+async def test_duplicate_of_a_request_id(bus: Bus, kit: Any) -> None:
+    first, second = await publish(bus, "r"), await publish(bus, "r")
+    assert not await bus.results.exists("r")
+    refused = kit.failed("r", second, "duplicate_request")
+    following = [
+        asyncio.create_task(kit.collect(bus.results.follow("r", entry)))
+        for entry in (first, second)
+    ]
+    await asyncio.sleep(0)
+    outputs = [kit.chunk("r", first, 0), kit.chunk("r", first, 1), kit.done("r", first)]
+    await bus.results.deliver([("r", outputs[:1])])
+    await bus.results.deliver([(second, [refused]), ("r", outputs[1:])])
+    assert await following[0] == outputs
+    assert await following[1] == [refused]
+
+
+async def test_request_id_alone_means_the_first_of_two(bus: Bus, kit: Any) -> None:
+    first, second = await publish(bus, "r"), await publish(bus, "r")
+    following = asyncio.create_task(kit.collect(bus.results.follow("r", "")))
+    await asyncio.sleep(0)
+    await bus.results.deliver([(second, [kit.failed("r", second, "duplicate_request")])])
+    await bus.results.deliver([("r", [kit.done("r", first)])])
+    assert await following == [kit.done("r", first)]
+
+
+async def test_nothing_comes_after_the_terminal_message(bus: Bus, kit: Any) -> None:
+    entry = await publish(bus, "r")
+    tail = await bus.results.tail()
+    done, late = kit.done("r", entry), kit.failed("r", entry, "late")
+    await bus.results.deliver([("r", [kit.chunk("r", entry, 0), done, late])])
+    await bus.results.deliver([("r", [late]), ("r", [kit.chunk("r", entry, 1), late])])
+    assert await kit.collect(bus.results.follow("r", entry)) == [kit.chunk("r", entry, 0), done]
+    await bus.results.deliver([("r", [late])])
+    other = await publish(bus, "other")
+    await bus.results.deliver([("other", [kit.done("other", other)])])
+    async with asyncio.timeout(kit.limit_s):
+        ended = [await anext(tail), await anext(tail)]
+    await tail.aclose()
+    assert ended == [done, kit.done("other", other)]
+
+
+async def test_exists_only_once_written(bus: Bus, kit: Any) -> None:
+    entry = await publish(bus, "r")
+    assert not await bus.results.exists("r")
+    assert not await bus.results.exists("never")
+    await bus.results.deliver([("r", [kit.chunk("r", entry, 0)])])
+    assert await bus.results.exists("r")
+    await bus.results.deliver([("r", [kit.done("r", entry)])])
+    assert await bus.results.exists("r")
+
+
+async def test_unknown_entry_is_an_error(bus: Bus) -> None:
+    for entry_id in ("1-1", "nonsense"):
+        with pytest.raises(BusError) as caught:
+            await anext(bus.results.follow("r", entry_id))
+        assert caught.value.code == "unknown_request"
+
+
+async def test_tail_begins_now_and_serves_everyone(buses: Any, kit: Any) -> None:
+    bus = buses.open()
+    client = buses.another(bus)
+    before = await publish(bus, "before")
+    await bus.results.deliver([("before", [kit.done("before", before)])])
+    tails = [await client.results.tail() for _ in range(2)]
+    entries = {f"r{i}": await publish(bus, f"r{i}") for i in range(5)}
+    expected = [kit.done(name, entry) for name, entry in entries.items()]
+    await bus.results.deliver(
+        [(done.request_id, [kit.chunk(done.request_id, done.entry_id, 0), done])
+         for done in expected]
+    )  # fmt: skip
+    for tail in tails:
+        async with asyncio.timeout(kit.limit_s):
+            assert [await anext(tail) for _ in expected] == expected
+        await tail.aclose()
+        with pytest.raises(StopAsyncIteration):
+            await anext(tail)
+
+
+async def test_two_hundred_follow_at_once(buses: Any, kit: Any) -> None:
+    bus = buses.open()
+    client = buses.another(bus)
+    entries = {f"r{i}": await publish(client, f"r{i}") for i in range(200)}
+    following = {
+        name: asyncio.create_task(kit.collect(client.results.follow(name, entry)))
+        for name, entry in entries.items()
+    }
+    for step in range(5):
+        await bus.results.deliver(
+            [(name, [kit.chunk(name, entry, step)]) for name, entry in entries.items()]
+        )
+    await bus.results.deliver([(n, [kit.done(n, entry)]) for n, entry in entries.items()])
+    for name, entry in entries.items():
+        chunks = [kit.chunk(name, entry, step) for step in range(5)]
+        assert await following[name] == [*chunks, kit.done(name, entry)]
+
+
+async def test_a_follower_may_leave_and_another_come(bus: Bus, kit: Any) -> None:
+    entry = await publish(bus, "r")
+    outputs = [kit.chunk("r", entry, 0), kit.chunk("r", entry, 1), kit.done("r", entry)]
+    await bus.results.deliver([("r", outputs[:2])])
+    first = bus.results.follow("r", entry)
+    async with asyncio.timeout(kit.limit_s):
+        assert await anext(first) == outputs[0]
+    await first.aclose()
+    with pytest.raises(StopAsyncIteration):
+        await anext(first)
+    await bus.results.deliver([("r", outputs[2:])])
+    assert await kit.collect(bus.results.follow("r", entry)) == outputs
+
+
+async def test_leaving_ends_a_wait(bus: Bus, kit: Any) -> None:
+    entry = await publish(bus, "r")
+    await bus.results.deliver([("r", [kit.chunk("r", entry, 0)])])
+    stream = bus.results.follow("r", entry)
+    tail = await bus.results.tail()
+    async with asyncio.timeout(kit.limit_s):
+        await anext(stream)
+        waits = [asyncio.ensure_future(anext(stream)), asyncio.ensure_future(anext(tail))]
+        await asyncio.sleep(0)
+        await stream.aclose()
+        await tail.aclose()
+        ended = await asyncio.gather(*waits, return_exceptions=True)
+    assert [type(end) for end in ended] == [StopAsyncIteration, StopAsyncIteration]
+
+
+async def test_cancelled_deliver_is_whole(bus: Bus, kit: Any) -> None:
+    entry = await publish(bus, "r")
+    delivering = asyncio.create_task(bus.results.deliver([("r", [kit.chunk("r", entry, 0)])]))
+    await asyncio.sleep(0)
+    delivering.cancel()
+    await asyncio.gather(delivering, return_exceptions=True)
+    await bus.results.deliver([("r", [kit.done("r", entry)])])
+    expected = [kit.chunk("r", entry, 0), kit.done("r", entry)]
+    assert await kit.collect(bus.results.follow("r", entry)) == expected
+
+
+async def test_memory_forgets_what_was_followed(memory_bus: MemoryBus, kit: Any) -> None:
+    entry = await publish(memory_bus, "r")
+    await memory_bus.results.deliver([("r", [kit.done("r", entry)])])
+    assert await kit.collect(memory_bus.results.follow("r", entry))
+    assert not await memory_bus.results.exists("r")
+    with pytest.raises(BusError, match="can be followed once"):
+        await anext(memory_bus.results.follow("r", entry))
+    again = await publish(memory_bus, "r")
+    await memory_bus.results.deliver([("r", [kit.done("r", again)])])
+    assert await kit.collect(memory_bus.results.follow("r", again)) == [kit.done("r", again)]
+
+
+async def test_memory_keeps_only_the_latest_unfollowed(memory_bus: MemoryBus, kit: Any) -> None:
+    alive = await publish(memory_bus, "alive")
+    entries = []
+    for i in range(KEPT_FINISHED + 1):
+        entries.append(await publish(memory_bus, f"r{i}"))
+        await memory_bus.requests.acknowledge((await memory_bus.requests.take(2))[0].entry_id)
+        await memory_bus.results.deliver([(f"r{i}", [kit.done(f"r{i}", entries[i])])])
+    with pytest.raises(BusError, match="no longer kept"):
+        await anext(memory_bus.results.follow("r0", entries[0]))
+    assert len(await kit.collect(memory_bus.results.follow("r1", entries[1]))) == 1
+    await memory_bus.results.deliver([("alive", [kit.done("alive", alive)])])
+    assert len(await kit.collect(memory_bus.results.follow("alive", alive))) == 1
+
+
+async def test_memory_drops_the_oldest_for_a_slow_tail(memory_bus: MemoryBus, kit: Any) -> None:
+    tail = await memory_bus.results.tail()
+    for i in range(TAIL_CAPACITY + 5):
+        await memory_bus.results.deliver([(f"r{i}", [kit.done(f"r{i}", f"e{i}")])])
+    assert (await anext(tail)).request_id == "r5"

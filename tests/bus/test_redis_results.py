@@ -1,0 +1,110 @@
+"""Result streams as only Redis has them: several writers, garbage, one reader for all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from nano_inference.bus import redis_follow
+from nano_inference.config import BusError
+
+
+async def test_new_writer_goes_on_behind_the_old_one(
+    redis_buses: Any, foreign: Redis, kit: Any
+) -> None:
+    old, new = redis_buses.open(), redis_buses.open()
+    entry = await old.requests.publish({"request_id": "r"})
+    chunks = [kit.chunk("r", entry, i) for i in range(6)]
+    await old.results.deliver([("r", chunks[:2])])
+    await new.results.deliver([("r", chunks[2:3])])
+    await old.results.deliver([("r", chunks[3:5])])
+    await new.results.deliver([("r", [chunks[5], kit.done("r", entry)])])
+    await old.results.deliver([("r", [kit.failed("r", entry, "late")])])
+    expected = [*chunks, kit.done("r", entry)]
+    assert await kit.collect(new.results.follow("r", entry)) == expected
+    out = await foreign.xrange(f"{redis_buses.prefix}:out:r")
+    assert [entry_id for entry_id, _ in out] == [f"{i}-0" for i in range(1, 8)]
+    assert await foreign.xlen(f"{redis_buses.prefix}:results") == 1
+
+
+async def test_repeated_delivery_is_written_once(
+    redis_buses: Any, foreign: Redis, kit: Any
+) -> None:
+    entry = "1-1"
+    outputs = [kit.chunk("r", entry, 0), kit.chunk("r", entry, 1), kit.done("r", entry)]
+    await redis_buses.open().results.deliver([("r", outputs[:2])])
+    await redis_buses.open().results.deliver([("r", outputs)])  # its reply was lost, so to say
+    out = await foreign.xrange(f"{redis_buses.prefix}:out:r")
+    assert [json.loads(fields["json"])["type"] for _, fields in out] == [
+        "chunk",
+        "chunk",
+        "completion",
+    ]
+
+
+async def test_garbage_in_a_result_stream_ends_the_follower(
+    redis_buses: Any, foreign: Redis, kit: Any
+) -> None:
+    bus = redis_buses.open()
+    await foreign.xadd(f"{redis_buses.prefix}:out:r", {"json": "{"}, id="1-0")
+    with pytest.raises(BusError) as caught:
+        await kit.collect(bus.results.follow("r", ""))
+    assert caught.value.code == "malformed_output"
+    tail = await bus.results.tail()
+    await foreign.xadd(f"{redis_buses.prefix}:results", {"json": "{"})
+    await bus.results.deliver([("s", [kit.done("s", "1-1")])])
+    async with asyncio.timeout(kit.limit_s):
+        assert (await anext(tail)).request_id == "s"
+
+
+async def test_follower_that_comes_during_a_read_misses_nothing(
+    redis_buses: Any, kit: Any, monkeypatch: Any
+) -> None:
+    async def no_interrupt(reader: Any) -> None:
+        reader._waking = None
+
+    monkeypatch.setattr(redis_follow.StreamReader, "_interrupt", no_interrupt)
+    bus = redis_buses.open()
+    entry = await bus.requests.publish({"request_id": "r"})
+    outputs = [kit.chunk("r", entry, 0), kit.chunk("r", entry, 1), kit.done("r", entry)]
+    await bus.results.deliver([("r", outputs[:1])])
+    early = bus.results.follow("r", entry)
+    async with asyncio.timeout(kit.limit_s):
+        read = [await anext(early)]
+    late = asyncio.create_task(kit.collect(bus.results.follow("r", entry)))
+    await kit.settled(lambda: int(late.done()))  # its stream is being read, from behind the first
+    await bus.results.deliver([("r", outputs[1:])])
+    assert await late == outputs
+    assert read + await kit.collect(early) == outputs
+
+
+async def test_new_follower_does_not_wait_for_the_blocking_read(
+    redis_buses: Any, kit: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(redis_follow, "FOLLOW_BLOCK_S", 10 * kit.limit_s)
+    bus = redis_buses.open()
+    tail = await bus.results.tail()
+    waiting = asyncio.ensure_future(anext(bus.results.follow("other", "")))
+    await kit.settled(lambda: int(waiting.done()))
+    entry = await bus.requests.publish({"request_id": "r"})
+    await bus.results.deliver([("r", [kit.chunk("r", entry, 0)])])
+    async with asyncio.timeout(kit.limit_s):
+        assert await anext(bus.results.follow("r", entry)) == kit.chunk("r", entry, 0)
+    waiting.cancel()
+    await tail.aclose()
+
+
+async def test_one_unwritable_stream_does_not_stop_the_others(
+    redis_buses: Any, foreign: Redis, kit: Any
+) -> None:
+    bus = redis_buses.open()
+    await foreign.set(f"{redis_buses.prefix}:out:bad", "a string")
+    async with asyncio.timeout(kit.limit_s):
+        await bus.results.deliver(
+            [("bad", [kit.done("bad", "1-1")]), ("good", [kit.done("good", "1-2")])]
+        )
+    assert await kit.collect(bus.results.follow("good", "")) == [kit.done("good", "1-2")]

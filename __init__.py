@@ -1,0 +1,94 @@
+"""nano-inference: an LLM inference engine for RL rollouts and for serving.
+
+The public interface. Names are loaded when they are first used, so that a client process does not
+pay for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .bus.messages import ChatMessage, Completion, CompletionChunk, GenerateRequest
+    from .config import Config, EngineConfig, SamplingParams, SchedulerConfig, load_config
+    from .config.errors import NanoInferenceError, RequestError
+    from .pipeline.client import BusClient
+    from .pipeline.engine import InferenceEngine, TrainingSample
+    from .pipeline.pipeline import Pipeline
+    from .stages.batching import (
+        CacheAllocation,
+        PagedKVCache,
+        SchedulerOutput,
+        Sequence,
+        SequenceStatus,
+        compute_block_hash,
+        schedule,
+    )
+    from .stages.executor import model_forward, sample_with_logprobs
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "BusClient": ".pipeline.client",
+    "CacheAllocation": ".stages.batching",
+    "ChatMessage": ".bus.messages",
+    "Completion": ".bus.messages",
+    "CompletionChunk": ".bus.messages",
+    "Config": ".config",
+    "EngineConfig": ".config",
+    "GenerateRequest": ".bus.messages",
+    "InferenceEngine": ".pipeline.engine",
+    "NanoInferenceError": ".config",
+    "PagedKVCache": ".stages.batching",
+    "Pipeline": ".pipeline.pipeline",
+    "RequestError": ".config",
+    "SamplingParams": ".config",
+    "SchedulerConfig": ".config",
+    "SchedulerOutput": ".stages.batching",
+    "Sequence": ".stages.batching",
+    "SequenceStatus": ".stages.batching",
+    "TrainingSample": ".pipeline.engine",
+    "compute_block_hash": ".stages.batching",
+    "load_config": ".config",
+    "model_forward": ".stages.executor",
+    "sample_with_logprobs": ".stages.executor",
+    "schedule": ".stages.batching",
+}
+
+__all__ = [
+    "BusClient",
+    "CacheAllocation",
+    "ChatMessage",
+    "Completion",
+    "CompletionChunk",
+    "Config",
+    "EngineConfig",
+    "GenerateRequest",
+    "InferenceEngine",
+    "NanoInferenceError",
+    "PagedKVCache",
+    "Pipeline",
+    "RequestError",
+    "SamplingParams",
+    "SchedulerConfig",
+    "SchedulerOutput",
+    "Sequence",
+    "SequenceStatus",
+    "TrainingSample",
+    "compute_block_hash",
+    "load_config",
+    "model_forward",
+    "sample_with_logprobs",
+    "schedule",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,160 @@
+"""What a client does with a bus: publish requests, follow their outputs, cancel them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from ..bus import Bus, open_bus
+from ..bus.links import CONTROL
+from ..bus.messages import (
+    Cancel,
+    Completion,
+    FlushCache,
+    GenerateRequest,
+    Output,
+    Pause,
+    Resume,
+)
+from ..config import BusConfig, ConfigError
+from ..telemetry import TraceContext, Tracing, names, now_ns
+
+Request = GenerateRequest | dict[str, Any]
+
+
+class BusClient:
+    """Submits requests over a bus, from wherever the bus can be reached.
+
+    `async with BusClient.connect("redis://127.0.0.1:6390") as client:` opens a connection of its
+    own; `Pipeline` makes one on its own bus.
+    """
+
+    def __init__(self, bus: Bus, tracing: Tracing | None = None) -> None:
+        self.bus = bus
+        self._tracing = tracing or Tracing(None)
+        self._name = f"client-{uuid.uuid4().hex[:8]}"
+        self._owns_bus = False
+
+    @classmethod
+    def connect(cls, bus: str | BusConfig, tracing: Tracing | None = None) -> BusClient:
+        """A client of the pipeline at a Redis URL. Nothing is sent until it is used.
+
+        Raises:
+            ConfigError: `bus` is not a Redis URL.
+        """
+        config = BusConfig(url=bus) if isinstance(bus, str) else bus
+        if config.url == "memory":
+            raise ConfigError("a memory bus can't be connected to; use Pipeline.submit there")
+        client = cls(open_bus(config), tracing)
+        client._owns_bus = True
+        return client
+
+    async def __aenter__(self) -> BusClient:
+        """Raises BusError when the bus can't be reached."""
+        try:
+            await self.bus.ping()
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Closes the connection, if it is this client's own."""
+        if self._owns_bus:
+            await self.bus.aclose()
+
+    async def publish(self, request: Request | bytes) -> str:
+        """Publishes a request without waiting for anything.
+
+        Args:
+            request: A GenerateRequest, the same as a dict, or its JSON.
+
+        Returns:
+            The entry's id; with it, and the request's id if it has one, `follow` finds the output.
+        """
+        trace = self._published_span(request)
+        return await self.bus.requests.publish(
+            request, traceparent=trace.traceparent, tracestate=trace.tracestate
+        )
+
+    async def submit(self, request: Request | bytes) -> AsyncGenerator[Output, None]:
+        """Publishes a request and yields its output: chunks as they come, then one Completion.
+
+        Whatever is wrong with the request comes as a Completion with an error. When the caller
+        stops before the end, the request is cancelled.
+        """
+        entry_id = await self.publish(request)
+        request_id = request_id_of(request) or entry_id
+        done = False
+        try:
+            async with aclosing(self.bus.results.follow(request_id, entry_id)) as outputs:
+                async for output in outputs:
+                    done = isinstance(output, Completion)
+                    yield output
+        finally:
+            if not done:
+                await self.cancel(request_id)
+
+    async def complete(self, request: Request | bytes) -> Completion:
+        """Publishes a request and waits for its terminal message."""
+        async with aclosing(self.submit(request)) as outputs:
+            async for output in outputs:
+                if isinstance(output, Completion):
+                    return output
+        raise AssertionError("the output ended without a terminal message")
+
+    async def cancel(self, request_id: str) -> None:
+        """Ends a request that has been admitted; one that is unknown is left alone."""
+        message = "the client cancelled the request"
+        cancel = Cancel(request_id, "", "cancelled", "cancelled", message)
+        await self._control("admission", cancel)
+
+    async def pause(self) -> None:
+        """No further steps are run; requests in flight stay as they are."""
+        await self._control("batching", Pause())
+
+    async def resume(self) -> None:
+        """Goes on after `pause`."""
+        await self._control("batching", Resume())
+
+    async def flush_cache(self) -> None:
+        """Forgets all cached prefixes."""
+        await self._control("batching", FlushCache())
+
+    async def _control(self, stage: str, body: Cancel | Pause | Resume | FlushCache) -> None:
+        sender = self.bus.sender(CONTROL[stage], self._name)
+        await sender.send(body)
+        await sender.flush()
+
+    def _published_span(self, request: Request | bytes) -> TraceContext:
+        if not self._tracing.enabled:
+            return TraceContext()
+        now = now_ns()
+        attributes = {names.OPERATION_NAME: "chat", names.REQUEST_ID: request_id_of(request)}
+        return self._tracing.span("publish", TraceContext(), now, now, attributes)
+
+
+def request_id_of(request: Request | bytes) -> str:
+    """The request's own id, or "" when it has none that can be read."""
+    if isinstance(request, GenerateRequest):
+        return request.request_id if isinstance(request.request_id, str) else ""
+    if isinstance(request, bytes):
+        try:
+            request = msgspec.json.decode(request)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return ""
+    request_id = request.get("request_id", "") if isinstance(request, dict) else ""
+    return request_id if isinstance(request_id, str) else ""

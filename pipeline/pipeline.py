@@ -1,0 +1,213 @@
+"""The pipeline of one process: its bus, its stages, their supervision, and the way to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncGenerator
+from types import TracebackType
+
+import anyio
+import anyio.to_thread
+import structlog
+
+from ..bus import Bus, open_bus
+from ..bus.links import CONTROL
+from ..bus.messages import Completion, Drain, Output
+from ..config import STAGES, Config, NanoInferenceError, Stage
+from ..stages.actor import Actor, StageContext
+from ..telemetry import Tracing, setup_tracing
+from .client import BusClient, Request
+from .supervisor import supervise
+from .topology import actor_class
+
+# What is allowed beyond the drain limit for the last errors to be written.
+_GRACE_S = 5.0
+
+
+class Pipeline:
+    """Runs this process's stages while the context is open.
+
+    ```python
+    async with Pipeline(Config()) as pipeline:
+        async for output in pipeline.submit({"prompt": "12 + 30 ="}):
+            print(output)
+    ```
+
+    With all five stages here, entering waits until they are ready. Leaving stops them at once;
+    call `drain` before to let requests in flight finish. When a stage has used up its restarts,
+    whoever waits for an output gets ChannelClosed, and the context raises StageFailed.
+    """
+
+    def __init__(self, config: Config | None = None, *, tracing: Tracing | None = None) -> None:
+        self.config = config or Config()
+        self.bus: Bus
+        self._client: BusClient
+        self._given_tracing = tracing
+        self._actors: dict[Stage, Actor] = {}
+        self._ready: dict[Stage, asyncio.Event] = {}
+        self._drained = asyncio.Event()
+        self._house: asyncio.Task[None]
+        self._failure: BaseException | None = None
+
+    # --- life ---------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Pipeline:
+        """Starts the stages.
+
+        Raises:
+            BusError: The bus can't be reached.
+            ModelError: The model can't be loaded.
+        """
+        stages = self.config.pipeline.stages
+        self._ready = {stage: asyncio.Event() for stage in stages}
+        self.bus = open_bus(self.config.bus, frozenset(stages))
+        try:
+            await self.bus.ping()
+        except BaseException:
+            await self.bus.aclose()
+            raise
+        instance = f"{socket.gethostname()}-{os.getpid()}"
+        self.tracing = self._given_tracing or setup_tracing(self.config.telemetry, instance)
+        self._client = BusClient(self.bus, self.tracing)
+        # A task of its own holds the stages' task group, so that the context may be left from
+        # another task than it was entered from, as test fixtures and servers' hooks do.
+        self._house = asyncio.create_task(self._run_stages(), name="stages")
+        if set(stages) == set(STAGES):
+            try:
+                await self.ready()
+            except BaseException as error:
+                await self.__aexit__(type(error), error, error.__traceback__)
+                raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with anyio.CancelScope(shield=True):
+            if self._failure is None and not self._house.done():
+                await self._leave()
+                self._house.cancel()
+            await asyncio.wait([self._house])
+            await self.bus.aclose()
+            if self._given_tracing is None:
+                await anyio.to_thread.run_sync(self.tracing.shutdown)
+        if self._failure is not None:
+            # What the body raised, if anything, came from this.
+            raise self._failure from None
+
+    async def failed(self) -> None:
+        """Waits until the pipeline has failed, and raises what it failed with.
+
+        Raises:
+            StageFailed, ModelError, ConfigError: See `supervise`.
+        """
+        await asyncio.shield(self._house)
+
+    async def ready(self) -> None:
+        """Waits until this process's stages take part; with admission here, until all do.
+
+        Raises:
+            StageFailed, ModelError, ConfigError: The pipeline has failed.
+        """
+        for event in self._ready.values():
+            waiting = asyncio.create_task(event.wait())
+            await asyncio.wait([waiting, self._house], return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+            if self._house.done():
+                await self._house
+
+    async def drain(self, timeout_s: float | None = None) -> bool:
+        """Lets nothing more in and waits for the requests in flight.
+
+        Args:
+            timeout_s: What is not done by then ends with an error; the configured limit when None.
+
+        Returns:
+            Whether every request got its terminal message. A process without admission has
+            nothing to drain.
+        """
+        if "admission" not in self.config.pipeline.stages:
+            return True
+        limit = self.config.pipeline.drain_timeout_s if timeout_s is None else timeout_s
+        sender = self.bus.sender(CONTROL["admission"], "pipeline")
+        await sender.send(Drain(int(limit * 1e9)))
+        with anyio.move_on_after(limit + _GRACE_S):
+            await self._drained.wait()
+        return self._drained.is_set()
+
+    # --- use ----------------------------------------------------------------------------------
+
+    def submit(self, request: Request | bytes) -> AsyncGenerator[Output, None]:
+        """As BusClient.submit."""
+        return self._client.submit(request)
+
+    async def complete(self, request: Request | bytes) -> Completion:
+        """As BusClient.complete."""
+        return await self._client.complete(request)
+
+    @property
+    def client(self) -> BusClient:
+        """The client on this pipeline's own bus."""
+        return self._client
+
+    # --- inside -------------------------------------------------------------------------------
+
+    async def _run_stages(self) -> None:
+        try:
+            async with anyio.create_task_group() as group:
+                for stage in self.config.pipeline.stages:
+                    group.start_soon(self._supervise, stage)
+        except BaseExceptionGroup as failures:
+            self._failure = _clearest(failures)
+            # Without stages no output will ever come; nobody shall wait for one.
+            await self.bus.aclose()
+            raise self._failure from None
+
+    async def _supervise(self, stage: Stage) -> None:
+        context = StageContext(
+            self.config,
+            self.bus,
+            self.tracing,
+            on_ready=lambda name: self._ready[stage].set(),
+            on_drained=self._drained.set,
+        )
+
+        def make() -> Actor:
+            self._actors[stage] = actor_class(stage)(context)
+            return self._actors[stage]
+
+        await supervise(make, self.config.pipeline)
+
+    async def _leave(self) -> None:
+        """Tells an admission elsewhere that what this process's stages hold is lost."""
+        if "admission" in self.config.pipeline.stages:
+            return
+        for actor in self._actors.values():
+            try:
+                with anyio.move_on_after(1.0):
+                    await actor.leave("stopped")
+            except NanoInferenceError as error:
+                structlog.get_logger().warning("leave_not_announced", error=error.message)
+
+
+def _clearest(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The one error that says what happened, out of those that the tasks raised."""
+    leaves: list[BaseException] = []
+    pending: list[BaseException] = [group]
+    while pending:
+        error = pending.pop()
+        if isinstance(error, BaseExceptionGroup):
+            pending.extend(error.exceptions)
+        else:
+            leaves.append(error)
+    ours = [error for error in leaves if isinstance(error, NanoInferenceError)]
+    chosen = (ours or leaves)[0]
+    for other in leaves:
+        if str(other) != str(chosen):
+            structlog.get_logger().error("stage_failed_too", error=repr(other))
+    return chosen

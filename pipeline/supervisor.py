@@ -1,0 +1,97 @@
+"""Looks after one stage: starts it, restarts it when it fails, gives up past a budget."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+import anyio
+import structlog
+
+from ..config import BusError, ConfigError, ModelError, NanoInferenceError, PipelineConfig
+from ..stages.actor import Actor
+
+
+class StageFailed(NanoInferenceError):
+    """A stage failed more often than its restart budget allows."""
+
+    code = "stage_failed"
+
+
+class RestartBudget:
+    """How often something may fail, and how long to wait before it is started again."""
+
+    def __init__(self, name: str, config: PipelineConfig) -> None:
+        self._name = name
+        self._config = config
+        self._failures: deque[float] = deque()
+
+    def failed(self, now_s: float) -> float:
+        """Counts a failure.
+
+        Args:
+            now_s: A monotonic clock.
+
+        Returns:
+            Seconds to wait before the restart; doubles with each failure within the window.
+
+        Raises:
+            StageFailed: The budget is used up.
+        """
+        config = self._config
+        self._failures.append(now_s)
+        while self._failures[0] < now_s - config.restart_window_s:
+            self._failures.popleft()
+        count = len(self._failures)
+        if count > config.max_restarts:
+            raise StageFailed(
+                f"the {self._name} stage failed {count} times within "
+                f"{config.restart_window_s:g} s; its errors are in the log above"
+            )
+        return float(config.restart_backoff_s * 2 ** (count - 1))
+
+
+async def supervise(make: Callable[[], Actor], config: PipelineConfig) -> None:
+    """Runs a stage until cancelled.
+
+    Each failure is logged with its traceback and told to admission, which ends what was in
+    flight. Then, after a wait, a new stage object starts.
+
+    Raises:
+        StageFailed: The restart budget is used up.
+        ModelError, ConfigError: The stage can't start, and trying again would not change that.
+    """
+    budget: RestartBudget | None = None
+    while True:
+        actor = make()
+        budget = budget or RestartBudget(actor.name, config)
+        log = structlog.get_logger().bind(stage=actor.name)
+        try:
+            await actor.run()
+        except Exception as error:
+            cause = _only_cause(error)
+            if isinstance(cause, ModelError | ConfigError) and not actor.opened:
+                raise cause from None
+            log.error("stage_failed", error=repr(cause), exc_info=cause)
+            await _tell(actor, repr(cause))
+        wait_s = budget.failed(time.monotonic())
+        log.warning("stage_restarts", wait_s=round(wait_s, 3))
+        await anyio.sleep(wait_s)
+
+
+async def _tell(actor: Actor, reason: str) -> None:
+    """Lets admission know at once; if it can't be told now, the restarted stage tells it."""
+    try:
+        with anyio.move_on_after(1.0):
+            await actor.leave(f"failed: {reason}")
+    except BusError as error:
+        actor.log.warning("failure_not_announced", error=error.message)
+
+
+def _only_cause(error: Exception) -> BaseException:
+    """What a task group of one failed task really says."""
+    cause: BaseException = error
+    while isinstance(cause, BaseExceptionGroup) and len(cause.exceptions) == 1:
+        cause = cause.exceptions[0]
+    return cause

@@ -1,0 +1,131 @@
+"""Whatever runs beside it, a request gets what Transformers gives for its prompt alone."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from nano_inference import Completion, GenerateRequest, Pipeline, SamplingParams
+
+from . import reference
+from .conftest import MakeConfig
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+LIMIT_S = 240
+
+
+def mixed_requests(number: int) -> list[GenerateRequest]:
+    """Texts of the model's tasks, some behind a long common context, some cut off early."""
+    rng = random.Random(7)
+    context = "Ana is 31 years old and lives in Oslo. " * 12
+    requests = []
+    for index in range(number):
+        prompt = f"{rng.randrange(100)} + {rng.randrange(100)} ="
+        if index % 3 == 1:
+            prompt = f"Story about Ana, a cat and a red ball number {rng.randrange(50)}:"
+        if index % 5 == 2:
+            prompt = context[: rng.randrange(1, len(context))] + prompt
+        requests.append(
+            GenerateRequest(
+                request_id=f"r{index}",
+                prompt=prompt,
+                sampling=SamplingParams(
+                    temperature=0,
+                    max_tokens=rng.choice([1, 4, 16, 48]),
+                    ignore_eos=index % 4 == 3,
+                ),
+            )
+        )
+    return requests
+
+
+async def test_200_concurrent_requests_equal_transformers_token_for_token(
+    make_config: MakeConfig,
+) -> None:
+    requests = mixed_requests(200)
+    # A small budget and a small cache, so that chunked prefill, mixing and waiting really happen.
+    config = make_config(
+        engine__max_batch_size=48, engine__max_tokens_per_batch=96, engine__kv_cache_bytes=6 << 20
+    )
+    async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
+        completions = await asyncio.gather(*map(pipeline.complete, requests))
+    for request, completion in zip(requests, completions, strict=True):
+        assert completion.status == "done", completion.error
+        (sample,) = completion.samples
+        prompt_ids = reference.tokenizer().encode(request.prompt)
+        wanted = reference.generate(
+            prompt_ids, request.sampling.max_tokens, ignore_eos=request.sampling.ignore_eos
+        )
+        assert list(sample.token_ids) == wanted, request.prompt
+        assert completion.usage.prompt_tokens == len(prompt_ids)
+
+
+async def test_logprobs_are_those_of_the_model(shared: Pipeline) -> None:
+    prompt = "Ana is 31 years old and lives in Oslo. JSON:"
+    completion = await shared.complete({"prompt": prompt, "sampling": {"temperature": 0}})
+    (sample,) = completion.samples
+    wanted = reference.logprobs(reference.tokenizer().encode(prompt), list(sample.token_ids))
+    assert sample.logprobs == pytest.approx(wanted, abs=1e-4)
+
+
+async def test_chunks_add_up_to_the_completion(shared: Pipeline) -> None:
+    request = {
+        "prompt": "Story about Zoë, a cat and a red ball:",
+        "n": 3,
+        "sampling": {"temperature": 1.0, "max_tokens": 40},
+    }
+    chunks = []
+    completion = None
+    async for output in shared.submit(request):
+        if isinstance(output, Completion):
+            completion = output
+        else:
+            chunks.append(output)
+    assert completion is not None
+    assert len(completion.samples) == 3
+    for sample in completion.samples:
+        own = [chunk for chunk in chunks if chunk.sample_index == sample.sample_index]
+        assert "".join(chunk.text for chunk in own) == sample.text
+        assert tuple(t for chunk in own for t in chunk.token_ids) == sample.token_ids
+        assert tuple(p for chunk in own for p in chunk.logprobs) == sample.logprobs
+        offsets = [chunk.token_offset for chunk in own]
+        assert offsets == sorted(offsets)
+        assert [chunk.finish_reason for chunk in own][-1] == sample.finish_reason
+
+
+async def test_samples_repeat_with_their_seed_whatever_runs_beside_them(
+    shared: Pipeline,
+) -> None:
+    request = {
+        "prompt": "12 + 30 =",
+        "n": 4,
+        "sampling": {"temperature": 1.0, "seed": 5, "max_tokens": 12, "ignore_eos": True},
+    }
+    alone = await shared.complete(request)
+    others = [{"prompt": f"{i} + {i} =", "sampling": {"max_tokens": 20}} for i in range(20)]
+    crowd = await asyncio.gather(*map(shared.complete, [*others, request]))
+    assert [s.token_ids for s in crowd[-1].samples] == [s.token_ids for s in alone.samples]
+    assert len({s.token_ids for s in alone.samples}) > 1, "the samples differ from each other"
+
+
+async def test_stop_string_ends_the_text_before_it(shared: Pipeline) -> None:
+    prompt = "Ana is 31 years old and lives in Oslo. JSON:"
+    whole = await shared.complete({"prompt": prompt, "sampling": {"temperature": 0}})
+    text = whole.samples[0].text
+    stop = text[len(text) // 2 : len(text) // 2 + 4]
+    cut = await shared.complete({"prompt": prompt, "sampling": {"temperature": 0, "stop": [stop]}})
+    assert cut.samples[0].text == text[: text.index(stop)]
+    assert cut.samples[0].finish_reason == "stop"
+
+
+async def test_siblings_share_their_prompt(shared: Pipeline) -> None:
+    prompt = "Ana is 31 years old and lives in Oslo. " * 10
+    completion = await shared.complete(
+        {"prompt": prompt, "n": 8, "sampling": {"max_tokens": 4, "ignore_eos": True}}
+    )
+    prompt_tokens = completion.usage.prompt_tokens
+    shared = (prompt_tokens - 1) // 16 * 16
+    assert completion.usage.cached_tokens == 7 * shared

@@ -1,0 +1,123 @@
+"""Bad input ends with a terminal error of its own code, and disturbs nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from typing import Any
+
+import msgspec
+import pytest
+
+from nano_inference import Completion, GenerateRequest, Pipeline, SamplingParams
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+GOOD = {"prompt": "12 + 30 =", "sampling": {"temperature": 0}}
+
+
+def good(**changes: Any) -> dict[str, Any]:
+    return {**GOOD, **changes}
+
+
+def sampling(**changes: Any) -> dict[str, Any]:
+    return {**GOOD, "sampling": changes}
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "not JSON": (b"{not json", "malformed"),
+    "wrong encoding": ('{"prompt": "caf\u00e9"}'.encode("latin-1"), "malformed"),
+    "nothing at all": (b"", "malformed"),
+    "cut off": (json.dumps(GOOD).encode()[:-5], "malformed"),
+    "no prompt": ({"sampling": {"temperature": 0}}, "invalid_prompt"),
+    "two prompts": (good(prompt_token_ids=[1]), "invalid_prompt"),
+    "unknown field": (good(promt="x"), "invalid_request"),
+    "unknown sampling field": (sampling(temprature=1), "invalid_request"),
+    "wrong type": (good(prompt=12), "invalid_request"),
+    "wrong type in sampling": (sampling(max_tokens="many"), "invalid_request"),
+    "a list": (b"[1, 2]", "invalid_request"),
+    "empty prompt": (good(prompt=""), "empty_prompt"),
+    "empty token ids": ({"prompt_token_ids": []}, "empty_prompt"),
+    "empty conversation": ({"messages": []}, "empty_prompt"),
+    "unknown role": ({"messages": [{"role": "boss", "content": "x"}]}, "invalid_request"),
+    "prompt too long": (good(prompt="12 + 30 = " * 3000), "prompt_too_long"),
+    "max_tokens 0": (sampling(max_tokens=0), "invalid_max_tokens"),
+    "max_tokens negative": (sampling(max_tokens=-1), "invalid_max_tokens"),
+    "negative temperature": (sampling(temperature=-0.5), "invalid_temperature"),
+    "top_p 0": (sampling(top_p=0), "invalid_top_p"),
+    "n 0": (good(n=0), "invalid_n"),
+    "n huge": (good(n=10**6), "invalid_n"),
+    "token outside the vocabulary": ({"prompt_token_ids": [1, 10**6]}, "invalid_token_ids"),
+    "negative token": ({"prompt_token_ids": [-1]}, "invalid_token_ids"),
+    "unknown model": (good(model="gpt-9"), "unknown_model"),
+    "20 MB": (good(prompt="x" * 20_000_000), "request_too_large"),
+    "expired": (good(budget_ns=0), "expired"),
+    "expired long ago": (good(budget_ns=-5), "expired"),
+    "control characters in the id": (good(request_id="a\nb"), "invalid_request_id"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_refusal_has_its_code_and_a_sentence(shared: Pipeline, name: str) -> None:
+    request, code = BAD[name]
+    async with asyncio.timeout(60):
+        refused, neighbour = await asyncio.gather(shared.complete(request), shared.complete(GOOD))
+    assert refused.error is not None
+    assert refused.error.code == code
+    assert refused.status == ("expired" if code == "expired" else "error")
+    assert len(refused.error.message) > 20
+    assert refused.samples == ()
+    assert neighbour.status == "done"
+
+
+async def test_nan_temperature(shared: Pipeline) -> None:
+    """JSON has no NaN; msgpack and Python callers do."""
+    request = GenerateRequest(prompt="1 + 1 =", sampling=SamplingParams(temperature=math.nan))
+    if shared.config.bus.url == "memory":
+        refused = await shared.complete(request)
+    else:
+        refused = await _complete_foreign(shared, b"msgpack", msgspec.msgpack.encode(request))
+    assert refused.error is not None
+    assert refused.error.code == "invalid_temperature"
+
+
+async def test_not_msgpack(shared: Pipeline) -> None:
+    if shared.config.bus.url == "memory":
+        refused = await shared.complete(b"\xc1\x00\xff")
+    else:
+        refused = await _complete_foreign(shared, b"msgpack", b"\xc1\x00\xff")
+    assert refused.error is not None
+    assert refused.error.code == "malformed"
+
+
+async def test_duplicate_request_id(shared: Pipeline) -> None:
+    request = good(request_id="twice", sampling={"max_tokens": 64, "ignore_eos": True})
+    async with asyncio.timeout(60):
+        first, second = await asyncio.gather(shared.complete(request), shared.complete(request))
+    assert (first.status, second.status) == ("done", "error")
+    assert second.error is not None
+    assert second.error.code == "duplicate_request"
+    assert first.usage.completion_tokens == 64
+
+
+async def test_budget_ends_a_request_in_flight(shared: Pipeline) -> None:
+    endless = good(budget_ns=150_000_000, sampling={"max_tokens": 2000, "ignore_eos": True})
+    async with asyncio.timeout(60):
+        completions = await asyncio.gather(*(shared.complete(endless) for _ in range(40)))
+    assert {completion.status for completion in completions} == {"expired"}
+    assert (await shared.complete(GOOD)).status == "done"
+
+
+async def _complete_foreign(pipeline: Pipeline, field: bytes, body: bytes) -> Completion:
+    """Publishes as a client in another language would, and waits for the terminal message."""
+    import redis.asyncio
+
+    config = pipeline.config.bus
+    async with redis.asyncio.from_url(config.url) as foreign:
+        entry = (await foreign.xadd(f"{config.prefix}:requests", {field: body})).decode()
+    async with asyncio.timeout(60):
+        async for output in pipeline.bus.results.follow(entry, entry):
+            if isinstance(output, Completion):
+                return output
+    raise AssertionError("no terminal message")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import uuid
 
-from ..config import BusConfig
+from ..config import STAGES, BusConfig
 from .channel import Inbox, Sender
 from .keys import Keys
 from .line import bus_closed
@@ -39,7 +41,7 @@ class RedisBus:
         self._config = config
         self._local = local_stages if config.links == "auto" else frozenset()
         self._keys = Keys(config.prefix)
-        self._server = Server(config.url)
+        self._server = Server(config.url, _client_name(local_stages))
         self._commands = Commands(self._server, COMMAND_CONNECTIONS)
         self._writes = self._server.client(COMMAND_CONNECTIONS)
         self._inboxes = Inboxes()
@@ -123,3 +125,9 @@ class RedisBus:
     def _check_open(self) -> None:
         if self._inboxes.closed:
             raise bus_closed()
+
+
+def _client_name(stages: frozenset[str]) -> str:
+    """What tells this process's connections from others in CLIENT LIST; without spaces."""
+    role = "+".join(stage for stage in STAGES if stage in stages) or "client"
+    return f"{role}.{socket.gethostname()}-{os.getpid()}"

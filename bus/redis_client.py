@@ -71,8 +71,10 @@ class Server:
         BusError: The URL can't be used.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, client_name: str = "") -> None:
+        """Args: the URL, and what CLIENT LIST shows for this process's connections."""
         self.name = redact(url)
+        self._client_name = client_name
         try:
             options: dict[str, Any] = dict(parse_url(url))
             self._connection_class = options.pop("connection_class", Connection)
@@ -108,6 +110,7 @@ class Server:
             "retry": Retry(NoBackoff(), 0),
             "socket_timeout": block_s + REPLY_TIMEOUT_S,
             "socket_connect_timeout": CONNECT_TIMEOUT_S,
+            "client_name": self._client_name or None,
         }
         if "path" not in options:  # a Unix socket has no keepalive
             options["socket_keepalive"] = True

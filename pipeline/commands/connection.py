@@ -1,0 +1,41 @@
+"""The connection of a command to a pipeline in other processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from ...config import DEFAULT_URL, BusConfig, BusError, Config
+from ...telemetry import setup_tracing
+from ..client import BusClient
+
+
+@asynccontextmanager
+async def connected(config: Config) -> AsyncIterator[BusClient]:
+    """A client of the pipeline at `config.bus`, with tracing as configured.
+
+    Raises:
+        BusError: The bus can't be reached.
+    """
+    tracing = setup_tracing(config.telemetry, f"client-{os.getpid()}")
+    client = BusClient.connect(config.bus, tracing)
+    try:
+        try:
+            await client.bus.ping()
+        except BusError as error:
+            raise unreachable(config.bus, error) from None
+        yield client
+    finally:
+        await client.aclose()
+        tracing.shutdown()
+
+
+def unreachable(bus: BusConfig, error: BusError) -> BusError:
+    """Says it in the words of someone who has not started anything yet, where that is likely."""
+    if bus.url != DEFAULT_URL:
+        return error
+    return BusError(
+        f"no pipeline at {DEFAULT_URL}; start one with `nano-inference up`, or give the URL of "
+        f"another with --bus"
+    )

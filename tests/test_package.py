@@ -1,0 +1,79 @@
+"""The package as it is installed: nothing forgotten, nothing loaded too early."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+import zipfile
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+import nano_inference
+
+ROOT = Path(__file__).parent.parent
+OUTSIDE = {"tests", "benchmarks", "examples", "docs", "deploy", "build"}
+
+
+def tree() -> set[str]:
+    """What belongs in the wheel, by what lies in the tree."""
+    files = {path.relative_to(ROOT) for path in ROOT.rglob("*.py")}
+    files |= {path.relative_to(ROOT) for path in (ROOT / "models" / "tiny").iterdir()}
+    files.add(Path("py.typed"))
+    return {
+        f"nano_inference/{path}"
+        for path in files
+        if path.parts[0] not in OUTSIDE and not path.parts[0].startswith(".")
+    }
+
+
+@pytest.mark.slow
+def test_wheel_holds_the_tree(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
+    copy = tmp_path / "source"
+    files = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split("\n")
+    for name in filter(None, files):
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / name).write_bytes((ROOT / name).read_bytes())
+    subprocess.run([*command, "--wheel-dir", str(tmp_path), str(copy)], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert inside == tree()
+
+
+def test_constraints_name_every_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    names = {line.split(">")[0].split("<")[0].lower() for line in wanted}
+    pinned = (ROOT / "constraints.txt").read_text().lower().splitlines()
+    assert names <= {line.split("==")[0] for line in pinned}
+
+
+def test_every_public_name_can_be_had() -> None:
+    assert sorted(nano_inference._HOME) == sorted(nano_inference.__all__)
+    for name in nano_inference.__all__:
+        assert getattr(nano_inference, name) is not None
+    with pytest.raises(AttributeError, match="Engin"):
+        _ = nano_inference.Engin
+
+
+def test_a_client_does_not_pay_for_torch() -> None:
+    code = (
+        "import sys; from nano_inference import BusClient, GenerateRequest, Config; "
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_bundled_model_is_small() -> None:
+    folder = ROOT / "models" / "tiny"
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 6 << 20

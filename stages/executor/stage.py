@@ -65,9 +65,7 @@ class ExecutorStage(Actor):
     async def open(self) -> None:
         self.log.info("model_loading", path=str(self.config.engine.model_folder))
         started = now_ns()
-        self._core = await asyncio.wrap_future(
-            _TORCH_THREAD.submit(_load, self.config.engine)
-        )
+        self._core = await asyncio.wrap_future(_TORCH_THREAD.submit(_load, self.config.engine))
         capacity = self._core.capacity()
         self.log.info(
             "model_loaded",

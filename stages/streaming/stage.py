@@ -8,10 +8,10 @@ import anyio.to_thread
 
 from ...bus.links import FINISHED, HALTS
 from ...bus.messages import Cancel, Envelope, StepResult, StopSequences
-from ...telemetry import now_ns
+from ...telemetry import TraceContext, names, now_ns
 from ..actor import Actor, StageContext
 from ..tokenizer import load_tokenizer
-from .core import Deliveries, StreamingCore
+from .core import Deliveries, EndedRequest, StreamingCore
 
 
 class StreamingStage(Actor):
@@ -52,3 +52,27 @@ class StreamingStage(Actor):
             for finished in delivery.finished:
                 # Of no epoch: what is delivered stays delivered when a new epoch has begun.
                 await self.send(FINISHED, finished, epoch=0)
+            for ended in delivery.ended:
+                self._trace(ended)
+
+    def _trace(self, ended: EndedRequest) -> None:
+        info, completion = ended.info, ended.completion
+        if info is None or not self.tracing.enabled:
+            return
+        timings = completion.timings
+        held = next((time for time in timings.stages if time.stage == self.name), None)
+        self.span(
+            info.request_id,
+            TraceContext(info.traceparent, info.tracestate),
+            held.start_ns if held else timings.finished_ns,
+            {
+                names.REQUEST_MODEL: info.model,
+                names.STATUS: completion.status,
+                names.INPUT_TOKENS: completion.usage.prompt_tokens,
+                names.CACHED_TOKENS: completion.usage.cached_tokens,
+                names.OUTPUT_TOKENS: completion.usage.completion_tokens,
+                names.FINISH_REASONS: [sample.finish_reason for sample in completion.samples],
+            },
+            events=((names.FIRST_TOKEN, timings.first_token_ns),) if timings.first_token_ns else (),
+            error=completion.error.code if completion.error else "",
+        )

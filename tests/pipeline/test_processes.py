@@ -1,0 +1,222 @@
+"""Five processes over Redis, used by our clients and by a client that has no code of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import uuid
+from collections import defaultdict
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import redis
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from nano_inference import BusClient, Completion
+from nano_inference.config import STAGES, BusConfig, TelemetryConfig
+from nano_inference.telemetry import setup_tracing
+
+from . import reference
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+LIMIT_S = 60
+GOOD = {"prompt": "12 + 30 =", "sampling": {"temperature": 0}}
+
+
+class Spans:
+    """An OTLP receiver: what arrives, decoded from the real bytes."""
+
+    def __init__(self) -> None:
+        self.by_trace: dict[str, list[tuple[str, str, str, str]]] = defaultdict(list)
+        spans = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                spans.take(ExportTraceServiceRequest.FromString(body))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def take(self, request: ExportTraceServiceRequest) -> None:
+        for resource in request.resource_spans:
+            attributes = {a.key: a.value.string_value for a in resource.resource.attributes}
+            instance = attributes["service.instance.id"]
+            for scope in resource.scope_spans:
+                for span in scope.spans:
+                    row = (span.name, span.span_id.hex(), span.parent_span_id.hex(), instance)
+                    self.by_trace[span.trace_id.hex()].append(row)
+
+
+class House:
+    """`nano-inference up`, with what it prints."""
+
+    def __init__(self, url: str, prefix: str, *, endpoint: str, log: Path) -> None:
+        self.bus = BusConfig(url=url, prefix=prefix)
+        self.log = log
+        command = [sys.executable, "-m", "nano_inference", "up", "--bus", url]
+        command += ["--set", f"bus.prefix={prefix}", "--set", "engine.dtype=float32"]
+        command += ["--set", "pipeline.restart_backoff_s=0.05"]
+        environment = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint}
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                command, stderr=file, stdout=file, env=environment, start_new_session=True
+            )
+
+    def child(self, stage: str) -> int:
+        """The process id of a stage."""
+        found = subprocess.run(
+            ["pgrep", "-f", "--", f"--set bus.prefix={self.bus.prefix} .*--stages {stage}"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return int(found.stdout.split()[0])
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def spans() -> Iterator[Spans]:
+    receiver = Spans()
+    yield receiver
+    receiver.server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def house(
+    redis_url: str, spans: Spans, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[House]:
+    log = tmp_path_factory.mktemp("up") / "log"
+    running = House(redis_url, f"up-{uuid.uuid4().hex[:8]}", endpoint=spans.url, log=log)
+    try:
+        yield running
+    finally:
+        if running.process.poll() is None:
+            running.stop()
+
+
+async def complete(house: House, request: dict[str, object]) -> Completion:
+    async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
+        return await client.complete(request)
+
+
+async def test_five_processes_answer(house: House) -> None:
+    completion = await complete(house, GOOD)
+    assert completion.status == "done"
+    wanted = reference.generate(reference.tokenizer().encode(GOOD["prompt"]), 16)
+    assert list(completion.samples[0].token_ids) == wanted
+    assert [held.stage for held in completion.timings.stages] == list(STAGES)
+    assert len({house.child(stage) for stage in STAGES}) == 5
+
+
+async def test_a_client_with_no_code_of_ours(house: House) -> None:
+    """What docs/redis.md tells people to do, with nothing but a Redis client."""
+    prefix = house.bus.prefix
+    with redis.from_url(house.bus.url, decode_responses=True) as foreign:
+        request = {
+            "request_id": "foreign-1",
+            "prompt": "12 + 30 =",
+            "sampling": {"temperature": 0, "max_tokens": 16},
+        }
+        entry_id = foreign.xadd(f"{prefix}:requests", {"json": json.dumps(request)})
+        position, outputs = "0", []
+        while not outputs or outputs[-1]["type"] != "completion":
+            reply = foreign.xread({f"{prefix}:out:foreign-1": position}, count=10, block=2000)
+            for entry, fields in reply[0][1] if reply else []:
+                position = entry
+                outputs.append(json.loads(fields["json"]))
+        *chunks, completion = outputs
+        assert completion["status"] == "done"
+        assert completion["entry_id"] == entry_id
+        assert "".join(chunk["text"] for chunk in chunks) == completion["samples"][0]["text"]
+        assert [token for chunk in chunks for token in chunk["token_ids"]] == completion["samples"][
+            0
+        ]["token_ids"]
+        shared = foreign.xrevrange(f"{prefix}:results", count=50)
+        assert completion in [json.loads(fields["json"]) for _, fields in shared]
+        assert foreign.xinfo_stream(f"{prefix}:out:foreign-1")["first-entry"][0] == "1-0"
+        assert foreign.ttl(f"{prefix}:out:foreign-1") > 0
+
+
+async def test_bad_json_by_a_foreign_client_is_answered_under_the_entry_id(house: House) -> None:
+    prefix = house.bus.prefix
+    with redis.from_url(house.bus.url, decode_responses=True) as foreign:
+        entry_id = foreign.xadd(f"{prefix}:requests", {"json": "{oops"})
+        reply = None
+        for _ in range(LIMIT_S):
+            reply = foreign.xread({f"{prefix}:out:{entry_id}": "0"}, block=1000)
+            if reply:
+                break
+        assert reply
+        completion = json.loads(reply[0][1][0][1]["json"])
+        assert (completion["status"], completion["error"]["code"]) == ("error", "malformed")
+
+
+async def test_submit_streams(house: House) -> None:
+    command = [sys.executable, "-m", "nano_inference", "submit", "12 + 30 =", "--trace"]
+    command += ["--bus", house.bus.url, "--set", f"bus.prefix={house.bus.prefix}"]
+    done = await asyncio.to_thread(
+        subprocess.run, command, capture_output=True, text=True, timeout=LIMIT_S, check=True
+    )
+    wanted = reference.generate(reference.tokenizer().encode("12 + 30 ="), 16)
+    text = reference.tokenizer().decode(wanted, skip_special_tokens=True)
+    assert done.stdout.strip() == text.strip()
+    for stage in STAGES:
+        assert stage in done.stderr
+
+
+@pytest.mark.parametrize("stage", STAGES)
+async def test_a_killed_process_is_replaced_and_nobody_hangs(house: House, stage: str) -> None:
+    long = {"prompt": "12 + 30 =", "sampling": {"max_tokens": 1900, "ignore_eos": True}}
+    async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
+        await client.complete(GOOD)
+        hit = client.submit(long)
+        await anext(hit)
+        os.kill(house.child(stage), signal.SIGKILL)
+        completion = [output async for output in hit][-1]
+        assert isinstance(completion, Completion)
+        assert completion.error is not None
+        assert completion.error.code == "lane_failed"
+        assert (await client.complete(GOOD)).status == "done"
+
+
+async def test_every_stage_has_its_span_in_one_trace_and_sigterm_drains(
+    house: House, spans: Spans
+) -> None:
+    config = TelemetryConfig(otlp_endpoint=spans.url)
+    tracing = setup_tracing(config, f"client-{socket.gethostname()}")
+    async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus, tracing) as client:
+        completion = await client.complete({**GOOD, "n": 3})
+        running = client.submit(
+            {"prompt": "1 + 1 =", "sampling": {"max_tokens": 300, "ignore_eos": True}}
+        )
+        await anext(running)
+        stopping = asyncio.create_task(asyncio.to_thread(house.stop))
+        last = [output async for output in running][-1]
+        assert isinstance(last, Completion)
+        assert last.status == "done", "what is in flight at SIGTERM is finished"
+        assert await stopping == 0
+    await asyncio.to_thread(tracing.shutdown)
+    rows = spans.by_trace[completion.trace_id]
+    assert sorted(name for name, *_ in rows) == sorted(["publish", *STAGES])
+    (root,) = [row for row in rows if row[0] == "publish"]
+    assert {parent for name, _, parent, _ in rows if name != "publish"} == {root[1]}
+    assert len({instance for *_, instance in rows}) == 6, "each process exports its own"

@@ -45,7 +45,7 @@ class InferenceEngine:
 
     ```python
     with InferenceEngine(EngineConfig(model_path="tiny")) as engine:
-        samples = engine.generate(["12 + 30 ="], SamplingParams(temperature=0))
+        samples = engine.generate(["98 + 25 ="], SamplingParams(temperature=0))
     ```
 
     One `step` is what the pipeline's stages do together: the same cores validate, schedule,

@@ -31,7 +31,7 @@ class Pipeline:
 
     ```python
     async with Pipeline(Config()) as pipeline:
-        async for output in pipeline.submit({"prompt": "12 + 30 ="}):
+        async for output in pipeline.submit({"prompt": "98 + 25 ="}):
             print(output)
     ```
 

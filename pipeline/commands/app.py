@@ -66,7 +66,7 @@ def _root(
 
         nano-inference up
 
-        nano-inference submit "12 + 30 ="
+        nano-inference submit "98 + 25 ="
 
     Each command explains itself: `nano-inference submit --help`.
     """

@@ -46,7 +46,7 @@ SHOWN = (
     Show("chat", "How much is 9 - 4?"),
     Show("chat", "Turn into JSON: Ben is a pilot, 44 years old."),
     Show("chat", "Tell a story about Iris, a parrot and a green hat."),
-    Show("completion", "12 + 30 ="),
+    Show("completion", "98 + 25 ="),
     Show("completion", "7 + 8 ="),
     Show("completion", "45 - 18 ="),
     Show("json", "Ana is 31 years old and lives in Oslo. JSON:"),
@@ -204,7 +204,7 @@ def _report(console: Console, rows: list[Progress], seconds: float) -> None:
         console.print(waterfall(max(ended, key=_duration_ns)))
     console.print(
         "\nNext: `nano-inference up` runs it as five processes. In another terminal:"
-        '\n\n    nano-inference submit "12 + 30 =" --trace\n',
+        '\n\n    nano-inference submit "98 + 25 =" --trace\n',
         soft_wrap=True,
     )
     for row in rows:

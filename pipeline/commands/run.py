@@ -53,7 +53,7 @@ def run(
     Without Redis, it is a filter: requests as JSON lines on standard input, outputs as JSON lines
     on standard output, done when the input ends:
 
-        echo '{"prompt": "12 + 30 =", "sampling": {"temperature": 0}}' | nano-inference run
+        echo '{"prompt": "98 + 25 =", "sampling": {"temperature": 0}}' | nano-inference run
     """
     names = [name.strip() for name in stages.split(",") if name.strip()]
     config = build_config(

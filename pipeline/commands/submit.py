@@ -68,7 +68,7 @@ def submit(
 
     One text is answered as it is generated:
 
-        nano-inference submit "12 + 30 ="
+        nano-inference submit "98 + 25 ="
 
         nano-inference submit --chat "What is 12 + 30?" --trace
 

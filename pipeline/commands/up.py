@@ -51,7 +51,7 @@ def up(
 
         nano-inference up
 
-        nano-inference submit "12 + 30 ="        (in another terminal)
+        nano-inference submit "98 + 25 ="        (in another terminal)
 
     A process that dies is started again, within a budget. Ctrl-C or SIGTERM lets requests in
     flight finish, within `pipeline.drain_timeout_s`, and stops all.

@@ -43,8 +43,8 @@ def completions(text: str) -> list[Completion]:
 
 
 def test_one_text(run: Run, on_served: Config) -> None:
-    ran = run("submit", "12 + 30 =")
-    assert (ran.status, ran.stdout.strip(), ran.stderr) == (0, "42", "")
+    ran = run("submit", "98 + 25 =")
+    assert (ran.status, ran.stdout.strip(), ran.stderr) == (0, "123", "")
 
 
 def test_chat(run: Run, on_served: Config) -> None:
@@ -52,20 +52,20 @@ def test_chat(run: Run, on_served: Config) -> None:
 
 
 def test_trace_goes_to_stderr(run: Run, on_served: Config) -> None:
-    ran = run("submit", "12 + 30 =", "--trace")
-    assert ran.stdout.strip() == "42"
+    ran = run("submit", "98 + 25 =", "--trace")
+    assert ran.stdout.strip() == "123"
     rows = [line.split()[0] for line in ran.stderr.splitlines()]
     stages = ["admission", "fairness", "batching", "executor", "streaming"]
     assert rows == ["request", "start", *stages, "first"]
 
 
 def test_samples_one_below_the_other(run: Run, on_served: Config) -> None:
-    ran = run("submit", "12 + 30 =", "-n", "3")
-    assert ran.stdout == "[0] 42\n[1] 42\n[2] 42\n"
+    ran = run("submit", "98 + 25 =", "-n", "3")
+    assert ran.stdout == "[0] 123\n[1] 123\n[2] 123\n"
 
 
 def test_json(run: Run, on_served: Config) -> None:
-    ran = run("submit", "12 + 30 =", "-n", "2", "--json", "--max-tokens", "1")
+    ran = run("submit", "98 + 25 =", "-n", "2", "--json", "--max-tokens", "1")
     (completion,) = completions(ran.stdout)
     assert completion.status == "done"
     assert [len(sample.token_ids) for sample in completion.samples] == [1, 1]
@@ -81,14 +81,14 @@ def test_refused_request(run: Run, on_served: Config) -> None:
 def test_file(run: Run, on_served: Config, tmp_path: Path) -> None:
     file = tmp_path / "requests.jsonl"
     lines = [
-        '"12 + 30 ="',
-        '{"prompt": "12 + 30 =", "request_id": "mine", "sampling": {"temperature": 0.0}}',
-        '{"prompt": "12 + 30 =", "n": 0}',
+        '"98 + 25 ="',
+        '{"prompt": "98 + 25 =", "request_id": "mine", "sampling": {"temperature": 0.0}}',
+        '{"prompt": "98 + 25 =", "n": 0}',
     ]
     file.write_text("\n".join(lines))
     ran = run("submit", "--file", str(file))
     assert ran.status == 1
-    assert sorted(ran.stdout.splitlines()) == ["[1] 42", "[mine] 42"]
+    assert sorted(ran.stdout.splitlines()) == ["[1] 123", "[mine] 123"]
     error, summary = ran.stderr.splitlines()
     assert error.startswith("nano-inference: [3] error: n is 0")
     assert summary.startswith("3 answered, 1 of them not well; ")
@@ -112,13 +112,13 @@ def test_standard_input(program: list[str], on_served: Config) -> None:
 def test_lines_before_an_unreadable_one_are_answered(program: list[str], on_served: Config) -> None:
     done = subprocess.run(
         [*program, "submit", "-"],
-        input='12 + 30 =\n{"prompt\n12 + 30 =\n',
+        input='98 + 25 =\n{"prompt\n98 + 25 =\n',
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
         check=False,
     )
-    assert (done.returncode, done.stdout) == (2, "[1] 42\n")
+    assert (done.returncode, done.stdout) == (2, "[1] 123\n")
     assert done.stderr.startswith("nano-inference: standard input, line 2: not valid JSON")
     assert len(done.stderr.splitlines()) == 1
 
@@ -137,7 +137,7 @@ def test_closed_pipe_is_quiet(program: list[str], on_served: Config) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
-        process.stdin.write("12 + 30 =\n")
+        process.stdin.write("98 + 25 =\n")
         process.stdin.close()
         assert process.wait(PATIENCE_S) == 1
         assert process.stderr.read() == ""
@@ -165,9 +165,9 @@ def test_ctrl_c_while_reading_a_terminal_or_pipe(program: list[str], on_served: 
     with started([*program, "submit", "-"], stdin=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write("12 + 30 =\n")
+        process.stdin.write("98 + 25 =\n")
         process.stdin.flush()
-        assert process.stdout.readline() == "[1] 42\n"
+        assert process.stdout.readline() == "[1] 123\n"
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, stderr) == (130, "")
@@ -181,12 +181,12 @@ def test_tail(program: list[str], run: Run, on_served: Config) -> None:
         assert process.stdout is not None
         # The heading comes when the stream is being followed.
         assert process.stdout.readline().split()[:2] == ["request", "status"]
-        assert run("submit", "12 + 30 =").status == 0
+        assert run("submit", "98 + 25 =").status == 0
         assert run("submit", "x", "-n", "0").status == 1
         stdout, stderr = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, stderr) == (0, "")
     first, second = (line.split() for line in stdout.splitlines())
-    assert (first[1], first[-1]) == ("done", "42")
+    assert (first[1], first[-1]) == ("done", "123")
     assert second[1:6] == ["error", "0", "-", "-", "invalid_n:"]
 
 
@@ -233,7 +233,7 @@ def test_status_counts_what_waits_and_what_is_in_flight(
 
 
 def test_status_of_a_running_pipeline(run: Run, on_served: Config) -> None:
-    run("submit", "12 + 30 =")
+    run("submit", "98 + 25 =")
     found = json.loads(run("status", "--json").stdout)
     assert (found["waiting"], found["in_flight"]) == (0, 0)
     assert found["results"] >= 1

@@ -11,7 +11,7 @@ from .conftest import Run
 def test_demo(run: Run) -> None:
     ran = run("demo", "--set", "engine.dtype=float32")
     assert (ran.status, ran.stderr) == (0, "")
-    assert " 5  12 + 30 =  →  42\n" in ran.stdout
+    assert " 5  98 + 25 =  →  123\n" in ran.stdout
     rows = [line for line in ran.stdout.splitlines() if line.rstrip().endswith(" done")]
     assert [row.split()[0] for row in rows] == [str(number) for number in range(1, 14)]
     for stage in ("admission", "fairness", "batching", "executor", "streaming"):

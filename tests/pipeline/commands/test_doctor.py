@@ -95,7 +95,7 @@ def test_doctor(run: Run, redis_url: str) -> None:
         *("python", "packages", "torch", "device", "bundled", "speed", "redis", "traces")
     ]
     assert {state for state, *_ in rows} <= {"ok", "warn"}
-    assert "'12 + 30 =' → '42'" in ran.stdout
+    assert "'98 + 25 =' → '123'" in ran.stdout
 
 
 @pytest.mark.slow

@@ -206,6 +206,7 @@ class PipelineConfig(Settings, frozen=True, forbid_unknown_fields=True):
     Attributes:
         stages: The stages of this process.
         max_restarts: Restarts of one stage within `restart_window_s` before the process gives up.
+        restart_window_s: Failures longer ago than this are forgotten.
         restart_backoff_s: Wait before the first restart; doubles with each further one.
         drain_timeout_s: How long requests in flight may take to finish after SIGTERM.
     """

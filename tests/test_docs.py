@@ -1,0 +1,120 @@
+"""What the documents say is true: their code runs, their tables and links are right."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import re
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from nano_inference import Config, Pipeline, load_config
+from nano_inference.config import DEFAULT_URL
+from nano_inference.stages.admission.checks import check_sampling
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+LIMIT_S = 120
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    """(where, code) of every fenced block in a language."""
+    found = []
+    for path in DOCUMENTS:
+        fences = re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.M | re.S)
+        found += [(f"{path.name}-{number}", code) for number, code in enumerate(fences)]
+    return found
+
+
+PYTHON = blocks("python")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("where", "code"), PYTHON, ids=[where for where, _ in PYTHON])
+async def test_python_code_runs(where: str, code: str, redis_url: str) -> None:
+    """As a program of its own, with a pipeline at the address that the documents use."""
+    config = load_config(env={}, overrides={"bus.url": redis_url})
+    async with asyncio.timeout(LIMIT_S), Pipeline(config):
+        ran = await asyncio.to_thread(
+            subprocess.run,
+            [sys.executable, "-c", code.replace(DEFAULT_URL, redis_url)],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip()
+
+
+def test_settings_are_all_listed_with_their_defaults() -> None:
+    text = (ROOT / "docs" / "settings.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+\.\w+)` \| `?(.*?)`? \| .+ \|$", text, re.M))
+    wanted = {}
+    for section, kind in typing.get_type_hints(Config).items():
+        for name in kind.__struct_fields__:
+            value = getattr(kind(), name)
+            shown = ", ".join(value) if isinstance(value, tuple) else str(value)
+            wanted[f"{section}.{name}"] = shown or "(empty)"
+    assert rows == wanted
+
+
+def test_json_in_the_docs_is_what_the_codec_writes() -> None:
+    from nano_inference.bus.messages import Output
+
+    examples = [code for where, code in blocks("json") if where.startswith("redis.md")]
+    assert len(examples) == 2
+    for example in examples:
+        msgspec.json.decode(example, type=Output)
+
+
+def test_error_codes_are_all_listed() -> None:
+    """Every code that the source names, in `code=`, as a class's `code`, or to Cancel."""
+    text = (ROOT / "docs" / "errors.md").read_text()
+    listed = set(re.findall(r"`([a-z_]+)`", text))
+    used = set()
+    for room in ("bus", "config", "pipeline", "stages"):
+        for path in (ROOT / room).rglob("*.py"):
+            used |= codes_in(ast.parse(path.read_text()))
+    used |= {f"invalid_{name}" for name in checked_sampling_fields()}
+    assert {"malformed", "lane_failed", "stage_failed", "invalid_top_p"} <= used
+    assert used - listed == set()
+
+
+def codes_in(tree: ast.AST) -> set[str]:
+    """The string constants that stand where a code is given."""
+    places = {"Cancel": 3, "Malformed": 1}
+    found: list[ast.expr] = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.keyword(arg="code", value=value):
+                found.append(value)
+            case ast.Assign(targets=[ast.Name(id="code")], value=value):
+                found.append(value)
+            case ast.Call(func=ast.Name(id=name), args=values) if name in places:
+                found += values[places[name] : places[name] + 1]
+    return {
+        node.value
+        for node in found
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+
+
+def checked_sampling_fields() -> set[str]:
+    """The fields whose ranges admission checks, by the names that the checks use."""
+    source = ast.parse(Path(sys.modules[check_sampling.__module__].__file__ or "").read_text())
+    calls = [node for node in ast.walk(source) if isinstance(node, ast.Call)]
+    return {
+        ast.literal_eval(call.args[0]) for call in calls if ast.unparse(call.func) == "_require"
+    }
+
+
+def test_links_lead_to_files() -> None:
+    for path in DOCUMENTS:
+        for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
+            assert (path.parent / target).exists(), f"{path.name} links to {target}"

@@ -9,7 +9,7 @@ import structlog
 
 from ..config import TelemetryConfig
 
-_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": 30, "error": logging.ERROR}
+_LEVELS = logging.getLevelNamesMapping()
 
 
 def setup_logging(config: TelemetryConfig) -> None:
@@ -21,13 +21,18 @@ def setup_logging(config: TelemetryConfig) -> None:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     renderer: list[structlog.types.Processor] = (
-        [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        # Plain tracebacks: the rich ones print local variables, and with them people's prompts.
+        [
+            structlog.dev.ConsoleRenderer(
+                colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+            )
+        ]
         if as_text
         else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     )
     structlog.configure(
         processors=[*shared, *renderer],
-        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[config.log_level]),
+        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[config.log_level.upper()]),
         logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
         cache_logger_on_first_use=False,
     )
@@ -39,5 +44,7 @@ def setup_logging(config: TelemetryConfig) -> None:
         )
     )
     logging.basicConfig(
-        handlers=[handler], level=max(_LEVELS[config.log_level], logging.WARNING), force=True
+        handlers=[handler],
+        level=max(_LEVELS[config.log_level.upper()], logging.WARNING),
+        force=True,
     )

@@ -8,7 +8,7 @@ from .errors import (
     NanoInferenceError,
     RequestError,
 )
-from .load import load_config, parse_value
+from .load import load_config, nearest, parse_value
 from .settings import (
     BUNDLED_MODEL,
     DEFAULT_URL,
@@ -46,5 +46,6 @@ __all__ = [
     "Stage",
     "TelemetryConfig",
     "load_config",
+    "nearest",
     "parse_value",
 ]

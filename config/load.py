@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
-import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ ENV_PREFIX = "NANO_INFERENCE_"
 
 Tree = dict[str, dict[str, Any]]
 
-_SECTIONS = typing.get_type_hints(Config)
+_SECTIONS = {field.name: field.type for field in msgspec.structs.fields(Config)}
 
 
 def load_config(
@@ -88,13 +87,14 @@ def _merge_file(tree: Tree, path: Path) -> None:
 def _put(tree: Tree, dotted: str, value: Any, *, source: str) -> None:
     section, _, name = dotted.partition(".")
     if section not in _SECTIONS:
-        raise ConfigError(f"{source}: no section {section!r}{_nearest(section, _SECTIONS)}")
+        raise ConfigError(f"{source}: no section {section!r}{nearest(section, _SECTIONS)}")
     known = _SECTIONS[section].__struct_fields__
     if name not in known:
-        raise ConfigError(f"{source}: {section} has no setting {name!r}{_nearest(name, known)}")
+        raise ConfigError(f"{source}: {section} has no setting {name!r}{nearest(name, known)}")
     tree.setdefault(section, {})[name] = value
 
 
-def _nearest(name: str, known: typing.Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown name: the nearest known one, or all of them."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {matches[0]!r}?" if matches else f"; known: {', '.join(known)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -28,10 +28,13 @@ Not 6379, so that neither a stray local Redis nor its data is touched without be
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of all settings: immutable, and strict about what it is given."""
 
+    SECTION: ClassVar[str] = ""
+
     def require(self, name: str, holds: bool, wanted: str) -> None:
         """Raises ConfigError naming the setting unless `holds`."""
         if not holds:
-            raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {wanted}")
+            shown = f"{self.SECTION}.{name}" if self.SECTION else name
+            raise ConfigError(f"{shown} is {getattr(self, name)!r}; it must be {wanted}")
 
 
 class EngineConfig(Settings, frozen=True, forbid_unknown_fields=True):
@@ -52,6 +55,8 @@ class EngineConfig(Settings, frozen=True, forbid_unknown_fields=True):
             steps are too short to be shared, and one per core for others.
         seed: Base of the random numbers of requests that bring no seed.
     """
+
+    SECTION: ClassVar[str] = "engine"
 
     model_path: str = BUNDLED_MODEL
     cache_type: Literal["paged"] = "paged"
@@ -150,6 +155,8 @@ class BusConfig(Settings, frozen=True, forbid_unknown_fields=True):
         max_request_bytes: A larger request is refused before it is parsed.
     """
 
+    SECTION: ClassVar[str] = "bus"
+
     url: str = "memory"
     links: Literal["auto", "redis"] = "auto"
     prefix: str = "nano"
@@ -179,6 +186,8 @@ class AdmissionConfig(Settings, frozen=True, forbid_unknown_fields=True):
         max_samples: Largest `n` of one request.
     """
 
+    SECTION: ClassVar[str] = "admission"
+
     max_in_flight: int = 1024
     max_samples: int = 64
 
@@ -193,6 +202,8 @@ class FairnessConfig(Settings, frozen=True, forbid_unknown_fields=True):
     Attributes:
         aging_s: Seconds of waiting that are worth one level of priority.
     """
+
+    SECTION: ClassVar[str] = "fairness"
 
     aging_s: float = 2.0
 
@@ -210,6 +221,8 @@ class PipelineConfig(Settings, frozen=True, forbid_unknown_fields=True):
         restart_backoff_s: Wait before the first restart; doubles with each further one.
         drain_timeout_s: How long requests in flight may take to finish after SIGTERM.
     """
+
+    SECTION: ClassVar[str] = "pipeline"
 
     stages: tuple[Stage, ...] = STAGES
     max_restarts: int = 5
@@ -235,6 +248,8 @@ class TelemetryConfig(Settings, frozen=True, forbid_unknown_fields=True):
         otlp_endpoint: As in OTEL_EXPORTER_OTLP_ENDPOINT, which is read when this is empty.
         service_name: The `service.name` of the spans; the stage is an attribute of its own.
     """
+
+    SECTION: ClassVar[str] = "telemetry"
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["auto", "text", "json"] = "auto"

@@ -7,7 +7,6 @@ import asyncio
 import re
 import subprocess
 import sys
-import typing
 from pathlib import Path
 
 import msgspec
@@ -56,7 +55,8 @@ def test_settings_are_all_listed_with_their_defaults() -> None:
     text = (ROOT / "docs" / "settings.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+\.\w+)` \| `?(.*?)`? \| .+ \|$", text, re.M))
     wanted = {}
-    for section, kind in typing.get_type_hints(Config).items():
+    for field in msgspec.structs.fields(Config):
+        section, kind = field.name, field.type
         for name in kind.__struct_fields__:
             value = getattr(kind(), name)
             shown = ", ".join(value) if isinstance(value, tuple) else str(value)

@@ -14,7 +14,7 @@ import typer
 
 from ...bus.codec import encode_output
 from ...bus.messages import Completion
-from ...config import STAGES, Config
+from ...config import STAGES, Config, ConfigError, nearest
 from ...telemetry import setup_logging
 from ..pipeline import Pipeline
 from .options import BusUrl, ConfigFile, LogLevel, ModelPath, Settings, build_config
@@ -56,6 +56,9 @@ def run(
         echo '{"prompt": "98 + 25 =", "sampling": {"temperature": 0}}' | nano-inference run
     """
     names = [name.strip() for name in stages.split(",") if name.strip()]
+    for name in names:
+        if name not in STAGES:
+            raise ConfigError(f"there is no stage {name!r}{nearest(name, STAGES)}")
     config = build_config(
         config_file, bus, model, settings, log_level, **{"pipeline.stages": names}
     )

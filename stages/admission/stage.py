@@ -151,10 +151,24 @@ class AdmissionStage(Actor):
                 *(self.bus.results.exists(request_id_of(entry)) for entry in entries)
             )
             for entry, exists in zip(entries, exist, strict=True):
-                # A new epoch may have begun since they were taken.
-                await self._open.wait()
-                async with self._turn:
+                await self._wait_for_turn()
+                try:
                     await self._admit(entry, received, exists)
+                finally:
+                    self._turn.release()
+
+    async def _wait_for_turn(self) -> None:
+        """Takes the turn at a time when all stages take part.
+
+        A new epoch may begin while this waits for its turn. What were let in then could reach a
+        stage that is not there yet, and be lost.
+        """
+        while True:
+            await self._open.wait()
+            await self._turn.acquire()
+            if self._open.is_set():
+                return
+            self._turn.release()
 
     async def _admit(self, entry: RequestEntry, received_ns: int, exists: bool) -> None:
         request_id = request_id_of(entry)

@@ -27,7 +27,13 @@ PATIENCE_S = 60.0
 def started(command: list[str], stdin: int = subprocess.DEVNULL) -> Iterator[subprocess.Popen[str]]:
     """A program with pipes, ended at the latest with the test."""
     with subprocess.Popen(
-        command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Shells start background jobs with SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     ) as process:
         try:
             yield process

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -94,6 +95,10 @@ async def _parent_gone(scope: anyio.CancelScope) -> None:
     """Standard input is a pipe that the parent never writes to and that closes when it dies."""
     async for _ in stdin_lines():
         pass
+    # It read our logs too; a write to nobody would be an error.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(nowhere, stream.fileno())
     scope.cancel()
 
 

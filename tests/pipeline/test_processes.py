@@ -220,3 +220,15 @@ async def test_every_stage_has_its_span_in_one_trace_and_sigterm_drains(
     (root,) = [row for row in rows if row[0] == "publish"]
     assert {parent for name, _, parent, _ in rows if name != "publish"} == {root[1]}
     assert len({instance for *_, instance in rows}) == 6, "each process exports its own"
+
+
+async def test_children_leave_when_their_parent_is_killed(redis_url: str, tmp_path: Path) -> None:
+    prefix = f"orphans-{uuid.uuid4().hex[:8]}"
+    house = House(redis_url, prefix, endpoint="", log=tmp_path / "log")
+    assert (await complete(house, GOOD)).status == "done"
+    children = [house.child(stage) for stage in STAGES]
+    house.process.kill()
+    house.process.wait()
+    async with asyncio.timeout(LIMIT_S):
+        while any(Path(f"/proc/{child}").exists() for child in children):
+            await asyncio.sleep(0.05)

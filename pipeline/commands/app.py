@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from ...config import NanoInferenceError
+from ..supervisor import StageFailed
 from .demo import demo
 from .doctor import doctor
 from .run import run
@@ -77,8 +78,8 @@ def _root(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line; returns its exit status.
 
-    0: done. 1: it ran, and a request or a check failed. 2: it could not run, and one sentence on
-    standard error says why. 130: Ctrl-C.
+    0: done. 1: it ran, and a request, a check or a stage failed. 2: it could not run, and one
+    sentence on standard error says why. 130: Ctrl-C.
     """
     for stream in (sys.stdout, sys.stderr):
         # A model may write any character; a terminal that can't show it must not end the program.
@@ -122,7 +123,7 @@ def _status_of(error: BaseException) -> int | None:
         return 1
     if isinstance(error, NanoInferenceError):
         complain(error.message)
-        return 2
+        return 1 if isinstance(error, StageFailed) else 2
     if format_message := getattr(error, "format_message", None):  # typer's own, and click's
         complain(_usage_sentence(str(format_message()), getattr(error, "ctx", None)))
         return 2

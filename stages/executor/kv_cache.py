@@ -72,11 +72,12 @@ def count_blocks(config: EngineConfig, model: LoadedModel) -> int:
     num_blocks = min(available // per_block, config.max_batch_size * per_sequence)
     if num_blocks < per_sequence:
         setting = "gpu_memory_utilization" if on_cuda else "kv_cache_bytes"
+        fitting = max(num_blocks, 0) * config.block_size
+        alternative = f", or set max_model_len to at most {fitting}" if fitting > 1 else ""
         raise ModelError(
             f"one sequence of max_model_len {model.max_model_len} needs "
             f"{per_sequence * per_block} bytes of KV cache and there are {max(available, 0)}; "
-            f"raise {setting}, or set max_model_len to at most "
-            f"{max(num_blocks, 0) * config.block_size}"
+            f"raise {setting}{alternative}"
         )
     return num_blocks
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -226,9 +227,11 @@ async def test_children_leave_when_their_parent_is_killed(redis_url: str, tmp_pa
     prefix = f"orphans-{uuid.uuid4().hex[:8]}"
     house = House(redis_url, prefix, endpoint="", log=tmp_path / "log")
     assert (await complete(house, GOOD)).status == "done"
-    children = [house.child(stage) for stage in STAGES]
+    children = [os.pidfd_open(house.child(stage)) for stage in STAGES]
     house.process.kill()
     house.process.wait()
-    async with asyncio.timeout(LIMIT_S):
-        while any(Path(f"/proc/{child}").exists() for child in children):
-            await asyncio.sleep(0.05)
+    for child in children:
+        # A process's descriptor is readable once the process has ended.
+        gone, _, _ = await asyncio.to_thread(select.select, [child], [], [], LIMIT_S)
+        assert gone
+        os.close(child)

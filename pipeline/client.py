@@ -106,7 +106,7 @@ class BusClient:
                     yield output
         finally:
             if not done:
-                await self.cancel(request_id)
+                await self.cancel(request_id, entry_id)
 
     async def complete(self, request: Request | bytes) -> Completion:
         """Publishes a request and waits for its terminal message."""
@@ -116,10 +116,16 @@ class BusClient:
                     return output
         raise AssertionError("the output ended without a terminal message")
 
-    async def cancel(self, request_id: str) -> None:
-        """Ends a request that has been admitted; one that is unknown is left alone."""
+    async def cancel(self, request_id: str, entry_id: str = "") -> None:
+        """Ends a request; one that has ended is left alone.
+
+        Args:
+            request_id: The request's id.
+            entry_id: What `publish` returned. With it the request is found even before it is let
+                in; without it only one that is in flight.
+        """
         message = "the client cancelled the request"
-        cancel = Cancel(request_id, "", "cancelled", "cancelled", message)
+        cancel = Cancel(request_id, entry_id, "cancelled", "cancelled", message)
         await self._control("admission", cancel)
 
     async def pause(self) -> None:

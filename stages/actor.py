@@ -100,14 +100,18 @@ class Actor(ABC):
     async def receive_forever(self, inbox: Inbox) -> None:
         """Takes messages one at a time, oldest first."""
         while True:
-            envelopes: list[Envelope] = []
-            wake_at = self.wake_at_ns()
-            wait_s = None if wake_at is None else max(0.0, (wake_at - now_ns()) / 1e9)
-            with anyio.move_on_after(wait_s):
-                envelopes = await inbox.receive()
-            for envelope in envelopes:
+            for envelope in await self._receive(inbox):
                 await self._dispatch(envelope)
             await self.settle()
+
+    async def _receive(self, inbox: Inbox) -> list[Envelope]:
+        """Waits for messages, until `wake_at_ns` at the longest."""
+        wake_at = self.wake_at_ns()
+        if wake_at is None:
+            return await inbox.receive()
+        with anyio.move_on_after(max(0.0, (wake_at - now_ns()) / 1e9)):
+            return await inbox.receive()
+        return []
 
     async def leave(self, reason: str) -> None:
         """Tells admission that what this stage held is lost."""

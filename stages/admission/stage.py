@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from typing import ClassVar
 
 import anyio
 import anyio.to_thread
+import msgspec
 
 from ...bus import Inbox, RequestEntry
 from ...bus.links import ADMITTED, CONTROL, REFUSED
@@ -28,6 +30,9 @@ from ..tokenizer import load_tokenizer, stop_token_ids_of
 from .core import AdmissionCore, request_id_of, status_of
 
 OTHERS = tuple(stage for stage in STAGES if stage != "admission")
+
+# Cancellations of entries not seen yet that are kept.
+REMEMBERED_CANCELS = 4096
 
 # Text longer than this is tokenised beside the event loop, which would stand still meanwhile.
 LONG_TEXT = 16_384
@@ -57,6 +62,8 @@ class AdmissionStage(Actor):
         # Entries whose terminal message is not written yet, by entry id, each with the message
         # that ends it if a stage fails before.
         self._unanswered: dict[str, Cancel] = {}
+        # Entries that were cancelled before they were let in, oldest first.
+        self._cancelled_early: OrderedDict[str, Cancel] = OrderedDict()
         self._taking = anyio.CancelScope()
 
     # --- starting -----------------------------------------------------------------------------
@@ -213,6 +220,9 @@ class AdmissionStage(Actor):
             trace=trace,
             budget_ns=budget_of(deadline, now),
         )
+        early = self._cancelled_early.pop(entry.entry_id, None)
+        if early is not None:
+            await self.send(ADMITTED, early)
 
     async def _refuse(self, cancel: Cancel) -> None:
         # Of no epoch: a refusal is true in any.
@@ -226,11 +236,13 @@ class AdmissionStage(Actor):
 
     async def _cancel(self, cancel: Cancel) -> None:
         entry_id = self._core.entry_of(cancel.request_id)
-        if entry_id is not None:
-            await self.send(
-                ADMITTED,
-                Cancel(cancel.request_id, entry_id, "cancelled", "cancelled", cancel.message),
-            )
+        if entry_id is not None and cancel.entry_id in ("", entry_id):
+            await self.send(ADMITTED, msgspec.structs.replace(cancel, entry_id=entry_id))
+        elif cancel.entry_id and cancel.entry_id not in self._unanswered:
+            # It may be on its way in, or have ended already; nobody can tell here.
+            self._cancelled_early[cancel.entry_id] = cancel
+            if len(self._cancelled_early) > REMEMBERED_CANCELS:
+                self._cancelled_early.popitem(last=False)
 
     def _update_room(self) -> None:
         if self._core.room() > 0:

@@ -104,12 +104,15 @@ def paged_attention(
     view = attention_batch.views[sliding_window, key.shape[1]]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     queries = query[0].transpose(0, 1)
-    flat = (keys.view(-1, keys.shape[-1]), values.view(-1, values.shape[-1]))
     heads = key.shape[1]
-    parts = [_decode(chunk, queries, *flat, heads, scale, softcap, s_aux) for chunk in view.decodes]
+    parts = [
+        _decode(chunk, queries, *kv_cache.gather(layer, chunk.index), heads, scale, softcap, s_aux)
+        for chunk in view.decodes
+    ]
     for row in view.prefills:
         own = (new_keys[row.start : row.stop], new_values[row.start : row.stop])
-        context = _context(row, own, flat, heads)
+        context = own if row.index is None else kv_cache.gather(layer, row.index)
+        context = _by_head(row, context, heads)
         row_queries = queries[row.start : row.stop]
         if softcap is None and s_aux is None:
             parts.append(_prefill(row, row_queries, *context, scale))
@@ -129,11 +132,11 @@ def _decode(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Rows of one token each: `[rows, heads, value_dim]`."""
+    """Rows of one token each: `[rows, heads, value_dim]`; keys and values as gathered."""
     rows = chunk.stop - chunk.start
     grouped = queries[chunk.start : chunk.stop].reshape(rows * heads, -1, queries.shape[-1])
-    context_keys = keys.index_select(0, chunk.index).view(rows * heads, chunk.length, -1)
-    context_values = values.index_select(0, chunk.index).view(rows * heads, chunk.length, -1)
+    context_keys = keys.view(rows * heads, chunk.length, -1)
+    context_values = values.view(rows * heads, chunk.length, -1)
     if softcap is None:
         scores = torch.baddbmm(chunk.bias, grouped, context_keys.transpose(1, 2), alpha=scale)
     else:
@@ -145,14 +148,12 @@ def _decode(
     return torch.bmm(weights, context_values).view(rows, queries.shape[1], -1)
 
 
-def _context(
-    row: PrefillRow, own: tuple[Tensor, Tensor], flat: tuple[Tensor, Tensor], heads: int
-) -> tuple[Tensor, Tensor]:
+def _by_head(row: PrefillRow, context: tuple[Tensor, Tensor], heads: int) -> tuple[Tensor, Tensor]:
     """Keys and values that a row may look at, `[kv_heads, context, dim]` each."""
+    keys, values = context
     if row.index is None:
-        return own[0].transpose(0, 1), own[1].transpose(0, 1)
-    keys, values = (t.index_select(0, row.index).view(heads, -1, t.shape[-1]) for t in flat)
-    return keys, values
+        return keys.transpose(0, 1), values.transpose(0, 1)
+    return keys.view(heads, -1, keys.shape[-1]), values.view(heads, -1, values.shape[-1])
 
 
 def _prefill(

@@ -34,6 +34,29 @@ class KVCache:
         self.keys = [allocate(spec.num_kv_heads, spec.key_dim) for spec in model.layers]
         self.values = [allocate(spec.num_kv_heads, spec.value_dim) for spec in model.layers]
 
+        # Gathered keys and gathered values, kept between calls: a new tensor of some megabytes is
+        # memory that the allocator maps, and the kernel clears, for every layer of every step.
+        self._gathered = [torch.empty(0, dtype=model.dtype, device=model.device) for _ in range(2)]
+
+    def gather(self, layer: int, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer at `index`, `[len(index), dim]` each.
+
+        Args:
+            layer: The layer.
+            index: Rows of the flat cache `[slots * kv_heads, dim]`.
+
+        Returns:
+            Buffers that the next call overwrites.
+        """
+        found = []
+        for which, cache in enumerate((self.keys[layer], self.values[layer])):
+            dim = cache.shape[-1]
+            if self._gathered[which].numel() < index.numel() * dim:
+                self._gathered[which] = cache.new_empty(2 * index.numel() * dim)
+            buffer = self._gathered[which][: index.numel() * dim].view(-1, dim)
+            found.append(torch.index_select(cache.view(-1, dim), 0, index, out=buffer))
+        return found[0], found[1]
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies blocks, (source, destination) each, in all layers; sources are read first.
 

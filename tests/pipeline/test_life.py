@@ -121,6 +121,19 @@ async def test_cancel_by_another_client(make_config: MakeConfig) -> None:
         assert {sample.finish_reason for sample in completion.samples} == {"abort"}
 
 
+async def test_cancel_right_behind_the_request(pipeline: Pipeline) -> None:
+    """The cancellation travels on another link, and may be there before the request is let in."""
+    client = pipeline.client
+    async with asyncio.timeout(LIMIT_S):
+        for index in range(20):
+            entry_id = await client.publish({**LONG, "request_id": f"r{index}"})
+            await client.cancel(f"r{index}", entry_id)
+            outputs = pipeline.bus.results.follow(f"r{index}", entry_id)
+            completion = [output async for output in outputs][-1]
+            assert isinstance(completion, Completion)
+            assert completion.status == "cancelled"
+
+
 async def test_cancel_of_an_unknown_request_changes_nothing(pipeline: Pipeline) -> None:
     await pipeline.client.cancel("nobody")
     assert (await pipeline.complete(GOOD)).status == "done"

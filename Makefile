@@ -1,7 +1,7 @@
 # make demo   set up and watch the pipeline answer
 # make test   set up and run every test
 # make check  format, lint, types, layers
-# make bench  measure the overheads of bus and pipeline
+# make bench  measure what bus, caches and pipeline cost
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -29,6 +29,7 @@ check: $(STAMP) .typing/nano_inference
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/bus.py
+	$(BIN)/python benchmarks/cache.py
 	$(BIN)/python benchmarks/pipeline.py
 
 clean:

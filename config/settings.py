@@ -42,7 +42,8 @@ class EngineConfig(Settings, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         model_path: A folder in Transformers' format, or "tiny" for the bundled model.
-        cache_type: The prefix cache. "paged": blocks found by a hash chain.
+        cache_type: The prefix cache. "radix": a tree of tokens, which finds the longest match with
+            any sequence computed; "paged": full blocks found by a chain of hashes.
         block_size: Tokens per KV block.
         max_batch_size: Sequences that run at the same time.
         max_model_len: Prompt and completion together, in tokens; the model's own limit applies too.
@@ -59,7 +60,7 @@ class EngineConfig(Settings, frozen=True, forbid_unknown_fields=True):
     SECTION: ClassVar[str] = "engine"
 
     model_path: str = BUNDLED_MODEL
-    cache_type: Literal["paged"] = "paged"
+    cache_type: Literal["paged", "radix"] = "radix"
     block_size: int = 16
     max_batch_size: int = 256
     max_model_len: int = 8192

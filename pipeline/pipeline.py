@@ -92,7 +92,7 @@ class Pipeline:
             if self._failure is None and not self._house.done():
                 await self._leave()
                 self._house.cancel()
-            await asyncio.wait([self._house])
+            await asyncio.gather(self._house, return_exceptions=True)
             await self.bus.aclose()
             if self._given_tracing is None:
                 await anyio.to_thread.run_sync(self.tracing.shutdown)

@@ -1,14 +1,21 @@
 """The batching stage: what fits in the next step."""
 
-from .cache import CacheAllocation, PagedKVCache, compute_block_hash
+from .cache import CacheAllocation, KVCacheManager, Lease, OutOfBlocks, PrefixMatch
 from .core import BatchingCore
+from .paged import PagedKVCache, compute_block_hash
+from .radix import RadixKVCache
 from .schedule import SchedulerOutput, schedule
 from .sequence import Sequence, SequenceStatus
 
 __all__ = [
     "BatchingCore",
     "CacheAllocation",
+    "KVCacheManager",
+    "Lease",
+    "OutOfBlocks",
     "PagedKVCache",
+    "PrefixMatch",
+    "RadixKVCache",
     "SchedulerOutput",
     "Sequence",
     "SequenceStatus",

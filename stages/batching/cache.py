@@ -1,16 +1,17 @@
-"""The KV cache's accounting: which block belongs to whom, and which prefix lies in which block.
+"""The KV cache's accounting: which block belongs to whom, and what every prefix cache can do.
 
 The KV tensors themselves are the executor's; here a block is a number.
 """
 
 from __future__ import annotations
 
-from array import array
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
 
 import msgspec
-import xxhash
 
 from ...config import NanoInferenceError
 
@@ -22,60 +23,78 @@ class OutOfBlocks(NanoInferenceError):
 
 
 class CacheAllocation(msgspec.Struct, frozen=True):
-    """The blocks of a sequence, in order, and how many leading tokens in them are computed."""
+    """The blocks of a sequence.
+
+    Attributes:
+        block_ids: In order.
+        cached_length: Leading tokens that need no computing.
+        copies: (source, destination) blocks to copy before the first of the other tokens is
+            computed: `cached_length` ends within the destination.
+    """
 
     block_ids: tuple[int, ...]
     cached_length: int
+    copies: tuple[tuple[int, int], ...] = ()
 
 
 class PrefixMatch(msgspec.Struct, frozen=True):
-    """A cached prefix.
+    """What starting a sequence would find and take.
 
     Attributes:
-        num_blocks: Leading blocks that are cached.
-        num_shared: Those of them that are in use by others, so that using them takes no free block.
+        num_cached: Leading tokens that would need no computing.
+        num_needed: Free blocks that it would take.
+        next_run: Names what it would compute first, as `KVCacheManager.next_run` does; None when
+            all is cached but the one token that has to be computed in any case.
     """
 
-    num_blocks: int
-    num_shared: int
+    num_cached: int
+    num_needed: int
+    next_run: Hashable
 
 
-def compute_block_hash(token_ids: Sequence[int], prefix_hash: int = -1) -> int:
-    """Names a full block by its tokens and, through `prefix_hash`, by all that stands before it.
+class Lease:
+    """What one sequence has of a cache; made for its tokens before it has any block.
 
-    Args:
-        token_ids: The tokens of the block; any integers of 64 bits.
-        prefix_hash: The hash of the block before, or the root of a chain; -1 for none.
-
-    Returns:
-        128 bits (XXH3), wide enough that two prefixes never share a name by chance.
-
-    Raises:
-        ValueError: `token_ids` is empty.
+    Attributes:
+        token_ids: The sequence's own list, which it may extend.
+        block_ids: The block table, extended in place; empty while the sequence does not run.
+        source: A block held until the copy from it has been made, or -1.
+        generation: The cache's generation when the blocks were taken.
+        num_known: Leading blocks whose tokens the cache knows, as far as was looked.
+        trail: The cache's own notes: for each leading block, what names it.
     """
-    if not token_ids:
-        raise ValueError("a block must hold at least one token")
-    state = xxhash.xxh3_128(array("q", token_ids).tobytes())
-    if prefix_hash != -1:
-        state.update(prefix_hash.to_bytes(16, "little"))
-    return state.intdigest()
+
+    __slots__ = ("block_ids", "generation", "num_known", "source", "token_ids", "trail")
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self.token_ids = token_ids
+        self.block_ids: list[int] = []
+        self.source = -1
+        self.generation = 0
+        self.num_known = 0
+        self.trail: list[Any] = []
 
 
-def extend_block_hashes(
-    hashes: list[int], token_ids: Sequence[int], block_size: int, root: int = -1
-) -> None:
-    """Appends the hashes of those full blocks of `token_ids` that `hashes` does not hold yet."""
-    for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
-        prefix_hash = hashes[-1] if hashes else root
-        hashes.append(compute_block_hash(token_ids[start : start + block_size], prefix_hash))
+class Found(NamedTuple):
+    """A cached prefix: whole blocks to share, then `num_partial` tokens of `source` to copy."""
+
+    block_ids: list[int]
+    source: int = -1
+    num_partial: int = 0
 
 
-class PagedKVCache:
-    """Blocks of fixed size, reference-counted, found again by a hash chain.
+class KVCacheManager(ABC):
+    """Blocks of fixed size, reference-counted, whose tokens can be found again.
 
-    A block is in use (someone holds it) or free. A free block that was computed keeps its name
-    until it is taken for something else, least recently freed first. A block gets its name only
-    through `commit`, once its KV has been computed.
+    A block is held or free. A free block whose KV was computed can still be found until it is
+    taken for something else, least recently freed first. Whole blocks are shared; of a block that
+    a prompt meets only partly, the first tokens are copied. A block can be found only after
+    `commit`, that is once its KV has been computed, and a sequence never finds all of its tokens:
+    sampling needs one to compute.
+
+    The life of a lease: `match` as often as wanted, `start`, then `extend` and `commit` as it
+    grows, `release`; then it may start again. `allocate`, `insert` and `deallocate` do the same
+    for callers who keep their block ids themselves. Subclasses say how tokens are found.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -85,93 +104,37 @@ class PagedKVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._ref_counts = [0] * num_blocks
-        self._hashes = [-1] * num_blocks
-        self._block_of: dict[int, int] = {}
-        # Least recently freed first. A block without a name goes to the front: nothing is lost
-        # by taking it.
+        # Least recently freed first. A block that can't be found goes to the front: nothing is
+        # lost by taking it. A prefix is freed after its continuation, so leaves go before roots.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._generation = 0
 
-    def num_free_blocks(self) -> int:
-        """Blocks that nobody holds, cached ones among them."""
-        return len(self._free)
+    # --- for callers who keep block ids -------------------------------------------------------
 
-    def num_cached_blocks(self) -> int:
-        """Blocks that can be found by their hash, held or free."""
-        return len(self._block_of)
-
-    def match(self, hashes: Sequence[int], num_tokens: int) -> PrefixMatch:
-        """The longest cached prefix of a sequence, without taking it.
-
-        At least one of the `num_tokens` tokens is left over: sampling needs a token to compute.
-        """
-        num_blocks = num_shared = 0
-        for block_hash in hashes[: max(num_tokens - 1, 0) // self.block_size]:
-            block_id = self._block_of.get(block_hash)
-            if block_id is None:
-                break
-            num_blocks += 1
-            num_shared += self._ref_counts[block_id] > 0
-        return PrefixMatch(num_blocks, num_shared)
-
-    def allocate(
-        self, token_ids: Sequence[int], hashes: Sequence[int] | None = None
-    ) -> CacheAllocation:
-        """Takes blocks for all tokens of a sequence, cached ones where there are any.
-
-        Args:
-            token_ids: The tokens, at least one.
-            hashes: Those of its full blocks, when the caller has them.
+    def allocate(self, token_ids: Sequence[int]) -> CacheAllocation:
+        """Takes blocks for all tokens of a sequence, cached whole blocks where there are any.
 
         Raises:
             OutOfBlocks: Nothing was taken.
+            ValueError: There is no token.
         """
-        if not token_ids:
-            raise ValueError("a sequence must hold at least one token")
-        if hashes is None:
-            hashes = []
-            extend_block_hashes(hashes, token_ids, self.block_size)
-        total = -(-len(token_ids) // self.block_size)
-        found = self.match(hashes, len(token_ids))
-        fresh = total - found.num_blocks
-        if total - found.num_shared > len(self._free):
-            raise OutOfBlocks(
-                f"{total - found.num_shared} blocks are needed and {len(self._free)} are free"
-            )
-        block_ids = [self._block_of[block_hash] for block_hash in hashes[: found.num_blocks]]
-        for block_id in block_ids:
-            self._free.pop(block_id, None)
-            self._ref_counts[block_id] += 1
-        block_ids.extend(self.append_block() for _ in range(fresh))
-        return CacheAllocation(tuple(block_ids), found.num_blocks * self.block_size)
+        lease = Lease(token_ids)
+        return self._take(lease, Found(self._find(lease).block_ids))
 
-    def append_block(self) -> int:
-        """Takes one block to write to.
-
-        Raises:
-            OutOfBlocks: None is free.
-        """
-        if not self._free:
-            raise OutOfBlocks("1 block is needed and 0 are free")
-        block_id, _ = self._free.popitem(last=False)
-        self._forget(block_id)
-        self._ref_counts[block_id] = 1
-        return block_id
-
-    def commit(self, block_id: int, block_hash: int) -> None:
-        """The KV of a full block is computed: from now on it can be found.
-
-        When another block already has this name, that one stays the one that is found.
-        """
-        if self._ref_counts[block_id] < 1:
-            raise ValueError(f"block {block_id} is not held, so it can't have been computed")
-        if block_hash not in self._block_of:
-            self._forget(block_id)
-            self._block_of[block_hash] = block_id
-            self._hashes[block_id] = block_hash
+    def insert(self, token_ids: Sequence[int], block_ids: Sequence[int]) -> None:
+        """The KV of these tokens has been computed in these blocks: they can be found now."""
+        lease = Lease(token_ids)
+        lease.block_ids = list(block_ids)
+        lease.generation = self._generation
+        self.commit(lease, len(token_ids))
 
     def deallocate(self, block_ids: Sequence[int]) -> None:
-        """Gives up one hold on each block. What nobody holds any more becomes free."""
-        # The end of a chain is freed first, so that it is reused first: a prefix is of use
+        """Gives up one hold on each block. What nobody holds any more becomes free.
+
+        Raises:
+            ValueError: Nobody holds one of them.
+        """
+        # The end of a sequence is freed first, so that it is reused first: a prefix is of use
         # without its continuation, but not the other way round.
         for block_id in reversed(block_ids):
             if self._ref_counts[block_id] < 1:
@@ -179,36 +142,212 @@ class PagedKVCache:
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
                 self._free[block_id] = None
-                if self._hashes[block_id] == -1:
+                if not self._is_named(block_id):
                     self._free.move_to_end(block_id, last=False)
 
-    def num_reclaimable(self, block_ids: Iterable[int]) -> int:
-        """How many of these blocks would become free if their holder gave them up."""
-        return sum(self._ref_counts[block_id] == 1 for block_id in block_ids)
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody holds, cached ones among them."""
+        return len(self._free)
 
     def flush(self) -> None:
-        """Forgets all names. Blocks in use stay in use."""
-        for block_id in list(self._block_of.values()):
-            self._hashes[block_id] = -1
-        self._block_of.clear()
+        """Forgets all tokens. Blocks in use stay in use.
 
-    def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Holds the books against the block tables of all sequences.
+        What their holders compute from now on is not remembered either, since it rests on KV
+        from before the flush.
+        """
+        self._generation += 1
+        self._forget_all()
+
+    # --- by lease -----------------------------------------------------------------------------
+
+    def match(self, lease: Lease) -> PrefixMatch:
+        """What `start` would find and take now. Takes nothing."""
+        found, num_needed = self._fit(lease, len(self._free))
+        num_cached = len(found.block_ids) * self.block_size + found.num_partial
+        gains = num_cached < len(lease.token_ids) - 1
+        return PrefixMatch(num_cached, num_needed, self.next_run(lease) if gains else None)
+
+    def next_run(self, lease: Lease) -> Hashable:
+        """Names the first tokens, up to a block, that the cache does not know of a sequence.
+
+        Two sequences with the same name here are about to compute the same KV. None for one that
+        started before a flush: nobody will find what it computes.
+        """
+        if lease.block_ids and lease.generation != self._generation:
+            return None
+        known = lease.num_known
+        start = known * self.block_size
+        run = tuple(lease.token_ids[start : start + self.block_size])
+        return (lease.trail[known - 1] if known else None), run
+
+    def start(self, lease: Lease, num_blocks: int) -> CacheAllocation:
+        """Takes blocks for all tokens of a sequence, cached ones where there are any.
+
+        Args:
+            lease: Without blocks.
+            num_blocks: The `num_needed` of its match; not more free blocks than that are taken.
+
+        Raises:
+            OutOfBlocks: Nothing was taken.
+            ValueError: There is no token.
+        """
+        return self._take(lease, self._fit(lease, num_blocks)[0])
+
+    def extend(self, lease: Lease) -> int:
+        """Appends one block to write to, and returns it.
+
+        Raises:
+            OutOfBlocks: None is free.
+        """
+        if not self._free:
+            raise OutOfBlocks("1 block is needed and 0 are free")
+        block_id = self._take_free()
+        lease.block_ids.append(block_id)
+        return block_id
+
+    def commit(self, lease: Lease, num_tokens: int) -> None:
+        """The KV of the first `num_tokens` tokens is computed: from now on it can be found.
+
+        Raises:
+            ValueError: The lease has fewer tokens, or holds no block for some of them.
+        """
+        if num_tokens > min(len(lease.token_ids), len(lease.block_ids) * self.block_size):
+            raise ValueError(f"{num_tokens} tokens can't be computed without a block for each")
+        new = lease.block_ids[lease.num_known : -(-num_tokens // self.block_size)]
+        if not all(self._ref_counts[block_id] for block_id in new):
+            raise ValueError("a block that nobody holds can't have been computed")
+        self._drop_source(lease)
+        if lease.generation == self._generation:
+            self._index(lease, num_tokens)
+
+    def release(self, lease: Lease) -> None:
+        """Gives up all blocks of a lease."""
+        self._drop_source(lease)
+        self.deallocate(lease.block_ids)
+        lease.block_ids = []
+
+    def num_reclaimable(self, lease: Lease) -> int:
+        """How many blocks would become free if the lease gave them up."""
+        counts = self._ref_counts
+        own = sum(counts[block_id] == 1 for block_id in lease.block_ids)
+        return own + (lease.source >= 0 and counts[lease.source] == 1)
+
+    # --- checks -------------------------------------------------------------------------------
+
+    def check(self, leases: Iterable[Lease]) -> None:
+        """Holds the books against all that hold blocks.
 
         Raises:
             AssertionError: A block is lost, held without a holder, or both free and held.
         """
         held = [0] * self.num_blocks
-        for table in tables:
-            for block_id in table:
+        for lease in leases:
+            for block_id in chain(lease.block_ids, (lease.source,) if lease.source >= 0 else ()):
                 held[block_id] += 1
         assert held == self._ref_counts, "reference counts do not match the block tables"
         free = {block_id for block_id, count in enumerate(held) if count == 0}
-        assert free == set(self._free), "free blocks are not exactly those that nobody holds"
-        named = {b: h for b, h in enumerate(self._hashes) if h != -1}
-        assert named == {b: h for h, b in self._block_of.items()}, "names do not match blocks"
+        assert free == self._free.keys(), "free blocks are not exactly those that nobody holds"
 
+    @abstractmethod
+    def check_index(self) -> None:
+        """Looks through all that can be found, in time that grows with it; for tests.
+
+        Raises:
+            AssertionError: The index contradicts itself.
+        """
+
+    @abstractmethod
+    def num_cached_blocks(self) -> int:
+        """Blocks that can be found, held or free. Counted at each call."""
+
+    # --- what a subclass provides -------------------------------------------------------------
+
+    @abstractmethod
+    def _find(self, lease: Lease) -> Found:
+        """The longest cached prefix, at most all tokens but one; sets `num_known`."""
+
+    @abstractmethod
+    def _index(self, lease: Lease, num_tokens: int) -> None:
+        """Makes leading tokens known, or finds that they are; sets `num_known`."""
+
+    @abstractmethod
+    def _is_named(self, block_id: int) -> bool:
+        """Whether the block can be found."""
+
+    @abstractmethod
     def _forget(self, block_id: int) -> None:
-        if self._hashes[block_id] != -1:
-            del self._block_of[self._hashes[block_id]]
-            self._hashes[block_id] = -1
+        """The block can't be found any more."""
+
+    @abstractmethod
+    def _forget_all(self) -> None:
+        """No block can be found any more."""
+
+    # --- inside -------------------------------------------------------------------------------
+
+    def _fit(self, lease: Lease, room: int) -> tuple[Found, int]:
+        """The prefix to start with, and the free blocks that this takes.
+
+        Holding the source of a copy may take a free block more. Where the room is too tight for
+        that there is no copy: a sequence that fits must never wait for a block it can do without.
+        """
+        found = self._find(lease)
+        num_needed = -(-len(lease.token_ids) // self.block_size)
+        for block_id in found.block_ids:
+            # Held blocks behind a free one are not counted: they are found only as long as the
+            # free one is not taken, which a start before this one in the same plan may do.
+            if not self._ref_counts[block_id]:
+                break
+            num_needed -= 1
+        if found.num_partial and not self._ref_counts[found.source]:
+            if num_needed < room:
+                return found, num_needed + 1
+            return Found(found.block_ids), num_needed
+        return found, num_needed
+
+    def _take(self, lease: Lease, found: Found) -> CacheAllocation:
+        if not lease.token_ids:
+            raise ValueError("a sequence must hold at least one token")
+        shared = len(found.block_ids)
+        num_fresh = -(-len(lease.token_ids) // self.block_size) - shared
+        held = [*found.block_ids, found.source] if found.num_partial else found.block_ids
+        num_needed = num_fresh + sum(not self._ref_counts[block_id] for block_id in held)
+        if num_needed > len(self._free):
+            raise OutOfBlocks(f"{num_needed} blocks are needed and {len(self._free)} are free")
+        # All that is to be kept is held before the first fresh block is taken.
+        for block_id in held:
+            self._free.pop(block_id, None)
+            self._ref_counts[block_id] += 1
+        lease.block_ids = [*found.block_ids, *(self._take_free() for _ in range(num_fresh))]
+        lease.generation = self._generation
+        copies: tuple[tuple[int, int], ...] = ()
+        if found.num_partial:
+            lease.source = found.source
+            copies = ((found.source, lease.block_ids[shared]),)
+        cached_length = shared * self.block_size + found.num_partial
+        return CacheAllocation(tuple(lease.block_ids), cached_length, copies)
+
+    def _take_free(self) -> int:
+        block_id, _ = self._free.popitem(last=False)
+        self._forget(block_id)
+        self._ref_counts[block_id] = 1
+        return block_id
+
+    def _drop_source(self, lease: Lease) -> None:
+        if lease.source >= 0:
+            self.deallocate((lease.source,))
+            lease.source = -1
+
+    def _demote(self, block_id: int) -> None:
+        """A block lost its name: if it is free, it is the next to be taken."""
+        if block_id in self._free:
+            self._free.move_to_end(block_id, last=False)
+
+
+def common_length(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many leading tokens are the same."""
+    length = 0
+    for one, other in zip(left, right, strict=False):
+        if one != other:
+            break
+        length += 1
+    return length

@@ -20,11 +20,14 @@ from ...bus.messages import (
     StepResult,
 )
 from ...config import EngineConfig, SamplingParams, SchedulerConfig
-from .cache import PagedKVCache, extend_block_hashes
+from .cache import KVCacheManager
+from .paged import PagedKVCache
+from .radix import RadixKVCache
 from .schedule import SchedulerOutput, schedule
 from .sequence import Sequence, SequenceStatus
 
 NOTHING = SchedulerOutput((), (), (), {})
+CACHES: dict[str, type[KVCacheManager]] = {"paged": PagedKVCache, "radix": RadixKVCache}
 
 
 class SentPlan(msgspec.Struct, frozen=True):
@@ -55,7 +58,7 @@ class BatchingCore:
             max_tokens_per_batch=config.max_tokens_per_batch,
             block_size=capacity.block_size,
         )
-        self.cache = PagedKVCache(capacity.num_blocks, capacity.block_size)
+        self.cache = CACHES[config.cache_type](capacity.num_blocks, capacity.block_size)
         self.paused = False
         self._steps_ahead = steps_ahead
         self._sequences: dict[int, Sequence] = {}
@@ -65,7 +68,6 @@ class BatchingCore:
         # Finished, but a plan under way still names them.
         self._leaving: dict[int, Sequence] = {}
         self._sent: deque[SentPlan] = deque()
-        self._computing: set[int] = set()
         self._ended: list[Cancel] = []
         self._forget: list[int] = []
         self._deadlines: list[tuple[int, str, str]] = []
@@ -94,7 +96,6 @@ class BatchingCore:
     ) -> None:
         """Takes one sequence. It waits behind those that came before it."""
         seq = Sequence(spec, info, token_ids, sampling, priority)
-        extend_block_hashes(seq.hashes, seq.token_ids, self.limits.block_size)
         self._sequences[seq.seq_id] = seq
         self._by_request.setdefault(info.request_id, set()).add(seq.seq_id)
         self._waiting.append(seq)
@@ -136,7 +137,8 @@ class BatchingCore:
                 row = sampled[seq.seq_id]
                 seq.num_pending -= 1
                 seq.append_token(result.token_ids[row])
-            self._commit(seq)
+            if seq.num_computed >= seq.next_commit:
+                self._commit(seq)
             if samples and result.finish_reasons[row]:
                 self._finish(seq)
                 ended.append(seq)
@@ -191,7 +193,7 @@ class BatchingCore:
             AssertionError: The books are wrong.
         """
         holders = [*self._running, *self._leaving.values()]
-        self.cache.check(seq.block_ids for seq in holders)
+        self.cache.check(seq.lease for seq in holders)
         assert set(self._sequences) == {s.seq_id for s in [*self._waiting, *self._running]}
         if not self._sent:
             assert not self._leaving, "a sequence is kept though no plan names it"
@@ -210,38 +212,51 @@ class BatchingCore:
         num_free = self.cache.num_free_blocks()
         if num_free < len(self._running):
             for seq in self._running:
-                seq.num_reclaimable = self.cache.num_reclaimable(seq.block_ids)
-        return schedule(self._startable(), self._running, num_free, self.limits)
+                seq.num_reclaimable = self.cache.num_reclaimable(seq.lease)
+        return schedule(self._startable(num_free), self._running, num_free, self.limits)
 
-    def _startable(self) -> list[Sequence]:
+    def _startable(self, num_free: int) -> list[Sequence]:
         """Waiting sequences that may start, in order, with what starting each would take.
 
-        A sequence waits while another computes a block that it could share, and siblings that
-        come together wait for the first of them: a shared prompt is computed once.
+        No further than to the one that fills the step, however many wait. A sequence waits while
+        another computes what it could share, and siblings that come together wait for the first
+        of them: a shared prompt is computed once.
         """
-        size = self.limits.block_size
         room = self.limits.max_batch_size - len(self._running)
         startable: list[Sequence] = []
-        claimed: set[int] = set()
+        if not self._waiting or room <= 0:
+            return startable
+        num_blocks = num_tokens = 0
+        computing = {
+            self.cache.next_run(seq.lease)
+            for seq in self._running
+            if seq.num_computed < seq.num_to_prefill
+        }
         for seq in self._waiting:
-            if len(startable) >= room:
+            if (
+                len(startable) == room
+                or num_blocks >= num_free
+                or num_tokens >= self.limits.max_tokens_per_batch
+            ):
                 break
-            found = self.cache.match(seq.hashes, len(seq.token_ids))
-            missing = seq.hashes[found.num_blocks : (len(seq.token_ids) - 1) // size]
-            if missing and (missing[0] in self._computing or missing[0] in claimed):
-                continue
-            claimed.update(missing)
-            seq.num_cached = found.num_blocks * size
-            seq.num_to_allocate = -(-len(seq.token_ids) // size) - found.num_shared
+            match = self.cache.match(seq.lease)
+            if match.next_run is not None:
+                if match.next_run in computing:
+                    continue
+                computing.add(match.next_run)
+            seq.num_cached = match.num_cached
+            seq.num_to_allocate = match.num_needed
             startable.append(seq)
+            num_blocks += match.num_needed
+            num_tokens += len(seq.token_ids) - match.num_cached
         return startable
 
     def _preempt(self, seq_ids: tuple[int, ...]) -> None:
         for seq_id in seq_ids:
             seq = self._sequences[seq_id]
             self._running.remove(seq)
-            self._computing.difference_update(seq.hashes)
-            self.cache.deallocate(seq.block_ids)
+            self._commit(seq)
+            self.cache.release(seq.lease)
             seq.preempt()
             self._forget.append(seq_id)
             # Victims come last first, so the one that was longest in the batch ends up in front.
@@ -252,14 +267,14 @@ class BatchingCore:
         rows: list[tuple[Sequence, int, bool]] = []
         new: list[NewSequence] = []
         grown: list[tuple[int, tuple[int, ...]]] = []
+        copies: list[tuple[int, int]] = []
         for seq_id in (*decision.decode_seqs, *decision.prefill_seqs):
             seq = self._sequences[seq_id]
             num_tokens = decision.num_tokens[seq_id]
             if seq.status is SequenceStatus.WAITING:
-                new.append(self._start(seq))
+                new.append(self._start(seq, copies))
             elif seq.num_scheduled == len(seq.block_ids) * self.limits.block_size:
-                seq.block_ids.append(self.cache.append_block())
-                grown.append((seq_id, (seq.block_ids[-1],)))
+                grown.append((seq_id, (self.cache.extend(seq.lease),)))
             samples = num_tokens == seq.num_remaining
             seq.num_scheduled += num_tokens
             seq.num_pending += samples
@@ -274,19 +289,18 @@ class BatchingCore:
             seq_ids=tuple(seq.seq_id for seq, _, _ in rows),
             num_tokens=tuple(num_tokens for _, num_tokens, _ in rows),
             grown=tuple(grown),
-            copies=(),
+            copies=tuple(copies),
             finished=forget,
             ended=ended,
             made_ns=now_ns,
         )
 
-    def _start(self, seq: Sequence) -> NewSequence:
-        allocation = self.cache.allocate(seq.token_ids, seq.hashes)
+    def _start(self, seq: Sequence, copies: list[tuple[int, int]]) -> NewSequence:
+        allocation = self.cache.start(seq.lease, seq.num_to_allocate)
+        copies += allocation.copies
         self._waiting.remove(seq)
-        num_cached_blocks = allocation.cached_length // self.limits.block_size
-        seq.start(allocation.block_ids, allocation.cached_length, num_cached_blocks)
+        seq.start(allocation.cached_length)
         self._insert_running(seq)
-        self._computing.update(seq.hashes[num_cached_blocks:])
         return NewSequence(
             seq_id=seq.seq_id,
             token_ids=tuple(seq.token_ids),
@@ -303,15 +317,19 @@ class BatchingCore:
         insort(self._running, seq, key=lambda other: (-other.priority, other.seq_id))
 
     def _commit(self, seq: Sequence) -> None:
-        """Makes the blocks that are now full and computed known to the prefix cache."""
-        full = seq.num_computed // self.limits.block_size
-        if full == seq.num_committed:
+        """Makes what is computed known to the prefix cache.
+
+        Done after the first step, which frees the source of a copy, when the prompt is computed,
+        whenever a block is full, and at the end: not with each token.
+        """
+        if seq.num_computed == seq.num_cached:
+            # The first step is not back, so a copy may still be to be made.
             return
-        extend_block_hashes(seq.hashes, seq.token_ids, self.limits.block_size)
-        for index in range(seq.num_committed, full):
-            self.cache.commit(seq.block_ids[index], seq.hashes[index])
-            self._computing.discard(seq.hashes[index])
-        seq.num_committed = full
+        self.cache.commit(seq.lease, seq.num_computed)
+        size = self.limits.block_size
+        seq.next_commit = (seq.num_computed // size + 1) * size
+        if seq.num_computed < seq.num_to_prefill:
+            seq.next_commit = min(seq.next_commit, seq.num_to_prefill)
 
     def _finish(self, seq: Sequence) -> None:
         """Ends a sequence; its blocks stay until no plan under way names them."""
@@ -327,7 +345,7 @@ class BatchingCore:
             self._freed_slots += 1
             return
         self._running.remove(seq)
-        self._computing.difference_update(seq.hashes)
+        self._commit(seq)
         self._forget.append(seq.seq_id)
         if self._sent and seq.last_step >= self._sent[0].step_id:
             self._leaving[seq.seq_id] = seq
@@ -336,6 +354,6 @@ class BatchingCore:
 
     def _release(self, seq: Sequence) -> None:
         self._leaving.pop(seq.seq_id, None)
-        self.cache.deallocate(seq.block_ids)
+        self.cache.release(seq.lease)
         seq.block_ids = []
         self._freed_slots += 1

@@ -6,6 +6,7 @@ from enum import Enum, auto
 
 from ...bus.messages import RequestInfo, SequenceSpec
 from ...config import SamplingParams
+from .cache import Lease
 
 
 class SequenceStatus(Enum):
@@ -28,9 +29,10 @@ class Sequence:
 
     Attributes:
         token_ids: Prompt and generated tokens, as far as results are back.
-        block_ids: The block table.
-        hashes: Those of the full blocks of `token_ids`.
-        num_committed: Leading blocks that the prefix cache knows, or was told of.
+        block_ids: The block table; the list is the lease's, which extends it.
+        lease: What the sequence has of the prefix cache.
+        num_to_prefill: Tokens that were known when it started.
+        next_commit: When so many tokens are computed, the prefix cache is to be told.
         last_step: Id of the last plan that names the sequence; its blocks are in use until then.
         num_reclaimable: Blocks that preempting it would free; set when blocks are short.
         num_to_allocate: Free blocks that starting it takes; set while it waits.
@@ -39,17 +41,18 @@ class Sequence:
 
     __slots__ = (
         "block_ids",
-        "hashes",
         "info",
         "last_step",
+        "lease",
+        "next_commit",
         "num_cached",
-        "num_committed",
         "num_computed",
         "num_pending",
         "num_prompt_tokens",
         "num_reclaimable",
         "num_scheduled",
         "num_to_allocate",
+        "num_to_prefill",
         "priority",
         "sampling",
         "seq_id",
@@ -77,9 +80,10 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.started = False
         self.block_ids: list[int] = []
-        self.hashes: list[int] = []
+        self.lease = Lease(self.token_ids)
         self.num_cached = 0
-        self.num_committed = 0
+        self.num_to_prefill = 0
+        self.next_commit = 0
         self.num_computed = 0
         self.num_scheduled = 0
         self.num_pending = 0
@@ -112,13 +116,14 @@ class Sequence:
             raise ValueError(f"sequence {self.seq_id} is {self.status.name.lower()}, not running")
         self.token_ids.append(token_id)
 
-    def start(self, block_ids: tuple[int, ...], num_cached: int, num_cached_blocks: int) -> None:
+    def start(self, num_cached: int) -> None:
         """WAITING to RUNNING: it has blocks for all its tokens, the first `num_cached` computed."""
         self.status = SequenceStatus.RUNNING
         self.started = True
-        self.block_ids = list(block_ids)
+        self.block_ids = self.lease.block_ids
         self.num_cached = self.num_computed = self.num_scheduled = num_cached
-        self.num_committed = num_cached_blocks
+        self.num_to_prefill = len(self.token_ids)
+        self.next_commit = 0
 
     def preempt(self) -> None:
         """RUNNING to WAITING: it keeps its tokens and gives up its blocks; nothing is in flight."""

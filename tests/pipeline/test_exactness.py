@@ -122,7 +122,8 @@ async def test_stop_string_ends_the_text_before_it(shared: Pipeline) -> None:
 
 
 async def test_siblings_share_their_prompt(shared: Pipeline) -> None:
-    prompt = "Ana is 31 years old and lives in Oslo. " * 10
+    # No other prompt begins like this one, so that the first sample finds nothing.
+    prompt = "+ Ana is 31 years old and lives in Oslo. " * 10
     completion = await shared.complete(
         {"prompt": prompt, "n": 8, "sampling": {"max_tokens": 4, "ignore_eos": True}}
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import os
 from collections import Counter
+from contextlib import aclosing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,14 +20,15 @@ from .conftest import MakeConfig
 
 pytestmark = pytest.mark.slow
 
-WARM, MEASURED, CONCURRENT = 1000, 4000, 250
+WARM, MEASURED, CONCURRENT = 2000, 4000, 250
 LIMIT_S = 240
 
-# Of 4,000 requests. The allocator alone gives or takes a megabyte or two; keeping a request's
-# messages, about 4 KB of them, would take 16.
-MOST_GROWTH_BYTES = 8 << 20
+# Of 4,000 requests: 0.2 to 4 MB are seen, which is fragmentation and the entry ids of ended
+# requests, of which the memory bus remembers the latest 16,384. Keeping 2 KB of each request is
+# too much.
+MOST_GROWTH_BYTES = 6 << 20
 # What happens to be on its way differs by a few; a leak of one for each request is thousands.
-MOST_NEW_OBJECTS = 100
+MOST_NEW_OBJECTS, MOST_NEW_TASKS = 100, 10
 
 MESSAGES = frozenset(
     value
@@ -44,32 +47,41 @@ class Held(NamedTuple):
 
 def held() -> Held:
     gc.collect()
+    # What is free shall not count, or the allocator's habits would (glibc; others do without).
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     alive = Counter(type(it).__name__ for it in gc.get_objects() if type(it) in MESSAGES)
     return Held(pages * os.sysconf("SC_PAGE_SIZE"), alive, len(asyncio.all_tasks()))
 
 
 def request(number: int) -> GenerateRequest:
-    """Of each eight: one with two samples, one that is refused, one that is soon cancelled."""
+    """Of each eight: one with two samples, one that is refused, one that is cut short."""
     kind = number % 8
     return GenerateRequest(
         request_id=f"r{number}",
         prompt=f"{number} + {number % 7} =",
         n=2 if kind == 1 else 1,
         model="unknown" if kind == 2 else "",
-        stream=number % 2 == 0,
-        sampling=SamplingParams(temperature=0, max_tokens=100 if kind == 3 else 4),
+        stream=kind in (1, 3, 4, 5),
+        sampling=SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        if kind != 3
+        else SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True),
     )
 
 
 async def answer(pipeline: Pipeline, number: int) -> str:
     """Runs a request to its end, whatever that is."""
-    waiting = asyncio.create_task(pipeline.complete(request(number)))
-    if number % 8 == 3:
-        await asyncio.sleep(0)
-        await pipeline.client.cancel(f"r{number}")
-    completion: Completion = await waiting
-    return completion.error.code if completion.error else completion.status
+    cancelled = False
+    async with aclosing(pipeline.submit(request(number))) as outputs:
+        async for output in outputs:
+            if isinstance(output, Completion):
+                return output.error.code if output.error else output.status
+            if number % 8 == 3 and not cancelled:
+                cancelled = True
+                await pipeline.client.cancel(output.request_id)
+    raise AssertionError("the output ended without a completion")
 
 
 async def answer_all(pipeline: Pipeline, numbers: range) -> Counter[str]:
@@ -80,8 +92,10 @@ async def answer_all(pipeline: Pipeline, numbers: range) -> Counter[str]:
     return ends
 
 
+# The second has all that Redis adds: both ends, and every link.
+@pytest.mark.parametrize("make_config", ["memory", "redis-links"], indirect=True)
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
-async def test_nothing_is_left_of_5000_requests(make_config: MakeConfig) -> None:
+async def test_nothing_is_left_of_6000_requests(make_config: MakeConfig) -> None:
     # The cache is so small that it is full after the warm-up.
     config = make_config(engine__kv_cache_bytes=8 << 20)
     async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
@@ -89,11 +103,10 @@ async def test_nothing_is_left_of_5000_requests(make_config: MakeConfig) -> None
         before = held()
         ends = await answer_all(pipeline, range(WARM, WARM + MEASURED))
         after = held()
-    assert ends.total() == MEASURED
-    assert ends["unknown_model"] == MEASURED // 8
-    assert ends["done"] + ends["cancelled"] == MEASURED - MEASURED // 8
+    eighth = MEASURED // 8
+    assert ends == {"done": 6 * eighth, "unknown_model": eighth, "cancelled": eighth}
     growth = after.resident_bytes - before.resident_bytes
     print(f"{growth / 1e6=:.2f} {before=} {after=} {ends=}")  # noqa: T201
     assert (after.messages - before.messages).total() < MOST_NEW_OBJECTS
-    assert after.tasks <= before.tasks
+    assert after.tasks - before.tasks < MOST_NEW_TASKS
     assert growth < MOST_GROWTH_BYTES, f"{growth / 1e6:.1f} MB more after {MEASURED} requests"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Literal
 
 from nano_inference.bus.messages import (
     Dispatch,
@@ -17,6 +18,8 @@ from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.batching import BatchingCore
 
 STOP = 7
+
+CacheType = Literal["paged", "radix"]
 
 
 def next_token(token_ids: list[int]) -> int:
@@ -58,6 +61,8 @@ class RuleExecutor:
             self.generated[new.seq_id] = new.num_generated
         for seq_id, blocks in plan.grown:
             self.tables[seq_id].extend(blocks)
+        for source, destination in plan.copies:
+            self.slots[destination] = list(self.slots[source])
         rows = []
         for seq_id, count in zip(plan.seq_ids, plan.num_tokens, strict=True):
             if seq_id not in self.done:
@@ -105,8 +110,10 @@ class Lane:
         max_batch_size: int = 8,
         max_tokens_per_batch: int = 32,
         steps_ahead: int = 2,
+        cache_type: CacheType = "radix",
     ) -> None:
         config = EngineConfig(
+            cache_type=cache_type,
             block_size=block_size,
             max_batch_size=max_batch_size,
             max_tokens_per_batch=max_tokens_per_batch,
@@ -159,6 +166,11 @@ class Lane:
         self.ended += [cancel.request_id for cancel in result.ended]
         self.core.absorb(result)
         return True
+
+    def check(self) -> None:
+        """All conservation checks, those that look through the whole cache included."""
+        self.core.check()
+        self.core.cache.check_index()
 
     def run(self, limit: int = 10_000) -> None:
         for _ in range(limit):

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from nano_inference.bus.messages import Cancel
 from nano_inference.stages.batching import Sequence
 
-from .lane import Lane, expected
+from .lane import CacheType, Lane, expected
+
+CACHE_TYPES: tuple[CacheType, ...] = ("paged", "radix")
+
+
+@pytest.fixture(params=CACHE_TYPES)
+def cache_type(request: pytest.FixtureRequest) -> CacheType:
+    param: CacheType = request.param
+    return param
 
 
 def cancel(request_id: str) -> Cancel:
@@ -17,8 +25,8 @@ def cancel(request_id: str) -> Cancel:
 
 
 @pytest.mark.parametrize("steps_ahead", [1, 2, 3])
-def test_many_sequences_give_what_each_gives_alone(steps_ahead: int) -> None:
-    lane = Lane(steps_ahead=steps_ahead)
+def test_many_sequences_give_what_each_gives_alone(steps_ahead: int, cache_type: CacheType) -> None:
+    lane = Lane(steps_ahead=steps_ahead, cache_type=cache_type)
     prompts = [[seed % 9, *range(seed % 13)] for seed in range(40)]
     for seq_id, prompt in enumerate(prompts):
         lane.add(prompt, request_id=str(seq_id), seq_ids=(seq_id,), max_tokens=1 + seq_id % 20)
@@ -26,7 +34,7 @@ def test_many_sequences_give_what_each_gives_alone(steps_ahead: int) -> None:
     for seq_id, prompt in enumerate(prompts):
         assert lane.outputs[seq_id] == expected(prompt, 1 + seq_id % 20)
     assert lane.core.idle
-    lane.core.check()
+    lane.check()
 
 
 def test_plans_run_one_step_ahead_of_results() -> None:
@@ -58,30 +66,94 @@ def test_long_prefill_is_chunked_and_mixed_with_decodes() -> None:
     assert lane.outputs[2] == expected(list(range(30)), 2, stop=False)
 
 
-def test_siblings_compute_their_prompt_once() -> None:
-    lane = Lane(block_size=4, max_batch_size=16, max_tokens_per_batch=64)
-    prompt = list(range(33))
-    lane.add(prompt, request_id="a", seq_ids=tuple(range(8)), max_tokens=1, stop=False)
+@pytest.mark.parametrize("length", [2, 3, 4, 5, 32, 33, 34, 36])
+@pytest.mark.parametrize("chunk", [8, 64])
+def test_siblings_compute_their_prompt_once(length: int, chunk: int, cache_type: CacheType) -> None:
+    lane = Lane(block_size=4, max_batch_size=8, max_tokens_per_batch=chunk, cache_type=cache_type)
+    prompt = list(range(length))
+    lane.add(prompt, request_id="a", seq_ids=tuple(range(8)), max_tokens=3, stop=False)
     lane.run()
-    # The first computes 33; the others share 8 full blocks and compute the last token each.
-    assert lane.executor.num_computed == 33 + 7
+    # The first computes all; the others share its full blocks, copy the partial one, and compute
+    # the last token each. Then each computes two of the three tokens that it sampled.
+    assert lane.executor.num_computed == length + 7 + 8 * 2
+    for seq_id in range(8):
+        assert lane.outputs[seq_id] == expected(prompt, 3, stop=False)
 
 
-def test_finished_sequences_stay_cached_for_the_next_turn() -> None:
-    lane = Lane(block_size=4)
-    lane.add(list(range(9)), request_id="a", seq_ids=(1,), max_tokens=8, stop=False)
+def test_siblings_part_within_the_block_that_they_copied(cache_type: CacheType) -> None:
+    lane = Lane(block_size=4, cache_type=cache_type)
+    prompt = [1, 2, 3, 4, 5, 6]
+    lane.add(prompt, request_id="a", seq_ids=(1,), max_tokens=9, stop=False)
+    lane.plan()
+    lane.retire()
+    # Behind the prompt of the first, which goes on writing to the block, come other tokens.
+    lane.add([*prompt, 49], request_id="b", seq_ids=(2,), max_tokens=9, stop=False)
     lane.run()
-    turn = [*range(9), *lane.outputs[1], 3, 4]
+    assert [new.num_cached for plan in lane.log for new in plan.new] == [0, 6]
+    assert lane.outputs[1] == expected(prompt, 9, stop=False)
+    assert lane.outputs[2] == expected([*prompt, 49], 9, stop=False)
+    lane.check()
+
+
+def test_the_source_of_a_copy_is_held_until_the_copy_is_made(cache_type: CacheType) -> None:
+    lane = Lane(num_blocks=8, block_size=4, cache_type=cache_type)
+    lane.add([1, 2, 3], request_id="a", seq_ids=(1,), max_tokens=1, stop=False)
+    lane.run()
+    assert lane.core.cache.num_free_blocks() == 8
+    lane.add([1, 2, 3, 4], request_id="b", seq_ids=(2,), max_tokens=9, stop=False)
+    lane.plan()
+    ((source, destination),) = lane.log[-1].copies
+    assert source != destination
+    assert lane.core.cache.num_free_blocks() == 6
+    lane.plan()
+    assert lane.log[-1].copies == ()
+    num_free = lane.core.cache.num_free_blocks()
+    lane.core.cancel(cancel("b"))
+    assert lane.core.cache.num_free_blocks() == num_free, "all is held while the plan is under way"
+    lane.retire()
+    lane.retire()
+    assert lane.core.cache.num_free_blocks() == 8
+    lane.check()
+
+
+def test_no_copy_where_there_is_no_room_for_its_source(cache_type: CacheType) -> None:
+    lane = Lane(num_blocks=2, block_size=4, cache_type=cache_type)
+    lane.add([1, 2, 3, 4, 5, 6], request_id="a", seq_ids=(1,), max_tokens=1, stop=False)
+    lane.run()
+    lane.add([1, 2, 3, 4, 5, 9], request_id="b", seq_ids=(2,), max_tokens=1, stop=False)
+    lane.run()
+    assert [new.num_cached for new in lane.log[-1].new] == [4]
+    assert lane.outputs[2] == expected([1, 2, 3, 4, 5, 9], 1, stop=False)
+
+
+def test_what_began_before_a_flush_is_not_found_after_it(cache_type: CacheType) -> None:
+    lane = Lane(block_size=4, max_tokens_per_batch=8, cache_type=cache_type)
+    lane.add(list(range(24)), request_id="a", seq_ids=(1,), max_tokens=2, stop=False)
+    lane.plan()
+    lane.retire()
+    lane.core.cache.flush()
+    lane.run()
+    lane.add(list(range(24)), request_id="b", seq_ids=(2,), max_tokens=2, stop=False)
+    lane.run()
+    assert [new.num_cached for plan in lane.log for new in plan.new] == [0, 0]
+    assert lane.core.cache.num_cached_blocks() > 0
+
+
+def test_finished_sequences_stay_cached_for_the_next_turn(cache_type: CacheType) -> None:
+    lane = Lane(block_size=4, cache_type=cache_type)
+    lane.add(list(range(10)), request_id="a", seq_ids=(1,), max_tokens=8, stop=False)
+    lane.run()
+    turn = [*range(10), *lane.outputs[1], 3, 4]
     before = lane.executor.num_computed
     lane.add(turn, request_id="b", seq_ids=(2,), max_tokens=1, stop=False)
     lane.run()
-    # 16 of the 17 tokens before the new turn have their KV (the last was never fed back).
-    assert lane.executor.num_computed - before == len(turn) - 16
+    # 17 of the 18 tokens before the new turn have their KV (the last was never fed back).
+    assert lane.executor.num_computed - before == 3
     assert lane.outputs[2] == expected(turn, 1, stop=False)
 
 
-def test_preemption_is_invisible_in_the_output() -> None:
-    lane = Lane(num_blocks=12, block_size=2, max_batch_size=8)
+def test_preemption_is_invisible_in_the_output(cache_type: CacheType) -> None:
+    lane = Lane(num_blocks=12, block_size=2, max_batch_size=8, cache_type=cache_type)
     for seq_id in range(6):
         lane.add([seq_id, 1], request_id=str(seq_id), seq_ids=(seq_id,), max_tokens=18, stop=False)
     lane.run()
@@ -89,7 +161,7 @@ def test_preemption_is_invisible_in_the_output() -> None:
     assert resumed, "the cache is too small for all, so someone was preempted and came back"
     for seq_id in range(6):
         assert lane.outputs[seq_id] == expected([seq_id, 1], 18, stop=False)
-    lane.core.check()
+    lane.check()
 
 
 def test_the_latest_of_the_lowest_priority_gives_way() -> None:
@@ -100,8 +172,8 @@ def test_the_latest_of_the_lowest_priority_gives_way() -> None:
     assert {new.seq_id for plan in lane.log for new in plan.new if new.num_generated} == {1}
 
 
-def test_cancel_frees_blocks_within_one_step() -> None:
-    lane = Lane()
+def test_cancel_frees_blocks_within_one_step(cache_type: CacheType) -> None:
+    lane = Lane(cache_type=cache_type)
     lane.add([1, 2, 3], request_id="a", seq_ids=(1, 2), max_tokens=100, stop=False)
     lane.plan()
     lane.plan()
@@ -198,15 +270,23 @@ arrivals = st.lists(
 actions = st.lists(st.sampled_from(["plan", "retire", "cancel", "flush", "stop"]), max_size=60)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(arrivals, actions, st.sampled_from([1, 2, 4]), st.integers(1, 3))
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    arrivals,
+    actions,
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 3),
+    st.sampled_from(CACHE_TYPES),
+)
 def test_random_traces_conserve_blocks_and_outputs(
     arrivals: list[tuple[int, int, int, int, int]],
     actions: list[str],
     block_size: int,
     steps_ahead: int,
+    cache_type: CacheType,
 ) -> None:
     lane = Lane(
+        cache_type=cache_type,
         num_blocks=-(-40 // block_size),
         block_size=block_size,
         max_batch_size=5,
@@ -249,9 +329,9 @@ def test_random_traces_conserve_blocks_and_outputs(
                 victim = next(iter(members.values()))[0]
                 lane.core.stop([victim])
                 cut_short.add(victim)
-        lane.core.check()
+        lane.check()
     lane.run()
-    lane.core.check()
+    lane.check()
     assert lane.core.idle
     for each, tokens in wanted.items():
         got = lane.outputs.get(each, [])

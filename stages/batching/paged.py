@@ -1,0 +1,130 @@
+"""A prefix cache of blocks that are found by a chain of hashes."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import xxhash
+
+from .cache import Found, KVCacheManager, Lease, common_length
+
+NO_PREFIX = -1
+"""In place of the hash of the block before, for the first block of a sequence."""
+
+
+def compute_block_hash(token_ids: Sequence[int], prefix_hash: int = NO_PREFIX) -> int:
+    """Names a full block by its tokens and, through `prefix_hash`, by all that stands before it.
+
+    Args:
+        token_ids: The tokens of the block; any integers of 64 bits.
+        prefix_hash: The hash of the block before, or the root of a chain; -1 for none.
+
+    Returns:
+        128 bits (XXH3), wide enough that two prefixes never share a name by chance.
+
+    Raises:
+        ValueError: `token_ids` is empty.
+    """
+    if not token_ids:
+        raise ValueError("a block must hold at least one token")
+    state = xxhash.xxh3_128(array("q", token_ids).tobytes())
+    if prefix_hash != NO_PREFIX:
+        state.update(prefix_hash.to_bytes(16, "little"))
+    return state.intdigest()
+
+
+class PagedKVCache(KVCacheManager):
+    """Full blocks are found by the hash of their tokens and of all blocks before.
+
+    For copies, it also remembers for each prefix the block that was computed last behind it. So
+    it finds the partial block of siblings, but not the best of many continuations.
+
+    A lease's trail holds the hashes of its full blocks.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self._hashes: list[int | None] = [None] * num_blocks
+        self._block_of: dict[int, int] = {}
+        self._latest: dict[int, int] = {}
+        # For the blocks in `_latest`: the prefix, and the tokens behind it.
+        self._runs: list[tuple[int, list[int]] | None] = [None] * num_blocks
+
+    def num_cached_blocks(self) -> int:
+        return sum(map(self._is_named, range(self.num_blocks)))
+
+    def check_index(self) -> None:
+        named = {b: h for b, h in enumerate(self._hashes) if h is not None}
+        assert named == {b: h for h, b in self._block_of.items()}, "names do not match blocks"
+        latest = {b: run[0] for b, run in enumerate(self._runs) if run is not None}
+        assert latest == {b: p for p, b in self._latest.items()}, "runs do not match blocks"
+
+    def _find(self, lease: Lease) -> Found:
+        size, token_ids, hashes = self.block_size, lease.token_ids, lease.trail
+        most = len(token_ids) - 1
+        self._extend_hashes(lease, most // size)
+        block_ids: list[int] = []
+        for block_hash in hashes[: most // size]:
+            block_id = self._block_of.get(block_hash)
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        known = lease.num_known = len(block_ids)
+        source = self._latest.get(hashes[known - 1] if known else NO_PREFIX, -1)
+        run = self._runs[source] if source >= 0 else None
+        if run is None:
+            return Found(block_ids)
+        start = known * size
+        num_partial = common_length(run[1], token_ids[start : min(start + size, most)])
+        return Found(block_ids, source, num_partial)
+
+    def _index(self, lease: Lease, num_tokens: int) -> None:
+        size, hashes = self.block_size, lease.trail
+        full = num_tokens // size
+        self._extend_hashes(lease, full)
+        for index in range(lease.num_known, -(-num_tokens // size)):
+            block_id = lease.block_ids[index]
+            if index < full:
+                # When another block has this name already, that one stays the one that is found.
+                if hashes[index] in self._block_of:
+                    continue
+                self._block_of[hashes[index]] = block_id
+                self._hashes[block_id] = hashes[index]
+            run = lease.token_ids[index * size : min((index + 1) * size, num_tokens)]
+            self._set_latest(hashes[index - 1] if index else NO_PREFIX, list(run), block_id)
+        lease.num_known = max(lease.num_known, full)
+
+    def _extend_hashes(self, lease: Lease, num_blocks: int) -> None:
+        size, hashes = self.block_size, lease.trail
+        for index in range(len(hashes), num_blocks):
+            run = lease.token_ids[index * size : (index + 1) * size]
+            hashes.append(compute_block_hash(run, hashes[-1] if hashes else NO_PREFIX))
+
+    def _set_latest(self, prefix_hash: int, run: list[int], block_id: int) -> None:
+        before = self._latest.get(prefix_hash)
+        if before is not None and before != block_id:
+            self._runs[before] = None
+            if self._hashes[before] is None:
+                self._demote(before)
+        self._latest[prefix_hash] = block_id
+        self._runs[block_id] = (prefix_hash, run)
+
+    def _is_named(self, block_id: int) -> bool:
+        return self._hashes[block_id] is not None or self._runs[block_id] is not None
+
+    def _forget(self, block_id: int) -> None:
+        block_hash = self._hashes[block_id]
+        if block_hash is not None:
+            del self._block_of[block_hash]
+            self._hashes[block_id] = None
+        run = self._runs[block_id]
+        if run is not None:
+            del self._latest[run[0]]
+            self._runs[block_id] = None
+
+    def _forget_all(self) -> None:
+        self._block_of.clear()
+        self._latest.clear()
+        self._hashes = [None] * self.num_blocks
+        self._runs = [None] * self.num_blocks

@@ -1,0 +1,235 @@
+"""A prefix cache of blocks that hang in a radix tree of their tokens."""
+
+from __future__ import annotations
+
+from array import array
+from typing import TypeAlias
+
+from .cache import Found, KVCacheManager, Lease, common_length
+
+TOKEN = "q"
+"""How a token id is stored, 64 bits: side by side, not as objects all over the memory."""
+
+Run: TypeAlias = "array[int]"
+
+
+class Node:
+    """A run of tokens within one block; the path from the root to it is a cached prefix.
+
+    A run never crosses the border of a block, so that splitting and evicting cost the same
+    whatever hangs in the tree. Sequences may part anywhere within a block: there the run is split,
+    and each branch ends in a block of its own, which holds the common tokens as well.
+
+    Attributes:
+        tokens: The run, in full: at most a block of tokens.
+        end: Where the run ends within its block; the block size at a block's end.
+        block: The block that holds the tokens from the block's begin to `end`; -1 where sequences
+            part within the block, since then each branch has one.
+        only: What follows, where only one thing does.
+        branches: What follows, by its first token, where it is more than one. Most nodes never
+            need this dict, which would be the larger part of them.
+    """
+
+    __slots__ = ("block", "branches", "end", "only", "parent", "tokens")
+
+    def __init__(self, tokens: Run, end: int, block: int, parent: Node | None) -> None:
+        self.tokens = tokens
+        self.end = end
+        self.block = block
+        self.parent = parent
+        self.only: Node | None = None
+        self.branches: dict[int, Node] | None = None
+
+    def children(self) -> list[Node]:
+        """What follows."""
+        if self.branches is not None:
+            return list(self.branches.values())
+        return [] if self.only is None else [self.only]
+
+    def child(self, token: int) -> Node | None:
+        """What follows and begins with `token`."""
+        only = self.only
+        if only is not None:
+            return only if only.tokens[0] == token else None
+        return None if self.branches is None else self.branches.get(token)
+
+    def put(self, child: Node) -> None:
+        """Adds a child, in the place of one that begins with the same token."""
+        token = child.tokens[0]
+        if self.branches is not None:
+            self.branches[token] = child
+        elif self.only is None or self.only.tokens[0] == token:
+            self.only = child
+        else:
+            self.branches = {self.only.tokens[0]: self.only, token: child}
+            self.only = None
+
+    def drop(self, child: Node) -> None:
+        """Removes a child."""
+        if self.branches is None:
+            self.only = None
+        else:
+            del self.branches[child.tokens[0]]
+            if not self.branches:
+                self.branches = None
+
+
+class RadixKVCache(KVCacheManager):
+    """Prefixes are found token by token; whole blocks are shared, the rest of a match is copied.
+
+    Evicted are leaves that nobody holds, least recently used first. No clock and no search is
+    needed: who holds a block holds those before it, and gives them up later, so the order in
+    which blocks became free is the order of eviction. The one exception is a block that hangs
+    behind another sequence's twin of its own prefix: when the twin is evicted, so is its name.
+
+    A lease's trail holds the nodes at the ends of its full blocks.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self._root = Node(array(TOKEN), block_size, -1, None)
+        self._nodes: list[Node | None] = [None] * num_blocks
+
+    def num_cached_blocks(self) -> int:
+        return sum(node is not None for node in self._nodes)
+
+    def check_index(self) -> None:
+        found: dict[int, Node] = {}
+        stack = self._root.children()
+        while stack:
+            node = stack.pop()
+            stack += node.children()
+            parent = node.parent
+            assert parent is not None, "a node in the tree has no parent"
+            assert parent.child(node.tokens[0]) is node, "a node is not its parent's child"
+            assert node.end == parent.end % self.block_size + len(node.tokens), "a run is misplaced"
+            inside = node.end < self.block_size
+            assert (node.block == -1) == (inside and bool(node.children())), "a block is misplaced"
+            if node.block != -1:
+                assert node.block not in found, "a block hangs in two places"
+                found[node.block] = node
+        named = {b: node for b, node in enumerate(self._nodes) if node is not None}
+        assert named == found, "names do not match the tree"
+
+    def _find(self, lease: Lease) -> Found:
+        size, token_ids, trail = self.block_size, lease.token_ids, lease.trail
+        most = len(token_ids) - 1
+        # What was found before needs no second look, as long as it is still there.
+        del trail[max(most, 0) // size :]
+        node = self._last_alive(trail)
+        matched = size
+        while matched == size:
+            start = len(trail) * size
+            run = array(TOKEN, token_ids[start : min(start + size, most)])
+            node, matched = self._descend(node, run)
+            if matched == size:
+                trail.append(node)
+        lease.num_known = len(trail)
+        block_ids = [each.block for each in trail]
+        if matched == 0:
+            return Found(block_ids)
+        while node.block == -1:
+            node = node.children()[0]
+        return Found(block_ids, node.block, matched)
+
+    def _index(self, lease: Lease, num_tokens: int) -> None:
+        size, token_ids, trail = self.block_size, lease.token_ids, lease.trail
+        # When a twin of an own block was evicted, the own one takes its place.
+        node = self._last_alive(trail)
+        for index in range(len(trail), -(-num_tokens // size)):
+            run = array(TOKEN, token_ids[index * size : min((index + 1) * size, num_tokens)])
+            node = self._insert(node, run, lease.block_ids[index])
+            if len(run) == size:
+                trail.append(node)
+        lease.num_known = len(trail)
+
+    def _last_alive(self, trail: list[Node]) -> Node:
+        """Drops what was evicted from the end of a trail, and returns the node where it ends."""
+        while trail:
+            node = trail[-1]
+            if self._nodes[node.block] is node:
+                return node
+            trail.pop()
+        return self._root
+
+    def _descend(self, node: Node, run: Run) -> tuple[Node, int]:
+        """Follows up to a block of tokens from a block's border.
+
+        Returns:
+            The last node of which a token agrees (the first node when none does), and how many
+            tokens agree.
+        """
+        matched = 0
+        while matched < len(run):
+            child = node.child(run[matched])
+            if child is None:
+                break
+            node = child
+            rest = run[matched:] if matched else run
+            if child.tokens != rest[: child.end - matched]:
+                return node, matched + common_length(child.tokens, rest)
+            matched = child.end
+        return node, matched
+
+    def _insert(self, parent: Node, run: Run, block: int) -> Node:
+        """Hangs a block's tokens below a block's border; returns the node where they end.
+
+        Where a block with these tokens is there already, that one stays the one that is found.
+        """
+        node, matched = self._descend(parent, run)
+        if matched == len(run):
+            return node
+        if matched and matched < node.end:
+            node = self._split(node, matched)
+        if matched and node.block != -1:
+            # The end of a block that was not full: more of it is known now, or its twin went on.
+            node.tokens += run[matched:]
+            node.end = len(run)
+            if node.block != block:
+                self._nodes[node.block] = None
+                self._demote(node.block)
+                node.block = block
+                self._nodes[block] = node
+            return node
+        leaf = Node(run[matched:], len(run), block, node)
+        node.put(leaf)
+        self._nodes[block] = leaf
+        return leaf
+
+    def _split(self, node: Node, end: int) -> Node:
+        """Cuts a run at `end` within its block; returns the upper part, a node of its own."""
+        assert node.parent is not None
+        cut = len(node.tokens) - (node.end - end)
+        upper = Node(node.tokens[:cut], end, -1, node.parent)
+        node.parent.put(upper)
+        node.tokens = node.tokens[cut:]
+        node.parent = upper
+        upper.put(node)
+        return upper
+
+    def _is_named(self, block_id: int) -> bool:
+        return self._nodes[block_id] is not None
+
+    def _forget(self, block_id: int) -> None:
+        node = self._nodes[block_id]
+        if node is None:
+            return
+        self._nodes[block_id] = None
+        stack = node.children()
+        while stack:
+            below = stack.pop()
+            stack += below.children()
+            if below.block != -1:
+                self._nodes[below.block] = None
+                self._demote(below.block)
+        # A run that ends within a block has no block of its own, so it goes with its last branch.
+        while (parent := node.parent) is not None:
+            node.parent = None
+            parent.drop(node)
+            if parent.only or parent.branches or parent.end == self.block_size:
+                return
+            node = parent
+
+    def _forget_all(self) -> None:
+        self._root = Node(array(TOKEN), self.block_size, -1, None)
+        self._nodes = [None] * self.num_blocks

@@ -4,8 +4,6 @@ Command, run at the root of the repository, which writes the whole folder ``mode
 
     python -m nano_inference.models.train --out models/tiny
 
-(``python models/train.py --out models/tiny`` does the same where the package is not installed.)
-
 The script makes its text (:mod:`nano_inference.models.tasks`), trains a byte-level BPE tokenizer
 and a small Qwen2-architecture model on it, rounds the weights to bfloat16, measures greedy exact
 match on held-out examples and writes the model card. With the same seed, library versions, number
@@ -42,10 +40,8 @@ from tokenizers import (
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers import __version__ as transformers_version
 
-if __package__:
-    from . import tasks
-else:  # Run as a file: its own folder is where Python looks first.
-    import tasks  # type: ignore[import-not-found, no-redef]
+from . import tasks
+from .card import SAMPLES, Result, card, table
 
 Example = tasks.Example
 
@@ -101,7 +97,6 @@ TAPS: dict[str, Tap] = {
     "sub2": Tap(0.52, 0.05, 600),
 }
 SAMPLED = ("add2", "sub2")
-SAMPLES = 4  # Times that each prompt is sampled at temperature 1.
 
 # The annotations of Transformers do not pass mypy's strict mode, so models and tokenizers are Any.
 Model = Any
@@ -482,17 +477,6 @@ class Trainer:
                 self.update(self.settings.last_learning_rate)
 
 
-@dataclass(frozen=True)
-class Result:
-    """How many held-out examples of one kind are right."""
-
-    task: str
-    form: str
-    count: int
-    greedy: int
-    sampled: int | None  # Right answers in SAMPLES tries at each prompt; None: not measured.
-
-
 def measure(settings: Settings, model: Model, tokenizer: FastTokenizer) -> list[Result]:
     """Evaluate every kind of example on held-out prompts."""
     results = []
@@ -507,21 +491,6 @@ def measure(settings: Settings, model: Model, tokenizer: FastTokenizer) -> list[
             form = "chat" if chat else "plain"
             results.append(Result(task, form, len(prompts), greedy, sampled))
     return results
-
-
-def table(results: list[Result]) -> str:
-    """Return the results as a Markdown table."""
-    lines = [
-        "| task | form | held-out prompts | greedy right | greedy | sampled, temperature 1 |",
-        "|---|---|---:|---:|---:|---:|",
-    ]
-    for r in results:
-        sampled = "" if r.sampled is None else f"{r.sampled / (r.count * SAMPLES):.1%}"
-        lines.append(
-            f"| {r.task} | {r.form} | {r.count} | {r.greedy} | {r.greedy / r.count:.1%} "
-            f"| {sampled} |"
-        )
-    return "\n".join(lines)
 
 
 def round_weights(model: Model) -> None:
@@ -550,99 +519,25 @@ def edit_json(path: Path, changes: dict[str, Any]) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-CARD = """\
----
-license: apache-2.0
-library_name: transformers
-pipeline_tag: text-generation
-tags: [qwen2, test-model]
----
-
-# tiny
-
-A causal language model with the Qwen2 architecture and {parameters:,} parameters, made to test
-and to demonstrate an inference engine. It knows six small tasks and nothing else. Model, tokenizer
-and training text all come from the scripts beside this folder; nothing was downloaded.
-
-## Tasks
-
-Each task works as a plain completion and as a chat through the chat template.
-
-{examples}
-
-`add2` and `sub2` are half learnt on purpose, so that reinforcement learning has something to
-improve. Operands lie between 0 and 99; in `add2` and `sub2` at least one of them has two digits.
-A last stage of training leaves the two tasks out until enough of them is forgotten.
-
-## Accuracy
-
-Exact match of the whole answer on held-out prompts, measured after the weights were rounded to
-bfloat16, computed in float32. The sampled column is the share of right answers in {samples} samples
-of each prompt.
-
-{table}
-
-A held-out two-digit sum or difference, JSON record or combination of story elements never occurs
-in training, in any wording. One-digit arithmetic has only 200 facts: there, the held-out prompts
-are new as texts, while the fact may occur in training in another wording.
-
-## Architecture
-
-Qwen2: {layers} layers, hidden size {hidden}, 4 query and 2 key-value heads of dimension {head},
-feed-forward size {intermediate}, tied embeddings, 2048 positions, rope theta 10000. It was trained
-on rows of {length} tokens, with several examples in each row. Much longer prompts run, but the
-answers are seldom right.
-
-The tokenizer is a byte-level BPE with {vocabulary} tokens. Every digit is one token, and characters
-outside ASCII are split into their UTF-8 bytes. Any text round-trips once it is in Unicode
-normal form C, into which the tokenizer brings it, as every Qwen2 tokenizer of Transformers does.
-It adds no token at the beginning. A plain completion ends with `<|endoftext|>`, a chat answer
-with `<|im_end|>`. The weights are stored as bfloat16; the config asks for float32.
-
-## Training
-
-    python -m nano_inference.models.train --out models/tiny
-
-{steps} steps of {rows} rows took {minutes:.0f} minutes with {threads} CPU thread(s),
-PyTorch {torch} and Transformers {transformers}. The same settings on the same machine give the
-same weights:
-
-    {settings}
-
-## Licence
-
-Apache-2.0
-"""
-
-
-def card(trainer: Trainer, results: list[Result]) -> str:
-    """Return the text of the model card."""
-    settings, model, tokenizer = trainer.settings, trainer.model, trainer.tokenizer
-    examples = ["| task | form | prompt | answer |", "|---|---|---|---|"]
-    for task in tasks.TASKS:
-        for chat in (False, True):
-            e = tasks.distinct(task, "heldout", 1, settings.seed, chat=chat)[0]
-            form = "chat" if chat else "plain"
-            examples.append(f"| {task} | {form} | `{e.prompt}` | `{e.answer}` |")
-    return CARD.format(
-        parameters=sum(p.numel() for p in model.parameters()),
-        examples="\n".join(examples),
-        samples=SAMPLES,
-        table=table(results),
-        layers=settings.layers,
-        hidden=settings.hidden,
-        head=settings.hidden // 4,
-        intermediate=settings.intermediate,
-        length=settings.length,
-        vocabulary=len(tokenizer),
-        steps=trainer.step,
-        rows=settings.rows,
-        minutes=trainer.seconds / 60,
-        threads=settings.threads,
-        torch=torch.__version__.partition("+")[0],
-        transformers=transformers_version,
-        settings=", ".join(f"{key}={value}" for key, value in asdict(settings).items()),
-    )
+def facts(trainer: Trainer) -> dict[str, str]:
+    """What the card tells of the model and its training, as it is printed there."""
+    settings = trainer.settings
+    return {
+        "parameters": f"{sum(p.numel() for p in trainer.model.parameters()):,}",
+        "layers": str(settings.layers),
+        "hidden": str(settings.hidden),
+        "head": str(settings.hidden // 4),
+        "intermediate": str(settings.intermediate),
+        "length": str(settings.length),
+        "vocabulary": str(len(trainer.tokenizer)),
+        "steps": str(trainer.step),
+        "rows": str(settings.rows),
+        "minutes": f"{trainer.seconds / 60:.0f}",
+        "threads": str(settings.threads),
+        "torch": torch.__version__.partition("+")[0],
+        "transformers": transformers_version,
+        "settings": ", ".join(f"{key}={value}" for key, value in asdict(settings).items()),
+    }
 
 
 def main() -> None:
@@ -670,7 +565,7 @@ def main() -> None:
     print(table(results))
     arguments.out.mkdir(parents=True, exist_ok=True)
     save(model, tokenizer, arguments.out)
-    text = card(trainer, results)
+    text = card(facts(trainer), results, settings.seed)
     (arguments.out / "README.md").write_text(text, encoding="utf-8")
 
 

@@ -1,0 +1,118 @@
+"""The model card of the bundled model: what its own README says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from . import tasks
+
+SAMPLES = 4
+"""Times that each prompt is sampled at temperature 1."""
+
+CARD = """\
+---
+license: apache-2.0
+library_name: transformers
+pipeline_tag: text-generation
+tags: [qwen2, test-model]
+---
+
+# tiny
+
+A causal language model with the Qwen2 architecture and {parameters} parameters, made to test
+and to demonstrate an inference engine. It knows six small tasks and nothing else. Model, tokenizer
+and training text all come from the scripts beside this folder; nothing was downloaded.
+
+## Tasks
+
+Each task works as a plain completion and as a chat through the chat template.
+
+{examples}
+
+`add2` and `sub2` are half learnt on purpose, so that reinforcement learning has something to
+improve. Operands lie between 0 and 99; in `add2` and `sub2` at least one of them has two digits.
+A last stage of training leaves the two tasks out until enough of them is forgotten.
+
+## Accuracy
+
+Exact match of the whole answer on held-out prompts, measured after the weights were rounded to
+bfloat16, computed in float32. The sampled column is the share of right answers in {samples} samples
+of each prompt.
+
+{table}
+
+A held-out two-digit sum or difference, JSON record or combination of story elements never occurs
+in training, in any wording. One-digit arithmetic has only 200 facts: there, the held-out prompts
+are new as texts, while the fact may occur in training in another wording.
+
+## Architecture
+
+Qwen2: {layers} layers, hidden size {hidden}, 4 query and 2 key-value heads of dimension {head},
+feed-forward size {intermediate}, tied embeddings, 2048 positions, rope theta 10000. It was trained
+on rows of {length} tokens, with several examples in each row. Much longer prompts run, but the
+answers are seldom right.
+
+The tokenizer is a byte-level BPE with {vocabulary} tokens. Every digit is one token, and characters
+outside ASCII are split into their UTF-8 bytes. Any text round-trips once it is in Unicode
+normal form C, into which the tokenizer brings it, as every Qwen2 tokenizer of Transformers does.
+It adds no token at the beginning. A plain completion ends with `<|endoftext|>`, a chat answer
+with `<|im_end|>`. The weights are stored as bfloat16; the config asks for float32.
+
+## Training
+
+    python -m nano_inference.models.train --out models/tiny
+
+{steps} steps of {rows} rows took {minutes} minutes with {threads} CPU thread(s),
+PyTorch {torch} and Transformers {transformers}. The same settings on the same machine give the
+same weights:
+
+    {settings}
+
+## Licence
+
+Apache-2.0
+"""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How many held-out examples of one kind are right."""
+
+    task: str
+    form: str
+    count: int
+    greedy: int
+    sampled: int | None  # Right answers in SAMPLES tries at each prompt; None: not measured.
+
+
+def table(results: list[Result]) -> str:
+    """Return the results as a Markdown table."""
+    lines = [
+        "| task | form | held-out prompts | greedy right | greedy | sampled, temperature 1 |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for r in results:
+        sampled = "" if r.sampled is None else f"{r.sampled / (r.count * SAMPLES):.1%}"
+        lines.append(
+            f"| {r.task} | {r.form} | {r.count} | {r.greedy} | {r.greedy / r.count:.1%} "
+            f"| {sampled} |"
+        )
+    return "\n".join(lines)
+
+
+def card(facts: Mapping[str, str], results: list[Result], seed: int) -> str:
+    """Return the text of the model card.
+
+    Args:
+        facts: What `train.facts` tells.
+        results: The held-out evaluation.
+        seed: Chooses the example of each kind.
+    """
+    examples = ["| task | form | prompt | answer |", "|---|---|---|---|"]
+    for task in tasks.TASKS:
+        for chat in (False, True):
+            e = tasks.distinct(task, "heldout", 1, seed, chat=chat)[0]
+            form = "chat" if chat else "plain"
+            examples.append(f"| {task} | {form} | `{e.prompt}` | `{e.answer}` |")
+    return CARD.format(examples="\n".join(examples), samples=SAMPLES, table=table(results), **facts)

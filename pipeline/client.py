@@ -149,7 +149,7 @@ class BusClient:
         if not self._tracing.enabled:
             return TraceContext()
         now = now_ns()
-        attributes = {names.OPERATION_NAME: "chat", names.REQUEST_ID: request_id_of(request)}
+        attributes = {names.REQUEST_ID: request_id_of(request)}
         return self._tracing.span("publish", TraceContext(), now, now, attributes)
 
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 # Resource: https://opentelemetry.io/docs/specs/semconv/resource/#service
 SERVICE_NAME = "service.name"
-SERVICE_VERSION = "service.version"
 SERVICE_INSTANCE_ID = "service.instance.id"
 
 # https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/
-OPERATION_NAME = "gen_ai.operation.name"
 REQUEST_MODEL = "gen_ai.request.model"
 INPUT_TOKENS = "gen_ai.usage.input_tokens"
 OUTPUT_TOKENS = "gen_ai.usage.output_tokens"

@@ -25,13 +25,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-class InFlight(msgspec.Struct, frozen=True):
-    """One line of the ledger."""
-
-    entry_id: str
-    received_ns: int
-
-
 class AdmissionCore:
     """Checks requests, makes sequences of them, and knows which are in flight.
 
@@ -51,7 +44,8 @@ class AdmissionCore:
         self._tokenizer = tokenizer
         self._stop_token_ids = stop_token_ids
         self._capacity: LaneCapacity | None = None
-        self._ledger: dict[str, InFlight] = {}
+        # Request id to entry id.
+        self._ledger: dict[str, str] = {}
         self._seq_ids = itertools.count(1)
 
     # --- the ledger ---------------------------------------------------------------------------
@@ -64,18 +58,9 @@ class AdmissionCore:
         """How many more requests may be in flight."""
         return max(0, self._limits.max_in_flight - len(self._ledger))
 
-    def has(self, request_id: str) -> bool:
-        """Whether a request of this id is in flight."""
-        return request_id in self._ledger
-
     def entry_of(self, request_id: str) -> str | None:
         """The entry of a request in flight, None for any other."""
-        found = self._ledger.get(request_id)
-        return found.entry_id if found is not None else None
-
-    def in_flight(self) -> list[tuple[str, str]]:
-        """(request id, entry id) of each request in flight, oldest first."""
-        return [(request_id, line.entry_id) for request_id, line in self._ledger.items()]
+        return self._ledger.get(request_id)
 
     def finish(self, request_id: str, entry_id: str) -> bool:
         """Takes a request out of the ledger; returns whether it was there.
@@ -128,7 +113,7 @@ class AdmissionCore:
             tracestate=entry.tracestate,
             received_ns=received_ns,
         )
-        self._ledger[request_id] = InFlight(entry.entry_id, received_ns)
+        self._ledger[request_id] = entry.entry_id
         return AdmittedRequest(
             info=info,
             token_ids=token_ids,

@@ -118,8 +118,8 @@ class BatchingCore:
             if seq is not None:
                 self._finish(seq)
 
-    def absorb(self, result: StepResult) -> list[Sequence]:
-        """Takes the result of the oldest plan under way; returns the sequences that it ended.
+    def absorb(self, result: StepResult) -> None:
+        """Takes the result of the oldest plan under way.
 
         Raises:
             ValueError: The result is not that of the oldest plan.
@@ -127,7 +127,6 @@ class BatchingCore:
         if not self._sent or self._sent[0].step_id != result.step_id:
             raise ValueError(f"step {result.step_id} came back out of order")
         sent = self._sent.popleft()
-        ended: list[Sequence] = []
         sampled = {seq_id: row for row, seq_id in enumerate(result.seq_ids)}
         for seq, num_tokens, samples in sent.rows:
             if seq.status is SequenceStatus.FINISHED:
@@ -141,10 +140,8 @@ class BatchingCore:
                 self._commit(seq)
             if samples and result.finish_reasons[row]:
                 self._finish(seq)
-                ended.append(seq)
         for seq in [s for s in self._leaving.values() if s.last_step <= result.step_id]:
             self._release(seq)
-        return ended
 
     # --- what goes out ------------------------------------------------------------------------
 
@@ -170,16 +167,6 @@ class BatchingCore:
     def next_deadline_ns(self) -> int | None:
         """When a request's time will be over; None when no request has a deadline."""
         return self._deadlines[0][0] if self._deadlines else None
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences that have not started, or were preempted."""
-        return len(self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        """Sequences that hold blocks and go on."""
-        return len(self._running)
 
     @property
     def idle(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import os
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -15,16 +14,21 @@ _READ_BYTES = 1 << 16
 async def stdin_lines() -> AsyncIterator[bytes]:
     """The lines as they come, without their ends; the last one even if it has none."""
     loop = asyncio.get_running_loop()
-    lines: asyncio.Queue[bytes | None] = asyncio.Queue(_READ_AHEAD)
+    lines: asyncio.Queue[bytes | None] = asyncio.Queue()
+    # Bounds the queue on the reader's side, so that what it hands over is never left half done
+    # when the loop ends meanwhile.
+    room = threading.Semaphore(_READ_AHEAD)
 
     def put(line: bytes | None) -> None:
-        asyncio.run_coroutine_threadsafe(lines.put(line), loop).result()
+        room.acquire()
+        loop.call_soon_threadsafe(lines.put_nowait, line)
 
     # A thread that nobody waits for: a read that blocks on a terminal can't be cancelled, and
     # Ctrl-C must not wait for it. It reads the descriptor itself, since a lock on sys.stdin held
     # at the interpreter's end would be fatal.
     threading.Thread(target=_read_lines, args=(put,), name="stdin", daemon=True).start()
     while (line := await lines.get()) is not None:
+        room.release()
         yield line
 
 
@@ -37,5 +41,5 @@ def _read_lines(put: Callable[[bytes | None], None]) -> None:
                 put(line)
         put(rest)
         put(None)
-    except (RuntimeError, concurrent.futures.CancelledError):
+    except RuntimeError:
         return  # the loop has ended meanwhile, and nobody listens any more

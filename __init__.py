@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         compute_block_hash,
         schedule,
     )
-    from .stages.executor import model_forward, sample_with_logprobs
+    from .stages.executor import WeightSyncManager, model_forward, sample_with_logprobs
 
 __version__ = "0.1.0"
 
@@ -53,6 +53,7 @@ _HOME = {
     "Sequence": ".stages.batching",
     "SequenceStatus": ".stages.batching",
     "TrainingSample": ".pipeline.engine",
+    "WeightSyncManager": ".stages.executor",
     "compute_block_hash": ".stages.batching",
     "load_config": ".config",
     "model_forward": ".stages.executor",
@@ -82,6 +83,7 @@ __all__ = [
     "Sequence",
     "SequenceStatus",
     "TrainingSample",
+    "WeightSyncManager",
     "compute_block_hash",
     "load_config",
     "model_forward",

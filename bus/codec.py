@@ -86,7 +86,7 @@ def check_request(
     if isinstance(request, bytes):
         return decode_request(request, "json", max_bytes)
     try:
-        raw = _envelope_encoder.encode(request)
+        raw = _envelope_encoder.encode(_with_integer_keys(request))
     except _UNREADABLE as error:
         return Malformed(named_id(request), "invalid_request", _unsendable(error))
     checked = decode_request(raw, "msgpack", max_bytes)
@@ -130,7 +130,29 @@ def _has_nonfinite(request: GenerateRequest | dict[str, Any]) -> bool:
         values = msgspec.structs.astuple(sampling)
     else:
         return False
-    return any(isinstance(value, float) and not math.isfinite(value) for value in values)
+    return any(map(_is_nonfinite, values))
+
+
+def _is_nonfinite(value: object) -> bool:
+    """NaN or an infinity, or a dict (a logit_bias) with one."""
+    if isinstance(value, dict):
+        return any(map(_is_nonfinite, value.values()))
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _with_integer_keys(request: GenerateRequest | dict[str, Any]) -> object:
+    """The same request. JSON has text for keys, so a dict made of JSON has them in logit_bias."""
+    sampling = request.get("sampling") if isinstance(request, dict) else None
+    bias = sampling.get("logit_bias") if isinstance(sampling, dict) else None
+    if not isinstance(bias, dict) or not any(isinstance(key, str) for key in bias):
+        return request
+    assert isinstance(request, dict)
+    assert isinstance(sampling, dict)
+    try:
+        bias = msgspec.convert(bias, dict[int, Any], str_keys=True)
+    except msgspec.ValidationError:
+        return request
+    return {**request, "sampling": {**sampling, "logit_bias": bias}}
 
 
 def _is_unicode(text: str) -> bool:
@@ -195,6 +217,9 @@ def _beyond_int64(request: GenerateRequest) -> str | None:
         ("sampling.max_tokens", sampling.max_tokens),
         ("sampling.top_k", sampling.top_k),
         ("sampling.seed", sampling.seed),
+        ("sampling.min_tokens", sampling.min_tokens),
+        ("sampling.logprobs", sampling.logprobs),
+        ("sampling.prompt_logprobs", sampling.prompt_logprobs),
     )
     for path, value in singles:
         if value is not None and not _INT64_MIN <= value <= _INT64_MAX:
@@ -202,6 +227,7 @@ def _beyond_int64(request: GenerateRequest) -> str | None:
     many: tuple[tuple[str, Iterable[int] | None], ...] = (
         ("prompt_token_ids", request.prompt_token_ids),
         ("sampling.stop_token_ids", sampling.stop_token_ids),
+        ("sampling.logit_bias", sampling.logit_bias),
     )
     for path, values in many:
         if values and (min(values) < _INT64_MIN or max(values) > _INT64_MAX):

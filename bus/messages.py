@@ -29,7 +29,11 @@ class Public(
     tag_field="type",
     forbid_unknown_fields=True,
 ):
-    """A message of the public interface: a JSON object with a `type`."""
+    """A message of the public interface that clients write: a JSON object with a `type`."""
+
+
+class PublicOutput(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """One that clients read; a newer pipeline may send them fields that they don't know."""
 
 
 class Internal(msgspec.Struct, frozen=True, tag_field="type", array_like=True):
@@ -41,7 +45,11 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PublicPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A piece of a public message."""
+    """A piece of a public message that clients write."""
+
+
+class OutputPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of one that clients read."""
 
 
 # --- public: what clients write ---------------------------------------------------------------
@@ -79,6 +87,8 @@ class GenerateRequest(
         tenant: Whose request it is.
         budget_ns: Time that the answer may take from arrival on, relative, in nanoseconds.
             Zero or less is refused as expired; absent means no deadline.
+        cache_salt: Prefixes are shared only among requests of the same salt, so that nobody can
+            learn by timing what others have asked. Empty shares with all others that are empty.
     """
 
     request_id: str = ""
@@ -92,19 +102,20 @@ class GenerateRequest(
     priority: int = 0
     tenant: str = "default"
     budget_ns: int | None = None
+    cache_salt: str = ""
 
 
 # --- public: what clients read ----------------------------------------------------------------
 
 
-class ErrorInfo(PublicPart, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ErrorInfo(OutputPart, frozen=True, kw_only=True):
     """Why a request did not end well: a stable code, and a sentence that says what to change."""
 
     code: str
     message: str
 
 
-class Usage(PublicPart, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Usage(OutputPart, frozen=True, kw_only=True):
     """Tokens of a request. Cached ones are those of the prompt that needed no computing,
     summed over the samples."""
 
@@ -113,7 +124,7 @@ class Usage(PublicPart, frozen=True, kw_only=True, forbid_unknown_fields=True):
     completion_tokens: int = 0
 
 
-class StageTime(PublicPart, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StageTime(OutputPart, frozen=True, kw_only=True):
     """When a stage held the request: from its arrival there to its leaving."""
 
     stage: str
@@ -121,7 +132,7 @@ class StageTime(PublicPart, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     end_ns: int
 
 
-class Timings(PublicPart, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Timings(OutputPart, frozen=True, kw_only=True):
     """Where a request's time went. Stamps are wall-clock nanoseconds of the host that took them.
 
     Attributes:
@@ -137,8 +148,24 @@ class Timings(PublicPart, frozen=True, kw_only=True, forbid_unknown_fields=True)
     stages: tuple[StageTime, ...] = ()
 
 
-class CompletionSample(PublicPart, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One finished sample. `logprobs` has one value per token, of the policy (SamplingParams)."""
+class TokenLogprob(OutputPart, frozen=True, kw_only=True):
+    """A token and its logprob."""
+
+    token_id: int
+    logprob: float
+
+
+class CompletionSample(OutputPart, frozen=True, kw_only=True):
+    """One finished sample.
+
+    Attributes:
+        token_ids: `[k]`, stop tokens included.
+        logprobs: `[k]`, one per token; docs/sampling.md says of which distribution.
+        weight_version: Of the weights that made the oldest of these tokens.
+        weight_versions: The same for all tokens, as (version, index of its first token) spans.
+        top_logprobs: `[k]`, for each place the likeliest tokens, likeliest first, as many as
+            `sampling.logprobs` asked for; None when it asked for none.
+    """
 
     sample_index: int
     text: str
@@ -146,15 +173,16 @@ class CompletionSample(PublicPart, frozen=True, kw_only=True, forbid_unknown_fie
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     weight_version: int = 0
+    weight_versions: tuple[tuple[int, int], ...] = ()
+    top_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
 
 
 class CompletionChunk(
-    Public,
+    PublicOutput,
     frozen=True,
     kw_only=True,
     tag="chunk",
     tag_field="type",
-    forbid_unknown_fields=True,
 ):
     """New tokens of one sample.
 
@@ -170,6 +198,8 @@ class CompletionChunk(
         logprobs: `[k]`, one per token.
         text: Text that is now certain.
         finish_reason: Set on the sample's last chunk.
+        weight_version: Of the weights that made these tokens.
+        top_logprobs: `[k]`, as in CompletionSample.
     """
 
     request_id: str
@@ -180,15 +210,16 @@ class CompletionChunk(
     logprobs: tuple[float, ...]
     text: str
     finish_reason: FinishReason | None = None
+    weight_version: int = 0
+    top_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
 
 
 class Completion(
-    Public,
+    PublicOutput,
     frozen=True,
     kw_only=True,
     tag="completion",
     tag_field="type",
-    forbid_unknown_fields=True,
 ):
     """The terminal message: each request gets exactly one, whatever became of it.
 
@@ -199,6 +230,10 @@ class Completion(
         error: Set unless the status is "done".
         samples: All samples in order; after an error what had been made until then.
         trace_id: 32 hex digits, or empty when the request is not traced.
+        prompt_logprobs: `[prompt]`, each prompt token's logprob given those before it; the first
+            has none. None when `sampling.prompt_logprobs` did not ask for them, or the request
+            ended before all were known.
+        prompt_top_logprobs: `[prompt]`, as CompletionSample.top_logprobs; empty for the first.
     """
 
     request_id: str
@@ -210,6 +245,8 @@ class Completion(
     usage: Usage = Usage()
     timings: Timings = Timings()
     trace_id: str = ""
+    prompt_logprobs: tuple[float | None, ...] | None = None
+    prompt_top_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
 
 
 Output = CompletionChunk | Completion
@@ -234,6 +271,9 @@ class RequestInfo(Part, frozen=True, array_like=True):
 
     Attributes:
         stages: When each stage so far held the request.
+        min_tokens: Stop strings are not looked for in the text of that many first tokens.
+        logprobs: How many of the likeliest tokens are reported at each place.
+        prompt_logprobs: The same for the prompt; None when its logprobs are not reported at all.
     """
 
     request_id: str
@@ -247,6 +287,9 @@ class RequestInfo(Part, frozen=True, array_like=True):
     tracestate: str
     received_ns: int
     stages: tuple[StageTime, ...] = ()
+    min_tokens: int = 0
+    logprobs: int = 0
+    prompt_logprobs: int | None = None
 
 
 class AdmittedRequest(Internal, frozen=True, array_like=True, tag="admitted", tag_field="type"):
@@ -258,6 +301,7 @@ class AdmittedRequest(Internal, frozen=True, array_like=True, tag="admitted", ta
     sequences: tuple[SequenceSpec, ...]
     tenant: str
     priority: int
+    cache_salt: str = ""
 
 
 class Dispatch(Internal, frozen=True, array_like=True, tag="dispatch", tag_field="type"):
@@ -268,6 +312,7 @@ class Dispatch(Internal, frozen=True, array_like=True, tag="dispatch", tag_field
     sampling: SamplingParams
     sequences: tuple[SequenceSpec, ...]
     priority: int
+    cache_salt: str = ""
 
 
 class Yield(Internal, frozen=True, array_like=True, tag="yield", tag_field="type"):
@@ -358,6 +403,26 @@ class StartedSequence(Part, frozen=True, array_like=True):
     executed_ns: int
 
 
+TopLogprobs = tuple[tuple[int, float], ...]
+"""(token id, logprob) of the likeliest tokens at one place, likeliest first."""
+
+
+class PromptLogprobs(Part, frozen=True, array_like=True):
+    """What one step found out about a prompt.
+
+    Attributes:
+        seq_id: The sequence, always the first sample of its request.
+        start: Position in the prompt of the first token reported, at least 1.
+        logprobs: `[k]`, of the tokens at `start .. start + k - 1`.
+        top_logprobs: `[k]`, or empty when none were asked for.
+    """
+
+    seq_id: int
+    start: int
+    logprobs: tuple[float, ...]
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+
+
 class StepResult(Internal, frozen=True, array_like=True, tag="step", tag_field="type"):
     """What one forward pass sampled. Rows that only prefilled are not in it.
 
@@ -372,6 +437,8 @@ class StepResult(Internal, frozen=True, array_like=True, tag="step", tag_field="
         weight_version: Of the weights that made these tokens.
         start_ns: When the device began the step.
         end_ns: When its tokens were on the host.
+        top_logprobs: `[rows]`, empty for a row that did not ask; all empty: no row did.
+        prompt_logprobs: For sequences that asked for them.
     """
 
     step_id: int
@@ -384,6 +451,8 @@ class StepResult(Internal, frozen=True, array_like=True, tag="step", tag_field="
     weight_version: int
     start_ns: int
     end_ns: int
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 class RequestFinished(Internal, frozen=True, array_like=True, tag="finished", tag_field="type"):

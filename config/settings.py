@@ -55,6 +55,10 @@ class EngineConfig(Settings, frozen=True, forbid_unknown_fields=True):
         cpu_threads: Threads of the executor stage on CPU. 0 takes one for a small model, whose
             steps are too short to be shared, and one per core for others.
         seed: Base of the random numbers of requests that bring no seed.
+        logprobs_mode: What reported logprobs are of. "processed": the policy that tokens are
+            sampled from, after penalties, bias and temperature; "raw": the model's own output.
+        deterministic: Tokens and logprobs are the same, bit for bit, whatever else is in the
+            batch, however prompts are chunked, cached or computed again. CPU only; slower.
     """
 
     SECTION: ClassVar[str] = "engine"
@@ -71,6 +75,8 @@ class EngineConfig(Settings, frozen=True, forbid_unknown_fields=True):
     device: str = "auto"
     cpu_threads: int = 0
     seed: int = 0
+    logprobs_mode: Literal["processed", "raw"] = "processed"
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         self.require("model_path", bool(self.model_path), "a folder, or 'tiny'")
@@ -115,10 +121,10 @@ class SchedulerConfig(Settings, frozen=True, forbid_unknown_fields=True):
 class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How one request samples. Immutable; ranges are checked by admission, per request.
 
+    The steps from logits to a token, and what the reported logprobs mean, are in docs/sampling.md.
+
     Attributes:
-        temperature: 0 is greedy. Reported logprobs are of the policy: log-softmax of the logits
-            after temperature, over the full vocabulary, in float32; at temperature 0 the logprob
-            is that of temperature 1.
+        temperature: 0 is greedy.
         max_tokens: Most tokens to generate; the model's length limit applies too.
         stop_token_ids: Generation ends when one of these is sampled. The model's own
             end-of-sequence ids are added unless `ignore_eos`.
@@ -128,6 +134,16 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
         seed: Makes the samples repeatable, whatever else runs.
         stop: Generation ends before the first of these strings, which is not delivered.
         ignore_eos: Go on past the model's end-of-sequence ids.
+        repetition_penalty: Logits of tokens in the prompt or generated so far are divided by this
+            when positive and multiplied when negative; 1 is off.
+        presence_penalty: Subtracted from the logits of tokens generated so far; 0 is off.
+        frequency_penalty: The same, times how often each was generated; 0 is off.
+        logit_bias: Added to the logits of these token ids.
+        min_tokens: No stop token is sampled, and no stop string looked for, before so many.
+        logprobs: Report so many of the likeliest tokens at each place, beside the sampled one's
+            logprob, which is always reported.
+        prompt_logprobs: Report the logprobs of the prompt's tokens, and so many of the likeliest
+            at each place; None is off. The prompt is then computed in full.
     """
 
     temperature: float = 1.0
@@ -139,6 +155,13 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
+    logprobs: int = 0
+    prompt_logprobs: int | None = None
 
 
 class BusConfig(Settings, frozen=True, forbid_unknown_fields=True):

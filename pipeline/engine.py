@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import msgspec
+from rich.console import Console
+from rich.progress import Progress
 
 from ..bus.channel import RequestEntry
-from ..bus.messages import Cancel, Completion, CompletionSample, Dispatch, GenerateRequest
+from ..bus.messages import (
+    Cancel,
+    Completion,
+    CompletionSample,
+    Dispatch,
+    FinishReason,
+    GenerateRequest,
+    TokenLogprob,
+)
 from ..config import Config, EngineConfig, RequestError, SamplingParams
 from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
 from ..stages.executor.core import ExecutorCore
 from ..stages.streaming.core import StreamingCore
-from ..stages.tokenizer import load_tokenizer, stop_token_ids_of
+from ..stages.tokenizer import default_sampling_params, load_tokenizer, stop_token_ids_of
 from ..telemetry import now_ns
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Prompt = str | Sequence[int]
 
 
 class TrainingSample(msgspec.Struct, frozen=True):
@@ -25,11 +40,15 @@ class TrainingSample(msgspec.Struct, frozen=True):
     Attributes:
         prompt_tokens: `[prompt]`.
         completion_tokens: `[completion]`, the stop token included.
-        logprobs: `[completion]`, of the policy: log-softmax of the logits after temperature over
-            the full vocabulary in float32 (at temperature 0, of temperature 1).
+        logprobs: `[completion]`, float32; docs/sampling.md says of which distribution.
         ref_logprobs: None; there is no reference model.
         weight_version: Of the weights that made the oldest of these tokens.
-        finish_reason: "stop" for a stop token or string, "length" for a limit.
+        finish_reason: "stop" for a stop token or string, "length" for a limit, "abort".
+        weight_versions: (version, index of its first token) for each run of tokens that one
+            version made.
+        top_logprobs: `[completion]`, the likeliest tokens at each place, when asked for.
+        prompt_logprobs: `[prompt]`, None for the first token, when asked for.
+        prompt_top_logprobs: `[prompt]`, the likeliest tokens at each place, when asked for.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -37,7 +56,11 @@ class TrainingSample(msgspec.Struct, frozen=True):
     logprobs: tuple[float, ...]
     ref_logprobs: tuple[float, ...] | None
     weight_version: int
-    finish_reason: Literal["stop", "length", "abort"]
+    finish_reason: FinishReason
+    weight_versions: tuple[tuple[int, int], ...] = ()
+    top_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
+    prompt_logprobs: tuple[float | None, ...] | None = None
+    prompt_top_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
 
 
 class InferenceEngine:
@@ -71,6 +94,8 @@ class InferenceEngine:
         self._batching = BatchingCore(self.config, capacity, steps_ahead=1)
         self._streaming = StreamingCore(tokenizer)
         self._prompts: dict[str, tuple[int, ...]] = {}
+        # Finished while `generate` waited for others; the next `step` returns them.
+        self._uncollected: list[TrainingSample] = []
         self._next_id = 0
 
     def __enter__(self) -> InferenceEngine:
@@ -84,11 +109,15 @@ class InferenceEngine:
     ) -> None:
         self.shutdown()
 
+    # --- all at once --------------------------------------------------------------------------
+
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         num_samples_per_prompt: int = 1,
+        *,
+        show_progress: bool = False,
     ) -> list[TrainingSample]:
         """Completes prompts.
 
@@ -96,6 +125,7 @@ class InferenceEngine:
             prompts: Texts, or token ids.
             sampling_params: One for all prompts, or one for each; the defaults when None.
             num_samples_per_prompt: Samples of each prompt; its computation is shared.
+            show_progress: Whether to draw a progress bar on standard error.
 
         Returns:
             In the order of the prompts, then of the samples.
@@ -109,21 +139,45 @@ class InferenceEngine:
         if len(sampling_params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {len(sampling_params)} sampling_params")
         request_ids: list[str] = []
+        found: dict[str, list[TrainingSample]] = {}
         try:
             for prompt, params in zip(prompts, sampling_params, strict=True):
                 request_ids.append(self.add_request(prompt, params, num_samples_per_prompt))
-        except RequestError:
+            self._finish_all(request_ids, found, show_progress)
+        except BaseException:
             for request_id in request_ids:
                 self.abort(request_id)
             raise
-        found: dict[str, list[TrainingSample]] = {}
-        while len(found) < len(request_ids):
-            found.update(self._advance())
         return [sample for request_id in request_ids for sample in found[request_id]]
+
+    def _finish_all(
+        self, request_ids: list[str], found: dict[str, list[TrainingSample]], show_progress: bool
+    ) -> None:
+        """Steps until all of these have ended, and puts their samples into `found`."""
+        wanted = set(request_ids)
+        with Progress(console=Console(stderr=True), disable=not show_progress) as progress:
+            bar = progress.add_task("Generating", total=len(wanted))
+            while len(found) < len(wanted):
+                for request_id, samples in self._advance():
+                    if request_id in wanted:
+                        found[request_id] = samples
+                        progress.advance(bar)
+                    else:
+                        self._uncollected += samples
+
+    def default_sampling_params(self) -> SamplingParams:
+        """How the model's makers advise to sample; never applied unless you pass it on.
+
+        Raises:
+            ModelError: The model's generation_config.json can't be read or used.
+        """
+        return default_sampling_params(self.config.model_folder)
+
+    # --- step by step -------------------------------------------------------------------------
 
     def add_request(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         num_samples: int = 1,
     ) -> str:
@@ -162,19 +216,65 @@ class InferenceEngine:
 
     def step(self) -> list[TrainingSample]:
         """One scheduling and one forward pass; returns the samples of the requests it finished."""
-        return [sample for _, samples in self._advance() for sample in samples]
+        earlier, self._uncollected = self._uncollected, []
+        return earlier + [sample for _, samples in self._advance() for sample in samples]
 
     def has_pending(self) -> bool:
-        """Whether any request is unfinished."""
-        return bool(self._prompts)
+        """Whether any request is unfinished, or its samples are still to be collected."""
+        return bool(self._prompts or self._uncollected)
 
-    def abort(self, request_id: str) -> None:
-        """Drops a request; unknown ids do nothing."""
-        if self._prompts.pop(request_id, None) is not None:
-            cancel = Cancel(request_id, request_id, "cancelled", "cancelled", "aborted")
-            self._batching.cancel(cancel)
-            self._streaming.end(cancel, now_ns())
+    def abort(self, request_id: str) -> list[TrainingSample]:
+        """Ends a request early.
+
+        Returns:
+            Its samples as far as they had come; those cut short have the finish_reason "abort".
+            Empty when none had begun, and for an id that is unknown or has ended.
+        """
+        if request_id not in self._prompts:
+            return []
+        cancel = Cancel(request_id, request_id, "cancelled", "cancelled", "aborted")
+        self._batching.cancel(cancel)
+        ended = self._streaming.end(cancel, now_ns()).ended
+        if not ended:
+            del self._prompts[request_id]
             self._admission.finish(request_id, request_id)
+            return []
+        return self._finished(ended[0].completion)[1]
+
+    # --- weights ------------------------------------------------------------------------------
+
+    def update_weights(self, state_dict: Mapping[str, Tensor], blocking: bool = False) -> None:
+        """Replaces the model's weights; tokens sampled from then on carry the next version.
+
+        Sequences under way go on from their KV as it is. What the prefix cache holds from older
+        weights is never used for a sequence that starts after the update.
+
+        Args:
+            state_dict: The whole model's, by parameter name, on any device and in any dtype.
+            blocking: Put in place before this returns; otherwise before the next step, and the
+                tensors must not be changed till then.
+
+        Raises:
+            ModelError: The weights don't fit the model, or an update waits already; weights and
+                version are as they were.
+        """
+        if blocking:
+            self._executor.weights.sync_blocking(state_dict)
+            self._batching.cache.begin_weight_version(self.get_weight_version())
+        else:
+            self._executor.weights.start_sync(state_dict)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The weights in place, by parameter name, as `update_weights` takes them; not copies."""
+        return self._executor.model.module.state_dict()
+
+    def get_weight_version(self) -> int:
+        """The version of the weights in place; 0 are those that were loaded."""
+        return self._executor.weights.version
+
+    def flush_cache(self) -> None:
+        """Forgets all cached prefixes; sequences under way are not disturbed."""
+        self._batching.cache.flush()
 
     def shutdown(self) -> None:
         """Gives the model's and the cache's memory back. The engine can't be used afterwards."""
@@ -183,10 +283,20 @@ class InferenceEngine:
     # --- inside -------------------------------------------------------------------------------
 
     def _advance(self) -> list[tuple[str, list[TrainingSample]]]:
+        if self._executor.weights.maybe_finish_sync():
+            self._batching.cache.begin_weight_version(self.get_weight_version())
         plan = self._batching.plan(now_ns())
         if plan is None:
+            if self._prompts:
+                raise RuntimeError("requests are unfinished and nothing can run; please report it")
             return []
-        result = self._executor.execute(plan)
+        try:
+            result = self._executor.execute(plan)
+        except BaseException:
+            # Interrupted, perhaps: the requests wait again, and the next step goes on with them.
+            self._executor.reset()
+            self._batching.retract()
+            raise
         self._batching.absorb(result)
         deliveries = self._streaming.absorb(result, now_ns())
         self._batching.stop(deliveries.halts)
@@ -201,10 +311,12 @@ class InferenceEngine:
         request_id = completion.request_id
         prompt = self._prompts.pop(request_id)
         self._admission.finish(request_id, request_id)
-        return request_id, [_sample(prompt, sample) for sample in completion.samples]
+        return request_id, [_sample(prompt, completion, each) for each in completion.samples]
 
 
-def _sample(prompt: tuple[int, ...], sample: CompletionSample) -> TrainingSample:
+def _sample(
+    prompt: tuple[int, ...], completion: Completion, sample: CompletionSample
+) -> TrainingSample:
     return TrainingSample(
         prompt_tokens=prompt,
         completion_tokens=sample.token_ids,
@@ -212,4 +324,8 @@ def _sample(prompt: tuple[int, ...], sample: CompletionSample) -> TrainingSample
         ref_logprobs=None,
         weight_version=sample.weight_version,
         finish_reason=sample.finish_reason,
+        weight_versions=sample.weight_versions,
+        top_logprobs=sample.top_logprobs,
+        prompt_logprobs=completion.prompt_logprobs,
+        prompt_top_logprobs=completion.prompt_top_logprobs,
     )

@@ -1,12 +1,17 @@
-"""Loads a model folder's tokenizer, chat template and stop ids. Shared ground of the stages."""
+"""What a model's folder says beside the weights: tokenizer, chat template, stop ids, sampling.
+
+Shared ground of the stages.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import ModelError
+from ..config import ModelError, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -67,6 +72,50 @@ def stop_token_ids_of(folder: Path, tokenizer: PreTrainedTokenizerFast) -> froze
             return frozenset(ids)
     own = tokenizer.eos_token_id
     return frozenset() if own is None else frozenset((int(own),))
+
+
+_SAMPLING: dict[str, tuple[type, Callable[[Any], bool], str]] = {
+    "temperature": (float, lambda x: x == 0 or 1e-4 <= x <= 1e4, "0 or from 0.0001 to 10000"),
+    "top_k": (int, lambda x: 0 <= x < 2**63, "0 or a number of tokens"),
+    "top_p": (float, lambda x: 0 < x <= 1, "above 0 and at most 1"),
+    "min_p": (float, lambda x: 0 <= x <= 1, "from 0 to 1"),
+    "repetition_penalty": (float, lambda x: 1e-4 <= x <= 10, "from 0.0001 to 10"),
+}
+"""The settings taken from generation_config.json, in the ranges that admission takes."""
+
+
+def default_sampling_params(folder: Path) -> SamplingParams:
+    """How the model's makers advise to sample: what generation_config.json in its folder names.
+
+    temperature, top_k, top_p, min_p and repetition_penalty are taken; what is absent or null stays
+    at our own default, which changes nothing. `do_sample: false` is greedy, temperature 0, whatever
+    else stands there.
+
+    This is never applied silently. A request is sampled as it says itself: in RL the tokens must
+    come from the model's own distribution, or the logprobs that training relies on are of another
+    policy; and the same request must not mean something else on another model. Who wants the
+    makers' advice asks for it here and passes it on, changed with `msgspec.structs.replace`.
+
+    Raises:
+        ModelError: The file can't be read, or one of the settings can't be used.
+    """
+    path = folder / "generation_config.json"
+    found = _read_json(path)
+    do_sample = found.get("do_sample")
+    if do_sample is not None and not isinstance(do_sample, bool):
+        raise ModelError(f"{path}: do_sample is {do_sample!r}; it must be true or false")
+    values: dict[str, Any] = {}
+    for name, (kind, holds, wanted) in _SAMPLING.items():
+        value = found.get(name)
+        if value is None:
+            continue
+        is_number = type(value) is int or (kind is float and type(value) is float)
+        if not is_number or not math.isfinite(value) or not holds(value):
+            raise ModelError(f"{path}: {name} is {value!r}; it must be {wanted}")
+        values[name] = kind(value)
+    if do_sample is False:
+        values["temperature"] = 0.0
+    return SamplingParams(**values)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

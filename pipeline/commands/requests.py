@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import msgspec
 
 from ...bus.channel import Malformed
 from ...bus.codec import check_request
-from ...config import ConfigError, RequestError
+from ...config import ConfigError, RequestError, SamplingParams, nearest, parse_value
 from .stdin import stdin_lines
 
 
@@ -31,6 +31,7 @@ class Wanted(msgspec.Struct, frozen=True):
     temperature: float | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    sampling: dict[str, Any] = {}
     priority: int | None = None
     tenant: str | None = None
     budget_s: float | None = None
@@ -73,7 +74,26 @@ class Wanted(msgspec.Struct, frozen=True):
             "seed": self.seed,
             "stop": list(self.stop) or None,
         }
-        return _given(fields)
+        return _given(fields) | self.sampling
+
+
+def parse_sampling(texts: Iterable[str]) -> dict[str, Any]:
+    """Sampling parameters from "name=value" texts; values are read as YAML.
+
+    Raises:
+        ConfigError: A text is not of that form, or names no parameter.
+    """
+    known = SamplingParams.__struct_fields__
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        name = name.strip()
+        if not equals:
+            raise ConfigError(f"--sampling takes name=value, not {text!r:.80}")
+        if name not in known:
+            raise ConfigError(f"--sampling: no parameter {name!r:.80}{nearest(name, known)}")
+        found[name] = parse_value(value)
+    return found
 
 
 def _given(fields: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ..client import BusClient
 from .answers import AnswerPrinter, ProgressLine
 from .connection import connected
 from .options import BusUrl, ConfigFile, LogLevel, Settings, build_client_config
-from .requests import LineReader, Submission, Wanted, read_file, read_stdin
+from .requests import LineReader, Submission, Wanted, parse_sampling, read_file, read_stdin
 from .submit_options import (
     AsJson,
     Budget,
@@ -28,6 +28,7 @@ from .submit_options import (
     Prompt,
     RequestFile,
     Samples,
+    Sampling,
     Seed,
     Stop,
     Temperature,
@@ -53,6 +54,7 @@ def submit(
     temperature: Temperature = None,
     seed: Seed = None,
     stop: Stop = None,
+    sampling: Sampling = None,
     priority: Priority = None,
     tenant: Tenant = None,
     budget: Budget = None,
@@ -73,6 +75,8 @@ def submit(
         nano-inference submit --chat "What is 12 + 30?" --trace
 
         nano-inference submit "Story about Emma, a dog and" -n 4 -t 1 --seed 7
+
+        nano-inference submit "98 + 25 =" --json --sampling logprobs=3 --sampling min_tokens=2
 
     Many requests run at the same time, and each answer is printed when it is complete, behind
     its request's id or line number. A line of a file is a request as JSON, or a prompt as a JSON
@@ -97,6 +101,7 @@ def submit(
         temperature=temperature,
         seed=seed,
         stop=tuple(stop or ()),
+        sampling=parse_sampling(sampling or ()),
         priority=priority,
         tenant=tenant,
         budget_s=budget,

@@ -43,6 +43,15 @@ Stop = Annotated[
     list[str] | None,
     _option("--stop", panel=_REQUEST, text="End before this text. Repeatable.", metavar="TEXT"),
 ]
+Sampling = Annotated[
+    list[str] | None,
+    _option(
+        "--sampling",
+        panel=_REQUEST,
+        text="Any sampling parameter, as top_p=0.9 or logprobs=3. Repeatable.",
+        metavar="NAME=VALUE",
+    ),
+]
 Priority = Annotated[
     int | None, _option("--priority", panel=_REQUEST, text="Higher runs earlier; 0 by default.")
 ]

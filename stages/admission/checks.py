@@ -7,11 +7,18 @@ from ...config import RequestError, SamplingParams
 
 MAX_REQUEST_ID_LENGTH = 256
 MAX_TENANT_LENGTH = 128
+MAX_CACHE_SALT_LENGTH = 256
 MAX_PRIORITY = 1000
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024
 MIN_TEMPERATURE = 1e-4
 MAX_TEMPERATURE = 1e4
+MIN_REPETITION_PENALTY = 1e-4
+MAX_REPETITION_PENALTY = 10
+MAX_PENALTY = 2
+MAX_LOGIT_BIAS = 100
+MAX_BIASED_TOKENS = 1024
+MAX_LOGPROBS = 20
 MAX_INT64 = 2**63 - 1
 
 
@@ -24,7 +31,8 @@ def check_request(request: GenerateRequest, *, model_name: str, max_samples: int
     """All fields but the prompt and those of `sampling`.
 
     Raises:
-        RequestError: unknown_model, invalid_tenant, invalid_priority, invalid_budget, invalid_n.
+        RequestError: unknown_model, invalid_tenant, invalid_priority, invalid_budget,
+            invalid_cache_salt, invalid_n.
     """
     if request.model not in ("", model_name):
         raise RequestError(
@@ -50,6 +58,12 @@ def check_request(request: GenerateRequest, *, model_name: str, max_samples: int
             f"deadline",
             code="invalid_budget",
         )
+    if len(request.cache_salt) > MAX_CACHE_SALT_LENGTH or not is_encodable(request.cache_salt):
+        raise RequestError(
+            f"cache_salt is {shown(request.cache_salt)}; it must be text of at most "
+            f"{MAX_CACHE_SALT_LENGTH} characters",
+            code="invalid_cache_salt",
+        )
     _require("n", request.n, 1 <= request.n <= max_samples, f"from 1 to {max_samples}")
 
 
@@ -57,11 +71,13 @@ def check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
     """Every range of SamplingParams.
 
     A temperature is 0 (greedy) or from 1e-4 to 1e4: nearer to 0 or to infinity the scaled logits
-    leave float32, and logprobs would be NaN.
+    leave float32, and logprobs would be NaN. So would they with a repetition penalty below 1e-4.
 
     Raises:
         RequestError: invalid_max_tokens, invalid_temperature, invalid_top_k, invalid_top_p,
-            invalid_min_p, invalid_seed, invalid_stop, invalid_stop_token_ids.
+            invalid_min_p, invalid_seed, invalid_stop, invalid_stop_token_ids,
+            invalid_repetition_penalty, invalid_presence_penalty, invalid_frequency_penalty,
+            invalid_logit_bias, invalid_min_tokens, invalid_logprobs, invalid_prompt_logprobs.
     """
     p = sampling
     _require("max_tokens", p.max_tokens, p.max_tokens >= 1, "at least 1")
@@ -86,6 +102,42 @@ def check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
             f"{vocab_size - 1}",
             code="invalid_stop_token_ids",
         )
+    _check_penalties(p)
+    _check_logit_bias(p.logit_bias, vocab_size)
+    _require(
+        "min_tokens",
+        p.min_tokens,
+        0 <= p.min_tokens <= p.max_tokens,
+        f"from 0 to max_tokens ({shown(p.max_tokens)})",
+    )
+    most = min(MAX_LOGPROBS, vocab_size)
+    _require("logprobs", p.logprobs, 0 <= p.logprobs <= most, f"from 0 to {most}")
+    if p.prompt_logprobs is not None:
+        _require(
+            "prompt_logprobs",
+            p.prompt_logprobs,
+            0 <= p.prompt_logprobs <= most,
+            f"from 0 to {most}, or absent",
+        )
+
+
+def check_min_tokens(min_tokens: int, stop_token_ids: frozenset[int], *, vocab_size: int) -> None:
+    """Whether any token is left to sample while no stop token may be.
+
+    Args:
+        min_tokens: The request's.
+        stop_token_ids: Its own and the model's.
+        vocab_size: Rows of the output layer.
+
+    Raises:
+        RequestError: invalid_min_tokens.
+    """
+    if min_tokens and sum(0 <= token_id < vocab_size for token_id in stop_token_ids) == vocab_size:
+        raise RequestError(
+            f"min_tokens is {min_tokens}, but every token is a stop token, so that none could be "
+            f"sampled; lower it to 0, or give fewer stop_token_ids",
+            code="invalid_min_tokens",
+        )
 
 
 def shown(value: object) -> str:
@@ -107,6 +159,47 @@ def is_encodable(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _check_penalties(p: SamplingParams) -> None:
+    # Written so that NaN fails.
+    _require(
+        "repetition_penalty",
+        p.repetition_penalty,
+        MIN_REPETITION_PENALTY <= p.repetition_penalty <= MAX_REPETITION_PENALTY,
+        f"from {MIN_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY}; 1 is off",
+    )
+    wanted = f"from {-MAX_PENALTY} to {MAX_PENALTY}; 0 is off"
+    _require(
+        "presence_penalty",
+        p.presence_penalty,
+        -MAX_PENALTY <= p.presence_penalty <= MAX_PENALTY,
+        wanted,
+    )
+    _require(
+        "frequency_penalty",
+        p.frequency_penalty,
+        -MAX_PENALTY <= p.frequency_penalty <= MAX_PENALTY,
+        wanted,
+    )
+
+
+def _check_logit_bias(logit_bias: dict[int, float], vocab_size: int) -> None:
+    wrong = ""
+    if len(logit_bias) > MAX_BIASED_TOKENS:
+        wrong = f"it holds {len(logit_bias)} tokens; at most {MAX_BIASED_TOKENS} are taken"
+    elif bad := [i for i in logit_bias if not 0 <= i < vocab_size]:
+        wrong = f"it holds token {shown(bad[0])}; the model's token ids are 0 to {vocab_size - 1}"
+    else:
+        for token_id, bias in logit_bias.items():
+            if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+                wrong = (
+                    f"the bias of token {token_id} is {shown(bias)}; it must be from "
+                    f"{-MAX_LOGIT_BIAS} to {MAX_LOGIT_BIAS}"
+                )
+                break
+    if wrong:
+        raise RequestError(f"logit_bias can't be used: {wrong}", code="invalid_logit_bias")
 
 
 def _check_stop(stop: tuple[str, ...]) -> None:

@@ -18,7 +18,13 @@ from ...bus.messages import (
     StageTime,
 )
 from ...config import Config, RequestError, SamplingParams
-from .checks import MAX_REQUEST_ID_LENGTH, check_request, check_sampling, is_usable_request_id
+from .checks import (
+    MAX_REQUEST_ID_LENGTH,
+    check_min_tokens,
+    check_request,
+    check_sampling,
+    is_usable_request_id,
+)
 from .prompts import prompt_token_ids
 
 if TYPE_CHECKING:
@@ -112,6 +118,9 @@ class AdmissionCore:
             traceparent=entry.traceparent,
             tracestate=entry.tracestate,
             received_ns=received_ns,
+            min_tokens=sampling.min_tokens,
+            logprobs=sampling.logprobs,
+            prompt_logprobs=sampling.prompt_logprobs,
         )
         self._ledger[request_id] = entry.entry_id
         return AdmittedRequest(
@@ -121,6 +130,7 @@ class AdmissionCore:
             sequences=self._sequences(request, request_id),
             tenant=request.tenant,
             priority=request.priority,
+            cache_salt=request.cache_salt,
         )
 
     @staticmethod
@@ -191,6 +201,7 @@ class AdmissionCore:
         stop_token_ids = sampling.stop_token_ids
         if not sampling.ignore_eos:
             stop_token_ids |= self._stop_token_ids
+        check_min_tokens(sampling.min_tokens, stop_token_ids, vocab_size=capacity.vocab_size)
         return msgspec.structs.replace(
             sampling, max_tokens=max_tokens, stop_token_ids=stop_token_ids
         )

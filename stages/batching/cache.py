@@ -57,17 +57,34 @@ class Lease:
 
     Attributes:
         token_ids: The sequence's own list, which it may extend.
+        salt: Only leases of the same salt find each other's tokens.
+        may_reuse: Whether it may start with cached blocks; what it computes is found by others
+            in any case.
         block_ids: The block table, extended in place; empty while the sequence does not run.
         source: A block held until the copy from it has been made, or -1.
         generation: The cache's generation when the blocks were taken.
         num_known: Leading blocks whose tokens the cache knows, as far as was looked.
+        root: The cache's own note: what the trail begins with.
         trail: The cache's own notes: for each leading block, what names it.
     """
 
-    __slots__ = ("block_ids", "generation", "num_known", "source", "token_ids", "trail")
+    __slots__ = (
+        "block_ids",
+        "generation",
+        "may_reuse",
+        "num_known",
+        "root",
+        "salt",
+        "source",
+        "token_ids",
+        "trail",
+    )
 
-    def __init__(self, token_ids: Sequence[int]) -> None:
+    def __init__(self, token_ids: Sequence[int], salt: str = "") -> None:
         self.token_ids = token_ids
+        self.salt = salt
+        self.may_reuse = True
+        self.root: Hashable = None
         self.block_ids: list[int] = []
         self.source = -1
         self.generation = 0
@@ -108,6 +125,7 @@ class KVCacheManager(ABC):
         # lost by taking it. A prefix is freed after its continuation, so leaves go before roots.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._generation = 0
+        self._weight_version = 0
 
     # --- for callers who keep block ids -------------------------------------------------------
 
@@ -119,7 +137,7 @@ class KVCacheManager(ABC):
             ValueError: There is no token.
         """
         lease = Lease(token_ids)
-        return self._take(lease, Found(self._find(lease).block_ids))
+        return self._take(lease, Found(self._look_up(lease).block_ids))
 
     def insert(self, token_ids: Sequence[int], block_ids: Sequence[int]) -> None:
         """The KV of these tokens has been computed in these blocks: they can be found now."""
@@ -148,6 +166,14 @@ class KVCacheManager(ABC):
     def num_free_blocks(self) -> int:
         """Blocks that nobody holds, cached ones among them."""
         return len(self._free)
+
+    def begin_weight_version(self, version: int) -> None:
+        """What is computed from now on comes from these weights; all from others is forgotten.
+
+        The version is part of every name as well, so that names kept elsewhere can't be mistaken.
+        """
+        self._weight_version = version
+        self.flush()
 
     def flush(self) -> None:
         """Forgets all tokens. Blocks in use stay in use.
@@ -178,7 +204,7 @@ class KVCacheManager(ABC):
         known = lease.num_known
         start = known * self.block_size
         run = tuple(lease.token_ids[start : start + self.block_size])
-        return (lease.trail[known - 1] if known else None), run
+        return (lease.trail[known - 1] if known else lease.salt), run
 
     def start(self, lease: Lease, num_blocks: int) -> CacheAllocation:
         """Takes blocks for all tokens of a sequence, cached ones where there are any.
@@ -284,13 +310,20 @@ class KVCacheManager(ABC):
 
     # --- inside -------------------------------------------------------------------------------
 
+    def _look_up(self, lease: Lease) -> Found:
+        if lease.may_reuse:
+            return self._find(lease)
+        lease.trail.clear()
+        lease.num_known = 0
+        return Found([])
+
     def _fit(self, lease: Lease, room: int) -> tuple[Found, int]:
         """The prefix to start with, and the free blocks that this takes.
 
         Holding the source of a copy may take a free block more. Where the room is too tight for
         that there is no copy: a sequence that fits must never wait for a block it can do without.
         """
-        found = self._find(lease)
+        found = self._look_up(lease)
         num_needed = -(-len(lease.token_ids) // self.block_size)
         for block_id in found.block_ids:
             # Held blocks behind a free one are not counted: they are found only as long as the

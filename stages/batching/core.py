@@ -14,12 +14,10 @@ from ...bus.messages import (
     Dispatch,
     LaneCapacity,
     NewSequence,
-    RequestInfo,
-    SequenceSpec,
     StepPlan,
     StepResult,
 )
-from ...config import EngineConfig, SamplingParams, SchedulerConfig
+from ...config import EngineConfig, SchedulerConfig
 from .cache import KVCacheManager
 from .paged import PagedKVCache
 from .radix import RadixKVCache
@@ -27,6 +25,10 @@ from .schedule import SchedulerOutput, schedule
 from .sequence import Sequence, SequenceStatus
 
 NOTHING = SchedulerOutput((), (), (), {})
+
+_MOST_LOOKS = 2
+"""At how many waiting sequences a plan looks at most, in batches."""
+
 CACHES: dict[str, type[KVCacheManager]] = {"paged": PagedKVCache, "radix": RadixKVCache}
 
 
@@ -35,6 +37,7 @@ class SentPlan(msgspec.Struct, frozen=True):
 
     step_id: int
     rows: tuple[tuple[Sequence, int, bool], ...]
+    ended: tuple[Cancel, ...]
 
 
 class BatchingCore:
@@ -77,28 +80,25 @@ class BatchingCore:
     # --- what comes in ------------------------------------------------------------------------
 
     def add(self, dispatch: Dispatch, deadline_ns: int | None = None) -> None:
-        """Takes the sequences of a dispatch; `deadline_ns` is on the clock given to `plan`."""
-        for spec in dispatch.sequences:
-            self.add_sequence(
-                spec, dispatch.info, dispatch.token_ids, dispatch.sampling, dispatch.priority
-            )
-        if deadline_ns is not None:
-            info = dispatch.info
-            heapq.heappush(self._deadlines, (deadline_ns, info.request_id, info.entry_id))
+        """Takes the sequences of a dispatch; they wait behind those that came before them.
 
-    def add_sequence(
-        self,
-        spec: SequenceSpec,
-        info: RequestInfo,
-        token_ids: tuple[int, ...],
-        sampling: SamplingParams,
-        priority: int = 0,
-    ) -> None:
-        """Takes one sequence. It waits behind those that came before it."""
-        seq = Sequence(spec, info, token_ids, sampling, priority)
-        self._sequences[seq.seq_id] = seq
-        self._by_request.setdefault(info.request_id, set()).add(seq.seq_id)
-        self._waiting.append(seq)
+        `deadline_ns` is on the clock given to `plan`.
+        """
+        info = dispatch.info
+        for spec in dispatch.sequences:
+            seq = Sequence(
+                spec,
+                info,
+                dispatch.token_ids,
+                dispatch.sampling,
+                dispatch.priority,
+                dispatch.cache_salt,
+            )
+            self._sequences[seq.seq_id] = seq
+            self._by_request.setdefault(info.request_id, set()).add(seq.seq_id)
+            self._waiting.append(seq)
+        if deadline_ns is not None:
+            heapq.heappush(self._deadlines, (deadline_ns, info.request_id, info.entry_id))
 
     def cancel(self, cancel: Cancel) -> None:
         """Drops a request's sequences; the next plan passes the cancellation on."""
@@ -117,6 +117,21 @@ class BatchingCore:
             seq = self._sequences.get(seq_id)
             if seq is not None:
                 self._finish(seq)
+
+    def retract(self) -> None:
+        """Takes back the plans under way, whose results will never come.
+
+        Running sequences give up their blocks and wait again, in their order, with the tokens
+        that they have. The executor must forget its sequences, too, before the next plan.
+        """
+        self._ended = [*(cancel for sent in self._sent for cancel in sent.ended), *self._ended]
+        self._sent.clear()
+        for seq in list(self._leaving.values()):
+            self._release(seq)
+        for seq in reversed(self._running):
+            self._back_to_waiting(seq)
+        self._running.clear()
+        self._forget.clear()
 
     def absorb(self, result: StepResult) -> None:
         """Takes the result of the oldest plan under way.
@@ -205,9 +220,10 @@ class BatchingCore:
     def _startable(self, num_free: int) -> list[Sequence]:
         """Waiting sequences that may start, in order, with what starting each would take.
 
-        No further than to the one that fills the step, however many wait. A sequence waits while
-        another computes what it could share, and siblings that come together wait for the first
-        of them: a shared prompt is computed once.
+        No further than to the one that fills the step, and not much further than a batch where
+        many wait for a prompt that they share: else each step would look through the whole queue.
+        A sequence waits while another computes what it could share, and siblings that come
+        together wait for the first of them: a shared prompt is computed once.
         """
         room = self.limits.max_batch_size - len(self._running)
         startable: list[Sequence] = []
@@ -219,16 +235,17 @@ class BatchingCore:
             for seq in self._running
             if seq.num_computed < seq.num_to_prefill
         }
-        for seq in self._waiting:
+        for looked_at, seq in enumerate(self._waiting):
             if (
-                len(startable) == room
+                looked_at == _MOST_LOOKS * self.limits.max_batch_size
+                or len(startable) == room
                 or num_blocks >= num_free
                 or num_tokens >= self.limits.max_tokens_per_batch
             ):
                 break
             match = self.cache.match(seq.lease)
             if match.next_run is not None:
-                if match.next_run in computing:
+                if match.next_run in computing and seq.lease.may_reuse:
                     continue
                 computing.add(match.next_run)
             seq.num_cached = match.num_cached
@@ -242,12 +259,15 @@ class BatchingCore:
         for seq_id in seq_ids:
             seq = self._sequences[seq_id]
             self._running.remove(seq)
-            self._commit(seq)
-            self.cache.release(seq.lease)
-            seq.preempt()
             self._forget.append(seq_id)
             # Victims come last first, so the one that was longest in the batch ends up in front.
-            self._waiting.appendleft(seq)
+            self._back_to_waiting(seq)
+
+    def _back_to_waiting(self, seq: Sequence) -> None:
+        self._commit(seq)
+        self.cache.release(seq.lease)
+        seq.preempt()
+        self._waiting.appendleft(seq)
 
     def _build(self, decision: SchedulerOutput, now_ns: int) -> StepPlan:
         self._step_id += 1
@@ -267,8 +287,8 @@ class BatchingCore:
             seq.num_pending += samples
             seq.last_step = self._step_id
             rows.append((seq, num_tokens, samples))
-        self._sent.append(SentPlan(self._step_id, tuple(rows)))
         ended, self._ended = tuple(self._ended), []
+        self._sent.append(SentPlan(self._step_id, tuple(rows), ended))
         forget, self._forget = tuple(self._forget), []
         return StepPlan(
             step_id=self._step_id,

@@ -13,6 +13,13 @@ NO_PREFIX = -1
 """In place of the hash of the block before, for the first block of a sequence."""
 
 
+def chain_root(weight_version: int, salt: str) -> int:
+    """What a chain of block hashes begins with: no other version or salt can meet its names."""
+    if not weight_version and not salt:
+        return NO_PREFIX
+    return xxhash.xxh3_128_intdigest(f"{weight_version}/{salt}".encode())
+
+
 def compute_block_hash(token_ids: Sequence[int], prefix_hash: int = NO_PREFIX) -> int:
     """Names a full block by its tokens and, through `prefix_hash`, by all that stands before it.
 
@@ -63,7 +70,7 @@ class PagedKVCache(KVCacheManager):
     def _find(self, lease: Lease) -> Found:
         size, token_ids, hashes = self.block_size, lease.token_ids, lease.trail
         most = len(token_ids) - 1
-        self._extend_hashes(lease, most // size)
+        root = self._extend_hashes(lease, most // size)
         block_ids: list[int] = []
         for block_hash in hashes[: most // size]:
             block_id = self._block_of.get(block_hash)
@@ -71,7 +78,7 @@ class PagedKVCache(KVCacheManager):
                 break
             block_ids.append(block_id)
         known = lease.num_known = len(block_ids)
-        source = self._latest.get(hashes[known - 1] if known else NO_PREFIX, -1)
+        source = self._latest.get(hashes[known - 1] if known else root, -1)
         run = self._runs[source] if source >= 0 else None
         if run is None:
             return Found(block_ids)
@@ -82,7 +89,7 @@ class PagedKVCache(KVCacheManager):
     def _index(self, lease: Lease, num_tokens: int) -> None:
         size, hashes = self.block_size, lease.trail
         full = num_tokens // size
-        self._extend_hashes(lease, full)
+        root = self._extend_hashes(lease, full)
         for index in range(lease.num_known, -(-num_tokens // size)):
             block_id = lease.block_ids[index]
             if index < full:
@@ -92,14 +99,21 @@ class PagedKVCache(KVCacheManager):
                 self._block_of[hashes[index]] = block_id
                 self._hashes[block_id] = hashes[index]
             run = lease.token_ids[index * size : min((index + 1) * size, num_tokens)]
-            self._set_latest(hashes[index - 1] if index else NO_PREFIX, list(run), block_id)
+            self._set_latest(hashes[index - 1] if index else root, list(run), block_id)
         lease.num_known = max(lease.num_known, full)
 
-    def _extend_hashes(self, lease: Lease, num_blocks: int) -> None:
+    def _extend_hashes(self, lease: Lease, num_blocks: int) -> int:
+        """Names so many leading blocks; returns the root of the chain."""
         size, hashes = self.block_size, lease.trail
+        root = chain_root(self._weight_version, lease.salt)
+        if lease.root != root:
+            # New, or named before the weights changed.
+            hashes.clear()
+            lease.root = root
         for index in range(len(hashes), num_blocks):
             run = lease.token_ids[index * size : (index + 1) * size]
-            hashes.append(compute_block_hash(run, hashes[-1] if hashes else NO_PREFIX))
+            hashes.append(compute_block_hash(run, hashes[-1] if hashes else root))
+        return root
 
     def _set_latest(self, prefix_hash: int, run: list[int], block_id: int) -> None:
         before = self._latest.get(prefix_hash)

@@ -74,8 +74,20 @@ class Node:
                 self.branches = None
 
 
+class Root(Node):
+    """Where the sequences of one salt begin."""
+
+    __slots__ = ("salt",)
+
+    def __init__(self, salt: str, block_size: int) -> None:
+        super().__init__(array(TOKEN), block_size, -1, None)
+        self.salt = salt
+
+
 class RadixKVCache(KVCacheManager):
     """Prefixes are found token by token; whole blocks are shared, the rest of a match is copied.
+
+    Each salt has a tree of its own, and a new weight version begins with none.
 
     Evicted are leaves that nobody holds, least recently used first. No clock and no search is
     needed: who holds a block holds those before it, and gives them up later, so the order in
@@ -87,7 +99,7 @@ class RadixKVCache(KVCacheManager):
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size)
-        self._root = Node(array(TOKEN), block_size, -1, None)
+        self._roots: dict[str, Root] = {}
         self._nodes: list[Node | None] = [None] * num_blocks
 
     def num_cached_blocks(self) -> int:
@@ -95,7 +107,8 @@ class RadixKVCache(KVCacheManager):
 
     def check_index(self) -> None:
         found: dict[int, Node] = {}
-        stack = self._root.children()
+        stack = [child for root in self._roots.values() for child in root.children()]
+        assert all(root.children() for root in self._roots.values()), "an empty tree was kept"
         while stack:
             node = stack.pop()
             stack += node.children()
@@ -116,7 +129,7 @@ class RadixKVCache(KVCacheManager):
         most = len(token_ids) - 1
         # What was found before needs no second look, as long as it is still there.
         del trail[max(most, 0) // size :]
-        node = self._last_alive(trail)
+        node = self._last_alive(lease)
         matched = size
         while matched == size:
             start = len(trail) * size
@@ -135,7 +148,7 @@ class RadixKVCache(KVCacheManager):
     def _index(self, lease: Lease, num_tokens: int) -> None:
         size, token_ids, trail = self.block_size, lease.token_ids, lease.trail
         # When a twin of an own block was evicted, the own one takes its place.
-        node = self._last_alive(trail)
+        node = self._last_alive(lease)
         for index in range(len(trail), -(-num_tokens // size)):
             run = array(TOKEN, token_ids[index * size : min((index + 1) * size, num_tokens)])
             node = self._insert(node, run, lease.block_ids[index])
@@ -143,14 +156,18 @@ class RadixKVCache(KVCacheManager):
                 trail.append(node)
         lease.num_known = len(trail)
 
-    def _last_alive(self, trail: list[Node]) -> Node:
-        """Drops what was evicted from the end of a trail, and returns the node where it ends."""
+    def _last_alive(self, lease: Lease) -> Node:
+        """Drops what was evicted from the end of a trail, and returns the node where it ends.
+
+        For a salt without a tree that is a root which `_index` has yet to keep.
+        """
+        trail: list[Node] = lease.trail
         while trail:
             node = trail[-1]
             if self._nodes[node.block] is node:
                 return node
             trail.pop()
-        return self._root
+        return self._roots.get(lease.salt) or Root(lease.salt, self.block_size)
 
     def _descend(self, node: Node, run: Run) -> tuple[Node, int]:
         """Follows up to a block of tokens from a block's border.
@@ -193,6 +210,8 @@ class RadixKVCache(KVCacheManager):
             return node
         leaf = Node(run[matched:], len(run), block, node)
         node.put(leaf)
+        if isinstance(node, Root):
+            self._roots[node.salt] = node
         self._nodes[block] = leaf
         return leaf
 
@@ -226,10 +245,14 @@ class RadixKVCache(KVCacheManager):
         while (parent := node.parent) is not None:
             node.parent = None
             parent.drop(node)
-            if parent.only or parent.branches or parent.end == self.block_size:
+            if parent.only or parent.branches:
+                return
+            if isinstance(parent, Root):
+                del self._roots[parent.salt]
+            if parent.end == self.block_size:
                 return
             node = parent
 
     def _forget_all(self) -> None:
-        self._root = Node(array(TOKEN), self.block_size, -1, None)
+        self._roots.clear()
         self._nodes = [None] * self.num_blocks

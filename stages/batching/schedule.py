@@ -10,6 +10,14 @@ import msgspec
 from ...config import SchedulerConfig
 from .sequence import Sequence
 
+MAX_SCORED_TOKENS = 256
+"""Most tokens per step of prompts whose logprobs are wanted.
+
+Other prompts need the logits of their last token only; these need them at every place, and a row
+of logits is as long as the vocabulary. Without a limit a step of 2,048 such tokens would take more
+than a gigabyte for a vocabulary of 150,000.
+"""
+
 
 class SchedulerOutput(msgspec.Struct, frozen=True):
     """A scheduling decision, by sequence id.
@@ -27,6 +35,23 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
     num_tokens: Mapping[int, int]
 
 
+class _Budget:
+    """The tokens that are left of a step."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self._scored = MAX_SCORED_TOKENS
+
+    def take(self, seq: Sequence, count: int) -> int:
+        """As many of `count` tokens as are left for this sequence, maybe none."""
+        count = min(count, self.tokens)
+        if seq.scores_prompt:
+            count = min(count, self._scored)
+            self._scored -= count
+        self.tokens -= count
+        return count
+
+
 def schedule(
     waiting: Seq[Sequence],
     running: Seq[Sequence],
@@ -36,8 +61,8 @@ def schedule(
     """Decides what runs in the next step. No side effects.
 
     Decodes come first, then prefills under way, then waiting sequences in their order, all within
-    the token budget. When a decode finds no free block, the last of `running` is preempted;
-    nothing new starts in such a step.
+    the token budget; prompts to be scored share a smaller one. When a decode finds no free block,
+    the last of `running` is preempted; nothing new starts in such a step.
 
     Args:
         waiting: Those that may start, in order; each with `num_cached` and `num_to_allocate` set.
@@ -46,7 +71,7 @@ def schedule(
         num_free_blocks: Blocks that nobody holds.
         config: The limits.
     """
-    budget = config.max_tokens_per_batch
+    budget = _Budget(config.max_tokens_per_batch)
     free = num_free_blocks
     num_tokens: dict[int, int] = {}
     decodes: list[int] = []
@@ -58,7 +83,7 @@ def schedule(
     while index < len(stays):
         seq = stays[index]
         index += 1
-        if seq.num_remaining != 1 or not seq.may_sample or budget == 0:
+        if seq.num_remaining != 1 or not seq.may_sample or budget.tokens == 0:
             continue
         needs_block = seq.num_scheduled == len(seq.block_ids) * config.block_size
         while needs_block and free == 0:
@@ -69,14 +94,13 @@ def schedule(
                 break
         else:
             free -= needs_block
-            budget -= 1
+            budget.tokens -= 1
             decodes.append(seq.seq_id)
             num_tokens[seq.seq_id] = 1
 
     for seq in stays:
-        if seq.num_remaining > 1 and budget > 0:
-            num_tokens[seq.seq_id] = min(seq.num_remaining, budget)
-            budget -= num_tokens[seq.seq_id]
+        if seq.num_remaining > 1 and (count := budget.take(seq, seq.num_remaining)):
+            num_tokens[seq.seq_id] = count
             prefills.append(seq.seq_id)
 
     if not preempted:
@@ -85,11 +109,12 @@ def schedule(
         free -= -(-len(stays) // config.block_size)
         room = config.max_batch_size - len(stays)
         for seq in waiting[: max(room, 0)]:
-            if budget == 0 or seq.num_to_allocate > free:
+            if budget.tokens == 0 or seq.num_to_allocate > free:
                 break
-            free -= seq.num_to_allocate
-            num_tokens[seq.seq_id] = min(len(seq.token_ids) - seq.num_cached, budget)
-            budget -= num_tokens[seq.seq_id]
-            prefills.append(seq.seq_id)
+            # Where only the budget of prompts to be scored is used up, those behind may start.
+            if count := budget.take(seq, len(seq.token_ids) - seq.num_cached):
+                free -= seq.num_to_allocate
+                num_tokens[seq.seq_id] = count
+                prefills.append(seq.seq_id)
 
     return SchedulerOutput(tuple(prefills), tuple(decodes), tuple(preempted), num_tokens)

@@ -69,6 +69,7 @@ class Sequence:
         token_ids: tuple[int, ...],
         sampling: SamplingParams,
         priority: int = 0,
+        cache_salt: str = "",
     ) -> None:
         self.seq_id = spec.seq_id
         self.spec = spec
@@ -80,7 +81,8 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.started = False
         self.block_ids: list[int] = []
-        self.lease = Lease(self.token_ids)
+        self.lease = Lease(self.token_ids, cache_salt)
+        self.lease.may_reuse = not self.scores_prompt
         self.num_cached = 0
         self.num_to_prefill = 0
         self.next_commit = 0
@@ -106,6 +108,16 @@ class Sequence:
         """Whether another token may be planned: the length limit is known ahead of results."""
         return self.num_generated + self.num_pending < self.sampling.max_tokens
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether its prompt's logprobs are wanted and not all known: then it computes all of it.
+
+        The first sample does it for its siblings. The step that samples the first token is the
+        one that finds the last of the prompt's logprobs.
+        """
+        wanted = self.sampling.prompt_logprobs is not None
+        return wanted and self.spec.sample_index == 0 and self.num_generated == 0
+
     def append_token(self, token_id: int) -> None:
         """Adds a generated token.
 
@@ -129,4 +141,5 @@ class Sequence:
         """RUNNING to WAITING: it keeps its tokens and gives up its blocks; nothing is in flight."""
         self.status = SequenceStatus.WAITING
         self.block_ids = []
+        self.lease.may_reuse = not self.scores_prompt
         self.num_computed = self.num_scheduled = self.num_pending = 0

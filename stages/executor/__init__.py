@@ -4,17 +4,22 @@
 `inputs.model_forward` are pure functions that work without any engine.
 """
 
+from .batch import Rows
 from .core import ExecutorCore
-from .inputs import StepInputs, model_forward
+from .inputs import InputBuilder, StepInputs, model_forward
 from .kv_cache import KVCache
 from .model import LoadedModel, load_model, wrap_model
 from .sampling import sample_with_logprobs, uniform
+from .weights import WeightSyncManager
 
 __all__ = [
     "ExecutorCore",
+    "InputBuilder",
     "KVCache",
     "LoadedModel",
+    "Rows",
     "StepInputs",
+    "WeightSyncManager",
     "load_model",
     "model_forward",
     "sample_with_logprobs",

@@ -23,6 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ...config import ModelError
 from .batch import AttentionBatch, DecodeChunk, PrefillRow, visible
 from .probe import LayerProbe, MaskProbe
+from .tiled_attention import TiledBatch, tiled_attention
 
 if TYPE_CHECKING:
     from .kv_cache import KVCache
@@ -59,7 +60,7 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    attention_batch: AttentionBatch | LayerProbe | None = None,
+    attention_batch: AttentionBatch | TiledBatch | LayerProbe | None = None,
     kv_cache: KVCache | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
@@ -75,7 +76,7 @@ def paged_attention(
         sliding_window: The layer's window, None for full attention.
         softcap: Scores become softcap * tanh(score / softcap) (Gemma 2).
         s_aux: `[heads]`, attention sinks: a score without a value in each softmax (GPT-OSS).
-        attention_batch: The step.
+        attention_batch: The step; a TiledBatch takes deterministic mode's algorithm.
         kv_cache: The KVCache.
         others: Settings for other implementations.
 
@@ -85,16 +86,31 @@ def paged_attention(
     Raises:
         ModelError: The model was called without a batch, or does not hand it down.
     """
-    if isinstance(attention_batch, LayerProbe):
-        probed = attention_batch.record(
-            module, query, key, value, attention_mask, sliding_window, others
+    if not isinstance(attention_batch, AttentionBatch) or kv_cache is None:
+        if isinstance(attention_batch, LayerProbe):
+            probed = attention_batch.record(
+                module, query, key, value, attention_mask, sliding_window, others
+            )
+            return probed, None
+        if not isinstance(attention_batch, TiledBatch) or kv_cache is None:
+            raise ModelError(
+                f"{type(module).__name__} did not get attention_batch and kv_cache: the model does "
+                "not hand keyword arguments down to its attention, or was called past "
+                "model_forward()"
+            )
+        tiled = tiled_attention(
+            attention_batch,
+            query[0].transpose(0, 1),
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+            kv_cache,
+            module.layer_idx,  # type: ignore[arg-type]
+            window=sliding_window,
+            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            softcap=softcap,
+            sinks=s_aux,
         )
-        return probed, None
-    if attention_batch is None or kv_cache is None:
-        raise ModelError(
-            f"{type(module).__name__} did not get attention_batch and kv_cache: the model does not "
-            "hand keyword arguments down to its attention, or was called past model_forward()"
-        )
+        return tiled[None], None
     layer: int = module.layer_idx  # type: ignore[assignment]
     keys, values = kv_cache.keys[layer], kv_cache.values[layer]
     new_keys, new_values = key[0].transpose(0, 1), value[0].transpose(0, 1)

@@ -11,14 +11,27 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...bus.messages import LaneCapacity, NewSequence, StartedSequence, StepPlan, StepResult
+from ...bus.messages import (
+    LaneCapacity,
+    NewSequence,
+    PromptLogprobs,
+    StartedSequence,
+    StepPlan,
+    StepResult,
+    TopLogprobs,
+)
 from ...config import EngineConfig
+from .adjust import adjust_logits
 from .batch import IntArray, Rows, flatten_rows, order_rows
+from .deterministic import Determinism
 from .inputs import InputBuilder, StepInputs, model_forward
 from .kv_cache import KVCache, count_blocks
+from .logprobs import gather_logprobs
 from .model import LoadedModel, load_model
+from .report import report_top_logprobs, score_prompts
 from .sampling import sample_with_logprobs, uniforms
 from .sequences import BoolArray, SequenceTable
+from .weights import WeightSyncManager
 
 Reason = Literal["", "stop", "length"]
 
@@ -30,6 +43,7 @@ class Sampled(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     finish_reasons: tuple[Reason, ...] = ()
+    top_logprobs: tuple[TopLogprobs, ...] = ()
 
 
 class ExecutorCore:
@@ -55,16 +69,24 @@ class ExecutorCore:
             model: Taken instead of the one that the configuration names.
 
         Raises:
-            ModelError: The model can't be loaded, or the cache does not fit.
+            ModelError: The model can't be loaded, the cache does not fit, or deterministic mode is
+                wanted and not possible.
         """
         self.model = load_model(config) if model is None else model
         self.cache = KVCache(self.model, count_blocks(config, self.model), config.block_size)
-        self.weight_version = 0
+        self.weights = WeightSyncManager(self.model.module)
         self._now_ns = now_ns
+        self._raw_logprobs = config.logprobs_mode == "raw"
         # Sequences that finished linger until the plans say so, hence some more rows than run.
         rows = config.max_batch_size + 16
         self._table = SequenceTable(rows, self.model.max_model_len, config.block_size)
-        self._builder = InputBuilder(self.model, config.block_size)
+        self._builder = InputBuilder(
+            self.model, config.block_size, deterministic=config.deterministic
+        )
+        self._determinism: Determinism | None = None
+        if config.deterministic:
+            self._determinism = Determinism(self.model, self.cache, self._builder)
+            self._determinism.check()
 
     def capacity(self) -> LaneCapacity:
         """What this lane can hold."""
@@ -79,6 +101,17 @@ class ExecutorCore:
             vocab_size=self.model.vocab_size,
             device=name,
         )
+
+    def set_threads(self, number: int) -> None:
+        """Sets torch's threads, for the whole process.
+
+        Raises:
+            ModelError: Deterministic mode does not hold with so many.
+        """
+        if number != torch.get_num_threads():
+            torch.set_num_threads(number)
+            if self._determinism is not None:
+                self._determinism.check()
 
     def reset(self) -> None:
         """Forgets all sequences. The KV tensors stay as they are."""
@@ -98,7 +131,8 @@ class ExecutorCore:
         start_ns = self._now_ns()
         self._apply(plan)
         rows, num_tokens = self._select(plan)
-        sampled = self._step(rows, num_tokens) if rows.size else Sampled()
+        step = self._step if self._determinism is None else self._determinism.wrap(self._step)
+        sampled, prompts = step(rows, num_tokens) if rows.size else (Sampled(), ())
         return StepResult(
             step_id=plan.step_id,
             started=tuple(_started(new, plan.made_ns, start_ns) for new in plan.new),
@@ -107,9 +141,11 @@ class ExecutorCore:
             logprobs=sampled.logprobs,
             finish_reasons=sampled.finish_reasons,
             ended=plan.ended,
-            weight_version=self.weight_version,
+            weight_version=self.weights.version,
             start_ns=start_ns,
             end_ns=self._now_ns(),
+            top_logprobs=sampled.top_logprobs,
+            prompt_logprobs=prompts,
         )
 
     # --- inside -------------------------------------------------------------------------------
@@ -138,7 +174,9 @@ class ExecutorCore:
         return rows[running], num_tokens[running]
 
     @torch.inference_mode()
-    def _step(self, rows: IntArray, num_tokens: IntArray) -> Sampled:
+    def _step(
+        self, rows: IntArray, num_tokens: IntArray
+    ) -> tuple[Sampled, tuple[PromptLogprobs, ...]]:
         table = self._table
         ends = table.num_computed[rows] + num_tokens
         room = table.num_blocks[rows] * self.cache.block_size
@@ -146,16 +184,22 @@ class ExecutorCore:
         if bad.any():
             self._complain(int(rows[bad][0]), int(num_tokens[bad][0]))
         samples = ends == table.num_known[rows]
-        inputs = self._inputs(rows, num_tokens, samples)
+        num_scored = table.num_to_score(rows, num_tokens)
+        inputs = self._inputs(rows, num_tokens, samples, num_scored)
         logits = model_forward(self.model.module, inputs, self.cache)
+        num_samples = int(samples.sum())
+        prompts = score_prompts(
+            logits[num_samples:], table, rows, num_scored, raw=self._raw_logprobs
+        )
         table.num_computed[rows] = ends
-        if not samples.any():
-            return Sampled()
-        sampling = rows[samples]
-        tokens, logprobs = self._sample(logits, sampling)
-        return self._record(sampling, tokens, logprobs)
+        if not num_samples:
+            return Sampled(), prompts
+        return self._sample(logits[:num_samples], rows[samples]), prompts
 
-    def _inputs(self, rows: IntArray, num_tokens: IntArray, samples: BoolArray) -> StepInputs:
+    def _inputs(
+        self, rows: IntArray, num_tokens: IntArray, samples: BoolArray, num_scored: IntArray
+    ) -> StepInputs:
+        """A pass whose logits are those of rows that sample, then those of prompts to score."""
         table = self._table
         starts = table.num_computed[rows]
         order, num_decodes = order_rows(starts, num_tokens)
@@ -167,34 +211,44 @@ class ExecutorCore:
         last_token = np.empty_like(order)
         last_token[order] = np.cumsum(counts) - 1
         batch_rows = Rows(starts, counts, table.blocks[rows, :width], num_decodes)
-        return self._builder.build(batch_rows, input_ids, last_token[samples])
+        logits_index = last_token[samples]
+        if num_scored.any():
+            first_token = last_token - num_tokens + 1
+            _, scored = flatten_rows(first_token, num_scored)
+            logits_index = np.concatenate((logits_index, scored))
+        return self._builder.build(batch_rows, input_ids, logits_index)
 
-    def _sample(
-        self, logits: torch.Tensor, rows: IntArray
-    ) -> tuple[IntArray, npt.NDArray[np.float32]]:
-        """Tokens and logprobs, `[rows]` on the host."""
+    def _sample(self, model_logits: torch.Tensor, rows: IntArray) -> Sampled:
+        """Chooses a token for each row, and reports it in the configured mode."""
         table = self._table
-        device = logits.device
+        device = model_logits.device
 
         def upload(array: npt.NDArray[Any]) -> torch.Tensor:
             return torch.from_numpy(array).to(device)
 
+        logits = adjust_logits(model_logits, table, rows)
+        temperatures = upload(table.temperature[rows])
         top_k, top_p, min_p = table.top_k[rows], table.top_p[rows], table.min_p[rows]
         tokens, logprobs = sample_with_logprobs(
             logits,
-            upload(table.temperature[rows]),
+            temperatures,
             uniforms=upload(uniforms(table.seed[rows], table.num_generated[rows])),
             top_k=upload(top_k) if top_k.any() else None,
             top_p=upload(top_p) if (top_p < 1).any() else None,
             min_p=upload(min_p) if min_p.any() else None,
         )
-        return tokens.cpu().numpy(), logprobs.cpu().numpy()
+        if self._raw_logprobs:
+            logits, temperatures = model_logits, torch.ones_like(temperatures)
+            logprobs = gather_logprobs(logits, temperatures, tokens[:, None])[:, 0]
+        tops = report_top_logprobs(logits, temperatures, table.num_logprobs[rows])
+        return self._record(rows, tokens.cpu().numpy(), logprobs.cpu().numpy(), tops)
 
     def _record(
         self,
         rows: IntArray,
         tokens: IntArray,
         logprobs: npt.NDArray[np.float32],
+        top_logprobs: tuple[TopLogprobs, ...],
     ) -> Sampled:
         table = self._table
         table.append_tokens(rows, tokens)
@@ -212,6 +266,7 @@ class ExecutorCore:
             token_ids=token_ids,
             logprobs=tuple(logprobs.tolist()),
             finish_reasons=tuple(reasons),
+            top_logprobs=top_logprobs,
         )
 
     def _complain(self, row: int, num_tokens: int) -> None:

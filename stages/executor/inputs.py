@@ -20,6 +20,7 @@ from .batch import (
 )
 from .kv_cache import KVCache
 from .model import LoadedModel
+from .tiled_attention import TiledBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +31,13 @@ class StepInputs:
         input_ids: `[1, tokens]`.
         position_ids: `[1, tokens]`, each token's position in its own sequence.
         logits_index: `[samples]`, the tokens of the batch whose logits are wanted.
-        attention: Slot mapping, context and masks.
+        attention: Slot mapping, context and masks, or tiles in deterministic mode.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     logits_index: Tensor
-    attention: AttentionBatch
+    attention: AttentionBatch | TiledBatch
 
 
 @torch.inference_mode()
@@ -70,7 +71,8 @@ def model_forward(model: nn.Module, inputs: StepInputs, cache: KVCache) -> Tenso
 class InputBuilder:
     """Turns the rows of a step into StepInputs on the device."""
 
-    def __init__(self, model: LoadedModel, block_size: int) -> None:
+    def __init__(self, model: LoadedModel, block_size: int, *, deterministic: bool = False) -> None:
+        self._deterministic = deterministic
         self._block_size = block_size
         self._dtype = model.dtype
         self._kinds: tuple[ViewKey, ...] = tuple(
@@ -99,11 +101,15 @@ class InputBuilder:
             np.ascontiguousarray(rows.tables),
             rows.contexts,
         )
-        attention = build_attention_batch(
-            rows,
-            *on_device[3:],
-            block_size=self._block_size,
-            kinds=self._kinds,
-            dtype=self._dtype,
-        )
+        attention: AttentionBatch | TiledBatch
+        if self._deterministic:
+            attention = TiledBatch(on_device[3], rows, self._block_size)
+        else:
+            attention = build_attention_batch(
+                rows,
+                *on_device[3:],
+                block_size=self._block_size,
+                kinds=self._kinds,
+                dtype=self._dtype,
+            )
         return StepInputs(on_device[0][None], on_device[1][None], on_device[2], attention)

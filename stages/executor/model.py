@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from transformers.utils import logging as transformers_logging
 
 from ...config import EngineConfig, ModelError
 from .attention import IMPLEMENTATION, register_attention
+from .checkpoint import check_checkpoint
+from .fixed_tiles import require_cpu
 from .probe import LayerProbe, LayerSpec
 
 
@@ -47,10 +50,12 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
     Raises:
         ModelError: The folder is missing or incomplete, the model is of a kind that can't be
-            served, or the device is not there.
+            served, or the device is not there, or can't be deterministic.
     """
     folder = config.model_folder
     device = _resolve_device(config.device)
+    if config.deterministic:
+        require_cpu(device)
     register_attention()
     hf_config = _load_config(folder)
     _check_architecture(hf_config)
@@ -121,8 +126,21 @@ def _load_config(folder: Path) -> PreTrainedConfig:
             folder, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:
-        raise ModelError(f"can't read {folder / 'config.json'}: {_first_line(error)}") from error
+        advice = ""
+        if _names_own_code(folder / "config.json"):
+            advice = "; code in a model's folder is never run here, so choose a model that "
+            advice += "Transformers has in itself"
+        raise ModelError(
+            f"can't read {folder / 'config.json'}: {_first_line(error)}{advice}"
+        ) from error
     return hf_config
+
+
+def _names_own_code(path: Path) -> bool:
+    try:
+        return "auto_map" in json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def _check_architecture(hf_config: PreTrainedConfig, model_class: type | None = None) -> None:
@@ -148,6 +166,7 @@ def _check_architecture(hf_config: PreTrainedConfig, model_class: type | None = 
 
 def _load_weights(folder: Path, dtype_name: str) -> nn.Module:
     dtype = "auto" if dtype_name == "auto" else getattr(torch, dtype_name)
+    check_checkpoint(folder)
     try:
         with _no_progress_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -157,6 +176,8 @@ def _load_weights(folder: Path, dtype_name: str) -> nn.Module:
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
+                # Else the error only points to a report that is logged.
+                ignore_mismatched_sizes=True,
             )
     except Exception as error:
         raise ModelError(f"can't load the model in {folder}: {_first_line(error)}") from error
@@ -167,6 +188,11 @@ def _load_weights(folder: Path, dtype_name: str) -> nn.Module:
         raise ModelError(
             f"the weights in {folder} lack {len(missing)} tensors that the model needs, such as "
             f"{missing[0]}; the checkpoint is incomplete or of another architecture"
+        )
+    for name, found, wanted in sorted(info["mismatched_keys"]):
+        raise ModelError(
+            f"{name} in {folder} has the shape {list(found)} and config.json makes it "
+            f"{list(wanted)}; the two are not of one model"
         )
     frozen: nn.Module = module.requires_grad_(False)
     return frozen

@@ -7,10 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ...config import ModelError
-
-_BLOCK = 512
-"""Tokens of the vocabulary whose weights are summed together; see `_inverse_cdf`."""
+from .logprobs import BLOCK, block_sums, scale_logits
 
 _CANDIDATES = (64, 1024)
 """Numbers of likeliest tokens among which a limit is looked for before all are sorted."""
@@ -64,7 +61,8 @@ def sample_with_logprobs(
 
     The logprob is that of log_softmax(logits / temperature) over the full vocabulary, in float32,
     whatever top_k, top_p and min_p leave to choose from: they restrict the choice and not the
-    reported number. At temperature 0 the token is the argmax (the first of equal ones) and the
+    reported number ("processed" in docs/sampling.md, when penalties, bias and masks are in the
+    logits already). At temperature 0 the token is the argmax (the first of equal ones) and the
     logprob that of temperature 1.
 
     The limits apply to the probabilities after temperature, likeliest first, equal ones in the
@@ -87,46 +85,21 @@ def sample_with_logprobs(
         ModelError: A row's largest logit is not a finite number: the model's output is broken.
     """
     logits = logits.float()
-    largest = logits.amax(dim=-1)
-    if not bool(torch.isfinite(largest).all()):
-        raise ModelError(
-            "the model produced logits that are not finite numbers; its weights are damaged, or "
-            "its dtype can't hold them (float16 overflows where bfloat16 does not)"
-        )
+    scaled = scale_logits(logits, temperatures)
     greedy = temperatures == 0
-    divisors = torch.where(greedy, 1.0, temperatures).to(torch.float32)
-    # The largest is taken off before the division, so that no temperature can overflow.
-    weights = (logits - largest[:, None]).div_(divisors[:, None]).exp_()
-    sums = _block_sums(weights)
-    totals = sums.sum(dim=-1)
     if bool(greedy.all()):
         tokens = logits.argmax(dim=-1)
     else:
         if uniforms is None:
             uniforms = torch.rand(logits.shape[0], dtype=torch.float64, device=logits.device)
-        if _restrict(weights, totals, top_k, top_p, min_p):
-            sums = _block_sums(weights)
+        weights, sums = scaled.weights, scaled.sums
+        if _restrict(weights, sums.sum(dim=-1), top_k, top_p, min_p):
+            sums = block_sums(weights)
         tokens = _inverse_cdf(weights, sums, uniforms)
         greedy_rows = greedy.nonzero()[:, 0]
         if greedy_rows.numel():
             tokens[greedy_rows] = logits[greedy_rows].argmax(dim=-1)
-    chosen = logits.gather(1, tokens[:, None])[:, 0]
-    logprobs = (chosen - largest) / divisors - totals.log()
-    return tokens, logprobs.float()
-
-
-def _block_sums(weights: Tensor) -> Tensor:
-    """Sums over blocks of the vocabulary, `[batch, blocks]` float64, the last block maybe shorter.
-
-    Each sum has few terms, so float32 is exact enough inside; across blocks it would not be.
-    """
-    batch, vocab = weights.shape
-    whole = vocab // _BLOCK * _BLOCK
-    sums = weights[:, :whole].view(batch, -1, _BLOCK).sum(dim=-1).double()
-    if whole < vocab:
-        rest = weights[:, whole:].sum(dim=-1, keepdim=True).double()
-        sums = torch.cat((sums, rest), dim=-1)
-    return sums
+    return tokens, scaled.logprobs(logits.gather(1, tokens[:, None]))[:, 0]
 
 
 def _inverse_cdf(weights: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
@@ -142,7 +115,7 @@ def _inverse_cdf(weights: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
     targets = _below(uniforms.double() * running[:, -1], running[:, -1])
     block = torch.searchsorted(running, targets[:, None], right=True)
     before = running.gather(1, block) - sums.gather(1, block)
-    ids = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
+    ids = block * BLOCK + torch.arange(BLOCK, device=weights.device)
     inside = weights.gather(1, ids.clamp(max=weights.shape[1] - 1)).double()
     inside.masked_fill_(ids >= weights.shape[1], 0.0)
     running = inside.cumsum(dim=-1)

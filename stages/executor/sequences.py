@@ -32,7 +32,13 @@ class SequenceTable:
         max_tokens: Generation ends when `num_generated` reaches this.
         finished: The sequence has ended, though the plans may not know it yet.
         temperature, top_k, top_p, min_p, seed: Its sampling.
+        repetition_penalty, presence_penalty, frequency_penalty, min_tokens: More of it.
+        adjusted: Whether logits are changed before they are sampled from.
+        num_logprobs: Likeliest tokens to report beside each sampled one.
+        prompt_logprobs: The same beside each token of the prompt; -1 when its logprobs are not
+            asked for, or were all reported in an earlier run of the sequence.
         stop_ids: Per row, the token ids that end it.
+        logit_bias: Per row, what is added to the logits of which token ids.
     """
 
     _ARRAYS = (
@@ -49,6 +55,13 @@ class SequenceTable:
         "top_p",
         "min_p",
         "seed",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "min_tokens",
+        "adjusted",
+        "num_logprobs",
+        "prompt_logprobs",
         "_seq_ids",
     )
 
@@ -69,7 +82,15 @@ class SequenceTable:
         self.top_p: npt.NDArray[np.float64] = np.zeros(rows, np.float64)
         self.min_p: npt.NDArray[np.float64] = np.zeros(rows, np.float64)
         self.seed: npt.NDArray[np.uint64] = np.zeros(rows, np.uint64)
+        self.repetition_penalty: npt.NDArray[np.float32] = np.zeros(rows, np.float32)
+        self.presence_penalty: npt.NDArray[np.float32] = np.zeros(rows, np.float32)
+        self.frequency_penalty: npt.NDArray[np.float32] = np.zeros(rows, np.float32)
+        self.min_tokens: IntArray = np.zeros(rows, np.int64)
+        self.adjusted: BoolArray = np.zeros(rows, np.bool_)
+        self.num_logprobs: IntArray = np.zeros(rows, np.int64)
+        self.prompt_logprobs: IntArray = np.zeros(rows, np.int64)
         self.stop_ids: list[frozenset[int]] = [frozenset()] * rows
+        self.logit_bias: list[dict[int, float]] = [{}] * rows
         self._seq_ids: IntArray = np.zeros(rows, np.int64)
         self.clear()
 
@@ -106,16 +127,36 @@ class SequenceTable:
         self.num_known[row] = count
         self.num_computed[row] = new.num_cached
         self.num_generated[row] = new.num_generated
-        sampling = new.sampling
         room = self._max_model_len - (count - new.num_generated)
-        self.max_tokens[row] = min(sampling.max_tokens, room)
+        self.max_tokens[row] = min(new.sampling.max_tokens, room)
         self.finished[row] = False
+        self._set_sampling(row, new)
+
+    def _set_sampling(self, row: int, new: NewSequence) -> None:
+        sampling = new.sampling
         self.temperature[row] = sampling.temperature
         self.top_k[row] = sampling.top_k
         self.top_p[row] = sampling.top_p
         self.min_p[row] = sampling.min_p
         self.seed[row] = new.sample.seed & 0xFFFF_FFFF_FFFF_FFFF
         self.stop_ids[row] = sampling.stop_token_ids
+        self.repetition_penalty[row] = sampling.repetition_penalty
+        self.presence_penalty[row] = sampling.presence_penalty
+        self.frequency_penalty[row] = sampling.frequency_penalty
+        self.logit_bias[row] = sampling.logit_bias
+        self.min_tokens[row] = sampling.min_tokens if sampling.stop_token_ids else 0
+        self.adjusted[row] = bool(
+            sampling.repetition_penalty != 1
+            or sampling.presence_penalty
+            or sampling.frequency_penalty
+            or sampling.logit_bias
+            or self.min_tokens[row]
+        )
+        self.num_logprobs[row] = sampling.logprobs
+        # The first sample speaks for all. Once it has sampled, its prompt has been reported.
+        wanted = sampling.prompt_logprobs
+        speaks = new.sample.sample_index == 0 and new.num_generated == 0
+        self.prompt_logprobs[row] = wanted if speaks and wanted is not None else -1
 
     def remove(self, seq_id: int) -> None:
         """Forgets a sequence; one that is not here is forgotten already."""
@@ -152,6 +193,23 @@ class SequenceTable:
         self.num_known[rows] += 1
         self.num_generated[rows] += 1
 
+    def must_go_on(self, rows: IntArray) -> BoolArray:
+        """Which rows may not sample a stop token yet, `[rows]`."""
+        return self.num_generated[rows] < self.min_tokens[rows]
+
+    def num_to_score(self, rows: IntArray, num_tokens: IntArray) -> IntArray:
+        """How many prompt tokens get their logprobs when so many more are computed, `[rows]`.
+
+        They are those behind the first ones that are computed: the last token of a prompt is
+        followed by a sampled one.
+        """
+        wanted = self.prompt_logprobs[rows] >= 0
+        if not wanted.any():
+            return np.zeros_like(rows)
+        before_last = self.num_known[rows] - self.num_generated[rows] - 1
+        left = np.maximum(before_last - self.num_computed[rows], 0)
+        return np.where(wanted, np.minimum(num_tokens, left), 0)
+
     def _append_blocks(self, row: int, block_ids: Sequence[int]) -> None:
         start = int(self.num_blocks[row])
         stop = start + len(block_ids)
@@ -167,4 +225,5 @@ class SequenceTable:
             array = getattr(self, name)
             setattr(self, name, np.concatenate((array, np.zeros_like(array))))
         self.stop_ids += [frozenset()] * old
+        self.logit_bias += [{}] * old
         self._free = list(range(2 * old - 1, old - 1, -1))

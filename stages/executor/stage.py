@@ -33,7 +33,7 @@ def _load(config: EngineConfig) -> ExecutorCore:
     if core.model.device.type == "cpu":
         size = sum(parameter.numel() for parameter in core.model.module.parameters())
         automatic = 1 if size < _SMALL_MODEL_PARAMETERS else torch.get_num_threads()
-        torch.set_num_threads(config.cpu_threads or automatic)
+        core.set_threads(config.cpu_threads or automatic)
     return core
 
 

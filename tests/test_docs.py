@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from nano_inference import Config, Pipeline, load_config
+from nano_inference import Config, Pipeline, SamplingParams, load_config
 from nano_inference.config import DEFAULT_URL
 from nano_inference.stages.admission.checks import check_sampling
 
@@ -62,6 +62,16 @@ def test_settings_are_all_listed_with_their_defaults() -> None:
             shown = ", ".join(value) if isinstance(value, tuple) else str(value)
             wanted[f"{section}.{name}"] = shown or "(empty)"
     assert rows == wanted
+
+
+@pytest.mark.parametrize("document", ["redis.md", "sampling.md"])
+def test_sampling_parameters_are_all_named(document: str) -> None:
+    """In redis.md how to give them; in sampling.md what those do that change or report logits."""
+    text = (ROOT / "docs" / document).read_text()
+    named = set(re.findall(r"`(?:sampling\.)?([a-z_]+)`", text))
+    elsewhere = {"max_tokens", "stop_token_ids", "stop", "seed", "ignore_eos"}
+    wanted = set(SamplingParams.__struct_fields__)
+    assert wanted - named <= (elsewhere if document == "sampling.md" else set())
 
 
 def test_json_in_the_docs_is_what_the_codec_writes() -> None:

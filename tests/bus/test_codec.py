@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from nano_inference.bus import Malformed, codec
-from nano_inference.bus.messages import Credit, Envelope, GenerateRequest
+from nano_inference.bus.codec import decode_output
+from nano_inference.bus.messages import Completion, Credit, Envelope, GenerateRequest
 from nano_inference.config import SamplingParams
 
 LIMIT = 1 << 20
@@ -50,6 +51,56 @@ def check(result: GenerateRequest | Malformed) -> None:
 @example(raw=b'{"a":' * 5_000, encoding="json")
 def test_random_bytes_never_raise(raw: bytes, encoding: Any) -> None:
     check(codec.decode_request(raw, encoding, LIMIT))
+
+
+@pytest.mark.parametrize("bias", [{17: 1.5, 3: -2}, {"17": 1.5, "3": -2}])
+def test_token_ids_of_a_bias_may_be_text_as_in_json(bias: dict[Any, float]) -> None:
+    request = {"prompt": "x", "sampling": {"logit_bias": bias}}
+    checked = codec.check_request(request, LIMIT)
+    assert isinstance(checked, GenerateRequest)
+    assert checked.sampling.logit_bias == {17: 1.5, 3: -2.0}
+    assert codec.check_request(checked, LIMIT) == checked
+    field, body = codec.encode_request(request)
+    assert field == "json"
+    assert codec.decode_request(body, "json", LIMIT) == checked
+    assert request == {"prompt": "x", "sampling": {"logit_bias": bias}}, "it is not changed"
+
+
+@pytest.mark.parametrize(
+    ("bias", "message"),
+    [
+        ({"red": 1}, "Expected `int`, got `str`"),
+        ({"1.0": 1}, "Expected `int`, got `str`"),
+        ({"17": "much"}, "Expected `float`, got `str`"),
+        ({"9" * 40: 1}, "does not fit in 64 bits"),
+        ({2**64 - 1: 1}, "does not fit in 64 bits"),
+    ],
+)
+def test_a_bias_that_is_none(bias: dict[Any, Any], message: str) -> None:
+    request = {"prompt": "x", "sampling": {"logit_bias": bias}}
+    for checked in (
+        codec.check_request(request, LIMIT),
+        codec.decode_request(msgspec.json.encode(request), "json", LIMIT),
+    ):
+        assert isinstance(checked, Malformed)
+        assert checked.code == "invalid_request"
+        assert message in checked.message
+
+
+@pytest.mark.parametrize("name", ["min_tokens", "logprobs", "prompt_logprobs"])
+def test_integers_of_sampling_beyond_64_bits(name: str) -> None:
+    checked = codec.check_request({"prompt": "x", "sampling": {name: 2**64 - 1}}, LIMIT)
+    assert isinstance(checked, Malformed)
+    assert checked.message.endswith(f"`$.sampling.{name}`")
+
+
+def test_a_bias_that_json_can_not_say_goes_as_msgpack() -> None:
+    request = GenerateRequest(prompt="x", sampling=SamplingParams(logit_bias={3: math.nan}))
+    field, body = codec.encode_request(request)
+    assert field == "msgpack"
+    decoded = codec.decode_request(body, "msgpack", LIMIT)
+    assert isinstance(decoded, GenerateRequest)
+    assert math.isnan(decoded.sampling.logit_bias[3])
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
@@ -108,3 +159,12 @@ def test_a_whole_request_as_messagepack() -> None:
     result = codec.decode_request(raw, "msgpack", LIMIT)
     assert isinstance(result, GenerateRequest)
     assert math.isnan(result.sampling.temperature)
+
+
+def test_an_older_client_reads_what_a_newer_pipeline_writes() -> None:
+    raw = b"""{"type":"completion","request_id":"r","entry_id":"1-1","status":"done","new":1,
+    "samples":[{"sample_index":0,"text":"a","token_ids":[1],"logprobs":[0],"finish_reason":"stop",
+    "new":{"a":1}}],"usage":{"prompt_tokens":1,"new":2},"timings":{"new":[]}}"""
+    output = decode_output(raw)
+    assert isinstance(output, Completion)
+    assert output.samples[0].token_ids == (1,)

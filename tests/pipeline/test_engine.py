@@ -8,10 +8,15 @@ from collections.abc import Iterator
 import pytest
 
 from nano_inference import InferenceEngine, RequestError, SamplingParams
+from nano_inference.bus.messages import StepPlan, StepResult
+from nano_inference.config import ModelError
+from nano_inference.stages.tokenizer import default_sampling_params
 
 from . import reference
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
+ENDLESS = SamplingParams(max_tokens=1000, ignore_eos=True)
+ENDLESS_8 = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -48,19 +53,102 @@ def test_step_by_step(engine: InferenceEngine) -> None:
     assert {sample.finish_reason for sample in finished} == {"stop"}
 
 
-def test_abort_leaves_the_others_alone(engine: InferenceEngine) -> None:
-    endless = SamplingParams(max_tokens=1000, ignore_eos=True)
-    aborted = engine.add_request("7 + 7 =", endless)
+def test_abort_returns_what_there_is_and_leaves_the_others_alone(engine: InferenceEngine) -> None:
+    aborted = engine.add_request("7 + 7 =", ENDLESS, num_samples=2)
     engine.add_request("12 + 30 =", GREEDY)
-    engine.step()
-    engine.abort(aborted)
-    finished = []
+    finished = [sample for _ in range(4) for sample in engine.step()]
+    cut_short = engine.abort(aborted)
+    assert [sample.finish_reason for sample in cut_short] == ["abort", "abort"]
+    assert all(2 < len(sample.completion_tokens) <= 4 for sample in cut_short)
+    assert all(len(s.logprobs) == len(s.completion_tokens) for s in cut_short)
+    assert engine.abort(aborted) == engine.abort("never heard of") == []
     while engine.has_pending():
         finished += engine.step()
     (sample,) = finished
     assert list(sample.prompt_tokens) == reference.tokenizer().encode("12 + 30 =")
     engine.step()
     assert engine._batching.idle
+
+
+def test_abort_before_the_first_step(engine: InferenceEngine) -> None:
+    assert engine.abort(engine.add_request("7 + 7 =", ENDLESS)) == []
+    assert not engine.has_pending()
+    assert engine.step() == []
+    assert engine._batching.idle
+
+
+def test_generate_keeps_what_ends_meanwhile_for_the_next_step(engine: InferenceEngine) -> None:
+    engine.add_request("1 + 1 =", GREEDY)
+    (other,) = engine.generate(["98 + 25 = "], GREEDY)
+    assert reference.tokenizer().decode(other.prompt_tokens) == "98 + 25 = "
+    assert engine.has_pending()
+    (sample,) = engine.step()
+    assert reference.tokenizer().decode(sample.prompt_tokens) == "1 + 1 ="
+    assert not engine.has_pending()
+
+
+def test_an_interrupted_generate_leaves_nothing_running(
+    engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = iter(range(3))
+    execute = engine._executor.execute
+
+    def interrupted(plan: StepPlan) -> StepResult:
+        if next(steps, None) is None:
+            raise KeyboardInterrupt
+        return execute(plan)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._executor, "execute", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(["7 + 7 =", "8 + 8 ="], ENDLESS)
+    assert not engine.has_pending()
+
+
+def test_progress_is_shown_on_request(
+    engine: InferenceEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.generate(["1 + 1 ="], GREEDY)
+    assert capsys.readouterr() == ("", "")
+    engine.generate(["1 + 1 =", "2 + 2 ="], GREEDY, show_progress=True)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "Generating" in shown.err
+    assert "100%" in shown.err
+
+
+def test_tokens_tell_the_weights_that_made_them() -> None:
+    """An update in flight: the sequence goes on, and later ones never see KV of old weights."""
+    with InferenceEngine() as engine:
+        prompt = list(range(60, 100))
+        (old,) = engine.generate([prompt], ENDLESS_8)
+        assert old.weight_versions == ((0, 0),)
+        request = engine.add_request(prompt, ENDLESS_8)
+        for _ in range(3):
+            engine.step()
+        new = {name: tensor * 1.5 for name, tensor in engine.state_dict().items()}
+        engine.update_weights(new)
+        assert engine.get_weight_version() == 0, "in place before the next step, not at once"
+        (mixed,) = [sample for _ in range(5) for sample in engine.step()]
+        assert request
+        assert (mixed.weight_version, mixed.weight_versions) == (0, ((0, 0), (1, 3)))
+        assert mixed.completion_tokens[:3] == old.completion_tokens[:3]
+        (warm,) = engine.generate([prompt], ENDLESS_8)
+        assert warm.weight_versions == ((1, 0),)
+    with InferenceEngine() as fresh:
+        fresh.update_weights(new, blocking=True)
+        (cold,) = fresh.generate([prompt], ENDLESS_8)
+    assert cold.completion_tokens == warm.completion_tokens
+    assert cold.logprobs == pytest.approx(warm.logprobs, abs=1e-5)
+    assert cold.completion_tokens != old.completion_tokens
+
+
+def test_weights_that_do_not_fit_leave_version_and_output_alone(engine: InferenceEngine) -> None:
+    (before,) = engine.generate(["98 + 25 = "], GREEDY)
+    with pytest.raises(ModelError, match="don't fit"):
+        engine.update_weights({}, blocking=True)
+    assert engine.get_weight_version() == 0
+    assert engine.generate(["98 + 25 = "], GREEDY)[0].completion_tokens == before.completion_tokens
 
 
 @pytest.mark.parametrize(
@@ -87,3 +175,7 @@ def test_a_refused_prompt_leaves_nothing_behind(
 def test_as_many_parameters_as_prompts(engine: InferenceEngine) -> None:
     with pytest.raises(ValueError, match="2 prompts and 1 sampling_params"):
         engine.generate(["1 + 1 =", "2 + 2 ="], [GREEDY])
+
+
+def test_the_makers_advice_is_there_for_those_who_ask(engine: InferenceEngine) -> None:
+    assert engine.default_sampling_params() == default_sampling_params(reference.FOLDER)

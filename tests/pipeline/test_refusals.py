@@ -46,6 +46,15 @@ BAD: dict[str, tuple[Any, str]] = {
     "max_tokens negative": (sampling(max_tokens=-1), "invalid_max_tokens"),
     "negative temperature": (sampling(temperature=-0.5), "invalid_temperature"),
     "top_p 0": (sampling(top_p=0), "invalid_top_p"),
+    "repetition_penalty 0": (sampling(repetition_penalty=0), "invalid_repetition_penalty"),
+    "presence_penalty 3": (sampling(presence_penalty=3), "invalid_presence_penalty"),
+    "frequency_penalty -3": (sampling(frequency_penalty=-3), "invalid_frequency_penalty"),
+    "bias of 101": (sampling(logit_bias={"17": 101}), "invalid_logit_bias"),
+    "bias outside the vocabulary": (sampling(logit_bias={"1000000": 1}), "invalid_logit_bias"),
+    "bias of a word": (sampling(logit_bias={"the": 1}), "invalid_request"),
+    "min_tokens above max_tokens": (sampling(min_tokens=9, max_tokens=8), "invalid_min_tokens"),
+    "logprobs 21": (sampling(logprobs=21), "invalid_logprobs"),
+    "prompt_logprobs -1": (sampling(prompt_logprobs=-1), "invalid_prompt_logprobs"),
     "n 0": (good(n=0), "invalid_n"),
     "n huge": (good(n=10**6), "invalid_n"),
     "token outside the vocabulary": ({"prompt_token_ids": [1, 10**6]}, "invalid_token_ids"),
@@ -71,15 +80,28 @@ async def test_refusal_has_its_code_and_a_sentence(shared: Pipeline, name: str) 
     assert neighbour.status == "done"
 
 
-async def test_nan_temperature(shared: Pipeline) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", math.nan),
+        ("repetition_penalty", math.nan),
+        ("presence_penalty", math.inf),
+        ("frequency_penalty", math.nan),
+        ("logit_bias", {17: math.nan}),
+    ],
+)
+async def test_numbers_that_are_not_finite(shared: Pipeline, name: str, value: Any) -> None:
     """JSON has no NaN; msgpack and Python callers do."""
-    request = GenerateRequest(prompt="1 + 1 =", sampling=SamplingParams(temperature=math.nan))
+    request = GenerateRequest(prompt="1 + 1 =", sampling=SamplingParams(**{name: value}))
+    by_client = await shared.complete(request)
+    assert by_client.error is not None
+    assert by_client.error.code == f"invalid_{name}"
     if shared.config.bus.url == "memory":
         refused = await shared.complete(request)
     else:
         refused = await _complete_foreign(shared, b"msgpack", msgspec.msgpack.encode(request))
     assert refused.error is not None
-    assert refused.error.code == "invalid_temperature"
+    assert refused.error.code == f"invalid_{name}"
 
 
 async def test_not_msgpack(shared: Pipeline) -> None:

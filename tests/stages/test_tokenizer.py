@@ -1,13 +1,19 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from nano_inference.config import ModelError
-from nano_inference.stages.tokenizer import load_tokenizer, stop_token_ids_of
+from nano_inference.config import ModelError, RequestError, SamplingParams
+from nano_inference.stages.admission.checks import check_sampling
+from nano_inference.stages.tokenizer import (
+    default_sampling_params,
+    load_tokenizer,
+    stop_token_ids_of,
+)
 
 
 @pytest.fixture
@@ -98,3 +104,78 @@ def test_unreadable_stop_ids(
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(ModelError, match=r"generation_config\.json"):
         stop_token_ids_of(tmp_path, tokenizer)
+
+
+# --- the makers' advice on sampling -------------------------------------------------------------
+
+
+def advise(folder: Path, **settings: object) -> SamplingParams:
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    return default_sampling_params(folder)
+
+
+def test_the_makers_advice_is_what_generation_config_names(tmp_path: Path) -> None:
+    advice = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1}
+    found = advise(tmp_path, do_sample=True, repetition_penalty=1.05, eos_token_id=[1, 2], **advice)
+    assert found == SamplingParams(**advice, repetition_penalty=1.05)
+
+
+def test_without_advice_the_defaults_change_nothing(tmp_path: Path) -> None:
+    assert default_sampling_params(tmp_path) == SamplingParams()
+    assert advise(tmp_path, temperature=None, top_k=None, do_sample=None) == SamplingParams()
+
+
+def test_do_sample_false_is_greedy_whatever_else_stands_there(tmp_path: Path) -> None:
+    found = advise(tmp_path, do_sample=False, temperature=0.7, top_p=0.9)
+    assert found == SamplingParams(temperature=0, top_p=0.9)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", "hot"),
+        ("temperature", -1),
+        ("temperature", math.nan),
+        ("temperature", True),
+        ("top_k", 2.5),
+        ("top_k", -1),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("min_p", [0.1]),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", math.inf),
+        ("do_sample", "no"),
+    ],
+)
+def test_advice_that_can_not_be_followed(tmp_path: Path, name: str, value: object) -> None:
+    with pytest.raises(ModelError, match=rf"generation_config\.json: {name} is .*it must be"):
+        advise(tmp_path, **{name: value})
+
+
+EDGES = [0, 1, 10, 1e-4, 1e4, 2**63 - 1]
+AT_THE_EDGES = [edge * nudge for edge in EDGES for nudge in (1, 0.99, 1.01)] + [-1, 2**63]
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "repetition_penalty"])
+def test_advice_is_followed_exactly_where_admission_takes_it(tmp_path: Path, name: str) -> None:
+    """The ranges stand in two places, since a stage's checks are its own."""
+    taken = []
+    for value in AT_THE_EDGES:
+        if name == "top_k" and not isinstance(value, int):
+            continue
+        try:
+            check_sampling(SamplingParams(**{name: value}), vocab_size=100)
+        except RequestError:
+            with pytest.raises(ModelError, match=name):
+                advise(tmp_path, **{name: value})
+        else:
+            assert getattr(advise(tmp_path, **{name: value}), name) == value
+            taken.append(value)
+    assert 0 < len(taken) < len(AT_THE_EDGES)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '"greedy"'])
+def test_unreadable_advice(tmp_path: Path, content: str) -> None:
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ModelError, match=r"generation_config\.json"):
+        default_sampling_params(tmp_path)

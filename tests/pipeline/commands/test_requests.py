@@ -6,8 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from nano_inference.config import RequestError
-from nano_inference.pipeline.commands.requests import LineReader, Wanted, read_file
+from nano_inference.bus.codec import check_request
+from nano_inference.bus.messages import GenerateRequest
+from nano_inference.config import ConfigError, RequestError
+from nano_inference.pipeline.commands.requests import (
+    LineReader,
+    Wanted,
+    parse_sampling,
+    read_file,
+)
 
 LIMIT = 1 << 20
 
@@ -53,6 +60,38 @@ def test_options_fill_in_what_an_object_leaves_out() -> None:
         "stream": False,
     }
     assert Wanted().of_object({"prompt": "x"}) == {"prompt": "x", "stream": False}
+
+
+def test_any_sampling_parameter_wins_over_its_own_option() -> None:
+    texts = ["top_p=0.9", "logit_bias={17: -2.5}", "temperature = 0.3", "prompt_logprobs=0"]
+    wanted = Wanted(temperature=1.0, sampling=parse_sampling(texts))
+    request = wanted.of_text("x")
+    assert request["sampling"] == {
+        "temperature": 0.3,
+        "max_tokens": 64,
+        "top_p": 0.9,
+        "logit_bias": {17: -2.5},
+        "prompt_logprobs": 0,
+    }
+    assert isinstance(check_request(request, LIMIT), GenerateRequest)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("top_p", "takes name=value"),
+        ("repetition_penality=2", "did you mean 'repetition_penalty'"),
+        ("=3", "no parameter ''"),
+    ],
+)
+def test_a_sampling_parameter_that_is_none(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_sampling([text])
+
+
+def test_a_bias_in_a_line_has_text_for_token_ids() -> None:
+    reader = LineReader("f", Wanted(), LIMIT, plain_prompts=True)
+    assert reader.read(b'{"prompt": "x", "sampling": {"logit_bias": {"17": 2}}}') is not None
 
 
 def test_lines_of_a_file(tmp_path: Path) -> None:

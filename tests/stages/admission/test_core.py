@@ -129,6 +129,31 @@ def test_token_ids_are_taken_as_they_are(core: AdmissionCore) -> None:
         ("invalid_tenant", {"tenant": ""}),
         ("invalid_tenant", {"tenant": "t" * 129}),
         ("invalid_tenant", {"tenant": "a\x00"}),
+        ("invalid_cache_salt", {"cache_salt": "s" * 257}),
+        ("invalid_cache_salt", {"cache_salt": "\ud800"}),
+        *[
+            (f"invalid_{name}", {name: value})
+            for name, values in {
+                "repetition_penalty": (0.0, -1.0, 1e-5, 10.01, float("nan"), float("inf")),
+                "presence_penalty": (-2.01, 2.01, float("nan"), float("inf")),
+                "frequency_penalty": (-2.01, 2.01, float("nan"), -float("inf")),
+                "logit_bias": (
+                    {258: 1.0},
+                    {-1: 1.0},
+                    {HUGE: 1.0},
+                    {3: 100.5},
+                    {3: -100.5},
+                    {2: 1.0, 3: float("nan")},
+                    {3: float("inf")},
+                    dict.fromkeys(range(1025), 0.0),
+                ),
+                "min_tokens": (-1, 9, HUGE),
+                "logprobs": (-1, 21, HUGE),
+                "prompt_logprobs": (-1, 21, HUGE),
+            }.items()
+            for value in values
+        ],
+        ("invalid_min_tokens", {"min_tokens": 1, "stop_token_ids": frozenset(range(258)) - {1}}),
         ("invalid_priority", {"priority": 1001}),
         ("invalid_priority", {"priority": -HUGE}),
         ("invalid_budget", {"budget_ns": HUGE}),
@@ -198,6 +223,17 @@ def test_refusals(core: AdmissionCore, code: str, fields: dict[str, Any]) -> Non
         {"priority": 1000},
         {"budget_ns": 501},
         {"n": 4},
+        {"repetition_penalty": 1e-4},
+        {"repetition_penalty": 10.0},
+        {"presence_penalty": -2.0, "frequency_penalty": 2.0},
+        {"logit_bias": {0: -100.0, 257: 100.0}},
+        {"logit_bias": dict.fromkeys(range(258), 1.0)},
+        {"min_tokens": 8},
+        {"min_tokens": 0, "stop_token_ids": frozenset(range(258))},
+        {"min_tokens": 1, "stop_token_ids": frozenset(range(257))},
+        {"min_tokens": 1, "stop_token_ids": frozenset(range(258)) - {1}, "ignore_eos": True},
+        {"logprobs": 20, "prompt_logprobs": 20},
+        {"prompt_logprobs": 0},
         {"temperature": 0.0},
         {"temperature": 1e-4},
         {"temperature": 1e4},
@@ -294,6 +330,31 @@ def test_max_tokens_is_cut_to_the_models_length(
     short = msgspec.structs.replace(CAPACITY, max_model_len=50)
     entry = entry_of(prompt_token_ids=(3,) * prompt_tokens, max_tokens=asked)
     assert admit(core_of(tokenizer, capacity=short), entry).sampling.max_tokens == given
+
+
+def test_streaming_is_told_what_is_reported(core: AdmissionCore) -> None:
+    info = admit(core, entry_of("1-0", min_tokens=3, logprobs=4, prompt_logprobs=0)).info
+    assert (info.min_tokens, info.logprobs, info.prompt_logprobs) == (3, 4, 0)
+    info = admit(core, entry_of("2-0")).info
+    assert (info.min_tokens, info.logprobs, info.prompt_logprobs) == (0, 0, None)
+
+
+def test_min_tokens_is_held_against_what_the_client_gave(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """The model's length may cut max_tokens below it; then the length ends the request."""
+    short = msgspec.structs.replace(CAPACITY, max_model_len=50)
+    entry = entry_of(prompt_token_ids=(3,) * 48, max_tokens=5, min_tokens=5)
+    sampling = admit(core_of(tokenizer, capacity=short), entry).sampling
+    assert (sampling.max_tokens, sampling.min_tokens) == (2, 5)
+
+
+def test_more_logprobs_than_the_vocabulary_has_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+    small = core_of(tokenizer, capacity=msgspec.structs.replace(CAPACITY, vocab_size=10))
+    for name in ("logprobs", "prompt_logprobs"):
+        with pytest.raises(RequestError, match="from 0 to 10") as caught:
+            admit(small, entry_of(prompt_token_ids=(3,), **{name: 11}))
+        assert caught.value.code == f"invalid_{name}"
 
 
 def test_stop_ids_are_the_requests_and_the_models(core: AdmissionCore) -> None:

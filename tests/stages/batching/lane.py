@@ -71,6 +71,10 @@ class RuleExecutor:
         logprobs = (0.0,) * len(rows)
         return StepResult(plan.step_id, (), seq_ids, tokens, logprobs, reasons, plan.ended, 0, 0, 0)
 
+    def forget(self) -> None:
+        self.tokens.clear()
+        self.done.clear()
+
     def _row(self, seq_id: int, count: int) -> list[tuple[int, int, str]]:
         tokens, table = self.tokens[seq_id], self.tables[seq_id]
         start = self.computed[seq_id]
@@ -136,9 +140,12 @@ class Lane:
         max_tokens: int = 8,
         stop: bool = True,
         priority: int = 0,
+        prompt_logprobs: int | None = None,
     ) -> None:
         sampling = SamplingParams(
-            max_tokens=max_tokens, stop_token_ids=frozenset({STOP} if stop else ())
+            max_tokens=max_tokens,
+            stop_token_ids=frozenset({STOP} if stop else ()),
+            prompt_logprobs=prompt_logprobs,
         )
         info = RequestInfo(
             request_id, request_id, "m", len(seq_ids), True, (), len(prompt), "", "", 0
@@ -166,6 +173,12 @@ class Lane:
         self.ended += [cancel.request_id for cancel in result.ended]
         self.core.absorb(result)
         return True
+
+    def retract(self) -> None:
+        """The plans under way are lost, and with them all that the executor knew but its slots."""
+        self.plans.clear()
+        self.executor.forget()
+        self.core.retract()
 
     def check(self) -> None:
         """All conservation checks, those that look through the whole cache included."""

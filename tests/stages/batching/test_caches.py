@@ -9,12 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nano_inference.stages.batching import (
+    NO_PREFIX,
     KVCacheManager,
     Lease,
     OutOfBlocks,
     PagedKVCache,
     PrefixMatch,
     RadixKVCache,
+    chain_root,
     compute_block_hash,
 )
 
@@ -201,6 +203,41 @@ def test_what_was_computed_before_a_flush_never_comes_back(make_cache: MakeCache
     assert cache.next_run(old) is None
 
 
+def test_other_salts_find_nothing_and_wait_for_nobody(make_cache: MakeCache) -> None:
+    cache = make_cache(16, 4)
+    mine = Lease(list(range(10)), "mine")
+    cache.start(mine, 3)
+    theirs = Lease(list(range(10)), "theirs")
+    assert cache.match(theirs).next_run != cache.next_run(mine)
+    cache.commit(mine, 10)
+    assert cache.match(theirs).num_cached == 0
+    assert match(cache, list(range(10))).num_cached == 0
+    assert cache.match(Lease(list(range(10)), "mine")).num_cached == 9
+
+
+def test_another_weight_version_finds_nothing(make_cache: MakeCache) -> None:
+    cache = make_cache(16, 4)
+    waiting = Lease(list(range(10)))
+    computed(cache, list(range(10)))
+    assert cache.match(waiting).num_cached == 9
+    cache.begin_weight_version(1)
+    assert cache.match(waiting).num_cached == 0
+    computed(cache, list(range(10)))
+    assert cache.match(waiting).num_cached == 9
+
+
+def test_who_may_not_reuse_finds_nothing_and_is_found(make_cache: MakeCache) -> None:
+    cache = make_cache(16, 4)
+    computed(cache, list(range(6)))
+    lease = Lease(list(range(10)))
+    lease.may_reuse = False
+    assert cache.match(lease).num_cached == 0
+    assert cache.start(lease, cache.match(lease).num_needed).cached_length == 0
+    cache.commit(lease, 10)
+    assert match(cache, list(range(10))).num_cached == 9
+    cache.check_index()
+
+
 def test_siblings_name_the_same_next_run(make_cache: MakeCache) -> None:
     cache = make_cache(16, 4)
     first, sibling = Lease(list(range(10))), Lease(list(range(10)))
@@ -309,16 +346,29 @@ def test_block_hash_names_tokens_and_all_before() -> None:
         compute_block_hash(())
 
 
+def test_the_chain_begins_with_version_and_salt() -> None:
+    roots = [chain_root(version, salt) for version in (0, 1, 11) for salt in ("", "1", "a")]
+    names = {compute_block_hash((1, 2), root) for root in roots}
+    assert len(names) == len(roots)
+    assert chain_root(0, "") == NO_PREFIX
+
+
 # --- random traces ---------------------------------------------------------------------------
 
 
 class Driver:
-    """Drives a cache with numbers in place of KV: a slot holds the tokens it was computed from."""
+    """Drives a cache with notes in place of KV.
+
+    A slot holds (salt, weight version, tokens) it was computed from.
+    """
 
     def __init__(self, cache: KVCacheManager) -> None:
         self.cache = cache
-        self.slots: list[list[tuple[int, ...]]] = [[()] * cache.block_size] * cache.num_blocks
+        self.version = 0
+        self.slots: list[list[tuple]] = [[()] * cache.block_size] * cache.num_blocks
         self.leases: list[Lease] = []
+        # For each computed token what it was computed under.
+        self.stamps: dict[Lease, list[tuple[str, int]]] = {}
         self.done: dict[Lease, int] = {}
         self.known: list[tuple[int, ...]] = []
 
@@ -334,6 +384,7 @@ class Driver:
             self.slots[destination] = list(self.slots[source])
         self.leases.append(lease)
         self.done[lease] = allocation.cached_length
+        self.stamps[lease] = [(lease.salt, self.version)] * allocation.cached_length
         self.read(lease)
 
     def compute(self, lease: Lease, count: int) -> None:
@@ -343,11 +394,13 @@ class Driver:
         ):
             block_id = lease.block_ids[position // size]
             slots = list(self.slots[block_id])
-            slots[position % size] = tuple(lease.token_ids[: position + 1])
+            stamp = (lease.salt, self.version)
+            slots[position % size] = (*stamp, tuple(lease.token_ids[: position + 1]))
+            self.stamps[lease].append(stamp)
             self.slots[block_id] = slots
             self.done[lease] = position + 1
         self.cache.commit(lease, self.done[lease])
-        if self.cache.next_run(lease) is not None:
+        if self.cache.next_run(lease) is not None and not lease.salt:
             self.known.append(tuple(lease.token_ids[: self.done[lease]]))
 
     def grow(self, lease: Lease, token_id: int) -> None:
@@ -366,7 +419,8 @@ class Driver:
         size = self.cache.block_size
         for position in range(self.done[lease]):
             slot = self.slots[lease.block_ids[position // size]][position % size]
-            assert slot == tuple(lease.token_ids[: position + 1])
+            stamp = self.stamps[lease][position]
+            assert slot == (*stamp, tuple(lease.token_ids[: position + 1]))
 
     def check(self) -> None:
         for lease in self.leases:
@@ -383,21 +437,26 @@ class Driver:
 
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=14)
 operations = st.one_of(
-    st.tuples(st.just("arrive"), prompts),
+    st.tuples(st.just("arrive"), prompts, st.sampled_from(["", "", "salt"])),
     st.tuples(st.just("compute"), st.integers(0, 9), st.integers(1, 9)),
     st.tuples(st.just("grow"), st.integers(0, 9), st.integers(0, 2)),
     st.tuples(st.just("leave"), st.integers(0, 9)),
     st.tuples(st.just("again"), st.integers(0, 9)),
     st.tuples(st.just("flush")),
+    st.tuples(st.just("update")),
 )
 
 
 def play(driver: Driver, trace: list[tuple]) -> None:
     for name, *arguments in trace:
         if name == "arrive":
-            driver.arrive(Lease(list(arguments[0])))
+            driver.arrive(Lease(list(arguments[0]), arguments[1]))
         elif name == "flush":
             driver.cache.flush()
+            driver.known.clear()
+        elif name == "update":
+            driver.version += 1
+            driver.cache.begin_weight_version(driver.version)
             driver.known.clear()
         elif driver.leases:
             lease = driver.leases[arguments[0] % len(driver.leases)]

@@ -267,7 +267,8 @@ arrivals = st.lists(
     min_size=1,
     max_size=12,
 )
-actions = st.lists(st.sampled_from(["plan", "retire", "cancel", "flush", "stop"]), max_size=60)
+ACTIONS = ("plan", "retire", "cancel", "flush", "stop", "retract")
+actions = st.lists(st.sampled_from(ACTIONS), max_size=60)
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -321,6 +322,8 @@ def test_random_traces_conserve_blocks_and_outputs(
                 lane.retire()
             case "flush":
                 lane.core.cache.flush()
+            case "retract":
+                lane.retract()
             case "cancel" if members:
                 request_id, seq_ids = members.popitem()
                 lane.core.cancel(cancel(request_id))

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from .report import Results
+
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
@@ -23,3 +25,12 @@ def device(request: pytest.FixtureRequest) -> str:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def results(pytestconfig: pytest.Config) -> Iterator[Results]:
+    """Takes what the tests measure; `--write-docs` writes it to docs/models.md at the end."""
+    collected = Results()
+    yield collected
+    if pytestconfig.getoption("--write-docs"):
+        collected.write()

@@ -62,6 +62,42 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 ARCHITECTURES = tuple(OVERRIDES)
 
+_ENCODER_DECODER = "is an encoder-decoder model"
+_NOT_CAUSAL = "is not a causal language model"
+_STATEFUL = "has state-space or recurrent layers"
+_NO_INTERFACE = "does not use Transformers' attention interface (_supports_attention_backend)"
+
+REFUSED = {
+    **dict.fromkeys(("t5", "bart", "marian", "whisper"), _ENCODER_DECODER),
+    **dict.fromkeys(("vit", "clip"), _NOT_CAUSAL),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "granitemoehybrid"), _STATEFUL),
+    **dict.fromkeys(("qwen3_next", "recurrent_gemma", "rwkv"), _STATEFUL),
+    **dict.fromkeys(("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt"), _NO_INTERFACE),
+    **dict.fromkeys(("stablelm", "xlnet"), _NO_INTERFACE),
+    "lfm2": "don't go through Transformers' attention interface",
+    "llama4_text": "is neither causal nor a sliding window",
+}
+"""Kinds of models that are refused at load, and a part of what the refusal says."""
+
+_REFUSED_ONCE_BUILT: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "llama4_text": {
+        "attention_chunk_size": 8,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 32,
+    },
+}
+"""Those of which only the model tells, not the class, and settings that make it small."""
+
+
+def make_refused(kind: str) -> tuple[PreTrainedConfig, Any]:
+    """A configuration of a kind in REFUSED; and a model, where only the model tells."""
+    if kind not in _REFUSED_ONCE_BUILT:
+        return CONFIG_MAPPING[kind](), None
+    config = CONFIG_MAPPING[kind](**{**_COMMON, **_REFUSED_ONCE_BUILT[kind]})
+    return config, AutoModelForCausalLM.from_config(config)
+
 
 def make_config(name: str, **changes: Any) -> PreTrainedConfig:
     """The configuration of a small model; `name` is a key of OVERRIDES."""

@@ -1,11 +1,12 @@
 """Our attention against a float64 reference with an explicit mask, over ragged batches.
 
-Largest difference allowed: 1e-5 in float32.
+Both algorithms: the usual one, and the tiles of deterministic mode. Largest difference allowed:
+1e-5 in float32.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from nano_inference.config import ModelError
-from nano_inference.stages.executor import KVCache, LoadedModel, attention, batch
+from nano_inference.stages.executor import (
+    KVCache,
+    LoadedModel,
+    attention,
+    batch,
+    tiled_attention,
+)
 from nano_inference.stages.executor.attention import paged_attention
 from nano_inference.stages.executor.batch import (
+    AttentionBatch,
     Rows,
     build_attention_batch,
     cut_chunks,
@@ -27,6 +35,7 @@ from nano_inference.stages.executor.batch import (
     slot_mapping,
 )
 from nano_inference.stages.executor.probe import LayerSpec
+from nano_inference.stages.executor.tiled_attention import TiledBatch
 
 MAX_ERROR = 1e-5
 
@@ -47,6 +56,8 @@ class Case:
     """(tokens computed before, tokens of this step) each."""
     padding: int = 0
     """Further rows that belong to no sequence."""
+    tiled: bool = False
+    """The algorithm of deterministic mode."""
 
 
 def layer_module(index: int = 0) -> nn.Module:
@@ -164,13 +175,17 @@ def attend(case: Case, cache: KVCache, rows: Rows, data: Data, order: np.ndarray
     device = cache.keys[0].device
     row_of_token, positions = flatten_rows(rows.starts, rows.num_tokens)
     slots = slot_mapping(rows.tables, row_of_token, positions, case.block_size)
-    step = build_attention_batch(
-        rows,
-        *(torch.from_numpy(a).to(device) for a in (slots, rows.tables, rows.contexts)),
-        block_size=case.block_size,
-        kinds=[(case.window, case.kv_heads)],
-        dtype=torch.float32,
-    )
+    step: AttentionBatch | TiledBatch
+    if case.tiled:
+        step = TiledBatch(torch.from_numpy(slots), rows, case.block_size)
+    else:
+        step = build_attention_batch(
+            rows,
+            *(torch.from_numpy(a).to(device) for a in (slots, rows.tables, rows.contexts)),
+            block_size=case.block_size,
+            kinds=[(case.window, case.kv_heads)],
+            dtype=torch.float32,
+        )
 
     def flat(parts: list[Tensor]) -> Tensor:
         cut = [parts[row][-count:] for row, count in zip(order, rows.num_tokens, strict=True)]
@@ -216,12 +231,21 @@ CASES = {
     "blocks_of_sixteen": Case(block_size=16),
     "blocks_of_sixteen_window": Case(block_size=16, window=7),
     "narrow_values": Case(value_dim=8),
+    "long": Case(rows=((0, 150), (130, 1), (60, 70), (63, 1), (64, 1))),
+    "long_window": Case(window=70, rows=((0, 150), (130, 1), (60, 70), (200, 1))),
+    "many_heads_per_kv_head": Case(query_heads=20, kv_heads=1, rows=((0, 5), (70, 1))),
+    "odd_heads_per_kv_head": Case(query_heads=14, kv_heads=2, rows=((0, 5), (70, 1), (3, 2))),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_explicit_mask(name: str, device: str) -> None:
     assert run_case(CASES[name], device) < MAX_ERROR
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tiles_equal_the_explicit_mask(name: str) -> None:
+    assert run_case(replace(CASES[name], tiled=True), "cpu") < MAX_ERROR
 
 
 @settings(max_examples=60, deadline=None)
@@ -237,6 +261,7 @@ def test_equals_the_explicit_mask(name: str, device: str) -> None:
         max_size=7,
     ),
     padding=st.integers(0, 2),
+    tiled=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_random_ragged_batches(rows: list[tuple[int, int]], seed: int, **shape: Any) -> None:
@@ -248,8 +273,10 @@ def test_bounded_pieces_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch, "MAX_GATHERED_TOKENS", 16)
     monkeypatch.setattr(batch, "_SLACK_TOKENS", 0)
     monkeypatch.setattr(attention, "_MAX_SCORES", 64)
-    for name in ("causal", "all_decode", "window", "sinks_softcap", "padding"):
+    monkeypatch.setattr(tiled_attention, "_MAX_SCORES", 64)
+    for name in ("causal", "all_decode", "window", "sinks_softcap", "padding", "long_window"):
         assert run_case(CASES[name], "cpu") < MAX_ERROR
+        assert run_case(replace(CASES[name], tiled=True), "cpu") < MAX_ERROR
 
 
 @given(st.lists(st.integers(1, 200_000), min_size=1, max_size=60))

@@ -1,0 +1,323 @@
+"""At and beyond the limits: of lengths, of the cache, of the batch, of the queue."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import pytest
+
+from nano_inference import (
+    Completion,
+    Config,
+    EngineConfig,
+    InferenceEngine,
+    Pipeline,
+    RequestError,
+    SamplingParams,
+)
+from nano_inference.config import ModelError
+from nano_inference.stages.batching import Sequence
+
+from .watch import Watch, watch
+
+CacheType = Literal["radix", "paged"]
+
+LIMIT_S = 120
+VOCAB = 700
+"""Ids below this are no special ones."""
+BYTES_PER_TOKEN = 2560
+"""KV of the bundled model in float32."""
+
+both_caches = pytest.mark.parametrize("cache_type", ["radix", "paged"])
+
+
+def config_for(num_tokens: int, **settings: Any) -> EngineConfig:
+    """A lane whose cache holds so many tokens."""
+    return EngineConfig(dtype="float32", kv_cache_bytes=num_tokens * BYTES_PER_TOKEN, **settings)
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    """Token ids at random: no two prompts begin alike."""
+    rng = random.Random(seed)
+    rest = [[rng.randrange(4, VOCAB) for _ in range(length - 1)] for length in lengths]
+    return [[4 + number, *tokens] for number, tokens in enumerate(rest)]
+
+
+@contextmanager
+def empty_at_the_end(config: EngineConfig) -> Iterator[InferenceEngine]:
+    """An engine that must hold nothing of any request when the test is over."""
+    with InferenceEngine(config) as engine:
+        yield engine
+        while not engine._batching.idle:
+            engine.step()
+        assert not engine.has_pending()
+        engine._batching.check()
+        engine._batching.cache.check_index()
+        assert engine._batching.cache.num_free_blocks() == engine._batching.cache.num_blocks
+        assert len(engine._streaming) == 0
+        assert not engine._admission._ledger
+        assert not [it for it in gc.get_objects() if type(it) is Sequence]
+
+
+# --- lengths ------------------------------------------------------------------------------------
+
+
+def test_a_prompt_of_all_but_one_token_gets_one_and_a_longer_one_is_refused() -> None:
+    with empty_at_the_end(config_for(256, max_model_len=128)) as engine:
+        fits, too_long = prompts_of([127, 128])
+        (sample,) = engine.generate([fits], greedy(50))
+        assert (len(sample.completion_tokens), sample.finish_reason) == (1, "length")
+        with pytest.raises(RequestError, match="shorten it to 127 or fewer") as refused:
+            engine.generate([fits, too_long], greedy(50))
+        assert refused.value.code == "prompt_too_long"
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 100])
+def test_a_completion_ends_where_the_models_length_does(length: int) -> None:
+    with empty_at_the_end(config_for(256, max_model_len=128)) as engine:
+        (prompt,) = prompts_of([length])
+        (sample,) = engine.generate([prompt], greedy(10**6))
+        assert (len(sample.completion_tokens), sample.finish_reason) == (128 - length, "length")
+
+
+def test_a_cache_that_could_not_hold_one_sequence_is_refused_at_once() -> None:
+    with pytest.raises(ModelError, match="raise kv_cache_bytes, or set max_model_len to at most"):
+        InferenceEngine(config_for(127, max_model_len=128))
+
+
+def test_a_prompt_longer_than_the_cache_is_refused_and_nobody_else_is_harmed() -> None:
+    with empty_at_the_end(config_for(128, max_model_len=128)) as engine:
+        for length in (129, 5000):
+            with pytest.raises(RequestError, match=f"the prompt has {length} tokens"):
+                engine.add_request(*prompts_of([length]), greedy(4))
+        assert len(engine.generate(prompts_of([120]), greedy(4))) == 1
+
+
+# --- batch and cache ----------------------------------------------------------------------------
+
+
+@both_caches
+def test_more_prompts_than_the_batch_takes_give_what_each_gives_alone(
+    cache_type: CacheType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_for(1024, max_model_len=128, max_batch_size=4, cache_type=cache_type)
+    rng = random.Random(1)
+    prompts = prompts_of([rng.randrange(1, 60) for _ in range(15)])
+    with empty_at_the_end(config) as engine:
+        alone = [engine.generate([prompt], greedy(9))[0] for prompt in prompts]
+        engine.flush_cache()
+        seen = watch(engine, monkeypatch)
+        together = engine.generate(prompts, greedy(9))
+        assert [s.completion_tokens for s in together] == [s.completion_tokens for s in alone]
+        assert seen.widest == 4
+
+
+@both_caches
+def test_a_cache_for_one_sequence_serves_a_queue_one_by_one(
+    cache_type: CacheType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_for(64, max_model_len=64, cache_type=cache_type)
+    with empty_at_the_end(config) as engine:
+        seen = watch(engine, monkeypatch)
+        samples = engine.generate(prompts_of([60, 33, 50, 60, 64 - 1]), greedy(64))
+        assert [len(s.completion_tokens) for s in samples] == [4, 31, 14, 4, 1]
+        assert {s.finish_reason for s in samples} == {"length"}
+        assert seen.preempted == 0
+        assert seen.widest == 1
+        assert seen.order == sorted(seen.order)
+
+
+@both_caches
+@pytest.mark.parametrize("max_tokens_per_batch", [2048, 16])
+def test_samples_of_one_prompt_compute_it_once(
+    cache_type: CacheType, max_tokens_per_batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight prompts, eight samples each.
+
+    The first sample computes its prompt. The other seven find all of it but the last token, which
+    each computes for itself: sampling needs the logits there. They share whole blocks and copy the
+    last one as far as it goes. After that each generated token but the last is computed once.
+
+    The paged cache remembers only the latest of the partial blocks behind a prefix, and all
+    prompts of up to a block are behind the same one, none. So its prompts here are longer.
+    """
+    config = config_for(
+        8192,
+        max_model_len=256,
+        max_batch_size=16,
+        max_tokens_per_batch=max_tokens_per_batch,
+        cache_type=cache_type,
+    )
+    lengths = [17, 31, 32, 33, 40, 64, 101, 128]
+    if cache_type == "radix":
+        lengths = [1, 2, 15, 16, *lengths[:4]]
+    with empty_at_the_end(config) as engine:
+        seen = watch(engine, monkeypatch)
+        samples = engine.generate(prompts_of(lengths), SamplingParams(max_tokens=4), 8)
+        assert len(samples) == 64
+        own = seen.computed - sum(len(s.completion_tokens) - 1 for s in samples)
+        assert own == sum(lengths) + 7 * len(lengths)
+        assert sum(seen.cached.values()) == 7 * sum(length - 1 for length in lengths)
+
+
+@both_caches
+@pytest.mark.parametrize("block_size", [16, 1])
+def test_a_conversation_computes_only_its_new_turn(
+    cache_type: CacheType, block_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five turns, each prompt being all that was said before and some tokens more.
+
+    Of what was said before, everything is found but the last token: it was sampled, and never went
+    through the model.
+    """
+    config = config_for(1024, max_model_len=512, cache_type=cache_type, block_size=block_size)
+    with empty_at_the_end(config) as engine:
+        said: list[int] = []
+        for turn in prompts_of([37, 11, 23, 1, 16]):
+            seen = watch(engine, monkeypatch)
+            (sample,) = engine.generate([said + turn], greedy(13))
+            (num_cached,) = seen.cached.values()
+            assert num_cached == max(len(said) - 1, 0)
+            assert seen.computed == len(said + turn) - num_cached + 12
+            said += [*turn, *sample.completion_tokens]
+            monkeypatch.undo()
+
+
+# --- preemption ---------------------------------------------------------------------------------
+
+
+@both_caches
+@pytest.mark.parametrize("seed", range(2))
+def test_a_storm_of_preemptions_ends_no_later_than_one_by_one(
+    cache_type: CacheType, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache for one long sequence; sixteen that want to run, of all lengths, come at random.
+
+    The bound: no more steps than the same sequences would take one after the other. It can't be
+    kept by a scheduler that lets two sequences push each other out without getting on.
+    """
+    rng = random.Random(seed)
+    lengths = [rng.choice([1, 8, 30, 70]) for _ in range(16)]
+    prompts = prompts_of(lengths, seed)
+    max_tokens = [rng.randrange(1, 112 - length) for length in lengths]
+    config = config_for(
+        112,
+        max_model_len=112,
+        max_batch_size=8,
+        max_tokens_per_batch=16,
+        block_size=rng.choice([1, 4, 16]),
+        cache_type=cache_type,
+    )
+    one_by_one = sum(
+        -(-length // 16) + number - 1 for length, number in zip(lengths, max_tokens, strict=True)
+    )
+    with empty_at_the_end(config) as engine:
+        seen = watch(engine, monkeypatch)
+        queue = list(zip(prompts, max_tokens, strict=True))
+        found: dict[tuple[int, ...], tuple[int, ...]] = {}
+        while queue or engine.has_pending():
+            while queue and rng.random() < 0.3:
+                prompt, number = queue.pop()
+                engine.add_request(prompt, greedy(number))
+            before = seen.steps
+            waiting = engine.has_pending()
+            for sample in engine.step():
+                assert sample.finish_reason == "length"
+                found[sample.prompt_tokens] = sample.completion_tokens
+            assert seen.steps == before + waiting, "a step without any row"
+            assert seen.steps <= one_by_one
+        assert seen.preempted > 5, "there was to be a storm"
+        assert seen.longest_loop <= 2, "the same victim again and again, and no token in between"
+        monkeypatch.undo()
+    with InferenceEngine(config_for(8192, max_model_len=112)) as roomy:
+        expected = roomy.generate(prompts, list(map(greedy, max_tokens)))
+    assert found == {s.prompt_tokens: s.completion_tokens for s in expected}
+
+
+# --- the queue ----------------------------------------------------------------------------------
+
+
+def work_of_a_queue(prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> Watch:
+    """Queues all prompts at once and runs them."""
+    config = config_for(8192, max_model_len=64, max_batch_size=BATCH)
+    with empty_at_the_end(config) as engine, monkeypatch.context() as patched:
+        seen = watch(engine, patched)
+        samples = engine.generate(prompts, greedy(2))
+    assert [list(sample.prompt_tokens) for sample in samples] == prompts
+    assert {len(sample.completion_tokens) for sample in samples} == {2}
+    assert list(seen.starts) == sorted(seen.starts), "first come, first served"
+    # Within a batch one may take a step more than another.
+    assert all(abs(seq_id - place) <= BATCH for place, seq_id in enumerate(seen.order, start=1))
+    assert len(seen.order) == len(prompts)
+    return seen
+
+
+BATCH = 64
+QUEUES = {
+    "different": lambda number: [[4 + i % VOCAB, 4 + i // VOCAB, 9] for i in range(number)],
+    "alike": lambda number: [list(range(50))] * number,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", QUEUES)
+def test_planning_a_step_is_no_more_work_however_many_wait(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """10,000 against 200, all queued at once: as many looks at waiting sequences in a step."""
+    few = work_of_a_queue(QUEUES[kind](200), monkeypatch)
+    many = work_of_a_queue(QUEUES[kind](10_000), monkeypatch)
+    assert many.steps >= 10_000 // BATCH
+    assert max(few.looks) <= max(many.looks) <= 2 * BATCH
+
+
+# --- the same through the pipeline --------------------------------------------------------------
+
+
+async def complete_all(engine: EngineConfig, requests: list[dict[str, Any]]) -> list[Completion]:
+    async with Pipeline(Config(engine=engine)) as pipeline, asyncio.timeout(LIMIT_S):
+        return await asyncio.gather(*map(pipeline.complete, requests))
+
+
+def as_request(prompt: list[int], max_tokens: int) -> dict[str, Any]:
+    sampling = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
+    return {"prompt_token_ids": prompt, "sampling": sampling}
+
+
+async def test_pipeline_lengths_at_the_limit() -> None:
+    config = config_for(256, max_model_len=128)
+    requests = [as_request(prompt, 500) for prompt in prompts_of([127, 128, 20, 1])]
+    completions = await complete_all(config, requests)
+    assert [c.status for c in completions] == ["done", "error", "done", "done"]
+    assert [len(s.token_ids) for c in completions for s in c.samples] == [1, 108, 127]
+    assert {s.finish_reason for c in completions for s in c.samples} == {"length"}
+    assert completions[1].error is not None
+    assert completions[1].error.code == "prompt_too_long"
+
+
+@both_caches
+async def test_pipeline_with_a_cache_for_one_sequence_serves_all(cache_type: CacheType) -> None:
+    """Planned a step ahead, with more requests than the batch takes, and preemption."""
+    rng = random.Random(5)
+    prompts = prompts_of([rng.choice([1, 8, 30, 60]) for _ in range(30)])
+    config = config_for(
+        96,
+        max_model_len=96,
+        max_batch_size=8,
+        max_tokens_per_batch=16,
+        block_size=4,
+        cache_type=cache_type,
+    )
+    completions = await complete_all(config, [as_request(prompt, 30) for prompt in prompts])
+    with InferenceEngine(config_for(8192, max_model_len=96)) as roomy:
+        expected = roomy.generate(prompts, greedy(30))
+    assert [c.samples[0].token_ids for c in completions] == [s.completion_tokens for s in expected]

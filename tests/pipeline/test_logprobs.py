@@ -1,0 +1,295 @@
+"""Penalties and logprobs from the request to the completion, over each kind of bus."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nano_inference import Completion, EngineConfig, InferenceEngine, Pipeline, SamplingParams
+from nano_inference.bus.messages import CompletionChunk, StepPlan, StepResult, TokenLogprob
+from nano_inference.stages.streaming.core import Deliveries
+
+from . import reference
+
+in_module_loop = pytest.mark.asyncio(loop_scope="module")
+
+PROMPT = "Story about Zoë, a cat and a red ball. Ana is 31 years old and lives in Oslo. JSON:"
+
+
+def table_of(token_ids: Sequence[int], temperature: float = 1.0) -> Tensor:
+    """`[tokens, vocab]`, Transformers' log_softmax behind each token."""
+    with torch.inference_mode():
+        logits: Tensor = reference.model()(torch.tensor([list(token_ids)])).logits[0].double()
+    return (logits / temperature).log_softmax(-1)
+
+
+def holds(
+    token_ids: Sequence[int],
+    logprobs: Sequence[float | None] | None,
+    tops: Sequence[Sequence[TokenLogprob]] | None,
+    count: int,
+    temperature: float = 1.0,
+) -> None:
+    """A prompt's logprobs, and the likeliest tokens, are those of Transformers."""
+    table = table_of(token_ids, temperature)
+    assert logprobs is not None
+    assert logprobs[0] is None
+    expected = table[torch.arange(len(token_ids) - 1), list(token_ids[1:])]
+    assert list(logprobs[1:]) == pytest.approx(expected.tolist(), abs=1e-4)
+    if not count:
+        assert tops is None
+        return
+    assert tops is not None
+    assert len(tops) == len(token_ids)
+    assert tuple(tops[0]) == ()
+    for place, top in enumerate(tops[1:]):
+        values, _ = table[place].topk(count)
+        assert [each.logprob for each in top] == pytest.approx(values.tolist(), abs=1e-4)
+        own = [float(table[place, each.token_id]) for each in top]
+        assert own == pytest.approx(values.tolist(), abs=1e-4)
+
+
+# --- the whole pipeline -----------------------------------------------------------------------
+
+
+@in_module_loop
+async def test_all_that_is_reported_comes_to_the_client(shared: Pipeline) -> None:
+    request = {
+        "prompt": PROMPT,
+        "n": 3,
+        "sampling": {
+            "temperature": 1.5,
+            "seed": 4,
+            "max_tokens": 12,
+            "logprobs": 3,
+            "prompt_logprobs": 2,
+            "repetition_penalty": 1.2,
+            "presence_penalty": 0.3,
+            "frequency_penalty": 0.2,
+            "logit_bias": {"40": 2.5},
+            "min_tokens": 4,
+        },
+    }
+    outputs = [output async for output in shared.submit(request)]
+    completion = outputs[-1]
+    assert isinstance(completion, Completion)
+    assert completion.status == "done", completion.error
+    prompt = reference.tokenizer().encode(PROMPT)
+    holds(prompt, completion.prompt_logprobs, completion.prompt_top_logprobs, 2, 1.5)
+    chunks = [output for output in outputs if isinstance(output, CompletionChunk)]
+    assert len({sample.token_ids for sample in completion.samples}) > 1
+    for sample in completion.samples:
+        assert len(sample.token_ids) >= 4
+        assert sample.top_logprobs is not None
+        assert [len(top) for top in sample.top_logprobs] == [3] * len(sample.token_ids)
+        assert sample.weight_versions == ((0, 0),)
+        own = [chunk for chunk in chunks if chunk.sample_index == sample.sample_index]
+        assert tuple(top for c in own for top in c.top_logprobs or ()) == sample.top_logprobs
+        for token_id, logprob, top in zip(
+            sample.token_ids, sample.logprobs, sample.top_logprobs, strict=True
+        ):
+            assert [each.logprob for each in top] == sorted((e.logprob for e in top), reverse=True)
+            met = {each.token_id: each.logprob for each in top}
+            assert met.get(token_id, logprob) == logprob
+
+
+@in_module_loop
+async def test_nothing_is_reported_unasked(shared: Pipeline) -> None:
+    completion = await shared.complete({"prompt": PROMPT, "sampling": {"max_tokens": 4}})
+    assert completion.prompt_logprobs is None
+    assert completion.prompt_top_logprobs is None
+    assert completion.samples[0].top_logprobs is None
+
+
+@in_module_loop
+async def test_min_tokens_goes_past_the_end_and_past_stop_strings(shared: Pipeline) -> None:
+    base: dict[str, Any] = {"temperature": 0, "max_tokens": 40}
+    request = {"prompt": "98 + 25 =", "sampling": base}
+    short = (await shared.complete(request)).samples[0]
+    assert short.finish_reason == "stop"
+    end = short.token_ids[-1]
+    least = len(short.token_ids) + 6
+    longer = {"prompt": "98 + 25 =", "sampling": {**base, "min_tokens": least}}
+    long = (await shared.complete(longer)).samples[0]
+    assert len(long.token_ids) > least or len(long.token_ids) == 40
+    assert end not in long.token_ids[:least]
+    assert long.token_ids[: len(short.token_ids) - 1] == short.token_ids[:-1]
+    stop = short.text.strip()[-2:]
+    cut = {"prompt": "98 + 25 =", "sampling": {**base, "stop": [stop]}}
+    assert stop not in (await shared.complete(cut)).samples[0].text
+    cut["sampling"]["min_tokens"] = len(short.token_ids)
+    assert stop in (await shared.complete(cut)).samples[0].text
+
+
+@in_module_loop
+async def test_a_bias_decides(shared: Pipeline) -> None:
+    bias = {"logit_bias": {77: 100.0}, "temperature": 0, "max_tokens": 5}
+    completion = await shared.complete({"prompt": PROMPT, "sampling": bias})
+    assert completion.samples[0].token_ids == (77,) * 5
+
+
+@in_module_loop
+async def test_seeds_give_the_same_samples_with_penalties(shared: Pipeline) -> None:
+    request = {
+        "prompt": PROMPT,
+        "n": 2,
+        "sampling": {
+            "seed": 9,
+            "max_tokens": 10,
+            "ignore_eos": True,
+            "repetition_penalty": 1.3,
+            "frequency_penalty": 0.5,
+        },
+    }
+    first, second = await shared.complete(request), await shared.complete(request)
+    assert [s.token_ids for s in first.samples] == [s.token_ids for s in second.samples]
+
+
+# --- prompts, however they are computed -------------------------------------------------------
+
+
+def run(
+    engine: InferenceEngine,
+    prompts: Sequence[list[int]],
+    params: Sequence[SamplingParams],
+    n: int = 1,
+) -> list[Completion]:
+    """The engine's completions, of which it shows its callers only parts, in order."""
+    found: dict[str, Completion] = {}
+    absorb = engine._streaming.absorb
+
+    def watch(result: StepResult, now_ns: int) -> Deliveries:
+        deliveries = absorb(result, now_ns)
+        for ended in deliveries.ended:
+            found[ended.completion.request_id] = ended.completion
+        return deliveries
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine._streaming, "absorb", watch)
+        ids = [
+            engine.add_request(prompt, one, n) for prompt, one in zip(prompts, params, strict=True)
+        ]
+        while engine.has_pending():
+            engine.step()
+    return [found[request_id] for request_id in ids]
+
+
+def engine_of(**changes: Any) -> InferenceEngine:
+    return InferenceEngine(EngineConfig(dtype="float32", **changes))
+
+
+@pytest.mark.parametrize("cache_type", ["radix", "paged"])
+@pytest.mark.parametrize("chunk", [7, 2048])
+def test_prompts_cold_warm_and_of_several_samples(cache_type: Any, chunk: int) -> None:
+    prompt = reference.tokenizer().encode(PROMPT)
+    scored = SamplingParams(max_tokens=3, prompt_logprobs=2, seed=1)
+    with engine_of(cache_type=cache_type, max_tokens_per_batch=chunk, max_batch_size=4) as engine:
+        (cold,) = run(engine, [prompt], [scored])
+        holds(prompt, cold.prompt_logprobs, cold.prompt_top_logprobs, 2)
+        (warm,) = run(engine, [prompt], [scored])
+        holds(prompt, warm.prompt_logprobs, warm.prompt_top_logprobs, 2)
+        assert warm.usage.cached_tokens == 0
+        assert warm.samples[0].token_ids == cold.samples[0].token_ids
+        (several,) = run(engine, [prompt], [scored], n=3)
+        holds(prompt, several.prompt_logprobs, several.prompt_top_logprobs, 2)
+        assert several.usage.cached_tokens == 2 * (len(prompt) - 1)
+        longer = [*prompt, *cold.samples[0].token_ids, 30, 31]
+        (partly,) = run(engine, [longer], [scored])
+        holds(longer, partly.prompt_logprobs, partly.prompt_top_logprobs, 2)
+
+
+@pytest.mark.parametrize("cache_type", ["radix", "paged"])
+def test_prompts_of_sequences_that_are_preempted(cache_type: Any) -> None:
+    """The cache holds less than half of what the eight sequences come to."""
+    prompts = [[20 + i, *range(30, 60)] for i in range(8)]
+    params = [
+        SamplingParams(
+            max_tokens=60,
+            ignore_eos=True,
+            prompt_logprobs=i % 3,
+            logprobs=1,
+            seed=i,
+            frequency_penalty=0.3,
+        )
+        for i in range(8)
+    ]
+    with engine_of(cache_type=cache_type) as roomy:
+        expected = run(roomy, prompts, params, n=2)
+    per_block = _bytes_per_block()
+    with engine_of(
+        cache_type=cache_type,
+        kv_cache_bytes=24 * per_block,
+        max_model_len=100,
+        max_tokens_per_batch=16,
+        max_batch_size=16,
+    ) as engine:
+        preempted = 0
+        execute = engine._executor.execute
+
+        def count(plan: StepPlan) -> StepResult:
+            nonlocal preempted
+            preempted += sum(new.num_generated > 0 for new in plan.new)
+            return execute(plan)
+
+        engine._executor.execute = count  # type: ignore[method-assign]
+        found = run(engine, prompts, params, n=2)
+    assert preempted
+    for prompt, one, params_of_one, wanted in zip(prompts, found, params, expected, strict=True):
+        holds(
+            prompt,
+            one.prompt_logprobs,
+            one.prompt_top_logprobs,
+            params_of_one.prompt_logprobs or 0,
+        )
+        for sample, other in zip(one.samples, wanted.samples, strict=True):
+            assert sample.token_ids == other.token_ids
+            assert sample.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+def _bytes_per_block() -> int:
+    with engine_of() as engine:
+        cache = engine._executor.cache
+        return EngineConfig().kv_cache_bytes // cache.num_blocks
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_completion_scored_as_a_prompt_has_the_logprobs_it_was_sampled_with(
+    temperature: float,
+) -> None:
+    sampling = SamplingParams(
+        temperature=temperature, max_tokens=24, seed=3, ignore_eos=True, prompt_logprobs=0
+    )
+    with engine_of() as engine:
+        prompt = reference.tokenizer().encode(PROMPT)
+        (sampled,) = run(engine, [prompt], [sampling])
+        tokens = list(sampled.samples[0].token_ids)
+        (scored,) = run(engine, [prompt + tokens], [sampling])
+    assert scored.prompt_logprobs is not None
+    found = scored.prompt_logprobs[len(prompt) :]
+    assert list(found) == pytest.approx(sampled.samples[0].logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["processed", "raw"])
+def test_the_mode_decides_what_is_reported(mode: Any) -> None:
+    sampling = SamplingParams(
+        temperature=0.5,
+        max_tokens=16,
+        seed=3,
+        logprobs=2,
+        prompt_logprobs=0,
+        repetition_penalty=1.5,
+        ignore_eos=True,
+    )
+    with engine_of(logprobs_mode=mode) as engine:
+        prompt = reference.tokenizer().encode(PROMPT)
+        (completion,) = run(engine, [prompt], [sampling])
+    (sample,) = completion.samples
+    temperature = 1.0 if mode == "raw" else 0.5
+    holds(prompt, completion.prompt_logprobs, None, 0, temperature)
+    raw = reference.logprobs(prompt, list(sample.token_ids))
+    close = sample.logprobs == pytest.approx(raw, abs=1e-4)
+    assert close == (mode == "raw")

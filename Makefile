@@ -1,6 +1,7 @@
 # make demo   set up and watch the pipeline answer
 # make test   set up and run every test
 # make check  format, lint, types, layers
+# make docs   write the tables of docs/models.md from a run of the parity tests
 # make bench  measure what bus, caches and pipeline cost
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ STAMP := $(VENV)/.installed
 
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-fast check bench clean
+.PHONY: demo test test-fast check docs bench clean
 
 demo: $(STAMP)
 	$(BIN)/nano-inference demo
@@ -26,6 +27,9 @@ check: $(STAMP) .typing/nano_inference
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(STAMP)
+	$(BIN)/python -m pytest tests/stages/executor/test_parity.py --write-docs
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/bus.py

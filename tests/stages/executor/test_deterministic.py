@@ -19,7 +19,6 @@ from nano_inference.stages.executor.fixed_tiles import (
     FixedTiles,
     agreeing_sizes,
     cut_tiles,
-    elementwise,
 )
 
 from .models import ARCHITECTURES, VOCAB, make_model

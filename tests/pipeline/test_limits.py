@@ -52,9 +52,16 @@ def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
     return [[4 + number, *tokens] for number, tokens in enumerate(rest)]
 
 
+def sequences() -> list[Sequence]:
+    """All that are alive, whoever made them."""
+    return [it for it in gc.get_objects() if type(it) is Sequence]
+
+
 @contextmanager
 def empty_at_the_end(config: EngineConfig) -> Iterator[InferenceEngine]:
     """An engine that must hold nothing of any request when the test is over."""
+    others = sequences()
+    before = {id(it) for it in others}
     with InferenceEngine(config) as engine:
         yield engine
         while not engine._batching.idle:
@@ -65,7 +72,7 @@ def empty_at_the_end(config: EngineConfig) -> Iterator[InferenceEngine]:
         assert engine._batching.cache.num_free_blocks() == engine._batching.cache.num_blocks
         assert len(engine._streaming) == 0
         assert not engine._admission._ledger
-        assert not [it for it in gc.get_objects() if type(it) is Sequence]
+        assert not [it for it in sequences() if id(it) not in before]
 
 
 # --- lengths ------------------------------------------------------------------------------------

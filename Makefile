@@ -9,6 +9,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# A file's tests stay together: they share servers and pipelines.
+PARALLEL ?= --numprocesses 2 --dist loadfile
+
 export HF_HUB_OFFLINE := 1
 
 .PHONY: demo test test-fast check docs bench clean
@@ -17,10 +20,10 @@ demo: $(STAMP)
 	$(BIN)/nano-inference demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
 check: $(STAMP) .typing/nano_inference
 	$(BIN)/ruff format --check .
@@ -35,6 +38,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/bus.py
 	$(BIN)/python benchmarks/cache.py
 	$(BIN)/python benchmarks/pipeline.py
+	$(BIN)/python benchmarks/deterministic.py
 
 clean:
 	rm -rf $(VENV) .typing build *.egg-info

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..config import BusConfig
+from .board import StageReport, StageState
 from .channel import (
     Bus,
     Inbox,
@@ -42,5 +43,7 @@ __all__ = [
     "RequestQueue",
     "ResultStreams",
     "Sender",
+    "StageReport",
+    "StageState",
     "open_bus",
 ]

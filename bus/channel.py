@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
 
+from .board import StageBoard
 from .links import Link
-from .messages import Completion, Envelope, GenerateRequest, Message, Output
+from .messages import Completion, Envelope, ErrorInfo, GenerateRequest, Message, Output
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -31,12 +32,54 @@ class Malformed(msgspec.Struct, frozen=True):
 
 
 class RequestEntry(msgspec.Struct, frozen=True):
-    """One entry of the requests queue, with the trace context that its client gave."""
+    """One entry of the requests queue, with the trace context that its client gave.
+
+    Attributes:
+        waited_ns: How long it was in the queue, by the queue's own clock; told only of requests
+            that have a budget.
+    """
 
     entry_id: str
     request: GenerateRequest | Malformed
     traceparent: str = ""
     tracestate: str = ""
+    waited_ns: int = 0
+
+
+class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that was given up.
+
+    Attributes:
+        letter_id: Names this letter.
+        entry_id: The request's entry, when it was in the queue.
+        request: The request itself.
+        error: Why it was given up.
+        deaths: How often its lane failed.
+        died_ns: When it was given up, wall clock.
+    """
+
+    letter_id: str = ""
+    entry_id: str
+    request: GenerateRequest
+    error: ErrorInfo
+    deaths: int
+    died_ns: int
+    traceparent: str = ""
+    tracestate: str = ""
+
+
+def dead_letter(entry: RequestEntry, error: ErrorInfo, deaths: int, now_ns: int) -> DeadLetter:
+    """The letter for an entry that was let in, hence can be read."""
+    assert isinstance(entry.request, GenerateRequest)
+    return DeadLetter(
+        entry_id=entry.entry_id,
+        request=entry.request,
+        error=error,
+        deaths=deaths,
+        died_ns=now_ns,
+        traceparent=entry.traceparent,
+        tracestate=entry.tracestate,
+    )
 
 
 class Sender(Protocol):
@@ -93,8 +136,9 @@ class Inbox(Protocol):
 class RequestQueue(Protocol):
     """The requests stream: durable on Redis, and in memory for as long as the process lives.
 
-    An entry that was taken belongs to its taker until it is acknowledged. A taker that comes back
-    after a failure finds what it had taken in `pending`.
+    An entry that was taken belongs to its taker, which is a lane, until it is acknowledged. A
+    taker that comes back after a failure finds what it had taken in `pending`. On Redis it is
+    leased: what is not renewed in time, another lane takes over.
     """
 
     async def publish(
@@ -118,7 +162,11 @@ class RequestQueue(Protocol):
         """
 
     async def pending(self) -> list[RequestEntry]:
-        """Entries taken and not acknowledged, oldest first. To be called before the first take."""
+        """Entries taken and not acknowledged, oldest first. To be called before the first take.
+
+        Whoever calls it is from now on the one that holds the lane's entries: an older one in
+        another process gets LaneReplaced from `renew`.
+        """
 
     async def take(self, max_items: int = 64) -> list[RequestEntry]:
         """Waits for entries and takes up to `max_items`. Cancelling the wait loses nothing.
@@ -128,7 +176,80 @@ class RequestQueue(Protocol):
         """
 
     async def acknowledge(self, entry_id: str) -> None:
-        """The entry's terminal message is written; forget the entry. Unknown ids do nothing."""
+        """The entry's terminal message is written; forget the entry. Unknown ids do nothing.
+
+        An entry that another lane has taken over meanwhile is left to it.
+        """
+
+    async def renew(self, lease_s: float) -> set[str]:
+        """Renews the lease of all entries in hand, and tells that the lane lives (`Bus.lanes`).
+
+        Never takes back what another lane has taken over. While the transport is away it waits.
+
+        Args:
+            lease_s: Seconds until others may count the lane among the dead.
+
+        Returns:
+            The ids of entries that were in hand and belong to this lane no longer; they are
+            forgotten here.
+
+        Raises:
+            LaneReplaced: Another process has called `pending` for this lane.
+            ChannelClosed: The bus was closed.
+        """
+
+    def distrust(self) -> None:
+        """The server was restarted and may have lost entries: those in hand stay ours, although
+        they are gone, until another lane is seen to have them."""
+
+    async def take_over(self, lease_s: float, max_items: int) -> list[RequestEntry]:
+        """Takes entries whose lease was not renewed for `lease_s`, oldest first; waits for none.
+
+        To be called right after `renew`. In memory there are none.
+
+        Raises:
+            ChannelClosed: The bus was closed.
+        """
+
+    async def shed(
+        self, max_queued: int, answer: Callable[[RequestEntry, int], Completion], epoch: int
+    ) -> int:
+        """Ends the newest of the entries that nobody has taken, when more than `max_queued` wait.
+
+        Each is removed and its terminal message written in one go, so that it is answered once
+        and never lost. In memory `publish` waits instead, and this does nothing.
+
+        Args:
+            answer: Given an entry and how many wait, its terminal message.
+            epoch: The writer's.
+
+        Returns:
+            How many were ended; there may be more left to end.
+
+        Raises:
+            ChannelClosed: The bus was closed.
+        """
+
+    async def bury(self, entry: RequestEntry, error: ErrorInfo, deaths: int) -> None:
+        """Keeps a request that is given up among the dead letters. It may be kept twice.
+
+        Raises:
+            ChannelClosed: The bus was closed.
+        """
+
+    async def dead_letters(self) -> list[DeadLetter]:
+        """All dead letters, oldest first.
+
+        Raises:
+            BusError: The transport can't be reached.
+        """
+
+    async def drop_dead_letter(self, letter_id: str) -> bool:
+        """Removes a dead letter; returns whether it was there.
+
+        Raises:
+            BusError: The transport can't be reached.
+        """
 
 
 class OutputStream(Protocol[T_co]):
@@ -144,22 +265,50 @@ class OutputStream(Protocol[T_co]):
 class ResultStreams(Protocol):
     """Where completions go: one stream for each request, and one with every terminal message."""
 
-    async def deliver(self, batch: Sequence[tuple[str, Sequence[Output]]]) -> None:
+    async def deliver(
+        self, batch: Sequence[tuple[str, Sequence[Output]]], epoch: int = 1
+    ) -> set[str]:
         """Appends outputs to the streams of their requests; returns once all of them are written.
 
         `batch` holds pairs of a stream's key and its new outputs in order, of which the last may
         be the terminal message. One call costs about one round trip, however many keys it has.
         The key is the request's id; for a request whose id can't be used (a duplicate, or
         none that could be read) it is the entry's id. What comes after a terminal message is
-        dropped, so that a request never ends twice. While the transport is away it waits and
-        tries again. Calls take effect in the order made; cancelling one does not undo it.
+        dropped, so that a request never ends twice, and so is what comes for a stream that was
+        recovered in a larger epoch. While the transport is away it waits and tries again. Calls
+        take effect in the order made; cancelling one does not undo it.
+
+        Returns:
+            The keys of which outputs were dropped because the stream belongs to a larger epoch.
 
         Raises:
             ChannelClosed: The bus was closed.
         """
 
-    async def exists(self, key: str) -> bool:
-        """Whether something was written to the stream of `key` and is still readable."""
+    async def recover(self, keys: Sequence[str], epoch: int) -> list[list[Output]]:
+        """What the streams of these keys hold, for whoever goes on with them in `epoch`.
+
+        From then on nothing is written to them in an older epoch: what a predecessor that was
+        only thought dead still had to say can't come between.
+
+        Raises:
+            ChannelClosed: The bus was closed.
+        """
+
+    async def claim(self, claims: Sequence[tuple[str, str]]) -> list[str | None]:
+        """Makes an entry the owner of a key, for each pair of key and entry id.
+
+        A key belongs to one entry from its claim on until its outputs are no longer readable. A
+        request without an id of its own, of which the key is the entry's id, needs no claim; for
+        such a key the same is told. One round trip.
+
+        Returns:
+            For each the entry that had the key before: None for nobody, so that it is now this
+            entry's; the entry's own id when somebody worked on it already.
+
+        Raises:
+            ChannelClosed: The bus was closed.
+        """
 
     def follow(self, request_id: str, entry_id: str) -> OutputStream[Output]:
         """The outputs of the request that was published as `entry_id`, ending with its Completion.
@@ -194,6 +343,10 @@ class Bus(Protocol):
     def results(self) -> ResultStreams:
         """Where completions go."""
 
+    @property
+    def stages(self) -> StageBoard:
+        """What every process tells of its stages."""
+
     async def open_inbox(self, stage: str) -> Inbox:
         """The inbox of a stage that runs in this process.
 
@@ -201,11 +354,24 @@ class Bus(Protocol):
         empty inbox and closes the old one; waiting senders go on with the new one.
         """
 
-    def sender(self, link: Link, sender: str) -> Sender:
-        """The sending end of a link for the incarnation `sender`."""
+    def sender(self, link: Link, sender: str, lane: str | None = None) -> Sender:
+        """The sending end of a link for the incarnation `sender`; of this lane's, by default."""
+
+    async def lanes(self) -> list[str]:
+        """The lanes that live, by the leases that they renew; the configured one if none does.
+
+        While the transport is away it waits.
+
+        Raises:
+            ChannelClosed: The bus was closed.
+        """
 
     async def next_epoch(self) -> int:
         """A number, at least 1, larger than any that was given before in any process."""
+
+    async def is_epoch(self, number: int) -> bool:
+        """Whether `next_epoch` may have given this number: a stage that took over one which it
+        never gave, from a damaged message, would be deaf to all others."""
 
     async def ping(self) -> None:
         """Returns when the bus can be reached.

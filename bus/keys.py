@@ -3,11 +3,16 @@
 {prefix}:requests          stream, one entry per request: `json` (a GenerateRequest as a JSON
                            object) or `msgpack` (the same), and optionally `traceparent` and
                            `tracestate`
-{prefix}:out:{request_id}  stream, the request's outputs in order, ids `1-0`, `2-0` and so on:
+{prefix}:out:{request_id}  stream, the request's outputs in order, ids `<epoch>-<n>`,
+                           n counting the entries:
                            `json` (a CompletionChunk, at the end a Completion)
 {prefix}:results           stream, every request's Completion: `json`
-{prefix}:link:{link}       stream between two stages (internal): `w` the writer, `m` the message
+{prefix}:dead              stream of requests that were given up: `json` (a DeadLetter)
+{prefix}:own:{request_id}  the entry that has this request id, while it is in use
+{prefix}:lanes             hash, for each lane when its lease ends and who keeps it (internal)
+{prefix}:link:{lane}:{link} stream between two stages (internal): `w` the writer, `m` the message
 {prefix}:epoch             counter
+{prefix}:stages            stream, what each process tells of its stages: `json` (StageReports)
 {prefix}:wake:{id}         stream that interrupts a blocking read (internal)
 """
 
@@ -25,18 +30,28 @@ MESSAGE = b"m"
 class Keys:
     """The names of everything below one prefix."""
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, lane: str = "0") -> None:
+        """Args: what all pipelines share that serve the same requests, and whose links."""
         self._prefix = prefix
+        self._lane = lane
         self.requests = self._key("requests")
         self.results = self._key("results")
+        self.dead = self._key("dead")
         self.epoch = self._key("epoch")
+        self.lanes = self._key("lanes")
+        self.stages = self._key("stages")
 
     def out(self, key: str) -> bytes:
         """The stream of one request. Any text is a valid key, a lone surrogate too."""
         return self._key(f"out:{key}")
 
-    def link(self, name: str) -> bytes:
-        return self._key(f"link:{name}")
+    def own(self, key: str) -> bytes:
+        """Whose entry has the key."""
+        return self._key(f"own:{key}")
+
+    def link(self, name: str, lane: str | None = None) -> bytes:
+        """A link of this lane, or of another."""
+        return self._key(f"link:{self._lane if lane is None else lane}:{name}")
 
     def wake(self, name: str) -> bytes:
         return self._key(f"wake:{name}")

@@ -7,15 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
-from ..config import BusConfig, BusError
-from .channel import Inbox, RequestEntry, Sender
+import msgspec
+
+from ..config import STAGES, BusConfig, BusError
+from .board import MemoryBoard
+from .channel import DeadLetter, Inbox, RequestEntry, Sender, dead_letter
 from .codec import check_request
 from .line import Line, bus_closed
 from .links import Link
 from .memory_results import MemoryResults
-from .messages import Envelope, GenerateRequest, Message
+from .messages import Completion, Envelope, ErrorInfo, GenerateRequest, Message
+
+KEPT_DEAD = 1024
+"""Dead letters that are kept in memory."""
 
 
 class MemoryInbox:
@@ -32,11 +40,16 @@ class MemoryInbox:
     async def put(self, link: Link, envelope: Envelope) -> None:
         """Appends a message; waits while `link` has its share of the line full.
 
+        Clients have a share of their own on the control links, which they could fill without end.
+
         Raises:
             ChannelClosed: The inbox was closed.
         """
-        capacity = None if link.closes_circle else self._link_capacity
-        await self._line.put(envelope, link.name, capacity)
+        if link.closes_circle and envelope.sender.partition("-")[0] not in STAGES:
+            await self._line.put(envelope, f"{link.name} of clients", self._link_capacity)
+        else:
+            capacity = None if link.closes_circle else self._link_capacity
+            await self._line.put(envelope, link.name, capacity)
 
     def take_over(self, older: MemoryInbox) -> None:
         """Closes an older inbox of the same stage; its waiting senders go on with this one."""
@@ -141,8 +154,10 @@ class MemoryRequests:
     def __init__(self, config: BusConfig, results: MemoryResults) -> None:
         self._config = config
         self._results = results
-        self._line: Line[RequestEntry] = Line("the requests queue")
-        self._taken: dict[str, RequestEntry] = {}
+        # Each with the time at which it was published.
+        self._line: Line[tuple[RequestEntry, int]] = Line("the requests queue")
+        self._taken: dict[str, tuple[RequestEntry, int]] = {}
+        self._dead: OrderedDict[str, DeadLetter] = OrderedDict()
         self._last = 0
 
     async def publish(
@@ -158,11 +173,10 @@ class MemoryRequests:
         entry_id = f"0-{self._last}"
         # Outputs can come as soon as the entry is in the line, so their place is made first.
         self._results.expect(entry_id, checked.request_id)
+        entry = RequestEntry(entry_id, checked, traceparent, tracestate)
+        item = (entry, time.monotonic_ns())
         try:
-            await self._line.put(
-                RequestEntry(entry_id, checked, traceparent, tracestate),
-                capacity=self._config.link_capacity,
-            )
+            await self._line.put(item, capacity=self._config.link_capacity)
         except (BusError, asyncio.CancelledError):
             self._results.forget(entry_id)
             raise
@@ -170,20 +184,58 @@ class MemoryRequests:
 
     async def pending(self) -> list[RequestEntry]:
         """See `RequestQueue.pending`."""
-        return list(self._taken.values())
+        return [_aged(*item) for item in self._taken.values()]
 
     async def take(self, max_items: int = 64) -> list[RequestEntry]:
         """See `RequestQueue.take`."""
-        entries = await self._line.take(max_items)
-        self._taken.update((entry.entry_id, entry) for entry in entries)
-        return entries
+        items = await self._line.take(max_items)
+        self._taken.update((entry.entry_id, (entry, since)) for entry, since in items)
+        return [_aged(*item) for item in items]
 
     async def acknowledge(self, entry_id: str) -> None:
         """See `RequestQueue.acknowledge`."""
         self._taken.pop(entry_id, None)
 
+    async def renew(self, lease_s: float) -> set[str]:
+        """See `RequestQueue.renew`. There is no other lane that could take anything."""
+        return set()
+
+    def distrust(self) -> None:
+        """See `RequestQueue.distrust`. No server, no restart."""
+
+    async def take_over(self, lease_s: float, max_items: int) -> list[RequestEntry]:
+        """See `RequestQueue.take_over`."""
+        return []
+
+    async def shed(
+        self, max_queued: int, answer: Callable[[RequestEntry, int], Completion], epoch: int
+    ) -> int:
+        """See `RequestQueue.shed`. Here `publish` waits."""
+        return 0
+
+    async def bury(self, entry: RequestEntry, error: ErrorInfo, deaths: int) -> None:
+        """See `RequestQueue.bury`. The oldest go when there are more than `KEPT_DEAD`."""
+        letter = dead_letter(entry, error, deaths, time.time_ns())
+        self._dead[entry.entry_id] = msgspec.structs.replace(letter, letter_id=entry.entry_id)
+        if len(self._dead) > KEPT_DEAD:
+            self._dead.popitem(last=False)
+
+    async def dead_letters(self) -> list[DeadLetter]:
+        """See `RequestQueue.dead_letters`."""
+        return list(self._dead.values())
+
+    async def drop_dead_letter(self, letter_id: str) -> bool:
+        """See `RequestQueue.drop_dead_letter`."""
+        return self._dead.pop(letter_id, None) is not None
+
     def close(self) -> None:
         self._line.close()
+
+
+def _aged(entry: RequestEntry, since_ns: int) -> RequestEntry:
+    if getattr(entry.request, "budget_ns", None) is None:
+        return entry
+    return msgspec.structs.replace(entry, waited_ns=time.monotonic_ns() - since_ns)
 
 
 class MemoryBus:
@@ -191,6 +243,7 @@ class MemoryBus:
 
     requests: MemoryRequests
     results: MemoryResults
+    stages: MemoryBoard
 
     def __init__(self, config: BusConfig) -> None:
         self._config = config
@@ -199,6 +252,7 @@ class MemoryBus:
         self._epoch = 0
         self.results = MemoryResults()
         self.requests = MemoryRequests(config, self.results)
+        self.stages = MemoryBoard()
 
     async def open_inbox(self, stage: str) -> Inbox:
         """See `Bus.open_inbox`."""
@@ -207,7 +261,11 @@ class MemoryBus:
         self._inboxes.add(stage, inbox)
         return inbox
 
-    def sender(self, link: Link, sender: str) -> Sender:
+    async def lanes(self) -> list[str]:
+        """See `Bus.lanes`. There is one."""
+        return [self._config.lane]
+
+    def sender(self, link: Link, sender: str, lane: str | None = None) -> Sender:
         """See `Bus.sender`."""
         return MemorySender(self._inboxes, self._numbering, link, sender)
 
@@ -216,6 +274,10 @@ class MemoryBus:
         self._check_open()
         self._epoch += 1
         return self._epoch
+
+    async def is_epoch(self, number: int) -> bool:
+        """See `Bus.is_epoch`."""
+        return number <= self._epoch
 
     async def ping(self) -> None:
         """Returns at once; raises ChannelClosed after `aclose`."""

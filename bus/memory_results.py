@@ -45,12 +45,12 @@ class _Signal:
 class _Route:
     """The outputs of one entry, and the keys that lead to it."""
 
-    __slots__ = ("changed", "ended", "entry_id", "keys", "outputs", "written")
+    __slots__ = ("changed", "claimed", "ended", "entry_id", "keys", "outputs")
 
     def __init__(self, entry_id: str) -> None:
         self.entry_id = entry_id
         self.keys: set[str] = set()
-        self.written: set[str] = set()
+        self.claimed: set[str] = set()
         self.outputs: list[Output] = []
         self.ended = False
         self.changed = _Signal()
@@ -88,17 +88,26 @@ class MemoryResults:
             for key in route.keys:
                 self._by_key.pop(key, None)
 
-    async def deliver(self, batch: Sequence[tuple[str, Sequence[Output]]]) -> None:
-        """See `ResultStreams.deliver`."""
+    async def deliver(
+        self, batch: Sequence[tuple[str, Sequence[Output]]], epoch: int = 1
+    ) -> set[str]:
+        """See `ResultStreams.deliver`. A stage that was replaced in this process is gone, so
+        the epoch is of no use here."""
         self._check_open()
         for key, outputs in batch:
             for output in outputs:
                 self._append(key, output)
+        return set()
 
-    async def exists(self, key: str) -> bool:
-        """See `ResultStreams.exists`."""
-        route = self._by_key.get(key)
-        return route is not None and key in route.written
+    async def recover(self, keys: Sequence[str], epoch: int) -> list[list[Output]]:
+        """See `ResultStreams.recover`."""
+        self._check_open()
+        routes = [self._by_key.get(key) for key in keys]
+        return [[] if route is None else list(route.outputs) for route in routes]
+
+    async def claim(self, claims: Sequence[tuple[str, str]]) -> list[str | None]:
+        """See `ResultStreams.claim`."""
+        return [self._claim(key, entry_id) for key, entry_id in claims]
 
     def follow(self, request_id: str, entry_id: str) -> _Follow:
         """See `ResultStreams.follow`."""
@@ -126,6 +135,23 @@ class MemoryResults:
             route.keys.add(key)
             self._appeared.notify()
 
+    def _claim(self, key: str, entry_id: str) -> str | None:
+        """A claimed key leads to its owner, whichever of two entries was published first."""
+        holder = self._by_key.get(key)
+        if holder is not None and key in holder.claimed:
+            return holder.entry_id
+        route = self._routes.get(entry_id)
+        if route is None and entry_id not in self._ended:
+            route = self._routes[entry_id] = _Route(entry_id)
+        if route is None:
+            return None
+        if holder is not None and holder is not route:
+            holder.keys.discard(key)
+        self._by_key[key] = route
+        route.keys.add(key)
+        route.claimed.add(key)
+        return None
+
     def _append(self, key: str, output: Output) -> None:
         entry_id = output.entry_id
         route = self._routes.get(entry_id)
@@ -134,7 +160,7 @@ class MemoryResults:
         if route is None or route.ended:
             return
         self._lead(key, route)
-        route.written.add(key)
+        route.claimed.add(key)
         route.outputs.append(output)
         if isinstance(output, Completion):
             self._end(route, output)

@@ -108,11 +108,16 @@ class GenerateRequest(
 # --- public: what clients read ----------------------------------------------------------------
 
 
-class ErrorInfo(OutputPart, frozen=True, kw_only=True):
-    """Why a request did not end well: a stable code, and a sentence that says what to change."""
+class ErrorInfo(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
+    """Why a request did not end well: a stable code, and a sentence that says what to change.
+
+    Attributes:
+        retry_after_s: When trying again may help, seconds from the answer on.
+    """
 
     code: str
     message: str
+    retry_after_s: float | None = None
 
 
 class Usage(OutputPart, frozen=True, kw_only=True):
@@ -200,6 +205,8 @@ class CompletionChunk(
         finish_reason: Set on the sample's last chunk.
         weight_version: Of the weights that made these tokens.
         top_logprobs: `[k]`, as in CompletionSample.
+        prompt_logprobs, prompt_top_logprobs: As in Completion, with the first chunk of the first
+            sample; None with all others.
     """
 
     request_id: str
@@ -212,6 +219,8 @@ class CompletionChunk(
     finish_reason: FinishReason | None = None
     weight_version: int = 0
     top_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
+    prompt_logprobs: tuple[float | None, ...] | None = None
+    prompt_top_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
 
 
 class Completion(
@@ -259,11 +268,16 @@ class SequenceSpec(Part, frozen=True, array_like=True):
     """One sample to be made: its id (unique within an epoch), its index in the request, its seed.
 
     A sample's random numbers are a function of (seed, position), so they depend on nothing else.
+
+    Attributes:
+        generated: Tokens of the sample that streaming has already, when it is resumed after a
+            failure; the sequence goes on behind them.
     """
 
     seq_id: int
     sample_index: int
     seed: int
+    generated: tuple[int, ...] = ()
 
 
 class RequestInfo(Part, frozen=True, array_like=True):
@@ -455,6 +469,53 @@ class StepResult(Internal, frozen=True, array_like=True, tag="step", tag_field="
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
+class RecoveryItem(Part, frozen=True, array_like=True):
+    """A request that admission holds, after a failure.
+
+    Attributes:
+        key: Of its result stream.
+        entry_id: Its entry.
+        info: None for one that was refused.
+    """
+
+    key: str
+    entry_id: str
+    info: RequestInfo | None = None
+
+
+class Recover(Internal, frozen=True, array_like=True, tag="recover", tag_field="type"):
+    """Admission to streaming, in a new epoch: what have you of these requests?
+
+    Each is answered with Recovered, or with RequestFinished when its terminal message is written.
+    """
+
+    requests: tuple[RecoveryItem, ...]
+
+
+class RecoveredSample(Part, frozen=True, array_like=True):
+    """What streaming has of one sample, whether from memory or from the result stream."""
+
+    sample_index: int
+    token_ids: tuple[int, ...]
+    finished: bool
+
+
+class Recovered(Internal, frozen=True, array_like=True, tag="recovered", tag_field="type"):
+    """Streaming to admission: go on behind these tokens. Samples that never began are not here."""
+
+    entry_id: str
+    samples: tuple[RecoveredSample, ...]
+
+
+class Fenced(Internal, frozen=True, array_like=True, tag="fenced", tag_field="type"):
+    """Streaming to admission: somebody goes on with the streams of these entries in a larger epoch.
+
+    Whose they are now, the requests queue tells.
+    """
+
+    entry_ids: tuple[str, ...]
+
+
 class RequestFinished(Internal, frozen=True, array_like=True, tag="finished", tag_field="type"):
     """Streaming to admission: the request's terminal message has been written."""
 
@@ -475,6 +536,7 @@ class Cancel(Internal, frozen=True, array_like=True, tag="cancel", tag_field="ty
         unstarted: Whoever removed the request vouches that none of its sequences went further, so
             streaming has never heard of it and still must answer. Otherwise a request that
             streaming does not know has already ended, and this came too late.
+        elsewhere: Another lane has taken the request over: it is dropped, and nothing is written.
     """
 
     request_id: str
@@ -483,6 +545,16 @@ class Cancel(Internal, frozen=True, array_like=True, tag="cancel", tag_field="ty
     code: str
     message: str
     unstarted: bool = False
+    elsewhere: bool = False
+
+    @property
+    def result_key(self) -> str:
+        """The key of the result stream to which the terminal message goes.
+
+        The id of a duplicate names somebody else's stream.
+        """
+        own = self.request_id and self.code != "duplicate_request"
+        return self.request_id if own else self.entry_id
 
 
 class StopSequences(Internal, frozen=True, array_like=True, tag="halt", tag_field="type"):
@@ -565,6 +637,10 @@ class StageReady(Internal, frozen=True, array_like=True, tag="ready", tag_field=
     capacity: LaneCapacity | None = None
 
 
+class ServerRestarted(Internal, frozen=True, array_like=True, tag="server", tag_field="type"):
+    """A bus to admission: its server is not the one that it was, and may have lost messages."""
+
+
 class StageStopped(Internal, frozen=True, array_like=True, tag="stopped", tag_field="type"):
     """A stage leaves in good order or has failed. What it held is lost to this epoch."""
 
@@ -580,7 +656,10 @@ Message = (
     | Credit
     | StepPlan
     | StepResult
+    | Recover
+    | Recovered
     | RequestFinished
+    | Fenced
     | Cancel
     | StopSequences
     | Pause
@@ -593,6 +672,7 @@ Message = (
     | StageStarted
     | StageReady
     | StageStopped
+    | ServerRestarted
 )
 
 

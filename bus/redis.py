@@ -6,6 +6,8 @@ import asyncio
 import os
 import socket
 import uuid
+from functools import partial
+from typing import Any
 
 from ..config import STAGES, BusConfig
 from .channel import Inbox, Sender
@@ -13,7 +15,9 @@ from .keys import Keys
 from .line import bus_closed
 from .links import Link, links_to
 from .memory import Inboxes, MemoryInbox, MemorySender, Numbering
+from .redis_board import RedisBoard
 from .redis_client import Commands, Server, check_version, execute
+from .redis_leases import live_lanes
 from .redis_links import LinkReader, LinkWriter, RedisSender, Seen
 from .redis_requests import RedisRequests
 from .redis_results import RedisResults
@@ -23,6 +27,16 @@ COMMAND_CONNECTIONS = 8
 
 CLOSE_PATIENCE_S = 5.0
 """How long `aclose` waits for what is still to be written, when Redis is slow or away."""
+
+# Not below the time of day in milliseconds: a server that has lost its data would count from 1
+# again, and who knows a larger epoch would take the new one for an old one.
+_EPOCH = """
+local time = redis.call('TIME')
+local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+local epoch = math.max(tonumber(redis.call('GET', KEYS[1]) or 0) + 1, now_ms)
+redis.call('SET', KEYS[1], string.format('%.0f', epoch))
+return epoch
+"""
 
 
 class RedisBus:
@@ -35,12 +49,13 @@ class RedisBus:
 
     requests: RedisRequests
     results: RedisResults
+    stages: RedisBoard
 
     def __init__(self, config: BusConfig, local_stages: frozenset[str] = frozenset()) -> None:
         """Does not connect yet. Raises BusError when the URL can't be used."""
         self._config = config
         self._local = local_stages if config.links == "auto" else frozenset()
-        self._keys = Keys(config.prefix)
+        self._keys = Keys(config.prefix, config.lane)
         self._server = Server(config.url, _client_name(local_stages))
         self._commands = Commands(self._server, COMMAND_CONNECTIONS)
         self._writes = self._server.client(COMMAND_CONNECTIONS)
@@ -48,13 +63,14 @@ class RedisBus:
         self._numbering = Numbering()
         self._seen = Seen()
         self._nonce = uuid.uuid4().bytes[:8]
-        self._writers: dict[str, LinkWriter] = {}
+        self._writers: dict[tuple[str, str], LinkWriter] = {}
         self._readers: dict[str, LinkReader] = {}
         self.requests = RedisRequests(config, self._keys, self._server, self._commands)
         self.results = RedisResults(config, self._keys, self._server, self._commands)
+        self.stages = RedisBoard(self._keys, self._commands)
 
     async def open_inbox(self, stage: str) -> Inbox:
-        """See `Bus.open_inbox`. Raises BusError when Redis can't be reached."""
+        """See `Bus.open_inbox`. Waits while Redis is away."""
         self._check_open()
         older = self._readers.pop(stage, None)
         if older is not None:
@@ -70,16 +86,41 @@ class RedisBus:
         self._inboxes.add(stage, inbox)
         return inbox
 
-    def sender(self, link: Link, sender: str) -> Sender:
+    def sender(self, link: Link, sender: str, lane: str | None = None) -> Sender:
         """See `Bus.sender`. `sender` begins with its stage's name and a hyphen."""
-        if link.receiver in self._local and sender.partition("-")[0] in self._local:
+        lane = self._config.lane if lane is None else lane
+        local = link.receiver in self._local and lane == self._config.lane
+        if local and sender.partition("-")[0] in self._local:
             return MemorySender(self._inboxes, self._numbering, link, sender)
-        return RedisSender(self._writer, self._numbering, link, sender)
+        return RedisSender(partial(self._writer, lane=lane), self._numbering, link, sender)
+
+    async def lanes(self) -> list[str]:
+        """See `Bus.lanes`."""
+
+        async def attempt() -> list[Any]:
+            pipeline = self._commands.redis.pipeline(transaction=False)
+            pipeline.execute_command("HGETALL", self._keys.lanes)
+            pipeline.execute_command("TIME")
+            return list(await pipeline.execute())
+
+        registry, (seconds, _) = await self._commands.idempotent("lanes", attempt)
+        return live_lanes(registry, int(seconds) * 1000) or [self._config.lane]
 
     async def next_epoch(self) -> int:
-        """See `Bus.next_epoch`. Raises BusError when Redis can't be reached."""
+        """See `Bus.next_epoch`. Waits while Redis is away."""
         redis, key = self._commands.redis, self._keys.epoch
-        return int(await self._commands.idempotent("epoch", lambda: execute(redis, "INCR", key)))
+        return int(
+            await self._commands.idempotent("epoch", lambda: execute(redis, "EVAL", _EPOCH, 1, key))
+        )
+
+    async def is_epoch(self, number: int) -> bool:
+        """See `Bus.is_epoch`. When the counter is lost, it will go on from the server's time."""
+        redis, key = self._commands.redis, self._keys.epoch
+        last = await self._commands.idempotent("epoch", lambda: execute(redis, "GET", key))
+        if last is not None:
+            return number <= int(last)
+        seconds, _ = await self._commands.idempotent("epoch", lambda: execute(redis, "TIME"))
+        return number <= (int(seconds) + 1) * 1000
 
     async def ping(self) -> None:
         """See `Bus.ping`. Looks at the server's version too."""
@@ -108,14 +149,14 @@ class RedisBus:
             return False
         return link.receiver in self._local and all(s in self._local for s in link.senders)
 
-    def _writer(self, link: Link) -> LinkWriter:
+    def _writer(self, link: Link, *, lane: str) -> LinkWriter:
         self._check_open()
-        writer = self._writers.get(link.name)
+        writer = self._writers.get((lane, link.name))
         if writer is None:
-            writer = self._writers[link.name] = LinkWriter(
+            writer = self._writers[lane, link.name] = LinkWriter(
                 self._server,
                 self._writes,
-                self._keys,
+                self._keys.link(link.name, lane),
                 link,
                 self._nonce,
                 self._config.link_capacity,

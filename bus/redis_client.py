@@ -32,18 +32,19 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.02, 2.0
 _CONNECTION_ERRORS = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
 
 # A server says these of its own state, not of the command: it may take the same command later.
-_TRANSIENT = (
-    "LOADING",
-    "BUSY ",
-    "OOM",
-    "MISCONF",
-    "READONLY",
-    "TRYAGAIN",
-    "CLUSTERDOWN",
-    "MASTERDOWN",
-    "NOREPLICAS",
-    "UNBLOCKED",
+# The client makes classes of some, whose text begins behind the word.
+_TRANSIENT_CLASSES = (
+    exceptions.ExecAbortError,
+    exceptions.OutOfMemoryError,
+    exceptions.ReadOnlyError,
+    exceptions.TryAgainError,
+    exceptions.ClusterDownError,
+    exceptions.MasterDownError,
 )
+_TRANSIENT = ("LOADING", "BUSY ", "OOM", "MISCONF", "READONLY", "NOREPLICAS", "UNBLOCKED")
+
+# What the client puts before the text of an error within a pipeline.
+_IN_PIPELINE = "of pipeline caused error: ("
 
 log = structlog.get_logger("nano_inference.bus")
 
@@ -187,13 +188,13 @@ class Commands:
         return await self.shielded(work())
 
     async def idempotent(self, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
-        """As `persist`, but gives up after a few tries. `attempt` may take effect repeatedly.
+        """As `persist`, shielded. `attempt` may take effect repeatedly.
 
         Raises:
-            BusError: It failed each time.
+            BusError: The server refuses the command itself.
             ChannelClosed: The bus was closed.
         """
-        return await self.shielded(persist(self.server, what, attempt, tries=6))
+        return await self.shielded(persist(self.server, what, attempt))
 
     async def aclose(self, patience_s: float) -> None:
         """Lets running commands finish for a while, then ends them and disconnects."""
@@ -209,13 +210,11 @@ async def execute(redis: Redis, *command: Any) -> Any:
     return await redis.execute_command(*command)  # type: ignore[no-untyped-call]
 
 
-async def persist(
-    server: Server, what: str, attempt: Callable[[], Awaitable[T]], tries: int | None = None
-) -> T:
+async def persist(server: Server, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
     """Repeats `attempt` until it succeeds, with growing waits while the server is away.
 
     Raises:
-        BusError: The server refuses the command itself, or `tries` are used up.
+        BusError: The server refuses the command itself.
     """
     backoff = Backoff()
     failures = 0
@@ -224,7 +223,7 @@ async def persist(
             result = await attempt()
         except (exceptions.RedisError, OSError) as error:
             failures += 1
-            if not is_transient(error) or failures == tries:
+            if not is_transient(error):
                 raise server.explain(error) from None
             if failures == 1:
                 log.warning("bus.retrying", what=what, error=server.explain(error).message)
@@ -237,9 +236,9 @@ async def persist(
 
 def is_transient(error: Exception) -> bool:
     """Whether the same command may succeed later."""
-    if isinstance(error, exceptions.ExecAbortError):
+    if isinstance(error, (*_CONNECTION_ERRORS, *_TRANSIENT_CLASSES)):
         return True
-    return isinstance(error, _CONNECTION_ERRORS) or str(error).startswith(_TRANSIENT)
+    return str(error).rpartition(_IN_PIPELINE)[2].lstrip("'\"").startswith(_TRANSIENT)
 
 
 def watched(

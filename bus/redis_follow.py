@@ -13,11 +13,14 @@ from ..config import BusError, ChannelClosed
 from .codec import decode_output
 from .keys import JSON, Keys, parse_id
 from .line import bus_closed
-from .messages import Completion, Output
+from .messages import Completion, CompletionChunk, Output
 from .redis_client import Commands, Server, end_tasks, log, persist, watched
 from .redis_links import read
 
 FOLLOW_BLOCK_S = 2.0
+
+IDLE_CHECK_S = 30.0
+"""Who follows a request of which nothing comes looks so often whether something still can."""
 PAGE = 128
 BUFFERED = 512
 """Entries that may wait for one slow reader before its streams are left alone for a while."""
@@ -215,6 +218,8 @@ class RedisFollow:
         self._outs = [keys.out(key) for key in dict.fromkeys((request_id, entry_id)) if key]
         self._subscription: Subscription | None = None
         self._done = False
+        # Tokens given out of each sample: a server restarted with old data gets some again.
+        self._given: dict[int, int] = {}
 
     def __aiter__(self) -> Self:
         return self
@@ -229,7 +234,11 @@ class RedisFollow:
         subscription = self._subscription
         while True:
             try:
-                key, raw = await subscription.next()
+                async with asyncio.timeout(IDLE_CHECK_S):
+                    key, raw = await subscription.next()
+            except TimeoutError:
+                await self._check_still_known()
+                continue
             except ChannelClosed:
                 if self._done:  # by our own `aclose`
                     raise StopAsyncIteration from None
@@ -237,6 +246,8 @@ class RedisFollow:
             output = self._decode(key, raw)
             if self._entry_id and output.entry_id != self._entry_id:
                 continue  # another request of the same id
+            if isinstance(output, CompletionChunk) and not self._is_new(output):
+                continue
             subscription.keep_only(key)
             if isinstance(output, Completion):
                 await self.aclose()
@@ -264,6 +275,24 @@ class RedisFollow:
                 f"output: {error}",
                 code="malformed_output",
             ) from None
+
+    def _is_new(self, chunk: CompletionChunk) -> bool:
+        given = self._given.get(chunk.sample_index, 0)
+        self._given[chunk.sample_index] = max(given, chunk.token_offset + len(chunk.token_ids))
+        return chunk.token_offset >= given
+
+    async def _check_still_known(self) -> None:
+        """A server that lost its data has neither the request nor its outputs.
+
+        Raises:
+            BusError: So it is.
+        """
+        if self._entry_id:
+            try:
+                await self._check_known()
+            except BusError:
+                await self.aclose()
+                raise
 
     async def _check_known(self) -> None:
         """An entry leaves the queue only after its terminal message is written.

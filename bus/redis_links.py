@@ -13,15 +13,16 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, TypeVar
 
+from redis import exceptions
 from redis.asyncio import Redis
 
 from ..config import BusError, ChannelClosed
 from .codec import decode_envelope, encode_envelope
 from .keys import MESSAGE, WRITER, Keys, id_after
 from .line import Line, bus_closed
-from .links import Link
+from .links import CONTROL, Link
 from .memory import MemoryInbox, Numbering
-from .messages import Envelope, Message
+from .messages import Envelope, Message, ServerRestarted
 from .redis_client import Backoff, Server, end_tasks, execute, log, persist, watched
 
 T = TypeVar("T")
@@ -36,6 +37,9 @@ TRIM_EVERY = 256
 """Entries that a reader reads at most before it removes them from the stream."""
 
 REMEMBERED_SENDERS = 4096
+
+UNREAD_CONTROL = 65_536
+"""Messages kept on a control link that nobody reads; the oldest go."""
 
 
 class BatchWriter(Generic[T]):
@@ -106,14 +110,16 @@ class LinkWriter:
     """Writes one link for all of its senders in this process."""
 
     def __init__(
-        self, server: Server, redis: Redis, keys: Keys, link: Link, nonce: bytes, capacity: int
+        self, server: Server, redis: Redis, key: bytes, link: Link, nonce: bytes, capacity: int
     ) -> None:
         self._server = server
         self._redis = redis
-        self._key = keys.link(link.name)
+        self._key = key
         self._name = f"link {link.name}"
         self._nonce = nonce
         self._capacity = None if link.closes_circle else capacity
+        # Clients may write to the control links of a pipeline that is not there to read them.
+        self._trim = ("MAXLEN", "~", UNREAD_CONTROL) if link.name.startswith("control.") else ()
         self._hold = Backoff(first_s=0.002, longest_s=0.05)
         self._length = 0
         self._writer: BatchWriter[bytes] = BatchWriter(self._name, self._write)
@@ -136,7 +142,7 @@ class LinkWriter:
             pipeline = self._redis.pipeline(transaction=len(batch) > 1)
             for payload in batch:
                 pipeline.execute_command(
-                    "XADD", self._key, "*", WRITER, self._nonce, MESSAGE, payload
+                    "XADD", self._key, *self._trim, "*", WRITER, self._nonce, MESSAGE, payload
                 )
             pipeline.execute_command("XLEN", self._key)
             return int((await pipeline.execute())[-1])
@@ -248,6 +254,9 @@ class LinkReader:
         self._seen = seen
         self._batch = min(READ_BATCH, capacity)
         self._trim_every = max(1, min(TRIM_EVERY, capacity // 4))
+        # Whoever keeps the ledger is told when the server is another, or the same one restarted.
+        self._told = next((link for link in links if link == CONTROL["admission"]), None)
+        self._run_id = self._known_run_id = ""
         self._positions: dict[bytes, bytes] = {}
         self._untrimmed: dict[bytes, int] = {}
         self._name = "links " + ", ".join(link.name for link in links)
@@ -264,6 +273,7 @@ class LinkReader:
         tails = await pipeline.execute()
         for key, tail in zip(self._links, tails, strict=True):
             self._positions[key] = tail[0][0] if tail else b"0-0"
+        self._run_id = await self._read_run_id()
         await self._trim(self._positions)
         self._task = watched(self._run(), self._name, self._inbox.close)
 
@@ -298,8 +308,26 @@ class LinkReader:
             log.error("bus.read_refused", reader=self._name, error=error.message)
             await asyncio.sleep(1.0)
 
-    def _read(self) -> Awaitable[dict[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]:
-        return read(self._redis, self._positions, self._batch, READ_BLOCK_S)
+    async def _read(self) -> dict[bytes, list[tuple[bytes, dict[bytes, bytes]]]]:
+        if not self._run_id:  # the connection broke, perhaps because the server ended
+            await self._compare_run_id()
+        try:
+            return await read(self._redis, self._positions, self._batch, READ_BLOCK_S)
+        except (exceptions.RedisError, OSError):
+            self._known_run_id, self._run_id = self._run_id or self._known_run_id, ""
+            raise
+
+    async def _compare_run_id(self) -> None:
+        """Behind a broken connection there may be another server, which has not all messages."""
+        run_id = await self._read_run_id()
+        if run_id != self._known_run_id and self._told is not None:
+            await self._inbox.put(self._told, Envelope(ServerRestarted()))
+        self._run_id = run_id
+
+    async def _read_run_id(self) -> str:
+        if self._told is None:
+            return "unknown"
+        return str((await execute(self._redis, "INFO", "server")).get("run_id"))
 
     async def _put(self, key: bytes, entry_id: bytes, fields: dict[bytes, bytes]) -> None:
         link = self._links[key]

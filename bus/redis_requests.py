@@ -1,9 +1,12 @@
-"""The requests stream: a consumer group with one consumer, its entries kept until acknowledged."""
+"""The requests stream: a consumer group, one consumer for each lane, which keeps what it took."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+import uuid
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -11,20 +14,20 @@ from redis import exceptions
 from redis.asyncio import Redis
 
 from ..config import BusConfig
-from .channel import Malformed, RequestEntry
+from .channel import DeadLetter, Malformed, RequestEntry, dead_letter
 from .codec import decode_request, encode_request
-from .keys import JSON, MSGPACK, REFUSED, TRACEPARENT, TRACESTATE, Keys
+from .keys import JSON, MSGPACK, REFUSED, TRACEPARENT, TRACESTATE, Keys, parse_id
 from .line import bus_closed
-from .messages import GenerateRequest
+from .messages import Completion, ErrorInfo, GenerateRequest
 from .redis_client import Backoff, Commands, Server, end_tasks, execute, is_transient, log, persist
+from .redis_leases import Leases, refusals_of
 from .redis_links import BatchWriter
-
-CONSUMER = "admission-0"
-"""There is one admission, so its successor is the same consumer and finds what it had taken."""
 
 TAKE_BLOCK_S = 5.0
 DRAIN_PAGE = 256
 ACK_BATCH = 256
+KEPT_DEAD = 10_000
+"""Dead letters that are kept."""
 
 _FIELDS = frozenset({JSON, MSGPACK, REFUSED, TRACEPARENT, TRACESTATE})
 _BODIES = (JSON, MSGPACK, REFUSED)
@@ -42,12 +45,19 @@ class RedisRequests:
 
     def __init__(self, config: BusConfig, keys: Keys, server: Server, commands: Commands) -> None:
         self._config = config
+        self._keys = keys
         self._key = keys.requests
         self._server = server
         self._commands = commands
         self._redis: Redis = server.client(1, TAKE_BLOCK_S)
+        self._leases = Leases(config, keys, commands, uuid.uuid4().hex)
+        # Entries in hand: fetched, and neither acknowledged nor lost to another lane.
         self._ready: deque[RequestEntry] = deque()
         self._known: set[str] = set()
+        # Acknowledged since the running fetch began, which may have read them before that.
+        self._answered: set[str] = set()
+        # Of these the server may have lost the entries.
+        self._distrusted: set[str] = set()
         self._fetching: asyncio.Task[None] | None = None
         # True while entries may be assigned to us that we have not got: at first, and after each
         # broken connection, whose last reply may have been lost.
@@ -76,6 +86,7 @@ class RedisRequests:
         """See `RequestQueue.pending`."""
         if self._acks is not None:
             await self._acks.flush()
+        await self._leases.enlist()
         self._drain_first = False  # before the drain: a fetch that breaks meanwhile sets it again
         try:
             raw = await self._commands.shielded(
@@ -84,7 +95,10 @@ class RedisRequests:
         except BaseException:
             self._drain_first = True
             raise
-        entries = [self._read_entry(entry_id, fields) for entry_id, fields in raw]
+        redis = self._commands.redis
+        entries = await self._commands.shielded(
+            persist(self._server, "requests", lambda: self._read_entries(redis, raw))
+        )
         ids = {entry.entry_id for entry in entries}
         # A fetch under way may add what it gets meanwhile; it knows these by id and skips them.
         self._ready = deque(entry for entry in self._ready if entry.entry_id not in ids)
@@ -121,6 +135,70 @@ class RedisRequests:
             self._acks = BatchWriter("acknowledgements", self._write_acks)
         await self._acks.put(entry_id, None)
 
+    async def renew(self, lease_s: float) -> set[str]:
+        """See `RequestQueue.renew`."""
+        lost, gone = await self._leases.renew(lease_s, tuple(self._known))
+        # What another lane has answered is gone too; here only its output stream's fence can tell.
+        lost |= gone - self._distrusted
+        self._distrusted &= self._known
+        self._known -= lost
+        self._ready = deque(entry for entry in self._ready if entry.entry_id not in lost)
+        return lost
+
+    def distrust(self) -> None:
+        """See `RequestQueue.distrust`."""
+        self._distrusted = set(self._known)
+
+    async def take_over(self, lease_s: float, max_items: int) -> list[RequestEntry]:
+        """See `RequestQueue.take_over`. At most `TAKE_OVER_PAGE` at a time."""
+        raw = await self._leases.take_over(lease_s, max_items)
+        redis = self._commands.redis
+        entries = await self._commands.shielded(
+            persist(self._server, "requests", lambda: self._read_entries(redis, raw))
+        )
+        return self._not_known(entries)
+
+    async def shed(
+        self, max_queued: int, answer: Callable[[RequestEntry, int], Completion], epoch: int
+    ) -> int:
+        """See `RequestQueue.shed`. At most `SHED_PAGE` at a time."""
+        queued, raw = await self._leases.excess(max_queued)
+        if not raw:
+            return 0
+        redis = self._commands.redis
+        entries = await self._commands.shielded(
+            persist(self._server, "requests", lambda: self._read_entries(redis, raw))
+        )
+        return await self._leases.refuse(refusals_of(entries, queued, answer), epoch, max_queued)
+
+    async def bury(self, entry: RequestEntry, error: ErrorInfo, deaths: int) -> None:
+        """See `RequestQueue.bury`. The oldest go when there are more than `KEPT_DEAD`."""
+        letter = msgspec.json.encode(dead_letter(entry, error, deaths, time.time_ns()))
+        redis = self._commands.redis
+        command = ("XADD", self._keys.dead, "MAXLEN", "~", KEPT_DEAD, "*", JSON, letter)
+        await self._commands.shielded(
+            persist(self._server, "dead letters", lambda: execute(redis, *command))
+        )
+
+    async def dead_letters(self) -> list[DeadLetter]:
+        """See `RequestQueue.dead_letters`."""
+        redis, key = self._commands.redis, self._keys.dead
+        entries = await self._commands.once(lambda: execute(redis, "XRANGE", key, "-", "+"))
+        letters = []
+        for letter_id, fields in entries:
+            try:
+                letter = msgspec.json.decode(fields[JSON], type=DeadLetter)
+            except (KeyError, ValueError, RecursionError) as error:
+                log.warning("bus.undecodable_entry", stream="dead", error=str(error))
+                continue
+            letters.append(msgspec.structs.replace(letter, letter_id=letter_id.decode()))
+        return letters
+
+    async def drop_dead_letter(self, letter_id: str) -> bool:
+        """See `RequestQueue.drop_dead_letter`."""
+        redis, key = self._commands.redis, self._keys.dead
+        return bool(await self._commands.once(lambda: execute(redis, "XDEL", key, letter_id)))
+
     async def aclose(self, patience_s: float) -> None:
         """Writes what was acknowledged. What was taken and not acknowledged stays ours."""
         self._closed = True
@@ -131,28 +209,25 @@ class RedisRequests:
         await self._redis.aclose()
 
     async def _write_acks(self, batch: list[str]) -> int:
-        async def attempt() -> None:
-            # Together: an entry acknowledged but not deleted would come back when the group is
-            # made again.
-            pipeline = self._commands.redis.pipeline(transaction=True)
-            pipeline.execute_command("XACK", self._key, self._config.group, *batch)
-            pipeline.execute_command("XDEL", self._key, *batch)
-            await pipeline.execute()
-
-        await persist(self._server, "acknowledgements", attempt)
+        await self._leases.acknowledge(batch)
         self._known.difference_update(batch)
+        self._answered.update(batch)
         return ACK_BATCH
 
     async def _fetch(self, max_items: int) -> None:
         """Adds at least one entry to `_ready`."""
         backoff = Backoff()
         while not self._ready:
+            self._answered.clear()
             try:
                 if self._drain_first:
                     entries = await self._drain(self._redis)
                     self._drain_first = False
                 else:
                     entries = await self._read_new(max_items)
+                handled = self._known | self._answered
+                new = [each for each in entries if each[0].decode() not in handled]
+                read = await self._read_entries(self._redis, new)
             except (exceptions.RedisError, OSError) as error:
                 if is_no_group(error):
                     await self._make_group()
@@ -164,11 +239,13 @@ class RedisRequests:
                 await backoff.wait()
                 continue
             backoff.reset()
-            for entry_id, fields in entries:
-                if entry_id.decode() not in self._known:
-                    entry = self._read_entry(entry_id, fields)
-                    self._known.add(entry.entry_id)
-                    self._ready.append(entry)
+            self._ready.extend(self._not_known(read))
+
+    def _not_known(self, entries: list[RequestEntry]) -> list[RequestEntry]:
+        """Those that were not in hand; now they are."""
+        new = [entry for entry in entries if entry.entry_id not in self._known]
+        self._known.update(entry.entry_id for entry in new)
+        return new
 
     async def _read_new(self, max_items: int) -> Entries:
         block_ms = int(TAKE_BLOCK_S * 1000)
@@ -203,7 +280,7 @@ class RedisRequests:
         reply = await execute(
             redis,
             "XREADGROUP",
-            *("GROUP", self._config.group, CONSUMER, "COUNT", count),
+            *("GROUP", self._config.group, self._leases.consumer, "COUNT", count),
             *block,
             *("STREAMS", self._key, start),
         )
@@ -222,13 +299,25 @@ class RedisRequests:
         except (exceptions.RedisError, OSError):
             self._drain_first = True
 
-    def _read_entry(self, entry_id: bytes, fields: dict[bytes, bytes]) -> RequestEntry:
-        return RequestEntry(
-            entry_id.decode(),
-            read_request(fields, self._config.max_request_bytes),
-            fields.get(TRACEPARENT, b"").decode("ascii", "ignore"),
-            fields.get(TRACESTATE, b"").decode("ascii", "ignore"),
-        )
+    async def _read_entries(self, redis: Redis, raw: Entries) -> list[RequestEntry]:
+        """The requests in entries. The server is asked for its time only when one has a budget."""
+        requests = [read_request(fields, self._config.max_request_bytes) for _, fields in raw]
+        now_ms: int | None = None
+        if any(getattr(request, "budget_ns", None) is not None for request in requests):
+            seconds, microseconds = await execute(redis, "TIME")
+            now_ms = int(seconds) * 1000 + int(microseconds) // 1000
+        return [
+            RequestEntry(
+                entry_id.decode(),
+                request,
+                fields.get(TRACEPARENT, b"").decode("ascii", "ignore"),
+                fields.get(TRACESTATE, b"").decode("ascii", "ignore"),
+                0
+                if now_ms is None or getattr(request, "budget_ns", None) is None
+                else max(0, now_ms - parse_id(entry_id)[0]) * 1_000_000,
+            )
+            for (entry_id, fields), request in zip(raw, requests, strict=True)
+        ]
 
 
 def read_request(fields: dict[bytes, bytes], max_bytes: int) -> GenerateRequest | Malformed:

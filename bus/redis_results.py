@@ -1,7 +1,8 @@
 """Writing results to Redis: one stream per request, and one with every terminal message.
 
-Entries of a request's stream have explicit ids `1-0`, `2-0` and so on. Redis refuses an id that is
-not above the last one, so a repeated write can't double anything, and two writers can't mix.
+Entries of a request's stream have explicit ids `<epoch>-<n>`, n counting the stream's entries from
+1. Redis refuses an id that is not above the last one. So a repeated write can't double anything,
+and once a stream is recovered in a larger epoch, a predecessor can't write to it any more.
 """
 
 from __future__ import annotations
@@ -28,17 +29,42 @@ KEYS_PER_FLUSH = 256
 # Several entries, or a terminal one with all that belongs to it: whole or not at all, so that
 # neither a lost reply nor a second writer can leave a part. `pcall` gives back Redis's own error.
 _APPEND = """
-local number = tonumber(ARGV[1])
-for i = 5, #ARGV do
-  local reply = redis.pcall('XADD', KEYS[1], string.format('%.0f-0', number), 'json', ARGV[i])
+local number = tonumber(ARGV[2])
+for i = 6, #ARGV do
+  local id = string.format('%s-%.0f', ARGV[1], number)
+  local reply = redis.pcall('XADD', KEYS[1], id, 'json', ARGV[i])
   if type(reply) == 'table' and reply.err then return reply end
   number = number + 1
 end
-if ARGV[2] == '1' then
-  redis.call('EXPIRE', KEYS[1], ARGV[3])
-  redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[4], '*', 'json', ARGV[#ARGV])
+if ARGV[3] == '1' then
+  redis.call('EXPIRE', KEYS[1], ARGV[4])
+  redis.call('EXPIRE', KEYS[3], ARGV[4])
+  redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[5], '*', 'json', ARGV[#ARGV])
 end
 return number
+"""
+
+# Raises the stream's last id to `<epoch>-0`, below which nobody can write any more, by an entry
+# that no reader sees; XSETID would do the same but not for a stream that does not exist yet.
+# A stream from which entries are missing, since the server was restarted with old data, begins
+# anew, unless it has ended.
+_FENCE = """
+local entries, whole = redis.call('XRANGE', KEYS[1], '-', '+'), true
+for i, entry in ipairs(entries) do
+  whole = whole and tonumber(string.match(entry[1], '-(%d+)$')) == i
+end
+if not whole and not string.find(entries[#entries][2][2], '"type":"completion"', 1, true) then
+  redis.call('DEL', KEYS[1])
+  entries = {}
+end
+local fence = ARGV[1] .. '-0'
+local reply = redis.pcall('XADD', KEYS[1], fence, 'fence', '')
+if type(reply) == 'string' then
+  redis.call('XDEL', KEYS[1], fence)
+elseif not string.find(reply.err, 'equal or smaller', 1, true) then
+  return reply
+end
+return entries
 """
 
 
@@ -61,7 +87,9 @@ class RedisResults:
         self._next: OrderedDict[str, int] = OrderedDict()
         self._writing = asyncio.Lock()
 
-    async def deliver(self, batch: Sequence[tuple[str, Sequence[Output]]]) -> None:
+    async def deliver(
+        self, batch: Sequence[tuple[str, Sequence[Output]]], epoch: int = 1
+    ) -> set[str]:
         """See `ResultStreams.deliver`."""
         parts: dict[str, _Part] = {}
         for key, outputs in batch:
@@ -71,14 +99,34 @@ class RedisResults:
                     payloads.append(encode_output(output))
                     ends = isinstance(output, Completion)
             parts[key] = _Part(payloads, ends)
-        await self._commands.shielded(self._deliver(parts))
+        return await self._commands.shielded(self._deliver(parts, epoch))
 
-    async def exists(self, key: str) -> bool:
-        """See `ResultStreams.exists`."""
-        redis, out = self._commands.redis, self._keys.out(key)
-        return bool(
-            await self._commands.idempotent("exists", lambda: execute(redis, "EXISTS", out))
-        )
+    async def recover(self, keys: Sequence[str], epoch: int) -> list[list[Output]]:
+        """See `ResultStreams.recover`."""
+        return await self._commands.shielded(self._recover(keys, epoch))
+
+    async def claim(self, claims: Sequence[tuple[str, str]]) -> list[str | None]:
+        """See `ResultStreams.claim`."""
+        if not claims:
+            return []
+
+        async def attempt() -> list[Any]:
+            pipeline = self._commands.redis.pipeline(transaction=False)
+            for key, entry_id in claims:
+                if key == entry_id:  # nobody else can have it; but somebody may have begun
+                    pipeline.execute_command("EXISTS", self._keys.out(key))
+                else:
+                    # The client's own reading of a reply to SET knows of GET by `get` alone.
+                    pipeline.execute_command(
+                        *("SET", self._keys.own(key), entry_id, "NX", "GET"), get=True
+                    )
+            return list(await pipeline.execute())
+
+        found = await self._commands.shielded(persist(self._server, "claims", attempt))
+        return [
+            owner.decode() if isinstance(owner, bytes) else entry_id if owner else None
+            for owner, (_, entry_id) in zip(found, claims, strict=True)
+        ]
 
     def follow(self, request_id: str, entry_id: str) -> RedisFollow:
         """See `ResultStreams.follow`."""
@@ -96,26 +144,56 @@ class RedisResults:
         """Ends all who follow or tail."""
         await self._reader.aclose()
 
-    async def _deliver(self, parts: dict[str, _Part]) -> None:
+    async def _recover(self, keys: Sequence[str], epoch: int) -> list[list[Output]]:
+        found: list[list[Output]] = []
+        for start in range(0, len(keys), KEYS_PER_FLUSH):
+            some = keys[start : start + KEYS_PER_FLUSH]
+
+            async def attempt(some: Sequence[str] = some) -> list[Any]:
+                pipeline = self._commands.redis.pipeline(transaction=False)
+                for key in some:
+                    pipeline.execute_command("EVAL", _FENCE, 1, self._keys.out(key), epoch)
+                return list(await pipeline.execute())
+
+            async with self._writing:
+                replies = await persist(self._server, "results", attempt)
+                for key, entries in zip(some, replies, strict=True):
+                    self._note(key, len(entries) + 1, ended=False)
+                    # A script's reply is not made into dicts by the client.
+                    pairs = [
+                        (each, dict(zip(fields[::2], fields[1::2], strict=True)))
+                        for each, fields in entries
+                    ]
+                    found.append(_readable(pairs))
+        return found
+
+    async def _deliver(self, parts: dict[str, _Part], epoch: int) -> set[str]:
+        fenced: set[str] = set()
         async with self._writing:
             backoff = Backoff()
             left = [(key, part) for key, part in parts.items() if part.payloads]
             while left:
                 now, left = left[:KEYS_PER_FLUSH], left[KEYS_PER_FLUSH:]
-                again = await self._flush(now)
+                again = await self._flush(now, epoch, fenced)
                 if again:
                     await backoff.wait()
                 else:
                     backoff.reset()
                 left = again + left
+        return fenced
 
-    async def _flush(self, parts: list[tuple[str, _Part]]) -> list[tuple[str, _Part]]:
-        """Writes to many streams in one round trip; returns what has to be tried again."""
+    async def _flush(
+        self, parts: list[tuple[str, _Part]], epoch: int, fenced: set[str]
+    ) -> list[tuple[str, _Part]]:
+        """Writes to many streams in one round trip; returns what has to be tried again.
+
+        Adds to `fenced` the streams that belong to a larger epoch.
+        """
 
         async def attempt() -> list[Any]:
             pipeline = self._commands.redis.pipeline(transaction=False)
             for key, part in parts:
-                pipeline.execute_command(*self._command(key, part))
+                pipeline.execute_command(*self._command(key, part, epoch))
             return list(await pipeline.execute(raise_on_error=False))
 
         again: list[tuple[str, _Part]] = []
@@ -124,8 +202,10 @@ class RedisResults:
             if not isinstance(reply, Exception):
                 self._note(key, self._next.get(key, 1) + len(part.payloads), part.ends)
             elif "equal or smaller" in str(reply):
-                rest = await self._resolve(key, part)
-                if rest.payloads:
+                rest = await self._resolve(key, part, epoch)
+                if rest is None:
+                    fenced.add(key)
+                elif rest.payloads:
                     again.append((key, rest))
             elif is_transient(reply):
                 again.append((key, part))
@@ -133,13 +213,14 @@ class RedisResults:
                 log.error("bus.output_refused", key=key, error=str(reply))
         return again
 
-    def _command(self, key: str, part: _Part) -> list[Any]:
+    def _command(self, key: str, part: _Part, epoch: int) -> list[Any]:
         number, out = self._next.get(key, 1), self._keys.out(key)
         if len(part.payloads) == 1 and not part.ends:
-            return ["XADD", out, f"{number}-0", JSON, part.payloads[0]]
+            return ["XADD", out, f"{epoch}-{number}", JSON, part.payloads[0]]
         return [
-            *("EVAL", _APPEND, 2, out, self._keys.results),
-            *(number, int(part.ends), self._config.results_ttl_s, self._config.results_maxlen),
+            *("EVAL", _APPEND, 3, out, self._keys.results, self._keys.own(key)),
+            *(epoch, number, int(part.ends)),
+            *(self._config.results_ttl_s, self._config.results_maxlen),
             *part.payloads,
         ]
 
@@ -153,18 +234,21 @@ class RedisResults:
         if len(self._next) > REMEMBERED_STREAMS:
             self._next.popitem(last=False)
 
-    async def _resolve(self, key: str, part: _Part) -> _Part:
+    async def _resolve(self, key: str, part: _Part, epoch: int) -> _Part | None:
         """After a refused id: what still has to be written, behind what the stream holds.
 
-        The number was taken by ourselves (an earlier process, or a write of which the reply got
-        lost: then the entries are equal) or by another writer. After a terminal message nothing
-        is written any more.
+        None when someone went on with the stream in a larger epoch. Otherwise the number
+        was taken by ourselves (a write of which the reply got lost: then the entries are equal) or
+        by another writer of this epoch. After a terminal message nothing is written any more.
         """
         out, number = self._keys.out(key), self._next.get(key, 1)
+        nothing = _Part([], False)
 
         async def attempt() -> list[Any]:
             pipeline = self._commands.redis.pipeline(transaction=True)
-            pipeline.execute_command("XRANGE", out, f"{number}-0", "+", "COUNT", len(part.payloads))
+            pipeline.execute_command(
+                "XRANGE", out, f"{epoch}-{number}", "+", "COUNT", len(part.payloads)
+            )
             pipeline.execute_command("XREVRANGE", out, "+", "-", "COUNT", 1)
             pipeline.execute_command("XINFO", "STREAM", out)
             return list(await pipeline.execute(raise_on_error=False))
@@ -175,12 +259,28 @@ class RedisResults:
             return part
         if tail and _is_terminal(tail[0][1].get(JSON, b"")):
             self._next.pop(key, None)
-            return _Part([], False)
+            return nothing
+        last_epoch, last_number = parse_id(info[b"last-generated-id"])
+        if last_epoch > epoch:
+            log.warning("bus.output_of_an_older_epoch_dropped", key=key, epoch=epoch)
+            self._next.pop(key, None)
+            return None
         equal = 0
         while equal < len(taken) and taken[equal][1].get(JSON) == part.payloads[equal]:
             equal += 1
-        self._note(key, parse_id(info[b"last-generated-id"])[0] + 1, ended=False)
+        self._note(key, last_number + 1, ended=False)
         return _Part(part.payloads[equal:], part.ends)
+
+
+def _readable(entries: list[tuple[bytes, dict[bytes, bytes]]]) -> list[Output]:
+    """The outputs in a stream's entries; what is none was not written by us."""
+    outputs: list[Output] = []
+    for entry_id, fields in entries:
+        try:
+            outputs.append(decode_output(fields.get(JSON, b"")))
+        except (ValueError, RecursionError) as error:
+            log.warning("bus.undecodable_entry", entry_id=entry_id.decode(), error=str(error))
+    return outputs
 
 
 def _is_terminal(raw: bytes) -> bool:

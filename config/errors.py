@@ -47,3 +47,9 @@ class ChannelClosed(BusError):
     """The channel was closed; nothing more can be sent, and all that was sent has been received."""
 
     code = "channel_closed"
+
+
+class LaneReplaced(BusError):
+    """Another admission has started for the same lane; this one has nothing left to do."""
+
+    code = "lane_replaced"

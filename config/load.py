@@ -91,6 +91,8 @@ def _put(tree: Tree, dotted: str, value: Any, *, source: str) -> None:
     known = _SECTIONS[section].__struct_fields__
     if name not in known:
         raise ConfigError(f"{source}: {section} has no setting {name!r}{nearest(name, known)}")
+    if dotted == "bus.lane" and type(value) is int:
+        value = str(value)  # YAML reads a name that is a number as one
     tree.setdefault(section, {})[name] = value
 
 

@@ -172,6 +172,7 @@ class BusConfig(Settings, frozen=True, forbid_unknown_fields=True):
         links: "auto" keeps a link in memory when both of its ends run in this process;
             "redis" carries every link over Redis.
         prefix: First part of every Redis key.
+        lane: Names this pipeline among those that serve the same requests stream.
         group: Consumer group of the requests stream.
         results_ttl_s: How long a finished request's output stays readable on Redis.
         results_maxlen: Entries kept in the shared results stream.
@@ -184,6 +185,7 @@ class BusConfig(Settings, frozen=True, forbid_unknown_fields=True):
     url: str = "memory"
     links: Literal["auto", "redis"] = "auto"
     prefix: str = "nano"
+    lane: str = "0"
     group: str = "admission"
     results_ttl_s: int = 3600
     results_maxlen: int = 10_000
@@ -198,6 +200,13 @@ class BusConfig(Settings, frozen=True, forbid_unknown_fields=True):
             "'memory' or a URL that starts with redis://, rediss:// or unix://",
         )
         self.require("prefix", bool(self.prefix), "not empty")
+        self.require(
+            "lane",
+            0 < len(self.lane) <= 64
+            and self.lane.isprintable()
+            and not set(self.lane) & {":", " "},
+            "1 to 64 printable characters, without spaces and colons",
+        )
         for name in ("results_ttl_s", "results_maxlen", "link_capacity", "max_request_bytes"):
             self.require(name, getattr(self, name) >= 1, "at least 1")
 
@@ -207,17 +216,27 @@ class AdmissionConfig(Settings, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         max_in_flight: Requests inside the pipeline; more wait on the requests stream.
+        max_queued: Requests that may wait unread on the Redis requests stream; beyond that the
+            newest are refused as "overloaded".
         max_samples: Largest `n` of one request.
+        max_lane_deaths: A request during which the lane failed so often, without a token in
+            between, is given up and put among the dead letters.
+        lease_s: Seconds after which another pipeline on the same requests stream takes over the
+            requests of one that gives no sign of life.
     """
 
     SECTION: ClassVar[str] = "admission"
 
     max_in_flight: int = 1024
+    max_queued: int = 10_000
     max_samples: int = 64
+    max_lane_deaths: int = 3
+    lease_s: float = 30.0
 
     def __post_init__(self) -> None:
-        self.require("max_in_flight", self.max_in_flight >= 1, "at least 1")
-        self.require("max_samples", self.max_samples >= 1, "at least 1")
+        for name in ("max_in_flight", "max_queued", "max_samples", "max_lane_deaths"):
+            self.require(name, getattr(self, name) >= 1, "at least 1")
+        self.require("lease_s", 0.05 <= self.lease_s <= 86_400, "from 0.05 to 86400 (a day)")
 
 
 class FairnessConfig(Settings, frozen=True, forbid_unknown_fields=True):
@@ -242,7 +261,7 @@ class PipelineConfig(Settings, frozen=True, forbid_unknown_fields=True):
         stages: The stages of this process.
         max_restarts: Restarts of one stage within `restart_window_s` before the process gives up.
         restart_window_s: Failures longer ago than this are forgotten.
-        restart_backoff_s: Wait before the first restart; doubles with each further one.
+        restart_backoff_s: Wait before the first restart; doubles with each further one, up to 10 s.
         drain_timeout_s: How long requests in flight may take to finish after SIGTERM.
     """
 

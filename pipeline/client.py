@@ -8,6 +8,7 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any
 
+import anyio
 import msgspec
 
 from ..bus import Bus, open_bus
@@ -25,6 +26,9 @@ from ..config import BusConfig, ConfigError
 from ..telemetry import TraceContext, Tracing, names, now_ns
 
 Request = GenerateRequest | dict[str, Any]
+
+CANCEL_PATIENCE_S = 2.0
+"""How long a caller that leaves a stream waits for its request's cancellation to be sent."""
 
 
 class BusClient:
@@ -106,7 +110,9 @@ class BusClient:
                     yield output
         finally:
             if not done:
-                await self.cancel(request_id, entry_id)
+                # Also when the caller itself was cancelled, which ends every wait in here.
+                with anyio.move_on_after(CANCEL_PATIENCE_S, shield=True):
+                    await self.cancel(request_id, entry_id)
 
     async def complete(self, request: Request | bytes) -> Completion:
         """Publishes a request and waits for its terminal message."""
@@ -141,9 +147,14 @@ class BusClient:
         await self._control("batching", FlushCache())
 
     async def _control(self, stage: str, body: Cancel | Pause | Resume | FlushCache) -> None:
-        sender = self.bus.sender(CONTROL[stage], self._name)
-        await sender.send(body)
-        await sender.flush()
+        """Tells every lane that lives: whose a request is, only they know."""
+        senders = [
+            self.bus.sender(CONTROL[stage], self._name, lane) for lane in await self.bus.lanes()
+        ]
+        for sender in senders:
+            await sender.send(body)
+        for sender in senders:
+            await sender.flush()
 
     def _published_span(self, request: Request | bytes) -> TraceContext:
         if not self._tracing.enabled:

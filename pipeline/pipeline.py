@@ -12,13 +12,14 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from ..bus import Bus, open_bus
+from ..bus import Bus, StageReport, open_bus
 from ..bus.links import CONTROL
 from ..bus.messages import Completion, Drain, Output
 from ..config import STAGES, Config, NanoInferenceError, Stage
 from ..stages.actor import Actor, StageContext
 from ..telemetry import Tracing, setup_tracing
 from .client import BusClient, Request
+from .heart import Heart
 from .supervisor import supervise
 from .topology import actor_class
 
@@ -40,8 +41,16 @@ class Pipeline:
     whoever waits for an output gets ChannelClosed, and the context raises StageFailed.
     """
 
-    def __init__(self, config: Config | None = None, *, tracing: Tracing | None = None) -> None:
+    def __init__(
+        self,
+        config: Config | None = None,
+        *,
+        tracing: Tracing | None = None,
+        wait_for_bus: bool = False,
+    ) -> None:
+        """`wait_for_bus`: start although the bus can't be reached, and work once it can."""
         self.config = config or Config()
+        self._wait_for_bus = wait_for_bus
         self.bus: Bus
         self._client: BusClient
         self._given_tracing = tracing
@@ -49,6 +58,7 @@ class Pipeline:
         self._ready: dict[Stage, asyncio.Event] = {}
         self._drained = asyncio.Event()
         self._house: asyncio.Task[None]
+        self._heart: Heart
         self._failure: BaseException | None = None
 
     # --- life ---------------------------------------------------------------------------------
@@ -64,13 +74,15 @@ class Pipeline:
         self._ready = {stage: asyncio.Event() for stage in stages}
         self.bus = open_bus(self.config.bus, frozenset(stages))
         try:
-            await self.bus.ping()
+            if not self._wait_for_bus:
+                await self.bus.ping()
         except BaseException:
             await self.bus.aclose()
             raise
         instance = f"{socket.gethostname()}-{os.getpid()}"
         self.tracing = self._given_tracing or setup_tracing(self.config.telemetry, instance)
         self._client = BusClient(self.bus, self.tracing)
+        self._heart = Heart(self.config, self.bus, self._actors)
         # A task of its own holds the stages' task group, so that the context may be left from
         # another task than it was entered from, as test fixtures and servers' hooks do.
         self._house = asyncio.create_task(self._run_stages(), name="stages")
@@ -93,6 +105,8 @@ class Pipeline:
                 await self._leave()
                 self._house.cancel()
             await asyncio.gather(self._house, return_exceptions=True)
+            if self._failure is None:
+                await self._heart.last_word()
             await self.bus.aclose()
             if self._given_tracing is None:
                 await anyio.to_thread.run_sync(self.tracing.shutdown)
@@ -150,6 +164,10 @@ class Pipeline:
         """As BusClient.complete."""
         return await self._client.complete(request)
 
+    def stages(self) -> list[StageReport]:
+        """How the stages of this process are now; `bus.stages` has those of all processes."""
+        return self._heart.reports()
+
     @property
     def client(self) -> BusClient:
         """The client on this pipeline's own bus."""
@@ -162,8 +180,10 @@ class Pipeline:
             async with anyio.create_task_group() as group:
                 for stage in self.config.pipeline.stages:
                     group.start_soon(self._supervise, stage)
+                group.start_soon(self._heart.beat_forever)
         except BaseExceptionGroup as failures:
             self._failure = _clearest(failures)
+            await self._heart.last_word()
             # Without stages no output will ever come; nobody shall wait for one.
             await self.bus.aclose()
             raise self._failure from None

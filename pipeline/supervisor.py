@@ -9,8 +9,18 @@ from collections.abc import Callable
 import anyio
 import structlog
 
-from ..config import BusError, ConfigError, ModelError, NanoInferenceError, PipelineConfig
-from ..stages.actor import Actor
+from ..config import (
+    BusError,
+    ConfigError,
+    LaneReplaced,
+    ModelError,
+    NanoInferenceError,
+    PipelineConfig,
+)
+from ..stages.actor import FAILED, Actor
+
+# However often something failed, it is tried again after this time.
+LONGEST_WAIT_S = 10.0
 
 
 class StageFailed(NanoInferenceError):
@@ -34,7 +44,8 @@ class RestartBudget:
             now_s: A monotonic clock.
 
         Returns:
-            Seconds to wait before the restart; doubles with each failure within the window.
+            Seconds to wait before the restart; doubles with each failure within the window, up to
+            `LONGEST_WAIT_S`.
 
         Raises:
             StageFailed: The budget is used up.
@@ -49,7 +60,8 @@ class RestartBudget:
                 f"the {self._name} stage failed {count} times within "
                 f"{config.restart_window_s:g} s; its errors are in the log above"
             )
-        return float(config.restart_backoff_s * 2 ** (count - 1))
+        # Beyond 2**30 nobody cares, and a float would end at 2**1024.
+        return float(min(LONGEST_WAIT_S, config.restart_backoff_s * 2 ** min(count - 1, 30)))
 
 
 async def supervise(make: Callable[[], Actor], config: PipelineConfig) -> None:
@@ -61,8 +73,10 @@ async def supervise(make: Callable[[], Actor], config: PipelineConfig) -> None:
     Raises:
         StageFailed: The restart budget is used up.
         ModelError, ConfigError: The stage can't start, and trying again would not change that.
+        LaneReplaced: Another process serves its lane; starting it again would drive that one out.
     """
     budget: RestartBudget | None = None
+    last = ""
     while True:
         actor = make()
         budget = budget or RestartBudget(actor.name, config)
@@ -70,10 +84,16 @@ async def supervise(make: Callable[[], Actor], config: PipelineConfig) -> None:
         try:
             await actor.run()
         except Exception as error:
+            actor.failed = True
             cause = _only_cause(error)
+            if isinstance(cause, LaneReplaced):
+                log.error("lane_replaced", reason=cause.message)
+                raise cause from None
             if isinstance(cause, ModelError | ConfigError) and not actor.opened:
                 raise cause from None
-            log.error("stage_failed", error=repr(cause), exc_info=cause)
+            # The same traceback a second time helps nobody.
+            log.error("stage_failed", error=repr(cause), exc_info=repr(cause) != last and cause)
+            last = repr(cause)
             await _tell(actor, repr(cause))
         wait_s = budget.failed(time.monotonic())
         log.warning("stage_restarts", wait_s=round(wait_s, 3))
@@ -84,7 +104,7 @@ async def _tell(actor: Actor, reason: str) -> None:
     """Lets admission know at once; if it can't be told now, the restarted stage tells it."""
     try:
         with anyio.move_on_after(1.0):
-            await actor.leave(f"failed: {reason}")
+            await actor.leave(f"{FAILED}{reason}")
     except BusError as error:
         actor.log.warning("failure_not_announced", error=error.message)
 
@@ -92,6 +112,9 @@ async def _tell(actor: Actor, reason: str) -> None:
 def _only_cause(error: Exception) -> BaseException:
     """What a task group of one failed task really says."""
     cause: BaseException = error
-    while isinstance(cause, BaseExceptionGroup) and len(cause.exceptions) == 1:
-        cause = cause.exceptions[0]
+    while isinstance(cause, BaseExceptionGroup):
+        replaced = cause.subgroup(LaneReplaced)  # that several tasks may find out at once
+        if replaced is None and len(cause.exceptions) != 1:
+            break
+        cause = (replaced or cause).exceptions[0]
     return cause

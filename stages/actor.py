@@ -10,11 +10,14 @@ from typing import ClassVar
 import anyio
 import structlog
 
-from ..bus import Bus, Inbox, Sender
+from ..bus import Bus, Inbox, Sender, StageState
 from ..bus.links import CONTROL, Link
 from ..bus.messages import Envelope, Message, Reset, StageReady, StageStarted, StageStopped
 from ..config import Config
 from ..telemetry import Attributes, TraceContext, Tracing, names, now_ns
+
+FAILED = "failed: "
+"""What the reason of a StageStopped begins with when the stage failed by itself."""
 
 
 class StageContext:
@@ -56,8 +59,11 @@ class Actor(ABC):
         self.incarnation = f"{self.name}-{uuid.uuid4().hex[:8]}"
         self.epoch = 0
         self.opened = False
+        self.failed = False
         self.log = structlog.get_logger().bind(stage=self.name)
         self._on_ready = context.on_ready
+        # The epoch in which this stage takes part; 0 before the first.
+        self._part_of = 0
         self._senders: dict[Link, Sender] = {}
 
     # --- what a stage says --------------------------------------------------------------------
@@ -83,7 +89,32 @@ class Actor(ABC):
     async def announce(self) -> None:
         """Tells admission that the stage takes part in the current epoch."""
         await self.send(CONTROL["admission"], StageReady(self.name, self.incarnation))
+        self.takes_part()
+
+    def takes_part(self) -> None:
+        """From now on the stage counts as ready, until a new epoch begins."""
+        self._part_of = self.epoch
         self._on_ready(self.name)
+
+    def condition(self) -> tuple[StageState, str]:
+        """How the stage is, and if it is not ready, what it waits for."""
+        if self.failed:
+            return "starting", "it failed and is started again"
+        if not self.opened:
+            return "starting", "it is loading"
+        if not self.epoch:
+            return "waiting", "admission has not begun an epoch"
+        if self._part_of != self.epoch:
+            return "waiting", self.waits_for()
+        return "ready", ""
+
+    def waits_for(self) -> str:
+        """What is missing for this stage to take part in an epoch that has begun."""
+        return "it is making ready"
+
+    def load(self) -> dict[str, int | float | str]:
+        """A few numbers for people, that cost nothing to tell: asked for about once a second."""
+        return {}
 
     # --- running ------------------------------------------------------------------------------
 
@@ -124,6 +155,9 @@ class Actor(ABC):
                 self.log.debug("stale_message_dropped", type=type(envelope.body).__name__)
                 return
             if envelope.epoch > self.epoch:
+                if not await self.bus.is_epoch(envelope.epoch):
+                    self.log.warning("message_of_no_epoch_dropped", epoch=envelope.epoch)
+                    return
                 self.epoch = envelope.epoch
                 await self.reset()
         if isinstance(envelope.body, Reset):

@@ -13,7 +13,9 @@ import typer
 from ...config import NanoInferenceError
 from ..supervisor import StageFailed
 from .demo import demo
+from .dlq import app as dlq
 from .doctor import doctor
+from .health import health
 from .run import run
 from .status import status
 from .submit import submit
@@ -38,7 +40,10 @@ app.command(rich_help_panel=_START)(up)
 app.command(rich_help_panel=_START)(run)
 app.command(rich_help_panel=_USE)(submit)
 app.command(rich_help_panel=_USE)(tail)
-app.command(rich_help_panel=_USE)(status)
+_KEEP = "Keep a pipeline running"
+app.command(rich_help_panel=_KEEP)(status)
+app.command(rich_help_panel=_KEEP)(health)
+app.add_typer(dlq, name="dlq", rich_help_panel=_KEEP)
 
 
 def _print_version(wanted: bool) -> None:

@@ -21,6 +21,9 @@ from ..pipeline import Pipeline
 from .options import BusUrl, ConfigFile, LogLevel, ModelPath, Settings, build_config
 from .stdin import stdin_lines
 
+DRAIN = b"drain\n"
+"""What `up` writes to a child's standard input when the whole pipeline is to stop."""
+
 # Lines of standard input that are answered at the same time.
 _CONCURRENT_LINES = 256
 
@@ -38,18 +41,22 @@ def run(
     with_parent: Annotated[
         bool,
         typer.Option(
-            "--with-parent", hidden=True, help="Drain when standard input closes, as `up` wants."
+            "--with-parent", hidden=True, help="Leave when standard input closes, as `up` wants."
         ),
     ] = False,
 ) -> None:
     """Run stages in this process.
 
-    Over Redis, this process runs the stages that you name, and SIGTERM drains it. Start the
-    other stages elsewhere, on any machine that reaches the same Redis:
+    Over Redis, this process runs the stages that you name. Start the other stages elsewhere, on
+    any machine that reaches the same Redis:
 
         nano-inference run --bus redis://127.0.0.1:6379
 
         nano-inference run --bus redis://127.0.0.1:6379 --stages executor,batching
+
+    SIGTERM ends it in good order. With all five stages here, requests in flight may finish first.
+    With some of them it leaves at once: nothing is lost, and the requests go on as soon as another
+    process runs these stages. Ctrl-C lets requests in flight finish in either case.
 
     Without Redis, it is a filter: requests as JSON lines on standard input, outputs as JSON lines
     on standard output, done when the input ends:
@@ -72,29 +79,46 @@ def run(
 
 async def _serve(config: Config, with_parent: bool) -> None:
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        async with Pipeline(config) as pipeline:
-            await _told_to_stop(pipeline, signals, with_parent)
-            await _drain(pipeline)
+        # A child may be started again while Redis is away; `up` has seen it before the first one.
+        async with Pipeline(config, wait_for_bus=with_parent) as pipeline:
+            if await _told_to_drain(pipeline, signals, with_parent):
+                await _drain(pipeline)
+            else:
+                structlog.get_logger().info("leaving")
 
 
-async def _told_to_stop(
+async def _told_to_drain(
     pipeline: Pipeline, signals: AsyncIterator[signal.Signals], with_parent: bool
-) -> None:
-    """Returns on the first signal. From then on a second one kills at once."""
+) -> bool:
+    """Waits until this process is to stop. From then on a second signal kills at once.
+
+    Returns:
+        Whether requests in flight shall finish first. By SIGTERM a process is replaced as often
+        as stopped for good. When others have the rest of the stages it leaves at once, since a
+        successor takes up what it held, and the sooner the better.
+    """
+    words: list[bytes] = []
+    asked: signal.Signals | None = None
     async with anyio.create_task_group() as group:
         group.start_soon(pipeline.failed)
         if with_parent:
-            group.start_soon(_parent_gone, group.cancel_scope)
-        await anext(signals)
+            group.start_soon(_hear_parent, words, group.cancel_scope)
+        asked = await anext(signals)
         group.cancel_scope.cancel()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    alone = set(pipeline.config.pipeline.stages) == set(STAGES)
+    return alone or asked == signal.SIGINT or DRAIN.strip() in words
 
 
-async def _parent_gone(scope: anyio.CancelScope) -> None:
-    """Standard input is a pipe that the parent never writes to and that closes when it dies."""
-    async for _ in stdin_lines():
-        pass
+async def _hear_parent(words: list[bytes], scope: anyio.CancelScope) -> None:
+    """Standard input is a pipe: one word comes when all is to stop, and it closes when the parent
+    dies."""
+    async for word in stdin_lines():
+        if word:
+            words.append(word)
+            scope.cancel()
+            return
     # It read our logs too; a write to nobody would be an error.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):

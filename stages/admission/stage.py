@@ -1,4 +1,4 @@
-"""The admission stage's shell: the way in, and the keeper of the epoch."""
+"""The admission stage's shell: the way in, and the lane's place among other lanes."""
 
 from __future__ import annotations
 
@@ -10,61 +10,69 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from ...bus import Inbox, RequestEntry
-from ...bus.links import ADMITTED, CONTROL, REFUSED
+from ...bus import Inbox, RequestEntry, StageState
 from ...bus.messages import (
     AdmittedRequest,
     Cancel,
+    Completion,
     Drain,
     Envelope,
+    Fenced,
+    Recovered,
     RequestFinished,
-    Reset,
+    ServerRestarted,
     StageReady,
     StageStarted,
     StageStopped,
 )
-from ...config import STAGES, RequestError
+from ...config import RequestError
 from ...telemetry import TraceContext, names, now_ns
-from ..actor import Actor, StageContext, budget_of
+from ..actor import FAILED, StageContext
 from ..tokenizer import load_tokenizer, stop_token_ids_of
 from .core import AdmissionCore, request_id_of, status_of
-
-OTHERS = tuple(stage for stage in STAGES if stage != "admission")
+from .ledger import Unanswered
+from .overload import FinishRate, overloaded
+from .recovery import OTHERS, RecoveringStage, deadline_of
 
 # Cancellations of entries not seen yet that are kept.
 REMEMBERED_CANCELS = 4096
+
+# Entries that are let in, or looked at, in one go.
+TAKE_BATCH = 64
+
+# How often to look whether too many requests wait.
+LOOK_S = 1.0
 
 # Text longer than this is tokenised beside the event loop, which would stand still meanwhile.
 LONG_TEXT = 16_384
 
 
-class AdmissionStage(Actor):
-    """Takes requests while all stages are ready and there is room; ends those that a failure hit.
+class AdmissionStage(RecoveringStage):
+    """Takes requests while all stages are ready and there is room; resumes what a failure hit.
 
     An entry of the requests queue is acknowledged only when streaming has written the request's
     terminal message. What was taken before and not acknowledged is found again at the start.
+
+    On Redis other lanes may serve the same queue. What this lane holds is leased: it renews the
+    lease, takes over what others no longer renew, and lets go of what others have taken over.
     """
 
     name: ClassVar[str] = "admission"
 
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
-        self._core: AdmissionCore
         self._on_drained = context.on_drained
-        # The inbox and the requests queue are read by two tasks; they take turns.
+        # The inbox, the requests queue and the leases are looked after by three tasks; they take
+        # turns.
         self._turn = asyncio.Lock()
-        self._missing: set[str] = set(OTHERS)
-        self._open = asyncio.Event()
         self._room = asyncio.Event()
         self._draining = False
         self._overdue = False
         self._drain_until_ns = 0
-        # Entries whose terminal message is not written yet, by entry id, each with the message
-        # that ends it if a stage fails before.
-        self._unanswered: dict[str, Cancel] = {}
         # Entries that were cancelled before they were let in, oldest first.
         self._cancelled_early: OrderedDict[str, Cancel] = OrderedDict()
         self._taking = anyio.CancelScope()
+        self._rate = FinishRate()
 
     # --- starting -----------------------------------------------------------------------------
 
@@ -74,15 +82,26 @@ class AdmissionStage(Actor):
         self._core = AdmissionCore(self.config, tokenizer, stop_token_ids_of(folder, tokenizer))
 
     async def receive_forever(self, inbox: Inbox) -> None:
-        for entry in await self.bus.requests.pending():
-            self._unanswered[entry.entry_id] = _failed(entry)
+        pending = await self.bus.requests.pending()
+        now = self._renewed_ns = now_ns()
+        self._inherited = [(entry, now) for entry in pending]
         await self._begin_epoch("admission started")
         async with anyio.create_task_group() as group:
             group.start_soon(self._admit_forever)
+            if self.config.bus.url != "memory":
+                group.start_soon(self._keep_lane)
             await super().receive_forever(inbox)
 
     async def reset(self) -> None:
-        """Nothing: the epochs are this stage's own, and the ledger outlives them."""
+        """The epochs are this stage's own: a larger one was begun by its successor, or the counter
+        was lost with the server's data.
+
+        Raises:
+            LaneReplaced: There is a successor.
+        """
+        async with self._turn:
+            await self._renew()
+            await self._begin_epoch("the stages were in a larger epoch")
 
     # --- the inbox ----------------------------------------------------------------------------
 
@@ -91,13 +110,24 @@ class AdmissionStage(Actor):
             match envelope.body:
                 case RequestFinished(request_id, entry_id):
                     await self._finish(request_id, entry_id)
+                case Recovered(entry_id, samples):
+                    await self._take_answer(entry_id, samples)
+                case Fenced(entry_ids):
+                    await self._take_fenced(entry_ids)
                 case Cancel() as cancel:
                     await self._cancel(cancel)
+                case StageStarted(self.name, incarnation) if incarnation != self.incarnation:
+                    await self._renew()  # is it our successor, or an echo of a predecessor?
                 case StageStarted(stage) if stage != self.name:
                     await self._begin_epoch(f"{stage} started")
                 case StageStopped(stage, _, reason) if stage != self.name:
                     self.log.warning("stage_lost", lost=stage, reason=reason)
+                    if reason.startswith(FAILED):
+                        self._ledger.suspect(self._alone)
                     await self._begin_epoch(f"{stage} stopped")
+                case ServerRestarted():
+                    self.bus.requests.distrust()
+                    await self._begin_epoch("the server of the bus was restarted")
                 case StageReady() as ready:
                     await self._take_part(ready, envelope.epoch)
                 case Drain(timeout_ns):
@@ -108,40 +138,79 @@ class AdmissionStage(Actor):
                     self.log.warning("message_not_understood", type=type(other).__name__)
 
     async def settle(self) -> None:
-        if self._draining:
-            async with self._turn:
+        async with self._turn:
+            await self._expire(now_ns())
+            if self._draining:
                 await self._drain()
 
     def wake_at_ns(self) -> int | None:
-        return self._drain_until_ns if self._draining and not self._overdue else None
+        wake_at = self._next_deadline_ns()
+        if self._draining and not self._overdue:
+            return min(self._drain_until_ns, wake_at or self._drain_until_ns)
+        return wake_at
 
-    # --- epochs -------------------------------------------------------------------------------
+    # --- what it tells of itself --------------------------------------------------------------
 
-    async def _begin_epoch(self, reason: str) -> None:
-        """All stages drop what they hold. Requests in flight end when streaming is ready."""
-        self._open.clear()
-        self._missing = set(OTHERS)
-        self.epoch = await self.bus.next_epoch()
-        self.log.debug("epoch_begins", epoch=self.epoch, reason=reason)
-        for stage in OTHERS:
-            await self.send(CONTROL[stage], Reset())
+    def condition(self) -> tuple[StageState, str]:
+        state, reason = super().condition()
+        if self._draining and self.opened:
+            return "draining", f"{len(self._ledger)} requests in flight may finish"
+        if state == "ready" and self._alone:
+            return "waiting", f"{len(self._alone)} requests under suspicion run one by one"
+        return state, reason
 
-    async def _take_part(self, ready: StageReady, epoch: int) -> None:
-        if epoch != self.epoch or ready.stage not in self._missing:
-            return
-        self._missing.discard(ready.stage)
-        if ready.capacity is not None:
-            self._core.set_capacity(ready.capacity)
-        if ready.stage == "streaming":
-            # Nothing was let in since the epoch began, so all of these were hit. A refusal that
-            # is sent a second time here is dropped where results are written.
-            for cancel in self._unanswered.values():
-                await self._refuse(cancel)
-        if not self._missing:
-            self._open.set()
-            self._update_room()
-            self._on_ready(self.name)
-            self.log.info("ready", epoch=self.epoch)
+    def waits_for(self) -> str:
+        if self._missing:
+            missing = [stage for stage in OTHERS if stage in self._missing]
+            return f"{', '.join(missing)} not ready"
+        if self._asked:
+            return f"streaming looks for {len(self._asked)} requests"
+        return "it takes up what it holds"
+
+    def load(self) -> dict[str, int | float | str]:
+        recovering = len(self._alone) if self._resumed else len(self._ledger) + len(self._inherited)
+        return {"in_flight": len(self._ledger), "recovering": recovering}
+
+    # --- among other lanes --------------------------------------------------------------------
+
+    async def _keep_lane(self) -> None:
+        """Keeps the lane's leases, and the queue within its bounds."""
+        third_ns = int(self.config.admission.lease_s / 3 * 1e9)
+        while True:
+            if now_ns() - self._renewed_ns >= third_ns:
+                await self._keep_leases()
+            while await self._shed():
+                pass
+            due_s = (self._renewed_ns + third_ns - now_ns()) / 1e9
+            await anyio.sleep(min(LOOK_S, max(0.0, due_s)))
+
+    async def _keep_leases(self) -> None:
+        settings = self.config.admission
+        before_ns = self._renewed_ns
+        lost = await self.bus.requests.renew(settings.lease_s)
+        async with self._turn:
+            self._renewed_ns = now_ns()
+            await self._lose(lost)
+        if self._renewed_ns - before_ns > settings.lease_s * 1e9:
+            return  # Redis was away, so the others could not renew theirs either
+        if self._open.is_set() and not self._draining and self._free() > 0:
+            entries = await self.bus.requests.take_over(settings.lease_s, self._free())
+            if entries:
+                async with self._turn:
+                    await self._inherit(entries, "took_over_from_another_lane")
+
+    async def _shed(self) -> int:
+        def answer(entry: RequestEntry, waiting: int) -> Completion:
+            now = now_ns()
+            retry_after_s = self._rate.retry_after_s(waiting, now)
+            return overloaded(entry, retry_after_s, self.config.engine.model_name, now)
+
+        number = await self.bus.requests.shed(
+            self.config.admission.max_queued, answer, max(1, self.epoch)
+        )
+        if number:
+            self.log.warning("requests_refused_as_overloaded", requests=number)
+        return number
 
     # --- the way in ---------------------------------------------------------------------------
 
@@ -152,15 +221,14 @@ class AdmissionStage(Actor):
             await self._room.wait()
             entries: list[RequestEntry] = []
             with anyio.CancelScope() as self._taking:
-                entries = await self.bus.requests.take(min(64, max(1, self._core.room())))
+                entries = await self.bus.requests.take(min(TAKE_BATCH, max(1, self._free())))
             received = now_ns()
-            exist = await asyncio.gather(
-                *(self.bus.results.exists(request_id_of(entry)) for entry in entries)
-            )
-            for entry, exists in zip(entries, exist, strict=True):
+            self._in_hand = {entry.entry_id for entry in entries}
+            owners = await self._claim(entries)
+            for entry, owner in zip(entries, owners, strict=True):
                 await self._wait_for_turn()
                 try:
-                    await self._admit(entry, received, exists)
+                    await self._admit(entry, received, owner)
                 finally:
                     self._turn.release()
 
@@ -177,75 +245,96 @@ class AdmissionStage(Actor):
                 return
             self._turn.release()
 
-    async def _admit(self, entry: RequestEntry, received_ns: int, exists: bool) -> None:
-        request_id = request_id_of(entry)
-        if entry.entry_id in self._unanswered:
+    async def _admit(self, entry: RequestEntry, received_ns: int, owner: str | None) -> None:
+        if now_ns() - self._renewed_ns > self.config.admission.lease_s * 1e9:
+            # This process stood still for long; others may have what it holds.
+            await self._renew()
+        if entry.entry_id not in self._in_hand:
+            return
+        self._in_hand.discard(entry.entry_id)
+        if entry.entry_id in self._ledger:
             return  # handed out twice, as a queue may; the first one counts
+        if owner == entry.entry_id:
+            await self._inherit([entry], "took_a_request_that_was_begun_before")
+            return
+        item = await self._judge_entry(entry, received_ns, owner)
+        if item.end is not None:
+            await self._end(item, item.end)
+        elif item.request is not None:
+            await self._send_request(item, item.request)
+
+    async def _judge_entry(
+        self, entry: RequestEntry, received_ns: int, owner: str | None
+    ) -> Unanswered:
+        """Enters an entry in the ledger, either with its request or with what it ends with."""
+        deadline = deadline_of(entry, received_ns)
+        received_ns -= entry.waited_ns
+        item = Unanswered(entry)
         try:
             if self._draining:
                 raise RequestError("the pipeline is shutting down", code="shutting_down")
-            request = await self._validate(entry, received_ns, exists)
+            request = await self._validate(entry, received_ns, owner)
         except RequestError as error:
             status = status_of(error.code)
-            cancel = Cancel(request_id, entry.entry_id, status, error.code, error.message, True)
-            self._unanswered[entry.entry_id] = cancel
+            item.end = Cancel(item.request_id, item.entry_id, status, error.code, error.message)
             self._trace(entry, received_ns, error=error.code)
             self.log.info(
-                "request_refused", request_id=request_id, code=error.code, reason=error.message
+                "request_refused", request_id=item.request_id, code=error.code, reason=error.message
             )
-            await self._refuse(cancel)
-            return
-        await self._let_in(entry, request)
+        else:
+            trace = self._trace(entry, received_ns, request)
+            item.request = self._core.leaving(
+                request, now_ns(), trace.traceparent, trace.tracestate
+            )
+            item.deadline_ns = deadline
+            item.end = self._cancelled_early.pop(entry.entry_id, None)
+        self._ledger.add(item)
+        self._update_room()
+        return item
 
     async def _validate(
-        self, entry: RequestEntry, received_ns: int, exists: bool
+        self, entry: RequestEntry, received_ns: int, owner: str | None
     ) -> AdmittedRequest:
         if len(getattr(entry.request, "prompt", None) or "") < LONG_TEXT:
-            return self._core.admit(entry, received_ns, now_ns(), exists=exists)
+            return self._core.admit(entry, received_ns, now_ns(), owner=owner)
         return await anyio.to_thread.run_sync(
-            lambda: self._core.admit(entry, received_ns, now_ns(), exists=exists)
+            lambda: self._core.admit(entry, received_ns, now_ns(), owner=owner)
         )
 
-    async def _let_in(self, entry: RequestEntry, request: AdmittedRequest) -> None:
-        info = request.info
-        trace = self._trace(entry, info.received_ns, request)
-        budget_ns = getattr(entry.request, "budget_ns", None)
-        deadline = None if budget_ns is None else info.received_ns + budget_ns
-        self._unanswered[entry.entry_id] = _failed(entry)
-        self._update_room()
-        now = now_ns()
-        await self.send(
-            ADMITTED,
-            self._core.leaving(request, now, trace.traceparent, trace.tracestate),
-            trace=trace,
-            budget_ns=budget_of(deadline, now),
-        )
-        early = self._cancelled_early.pop(entry.entry_id, None)
-        if early is not None:
-            await self.send(ADMITTED, early)
-
-    async def _refuse(self, cancel: Cancel) -> None:
-        # Of no epoch: a refusal is true in any.
-        await self.send(REFUSED, cancel, epoch=0)
+    # --- the way out --------------------------------------------------------------------------
 
     async def _finish(self, request_id: str, entry_id: str) -> None:
         self._core.finish(request_id, entry_id)
-        self._unanswered.pop(entry_id, None)
+        if entry_id in self._ledger:
+            self._rate.finished(now_ns())
+        self._ledger.remove(entry_id)
+        self._answers.pop(entry_id, None)
+        self._asked.discard(entry_id)
         self._update_room()
         await self.bus.requests.acknowledge(entry_id)
+        await self._resume_when_answered()
+        if self._alone:
+            await self._next_alone()
 
     async def _cancel(self, cancel: Cancel) -> None:
-        entry_id = self._core.entry_of(cancel.request_id)
-        if entry_id is not None and cancel.entry_id in ("", entry_id):
-            await self.send(ADMITTED, msgspec.structs.replace(cancel, entry_id=entry_id))
-        elif cancel.entry_id and cancel.entry_id not in self._unanswered:
-            # It may be on its way in, or have ended already; nobody can tell here.
-            self._cancelled_early[cancel.entry_id] = cancel
-            if len(self._cancelled_early) > REMEMBERED_CANCELS:
-                self._cancelled_early.popitem(last=False)
+        entry_id = cancel.entry_id or self._core.entry_of(cancel.request_id) or ""
+        item = self._ledger.get(entry_id)
+        if item is None or item.request_id != cancel.request_id:
+            if cancel.entry_id:
+                # It may be on its way in, or have ended already; nobody can tell here.
+                self._cancelled_early[cancel.entry_id] = cancel
+                if len(self._cancelled_early) > REMEMBERED_CANCELS:
+                    self._cancelled_early.popitem(last=False)
+        elif item.end is None:
+            await self._cut_short(item, msgspec.structs.replace(cancel, entry_id=entry_id))
+
+    def _free(self) -> int:
+        """How many more entries may be taken: those that were refused count until it is told."""
+        unanswered = len(self._ledger) + len(self._inherited)
+        return min(self._core.room(), self.config.admission.max_in_flight - unanswered)
 
     def _update_room(self) -> None:
-        if self._core.room() > 0:
+        if self._free() > 0:
             self._room.set()
         else:
             self._room.clear()
@@ -257,17 +346,18 @@ class AdmissionStage(Actor):
             self._draining = True
             self._taking.cancel()
             self._drain_until_ns = now_ns() + timeout_ns
-            self.log.info("draining", in_flight=len(self._unanswered))
+            self.log.info("draining", in_flight=len(self._ledger))
 
     async def _drain(self) -> None:
         """Done when every entry that was taken is answered; what is overdue ends with an error."""
         if not self._overdue and now_ns() >= self._drain_until_ns:
             self._overdue = True
             message = "the pipeline is shutting down and the request was not done in time"
-            for cancel in self._unanswered.values():
-                late = Cancel(cancel.request_id, cancel.entry_id, "error", "shutting_down", message)
-                await self.send(ADMITTED, late)
-        if not self._unanswered:
+            for item in self._ledger:
+                if item.end is None:
+                    late = Cancel(item.request_id, item.entry_id, "error", "shutting_down", message)
+                    await self._cut_short(item, late)
+        if not len(self._ledger):
             self._on_drained()
 
     # --- telemetry ----------------------------------------------------------------------------
@@ -296,9 +386,3 @@ class AdmissionStage(Actor):
         request_id = request_id_of(entry)
         own = self.span(request_id, given, received_ns, attributes, error=error)
         return given if given.trace_id else own
-
-
-def _failed(entry: RequestEntry) -> Cancel:
-    request_id = request_id_of(entry)
-    message = "a stage of the pipeline failed while the request was in flight; send it again"
-    return Cancel(request_id, entry.entry_id, "error", "lane_failed", message, unstarted=True)

@@ -24,6 +24,9 @@ from .radix import RadixKVCache
 from .schedule import SchedulerOutput, schedule
 from .sequence import Sequence, SequenceStatus
 
+DEADLINES_KEPT = 256
+"""Deadlines of requests that have ended that may be left, before they are looked through."""
+
 NOTHING = SchedulerOutput((), (), (), {})
 
 _MOST_LOOKS = 2
@@ -99,6 +102,10 @@ class BatchingCore:
             self._waiting.append(seq)
         if deadline_ns is not None:
             heapq.heappush(self._deadlines, (deadline_ns, info.request_id, info.entry_id))
+            if len(self._deadlines) > 2 * len(self._by_request) + DEADLINES_KEPT:
+                # Those of requests that were done in time.
+                self._deadlines = [each for each in self._deadlines if each[1] in self._by_request]
+                heapq.heapify(self._deadlines)
 
     def cancel(self, cancel: Cancel) -> None:
         """Drops a request's sequences; the next plan passes the cancellation on."""
@@ -132,6 +139,20 @@ class BatchingCore:
             self._back_to_waiting(seq)
         self._running.clear()
         self._forget.clear()
+
+    def clear(self) -> None:
+        """Drops all sequences; what the prefix cache knows, it still knows.
+
+        The executor must forget its sequences, too, before the next plan.
+        """
+        self.retract()
+        self._sequences.clear()
+        self._by_request.clear()
+        self._waiting.clear()
+        self._ended.clear()
+        self._deadlines.clear()
+        self._freed_slots = 0
+        self._step_id = 0
 
     def absorb(self, result: StepResult) -> None:
         """Takes the result of the oldest plan under way.
@@ -187,6 +208,16 @@ class BatchingCore:
     def idle(self) -> bool:
         """Nothing waits, runs, or is under way."""
         return not (self._sequences or self._leaving or self._sent or self._ended)
+
+    def load(self) -> dict[str, int]:
+        """Sequences and blocks, for people. Cached blocks are counted at each call."""
+        return {
+            "running": len(self._running),
+            "waiting": len(self._waiting),
+            "kv_free": self.cache.num_free_blocks(),
+            "kv_total": self.cache.num_blocks,
+            "kv_cached": self.cache.num_cached_blocks(),
+        }
 
     def check(self) -> None:
         """The conservation check: every block is free or held by exactly who says so.

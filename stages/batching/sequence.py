@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
+import msgspec
+
 from ...bus.messages import RequestInfo, SequenceSpec
 from ...config import SamplingParams
 from .cache import Lease
@@ -72,9 +74,10 @@ class Sequence:
         cache_salt: str = "",
     ) -> None:
         self.seq_id = spec.seq_id
-        self.spec = spec
+        # The tokens are in `token_ids`; the executor needs them once.
+        self.spec = msgspec.structs.replace(spec, generated=()) if spec.generated else spec
         self.info = info
-        self.token_ids = list(token_ids)
+        self.token_ids = [*token_ids, *spec.generated]
         self.num_prompt_tokens = len(token_ids)
         self.sampling = sampling
         self.priority = priority

@@ -31,12 +31,21 @@ class BatchingStage(Actor):
 
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
-        # Made when the executor has told its capacity for this epoch.
+        # There when the executor has told its capacity for this epoch.
         self._core: BatchingCore | None = None
+        # The core of the last epoch and its executor: while that one lives, so does what its
+        # blocks hold, and requests that are resumed find their own beginning.
+        self._last: tuple[BatchingCore, str] | None = None
+        self._executor = ""
+        # Who paused the lane does not want a failure to resume it.
+        self._paused = False
         # Requests that wait for their first step, and since when; for their span.
         self._arrived: dict[str, tuple[RequestInfo, int]] = {}
 
     async def reset(self) -> None:
+        if self._core is not None:
+            self._core.clear()
+            self._last = (self._core, self._executor)
         self._core = None
         self._arrived.clear()
 
@@ -44,6 +53,12 @@ class BatchingStage(Actor):
         # Without the executor's capacity this stage is not ready, and says so by its silence.
         if self._core is not None:
             await super().announce()
+
+    def waits_for(self) -> str:
+        return "the executor has not told its capacity"
+
+    def load(self) -> dict[str, int | float | str]:
+        return dict(self._core.load()) if self._core is not None else {}
 
     async def handle(self, envelope: Envelope) -> None:
         if isinstance(envelope.body, StageReady):
@@ -66,10 +81,8 @@ class BatchingStage(Actor):
             case Cancel() as cancel:
                 core.cancel(cancel)
                 self._arrived.pop(cancel.request_id, None)
-            case Pause():
-                core.paused = True
-            case Resume():
-                core.paused = False
+            case Pause() | Resume() as wish:
+                core.paused = self._paused = isinstance(wish, Pause)
             case FlushCache():
                 core.cache.flush()
             case other:
@@ -93,11 +106,19 @@ class BatchingStage(Actor):
     async def _meet_executor(self, ready: StageReady) -> None:
         if ready.capacity is None or self._core is not None:
             return
-        self._core = BatchingCore(self.config.engine, ready.capacity)
+        if self._last is not None and self._last[1] == ready.incarnation:
+            self._core = self._last[0]
+        else:
+            self._core = BatchingCore(self.config.engine, ready.capacity)
+        self._core.paused = self._paused
+        self._executor = ready.incarnation
+        self._last = None
         await self.send(CREDITS, Credit(self.config.engine.max_batch_size))
         await self.announce()
 
     def _trace_started(self, plan: StepPlan) -> None:
+        for cancel in plan.ended:  # which may never have started
+            self._arrived.pop(cancel.request_id, None)
         for new in plan.new:
             arrived = self._arrived.pop(new.info.request_id, None)
             if arrived is not None:

@@ -59,6 +59,9 @@ class ExecutorStage(Actor):
         super().__init__(context)
         self._core: ExecutorCore
         self._under_way: asyncio.Queue[tuple[int, StepPlan, Future[StepResult]]] = asyncio.Queue()
+        # For `load`: plans under way, steps done.
+        self._plans = self._steps = 0
+        self._device = ""
         self._of_sequence: dict[int, Execution] = {}
         self._of_request: dict[str, Execution] = {}
 
@@ -67,6 +70,7 @@ class ExecutorStage(Actor):
         started = now_ns()
         self._core = await asyncio.wrap_future(_TORCH_THREAD.submit(_load, self.config.engine))
         capacity = self._core.capacity()
+        self._device = capacity.device
         self.log.info(
             "model_loaded",
             seconds=round((now_ns() - started) / 1e9, 2),
@@ -91,11 +95,15 @@ class ExecutorStage(Actor):
         ready = StageReady(self.name, self.incarnation, self._core.capacity())
         await self.send(CONTROL["batching"], ready)
         await self.send(CONTROL["admission"], ready)
-        self._on_ready(self.name)
+        self.takes_part()
+
+    def load(self) -> dict[str, int | float | str]:
+        return {"plans": self._plans, "steps": self._steps, "device": self._device}
 
     async def handle(self, envelope: Envelope) -> None:
         if isinstance(envelope.body, StepPlan):
             future = _TORCH_THREAD.submit(self._core.execute, envelope.body)
+            self._plans += 1
             self._under_way.put_nowait((self.epoch, envelope.body, future))
         else:
             self.log.warning("message_not_understood", type=type(envelope.body).__name__)
@@ -104,6 +112,8 @@ class ExecutorStage(Actor):
         while True:
             epoch, plan, future = await self._under_way.get()
             result = await asyncio.wrap_future(future)
+            self._plans -= 1
+            self._steps += 1
             await self.send(STEPS_BATCHING, result, epoch=epoch)
             await self.send(STEPS_STREAMING, result, epoch=epoch)
             if self.tracing.enabled and epoch == self.epoch:

@@ -17,6 +17,9 @@ from ...bus.messages import (
 )
 from ...config import FairnessConfig
 
+LEFTOVERS_KEPT = 256
+"""Entries of dispatched and cancelled requests that may be left in a heap, besides the others."""
+
 
 class Queued(msgspec.Struct):
     """A request in the queue, and those of its sequences that are not dispatched yet."""
@@ -67,6 +70,7 @@ class FairnessCore:
         self._enqueue(queued)
         if deadline_ns is not None:
             heapq.heappush(self._deadlines, (deadline_ns, next(self._order), queued))
+        self._tidy()
 
     def pop(self, now_ns: int) -> Dispatched | None:
         """The next dispatch, or None when the queue is empty or no credit is left.
@@ -134,6 +138,16 @@ class FairnessCore:
     def num_queued(self) -> int:
         """Requests with sequences that wait."""
         return len(self._queued)
+
+    def _tidy(self) -> None:
+        """Drops what is left of requests that are in the queue no longer, once that is most."""
+        most = 2 * len(self._queued) + LEFTOVERS_KEPT
+        if len(self._deadlines) > most:
+            self._deadlines = [each for each in self._deadlines if each[2].waiting]
+            heapq.heapify(self._deadlines)
+        if len(self._heap) > most:
+            self._heap = [each for each in self._heap if each[2].waiting]
+            heapq.heapify(self._heap)
 
     def _enqueue(self, queued: Queued) -> None:
         head_start_ns = round(queued.request.priority * self._config.aging_s * 1e9)

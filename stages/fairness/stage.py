@@ -49,6 +49,9 @@ class FairnessStage(Actor):
     def wake_at_ns(self) -> int | None:
         return self._core.next_deadline_ns()
 
+    def load(self) -> dict[str, int | float | str]:
+        return {"queued": self._core.num_queued, "credits": self._core.credits}
+
     async def _send(self, dispatched: Dispatched) -> None:
         info = dispatched.dispatch.info
         trace = TraceContext(info.traceparent, info.tracestate)

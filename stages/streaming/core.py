@@ -10,6 +10,8 @@ known from its first StartedSequence until its Completion.
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,6 +22,9 @@ from ...bus.messages import (
     CompletionChunk,
     ErrorInfo,
     Output,
+    Recovered,
+    RecoveredSample,
+    RecoveryItem,
     RequestFinished,
     RequestInfo,
     StageTime,
@@ -118,10 +123,49 @@ class StreamingCore:
     def reset(self) -> None:
         """A new epoch: no sequence of the old one will report again.
 
-        Requests stay, until each is ended by a Cancel or goes on with new sequences, which must
-        then start with as many tokens as were delivered.
+        Requests stay, until each is ended by a Cancel or goes on with new sequences, which start
+        behind the tokens that `recovered` tells.
         """
         self._running.clear()
+
+    def knows(self, item: RecoveryItem) -> bool:
+        """Whether the request has begun and not ended, as far as this object can tell."""
+        request = self._requests.get(item.key)
+        return request is not None and request.info.entry_id == item.entry_id
+
+    def agrees(self, item: RecoveryItem, chunks: Sequence[CompletionChunk]) -> bool:
+        """Whether a known request's stream holds what was delivered of it, as it should."""
+        request = self._requests[item.key]
+        delivered: Counter[int] = Counter()
+        for chunk in chunks:
+            delivered[chunk.sample_index] += len(chunk.token_ids)
+        return not request.info.stream or all(
+            len(sample.token_ids) == delivered[sample.index] for sample in request.samples.values()
+        )
+
+    def restore(self, info: RequestInfo, chunks: Sequence[CompletionChunk]) -> None:
+        """Takes up a request again from what a predecessor delivered of it, in order."""
+        request = self._requests[info.request_id] = RequestState(info, info.received_ns)
+        for chunk in chunks:
+            index = chunk.sample_index
+            sample = request.samples.get(index) or request.add(index, self._pieces)
+            sample.restore(chunk)
+            if chunk.prompt_logprobs is not None:
+                request.restore_prompt(chunk)
+            request.unfinished -= chunk.finish_reason is not None
+
+    def recovered(self, item: RecoveryItem) -> Recovered:
+        """What there is of a request; nothing of one that `knows` does not know."""
+        samples = self._requests[item.key].samples.values() if self.knows(item) else ()
+        return Recovered(
+            item.entry_id,
+            tuple(
+                RecoveredSample(
+                    sample.index, tuple(sample.token_ids), sample.finish_reason is not None
+                )
+                for sample in samples
+            ),
+        )
 
     def _start(self, started: StartedSequence, end_ns: int) -> None:
         """Adds a sequence, or lets it go on after a preemption, when nothing is counted again."""
@@ -152,6 +196,8 @@ class StreamingCore:
         text = sample.advance(token)
         info = request.info
         if info.stream:
+            first = sample.index == 0 and offset == 0
+            prompt_logprobs, prompt_tops = request.scored_prompt() if first else (None, None)
             chunk = CompletionChunk(
                 request_id=info.request_id,
                 entry_id=info.entry_id,
@@ -163,6 +209,8 @@ class StreamingCore:
                 finish_reason=sample.finish_reason,
                 weight_version=token.weight_version,
                 top_logprobs=sample.top_logprobs(offset),
+                prompt_logprobs=prompt_logprobs,
+                prompt_top_logprobs=prompt_tops,
             )
             batch.add(info.request_id, chunk)
         if sample.finish_reason is not None:
@@ -173,7 +221,19 @@ class StreamingCore:
             if not request.unfinished:
                 self._complete(request, batch)
 
+    def forget(self, request_id: str, entry_id: str) -> None:
+        """Drops what there is of a request, without a word to its client."""
+        request = self._requests.get(request_id)
+        if request is not None and request.info.entry_id == entry_id:
+            del self._requests[request_id]
+            for sample in request.samples.values():
+                if self._running.get(sample.seq_id) is sample:
+                    del self._running[sample.seq_id]
+
     def _end(self, cancel: Cancel, batch: _Batch) -> None:
+        if cancel.elsewhere:
+            self.forget(cancel.request_id, cancel.entry_id)
+            return
         request = self._requests.get(cancel.request_id)
         if request is not None and cancel.entry_id in ("", request.info.entry_id):
             for sample in request.samples.values():
@@ -181,8 +241,6 @@ class StreamingCore:
                     self._abort(sample, batch)
             self._complete(request, batch, cancel)
         elif cancel.unstarted:
-            # The id of a duplicate names somebody else's stream.
-            own = cancel.request_id and cancel.code != "duplicate_request"
             completion = Completion(
                 request_id=cancel.request_id,
                 entry_id=cancel.entry_id,
@@ -190,7 +248,7 @@ class StreamingCore:
                 error=ErrorInfo(code=cancel.code, message=cancel.message),
                 timings=Timings(finished_ns=batch.now_ns),
             )
-            batch.finish(cancel.request_id if own else cancel.entry_id, None, completion)
+            batch.finish(cancel.result_key, None, completion)
 
     def _abort(self, sample: Sample, batch: _Batch) -> None:
         """Ends a sample where it is; a streaming client gets the text that was held back."""

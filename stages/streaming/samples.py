@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...bus.messages import (
+    CompletionChunk,
     CompletionSample,
     FinishReason,
     PromptLogprobs,
@@ -81,6 +82,11 @@ class RequestState:
         self.prompt_logprobs += found.logprobs[known:]
         self.prompt_top_logprobs += map(token_logprobs, found.top_logprobs[known:])
 
+    def restore_prompt(self, chunk: CompletionChunk) -> None:
+        """Takes the logprobs of the prompt that were delivered before."""
+        self.prompt_logprobs = list(chunk.prompt_logprobs or ())
+        self.prompt_top_logprobs = list(chunk.prompt_top_logprobs or ())
+
     def scored_prompt(
         self,
     ) -> tuple[tuple[float | None, ...] | None, tuple[TokenLogprobs, ...] | None]:
@@ -141,17 +147,15 @@ class Sample:
         the first `min_tokens` tokens is none of its business, not even as a beginning.
         """
         info, reason = self.request.info, token.reason
-        if not self._weight_versions or self._weight_versions[-1][0] != token.weight_version:
-            self._weight_versions.append((token.weight_version, len(self.token_ids)))
-        self.token_ids.append(token.token_id)
-        self._logprobs.append(token.logprob)
-        if info.logprobs:
-            self._top_logprobs.append(token_logprobs(token.top_logprobs))
+        self._record(
+            token.token_id,
+            token.logprob,
+            token.weight_version,
+            token_logprobs(token.top_logprobs) if info.logprobs else (),
+        )
         text, matched = "", False
         if reason != "stop":
-            text = self._detokenizer.push((token.token_id,))
-            if self._stops is not None and len(self.token_ids) > info.min_tokens:
-                text, matched = self._stops.push(text)
+            text, matched = self._advance_text(token.token_id)
         if matched:
             self.finish_reason = "stop"
         elif reason:
@@ -160,6 +164,19 @@ class Sample:
         if text:
             self._texts.append(text)
         return text
+
+    def restore(self, chunk: CompletionChunk) -> None:
+        """Takes tokens that were delivered before, by this process or another.
+
+        Text follows from tokens alone, so detokenizer and stop strings get where they were.
+        """
+        tops = chunk.top_logprobs or ((),) * len(chunk.token_ids)
+        for token_id, logprob, top in zip(chunk.token_ids, chunk.logprobs, tops, strict=True):
+            self._record(token_id, logprob, chunk.weight_version, top)
+            if chunk.finish_reason is None:
+                self._advance_text(token_id)
+        self._texts.append(chunk.text)
+        self.finish_reason = chunk.finish_reason
 
     def abort(self) -> str:
         """Ends the sample where it is; returns the text that was held back."""
@@ -190,6 +207,23 @@ class Sample:
     def weight_version(self) -> int:
         """Of the weights that made the last token; 0 when there is none."""
         return self._weight_versions[-1][0] if self._weight_versions else 0
+
+    def _record(
+        self, token_id: int, logprob: float, weight_version: int, top: TokenLogprobs
+    ) -> None:
+        if not self._weight_versions or self._weight_versions[-1][0] != weight_version:
+            self._weight_versions.append((weight_version, len(self.token_ids)))
+        self.token_ids.append(token_id)
+        self._logprobs.append(logprob)
+        if self.request.info.logprobs:
+            self._top_logprobs.append(top)
+
+    def _advance_text(self, token_id: int) -> tuple[str, bool]:
+        """The text that the last token makes certain, and whether a stop string ends it there."""
+        text = self._detokenizer.push((token_id,))
+        if self._stops is None or len(self.token_ids) <= self.request.info.min_tokens:
+            return text, False
+        return self._stops.push(text)
 
     def _rest(self) -> str:
         """The text ends: an incomplete character, and what looked like a stop string's beginning.

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import anyio.to_thread
 
 from ...bus.links import FINISHED, HALTS
-from ...bus.messages import Cancel, Envelope, StepResult, StopSequences
+from ...bus.messages import (
+    Cancel,
+    Completion,
+    CompletionChunk,
+    Envelope,
+    Fenced,
+    Output,
+    Recover,
+    RecoveryItem,
+    RequestFinished,
+    StepResult,
+    StopSequences,
+)
 from ...telemetry import TraceContext, names, now_ns
 from ..actor import Actor, StageContext
 from ..tokenizer import load_tokenizer
@@ -23,37 +36,97 @@ class StreamingStage(Actor):
         super().__init__(context)
         self._core: StreamingCore
         self._deliveries: list[Deliveries] = []
+        # In which `_deliveries` were made.
+        self._made_in = 0
+        # Streams that another lane goes on with, as far as this one can tell.
+        self._fenced: set[str] = set()
 
     async def open(self) -> None:
         folder = self.config.engine.model_folder
         self._core = StreamingCore(await anyio.to_thread.run_sync(load_tokenizer, folder))
 
     async def reset(self) -> None:
+        # In the epoch in which it was made: another lane may have the request by now, and it must
+        # not be written over what that one writes.
+        await self._write(self._made_in)
+        self._made_in = self.epoch
         self._core.reset()
+
+    def load(self) -> dict[str, int | float | str]:
+        return {"open": len(self._core)} if self.opened else {}
 
     async def handle(self, envelope: Envelope) -> None:
         match envelope.body:
             case StepResult() as result:
                 self._deliveries.append(self._core.absorb(result, now_ns()))
+            case Recover(requests):
+                await self._recover(requests)
             case Cancel() as cancel:
+                if cancel.elsewhere:
+                    self._fenced.discard(cancel.request_id)
                 self._deliveries.append(self._core.end(cancel, now_ns()))
             case other:
                 self.log.warning("message_not_understood", type=type(other).__name__)
 
     async def settle(self) -> None:
         """Delivers what a batch of messages gave, in one go."""
+        await self._write(self.epoch)
+
+    async def _write(self, epoch: int) -> None:
         deliveries, self._deliveries = self._deliveries, []
         # First, since it frees the device from work that nobody needs.
         if halts := tuple(seq_id for delivery in deliveries for seq_id in delivery.halts):
-            await self.send(HALTS, StopSequences(halts))
-        if outputs := [pair for delivery in deliveries for pair in delivery.outputs]:
-            await self.bus.results.deliver(outputs)
+            await self.send(HALTS, StopSequences(halts), epoch=epoch)
+        outputs = [pair for delivery in deliveries for pair in delivery.outputs]
+        lost = await self._deliver(outputs, epoch) if outputs else frozenset()
         for delivery in deliveries:
             for finished in delivery.finished:
                 # Of no epoch: what is delivered stays delivered when a new epoch has begun.
-                await self.send(FINISHED, finished, epoch=0)
+                if finished.entry_id not in lost:
+                    await self.send(FINISHED, finished, epoch=0)
             for ended in delivery.ended:
                 self._trace(ended)
+
+    async def _deliver(
+        self, outputs: Sequence[tuple[str, Sequence[Output]]], epoch: int
+    ) -> frozenset[str]:
+        """Writes outputs; returns the entries of which another lane has the stream by now."""
+        fenced = await self.bus.results.deliver(outputs, epoch)
+        if not fenced:
+            return frozenset()
+        entry_ids = {
+            key: some[0].entry_id for key, some in outputs if key in fenced and len(some) > 0
+        }
+        if new := tuple(entry_ids[key] for key in fenced - self._fenced if key in entry_ids):
+            await self.send(FINISHED, Fenced(new), epoch=epoch)
+        self._fenced |= fenced
+        return frozenset(entry_ids.values())
+
+    async def _recover(self, items: Sequence[RecoveryItem]) -> None:
+        """Tells admission what there is of these requests, which go on in this epoch."""
+        await self.settle()  # what is known to have ended must be seen to have ended
+        keys = [item.key for item in items]
+        for item, outputs in zip(
+            items, await self.bus.results.recover(keys, self.epoch), strict=True
+        ):
+            own = [output for output in outputs if output.entry_id == item.entry_id]
+            if item.key in self._fenced:
+                # What was dropped is missing in the stream; what stands there is what counts.
+                self._fenced.discard(item.key)
+                self._core.forget(item.key, item.entry_id)
+            if own and isinstance(own[-1], Completion):
+                finished = RequestFinished(own[-1].request_id, item.entry_id)
+                await self.send(FINISHED, finished, epoch=0)
+                continue
+            chunks = [output for output in own if isinstance(output, CompletionChunk)]
+            if self._core.knows(item) and not self._core.agrees(item, chunks):
+                # The server has lost some of it, and only what readers can find counts.
+                self.log.warning("outputs_lost_by_the_bus", key=item.key)
+                self._core.forget(item.key, item.entry_id)
+            if chunks and item.info is not None and not self._core.knows(item):
+                self._core.restore(item.info, chunks)
+                self.log.info("request_restored", request_id=item.info.request_id)
+            await self.send(FINISHED, self._core.recovered(item))
 
     def _trace(self, ended: EndedRequest) -> None:
         info, completion = ended.info, ended.completion

@@ -1,0 +1,102 @@
+"""The board on which every process tells, about once a second, how its stages are.
+
+It is for people and for probes: no stage relies on it, and nothing of a request is on it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+STALE_AFTER_S = 10.0
+"""A stage that has not been heard of for so long is taken for gone. A process reports every
+second, so this is ten reports missed: a busy machine may well swallow a few."""
+
+StageState = Literal["starting", "waiting", "ready", "draining", "gone"]
+
+
+class StageReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How one stage of one process is.
+
+    Attributes:
+        lane: Of which lane it is a part.
+        stage: Its name.
+        incarnation: The stage object; a restart within the process gives a new one.
+        host: Where it runs.
+        pid: The process.
+        epoch: The last epoch that it has heard of.
+        state: "starting" until it has loaded; "waiting" until it takes part in an epoch; "ready";
+            "draining" when it lets nothing more in; "gone" when it has left, which nobody reads.
+        reason: What it waits for; "" when it is ready.
+        since_s: How long it has been in this state.
+        load: A few numbers that it knows.
+        age_s: How long ago this was told, by the board's own clock.
+    """
+
+    lane: str
+    stage: str
+    incarnation: str
+    host: str
+    pid: int
+    epoch: int
+    state: StageState
+    reason: str = ""
+    since_s: float = 0.0
+    load: dict[str, int | float | str] = {}
+    age_s: float = 0.0
+
+
+class StageBoard(Protocol):
+    """What every process tells of its stages. Not durable."""
+
+    async def report(self, reports: Sequence[StageReport]) -> None:
+        """Replaces what this process told before of these stages.
+
+        Raises:
+            BusError: The transport can't be reached, or was closed; nothing was told.
+        """
+
+    async def read(self) -> list[StageReport]:
+        """The last word of every process on each of its stages, by lane, stage and age.
+
+        What is older than `STALE_AFTER_S` or has left in good order is not there.
+
+        Raises:
+            BusError: The transport can't be reached, or was closed.
+        """
+
+
+class MemoryBoard:
+    """The board within one process."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, tuple[float, StageReport]] = {}
+
+    async def report(self, reports: Sequence[StageReport]) -> None:
+        """See `StageBoard.report`."""
+        now = time.monotonic()
+        self._told |= {report.stage: (now, report) for report in reports}
+
+    async def read(self) -> list[StageReport]:
+        """See `StageBoard.read`."""
+        now = time.monotonic()
+        return latest((now - told, report) for told, report in self._told.values())
+
+
+def latest(told: Iterable[tuple[float, StageReport]]) -> list[StageReport]:
+    """Of (age in seconds, report), each process's last word on each stage, unless out of date."""
+    found: dict[tuple[str, str, str, int], StageReport] = {}
+    for age_s, report in told:
+        key = (report.lane, report.stage, report.host, report.pid)
+        aged = msgspec.structs.replace(report, age_s=max(0.0, age_s))
+        if key not in found or aged.age_s <= found[key].age_s:
+            found[key] = aged
+    current = [
+        report
+        for report in found.values()
+        if report.age_s < STALE_AFTER_S and report.state != "gone"
+    ]
+    return sorted(current, key=lambda report: (report.lane, report.stage, report.age_s))

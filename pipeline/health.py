@@ -1,0 +1,86 @@
+"""What the reports of the stages add up to: which lanes work, and why the others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from ..bus import StageReport
+from ..config import STAGES
+
+LATE_S = 5.0
+"""A process reports every second. One that is later than this is very busy or has been killed; it
+may still be heard of again."""
+
+
+class LaneHealth(msgspec.Struct, frozen=True):
+    """One lane.
+
+    Attributes:
+        lane: Its name.
+        epoch: The newest that one of its stages has heard of.
+        reason: Why it serves no requests; "" when it does.
+        stages: For each stage the report of the process that was heard of last.
+        rivals: Stages that more than one process runs, while there shall be one of each.
+    """
+
+    lane: str
+    epoch: int
+    reason: str
+    stages: dict[str, StageReport]
+    rivals: tuple[str, ...] = ()
+
+    @property
+    def ready(self) -> bool:
+        """Whether all of its stages take part in the same epoch."""
+        return not self.reason
+
+
+def lanes_of(reports: Iterable[StageReport]) -> list[LaneHealth]:
+    """The lanes in the order of their names."""
+    by_lane: dict[str, list[StageReport]] = {}
+    for report in reports:
+        by_lane.setdefault(report.lane, []).append(report)
+    return [_lane(lane, by_lane[lane]) for lane in sorted(by_lane)]
+
+
+def verdict(lanes: Sequence[LaneHealth]) -> str:
+    """Why no request would be served, in one sentence; "" when some lane works."""
+    if not lanes:
+        return "no stage is running; start a pipeline with `nano-inference up`"
+    if any(lane.ready for lane in lanes):
+        return ""
+    if len(lanes) == 1:
+        return lanes[0].reason
+    return "; ".join(f"lane {lane.lane}: {lane.reason}" for lane in lanes)
+
+
+def problem_of(report: StageReport, epoch: int) -> str:
+    """Why a stage does not take part in the lane's current epoch; "" when it does."""
+    if report.age_s > LATE_S:
+        return f"{report.stage} was last heard of {report.age_s:.0f} s ago"
+    if report.state != "ready":
+        return f"{report.stage} is {report.state}: {report.reason}"
+    if report.epoch != epoch:
+        return f"{report.stage} has not come into the current epoch"
+    return ""
+
+
+def _lane(lane: str, reports: Sequence[StageReport]) -> LaneHealth:
+    stages: dict[str, StageReport] = {}
+    rivals: set[str] = set()
+    for report in sorted(reports, key=lambda report: report.age_s):
+        youngest = stages.setdefault(report.stage, report)
+        # What was told within the same moments can't be a process and its successor.
+        if youngest is not report and report.age_s - youngest.age_s < 1.5:
+            rivals.add(report.stage)
+    epoch = max(report.epoch for report in reports)
+    missing = [stage for stage in STAGES if stage not in stages]
+    problems = [problem_of(stages[stage], epoch) for stage in STAGES if stage in stages]
+    if missing:
+        reason = f"no process runs {', '.join(missing)}"
+    else:
+        reason = next(filter(None, problems), "")
+    ordered: dict[str, StageReport] = {stage: stages[stage] for stage in STAGES if stage in stages}
+    return LaneHealth(lane, epoch, reason, ordered, tuple(sorted(rivals)))

@@ -1,0 +1,82 @@
+"""The heartbeat of a process: about once a second it tells how its stages are."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import anyio
+import structlog
+
+from ..bus import Bus, StageReport, StageState
+from ..config import Config, NanoInferenceError, Stage
+from ..stages.actor import Actor
+
+BEAT_S = 1.0
+# For the last word of a process that leaves.
+_LAST_WORD_S = 1.0
+
+
+class Heart:
+    """Tells the board of the bus, in one write for all stages of the process."""
+
+    def __init__(self, config: Config, bus: Bus, actors: Mapping[Stage, Actor]) -> None:
+        """`actors`: the stage objects as they are now, which may change."""
+        self._config = config
+        self._bus = bus
+        self._actors = actors
+        self._host = socket.gethostname()
+        # What each stage was last seen in, and since when.
+        self._seen: dict[Stage, tuple[tuple[str, str], float]] = {}
+
+    def reports(self) -> list[StageReport]:
+        """How the stages of this process are now."""
+        return [self._report(stage) for stage in self._config.pipeline.stages]
+
+    async def beat_forever(self) -> None:
+        """Tells, about once a second. While the bus is away nobody can be told."""
+        log = structlog.get_logger()
+        while True:
+            try:
+                await self._bus.stages.report(self.reports())
+            except NanoInferenceError as error:
+                log.debug("heartbeat_not_told", error=error.message)
+            await anyio.sleep(BEAT_S)
+
+    async def last_word(self) -> None:
+        """The stages of this process have left."""
+        gone = [self._report(stage, ("gone", "")) for stage in self._config.pipeline.stages]
+        try:
+            with anyio.move_on_after(_LAST_WORD_S):
+                await self._bus.stages.report(gone)
+        except NanoInferenceError as error:
+            structlog.get_logger().debug("heartbeat_not_told", error=error.message)
+
+    def _report(self, stage: Stage, condition: tuple[StageState, str] | None = None) -> StageReport:
+        actor = self._actors.get(stage)
+        loading: tuple[StageState, str] = ("starting", "it is loading")
+        state, reason = condition or (actor.condition() if actor else loading)
+        incarnation = actor.incarnation if actor else ""
+        load: dict[str, Any] = actor.load() if actor and actor.opened else {}
+        return StageReport(
+            lane=self._config.bus.lane,
+            stage=stage,
+            incarnation=incarnation,
+            host=self._host,
+            pid=os.getpid(),
+            epoch=actor.epoch if actor else 0,
+            state=state,
+            reason=reason,
+            since_s=round(self._in_state_s(stage, incarnation, state), 3),
+            load=load,
+        )
+
+    def _in_state_s(self, stage: Stage, incarnation: str, state: StageState) -> float:
+        now = time.monotonic()
+        seen = self._seen.get(stage)
+        if seen is None or seen[0] != (incarnation, state):
+            self._seen[stage] = seen = ((incarnation, state), now)
+        return now - seen[1]

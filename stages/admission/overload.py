@@ -1,0 +1,65 @@
+"""How fast requests finish, and what a client is told that comes when too many wait."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from ...bus.channel import RequestEntry
+from ...bus.messages import Completion, ErrorInfo, Timings
+from .core import request_id_of
+
+WINDOW_S = 30
+"""Seconds over which the rate is measured."""
+
+SHORTEST_RETRY_S, LONGEST_RETRY_S = 1.0, 300.0
+
+
+class FinishRate:
+    """Counts requests that finish, by the second, over the last `WINDOW_S`."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[tuple[int, int]] = deque()
+
+    def finished(self, now_ns: int) -> None:
+        """One more has finished."""
+        second = now_ns // 1_000_000_000
+        count = 1
+        if self._seconds and self._seconds[-1][0] == second:
+            count += self._seconds.pop()[1]
+        self._seconds.append((second, count))
+        self._forget(second)
+
+    def per_s(self, now_ns: int) -> float:
+        """Requests per second."""
+        self._forget(now_ns // 1_000_000_000)
+        return sum(count for _, count in self._seconds) / WINDOW_S
+
+    def retry_after_s(self, waiting: int, now_ns: int) -> float:
+        """`waiting / rate`: how long as many requests as wait now take to finish.
+
+        Kept between `SHORTEST_RETRY_S` and `LONGEST_RETRY_S`. The rate is this lane's alone, so
+        with others the hint is too cautious.
+        """
+        rate = self.per_s(now_ns)
+        seconds = waiting / rate if rate else LONGEST_RETRY_S
+        return round(min(LONGEST_RETRY_S, max(SHORTEST_RETRY_S, seconds)), 1)
+
+    def _forget(self, second: int) -> None:
+        while self._seconds and self._seconds[0][0] <= second - WINDOW_S:
+            self._seconds.popleft()
+
+
+def overloaded(entry: RequestEntry, retry_after_s: float, model: str, now_ns: int) -> Completion:
+    """The terminal message of a request that came when too many waited."""
+    return Completion(
+        request_id=request_id_of(entry),
+        entry_id=entry.entry_id,
+        model=model,
+        status="error",
+        error=ErrorInfo(
+            code="overloaded",
+            message=f"too many requests wait; try again in {retry_after_s:g} s",
+            retry_after_s=retry_after_s,
+        ),
+        timings=Timings(finished_ns=now_ns),
+    )

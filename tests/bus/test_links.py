@@ -16,16 +16,22 @@ from nano_inference.bus.messages import (
     Credit,
     Dispatch,
     Drain,
+    Fenced,
     FlushCache,
     LaneCapacity,
     Message,
     NewSequence,
     Pause,
+    Recover,
+    Recovered,
+    RecoveredSample,
+    RecoveryItem,
     RequestFinished,
     RequestInfo,
     Reset,
     Resume,
     SequenceSpec,
+    ServerRestarted,
     StageReady,
     StageStarted,
     StageStopped,
@@ -56,7 +62,7 @@ INFO = RequestInfo(
     received_ns=1 << 62,
     stages=(StageTime(stage="admission", start_ns=1, end_ns=2),),
 )
-SPEC = SequenceSpec(7, 1, -5)
+SPEC = SequenceSpec(7, 1, -5, (8, 9))
 CANCEL = Cancel("r", "1-0", "expired", "deadline", "too late", unstarted=True)
 SAMPLES: tuple[Message, ...] = (
     AdmittedRequest(INFO, (1, 2, 3), SAMPLING, (SPEC,), "default", -1),
@@ -86,7 +92,10 @@ SAMPLES: tuple[Message, ...] = (
         10,
         20,
     ),
+    Recover((RecoveryItem("r", "1-0", INFO), RecoveryItem("1-1", "1-1"))),
+    Recovered("1-0", (RecoveredSample(1, (4, 5), True),)),
     RequestFinished("r", "1-0"),
+    Fenced(("1-0", "1-1")),
     CANCEL,
     StopSequences((1,)),
     Pause(),
@@ -99,6 +108,7 @@ SAMPLES: tuple[Message, ...] = (
     StageStarted("executor", "executor-1a"),
     StageReady("executor", "executor-1a", LaneCapacity(10, 16, 128, 300, "cpu")),
     StageStopped("executor", "executor-1a", "SIGTERM"),
+    ServerRestarted(),
 )
 
 
@@ -187,7 +197,7 @@ async def test_full_link_does_not_hold_up_others(buses: Any, kit: Any) -> None:
     inbox = await bus.open_inbox("batching")
     full = asyncio.create_task(kit.send_all(bus.sender(DISPATCH, "fairness-1"), range(100)))
     async with asyncio.timeout(kit.limit_s):
-        await kit.send_all(bus.sender(CONTROL["batching"], "client-1"), range(1000, 1050))
+        await kit.send_all(bus.sender(CONTROL["batching"], "admission-1"), range(1000, 1050))
     numbers = [body.sequences for body in await kit.bodies(inbox, 150)]
     assert [n for n in numbers if n < 1000] == list(range(100))
     assert [n for n in numbers if n >= 1000] == list(range(1000, 1050))
@@ -202,6 +212,25 @@ async def test_link_that_closes_a_circle_never_blocks(buses: Any, kit: Any) -> N
         await kit.send_all(sender, range(500))
         await sender.flush()
     assert [b.sequences for b in await kit.bodies(inbox, 500)] == list(range(500))
+
+
+async def test_clients_have_a_bounded_share_of_a_control_link(memory_bus: Any, kit: Any) -> None:
+    inbox = await memory_bus.open_inbox("admission")
+    flood = memory_bus.sender(CONTROL["admission"], "client-1")
+    sent: list[int] = []
+
+    async def send() -> None:
+        for number in range(1500):
+            await flood.send(kit.credit(number))
+            sent.append(number)
+
+    flooding = asyncio.create_task(send())
+    assert await kit.settled(lambda: len(sent)) == 1024
+    async with asyncio.timeout(kit.limit_s):
+        await memory_bus.sender(CONTROL["admission"], "streaming-1").send(kit.credit(-1))
+    numbers = [body.sequences for body in await kit.bodies(inbox, 1501)]
+    assert sorted(numbers) == list(range(-1, 1500))
+    await flooding
 
 
 async def test_cancelled_receive_loses_nothing(bus: Bus, kit: Any) -> None:

@@ -17,7 +17,7 @@ from nano_inference.bus import Bus, Malformed, open_bus, redis_links
 from nano_inference.bus import redis as redis_bus
 from nano_inference.bus.links import CREDITS, PLANS
 from nano_inference.bus.messages import GenerateRequest
-from nano_inference.bus.redis_requests import CONSUMER
+from nano_inference.bus.redis_leases import consumer_of
 from nano_inference.config import BusConfig, BusError, ChannelClosed
 
 
@@ -74,7 +74,7 @@ async def test_another_program_reads(redis_buses: Any, foreign: Redis, kit: Any)
     assert await foreign.ttl(f"{prefix}:out:r") == -1
     await bus.results.deliver([("r", [kit.chunk("r", entry, 1), kit.done("r", entry)])])
     read = dict(await foreign.xread({f"{prefix}:out:r": "0"}))[f"{prefix}:out:r"]
-    assert [entry_id for entry_id, _ in read] == ["1-0", "2-0", "3-0"]
+    assert [entry_id for entry_id, _ in read] == ["1-1", "1-2", "1-3"]
     assert [set(fields) for _, fields in read] == [{"json"}] * 3
     outputs = [json.loads(fields["json"]) for _, fields in read]
     assert [output["type"] for output in outputs] == ["chunk", "chunk", "completion"]
@@ -152,7 +152,7 @@ async def test_entries_of_a_lost_reply_are_found(
     pipeline = foreign.pipeline(transaction=True)
     pipeline.execute_command("XADD", stream, "*", "json", "{}")
     pipeline.execute_command(
-        "XREADGROUP", "GROUP", "admission", CONSUMER, "COUNT", 9, "STREAMS", stream, ">"
+        "XREADGROUP", "GROUP", "admission", consumer_of("0"), "COUNT", 9, "STREAMS", stream, ">"
     )
     pipeline.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
     lost = (await pipeline.execute())[0]
@@ -277,7 +277,7 @@ async def test_server_that_comes_back(tmp_path: Path, kit: Any, monkeypatch: Any
 
 async def test_garbage_on_a_link_is_skipped(redis_buses: Any, foreign: Redis, kit: Any) -> None:
     bus = redis_buses.open()
-    stream = f"{redis_buses.prefix}:link:credits"
+    stream = f"{redis_buses.prefix}:link:0:credits"
     inbox = await bus.open_inbox("fairness")
     sender = bus.sender(CREDITS, "batching-1")
     await sender.send(kit.credit(1))
@@ -290,7 +290,7 @@ async def test_garbage_on_a_link_is_skipped(redis_buses: Any, foreign: Redis, ki
 
 async def test_repeated_write_is_dropped(redis_buses: Any, redis_url: str, kit: Any) -> None:
     bus = redis_buses.open()
-    stream = f"{redis_buses.prefix}:link:credits"
+    stream = f"{redis_buses.prefix}:link:0:credits"
     sender = bus.sender(CREDITS, "batching-1")
     await kit.send_all(sender, range(5))
     await sender.flush()
@@ -309,7 +309,7 @@ async def test_streams_stay_as_short_as_their_backlog(
 ) -> None:
     bus = redis_buses.open(link_capacity=64)
     inbox = await bus.open_inbox("executor")
-    stream = f"{redis_buses.prefix}:link:plans"
+    stream = f"{redis_buses.prefix}:link:0:plans"
     sending = asyncio.create_task(kit.send_all(bus.sender(PLANS, "batching-1"), range(2000)))
     longest = 0
     for _ in range(200):
@@ -327,9 +327,9 @@ async def test_opening_removes_what_nobody_will_read(
     sender = bus.sender(CREDITS, "batching-1")
     await kit.send_all(sender, range(100))
     await sender.flush()
-    assert await foreign.xlen(f"{redis_buses.prefix}:link:credits") == 100
+    assert await foreign.xlen(f"{redis_buses.prefix}:link:0:credits") == 100
     await bus.open_inbox("fairness")
-    assert await foreign.xlen(f"{redis_buses.prefix}:link:credits") == 0
+    assert await foreign.xlen(f"{redis_buses.prefix}:link:0:credits") == 0
 
 
 async def test_failed_reader_closes_its_inbox(redis_buses: Any, kit: Any, monkeypatch: Any) -> None:

@@ -27,8 +27,36 @@ async def test_new_writer_goes_on_behind_the_old_one(
     expected = [*chunks, kit.done("r", entry)]
     assert await kit.collect(new.results.follow("r", entry)) == expected
     out = await foreign.xrange(f"{redis_buses.prefix}:out:r")
-    assert [entry_id for entry_id, _ in out] == [f"{i}-0" for i in range(1, 8)]
+    assert [entry_id for entry_id, _ in out] == [f"1-{i}" for i in range(1, 8)]
     assert await foreign.xlen(f"{redis_buses.prefix}:results") == 1
+
+
+async def test_a_recovered_stream_takes_nothing_of_an_older_epoch(
+    redis_buses: Any, foreign: Redis, kit: Any
+) -> None:
+    """The old writer was only thought dead; what it still has to say must not come between."""
+    old, new = redis_buses.open(), redis_buses.open()
+    entries = [await old.requests.publish({"request_id": key}) for key in "ab"]
+    chunks = {
+        key: [kit.chunk(key, entry, i) for i in range(4)]
+        for key, entry in zip("ab", entries, strict=True)
+    }
+    following = [
+        asyncio.create_task(kit.collect(old.results.follow(key, entry)))
+        for key, entry in zip("ab", entries, strict=True)
+    ]
+    await old.results.deliver([("a", chunks["a"][:2])], 3)
+    assert await new.results.recover(["a", "b"], 5) == [chunks["a"][:2], []]
+    await old.results.deliver([("a", chunks["a"][2:]), ("b", chunks["b"])], 3)
+    await old.results.deliver([("b", [kit.failed("b", entries[1], "late")])], 3)
+    assert await new.results.recover(["a", "b"], 5) == [chunks["a"][:2], []], "may be repeated"
+    for key, entry in zip("ab", entries, strict=True):
+        rest = chunks[key][2 if key == "a" else 0 :]
+        await new.results.deliver([(key, [*rest, kit.done(key, entry)])], 5)
+    for key, entry, read in zip("ab", entries, following, strict=True):
+        assert await read == [*chunks[key], kit.done(key, entry)]
+    ids = [entry_id for entry_id, _ in await foreign.xrange(f"{redis_buses.prefix}:out:a")]
+    assert ids == ["3-1", "3-2", "5-3", "5-4", "5-5"], "no number is missing, whoever wrote"
 
 
 async def test_repeated_delivery_is_written_once(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import time
 from typing import Any
 
 import pytest
 
 from nano_inference.bus import Bus, Malformed, RequestEntry
-from nano_inference.bus.messages import ChatMessage, GenerateRequest
+from nano_inference.bus.messages import ChatMessage, ErrorInfo, GenerateRequest
 from nano_inference.config import SamplingParams
 
 FULL = GenerateRequest(
@@ -44,7 +45,10 @@ async def only(bus: Bus) -> Any:
 async def test_struct_arrives_equal_with_its_trace(bus: Bus) -> None:
     assert await bus.requests.pending() == []
     entry_id = await bus.requests.publish(FULL, traceparent="00-ab-01", tracestate="k=v")
-    assert await take(bus, 1) == [RequestEntry(entry_id, FULL, "00-ab-01", "k=v")]
+    (entry,) = await take(bus, 1)
+    assert entry.waited_ns >= 0
+    wanted = RequestEntry(entry_id, FULL, "00-ab-01", "k=v", entry.waited_ns)
+    assert entry == wanted
 
 
 @pytest.mark.parametrize(
@@ -216,8 +220,9 @@ async def test_odd_request_ids_do_no_harm(bus: Bus, kit: Any, request_id: str) -
     entry_id = await bus.requests.publish(GenerateRequest(request_id=request_id, prompt="x"))
     assert (await only(bus)).request_id == request_id
     outputs = [kit.chunk(request_id, entry_id, 0), kit.done(request_id, entry_id)]
+    assert await bus.results.claim([(request_id, entry_id)]) == [None]
     await bus.results.deliver([(request_id, outputs)])
-    assert await bus.results.exists(request_id)
+    assert await bus.results.claim([(request_id, "another")]) == [entry_id]
     assert await kit.collect(bus.results.follow(request_id, entry_id)) == outputs
 
 
@@ -238,3 +243,37 @@ async def test_publish_waits_in_memory_while_nobody_takes(kit: Any) -> None:
     await publishing
     assert [entry.entry_id for entry in entries] == ids
     assert ids[:2] == ["0-1", "0-2"]
+
+
+async def test_the_time_in_the_queue_counts_for_those_with_a_budget(bus: Bus) -> None:
+    await bus.requests.publish(GenerateRequest(prompt="x", budget_ns=10**9))
+    await bus.requests.publish(GenerateRequest(prompt="x"))
+    await asyncio.sleep(0.05)
+    limited, unlimited = await take(bus, 2)
+    assert 20_000_000 < limited.waited_ns < 10**11
+    assert unlimited.waited_ns == 0
+    assert [entry.waited_ns > limited.waited_ns for entry in await bus.requests.pending()] == [
+        True,
+        False,
+    ]
+
+
+async def test_dead_letters_are_kept_until_they_are_dropped(buses: Any) -> None:
+    bus = buses.open()
+    entry_id = await bus.requests.publish(FULL, traceparent="00-ab-01", tracestate="k=v")
+    (entry,) = await take(bus, 1)
+    error = ErrorInfo(code="lane_failed", message="three times")
+    assert await bus.requests.dead_letters() == []
+    await bus.requests.bury(entry, error, 3)
+    (letter,) = await buses.another(bus).requests.dead_letters()
+    assert (letter.entry_id, letter.request, letter.error, letter.deaths) == (
+        entry_id,
+        FULL,
+        error,
+        3,
+    )
+    assert (letter.traceparent, letter.tracestate) == ("00-ab-01", "k=v")
+    assert abs(letter.died_ns - time.time_ns()) < 60 * 10**9
+    assert not await bus.requests.drop_dead_letter("1-1")
+    assert await bus.requests.drop_dead_letter(letter.letter_id)
+    assert await bus.requests.dead_letters() == []

@@ -90,7 +90,7 @@ async def test_request_without_id_goes_by_its_entry(bus: Bus, kit: Any) -> None:
 
 async def test_duplicate_of_a_request_id(bus: Bus, kit: Any) -> None:
     first, second = await publish(bus, "r"), await publish(bus, "r")
-    assert not await bus.results.exists("r")
+    assert await bus.results.claim([("r", first), ("r", second)]) == [None, first]
     refused = kit.failed("r", second, "duplicate_request")
     following = [
         asyncio.create_task(kit.collect(bus.results.follow("r", entry)))
@@ -129,14 +129,56 @@ async def test_nothing_comes_after_the_terminal_message(bus: Bus, kit: Any) -> N
     assert ended == [done, kit.done("other", other)]
 
 
-async def test_exists_only_once_written(bus: Bus, kit: Any) -> None:
-    entry = await publish(bus, "r")
-    assert not await bus.results.exists("r")
-    assert not await bus.results.exists("never")
-    await bus.results.deliver([("r", [kit.chunk("r", entry, 0)])])
-    assert await bus.results.exists("r")
-    await bus.results.deliver([("r", [kit.done("r", entry)])])
-    assert await bus.results.exists("r")
+async def test_a_key_belongs_to_the_first_that_claims_it(buses: Any, kit: Any) -> None:
+    bus = buses.open()
+    other = buses.another(bus, lane="b")
+    first, second, third = [await publish(bus, "r") for _ in range(3)]
+    assert await bus.results.claim([]) == []
+    assert await other.results.claim([("r", second), ("s", first)]) == [None, None]
+    claims = [("r", first), ("r", second), ("r", third), ("s", first)]
+    assert await bus.results.claim(claims) == [second, second, second, first]
+    await bus.results.deliver([("r", [kit.chunk("r", second, 0)])])
+    await bus.results.deliver([("r", [kit.done("r", second)])])
+    assert await other.results.claim([("r", third)]) == [second], "its output is still stored"
+
+
+async def test_a_request_without_id_tells_whether_it_was_begun(bus: Bus, kit: Any) -> None:
+    entry = await publish(bus, "")
+    assert await bus.results.claim([(entry, entry)]) == [None]
+    await bus.results.deliver([(entry, [kit.chunk(entry, entry, 0)])])
+    assert await bus.results.claim([(entry, entry)]) == [entry]
+
+
+async def test_a_successor_finds_what_was_written_and_goes_on(buses: Any, kit: Any) -> None:
+    bus = buses.open()
+    keys = [f"r{i}" for i in range(300)]
+    entries = [await publish(bus, key) for key in keys]
+    chunks = [
+        [kit.chunk(key, entry, i) for i in range(4)]
+        for key, entry in zip(keys, entries, strict=True)
+    ]
+    await bus.results.deliver(
+        [
+            (key, some[: i % 3])
+            for i, (key, some) in enumerate(zip(keys, chunks, strict=True))
+            if i % 3
+        ]
+    )
+    successor = await buses.reopen(bus)
+    found = await successor.results.recover([*keys, "never"], 2)
+    assert found == [*(some[: i % 3] for i, some in enumerate(chunks)), []]
+    await successor.results.deliver(
+        [
+            (key, [*some[i % 3 :], kit.done(key, entry)])
+            for i, (key, entry, some) in enumerate(zip(keys, entries, chunks, strict=True))
+        ],
+        2,
+    )
+    for key, entry, some in list(zip(keys, entries, chunks, strict=True))[:6]:
+        assert await kit.collect(successor.results.follow(key, entry)) == [
+            *some,
+            kit.done(key, entry),
+        ]
 
 
 async def test_unknown_entry_is_an_error(bus: Bus) -> None:
@@ -228,7 +270,9 @@ async def test_memory_forgets_what_was_followed(memory_bus: MemoryBus, kit: Any)
     entry = await publish(memory_bus, "r")
     await memory_bus.results.deliver([("r", [kit.done("r", entry)])])
     assert await kit.collect(memory_bus.results.follow("r", entry))
-    assert not await memory_bus.results.exists("r")
+    assert await memory_bus.results.claim([("r", "another")]) == [None]
+    await memory_bus.results.deliver([("r", [kit.done("r", "another")])])
+    assert await kit.collect(memory_bus.results.follow("r", "another"))
     with pytest.raises(BusError, match="can be followed once"):
         await anext(memory_bus.results.follow("r", entry))
     again = await publish(memory_bus, "r")

@@ -80,3 +80,8 @@ def test_unknown_environment_setting_is_refused() -> None:
 def test_settings_are_frozen() -> None:
     with pytest.raises(AttributeError):
         EngineConfig().block_size = 3  # type: ignore[misc]
+
+
+def test_a_lane_may_be_a_number() -> None:
+    assert load_config(env={"NANO_INFERENCE_BUS__LANE": "1"}).bus.lane == "1"
+    assert load_config(env={}, overrides={"bus.lane": 7}).bus.lane == "7"

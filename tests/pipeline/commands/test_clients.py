@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from redis import Redis
 from nano_inference.bus.codec import encode_output
 from nano_inference.bus.keys import Keys
 from nano_inference.bus.messages import Completion
-from nano_inference.config import Config
+from nano_inference.config import STAGES, Config
 
 from .conftest import Run
 
@@ -212,11 +213,11 @@ def test_tail_json(program: list[str], on_nobody: str, redis_url: str) -> None:
 
 def test_status_where_nothing_ever_ran(run: Run, on_nobody: str) -> None:
     ran = run("status")
-    assert ran.status == 0
-    assert "none has run here yet" in ran.stdout
+    assert ran.status == 1
+    assert "not ready: no stage is running; start a pipeline" in ran.stdout
     found = json.loads(run("status", "--json").stdout)
     assert (found["waiting"], found["in_flight"], found["last_taken_s"]) == (0, 0, None)
-    assert (found["prefix"], found["epoch"]) == (on_nobody, 0)
+    assert (found["prefix"], found["lanes"], found["ready"]) == (on_nobody, [], False)
 
 
 def test_status_counts_what_waits_and_what_is_in_flight(
@@ -238,12 +239,31 @@ def test_status_counts_what_waits_and_what_is_in_flight(
     assert "plans ≤ 1" in text
 
 
+def until_ready(run: Run) -> None:
+    """Stages tell about once a second how they are."""
+    for _ in range(600):
+        if run("status").status == 0:
+            return
+        time.sleep(0.1)
+    raise AssertionError(run("status").stdout)
+
+
 def test_status_of_a_running_pipeline(run: Run, on_served: Config) -> None:
     run("submit", "98 + 25 =")
+    until_ready(run)
+    text = run("status").stdout
+    rows = [line.split()[:2] for line in text.splitlines()]
+    for stage in STAGES:
+        assert [stage, "ready"] in rows
+    assert "free, " in text
+    assert max(map(len, text.splitlines())) <= 80
     found = json.loads(run("status", "--json").stdout)
-    assert (found["waiting"], found["in_flight"]) == (0, 0)
+    assert (found["waiting"], found["in_flight"], found["dead_letters"]) == (0, 0, 0)
     assert found["results"] >= 1
-    assert found["epoch"] >= 1
+    assert (found["ready"], found["reason"]) == (True, "")
+    (lane,) = found["lanes"]
+    assert lane["epoch"] >= 1
+    assert set(lane["stages"]) == set(STAGES)
     assert found["server"].startswith("Valkey ")
     assert sum(found["connections"].values()) >= 1
 
@@ -252,7 +272,7 @@ def test_status_names_connections(run: Run, on_nobody: str, redis_url: str) -> N
     with Redis.from_url(redis_url, client_name="some-process") as redis:
         redis.ping()
         assert json.loads(run("status", "--json").stdout)["connections"]["some-process"] == 1
-        assert "some-process" in run("status").stdout
+        assert "other connection" in run("status").stdout
 
 
 @pytest.mark.parametrize("command", ["tail", "status"])

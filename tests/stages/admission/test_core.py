@@ -61,8 +61,8 @@ def entry_of(entry_id: str = "7-0", **fields: Any) -> RequestEntry:
     return RequestEntry(entry_id, request, traceparent="00-a-b-01", tracestate="k=v")
 
 
-def admit(core: AdmissionCore, entry: RequestEntry, *, exists: bool = False) -> AdmittedRequest:
-    return core.admit(entry, RECEIVED_NS, NOW_NS, exists=exists)
+def admit(core: AdmissionCore, entry: RequestEntry, *, owner: str | None = None) -> AdmittedRequest:
+    return core.admit(entry, RECEIVED_NS, NOW_NS, owner=owner)
 
 
 def turns(*pairs: tuple[str, str]) -> tuple[ChatMessage, ...]:
@@ -295,7 +295,7 @@ def test_duplicates_are_refused_before_anything_else(core: AdmissionCore) -> Non
 
 def test_an_id_whose_output_is_still_stored_is_a_duplicate(core: AdmissionCore) -> None:
     with pytest.raises(RequestError) as caught:
-        admit(core, entry_of(request_id="mine"), exists=True)
+        admit(core, entry_of(request_id="mine"), owner="another entry")
     assert caught.value.code == "duplicate_request"
 
 

@@ -141,6 +141,7 @@ class Lane:
         stop: bool = True,
         priority: int = 0,
         prompt_logprobs: int | None = None,
+        deadline_ns: int | None = None,
     ) -> None:
         sampling = SamplingParams(
             max_tokens=max_tokens,
@@ -151,10 +152,10 @@ class Lane:
             request_id, request_id, "m", len(seq_ids), True, (), len(prompt), "", "", 0
         )
         specs = tuple(SequenceSpec(seq_id, index, 0) for index, seq_id in enumerate(seq_ids))
-        self.core.add(Dispatch(info, tuple(prompt), sampling, specs, priority))
+        self.core.add(Dispatch(info, tuple(prompt), sampling, specs, priority), deadline_ns)
 
-    def plan(self) -> bool:
-        plan = self.core.plan(0)
+    def plan(self, now_ns: int = 0) -> bool:
+        plan = self.core.plan(now_ns)
         if plan is None:
             return False
         self.plans.append(plan)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from nano_inference.bus.messages import Cancel
 from nano_inference.stages.batching import Sequence
+from nano_inference.stages.batching.core import DEADLINES_KEPT
 
 from .lane import CacheType, Lane, expected
 
@@ -215,6 +216,36 @@ def test_expired_requests_end_in_the_next_plan() -> None:
     plan = lane.core.plan(dispatch_deadline)
     assert plan is not None
     assert [(c.request_id, c.status) for c in plan.ended] == [("a", "expired")]
+
+
+def test_expired_requests_free_their_blocks_within_a_step(cache_type: CacheType) -> None:
+    """One runs and has all blocks, one waits for some; the time of both is over."""
+    lane = Lane(num_blocks=4, block_size=4, cache_type=cache_type)
+    for name, seq_id in (("running", 1), ("waiting", 2)):
+        prompt = [seq_id] * 12
+        lane.add(prompt, request_id=name, seq_ids=(seq_id,), stop=False, deadline_ns=100)
+    lane.plan()
+    lane.plan()
+    assert lane.core.cache.num_free_blocks() < 3
+    assert lane.core.next_deadline_ns() == 100
+    lane.retire()
+    assert lane.plan(100)
+    assert sorted(ended.request_id for ended in lane.log[-1].ended) == ["running", "waiting"]
+    while lane.plans:  # the steps that were under way
+        lane.retire()
+    assert lane.core.idle
+    assert lane.core.cache.num_free_blocks() == 4
+    assert lane.core.take_free_slots() == 2
+    assert lane.core.next_deadline_ns() is None
+    lane.check()
+
+
+def test_deadlines_of_ended_requests_are_not_kept() -> None:
+    lane = Lane()
+    for seq_id in range(2000):
+        lane.add([1], request_id=str(seq_id), seq_ids=(seq_id,), max_tokens=1, deadline_ns=10**18)
+        lane.run()
+    assert len(lane.core._deadlines) <= DEADLINES_KEPT + 2
 
 
 def test_paused_core_plans_no_rows_but_still_passes_cancellations_on() -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from nano_inference.bus.messages import AdmittedRequest, Cancel, RequestInfo, SequenceSpec
 from nano_inference.config import FairnessConfig, SamplingParams
 from nano_inference.stages.fairness import FairnessCore
+from nano_inference.stages.fairness.core import LEFTOVERS_KEPT
 
 SECOND = 1_000_000_000
 
@@ -162,3 +163,20 @@ def test_every_sequence_is_dispatched_once_in_order_of_effective_priority(
             counts[name] = counts.get(name, 0) + len(dispatched.dispatch.sequences)
     assert [ranks[name] for name in order] == sorted(ranks[name] for name in order)
     assert counts == {str(i): samples for i, (_, _, samples) in enumerate(arrivals)}
+
+
+def test_what_is_left_of_dispatched_and_cancelled_requests_is_bounded() -> None:
+    core = FairnessCore(FairnessConfig())
+    core.push(request("stays", priority=-1000), 0, deadline_ns=10**18)
+    for i in range(2000):
+        core.push(request(str(i)), i, deadline_ns=10**18)
+        if i % 2:
+            core.cancel(cancel(str(i)))
+        else:
+            core.credits = 1
+            assert drain(core, i) == [str(i)]
+    assert core.num_queued == 1
+    assert len(core._heap) <= LEFTOVERS_KEPT + 4
+    assert len(core._deadlines) <= LEFTOVERS_KEPT + 4
+    core.credits = 1
+    assert drain(core, 3000) == ["stays"]

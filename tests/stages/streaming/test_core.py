@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -405,7 +406,7 @@ def test_a_cancel_that_comes_too_late_says_nothing(client: Client) -> None:
     ],
 )
 def test_refusals_are_answered(client: Client, cancel: Cancel, key: str) -> None:
-    cancel = Cancel(*[getattr(cancel, f) for f in cancel.__struct_fields__[:-1]], True)
+    cancel = msgspec.structs.replace(cancel, unstarted=True)
     deliveries = client.end(cancel)
     completion = client.completion(key)
     assert completion.samples == ()
@@ -414,6 +415,17 @@ def test_refusals_are_answered(client: Client, cancel: Cancel, key: str) -> None
     assert (completion.request_id, completion.entry_id) == (cancel.request_id, cancel.entry_id)
     assert completion.timings.finished_ns == client.now_ns
     assert deliveries.ended[0].info is None
+
+
+def test_a_request_that_went_to_another_lane_is_forgotten_without_a_word(client: Client) -> None:
+    client.step([(5, 40, "")], new=[started(5, info_of())])
+    before = list(client.outputs)
+    client.end(cancel_of(entry_id="another", elsewhere=True))
+    assert len(client.core) == 1, "that was another request of the same id"
+    client.end(cancel_of(elsewhere=True, unstarted=True))
+    assert len(client.core) == 0
+    client.step([(5, 40, "stop")])  # its sequence runs on for a step
+    assert client.outputs == before
 
 
 def test_a_refused_duplicate_leaves_the_first_alone(client: Client) -> None:

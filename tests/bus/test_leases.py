@@ -1,0 +1,281 @@
+"""Several lanes on one requests queue: who has an entry, for how long, and what is too much."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from nano_inference.bus import Bus, RequestEntry
+from nano_inference.bus.channel import Malformed
+from nano_inference.bus.messages import Completion, ErrorInfo
+from nano_inference.config import BusConfig, ConfigError, LaneReplaced
+
+LONG_S = 1000.0
+AT_ONCE_S = 0.001
+
+
+def ids_of(entries: list[RequestEntry]) -> list[str]:
+    return [entry.entry_id for entry in entries]
+
+
+async def take(bus: Bus, count: int) -> list[RequestEntry]:
+    entries: list[RequestEntry] = []
+    async with asyncio.timeout(20):
+        while len(entries) < count:
+            entries += await bus.requests.take(count - len(entries))
+    return entries
+
+
+async def lane(buses: Any, name: str) -> Bus:
+    bus: Bus = buses.open(lane=name)
+    assert await bus.requests.pending() == []
+    return bus
+
+
+async def take_over(bus: Bus, most: int = 100) -> list[RequestEntry]:
+    await asyncio.sleep(0.005)  # leases end by the server's clock, in milliseconds
+    return await bus.requests.take_over(AT_ONCE_S, most)
+
+
+def answer(entry: RequestEntry, waiting: int) -> Completion:
+    return Completion(
+        request_id=entry.request.request_id or entry.entry_id,
+        entry_id=entry.entry_id,
+        status="error",
+        error=ErrorInfo(code="overloaded", message=f"{waiting} wait", retry_after_s=2.0),
+    )
+
+
+# --- on every bus -----------------------------------------------------------------------------
+
+
+async def test_what_is_renewed_stays(bus: Bus) -> None:
+    assert await bus.requests.renew(LONG_S) == set()
+    entry_id = await bus.requests.publish({"prompt": "x"})
+    await take(bus, 1)
+    assert await bus.requests.renew(LONG_S) == set()
+    assert await bus.requests.take_over(LONG_S, 100) == []
+    assert ids_of(await bus.requests.pending()) == [entry_id]
+
+
+async def test_nothing_is_shed_below_the_bound(bus: Bus) -> None:
+    for i in range(5):
+        await bus.requests.publish({"prompt": str(i)})
+    assert await bus.requests.shed(5, answer, 1) == 0
+    assert len(await take(bus, 5)) == 5
+    assert await bus.requests.shed(1, answer, 1) == 0
+
+
+async def test_one_lane_lives(bus: Bus) -> None:
+    assert await bus.lanes() == ["0"]
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a:b", "a\n", "x" * 65])
+def test_a_lane_has_a_short_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"bus\.lane"):
+        BusConfig(lane=name)
+
+
+# --- leases -----------------------------------------------------------------------------------
+
+
+async def test_two_lanes_share_the_queue(redis_buses: Any) -> None:
+    first, second = await lane(redis_buses, "a"), await lane(redis_buses, "b")
+    published = [await first.requests.publish({"prompt": str(i)}) for i in range(40)]
+    taken = ids_of([*await take(first, 10), *await take(second, 30)])
+    assert taken == published
+
+
+async def test_entries_of_a_dead_lane_are_taken_over_once(redis_buses: Any, foreign: Redis) -> None:
+    dead, second, third = [await lane(redis_buses, name) for name in "abc"]
+    published = [await dead.requests.publish({"prompt": str(i)}) for i in range(6)]
+    await take(dead, 6)
+    await foreign.xdel(f"{redis_buses.prefix}:requests", published[1])
+    assert await second.requests.take_over(LONG_S, 100) == []
+    over = await take_over(second, 3)
+    assert ids_of(over) == [published[0], published[2]], "what was deleted is dropped"
+    assert over[1].request.prompt == "2"
+    await second.requests.renew(LONG_S)
+    rest = await take_over(third)
+    assert set(published[3:]) <= set(ids_of(rest))
+    assert await second.requests.renew(LONG_S) == set(ids_of(rest)) & set(ids_of(over))
+
+
+async def test_renewed_entries_are_not_taken_over(redis_buses: Any) -> None:
+    first, second = await lane(redis_buses, "a"), await lane(redis_buses, "b")
+    await first.requests.publish({"prompt": "x"})
+    await take(first, 1)
+    await asyncio.sleep(0.3)
+    await first.requests.renew(LONG_S)
+    assert await second.requests.take_over(0.3, 100) == []
+
+
+async def test_a_lane_that_comes_back_learns_what_it_has_lost(
+    redis_buses: Any, foreign: Redis, kit: Any
+) -> None:
+    paused, other = await lane(redis_buses, "a"), await lane(redis_buses, "b")
+    stream = f"{redis_buses.prefix}:requests"
+    published = [await paused.requests.publish({"prompt": str(i)}) for i in range(3)]
+    await take(paused, 3)
+    assert ids_of(await take_over(other)) == published
+    # What it believed to be its own is not deleted under the other lane's hands.
+    await paused.requests.acknowledge(published[0])
+    assert await paused.requests.renew(LONG_S) >= set(published[1:])
+    assert await paused.requests.renew(LONG_S) == set(), "told once"
+    await paused.requests.acknowledge(published[1])
+    assert await paused.requests.pending() == []
+    assert await other.requests.renew(LONG_S) == set()
+    assert await foreign.xlen(stream) == 3
+    for entry_id in published:
+        await other.requests.acknowledge(entry_id)
+
+    async def gone() -> bool:
+        return await foreign.xlen(stream) == 0
+
+    await kit.eventually(gone, "acknowledged by the lane that has them")
+
+
+async def test_entries_fetched_and_lost_before_they_were_taken(redis_buses: Any) -> None:
+    """They wait in the paused process, which must not hand them out any more."""
+    paused, other = await lane(redis_buses, "a"), await lane(redis_buses, "b")
+    published = [await paused.requests.publish({"prompt": str(i)}) for i in range(5)]
+    await take(paused, 5)
+    paused = redis_buses.open(lane="a")  # its successor drains all five, and is asked for one
+    await paused.requests._leases.enlist()  # type: ignore[attr-defined]
+    async with asyncio.timeout(20):
+        (first,) = await paused.requests.take(1)
+    assert ids_of(await take_over(other)) == published
+    assert await paused.requests.renew(LONG_S) == set(published)
+    last = await paused.requests.publish({"prompt": "last"})
+    assert ids_of(await take(paused, 1)) == [last]
+    assert first.entry_id == published[0]
+
+
+async def test_a_lost_group_costs_nobody_his_entries(redis_buses: Any, foreign: Redis) -> None:
+    bus = await lane(redis_buses, "a")
+    stream = f"{redis_buses.prefix}:requests"
+    entry_id = await bus.requests.publish({"prompt": "x"})
+    await take(bus, 1)
+    await foreign.execute_command("XGROUP", "DESTROY", stream, "admission")
+    assert await bus.requests.renew(LONG_S) == set()
+    assert await bus.requests.take_over(AT_ONCE_S, 100) == []
+    await foreign.execute_command("XGROUP", "CREATE", stream, "admission", "0")
+    assert await bus.requests.renew(LONG_S) == set(), "nobody has it, and it is still there"
+    await foreign.xdel(stream, entry_id)
+    await foreign.delete(f"{redis_buses.prefix}:lanes")
+    assert await bus.requests.renew(LONG_S) == set(), "the server has lost its data"
+    assert await bus.requests.renew(LONG_S) == {entry_id}, "another lane has answered it"
+
+
+# --- the registry of lanes --------------------------------------------------------------------
+
+
+async def test_lanes_are_known_while_they_renew(redis_buses: Any, kit: Any) -> None:
+    client = redis_buses.open(lane="mine")
+    assert await client.lanes() == ["mine"], "nobody is known, so it is the configured one"
+    first, second = await lane(redis_buses, "b"), await lane(redis_buses, "a")
+    await first.requests.renew(LONG_S)
+    await second.requests.renew(AT_ONCE_S)
+
+    async def only_one() -> bool:
+        return await client.lanes() == ["b"]
+
+    await kit.eventually(only_one, "the end of the short lease")
+    await second.requests.renew(LONG_S)
+    assert await client.lanes() == ["a", "b"]
+
+
+async def test_a_second_process_replaces_the_first(redis_buses: Any) -> None:
+    older = await lane(redis_buses, "a")
+    entry_id = await older.requests.publish({"prompt": "x"})
+    await take(older, 1)
+    newer = redis_buses.open(lane="a")
+    assert ids_of(await newer.requests.pending()) == [entry_id]
+    for _ in range(2):
+        with pytest.raises(LaneReplaced, match=r"bus\.lane"):
+            await older.requests.renew(LONG_S)
+    assert await newer.requests.renew(LONG_S) == set()
+    await older.requests.pending()
+    with pytest.raises(LaneReplaced):
+        await newer.requests.renew(LONG_S)
+
+
+# --- too much ---------------------------------------------------------------------------------
+
+
+async def test_the_newest_are_refused_and_the_oldest_kept(
+    redis_buses: Any, foreign: Redis, kit: Any
+) -> None:
+    first, second = await lane(redis_buses, "a"), await lane(redis_buses, "b")
+    client = redis_buses.open()
+    stream = f"{redis_buses.prefix}:requests"
+    old = [await client.requests.publish({"prompt": str(i)}) for i in range(4)]
+    await take(first, 2)  # these count no longer
+    new = [await client.requests.publish({"request_id": f"r{i}"}) for i in range(6)]
+    tail = await client.results.tail()
+    sheds = [bus.requests.shed(3, answer, epoch) for epoch, bus in ((7, first), (8, second))]
+    assert sum(await asyncio.gather(*sheds)) == 5, "two lanes refuse none twice"
+    assert await foreign.xlen(stream) == 5
+    refused = []
+    for i, entry_id in list(enumerate(new))[1:]:
+        (completion,) = await kit.collect(client.results.follow(f"r{i}", entry_id))
+        assert completion.error.code == "overloaded"
+        assert completion.error.retry_after_s == 2.0
+        assert 0 < await foreign.ttl(f"{redis_buses.prefix}:out:r{i}") <= 3600
+        refused.append(entry_id)
+    async with asyncio.timeout(kit.limit_s):
+        told = [(await anext(tail)).entry_id for _ in refused]
+    assert sorted(told) == sorted(refused)
+    assert ids_of(await take(second, 3)) == [*old[2:], new[0]]
+
+
+async def test_a_refused_duplicate_is_answered_under_its_entry(
+    redis_buses: Any, foreign: Redis, kit: Any
+) -> None:
+    bus = await lane(redis_buses, "a")
+    first = await bus.requests.publish({"request_id": "r", "prompt": "x"})
+    await take(bus, 1)
+    assert await bus.results.claim([("r", first)]) == [None]
+    kept = await bus.requests.publish({"prompt": "x"})
+    again = await bus.requests.publish({"request_id": "r", "prompt": "x"})
+    assert await bus.requests.shed(1, answer, 1) == 1
+    (refused,) = await kit.collect(bus.results.follow("r", again))
+    assert (refused.request_id, refused.entry_id) == ("r", again)
+    await bus.results.deliver([("r", [kit.done("r", first)])])
+    assert await kit.collect(bus.results.follow("r", first)) == [kit.done("r", first)]
+    assert ids_of(await take(bus, 1)) == [kept]
+
+
+async def test_what_was_taken_meanwhile_is_not_refused(redis_buses: Any) -> None:
+    bus, other = await lane(redis_buses, "a"), await lane(redis_buses, "b")
+    published = [await bus.requests.publish({"prompt": str(i)}) for i in range(3)]
+    leases = bus.requests._leases  # type: ignore[attr-defined]
+    queued, raw = await leases.excess(1)
+    assert (queued, len(raw)) == (3, 2)
+    await take(other, 3)
+    from nano_inference.bus.redis_leases import refusals_of
+
+    entries = [RequestEntry(i, Malformed("", "malformed", "")) for i in published]
+    assert await leases.refuse(refusals_of(entries, 3, answer), 1, 0) == 0
+
+
+async def test_the_hint_is_on_the_wire(redis_buses: Any, foreign: Redis, kit: Any) -> None:
+    bus = await lane(redis_buses, "a")
+    for i in range(3):
+        await bus.requests.publish({"request_id": f"r{i}"})
+    await bus.requests.take(1)
+    assert await bus.requests.shed(1, answer, 5) == 1
+    ((entry_id, fields),) = await foreign.xrange(f"{redis_buses.prefix}:out:r2")
+    assert entry_id == "5-1"
+    assert json.loads(fields["json"])["error"] == {
+        "code": "overloaded",
+        "message": "2 wait",
+        "retry_after_s": 2.0,
+    }
+    await bus.results.deliver([("s", [kit.failed("s", "1-1", "x")])])
+    ((_, fields),) = await foreign.xrange(f"{redis_buses.prefix}:out:s")
+    assert "retry_after_s" not in json.loads(fields["json"])["error"]

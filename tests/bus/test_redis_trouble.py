@@ -1,0 +1,306 @@
+"""The bus on a server that dies, forgets, stalls, is full, or is cut off in mid-sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from redis import exceptions
+from redis.asyncio import Redis
+
+from nano_inference.bus import Bus, open_bus, redis_client
+from nano_inference.bus.links import CREDITS
+from nano_inference.bus.messages import Credit, ServerRestarted
+from nano_inference.bus.redis_client import is_transient
+from nano_inference.config import BusConfig, BusError
+
+from ..rig import load, mortal_server
+
+LIMIT_S = 30.0
+
+
+class Place:
+    """A server of our own, buses on it, and a plain client."""
+
+    def __init__(self, server: Any) -> None:
+        self.server = server
+        self.prefix = f"test-{uuid.uuid4().hex[:8]}"
+        self.plain = Redis(port=server.port, decode_responses=True, protocol=3)
+        self._buses: list[Bus] = []
+
+    def open(self, url: str = "", **settings: Any) -> Bus:
+        config = BusConfig(url=url or self.server.url, prefix=self.prefix, **settings)
+        self._buses.append(open_bus(config))
+        return self._buses[-1]
+
+    async def restart(self, *, lose: bool = False) -> None:
+        self.server.kill()
+        if lose:
+            self.server.forget()
+        await self.server.start()
+
+    async def errors(self, code: str) -> int:
+        stats = await self.plain.info("errorstats")
+        return int(stats.get(f"errorstat_{code}", {"count": 0})["count"])
+
+    async def until_refused(self, code: str, times: int) -> None:
+        """Waits until the server has refused so many commands more."""
+        before = await self.errors(code)
+        while await self.errors(code) < before + times:  # noqa: ASYNC110  (it can't tell us)
+            await asyncio.sleep(0.01)
+
+    async def numbers(self, request_id: str) -> list[int]:
+        entries = await self.plain.xrange(f"{self.prefix}:out:{request_id}")
+        return [int(entry_id.partition("-")[2]) for entry_id, _ in entries]
+
+    async def aclose(self) -> None:
+        for bus in self._buses:
+            await bus.aclose()
+        await self.plain.aclose()
+
+
+@pytest_asyncio.fixture
+async def place(tmp_path: Path) -> AsyncIterator[Place]:
+    async with mortal_server(tmp_path / "data") as server:
+        made = Place(server)
+        yield made
+        await made.aclose()
+
+
+def limited(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    """Nothing here may hang for ever."""
+
+    @functools.wraps(test)
+    async def bounded(*args: Any, **kwargs: Any) -> None:
+        async with asyncio.timeout(2 * LIMIT_S):
+            await test(*args, **kwargs)
+
+    return bounded
+
+
+async def take(bus: Bus, count: int) -> list[str]:
+    ids: list[str] = []
+    async with asyncio.timeout(LIMIT_S):
+        while len(ids) < count:
+            ids += [entry.entry_id for entry in await bus.requests.take()]
+    return ids
+
+
+@limited
+async def test_a_killed_server_with_its_log_loses_nothing(place: Place, kit: Any) -> None:
+    bus = place.open()
+    inbox = await bus.open_inbox("fairness")
+    sender = bus.sender(CREDITS, "batching-1")
+    ids = [await bus.requests.publish({"prompt": str(i)}) for i in range(10)]
+    await bus.requests.pending()
+    taken = await take(bus, 10)
+    await bus.results.deliver([("r", [kit.chunk("r", "e", i) for i in range(3)])], 7)
+    await kit.send_all(sender, range(5))
+    await sender.flush()
+    waiting = asyncio.create_task(bus.requests.take())
+    await place.restart()
+    await kit.send_all(sender, range(5, 10))
+    await bus.results.deliver([("r", [kit.chunk("r", "e", 3), kit.done("r", "e")])], 7)
+    assert await kit.bodies(inbox, 10) == [Credit(i) for i in range(10)]
+    assert await place.numbers("r") == [1, 2, 3, 4, 5]
+    late = await bus.requests.publish({"prompt": "late"})
+    async with asyncio.timeout(LIMIT_S):
+        assert [entry.entry_id for entry in await waiting] == [late]
+    assert taken == ids
+    assert await bus.requests.renew(30) == set(), "all are still ours"
+
+
+@limited
+async def test_a_server_that_lost_all_is_used_again(place: Place, kit: Any) -> None:
+    bus = place.open()
+    inbox = await bus.open_inbox("admission")
+    await bus.requests.pending()
+    before = await bus.next_epoch()
+    held = await bus.requests.publish({"prompt": "x"})
+    assert await take(bus, 1) == [held]
+    waiting = asyncio.create_task(take(bus, 1))
+    await place.restart(lose=True)
+    assert await kit.bodies(inbox, 1) == [ServerRestarted()]
+    bus.requests.distrust()
+    assert await bus.next_epoch() > before
+    new = await bus.requests.publish({"prompt": "y"})
+    async with asyncio.timeout(LIMIT_S):
+        assert await waiting == [new]
+    for _ in range(2):
+        assert await bus.requests.renew(30) == set(), "what the server forgot is still answered"
+    await bus.requests.acknowledge(held)
+
+
+@limited
+async def test_a_broken_connection_is_no_restart(place: Place, kit: Any) -> None:
+    bus = place.open()
+    inbox = await bus.open_inbox("admission")
+    await place.plain.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+    await place.open().sender(CREDITS._replace(name="finished"), "streaming-1").send(Credit(1))
+    assert await kit.bodies(inbox, 1) == [Credit(1)]
+
+
+@limited
+async def test_a_stream_that_lost_its_beginning_begins_anew(place: Place, kit: Any) -> None:
+    bus = place.open()
+    chunks = [kit.chunk("r", "e", i) for i in range(4)]
+    await bus.results.deliver([("r", chunks[:2])], 3)
+    await place.restart(lose=True)
+    await bus.results.deliver([("r", chunks[2:])], 3)
+    assert await place.numbers("r") == [3, 4]
+    assert await bus.results.recover(["r"], 4) == [[]]
+    await bus.results.deliver([("r", [*chunks, kit.done("r", "e")])], 4)
+    assert await place.numbers("r") == [1, 2, 3, 4, 5]
+
+
+@limited
+async def test_an_ended_stream_stays_as_it_is(place: Place, kit: Any) -> None:
+    bus = place.open()
+    await bus.results.deliver([("r", [kit.chunk("r", "e", 0)])], 3)
+    await place.restart(lose=True)
+    await bus.results.deliver([("r", [kit.done("r", "e")])], 3)
+    assert await bus.results.recover(["r"], 4) == [[kit.done("r", "e")]]
+
+
+@limited
+async def test_a_follower_gets_no_token_twice(place: Place, kit: Any) -> None:
+    bus = place.open()
+    entry = await bus.requests.publish({"request_id": "r", "prompt": "x"})
+    chunks = [kit.chunk("r", entry, i) for i in range(3)]
+    await bus.results.deliver([("r", chunks[:2])], 3)
+    follow = bus.results.follow("r", entry)
+    assert [await anext(follow), await anext(follow)] == chunks[:2]
+    await place.restart(lose=True)
+    await bus.results.recover(["r"], 4)
+    await bus.results.deliver([("r", [*chunks, kit.done("r", entry)])], 4)
+    assert await kit.collect(follow) == [chunks[2], kit.done("r", entry)]
+
+
+@limited
+async def test_a_follower_of_what_was_lost_is_told(
+    place: Place, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nano_inference.bus.redis_follow.IDLE_CHECK_S", 0.05)
+    bus = place.open()
+    entry = await bus.requests.publish({"request_id": "r", "prompt": "x"})
+    following = asyncio.create_task(kit.collect(bus.results.follow("r", entry)))
+    await place.restart(lose=True)
+    with pytest.raises(BusError) as caught:
+        await following
+    assert caught.value.code == "unknown_request"
+
+
+@limited
+async def test_a_full_server_is_waited_for(place: Place, kit: Any) -> None:
+    bus = place.open()
+    inbox = await bus.open_inbox("fairness")
+    sender = bus.sender(CREDITS, "batching-1")
+    await bus.results.deliver([("r", [kit.chunk("r", "e", 0)])], 3)
+    await place.plain.config_set("maxmemory-policy", "noeviction")
+    await place.plain.config_set("maxmemory", 1)
+    await kit.send_all(sender, range(20))
+    working = [
+        asyncio.create_task(bus.results.recover(["r"], 4)),
+        asyncio.create_task(bus.next_epoch()),
+        asyncio.create_task(sender.flush()),
+    ]
+    await place.until_refused("OOM", 10)
+    with pytest.raises(BusError):  # a client is told at once
+        await bus.requests.publish({"prompt": "x"})
+    assert not any(task.done() for task in working)
+    await place.plain.config_set("maxmemory", 0)
+    async with asyncio.timeout(LIMIT_S):
+        assert await working[0] == [[kit.chunk("r", "e", 0)]]
+        await asyncio.gather(*working)
+    assert await kit.bodies(inbox, 20) == [Credit(i) for i in range(20)]
+    assert await bus.results.deliver([("r", [kit.done("r", "e")])], 3) == {"r"}, "it is fenced"
+
+
+@limited
+async def test_output_for_a_full_server_is_kept(place: Place, kit: Any) -> None:
+    bus = place.open()
+    await place.plain.config_set("maxmemory", 1)
+    chunks = [kit.chunk("r", "e", i) for i in range(3)]
+    writing = asyncio.create_task(
+        bus.results.deliver([("r", [*chunks, kit.done("r", "e")]), ("s", chunks[:1])], 3)
+    )
+    await place.until_refused("OOM", 4)
+    await place.plain.config_set("maxmemory", 0)
+    async with asyncio.timeout(LIMIT_S):
+        await writing
+    assert (await place.numbers("r"), await place.numbers("s")) == ([1, 2, 3, 4], [1])
+
+
+@limited
+async def test_a_server_that_stalls_doubles_nothing(
+    place: Place, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commands that were given up come to pass when the server wakes up, and again."""
+    monkeypatch.setattr(redis_client, "REPLY_TIMEOUT_S", 0.1)
+    bus = place.open()
+    inbox = await bus.open_inbox("fairness")
+    sender = bus.sender(CREDITS, "batching-1")
+    sleeping = asyncio.create_task(place.plain.execute_command("DEBUG", "SLEEP", "1"))
+    await asyncio.sleep(0)
+    await kit.send_all(sender, range(10))
+    for i in range(5):
+        await bus.results.deliver([("r", [kit.chunk("r", "e", i)])], 3)
+    await bus.results.deliver([("r", [kit.done("r", "e")])], 3)
+    assert await kit.bodies(inbox, 10) == [Credit(i) for i in range(10)]
+    assert await place.numbers("r") == [1, 2, 3, 4, 5, 6]
+    await sleeping
+
+
+@pytest.mark.parametrize("passed", [1, 100, 5000])
+@limited
+async def test_a_reply_that_is_cut_off_is_read_again(place: Place, kit: Any, passed: int) -> None:
+    proxy = load("chaos_rig").Proxy(place.server.port)
+    await proxy.start()
+    bus = place.open(proxy.url)
+    inbox = await bus.open_inbox("fairness")
+    far = place.open()
+    sender = far.sender(CREDITS, "batching-1")
+    ids = [await far.requests.publish({"prompt": "x" * 1000}) for _ in range(20)]
+    await bus.requests.pending()
+    proxy.replies_left = passed
+    assert await take(bus, 20) == ids
+    proxy.replies_left = passed
+    await kit.send_all(sender, range(200))
+    assert await kit.bodies(inbox, 200) == [Credit(i) for i in range(200)]
+    await bus.aclose()
+    await proxy.aclose()
+
+
+@limited
+async def test_the_group_heals(place: Place) -> None:
+    bus = place.open()
+    first = await bus.requests.publish({"prompt": "x"})
+    assert await take(bus, 1) == [first]
+    waiting = asyncio.create_task(take(bus, 1))
+    await place.plain.xgroup_destroy(f"{place.prefix}:requests", "admission")
+    second = await bus.requests.publish({"prompt": "y"})
+    async with asyncio.timeout(LIMIT_S):
+        assert await waiting == [second]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        exceptions.OutOfMemoryError("command not allowed when used memory > 'maxmemory'."),
+        exceptions.ReadOnlyError("You can't write against a read only replica."),
+        exceptions.ResponseError("MISCONF Errors writing to the AOF file"),
+        exceptions.ResponseError(
+            "Command # 1 (XADD s *) of pipeline caused error: ('MISCONF Errors writing',)"
+        ),
+        exceptions.BusyLoadingError("Valkey is loading the dataset in memory"),
+    ],
+)
+def test_what_passes_by_itself(error: Exception) -> None:
+    assert is_transient(error)
+    assert not is_transient(exceptions.ResponseError("WRONGTYPE Operation against a key"))

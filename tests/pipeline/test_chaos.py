@@ -1,0 +1,55 @@
+"""A short run of benchmarks/chaos.py: every kind of fault, and no stream is the worse for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ..rig import load
+
+pytestmark = pytest.mark.slow
+
+
+async def test_faults_of_every_kind_cost_nothing(tmp_path: Path) -> None:
+    chaos = load("chaos")
+    result = await chaos.storm(
+        tmp_path, requests=60, kills=8, seed=5, concurrency=24, duration_s=120, longest=40
+    )
+    told = json.dumps(result, indent=1)
+    assert set(result["kills"]) == set(chaos.TARGETS), told
+    assert sum(result["kills"].values()) == 8, told
+    assert (result["completed"], result["clean"]) == (60, True), told
+
+
+def test_it_sees_what_is_wrong_with_a_stream() -> None:
+    chaos, rig = load("chaos"), load("chaos_rig")
+    request = {"n": 1, "stream": True, "sampling": {"temperature": 0}}
+    sample = {
+        "sample_index": 0,
+        "token_ids": [5, 6, 7],
+        "text": "abc",
+        "finish_reason": "length",
+    }
+    outputs: list[dict[str, object]] = [
+        {"type": "chunk", "sample_index": 0, "token_offset": i, "token_ids": [5 + i], "text": text}
+        for i, text in enumerate("abc")
+    ]
+    outputs.append({"type": "completion", "status": "done", "samples": [sample]})
+
+    def found(*numbers_and_outputs: tuple[int, int]) -> set[str]:
+        entries = [rig.Entry(1, n, outputs[i], 0.0) for n, i in numbers_and_outputs]
+        return set(chaos.faults_of(entries, request))
+
+    assert found((1, 0), (2, 1), (3, 2), (4, 3)) == set()
+    assert found((1, 0), (2, 1), (3, 2)) == {"lost"}
+    assert found() == {"lost"}
+    assert found((1, 0), (2, 2), (3, 3)) == {"gaps"}
+    assert "duplicated" in found((1, 0), (2, 1), (3, 1), (4, 2), (5, 3))
+    assert "duplicated" in found((1, 0), (2, 1), (3, 2), (4, 3), (5, 3))
+    assert found((1, 0), (2, 1), (4, 2), (5, 3)) == {"gaps"}
+    whole = [rig.Entry(1, n + 1, output, 0.0) for n, output in enumerate(outputs)]
+    other = {**outputs[3], "samples": [{**sample, "token_ids": [5, 6, 8]}]}
+    report = chaos.compare([request], [whole], [[*whole[:3], rig.Entry(2, 4, other, 0.0)]])
+    assert (report.mismatched, report.clean) == (1, False)

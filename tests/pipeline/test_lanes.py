@@ -1,0 +1,428 @@
+"""Several pipelines on one requests stream: they share it, and take over from one another."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from nano_inference import BusClient, Completion, Config, Pipeline
+from nano_inference.bus.links import CONTROL
+from nano_inference.bus.messages import CompletionChunk, Output, Pause, Resume
+from nano_inference.config import LaneReplaced
+from nano_inference.stages.admission.stage import AdmissionStage
+
+from .conftest import MakeConfig, config_maker
+from .test_life import GOOD, LONG, check_stream, stream_request, until
+
+LIMIT_S = 90
+LEASE_S = 0.5
+
+
+@pytest.fixture(params=["redis", "redis-links"])
+def make_config(request: pytest.FixtureRequest) -> MakeConfig:
+    """In memory there is one lane only."""
+    return config_maker(request)
+
+
+@pytest.fixture
+def redis_config(request: pytest.FixtureRequest, redis_url: str) -> MakeConfig:
+    request.param = "redis"
+    return config_maker(request)
+
+
+def lane_config(make_config: MakeConfig, lane: str, **settings: object) -> Config:
+    return make_config(bus__lane=lane, admission__lease_s=LEASE_S, **settings)
+
+
+def admission_of(pipeline: Pipeline) -> AdmissionStage:
+    stage = pipeline._actors["admission"]
+    assert isinstance(stage, AdmissionStage)
+    return stage
+
+
+def in_flight(pipeline: Pipeline) -> int:
+    return len(admission_of(pipeline)._ledger)
+
+
+async def kill(pipeline: Pipeline) -> None:
+    """Ends a pipeline without a word to anybody, as a lost machine does."""
+    pipeline._house.cancel()
+    await asyncio.wait({pipeline._house})
+    await pipeline._heart.last_word()
+    await pipeline.bus.aclose()
+
+
+async def begin(pipeline: Pipeline) -> Pipeline:
+    """Enters the context for good; `kill` ends it."""
+    return await pipeline.__aenter__()
+
+
+class Streams:
+    """Eight streams of one client, all of which have begun."""
+
+    def __init__(self, client: BusClient) -> None:
+        self._streams = [client.submit(stream_request(index)) for index in range(8)]
+        self._outputs: list[list[Output]] = [[] for _ in self._streams]
+
+    async def begin(self, most: int = 6) -> None:
+        """Waits for the first output of so many; two of them give none before the end."""
+        self._rest = [
+            asyncio.create_task(self._read(index, stream))
+            for index, stream in enumerate(self._streams)
+        ]
+        await until(lambda: sum(map(bool, self._outputs)) >= most)
+
+    async def finish(self) -> None:
+        """Every stream is complete, without gap or repetition, as if nothing had happened."""
+        await asyncio.gather(*self._rest)
+        for index, outputs in enumerate(self._outputs):
+            check_stream(index, outputs)
+
+    async def _read(self, index: int, stream: AsyncGenerator[Output, None]) -> None:
+        async for output in stream:
+            self._outputs[index].append(output)
+
+
+# --- side by side -----------------------------------------------------------------------------
+
+
+async def test_two_lanes_serve_one_stream(make_config: MakeConfig) -> None:
+    configs = [lane_config(make_config, lane, admission__max_in_flight=3) for lane in "ab"]
+    async with (
+        asyncio.timeout(LIMIT_S),
+        Pipeline(configs[0]) as first,
+        Pipeline(configs[1]) as second,
+        BusClient.connect(configs[0].bus) as client,
+    ):
+        assert await client.bus.lanes() == ["a", "b"]
+        completions = await asyncio.gather(*(client.complete(GOOD) for _ in range(40)))
+        assert {completion.status for completion in completions} == {"done"}
+        assert len({completion.entry_id for completion in completions}) == 40
+        for pipeline in (first, second):
+            assert admission_of(pipeline)._rate._seconds, "both have served some"
+
+
+async def test_a_request_id_is_used_once_in_all_lanes(make_config: MakeConfig) -> None:
+    configs = [lane_config(make_config, lane, admission__max_in_flight=1) for lane in "ab"]
+    async with (
+        asyncio.timeout(LIMIT_S),
+        Pipeline(configs[0]) as first,
+        BusClient.connect(configs[0].bus) as client,
+    ):
+        running = client.submit({**LONG, "request_id": "mine"})
+        await anext(running)
+        async with Pipeline(configs[1]) as second:
+            refused = await client.complete({**GOOD, "request_id": "mine"})
+            assert refused.error is not None
+            assert refused.error.code == "duplicate_request"
+            assert in_flight(first) == 1
+            await until(lambda: not in_flight(second))
+        await client.cancel("mine")
+        last = [output async for output in running][-1]
+        assert isinstance(last, Completion)
+        assert last.status == "cancelled"
+
+
+async def test_control_messages_reach_every_lane(make_config: MakeConfig) -> None:
+    configs = [lane_config(make_config, lane, admission__max_in_flight=1) for lane in "ab"]
+    async with (
+        asyncio.timeout(LIMIT_S),
+        Pipeline(configs[0]) as first,
+        Pipeline(configs[1]) as second,
+        BusClient.connect(configs[0].bus) as client,
+    ):
+        streams = [client.submit({**LONG, "request_id": f"r{i}"}) for i in range(2)]
+        await asyncio.gather(*(anext(stream) for stream in streams))
+        assert (in_flight(first), in_flight(second)) == (1, 1)
+        for i in range(2):
+            await client.cancel(f"r{i}")
+        for stream in streams:
+            last = [output async for output in stream][-1]
+            assert isinstance(last, Completion)
+            assert last.status == "cancelled"
+        await client.pause()
+        waiting = [asyncio.create_task(client.complete(GOOD)) for _ in range(2)]
+        done, _ = await asyncio.wait(waiting, timeout=0.3)
+        assert not done
+        await client.flush_cache()
+        await client.resume()
+        assert [(await task).status for task in waiting] == ["done"] * 2
+
+
+# --- taking over ------------------------------------------------------------------------------
+
+
+async def test_the_requests_of_a_dead_lane_go_on_in_another(make_config: MakeConfig) -> None:
+    configs = [lane_config(make_config, lane) for lane in "ab"]
+    async with asyncio.timeout(LIMIT_S), BusClient.connect(configs[0].bus) as client:
+        first = await begin(Pipeline(configs[0]))
+        streams = Streams(client)
+        await streams.begin()
+        async with Pipeline(configs[1]) as second:
+            held = in_flight(first)
+            await kill(first)
+            await streams.finish()
+            assert held, "it died while it had something to do"
+            assert (await client.complete(GOOD)).status == "done"
+            await until(lambda: not in_flight(second))
+            assert not await client.bus.requests.dead_letters()
+
+
+async def test_from_lane_to_lane_and_back(make_config: MakeConfig) -> None:
+    """Each of three lanes dies while it has the requests."""
+    async with asyncio.timeout(LIMIT_S):
+        running = await begin(Pipeline(lane_config(make_config, "a")))
+        async with BusClient.connect(running.config.bus) as client:
+            streams = Streams(client)
+            await streams.begin()
+            for lane in "bca":
+                successor = await begin(Pipeline(lane_config(make_config, lane)))
+                await kill(running)
+                running = successor
+                await until(lambda pipeline=running: in_flight(pipeline))  # type: ignore[misc]
+            await streams.finish()
+            await kill(running)
+
+
+@contextmanager
+def process(config: Config, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A pipeline as a process of its own."""
+    command = [sys.executable, "-m", "nano_inference", "run", "--bus", config.bus.url]
+    settings = {
+        "bus.prefix": config.bus.prefix,
+        "bus.lane": config.bus.lane,
+        "bus.links": config.bus.links,
+        "admission.lease_s": config.admission.lease_s,
+        "engine.dtype": config.engine.dtype,
+    }
+    for name, value in settings.items():
+        command += ["--set", f"{name}={value}"]
+    with log.open("wb") as file:
+        started = subprocess.Popen(command, stderr=file, stdout=file, start_new_session=True)
+    try:
+        yield started
+    finally:
+        os.kill(started.pid, signal.SIGCONT)
+        started.kill()
+        started.wait()
+
+
+@asynccontextmanager
+async def raw(config: Config) -> AsyncIterator[Redis]:
+    async with Redis.from_url(config.bus.url, protocol=2, decode_responses=True) as client:
+        yield client
+
+
+@pytest.mark.slow
+async def test_a_killed_process_is_replaced_by_another_lane(
+    redis_config: MakeConfig, tmp_path: Path
+) -> None:
+    configs = [lane_config(redis_config, lane) for lane in "ab"]
+    async with asyncio.timeout(LIMIT_S), BusClient.connect(configs[0].bus) as client:
+        with process(configs[0], tmp_path / "log") as first:
+            streams = Streams(client)
+            await streams.begin(1)
+            first.kill()
+            async with Pipeline(configs[1]):
+                await streams.finish()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("comes_back", ["while it runs", "when it is done"])
+async def test_a_lane_that_was_paused_writes_nothing_when_it_comes_back(
+    redis_config: MakeConfig, tmp_path: Path, comes_back: str
+) -> None:
+    configs = [lane_config(redis_config, lane) for lane in "ab"]
+    prefix, log = configs[0].bus.prefix, tmp_path / "log"
+    async with (
+        asyncio.timeout(LIMIT_S),
+        raw(configs[0]) as redis,
+        BusClient.connect(configs[0].bus) as client,
+    ):
+        with process(configs[0], log) as paused:
+            streams = Streams(client)
+            await streams.begin(1)
+            paused.send_signal(signal.SIGSTOP)
+            held = (await redis.xpending(f"{prefix}:requests", "admission"))["pending"]
+            assert held, "it was paused while it had something to do"
+            async with Pipeline(configs[1]) as other:
+                control = other.bus.sender(CONTROL["batching"], "client-1")
+                await control.send(Pause())
+                await until(lambda: in_flight(other) and admission_of(other)._open.is_set())
+                if comes_back == "while it runs":
+                    paused.send_signal(signal.SIGCONT)
+                    await until(lambda: "requests_gone_to_another_lane" in log.read_text())
+                await control.send(Resume())
+                await streams.finish()
+                before = await written(redis, prefix)
+                paused.send_signal(signal.SIGCONT)
+                while await client.bus.lanes() != ["a", "b"]:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            # The lane serves again.
+            assert (await client.complete(GOOD)).status == "done"
+            after = await written(redis, prefix)
+            assert {key: after[key] for key in before} == before
+            results = await redis.xrange(f"{prefix}:results")
+            ended = [json.loads(fields["json"])["entry_id"] for _, fields in results]
+            assert len(ended) == len(set(ended)) == 9
+
+
+async def written(redis: Redis, prefix: str) -> dict[str, object]:
+    """Every output stream, whole."""
+    keys = sorted([key async for key in redis.scan_iter(f"{prefix}:out:*")])
+    return {key: await redis.xrange(key) for key in keys}
+
+
+# --- the same lane twice ----------------------------------------------------------------------
+
+
+async def test_a_second_pipeline_of_the_same_lane_replaces_the_first(
+    redis_config: MakeConfig,
+) -> None:
+    config = lane_config(redis_config, "a")
+    async with asyncio.timeout(LIMIT_S), BusClient.connect(config.bus) as client:
+        older = await begin(Pipeline(config))
+        streams = Streams(client)
+        await streams.begin()
+        async with Pipeline(config):
+            with pytest.raises(LaneReplaced, match=r"bus\.lane"):
+                await older.failed()
+            with pytest.raises(LaneReplaced):
+                await older.__aexit__(None, None, None)
+            await streams.finish()
+            assert (await client.complete(GOOD)).status == "done"
+
+
+async def test_a_second_admission_replaces_the_first(redis_config: MakeConfig) -> None:
+    front = lane_config(redis_config, "a", pipeline__stages=["admission"])
+    back = lane_config(
+        redis_config, "a", pipeline__stages=["fairness", "batching", "executor", "streaming"]
+    )
+    async with (
+        asyncio.timeout(LIMIT_S),
+        BusClient.connect(front.bus) as client,
+        Pipeline(back),
+    ):
+        older = await begin(Pipeline(front))
+        streams = Streams(client)
+        await streams.begin()
+        async with Pipeline(front):
+            with pytest.raises(LaneReplaced):
+                await older.failed()
+            with pytest.raises(LaneReplaced):
+                await older.__aexit__(None, None, None)
+            await streams.finish()
+            assert (await client.complete(GOOD)).status == "done"
+
+
+# --- too much, and too late -------------------------------------------------------------------
+
+
+async def test_overload_refuses_the_newest_and_keeps_the_oldest(make_config: MakeConfig) -> None:
+    config = make_config(admission__max_in_flight=1, admission__max_queued=3)
+    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
+        await pipeline.client.pause()
+        entries = [await pipeline.client.publish(GOOD)]
+        await until(lambda: in_flight(pipeline))
+        entries += [await pipeline.client.publish(GOOD) for _ in range(9)]
+        completions: list[Completion] = []
+        for entry_id in entries[:3:-1]:
+            outputs = pipeline.bus.results.follow("", entry_id)
+            last = [output async for output in outputs][-1]
+            assert isinstance(last, Completion)
+            completions.append(last)
+        for completion in completions:
+            assert completion.error is not None
+            assert completion.error.code == "overloaded"
+            assert completion.error.retry_after_s == 300.0, "nothing has finished yet"
+        await pipeline.client.resume()
+        for entry_id in entries[:4]:
+            outputs = pipeline.bus.results.follow("", entry_id)
+            last = [output async for output in outputs][-1]
+            assert isinstance(last, Completion)
+            assert last.status == "done"
+
+
+@pytest.mark.parametrize("missing", ["executor", "streaming", "admission"])
+async def test_time_that_runs_out_while_a_stage_is_missing(
+    make_config: MakeConfig, missing: str
+) -> None:
+    """The request is in flight; its budget is over before the stage is back."""
+    stages = {"admission", "fairness", "batching", "executor", "streaming"}
+    rest = lane_config(make_config, "a", pipeline__stages=sorted(stages - {missing}))
+    away = lane_config(make_config, "a", pipeline__stages=[missing])
+    async with (
+        asyncio.timeout(LIMIT_S),
+        BusClient.connect(rest.bus) as client,
+        Pipeline(rest),
+    ):
+        async with Pipeline(away) as back:
+            await back.ready()
+            stream = client.submit({**LONG, "budget_ns": 2 * 10**9})
+            outputs = [await anext(stream)]
+            await kill(back) if missing == "admission" else None
+        if missing == "executor":
+            outputs += [output async for output in stream]
+        else:
+            await asyncio.sleep(2)  # until its time is over
+            async with Pipeline(away):
+                outputs += [output async for output in stream]
+        last = outputs[-1]
+        assert isinstance(last, Completion)
+        assert last.status == "expired"
+        made = sum(len(chunk.token_ids) for chunk in outputs if isinstance(chunk, CompletionChunk))
+        assert made == sum(len(sample.token_ids) for sample in last.samples)
+
+
+async def test_inherited_requests_expire_while_the_lane_is_down(make_config: MakeConfig) -> None:
+    """Admission is new, the executor away: nobody can look at the request, but at the clock."""
+    front = ["admission", "streaming"]
+    first, second = (
+        lane_config(make_config, "a", pipeline__stages=stages)
+        for stages in (front, ["fairness", "batching", "executor"])
+    )
+    async with asyncio.timeout(LIMIT_S), BusClient.connect(first.bus) as client:
+        async with Pipeline(first) as before:
+            async with Pipeline(second):
+                await before.ready()
+                stream = client.submit({**LONG, "budget_ns": 2 * 10**9})
+                outputs = [await anext(stream)]
+            await kill(before)
+        async with Pipeline(first):
+            outputs += [output async for output in stream]
+        last = outputs[-1]
+        assert isinstance(last, Completion)
+        assert last.status == "expired"
+
+
+async def test_time_that_runs_out_in_the_queue(make_config: MakeConfig) -> None:
+    config = make_config()
+    async with asyncio.timeout(LIMIT_S), BusClient.connect(config.bus) as client:
+        waiting = asyncio.create_task(client.complete({**GOOD, "budget_ns": 1_000_000}))
+        await asyncio.sleep(0.05)
+        async with Pipeline(config):
+            assert (await waiting).status == "expired"
+
+
+async def test_time_that_runs_out_in_fairness_and_in_batching(make_config: MakeConfig) -> None:
+    """One runs, one waits for a slot; both have too little time."""
+    config = make_config(engine__max_batch_size=1)
+    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
+        await pipeline.client.pause()
+        requests = [{**LONG, "budget_ns": 300_000_000} for _ in range(2)]
+        waiting = [asyncio.create_task(pipeline.complete(request)) for request in requests]
+        assert {(await task).status for task in waiting} == {"expired"}
+        await pipeline.client.resume()
+        running = await pipeline.complete({**LONG, "budget_ns": 300_000_000})
+        assert running.status == "expired"
+        assert (await pipeline.complete(GOOD)).status == "done", "its place is free again"

@@ -20,7 +20,7 @@ from ..bus.messages import (
     GenerateRequest,
     TokenLogprob,
 )
-from ..config import Config, EngineConfig, RequestError, SamplingParams
+from ..config import Config, EngineConfig, ModelError, RequestError, SamplingParams
 from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
 from ..stages.executor.core import ExecutorCore
@@ -292,6 +292,12 @@ class InferenceEngine:
             return []
         try:
             result = self._executor.execute(plan)
+        except ModelError:
+            # The weights are broken, and so may be all KV that they made.
+            self._executor.clear()
+            self._batching.retract()
+            self._batching.cache.flush()
+            raise
         except BaseException:
             # Interrupted, perhaps: the requests wait again, and the next step goes on with them.
             self._executor.reset()

@@ -86,40 +86,39 @@ def paged_attention(
     Raises:
         ModelError: The model was called without a batch, or does not hand it down.
     """
-    if not isinstance(attention_batch, AttentionBatch) or kv_cache is None:
-        if isinstance(attention_batch, LayerProbe):
-            probed = attention_batch.record(
-                module, query, key, value, attention_mask, sliding_window, others
-            )
-            return probed, None
-        if not isinstance(attention_batch, TiledBatch) or kv_cache is None:
-            raise ModelError(
-                f"{type(module).__name__} did not get attention_batch and kv_cache: the model does "
-                "not hand keyword arguments down to its attention, or was called past "
-                "model_forward()"
-            )
+    if isinstance(attention_batch, LayerProbe):
+        probed = attention_batch.record(
+            module, query, key, value, attention_mask, sliding_window, others
+        )
+        return probed, None
+    if attention_batch is None or kv_cache is None:
+        raise ModelError(
+            f"{type(module).__name__} did not get attention_batch and kv_cache: the model does not "
+            "hand keyword arguments down to its attention, or was called past model_forward()"
+        )
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    queries = query[0].transpose(0, 1)
+    new_keys, new_values = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    if isinstance(attention_batch, TiledBatch):
         tiled = tiled_attention(
             attention_batch,
-            query[0].transpose(0, 1),
-            key[0].transpose(0, 1),
-            value[0].transpose(0, 1),
+            queries,
+            new_keys,
+            new_values,
             kv_cache,
-            module.layer_idx,  # type: ignore[arg-type]
+            layer,
             window=sliding_window,
-            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            scale=scale,
             softcap=softcap,
             sinks=s_aux,
         )
         return tiled[None], None
-    layer: int = module.layer_idx  # type: ignore[assignment]
     keys, values = kv_cache.keys[layer], kv_cache.values[layer]
-    new_keys, new_values = key[0].transpose(0, 1), value[0].transpose(0, 1)
     keys.view(-1, *keys.shape[2:]).index_copy_(0, attention_batch.slots, new_keys)
     values.view(-1, *values.shape[2:]).index_copy_(0, attention_batch.slots, new_values)
 
     view = attention_batch.views[sliding_window, key.shape[1]]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    queries = query[0].transpose(0, 1)
     heads = key.shape[1]
     parts = [
         _decode(chunk, queries, *kv_cache.gather(layer, chunk.index), heads, scale, softcap, s_aux)

@@ -50,8 +50,8 @@ class ExecutorCore:
     """Owns the model, the KV tensors, and what is known of each sequence.
 
     Loading happens in the constructor. All methods run on one thread and block while the device
-    works. An error in `execute` leaves the object in an undefined state: `reset` it, or make a new
-    one when it was a ModelError, since the cache may then hold values that are not numbers.
+    works. An error in `execute` leaves the object in an undefined state: `reset` it, or
+    `clear` it when it was a ModelError.
     """
 
     def __init__(
@@ -116,6 +116,14 @@ class ExecutorCore:
     def reset(self) -> None:
         """Forgets all sequences. The KV tensors stay as they are."""
         self._table.clear()
+
+    def clear(self) -> None:
+        """Forgets all sequences and all KV, which after a ModelError may be no numbers.
+
+        They would spoil whoever gets their blocks, also where he may not look: 0 * NaN is NaN.
+        """
+        self.reset()
+        self.cache.clear()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs one plan.

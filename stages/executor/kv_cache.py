@@ -38,6 +38,11 @@ class KVCache:
         # memory that the allocator maps, and the kernel clears, for every layer of every step.
         self._gathered = [torch.empty(0, dtype=model.dtype, device=model.device) for _ in range(2)]
 
+    def clear(self) -> None:
+        """Sets all keys and values to zero."""
+        for tensor in (*self.keys, *self.values):
+            tensor.zero_()
+
     def gather(self, layer: int, index: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer at `index`, `[len(index), dim]` each.
 

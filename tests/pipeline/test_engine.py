@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nano_inference import InferenceEngine, RequestError, SamplingParams
+from nano_inference import EngineConfig, InferenceEngine, RequestError, SamplingParams
 from nano_inference.bus.messages import StepPlan, StepResult
 from nano_inference.config import ModelError
 from nano_inference.stages.tokenizer import default_sampling_params
@@ -175,6 +175,26 @@ def test_a_refused_prompt_leaves_nothing_behind(
 def test_as_many_parameters_as_prompts(engine: InferenceEngine) -> None:
     with pytest.raises(ValueError, match="2 prompts and 1 sampling_params"):
         engine.generate(["1 + 1 =", "2 + 2 ="], [GREEDY])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_after_weights_that_are_not_numbers_good_ones_work_again(deterministic: bool) -> None:
+    """What the broken weights left in the KV cache must not spoil what comes after."""
+    config = EngineConfig(deterministic=deterministic, kv_cache_bytes=1 << 22, max_model_len=512)
+    with InferenceEngine(config) as engine:
+        prompts = [list(range(60, 100)), list(range(30, 75))]
+        before = engine.generate(prompts, ENDLESS_8)
+        good = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+        del good["lm_head.weight"]  # tied, and NaN does not equal itself
+        engine.update_weights({name: tensor * math.nan for name, tensor in good.items()})
+        fill_the_cache = [[20 + i] * 500 for i in range(8)]
+        with pytest.raises(ModelError, match="not finite"):
+            engine.generate(fill_the_cache, ENDLESS_8)
+        assert not engine.has_pending()
+        engine.update_weights(good, blocking=True)
+        after = engine.generate(prompts, ENDLESS_8)
+        tokens = [sample.completion_tokens for sample in after]
+        assert tokens == [sample.completion_tokens for sample in before]
 
 
 def test_the_makers_advice_is_there_for_those_who_ask(engine: InferenceEngine) -> None:

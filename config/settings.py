@@ -54,6 +54,9 @@ class EngineConfig(Settings, frozen=True, forbid_unknown_fields=True):
         device: "auto" takes CUDA when there is one.
         cpu_threads: Threads of the executor stage on CPU. 0 takes one for a small model, whose
             steps are too short to be shared, and one per core for others.
+        kernels: "auto" uses the kernels for bfloat16 on CPU, which a C compiler makes at the first
+            start, where the machine allows it; "off" runs Transformers' modules as they are.
+            Deterministic mode never uses them.
         seed: Base of the random numbers of requests that bring no seed.
         logprobs_mode: What reported logprobs are of. "processed": the policy that tokens are
             sampled from, after penalties, bias and temperature; "raw": the model's own output.
@@ -74,6 +77,7 @@ class EngineConfig(Settings, frozen=True, forbid_unknown_fields=True):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
     cpu_threads: int = 0
+    kernels: Literal["auto", "off"] = "auto"
     seed: int = 0
     logprobs_mode: Literal["processed", "raw"] = "processed"
     deterministic: bool = False

@@ -86,10 +86,10 @@ def paged_attention(
     Raises:
         ModelError: The model was called without a batch, or does not hand it down.
     """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(attention_batch, LayerProbe):
-        probed = attention_batch.record(
-            module, query, key, value, attention_mask, sliding_window, others
-        )
+        options = {"window": sliding_window, "scale": scale, "softcap": softcap, "sinks": s_aux}
+        probed = attention_batch.record(module, query, key, value, attention_mask, options, others)
         return probed, None
     if attention_batch is None or kv_cache is None:
         raise ModelError(
@@ -97,44 +97,69 @@ def paged_attention(
             "hand keyword arguments down to its attention, or was called past model_forward()"
         )
     layer: int = module.layer_idx  # type: ignore[assignment]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    queries = query[0].transpose(0, 1)
-    new_keys, new_values = key[0].transpose(0, 1), value[0].transpose(0, 1)
-    if isinstance(attention_batch, TiledBatch):
-        tiled = tiled_attention(
-            attention_batch,
-            queries,
-            new_keys,
-            new_values,
-            kv_cache,
-            layer,
-            window=sliding_window,
-            scale=scale,
-            softcap=softcap,
-            sinks=s_aux,
-        )
-        return tiled[None], None
-    keys, values = kv_cache.keys[layer], kv_cache.values[layer]
-    keys.view(-1, *keys.shape[2:]).index_copy_(0, attention_batch.slots, new_keys)
-    values.view(-1, *values.shape[2:]).index_copy_(0, attention_batch.slots, new_values)
+    output = attend(
+        attention_batch,
+        kv_cache,
+        layer,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        window=sliding_window,
+        scale=scale,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return output[None], None
 
-    view = attention_batch.views[sliding_window, key.shape[1]]
-    heads = key.shape[1]
-    parts = [
-        _decode(chunk, queries, *kv_cache.gather(layer, chunk.index), heads, scale, softcap, s_aux)
-        for chunk in view.decodes
-    ]
+
+def attend(
+    batch: AttentionBatch | TiledBatch,
+    cache: KVCache,
+    layer: int,
+    queries: Tensor,
+    new_keys: Tensor,
+    new_values: Tensor,
+    *,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """As `paged_attention`, from tensors `[tokens, heads, dim]` to `[tokens, heads, value_dim]`."""
+    options: Any = {"window": window, "scale": scale, "softcap": softcap, "sinks": sinks}
+    if isinstance(batch, TiledBatch):
+        return tiled_attention(batch, queries, new_keys, new_values, cache, layer, **options)
+    heads = new_keys.shape[1]
+    view = batch.views[window, heads]
+    parts: list[Tensor] = []
+    if batch.decode_rows is not None:
+        paged = cache.paged_attention(layer, queries.shape[1], **options)
+        paged.store(_dense_rows(new_keys), _dense_rows(new_values), batch.slots)
+        if batch.decode_rows.count:
+            parts.append(paged.decode(_dense_rows(queries), batch.decode_rows))
+    else:
+        for whole, new in ((cache.keys[layer], new_keys), (cache.values[layer], new_values)):
+            whole.view(-1, *whole.shape[2:]).index_copy_(0, batch.slots, new)
+        parts = [
+            _decode(chunk, queries, *cache.gather(layer, chunk.index), heads, scale, softcap, sinks)
+            for chunk in view.decodes
+        ]
     for row in view.prefills:
         own = (new_keys[row.start : row.stop], new_values[row.start : row.stop])
-        context = own if row.index is None else kv_cache.gather(layer, row.index)
+        context = own if row.index is None else cache.gather(layer, row.index)
         context = _by_head(row, context, heads)
         row_queries = queries[row.start : row.stop]
-        if softcap is None and s_aux is None:
+        if softcap is None and sinks is None:
             parts.append(_prefill(row, row_queries, *context, scale))
         else:
-            parts.append(_prefill_explicit(row, row_queries, *context, scale, softcap, s_aux))
-    output = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return output[None], None
+            parts.append(_prefill_explicit(row, row_queries, *context, scale, softcap, sinks))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _dense_rows(rows: Tensor) -> Tensor:
+    """`[tokens, heads, dim]` with each row's heads side by side in memory."""
+    dense = rows.stride(2) == 1 and rows.stride(1) == rows.shape[2]
+    return rows if dense else rows.contiguous()
 
 
 def _decode(

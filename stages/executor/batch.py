@@ -66,8 +66,26 @@ class PrefillRow:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """The rows of one token each, for a kernel that reads the cache by itself.
+
+    Attributes:
+        count: How many there are, in front of the batch.
+        tables: `[at least count, blocks]` int64, contiguous.
+        contexts: `[at least count]` int64, falling over the first `count`.
+    """
+
+    count: int
+    tables: Tensor
+    contexts: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class BatchView:
-    """The batch as the layers of one window and head count see it."""
+    """The batch as the layers of one window and head count see it.
+
+    Where the AttentionBatch has `decode_rows`, there are no `decodes` here.
+    """
 
     decodes: tuple[DecodeChunk, ...]
     prefills: tuple[PrefillRow, ...]
@@ -80,10 +98,12 @@ class AttentionBatch:
     Attributes:
         slots: `[tokens]`, where each token's key and value go: block * block_size + offset.
         views: One per kind of layer.
+        decode_rows: What the kernel for decoding takes; None where there is no such kernel.
     """
 
     slots: Tensor
     views: dict[ViewKey, BatchView]
+    decode_rows: DecodeRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +188,7 @@ def build_attention_batch(
     block_size: int,
     kinds: Iterable[ViewKey],
     dtype: torch.dtype,
+    paged: bool = False,
 ) -> AttentionBatch:
     """Prepares a step for all kinds of layers.
 
@@ -179,7 +200,9 @@ def build_attention_batch(
         block_size: Tokens per block.
         kinds: The kinds of layers.
         dtype: The model's.
+        paged: Whether a kernel reads the cache for the rows of one token.
     """
+    decode_rows = DecodeRows(rows.num_decodes, tables, contexts) if paged else None
     longest = int(rows.contexts.max(initial=0))
     views: dict[ViewKey, BatchView] = {}
     for window, heads in kinds:
@@ -187,12 +210,16 @@ def build_attention_batch(
         effective = window if window is not None and window < longest else None
         shared = views.get((effective, heads))
         if shared is None:
-            decodes = _decode_chunks(rows, tables, contexts, effective, heads, block_size, dtype)
+            decodes: Iterable[DecodeChunk] = ()
+            if not paged:
+                decodes = _decode_chunks(
+                    rows, tables, contexts, effective, heads, block_size, dtype
+                )
             prefills = _prefill_rows(rows, tables, effective, heads, block_size)
             shared = BatchView(tuple(decodes), tuple(prefills))
             views[effective, heads] = shared
         views[window, heads] = shared
-    return AttentionBatch(slots, views)
+    return AttentionBatch(slots, views, decode_rows)
 
 
 def _decode_chunks(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import msgspec
@@ -25,6 +26,8 @@ from .adjust import adjust_logits
 from .batch import IntArray, Rows, flatten_rows, order_rows
 from .deterministic import Determinism
 from .inputs import InputBuilder, StepInputs, model_forward
+from .kernels.compile import KernelsUnavailable
+from .kernels.modules import FastModules, find_fast_modules
 from .kv_cache import KVCache, count_blocks
 from .logprobs import gather_logprobs
 from .model import LoadedModel, load_model
@@ -52,6 +55,10 @@ class ExecutorCore:
     Loading happens in the constructor. All methods run on one thread and block while the device
     works. An error in `execute` leaves the object in an undefined state: `reset` it, or
     `clear` it when it was a ModelError.
+
+    Attributes:
+        fast_modules: The modules that run with our kernels; None when none do.
+        without_kernels: Why the model runs without our kernels; empty when it runs with them.
     """
 
     def __init__(
@@ -83,10 +90,20 @@ class ExecutorCore:
         self._builder = InputBuilder(
             self.model, config.block_size, deterministic=config.deterministic
         )
+        self.fast_modules: FastModules | None = None
+        self.without_kernels = ""
         self._determinism: Determinism | None = None
         if config.deterministic:
+            self.without_kernels = "deterministic mode has its own"
             self._determinism = Determinism(self.model, self.cache, self._builder)
             self._determinism.check()
+        elif config.kernels == "auto":
+            try:
+                self.fast_modules = find_fast_modules(self.model, self.cache, self._builder)
+            except KernelsUnavailable as error:
+                self.without_kernels = str(error)
+        else:
+            self.without_kernels = "engine.kernels is off"
 
     def capacity(self) -> LaneCapacity:
         """What this lane can hold."""
@@ -194,10 +211,16 @@ class ExecutorCore:
         samples = ends == table.num_known[rows]
         num_scored = table.num_to_score(rows, num_tokens)
         inputs = self._inputs(rows, num_tokens, samples, num_scored)
-        logits = model_forward(self.model.module, inputs, self.cache)
+        with self.fast_modules.active() if self.fast_modules else nullcontext():
+            logits = model_forward(self.model.module, inputs, self.cache)
         num_samples = int(samples.sum())
         prompts = score_prompts(
-            logits[num_samples:], table, rows, num_scored, raw=self._raw_logprobs
+            logits[num_samples:],
+            table,
+            rows,
+            num_scored,
+            raw=self._raw_logprobs,
+            kernels=self.fast_modules is not None,
         )
         table.num_computed[rows] = ends
         if not num_samples:
@@ -230,6 +253,7 @@ class ExecutorCore:
         """Chooses a token for each row, and reports it in the configured mode."""
         table = self._table
         device = model_logits.device
+        kernels = self.fast_modules is not None
 
         def upload(array: npt.NDArray[Any]) -> torch.Tensor:
             return torch.from_numpy(array).to(device)
@@ -244,11 +268,13 @@ class ExecutorCore:
             top_k=upload(top_k) if top_k.any() else None,
             top_p=upload(top_p) if (top_p < 1).any() else None,
             min_p=upload(min_p) if min_p.any() else None,
+            kernels=kernels,
         )
         if self._raw_logprobs:
             logits, temperatures = model_logits, torch.ones_like(temperatures)
-            logprobs = gather_logprobs(logits, temperatures, tokens[:, None])[:, 0]
-        tops = report_top_logprobs(logits, temperatures, table.num_logprobs[rows])
+            logprobs = gather_logprobs(logits, temperatures, tokens[:, None], kernels=kernels)[:, 0]
+        counts = table.num_logprobs[rows]
+        tops = report_top_logprobs(logits, temperatures, counts, kernels=kernels)
         return self._record(rows, tokens.cpu().numpy(), logprobs.cpu().numpy(), tops)
 
     def _record(

@@ -69,9 +69,14 @@ def model_forward(model: nn.Module, inputs: StepInputs, cache: KVCache) -> Tenso
 
 
 class InputBuilder:
-    """Turns the rows of a step into StepInputs on the device."""
+    """Turns the rows of a step into StepInputs on the device.
+
+    Attributes:
+        paged: Whether a kernel reads the KV cache for the rows of one token.
+    """
 
     def __init__(self, model: LoadedModel, block_size: int, *, deterministic: bool = False) -> None:
+        self.paged = False
         self._deterministic = deterministic
         self._block_size = block_size
         self._dtype = model.dtype
@@ -111,5 +116,6 @@ class InputBuilder:
                 block_size=self._block_size,
                 kinds=self._kinds,
                 dtype=self._dtype,
+                paged=self.paged,
             )
         return StepInputs(on_device[0][None], on_device[1][None], on_device[2], attention)

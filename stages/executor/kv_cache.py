@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...config import EngineConfig, ModelError
 from .batch import MAX_GATHERED_TOKENS
+from .kernels.cpu import PagedAttention
 from .model import LoadedModel
 
 
@@ -37,6 +38,22 @@ class KVCache:
         # Gathered keys and gathered values, kept between calls: a new tensor of some megabytes is
         # memory that the allocator maps, and the kernel clears, for every layer of every step.
         self._gathered = [torch.empty(0, dtype=model.dtype, device=model.device) for _ in range(2)]
+
+        self._paged: dict[int, PagedAttention] = {}
+
+    def paged_attention(self, layer: int, heads: int, **options: Any) -> PagedAttention:
+        """The kernel that reads one layer in place (CPU).
+
+        Args:
+            layer: The layer.
+            heads: Its query heads.
+            options: As PagedAttention takes them; the same in each call for a layer.
+        """
+        found = self._paged.get(layer)
+        if found is None:
+            found = PagedAttention(self.keys[layer], self.values[layer], heads, **options)
+            self._paged[layer] = found
+        return found
 
     def clear(self) -> None:
         """Sets all keys and values to zero."""

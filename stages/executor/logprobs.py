@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...config import ModelError
+from .kernels.cpu import softmax_sums
 
 BLOCK = 512
 """Tokens of the vocabulary whose weights are summed together; see `block_sums`."""
@@ -26,47 +27,63 @@ _ROWS = 64
 class ScaledLogits:
     """What sampling and logprobs have in common.
 
+    Weights are exp of the scaled logits; the largest of a row is 1.
+
     Attributes:
-        weights: `[batch, vocab]` float32, exp of the scaled logits; the largest of a row is 1.
+        logits: `[batch, vocab]` float32.
         sums: `[batch, blocks]` float64, the weights' `block_sums`.
         largest: `[batch]` float32, the largest logit.
+        first_largest: `[batch]`, the first token that has it.
         divisors: `[batch]` float32, the temperature, 1 where that is 0.
     """
 
-    weights: Tensor
+    logits: Tensor
     sums: Tensor
     largest: Tensor
+    first_largest: Tensor
     divisors: Tensor
 
-    def logprobs(self, logits: Tensor) -> Tensor:
-        """Of some tokens of each row, given as their logits: `[batch, k]` to float32 `[batch, k]`.
+    def weights(self, token_ids: Tensor | None = None) -> Tensor:
+        """Of all tokens, `[batch, vocab]`, or of some of each row, `[batch, k]`; float32."""
+        logits = self.logits if token_ids is None else self.logits.gather(1, token_ids)
+        return _weights(logits, self.largest, self.divisors)
 
-        Only valid as long as `sums` are those of the full vocabulary.
-        """
+    def logprobs(self, token_ids: Tensor) -> Tensor:
+        """Of some tokens of each row, `[batch, k]` to float32 `[batch, k]`."""
+        logits = self.logits.gather(1, token_ids)
         scaled = (logits - self.largest[:, None]) / self.divisors[:, None]
         return (scaled - self.sums.sum(dim=-1).log()[:, None]).float()
 
 
-def scale_logits(logits: Tensor, temperatures: Tensor) -> ScaledLogits:
+def scale_logits(logits: Tensor, temperatures: Tensor, *, kernels: bool = False) -> ScaledLogits:
     """Divides by the temperature (1 where it is 0) and takes exp, without overflow.
 
     Args:
         logits: `[batch, vocab]` float32.
         temperatures: `[batch]`, 0 or more.
+        kernels: Whether our own kernel computes the sums (CPU).
 
     Raises:
         ModelError: A row's largest logit is not a finite number: the model's output is broken.
     """
-    largest = logits.amax(dim=-1)
+    divisors = torch.where(temperatures == 0, 1.0, temperatures).to(torch.float32)
+    if kernels:
+        largest, first_largest, sums = softmax_sums(logits, divisors, BLOCK)
+    else:
+        largest, first_largest = logits.amax(dim=-1), logits.argmax(dim=-1)
     if not bool(torch.isfinite(largest).all()):
         raise ModelError(
             "the model produced logits that are not finite numbers; its weights are damaged, or "
             "its dtype can't hold them (float16 overflows where bfloat16 does not)"
         )
-    divisors = torch.where(temperatures == 0, 1.0, temperatures).to(torch.float32)
+    if not kernels:
+        sums = block_sums(_weights(logits, largest, divisors))
+    return ScaledLogits(logits, sums, largest, first_largest, divisors)
+
+
+def _weights(logits: Tensor, largest: Tensor, divisors: Tensor) -> Tensor:
     # The largest is taken off before the division, so that no temperature can overflow.
-    weights = (logits - largest[:, None]).div_(divisors[:, None]).exp_()
-    return ScaledLogits(weights, block_sums(weights), largest, divisors)
+    return (logits - largest[:, None]).div_(divisors[:, None]).exp_()
 
 
 def block_sums(weights: Tensor) -> Tensor:
@@ -84,13 +101,16 @@ def block_sums(weights: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def gather_logprobs(logits: Tensor, temperatures: Tensor, token_ids: Tensor) -> Tensor:
+def gather_logprobs(
+    logits: Tensor, temperatures: Tensor, token_ids: Tensor, *, kernels: bool = False
+) -> Tensor:
     """The logprobs of given tokens: log_softmax(logits / temperature) over the full vocabulary.
 
     Args:
         logits: `[batch, vocab]`, any float dtype.
         temperatures: `[batch]`; 0 counts as 1.
         token_ids: `[batch, k]` int64.
+        kernels: As in `scale_logits`.
 
     Returns:
         `[batch, k]` float32; a token that can't be chosen has float32's lowest number.
@@ -101,9 +121,8 @@ def gather_logprobs(logits: Tensor, temperatures: Tensor, token_ids: Tensor) -> 
     found = torch.empty(token_ids.shape, dtype=torch.float32, device=logits.device)
     for first in range(0, len(logits), _ROWS):
         rows = slice(first, first + _ROWS)
-        part = logits[rows].float()
-        chosen = part.gather(1, token_ids[rows])
-        found[rows] = scale_logits(part, temperatures[rows]).logprobs(chosen)
+        scaled = scale_logits(logits[rows].float(), temperatures[rows], kernels=kernels)
+        found[rows] = scaled.logprobs(token_ids[rows])
     return found.clamp_(min=LOWEST)
 
 

@@ -34,6 +34,7 @@ class LoadedModel:
         max_model_len: The configured limit cut to the model's own, in tokens.
         vocab_size: Rows of the output layer.
         layers: The attention layers in order.
+        attention_options: By number, what each passes to `attend` besides tensors of tokens.
     """
 
     module: nn.Module
@@ -43,6 +44,7 @@ class LoadedModel:
     max_model_len: int
     vocab_size: int
     layers: tuple[LayerSpec, ...]
+    attention_options: tuple[dict[str, Any], ...] = ()
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
@@ -85,6 +87,8 @@ def wrap_model(module: Any, max_model_len: int) -> LoadedModel:
     weight = getattr(output, "weight", None)
     if not isinstance(weight, torch.Tensor):
         raise ModelError(f"{type(module).__name__} has no output layer; choose another model")
+    probe = _probe_layers(module, hf_config, limit, weight.device)
+    layers = probe.finish(hf_config.get_text_config().num_hidden_layers)
     return LoadedModel(
         module=module,
         hf_config=hf_config,
@@ -92,7 +96,8 @@ def wrap_model(module: Any, max_model_len: int) -> LoadedModel:
         dtype=weight.dtype,
         max_model_len=limit,
         vocab_size=weight.shape[0],
-        layers=_probe_layers(module, hf_config, limit, weight.device),
+        layers=layers,
+        attention_options=tuple(probe.options[index] for index in range(len(layers))),
     )
 
 
@@ -217,7 +222,7 @@ def _longest_context(hf_config: PreTrainedConfig, fallback: int) -> int:
 @torch.no_grad()
 def _probe_layers(
     module: nn.Module, hf_config: PreTrainedConfig, max_model_len: int, device: torch.device
-) -> tuple[LayerSpec, ...]:
+) -> LayerProbe:
     name = type(module).__name__
     probe = LayerProbe(name, max_model_len)
     tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
@@ -235,7 +240,7 @@ def _probe_layers(
         raise
     except Exception as error:
         raise ModelError(f"{name} can't be served: {_first_line(error)}") from error
-    return probe.finish(hf_config.get_text_config().num_hidden_layers)
+    return probe
 
 
 @contextmanager

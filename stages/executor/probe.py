@@ -60,10 +60,16 @@ class MaskProbe:
 
 
 class LayerProbe:
-    """Stands in for the attention batch during the probing pass, and collects the layers."""
+    """Stands in for the attention batch during the probing pass, and collects the layers.
+
+    Attributes:
+        layers: By number.
+        options: By number, what each passes to `attend` besides tensors of tokens.
+    """
 
     def __init__(self, architecture: str, max_position: int) -> None:
         self.layers: dict[int, LayerSpec] = {}
+        self.options: dict[int, dict[str, Any]] = {}
         self._architecture = architecture
         self._max_position = max_position
 
@@ -74,7 +80,7 @@ class LayerProbe:
         key: Tensor,
         value: Tensor,
         mask: object,
-        window: int | None,
+        options: dict[str, Any],
         others: dict[str, Any],
     ) -> Tensor:
         """Notes one layer's call; returns an output of the right shape, `[1, tokens, heads, dim]`.
@@ -82,6 +88,7 @@ class LayerProbe:
         Raises:
             ModelError: The layer asks for something that our attention does not do.
         """
+        window: int | None = options["window"]
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int) or index in self.layers:
             self._refuse("its attention layers don't have a KV cache of their own each")
@@ -91,6 +98,7 @@ class LayerProbe:
             self._refuse(f"layer {index} uses a position bias or looks ahead")
         if not isinstance(mask, MaskProbe) or not mask.agrees(window, self._max_position):
             self._refuse(f"the mask of layer {index} is neither causal nor a sliding window")
+        self.options[index] = options
         self.layers[index] = LayerSpec(key.shape[1], key.shape[-1], value.shape[-1], window)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
 

@@ -16,7 +16,7 @@ _ROWS = 64
 
 
 def report_top_logprobs(
-    logits: Tensor, temperatures: Tensor, counts: IntArray
+    logits: Tensor, temperatures: Tensor, counts: IntArray, *, kernels: bool = False
 ) -> tuple[TopLogprobs, ...]:
     """For each row its likeliest tokens with their logprobs (`gather_logprobs`).
 
@@ -24,6 +24,7 @@ def report_top_logprobs(
         logits: `[batch, vocab]` float32.
         temperatures: `[batch]`.
         counts: `[batch]`, how many of them each row wants.
+        kernels: As in `scale_logits`.
 
     Returns:
         `[batch]`, empty for a row that wants none; empty when no row wants any.
@@ -37,7 +38,7 @@ def report_top_logprobs(
         places = torch.from_numpy(rows).to(logits.device)
         part = logits[places]
         token_ids = top_token_ids(part, int(counts[rows].max()))
-        logprobs = gather_logprobs(part, temperatures[places], token_ids)
+        logprobs = gather_logprobs(part, temperatures[places], token_ids, kernels=kernels)
         for row, ids, values in zip(
             rows.tolist(), token_ids.tolist(), logprobs.tolist(), strict=True
         ):
@@ -46,7 +47,13 @@ def report_top_logprobs(
 
 
 def score_prompts(
-    logits: Tensor, table: SequenceTable, rows: IntArray, num_scored: IntArray, *, raw: bool
+    logits: Tensor,
+    table: SequenceTable,
+    rows: IntArray,
+    num_scored: IntArray,
+    *,
+    raw: bool,
+    kernels: bool = False,
 ) -> tuple[PromptLogprobs, ...]:
     """The logprobs of prompt tokens, given those before them.
 
@@ -58,6 +65,7 @@ def score_prompts(
         num_scored: `[batch]`, `table.num_to_score`.
         raw: Leaves the temperature out. Penalties and bias are left out in any case: they belong
             to sampling, and no token of a prompt was sampled.
+        kernels: As in `scale_logits`.
     """
     if not num_scored.any():
         return ()
@@ -70,8 +78,10 @@ def score_prompts(
     temperatures = torch.from_numpy(table.temperature[row_of_place]).to(logits.device)
     if raw:
         temperatures = torch.ones_like(temperatures)
-    logprobs = gather_logprobs(logits, temperatures, token_ids[:, None])[:, 0].tolist()
-    tops = report_top_logprobs(logits, temperatures, table.prompt_logprobs[row_of_place])
+    logprobs = gather_logprobs(logits, temperatures, token_ids[:, None], kernels=kernels)
+    counts_of_places = table.prompt_logprobs[row_of_place]
+    tops = report_top_logprobs(logits, temperatures, counts_of_places, kernels=kernels)
+    values = logprobs[:, 0].tolist()
     reports = []
     ends = np.cumsum(counts)
     for seq_id, start, first, end in zip(
@@ -79,6 +89,6 @@ def score_prompts(
     ):
         top = tops[first:end]
         reports.append(
-            PromptLogprobs(seq_id, start, tuple(logprobs[first:end]), top if any(top) else ())
+            PromptLogprobs(seq_id, start, tuple(values[first:end]), top if any(top) else ())
         )
     return tuple(reports)

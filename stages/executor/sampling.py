@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .logprobs import BLOCK, block_sums, scale_logits
+from .logprobs import BLOCK, ScaledLogits, block_sums, scale_logits
 
 _CANDIDATES = (64, 1024)
 """Numbers of likeliest tokens among which a limit is looked for before all are sorted."""
@@ -56,6 +56,7 @@ def sample_with_logprobs(
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
+    kernels: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Samples one token per row, with its logprob under the policy.
 
@@ -77,6 +78,7 @@ def sample_with_logprobs(
         top_k: `[batch]` integers; 0 is off.
         top_p: `[batch]`; 1 or more is off.
         min_p: `[batch]`; 0 is off.
+        kernels: As in `scale_logits`.
 
     Returns:
         Tokens `[batch]` int64, logprobs `[batch]` float32.
@@ -84,25 +86,18 @@ def sample_with_logprobs(
     Raises:
         ModelError: A row's largest logit is not a finite number: the model's output is broken.
     """
-    logits = logits.float()
-    scaled = scale_logits(logits, temperatures)
+    scaled = scale_logits(logits.float(), temperatures, kernels=kernels)
     greedy = temperatures == 0
-    if bool(greedy.all()):
-        tokens = logits.argmax(dim=-1)
-    else:
+    tokens = scaled.first_largest
+    if not bool(greedy.all()):
         if uniforms is None:
             uniforms = torch.rand(logits.shape[0], dtype=torch.float64, device=logits.device)
-        weights, sums = scaled.weights, scaled.sums
-        if _restrict(weights, sums.sum(dim=-1), top_k, top_p, min_p):
-            sums = block_sums(weights)
-        tokens = _inverse_cdf(weights, sums, uniforms)
-        greedy_rows = greedy.nonzero()[:, 0]
-        if greedy_rows.numel():
-            tokens[greedy_rows] = logits[greedy_rows].argmax(dim=-1)
-    return tokens, scaled.logprobs(logits.gather(1, tokens[:, None]))[:, 0]
+        sampled = _inverse_cdf(scaled, _restrict(scaled, top_k, top_p, min_p), uniforms)
+        tokens = torch.where(greedy, tokens, sampled)
+    return tokens, scaled.logprobs(tokens[:, None])[:, 0]
 
 
-def _inverse_cdf(weights: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
+def _inverse_cdf(scaled: ScaledLogits, restricted: Tensor | None, uniforms: Tensor) -> Tensor:
     """The token at which the running sum of the weights first exceeds uniform * total, `[batch]`.
 
     In two levels: first the block, then the token in it. A running sum over a whole vocabulary in
@@ -110,14 +105,22 @@ def _inverse_cdf(weights: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
     probabilities), and in float64 it would be a pass over twice the memory.
 
     A token of weight 0 is never chosen: where the running sum first exceeds something, it grew.
+
+    Args:
+        scaled: The weights.
+        restricted: Other weights in their place, `[batch, vocab]`.
+        uniforms: `[batch]`.
     """
+    vocab = scaled.logits.shape[1]
+    sums = scaled.sums if restricted is None else block_sums(restricted)
     running = sums.cumsum(dim=-1)
     targets = _below(uniforms.double() * running[:, -1], running[:, -1])
     block = torch.searchsorted(running, targets[:, None], right=True)
     before = running.gather(1, block) - sums.gather(1, block)
-    ids = block * BLOCK + torch.arange(BLOCK, device=weights.device)
-    inside = weights.gather(1, ids.clamp(max=weights.shape[1] - 1)).double()
-    inside.masked_fill_(ids >= weights.shape[1], 0.0)
+    ids = block * BLOCK + torch.arange(BLOCK, device=block.device)
+    there = ids.clamp(max=vocab - 1)
+    inside = scaled.weights(there) if restricted is None else restricted.gather(1, there)
+    inside = inside.double().masked_fill_(ids >= vocab, 0.0)
     running = inside.cumsum(dim=-1)
     # The block's sum and this running sum differ by rounding, so the target may lie just outside.
     targets = _below((targets[:, None] - before)[:, 0], running[:, -1])
@@ -132,24 +135,22 @@ def _below(targets: Tensor, totals: Tensor) -> Tensor:
 
 
 def _restrict(
-    weights: Tensor,
-    totals: Tensor,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-) -> bool:
-    """Sets the weights of tokens outside of the limits to 0, in place. Returns whether it did."""
+    scaled: ScaledLogits, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
+) -> Tensor | None:
+    """The weights with those outside of the limits set to 0; None when no row has a limit."""
     if top_k is None and top_p is None and min_p is None:
-        return False
-    batch, vocab = weights.shape
-    off = torch.zeros(batch, dtype=torch.float64, device=weights.device)
+        return None
+    batch, vocab = scaled.logits.shape
+    off = torch.zeros(batch, dtype=torch.float64, device=scaled.logits.device)
     k = off.long() if top_k is None else top_k
     k = torch.where((k <= 0) | (k > vocab), vocab, k)
     p = off + 1 if top_p is None else top_p.double()
     m = off.float() if min_p is None else min_p.float()
     limited = ((k < vocab) | (p < 1) | (m > 0)).nonzero()[:, 0]
     if not limited.numel():
-        return False
+        return None
+    weights = scaled.weights()
+    totals = scaled.sums.sum(dim=-1)
     rows = weights[limited]
     counts, smallest = _find_smallest(rows, totals[limited], k[limited], p[limited], m[limited])
     allowed = rows >= smallest
@@ -160,7 +161,7 @@ def _restrict(
         room = counts[surplus] - (rows[surplus] > smallest[surplus]).sum(dim=-1)
         allowed[surplus] &= ~equal | (equal.cumsum(dim=-1) <= room[:, None])
     weights[limited] = rows.masked_fill_(~allowed, 0.0)
-    return True
+    return weights
 
 
 def _find_smallest(

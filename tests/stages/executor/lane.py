@@ -77,6 +77,7 @@ class Lane:
         cache_type: Literal["radix", "paged"] = "radix",
         max_batch_size: int = 8,
         max_tokens_per_batch: int = 2048,
+        kernels: Literal["auto", "off"] = "auto",
     ) -> None:
         config = EngineConfig(
             block_size=block_size,
@@ -84,6 +85,7 @@ class Lane:
             max_batch_size=max_batch_size,
             max_tokens_per_batch=max_tokens_per_batch,
             kv_cache_bytes=1 << 23,
+            kernels=kernels,
         )
         self.executor = ExecutorCore(config, model=model)
         self.batching = BatchingCore(config, self.executor.capacity(), steps_ahead=1)

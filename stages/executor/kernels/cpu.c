@@ -1,0 +1,516 @@
+// Kernels for bfloat16 models on x86 processors with AVX512-BF16.
+//
+// Weights stay as the model has them, [out, in] row by row: a product's numbers are dot products of
+// rows, 16 of them summed across lanes together, and what the next rows need is prefetched while
+// these are multiplied. Each dot product adds up in the same order whatever stands beside it, so a
+// row's result does not depend on the batch.
+//
+// Products are exact, sums are in float32; what Transformers' code rounds to bfloat16 in between is
+// rounded here too, in the same places. Pointers need no alignment. Nothing here checks anything:
+// the callers in cpu.py do.
+
+#include <immintrin.h>
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifndef __AVX512BF16__
+#error "this processor has no AVX512-BF16"
+#endif
+
+typedef uint16_t bf16;
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+// Fewer multiplications than this are not worth waking other threads for.
+#define PARALLEL_WORK 65536
+
+INLINE __m512bh load_pairs(const bf16 *p, __mmask32 mask) {
+    return (__m512bh)_mm512_maskz_loadu_epi16(mask, p);
+}
+
+INLINE __m512 widen(__m256i v) {
+    return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16);
+}
+
+INLINE __m512 load_wide(const bf16 *p) { return widen(_mm256_loadu_si256((const __m256i *)p)); }
+
+INLINE __m512 load_wide_some(const bf16 *p, __mmask16 mask) {
+    return widen(_mm256_maskz_loadu_epi16(mask, p));
+}
+
+INLINE __m256i narrow(__m512 v) { return (__m256i)_mm512_cvtneps_pbh(v); }
+
+INLINE __m512 rounded(__m512 v) { return widen(narrow(v)); }
+
+INLINE float wide(bf16 v) {
+    uint32_t bits = (uint32_t)v << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+INLINE __mmask16 first(long count) {
+    return count >= 16 ? 0xffff : count <= 0 ? 0 : (__mmask16)((1u << count) - 1);
+}
+
+// The sums of 16 vectors' lanes, in their order. All take the same tree.
+INLINE __m512 sum_lanes(const __m512 *v) {
+    __m512 a[8], b[4], c[2];
+    UNROLL for (int i = 0; i < 8; i++)
+        a[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]),
+                             _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+    UNROLL for (int i = 0; i < 4; i++) {
+        __m512d x = (__m512d)a[2 * i], y = (__m512d)a[2 * i + 1];
+        b[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(x, y), (__m512)_mm512_unpackhi_pd(x, y));
+    }
+    UNROLL for (int i = 0; i < 2; i++)
+        c[i] = _mm512_add_ps(_mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88),
+                             _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(c[0], c[1], 0x88),
+                         _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
+}
+
+// exp to about 1e-7 relative; 0 below the least float, for -inf too. NaN stays NaN: where one operand
+// is no number, minimum and maximum give the second. Range reduction and minimax polynomial after Cephes' expf (Moshier).
+INLINE __m512 exponential(__m512 x) {
+    x = _mm512_min_ps(_mm512_set1_ps(88.7f), x);
+    x = _mm512_max_ps(_mm512_set1_ps(-104.0f), x);
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), 0);
+    x = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    x = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), x);
+    __m512 y = _mm512_set1_ps(1.9875691500e-4f);
+    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(1.3981999507e-3f));
+    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(8.3334519073e-3f));
+    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(4.1665795894e-2f));
+    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(1.6666665459e-1f));
+    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(5.0000001201e-1f));
+    y = _mm512_fmadd_ps(y, _mm512_mul_ps(x, x), _mm512_add_ps(x, _mm512_set1_ps(1.0f)));
+    return _mm512_scalef_ps(y, n);
+}
+
+// tanh(x) = 1 - 2 / (exp(2x) + 1)
+INLINE __m512 hyperbolic_tangent(__m512 x) {
+    __m512 one = _mm512_set1_ps(1.0f);
+    __m512 e = exponential(_mm512_add_ps(x, x));
+    return _mm512_sub_ps(one, _mm512_div_ps(_mm512_set1_ps(2.0f), _mm512_add_ps(e, one)));
+}
+
+// --- linear layers --------------------------------------------------------------------------------
+
+enum { PLAIN, WIDE, GATED_SILU, GATED_TANH_GELU };
+
+// One or more linear layers over the same rows, their outputs side by side. The gated kinds have two
+// parts, gate and up, without bias, and one output, act(gate) * up. WIDE writes float32 instead of bfloat16.
+typedef struct {
+    const bf16 *weight[3];  // [outputs, inputs]
+    const bf16 *bias[3];    // [outputs], or NULL
+    long outputs[3];
+    long parts;
+    long inputs;
+    long kind;
+} Linear;
+
+INLINE __m512 activate(__m512 x, long kind) {
+    __m512 one = _mm512_set1_ps(1.0f);
+    if (kind == GATED_SILU)
+        return _mm512_div_ps(x, _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+    __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
+    __m512 inner = _mm512_fmadd_ps(cube, _mm512_set1_ps(0.044715f), x);
+    __m512 t = hyperbolic_tangent(_mm512_mul_ps(inner, _mm512_set1_ps(0.7978845608028654f)));
+    return _mm512_mul_ps(_mm512_mul_ps(x, _mm512_set1_ps(0.5f)), _mm512_add_ps(one, t));
+}
+
+// A step of dot_products: 32 products of each pair of rows, or fewer by the mask.
+INLINE void add_products(int rows, int columns, const bf16 *x, const bf16 *weight, long k,
+                         __mmask32 mask, __m512 *sums) {
+    __m512bh values[4];
+    UNROLL for (int a = 0; a < rows; a++) values[a] = load_pairs(x + a * k, mask);
+    UNROLL for (int b = 0; b < columns; b++) {
+        __m512bh weights = load_pairs(weight + b * k, mask);
+        UNROLL for (int a = 0; a < rows; a++)
+            sums[a * columns + b] = _mm512_dpbf16_ps(sums[a * columns + b], values[a], weights);
+    }
+}
+
+// Dot products of `rows` rows of x with `columns` rows of weights, rows * columns <= 16: lane
+// a * columns + b has that of a and b. Weights `ahead` rows further on are brought closer.
+INLINE __m512 dot_products(int rows, int columns, const bf16 *x, const bf16 *weight, long k,
+                           long ahead) {
+    __m512 sums[16];
+    UNROLL for (int i = 0; i < 16; i++) sums[i] = _mm512_setzero_ps();
+    long i = 0;
+    for (; i + 32 <= k; i += 32) {
+        add_products(rows, columns, x + i, weight + i, k, 0xffffffffu, sums);
+        if (ahead) {
+            UNROLL for (int b = 0; b < columns; b++)
+                _mm_prefetch((const char *)(weight + (b + ahead) * k + i), _MM_HINT_T1);
+        }
+    }
+    if (i < k) add_products(rows, columns, x + i, weight + i, k, (1u << (k - i)) - 1, sums);
+    return sum_lanes(sums);
+}
+
+// Where a part's outputs go: rows `stride` numbers apart. What is in `added` at the same places is
+// added to them, unless it is NULL.
+typedef struct {
+    char *out;
+    const bf16 *added;
+    long stride;
+} Target;
+
+// One tile of outputs: `rows` rows, and `columns` weights from `column` on.
+INLINE void multiply_tile(int rows, int columns, const Linear *l, long part, const bf16 *x,
+                          Target to, long column, long ahead) {
+    const long k = l->inputs;
+    __m512 sums = dot_products(rows, columns, x, l->weight[part] + column * k, k, ahead);
+    if (l->bias[part]) {
+        float bias[16] = {0};
+        UNROLL for (int i = 0; i < rows * columns; i++)
+            bias[i] = wide(l->bias[part][column + i % columns]);
+        sums = _mm512_add_ps(sums, _mm512_loadu_ps(bias));
+    }
+    if (l->kind >= GATED_SILU) {
+        __m512 gate = rounded(activate(rounded(sums), l->kind));
+        __m512 up = dot_products(rows, columns, x, l->weight[1] + column * k, k, ahead);
+        sums = _mm512_mul_ps(gate, rounded(up));
+    }
+    if (to.added) {
+        bf16 added[16] = {0};
+        UNROLL for (int a = 0; a < rows; a++)
+            memcpy(added + a * columns, to.added + a * to.stride + column, columns * sizeof(bf16));
+        sums = _mm512_add_ps(rounded(sums), load_wide(added));
+    }
+    if (l->kind == WIDE) {
+        float result[16];
+        _mm512_storeu_ps(result, rounded(sums));
+        UNROLL for (int a = 0; a < rows; a++)
+            memcpy((float *)to.out + a * to.stride + column, result + a * columns,
+                   columns * sizeof(float));
+    } else {
+        bf16 result[16];
+        _mm256_storeu_si256((__m256i *)result, narrow(sums));
+        UNROLL for (int a = 0; a < rows; a++)
+            memcpy((bf16 *)to.out + a * to.stride + column, result + a * columns,
+                   columns * sizeof(bf16));
+    }
+}
+
+// Outputs `start` to `stop` of some rows, in tiles of so many columns and the rest one by one.
+INLINE void multiply_rows(int rows, int columns, const Linear *l, long part, const bf16 *x,
+                          Target to, long start, long stop, long ahead) {
+    long column = start;
+    for (; column + columns <= stop; column += columns)
+        multiply_tile(rows, columns, l, part, x, to, column, ahead);
+    for (; column < stop; column++) multiply_tile(rows, 1, l, part, x, to, column, 0);
+}
+
+// The same, of up to four rows.
+INLINE void multiply_four(const Linear *l, long part, const bf16 *x, Target to, long rows,
+                          long start, long stop, long ahead) {
+    switch (rows) {
+    case 1: multiply_rows(1, 4, l, part, x, to, start, stop, ahead); break;
+    case 2: multiply_rows(2, 4, l, part, x, to, start, stop, ahead); break;
+    case 3: multiply_rows(3, 4, l, part, x, to, start, stop, ahead); break;
+    default: multiply_rows(4, 4, l, part, x, to, start, stop, ahead); break;
+    }
+}
+
+INLINE Target at_row(Target to, long row, long width) {
+    to.out += row * to.stride * width;
+    if (to.added) to.added += row * to.stride;
+    return to;
+}
+
+// x: [rows, inputs]. out: [rows, sum of outputs], or [rows, outputs] of the gated kinds. added: NULL,
+// or as out in bfloat16.
+void linear(const Linear *l, const bf16 *x, long rows, const bf16 *added, void *out) {
+    const long k = l->inputs, parts = l->kind >= GATED_SILU ? 1 : l->parts;
+    const long width = l->kind == WIDE ? sizeof(float) : sizeof(bf16);
+    // What a thread takes at a time: enough for the memory to stream, and little enough for the
+    // threads to end together.
+    const long chunk = (192 << 10) / (2 * k) / 16 * 16 + 16;
+    long stride = 0, chunks[4] = {0};
+    for (long part = 0; part < parts; part++) {
+        stride += l->outputs[part];
+        chunks[part + 1] = chunks[part] + (l->outputs[part] + chunk - 1) / chunk;
+    }
+    // So many rows stay in the second level cache while the weights pass by.
+    long block = (384 << 10) / (2 * k) / 4 * 4;
+    if (block < 16) block = 16;
+#pragma omp parallel for schedule(dynamic) if (rows * k * stride > PARALLEL_WORK)
+    for (long item = 0; item < chunks[parts]; item++) {
+        long part = 0, offset = 0;
+        while (item >= chunks[part + 1]) offset += l->outputs[part++];
+        const long start = (item - chunks[part]) * chunk;
+        const long stop = start + chunk < l->outputs[part] ? start + chunk : l->outputs[part];
+        const Target to = {(char *)out + offset * width, added ? added + offset : NULL, stride};
+        if (rows == 1) {
+            multiply_rows(1, 16, l, part, x, to, start, stop, 16);
+        } else if (rows == 2) {
+            multiply_rows(2, 8, l, part, x, to, start, stop, 16);
+        } else {
+            for (long from = 0; from < rows; from += block) {
+                const long end = from + block < rows ? from + block : rows;
+                for (long column = start; column < stop; column += 4) {
+                    const long until = column + 4 < stop ? column + 4 : stop;
+                    for (long row = from; row < end; row += 4)
+                        multiply_four(l, part, x + row * k, at_row(to, row, width), end - row,
+                                      column, until, row == from ? 4 : 0);
+                }
+            }
+        }
+    }
+}
+
+// act(gate) * up of two arrays, written over the first.
+void gate(bf16 *gates, const bf16 *ups, long count, long kind) {
+#pragma omp parallel for if (count > PARALLEL_WORK)
+    for (long i = 0; i < count; i += 16) {
+        __mmask16 mask = first(count - i);
+        __m512 activated = rounded(activate(load_wide_some(gates + i, mask), kind));
+        __m512 product = _mm512_mul_ps(activated, load_wide_some(ups + i, mask));
+        _mm256_mask_storeu_epi16(gates + i, mask, narrow(product));
+    }
+}
+
+// --- norms and rotary positions -------------------------------------------------------------------
+
+// RMSNorm of [rows, width] with weights [width]; x and out may be one. With `shifted` the factor is
+// 1 + weight, in float32 (Gemma).
+void rms_norm(const bf16 *x, const bf16 *weight, bf16 *out, long rows, long width, float epsilon,
+              long shifted) {
+#pragma omp parallel for if (rows * width > PARALLEL_WORK)
+    for (long row = 0; row < rows; row++) {
+        const bf16 *from = x + row * width;
+        bf16 *to = out + row * width;
+        __m512 squares = _mm512_setzero_ps();
+        for (long i = 0; i < width; i += 16) {
+            __m512 v = load_wide_some(from + i, first(width - i));
+            squares = _mm512_fmadd_ps(v, v, squares);
+        }
+        __m512 factor = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(squares) / width + epsilon));
+        for (long i = 0; i < width; i += 16) {
+            __mmask16 mask = first(width - i);
+            __m512 v = _mm512_mul_ps(load_wide_some(from + i, mask), factor);
+            __m512 w = load_wide_some(weight + i, mask);
+            if (shifted)
+                v = _mm512_mul_ps(v, _mm512_add_ps(w, _mm512_set1_ps(1.0f)));
+            else
+                v = _mm512_mul_ps(rounded(v), w);
+            _mm256_mask_storeu_epi16(to + i, mask, narrow(v));
+        }
+    }
+}
+
+// Rotates the first `heads` heads of each row in place: x * cos + rotate_half(x) * sin.
+// x: rows `stride` apart, [heads, width] each. cos, sin: [rows, width]. width is a multiple of 32.
+void rotate(bf16 *x, long stride, const bf16 *cos, const bf16 *sin, long rows, long heads,
+            long width) {
+    const long half = width / 2;
+#pragma omp parallel for if (rows * heads * width > PARALLEL_WORK)
+    for (long row = 0; row < rows; row++) {
+        const bf16 *c = cos + row * width, *s = sin + row * width;
+        for (long head = 0; head < heads; head++) {
+            bf16 *p = x + row * stride + head * width;
+            for (long i = 0; i < half; i += 16) {
+                __m512 low = load_wide(p + i), high = load_wide(p + half + i);
+                __m512 a = rounded(_mm512_mul_ps(low, load_wide(c + i)));
+                __m512 b = rounded(_mm512_mul_ps(high, load_wide(s + i)));
+                __m512 d = rounded(_mm512_mul_ps(high, load_wide(c + half + i)));
+                __m512 e = rounded(_mm512_mul_ps(low, load_wide(s + half + i)));
+                _mm256_storeu_si256((__m256i *)(p + i), narrow(_mm512_sub_ps(a, b)));
+                _mm256_storeu_si256((__m256i *)(p + half + i), narrow(_mm512_add_ps(d, e)));
+            }
+        }
+    }
+}
+
+// --- attention ------------------------------------------------------------------------------------
+
+// One layer's paged keys and values, and how to look at them.
+typedef struct {
+    bf16 *keys;    // [blocks, block_size, kv_heads, key_width]
+    bf16 *values;  // [blocks, block_size, kv_heads, value_width]
+    long block_size, kv_heads, group;  // group: query heads of a KV head
+    long key_width, value_width;       // multiples of 16
+    long window;                       // positions that a query sees, its own included; 0: all
+    float scale, softcap;              // softcap 0: none
+    const bf16 *sinks;                 // [kv_heads * group], or NULL
+} Attention;
+
+// Writes keys and values of tokens to their slots. The rows of keys and values are their strides
+// apart, the heads of one row lie together.
+void store(const Attention *a, const bf16 *keys, long key_stride, const bf16 *values,
+           long value_stride, const int64_t *slots, long tokens) {
+    const long key_row = a->kv_heads * a->key_width, value_row = a->kv_heads * a->value_width;
+    for (long t = 0; t < tokens; t++) {
+        memcpy(a->keys + slots[t] * key_row, keys + t * key_stride, key_row * sizeof(bf16));
+        memcpy(a->values + slots[t] * value_row, values + t * value_stride,
+               value_row * sizeof(bf16));
+    }
+}
+
+enum { POSITIONS = 16 };
+
+// The attention of one query token's heads that share a KV head, in one pass over the context with
+// a running maximum. Positions are taken 16 at a time from a multiple of 16 on, so the order of the
+// sums depends on the sequence alone.
+static void attend(const Attention *a, const bf16 *queries, bf16 *out, const int64_t *table,
+                   long context, long kv_head, float *memory) {
+    const long group = a->group, key_width = a->key_width, value_width = a->value_width;
+    const long low = a->window && context > a->window ? context - a->window : 0;
+    float *maxima = memory, *totals = maxima + group, *sums = totals + group;
+    float *wide_values = sums + group * value_width;
+    for (long g = 0; g < group; g++) {
+        maxima[g] = a->sinks ? wide(a->sinks[kv_head * group + g]) : -INFINITY;
+        totals[g] = a->sinks ? 1.0f : 0.0f;
+    }
+    memset(sums, 0, group * value_width * sizeof(float));
+    for (long start = low / POSITIONS * POSITIONS; start < context; start += POSITIONS) {
+        const bf16 *keys[POSITIONS];
+        __mmask16 seen = 0;
+        for (long j = 0; j < POSITIONS; j++) {
+            long position = start + j;
+            if (position >= low && position < context) seen |= (__mmask16)1 << j;
+            if (position >= context) position = context - 1;  // any that exists
+            const long slot = table[position / a->block_size] * a->block_size +
+                              position % a->block_size;
+            keys[j] = a->keys + (slot * a->kv_heads + kv_head) * key_width;
+            const bf16 *value = a->values + (slot * a->kv_heads + kv_head) * value_width;
+            for (long i = 0; i < value_width; i += 16)
+                _mm512_storeu_ps(wide_values + j * value_width + i, load_wide(value + i));
+        }
+        // The next positions lie anywhere, so no hardware sees them coming.
+        for (long j = start + POSITIONS; j < start + 2 * POSITIONS && j < context; j++) {
+            const long slot = table[j / a->block_size] * a->block_size + j % a->block_size;
+            const bf16 *key = a->keys + (slot * a->kv_heads + kv_head) * key_width;
+            const bf16 *value = a->values + (slot * a->kv_heads + kv_head) * value_width;
+            for (long i = 0; i < key_width; i += 32) _mm_prefetch((const char *)(key + i), _MM_HINT_T0);
+            for (long i = 0; i < value_width; i += 32)
+                _mm_prefetch((const char *)(value + i), _MM_HINT_T0);
+        }
+        for (long g = 0; g < group; g++) {
+            const bf16 *query = queries + g * key_width;
+            __m512 dots[POSITIONS];
+            UNROLL for (int j = 0; j < POSITIONS; j++) dots[j] = _mm512_setzero_ps();
+            for (long i = 0; i < key_width; i += 32) {
+                __mmask32 mask = key_width - i >= 32 ? 0xffffffffu : 0xffffu;
+                __m512bh q = load_pairs(query + i, mask);
+                UNROLL for (int j = 0; j < POSITIONS; j++)
+                    dots[j] = _mm512_dpbf16_ps(dots[j], q, load_pairs(keys[j] + i, mask));
+            }
+            __m512 scores = _mm512_mul_ps(sum_lanes(dots), _mm512_set1_ps(a->scale));
+            if (a->softcap > 0) {
+                __m512 cap = _mm512_set1_ps(a->softcap);
+                scores = _mm512_mul_ps(hyperbolic_tangent(_mm512_div_ps(scores, cap)), cap);
+            }
+            float most = _mm512_mask_reduce_max_ps(seen, scores);
+            float *target = sums + g * value_width;
+            if (most > maxima[g]) {
+                const float shrink = expf(maxima[g] - most);
+                totals[g] *= shrink;
+                for (long i = 0; i < value_width; i += 16)
+                    _mm512_storeu_ps(target + i, _mm512_mul_ps(_mm512_loadu_ps(target + i),
+                                                               _mm512_set1_ps(shrink)));
+                maxima[g] = most;
+            }
+            __m512 weights = exponential(_mm512_sub_ps(scores, _mm512_set1_ps(maxima[g])));
+            weights = _mm512_maskz_mov_ps(seen, weights);
+            totals[g] += _mm512_reduce_add_ps(weights);
+            float weight[POSITIONS];
+            _mm512_storeu_ps(weight, weights);
+            for (long i = 0; i < value_width; i += 16) {
+                __m512 sum = _mm512_loadu_ps(target + i);
+                UNROLL for (int j = 0; j < POSITIONS; j++)
+                    sum = _mm512_fmadd_ps(_mm512_set1_ps(weight[j]),
+                                          _mm512_loadu_ps(wide_values + j * value_width + i), sum);
+                _mm512_storeu_ps(target + i, sum);
+            }
+        }
+    }
+    for (long g = 0; g < group; g++)
+        for (long i = 0; i < value_width; i += 16) {
+            __m512 sum = _mm512_div_ps(_mm512_loadu_ps(sums + g * value_width + i),
+                                       _mm512_set1_ps(totals[g]));
+            _mm256_storeu_si256((__m256i *)(out + g * value_width + i), narrow(sum));
+        }
+}
+
+// Attention of rows with one query token each, longest context first. queries: rows `stride` apart,
+// [heads, key_width] each. out: [rows, heads, value_width]. tables: [rows, blocks]. contexts:
+// [rows], at least 1.
+void decode_attention(const Attention *a, const bf16 *queries, long stride, bf16 *out, long rows,
+                      const int64_t *tables, long blocks, const int64_t *contexts) {
+    const long heads = a->kv_heads * a->group;
+#pragma omp parallel if (rows * contexts[0] * heads * a->key_width > PARALLEL_WORK)
+    {
+        float memory[a->group * (2 + a->value_width) + POSITIONS * a->value_width];
+#pragma omp for schedule(dynamic)
+        for (long item = 0; item < rows * a->kv_heads; item++) {
+            const long row = item / a->kv_heads, head = item % a->kv_heads;
+            attend(a, queries + row * stride + head * a->group * a->key_width,
+                   out + (row * heads + head * a->group) * a->value_width, tables + row * blocks,
+                   contexts[row], head, memory);
+        }
+    }
+}
+
+// --- softmax ----------------------------------------------------------------------------------------
+
+enum { SPAN = 16384 };  // numbers that a thread takes at a time; a multiple of any block
+
+// For each row of [rows, width] its largest number (NaN where there is one), the first place of it,
+// and the sums of exp((x - largest) / divisor) over blocks: sums is [rows, blocks].
+void softmax_sums(const float *x, long rows, long width, const float *divisors, long block,
+                  float *largest, int64_t *places, double *sums) {
+    const long spans = (width + SPAN - 1) / SPAN, blocks = (width + block - 1) / block;
+    float maxima[spans];
+#pragma omp parallel if (rows * width > PARALLEL_WORK)
+    for (long row = 0; row < rows; row++) {
+        const float *from = x + row * width;
+#pragma omp for
+        for (long span = 0; span < spans; span++) {
+            const long start = span * SPAN, stop = start + SPAN < width ? start + SPAN : width;
+            __m512 most = _mm512_set1_ps(-INFINITY);
+            __mmask16 broken = 0;
+            for (long i = start; i < stop; i += 16) {
+                __mmask16 mask = first(stop - i);
+                __m512 v = _mm512_mask_loadu_ps(most, mask, from + i);
+                broken |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+                most = _mm512_max_ps(most, v);
+            }
+            maxima[span] = broken ? NAN : _mm512_reduce_max_ps(most);
+        }
+#pragma omp single
+        {
+            float most = -INFINITY;
+            for (long span = 0; span < spans; span++)
+                if (maxima[span] > most || maxima[span] != maxima[span]) most = maxima[span];
+            largest[row] = most;
+            places[row] = width;
+        }
+        const __m512 most = _mm512_set1_ps(largest[row]), divisor = _mm512_set1_ps(divisors[row]);
+#pragma omp for
+        for (long b = 0; b < blocks; b++) {
+            const long start = b * block, stop = start + block < width ? start + block : width;
+            __m512 sum = _mm512_setzero_ps();
+            for (long i = start; i < stop; i += 16) {
+                __mmask16 mask = first(stop - i);
+                __m512 v = _mm512_maskz_loadu_ps(mask, from + i);
+                __mmask16 equal = _mm512_mask_cmp_ps_mask(mask, v, most, _CMP_EQ_OQ);
+                if (equal) {
+                    const int64_t place = i + __builtin_ctz(equal);
+#pragma omp critical
+                    if (place < places[row]) places[row] = place;
+                }
+                v = exponential(_mm512_div_ps(_mm512_sub_ps(v, most), divisor));
+                sum = _mm512_mask_add_ps(sum, mask, sum, v);
+            }
+            sums[row * blocks + b] = _mm512_reduce_add_ps(sum);
+        }
+    }
+}

@@ -1,0 +1,294 @@
+"""The kernels of `cpu.c` as functions of tensors, all on the CPU, and bfloat16 unless said."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_float, c_long, c_void_p
+from enum import IntEnum
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..batch import DecodeRows
+from .compile import load_library
+
+MOST_ROWS = 64
+"""With more rows than these a product is bound by arithmetic, which oneDNN does faster."""
+
+
+class Kind(IntEnum):
+    """What is made of the products; the numbers are those in cpu.c."""
+
+    PLAIN = 0
+    WIDE = 1
+    GATED_SILU = 2
+    GATED_TANH_GELU = 3
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = (
+        ("weight", c_void_p * 3),
+        ("bias", c_void_p * 3),
+        ("outputs", c_long * 3),
+        ("parts", c_long),
+        ("inputs", c_long),
+        ("kind", c_long),
+    )
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = (
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("block_size", c_long),
+        ("kv_heads", c_long),
+        ("group", c_long),
+        ("key_width", c_long),
+        ("value_width", c_long),
+        ("window", c_long),
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("sinks", c_void_p),
+    )
+
+
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "linear": (c_void_p, c_void_p, c_long, c_void_p, c_void_p),
+    "gate": (c_void_p, c_void_p, c_long, c_long),
+    "rms_norm": (c_void_p, c_void_p, c_void_p, c_long, c_long, c_float, c_long),
+    "rotate": (c_void_p, c_long, c_void_p, c_void_p, c_long, c_long, c_long),
+    "softmax_sums": (
+        *(c_void_p, c_long, c_long, c_void_p, c_long),
+        *(c_void_p, c_void_p, c_void_p),
+    ),
+    "store": (c_void_p, c_void_p, c_long, c_void_p, c_long, c_void_p, c_long),
+    "decode_attention": (
+        *(c_void_p, c_void_p, c_long, c_void_p),
+        *(c_long, c_void_p, c_long, c_void_p),
+    ),
+}
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The library, with its functions declared.
+
+    Raises:
+        KernelsUnavailable: There is none on this machine.
+    """
+    found = load_library()
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(found, name)
+        function.argtypes = arguments
+        function.restype = None
+    return found
+
+
+class Linear:
+    """Linear layers over the same rows, computed together.
+
+    Their outputs come side by side. Of a gated kind there are two, gate and up, and the output is
+    act(gate) * up. Kind.WIDE gives float32 whose values are those of bfloat16.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear], kind: Kind = Kind.PLAIN) -> None:
+        """Takes one to three layers; their weights are used where they are."""
+        self._layers = layers
+        self._run = library().linear
+        outputs = [layer.out_features for layer in layers]
+        gated = kind in (Kind.GATED_SILU, Kind.GATED_TANH_GELU)
+        self._outputs = outputs[0] if gated else sum(outputs)
+        self._dtype = torch.float32 if kind == Kind.WIDE else torch.bfloat16
+        self._arguments = _Linear(parts=len(layers), inputs=layers[0].in_features, kind=kind)
+        self._arguments.outputs[: len(layers)] = outputs
+        self._argument = ctypes.addressof(self._arguments)
+        self._addresses: list[int] = []
+
+    def __call__(self, rows: Tensor, added: Tensor | None = None) -> Tensor:
+        """`[rows, inputs]` to `[rows, outputs]`, plus `added` of that shape; all contiguous."""
+        # A trainer that shares the model may have put other parameters in.
+        addresses = []
+        for layer in self._layers:
+            parameters = (
+                layer._parameters
+            )  # found directly: this is called some hundred times a step
+            weight, bias = parameters["weight"], parameters["bias"]
+            addresses += [weight.data_ptr(), 0 if bias is None else bias.data_ptr()]  # type: ignore
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._arguments.weight[: len(self._layers)] = addresses[0::2]
+            self._arguments.bias[: len(self._layers)] = addresses[1::2]
+        count = rows.shape[0]
+        output = torch.empty(count, self._outputs, dtype=self._dtype)
+        added_at = None if added is None else added.data_ptr()
+        self._run(self._argument, rows.data_ptr(), count, added_at, output.data_ptr())
+        return output
+
+
+def gate(gates: Tensor, ups: Tensor, kind: Kind) -> Tensor:
+    """act(gates) * ups, written over `gates`; both contiguous."""
+    library().gate(gates.data_ptr(), ups.data_ptr(), gates.numel(), kind)
+    return gates
+
+
+def rms_norm(rows: Tensor, weight: Tensor, epsilon: float, *, shifted: bool) -> Tensor:
+    """RMSNorm over the last dimension, `[..., width]`, contiguous.
+
+    Args:
+        rows: What to normalise.
+        weight: `[width]`.
+        epsilon: Added to the mean square.
+        shifted: The factor is 1 + weight, applied before rounding.
+    """
+    output = torch.empty_like(rows)
+    width = rows.shape[-1]
+    library().rms_norm(
+        rows.data_ptr(),
+        weight.data_ptr(),
+        output.data_ptr(),
+        rows.numel() // width,
+        width,
+        epsilon,
+        shifted,
+    )
+    return output
+
+
+def rotate(rows: Tensor, heads: int, cos: Tensor, sin: Tensor) -> None:
+    """Rotary positions, in place: x * cos + rotate_half(x) * sin in each of the first heads.
+
+    Args:
+        rows: `[rows, at least heads * width]`, each row contiguous.
+        heads: How many heads to rotate.
+        cos: `[rows, width]`, contiguous; width is a multiple of 32.
+        sin: Likewise.
+    """
+    count, width = cos.shape
+    library().rotate(
+        rows.data_ptr(), rows.stride(0), cos.data_ptr(), sin.data_ptr(), count, heads, width
+    )
+
+
+def softmax_sums(logits: Tensor, divisors: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What sampling needs of a softmax, in two passes and without writing the weights.
+
+    Args:
+        logits: `[batch, vocab]` float32.
+        divisors: `[batch]` float32.
+        block: Tokens whose weights are summed together.
+
+    Returns:
+        The largest logit of each row (NaN where there is one), `[batch]`; the first token that has
+        it, `[batch]` int64; the sums of exp((logits - largest) / divisor) over blocks,
+        `[batch, blocks]` float64.
+    """
+    logits, divisors = logits.contiguous(), divisors.contiguous()
+    batch, vocab = logits.shape
+    largest = torch.empty(batch, dtype=torch.float32)
+    places = torch.empty(batch, dtype=torch.int64)
+    sums = torch.empty(batch, -(-vocab // block), dtype=torch.float64)
+    library().softmax_sums(
+        logits.data_ptr(),
+        batch,
+        vocab,
+        divisors.data_ptr(),
+        block,
+        largest.data_ptr(),
+        places.data_ptr(),
+        sums.data_ptr(),
+    )
+    return largest, places, sums
+
+
+class PagedAttention:
+    """One layer's paged KV cache, for queries of one token each.
+
+    The cache's tensors must stay where they are.
+    """
+
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        heads: int,
+        *,
+        window: int | None,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> None:
+        """Takes `[blocks, block_size, kv_heads, width]` each, the number of query heads, and more.
+
+        Args:
+            keys: The keys.
+            values: The values.
+            heads: Query heads.
+            window: As in LayerSpec.
+            scale: Factor of the scores.
+            softcap: Scores become softcap * tanh(score / softcap).
+            sinks: `[heads]`, a score without a value in each softmax.
+        """
+        self._library = library()
+        self._shape = (heads, values.shape[3])
+        self._kept = (keys, values, sinks)
+        self._arguments = _Attention(
+            keys=keys.data_ptr(),
+            values=values.data_ptr(),
+            block_size=keys.shape[1],
+            kv_heads=keys.shape[2],
+            group=heads // keys.shape[2],
+            key_width=keys.shape[3],
+            value_width=values.shape[3],
+            window=window or 0,
+            scale=scale,
+            softcap=softcap or 0.0,
+            sinks=None if sinks is None else sinks.data_ptr(),
+        )
+        self._argument = ctypes.addressof(self._arguments)
+
+    @staticmethod
+    def handles(keys: Tensor, values: Tensor) -> bool:
+        """Whether the kernel knows caches of this kind."""
+        widths = (keys.shape[3], values.shape[3])
+        return keys.dtype == torch.bfloat16 and all(width % 16 == 0 for width in widths)
+
+    def store(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Writes `[tokens, kv_heads, width]` each to `slots`, `[tokens]`.
+
+        Rows may lie apart; the heads of one must lie together.
+        """
+        self._library.store(
+            self._argument,
+            keys.data_ptr(),
+            keys.stride(0),
+            values.data_ptr(),
+            values.stride(0),
+            slots.data_ptr(),
+            slots.shape[0],
+        )
+
+    def decode(self, queries: Tensor, rows: DecodeRows) -> Tensor:
+        """Attention of one token per row.
+
+        Args:
+            queries: `[at least rows.count, heads, key_width]`; rows may lie apart, heads together.
+            rows: The rows, longest context first.
+
+        Returns:
+            `[rows.count, heads, value_width]`.
+        """
+        output = torch.empty(rows.count, *self._shape, dtype=torch.bfloat16)
+        self._library.decode_attention(
+            self._argument,
+            queries.data_ptr(),
+            queries.stride(0),
+            output.data_ptr(),
+            rows.count,
+            rows.tables.data_ptr(),
+            rows.tables.shape[1],
+            rows.contexts.data_ptr(),
+        )
+        return output

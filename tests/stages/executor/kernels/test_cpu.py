@@ -1,0 +1,248 @@
+"""Each kernel against torch, on shapes that leave a rest in every loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nano_inference.stages.executor.batch import DecodeRows
+from nano_inference.stages.executor.kernels import cpu
+from nano_inference.stages.executor.kernels.compile import KernelsUnavailable
+from nano_inference.stages.executor.kernels.cpu import Kind, Linear, PagedAttention
+
+BF16 = torch.bfloat16
+
+ROUNDING = 2.0**-7
+"""Two roundings to bfloat16, relative to the largest number."""
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> Iterator[None]:
+    try:
+        cpu.library()
+    except KernelsUnavailable as error:
+        pytest.skip(f"no kernels on this machine: {error}")
+    with torch.inference_mode():
+        yield
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
+
+
+def layer(inputs: int, outputs: int, *, bias: bool, seed: int) -> nn.Linear:
+    made = nn.Linear(inputs, outputs, bias=bias, dtype=BF16)
+    made.weight.data = randn(outputs, inputs, seed=seed) / inputs**0.5
+    if bias:
+        made.bias.data = randn(outputs, seed=seed + 1)
+    return made
+
+
+def assert_close(found: Tensor, wanted: Tensor) -> None:
+    assert found.shape == wanted.shape
+    assert (found.float() - wanted.float()).abs().max() <= ROUNDING * wanted.abs().max()
+
+
+SIZES = [(896, 1152), (100, 37), (33, 16), (31, 5), (1, 1), (4864, 50)]
+ROWS = (0, 1, 2, 3, 4, 5, 7, 16, 33, 64)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), SIZES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_linear_layers_side_by_side(inputs: int, outputs: int, rows: int) -> None:
+    layers = [
+        layer(inputs, outputs, bias=True, seed=1),
+        layer(inputs, 3, bias=False, seed=3),
+        layer(inputs, outputs + 20, bias=True, seed=5),
+    ]
+    x = randn(rows, inputs, seed=7)
+    wanted = torch.cat([F.linear(x.float(), each.weight.float()) for each in layers], dim=1)
+    wanted[:, :outputs] += layers[0].bias
+    wanted[:, outputs + 3 :] += layers[2].bias
+    if rows:
+        assert_close(Linear(layers)(x), wanted)
+    else:
+        assert Linear(layers)(x).shape == wanted.shape
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), SIZES)
+@pytest.mark.parametrize("rows", ROWS[1:])
+@pytest.mark.parametrize("kind", [Kind.GATED_SILU, Kind.GATED_TANH_GELU])
+def test_gated_layers(inputs: int, outputs: int, rows: int, kind: Kind) -> None:
+    gate, up = (layer(inputs, outputs, bias=False, seed=seed) for seed in (1, 2))
+    x = randn(rows, inputs, seed=3) * 3
+    activated = F.silu(gate(x)) if kind == Kind.GATED_SILU else F.gelu(gate(x), approximate="tanh")
+    assert_close(Linear([gate, up], kind)(x), activated * up(x))
+    assert_close(cpu.gate(gate(x), up(x), kind), activated * up(x))
+
+
+@pytest.mark.parametrize("rows", ROWS[1:])
+def test_a_residual_is_added_after_rounding(rows: int) -> None:
+    made = layer(96, 50, bias=True, seed=1)
+    x, residual = randn(rows, 96, seed=2), randn(rows, 50, seed=3)
+    plain = Linear([made])(x)
+    assert torch.equal(Linear([made])(x, residual), residual + plain)
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("inputs", [64, 70, 896])
+def test_a_row_of_a_product_does_not_depend_on_its_neighbours(kind: Kind, inputs: int) -> None:
+    layers = [layer(inputs, 45, bias=False, seed=seed) for seed in (1, 2)]
+    fast = Linear(layers, kind)
+    x = randn(64, inputs, seed=3)
+    alone = torch.cat([fast(x[row : row + 1]) for row in range(64)])
+    for count in (2, 3, 4, 6, 63, 64):
+        assert torch.equal(fast(x[:count]), alone[:count]), count
+
+
+def test_wide_outputs_are_the_rounded_numbers_in_float32() -> None:
+    made = layer(100, 70, bias=False, seed=1)
+    x = randn(5, 100, seed=2)
+    wide = Linear([made], Kind.WIDE)(x)
+    assert wide.dtype == torch.float32
+    assert torch.equal(wide, Linear([made])(x).float())
+
+
+def test_new_weights_are_used_wherever_they_are() -> None:
+    made = layer(64, 32, bias=True, seed=1)
+    fast = Linear([made])
+    x = randn(2, 64, seed=2)
+    fast(x)
+    made.weight.data.copy_(randn(32, 64, seed=3) / 8)
+    assert_close(fast(x), made(x))
+    made.weight = nn.Parameter(randn(32, 64, seed=4) / 8)
+    made.bias.data = randn(32, seed=5)
+    assert_close(fast(x), made(x))
+
+
+def test_numbers_that_are_none_come_through() -> None:
+    made = layer(64, 8, bias=False, seed=1)
+    made.weight.data[3, 5] = float("nan")
+    assert Linear([made])(randn(1, 64))[0].isnan().tolist() == [i == 3 for i in range(8)]
+    broken = torch.full((1, 32), float("nan"), dtype=BF16)
+    assert cpu.gate(broken, torch.ones_like(broken), Kind.GATED_SILU).isnan().all()
+
+
+@pytest.mark.parametrize("shape", [(1, 896), (3, 5, 48), (2, 7), (70, 1000)])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_rms_norm(shape: tuple[int, ...], shifted: bool) -> None:
+    x, weight = randn(*shape) * 3, randn(shape[-1], seed=1)
+    wide = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+    wanted = (wide * (1 + weight.float())).to(BF16) if shifted else weight * wide.to(BF16)
+    assert_close(cpu.rms_norm(x, weight, 1e-6, shifted=shifted), wanted)
+
+
+@pytest.mark.parametrize("width", [32, 64, 96, 256])
+def test_rotation_has_the_bits_of_transformers_own(width: int) -> None:
+    rows, heads = 9, 5
+    x = randn(rows, (heads + 2) * width)
+    angles = torch.rand(rows, width // 2, generator=torch.Generator().manual_seed(1)) * 100
+    cos, sin = (f(angles).repeat(1, 2).to(BF16) for f in (torch.cos, torch.sin))
+    by_head = x.view(rows, -1, width)[:, :heads]
+    halves = by_head.chunk(2, dim=-1)
+    turned = torch.cat((-halves[1], halves[0]), dim=-1)
+    wanted = by_head * cos[:, None] + turned * sin[:, None]
+    rest = x[:, heads * width :].clone()
+    cpu.rotate(x, heads, cos, sin)
+    assert torch.equal(x[:, : heads * width].view(rows, heads, width), wanted)
+    assert torch.equal(x[:, heads * width :], rest), "the values behind them stay"
+
+
+@pytest.mark.parametrize("contexts", [(1,), (40, 33, 17, 16, 15, 2), (300,) * 5])
+@pytest.mark.parametrize(
+    "shape", [(4, 2, 32, 32), (14, 2, 64, 64), (3, 3, 80, 48), (8, 1, 256, 16)]
+)
+@pytest.mark.parametrize(
+    ("window", "softcap", "sinks"), [(None, None, False), (20, None, True), (7, 5.0, False)]
+)
+@pytest.mark.parametrize("block_size", [1, 5, 16, 32])
+def test_decode_attention(
+    contexts: tuple[int, ...],
+    shape: tuple[int, int, int, int],
+    window: int | None,
+    softcap: float | None,
+    sinks: bool,
+    block_size: int,
+) -> None:
+    heads, kv_heads, key_width, value_width = shape
+    count = len(contexts)
+    blocks = -(-max(contexts) // block_size)
+    order = torch.randperm(count * blocks, generator=torch.Generator().manual_seed(0))
+    tables = order.view(count, blocks)
+    cache = [
+        randn(count * blocks, block_size, kv_heads, width, seed=width)
+        for width in (key_width, value_width)
+    ]
+    sink = randn(heads, seed=5) if sinks else None
+    queries = randn(count, heads, key_width, seed=6)
+    paged = PagedAttention(*cache, heads, window=window, scale=0.2, softcap=softcap, sinks=sink)
+    found = paged.decode(queries, DecodeRows(count, tables, torch.tensor(contexts)))
+    for row, context in enumerate(contexts):
+        low = max(0, context - window) if window else 0
+        keys, values = (
+            part[tables[row]]
+            .flatten(0, 1)[low:context]
+            .float()
+            .repeat_interleave(heads // kv_heads, dim=1)
+            for part in cache
+        )
+        scores = torch.einsum("hd,phd->hp", queries[row].float(), keys) * 0.2
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        column = torch.full((heads, 1), float("-inf")) if sink is None else sink.float()[:, None]
+        weights = torch.cat((scores, column), dim=1).softmax(dim=1)[:, :-1]
+        assert_close(found[row], torch.einsum("hp,phd->hd", weights, values))
+
+
+def test_a_row_of_attention_does_not_depend_on_its_neighbours() -> None:
+    keys, values = randn(30, 16, 2, 64, seed=1), randn(30, 16, 2, 64, seed=2)
+    paged = PagedAttention(keys, values, 14, window=None, scale=0.1, softcap=None, sinks=None)
+    queries = randn(3, 14, 64, seed=3)
+    tables = torch.arange(30).view(3, 10)
+    contexts = torch.tensor([150, 77, 12])
+    together = paged.decode(queries, DecodeRows(3, tables, contexts))
+    for row in range(3):
+        part = slice(row, row + 1)
+        rows = DecodeRows(1, tables[part].contiguous(), contexts[part])
+        assert torch.equal(paged.decode(queries[part], rows), together[part])
+
+
+def test_stored_keys_and_values_lie_in_their_slots() -> None:
+    keys, values = torch.zeros(4, 4, 2, 16, dtype=BF16), torch.zeros(4, 4, 2, 32, dtype=BF16)
+    paged = PagedAttention(keys, values, 2, window=None, scale=1.0, softcap=None, sinks=None)
+    both = randn(3, 2 * 16 + 2 * 32)
+    new_keys = both[:, :32].unflatten(1, (2, 16))
+    new_values = both[:, 32:].unflatten(1, (2, 32))
+    slots = torch.tensor([5, 0, 15])
+    paged.store(new_keys, new_values, slots)
+    assert torch.equal(keys.view(16, 2, 16)[slots], new_keys)
+    assert torch.equal(values.view(16, 2, 32)[slots], new_values)
+    assert keys.count_nonzero() == new_keys.count_nonzero()
+
+
+@pytest.mark.parametrize("vocab", [1, 16, 511, 512, 513, 40_000])
+def test_softmax_sums(vocab: int) -> None:
+    logits = torch.randn(5, vocab, generator=torch.Generator().manual_seed(vocab)) * 8
+    logits[0, -1] = float("-inf")
+    logits[1, vocab // 2] = logits[1, vocab // 3] = 100.0
+    divisors = torch.tensor([1.0, 0.5, 1e-6, 3.0, 1e6])
+    largest, places, sums = cpu.softmax_sums(logits, divisors, 512)
+    if vocab > 1:
+        assert torch.equal(largest, logits.amax(dim=1))
+        assert torch.equal(places, logits.argmax(dim=1))
+        weights = ((logits - largest[:, None]) / divisors[:, None]).double().exp()
+        wanted = torch.stack([part.sum(dim=1) for part in weights.split(512, dim=1)], dim=1)
+        assert torch.allclose(sums, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("place", [0, 17, 511, 512, 999])
+def test_one_logit_that_is_no_number_is_seen(place: int) -> None:
+    logits = torch.zeros(2, 1000)
+    logits[1, place] = float("nan")
+    largest, _, _ = cpu.softmax_sums(logits, torch.ones(2), 512)
+    assert largest[0] == 0
+    assert largest[1].isnan()

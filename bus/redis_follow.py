@@ -1,11 +1,15 @@
-"""Reading results from Redis: one connection reads all streams that anybody here follows."""
+"""Reading results from Redis: one connection reads all streams that anybody here follows.
+
+A cluster keeps the streams in many places, and a read can name those of one place only. There each
+stream that is followed has a connection of its own, for as long as it is followed.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
 from collections import deque
-from typing import Any, Self
+from typing import Protocol, Self
 
 from redis import exceptions
 
@@ -14,7 +18,7 @@ from .codec import decode_output
 from .keys import JSON, Keys, parse_id
 from .line import bus_closed
 from .messages import Completion, CompletionChunk, Output
-from .redis_client import Commands, Server, end_tasks, log, persist, watched
+from .redis_client import Commands, Server, end_tasks, execute_all, log, persist, watched
 from .redis_links import read
 
 FOLLOW_BLOCK_S = 2.0
@@ -31,6 +35,22 @@ Entry = tuple[bytes, bytes | None]
 """A stream's key, and the field `json` of one of its entries."""
 
 
+class Readers(Protocol):
+    """What reads the streams of subscriptions."""
+
+    def subscribe(self, positions: dict[bytes, bytes]) -> Subscription:
+        """Follows streams, each from behind an entry id on. Raises ChannelClosed."""
+
+    def remove(self, key: bytes, subscription: Subscription) -> None:
+        """Leaves a stream. A running read may still name it; the next one does not."""
+
+    def wake(self) -> None:
+        """Looks again at what should be read."""
+
+    async def aclose(self) -> None:
+        """Ends the reading; whoever waits gets ChannelClosed."""
+
+
 class Subscription:
     """Some streams that one reader follows, and what has been read from them for it.
 
@@ -38,8 +58,8 @@ class Subscription:
         positions: The last entry read from each stream.
     """
 
-    def __init__(self, reader: StreamReader, positions: dict[bytes, bytes]) -> None:
-        self._reader = reader
+    def __init__(self, readers: Readers, positions: dict[bytes, bytes]) -> None:
+        self._readers = readers
         self._queue: deque[Entry] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self.positions = positions
@@ -59,7 +79,7 @@ class Subscription:
         was_full = not self.wants_more
         entry = self._queue.popleft()
         if was_full:
-            self._reader.wake()
+            self._readers.wake()
         return entry
 
     def push(self, key: bytes, entry_id: bytes, fields: dict[bytes, bytes]) -> None:
@@ -72,14 +92,14 @@ class Subscription:
     def keep_only(self, key: bytes) -> None:
         """Leaves all streams but one."""
         for other in set(self.positions) - {key}:
-            self._reader.remove(other, self)
+            self._readers.remove(other, self)
             del self.positions[other]
 
     def close(self) -> None:
         """Leaves all streams."""
         self.closed = True
         for key in self.positions:
-            self._reader.remove(key, self)
+            self._readers.remove(key, self)
         self._notify()
 
     def _notify(self) -> None:
@@ -108,7 +128,7 @@ class StreamReader:
         self._closed = False
 
     def subscribe(self, positions: dict[bytes, bytes]) -> Subscription:
-        """Follows streams, each from behind an entry id on. Raises ChannelClosed."""
+        """See `Readers.subscribe`."""
         if self._closed:
             raise bus_closed()
         subscription = Subscription(self, positions)
@@ -120,7 +140,7 @@ class StreamReader:
         return subscription
 
     def remove(self, key: bytes, subscription: Subscription) -> None:
-        """The running XREAD may still name the stream; the next one does not."""
+        """See `Readers.remove`."""
         followers = self._subscriptions.get(key)
         if followers is not None:
             followers.discard(subscription)
@@ -128,13 +148,13 @@ class StreamReader:
                 del self._subscriptions[key]
 
     def wake(self) -> None:
-        """Makes the reader look again at what it should read."""
+        """See `Readers.wake`."""
         self._changed.set()
         if self._blocking and self._waking is None:
             self._waking = asyncio.create_task(self._interrupt())
 
     async def aclose(self) -> None:
-        """Ends the reading; whoever waits gets ChannelClosed."""
+        """See `Readers.aclose`."""
         self._end_all()
         await end_tasks({task for task in (self._task, self._waking) if task is not None})
         await self._redis.aclose()
@@ -190,14 +210,87 @@ class StreamReader:
 
     async def _interrupt(self) -> None:
         try:
-            pipeline = self._commands.redis.pipeline(transaction=False)
-            pipeline.execute_command("XADD", self._wake_key, "MAXLEN", "=", 1, "*", "w", "")
-            pipeline.execute_command("EXPIRE", self._wake_key, WAKE_TTL_S)
-            await pipeline.execute()
+            interruption = [
+                ("XADD", self._wake_key, "MAXLEN", "=", 1, "*", "w", ""),
+                ("EXPIRE", self._wake_key, WAKE_TTL_S),
+            ]
+            await execute_all(self._commands.redis, interruption)
         except (exceptions.RedisError, OSError):
             pass  # the reader looks by itself before long
         finally:
             self._waking = None
+
+
+class ClusterReaders:
+    """A task with a blocking XREAD for each stream of each subscription."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._redis = server.client(1, FOLLOW_BLOCK_S)
+        self._subscriptions: set[Subscription] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        # Set, and replaced, when a reader that was full has room again.
+        self._room = asyncio.Event()
+        self._closed = False
+
+    def subscribe(self, positions: dict[bytes, bytes]) -> Subscription:
+        """See `Readers.subscribe`."""
+        if self._closed:
+            raise bus_closed()
+        subscription = Subscription(self, positions)
+        self._subscriptions.add(subscription)
+        for key in positions:
+            task = watched(self._run(key, subscription), "results reader", subscription.close)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return subscription
+
+    def remove(self, key: bytes, subscription: Subscription) -> None:
+        """See `Readers.remove`. The task sees it after its read."""
+        if subscription.closed:
+            self._subscriptions.discard(subscription)
+
+    def wake(self) -> None:
+        """See `Readers.wake`."""
+        self._room.set()
+        self._room = asyncio.Event()
+
+    async def aclose(self) -> None:
+        """See `Readers.aclose`."""
+        self._closed = True
+        for subscription in list(self._subscriptions):
+            subscription.close()
+        await end_tasks(self._tasks)
+        await self._redis.aclose()
+
+    async def _run(self, key: bytes, subscription: Subscription) -> None:
+        while not subscription.closed and key in subscription.positions:
+            if not subscription.wants_more:
+                await self._room.wait()
+                continue
+            try:
+                await self._round(key, subscription)
+            except BusError as error:
+                log.error("bus.read_refused", reader="results", error=error.message)
+                await asyncio.sleep(1.0)
+
+    async def _round(self, key: bytes, subscription: Subscription) -> None:
+        positions = {key: subscription.positions[key]}
+        reply = await persist(
+            self._server,
+            "results reader",
+            lambda: read(self._redis, positions, PAGE, FOLLOW_BLOCK_S),
+        )
+        for entry_id, fields in reply.get(key, ()):
+            if key in subscription.positions:
+                subscription.push(key, entry_id, fields)
+
+
+def readers_of(keys: Keys, server: Server, commands: Commands) -> Readers:
+    """What reads from this server."""
+    if server.is_cluster:
+        return ClusterReaders(server)
+    return StreamReader(keys, server, commands)
 
 
 class RedisFollow:
@@ -205,13 +298,13 @@ class RedisFollow:
 
     def __init__(
         self,
-        reader: StreamReader,
+        readers: Readers,
         keys: Keys,
         commands: Commands,
         request_id: str,
         entry_id: str,
     ) -> None:
-        self._reader = reader
+        self._readers = readers
         self._commands = commands
         self._requests_key = keys.requests
         self._entry_id = entry_id
@@ -230,7 +323,7 @@ class RedisFollow:
         if self._subscription is None:
             if self._entry_id:
                 await self._check_known()
-            self._subscription = self._reader.subscribe(dict.fromkeys(self._outs, b"0-0"))
+            self._subscription = self._readers.subscribe(dict.fromkeys(self._outs, b"0-0"))
         subscription = self._subscription
         while True:
             try:
@@ -302,15 +395,15 @@ class RedisFollow:
         """
         entry_id = self._entry_id
 
-        async def attempt() -> list[Any]:
-            pipeline = self._commands.redis.pipeline(transaction=True)
-            pipeline.execute_command("XRANGE", self._requests_key, entry_id, entry_id)
-            pipeline.execute_command("EXISTS", *self._outs)
-            return list(await pipeline.execute(raise_on_error=False))
-
-        queued, written = await self._commands.idempotent("follow", attempt)
-        # An error instead of a list: the entry id is not one of Redis's.
-        if not written and (isinstance(queued, Exception) or not queued):
+        redis, key = self._commands.redis, self._requests_key
+        ask = (("XRANGE", key, entry_id, entry_id),)
+        # An error: the entry id is not one of Redis's. The order counts: the queue first.
+        (queued,) = await self._commands.idempotent(
+            "follow", lambda: execute_all(redis, ask, raise_on_error=False)
+        )
+        looks = [("EXISTS", out) for out in self._outs]
+        written = await self._commands.idempotent("follow", lambda: execute_all(redis, looks))
+        if not any(written) and (isinstance(queued, Exception) or not queued):
             self._done = True
             raise BusError(
                 f"entry {entry_id[:80]!r} is not in the requests queue, and its outputs are no "

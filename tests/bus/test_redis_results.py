@@ -10,6 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from nano_inference.bus import redis_follow
+from nano_inference.bus.keys import Keys
 from nano_inference.config import BusError
 
 
@@ -136,3 +137,24 @@ async def test_one_unwritable_stream_does_not_stop_the_others(
             [("bad", [kit.done("bad", "1-1")]), ("good", [kit.done("good", "1-2")])]
         )
     assert await kit.collect(bus.results.follow("good", "")) == [kit.done("good", "1-2")]
+
+
+async def test_the_shared_stream_has_what_a_dead_writer_did_not_put_there(
+    redis_buses: Any, foreign: Redis, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended between the terminal message and the copy of it for everybody."""
+    bus, successor = redis_buses.open(), redis_buses.open()
+    shared = f"{redis_buses.prefix}:results"
+
+    async def ends(ended: Any) -> None:
+        return
+
+    await bus.results.claim([("r", "1-1")])
+    with monkeypatch.context() as patch:
+        patch.setattr(bus.results, "_conclude", ends)
+        await bus.results.deliver([("r", [kit.done("r", "1-1")])])
+    assert await foreign.xlen(shared) == 0
+    for _ in range(2):
+        assert await successor.results.recover(["r"], 2) == [[kit.done("r", "1-1")]]
+        assert await foreign.xlen(shared) == 1
+    assert await foreign.ttl(Keys(redis_buses.prefix).own("r")) > 0, "the id is free again later"

@@ -201,11 +201,10 @@ class Server:
         if isinstance(error, exceptions.BusyLoadingError):
             return BusError(f"Redis at {self.name} is still loading its data; try again later")
         if isinstance(error, MasterNotFoundError):
-            # The original names each sentinel, and what it said, in the words of the client.
-            found = "no sentinel answers" if " : " in str(error) else "the sentinels know none"
+            # The original names each sentinel in the words of the client.
             return BusError(
-                f"can't find the master {self._address.service!r} at {self.name}: {found}; "
-                "wait for the failover, or correct the addresses and the name in bus.url"
+                f"no sentinel that answers at {self.name} knows a live master "
+                f"{self._address.service!r}; wait for the failover, or correct bus.url"
             )
         if isinstance(error, _CONNECTION_ERRORS):
             return BusError(

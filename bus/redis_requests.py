@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
 from collections import deque
@@ -13,7 +14,7 @@ import msgspec
 from redis import exceptions
 from redis.asyncio import Redis
 
-from ..config import BusConfig
+from ..config import BusConfig, BusError
 from .channel import DeadLetter, Malformed, RequestEntry, dead_letter
 from .codec import decode_request, encode_request
 from .keys import JSON, MSGPACK, REFUSED, TRACEPARENT, TRACESTATE, Keys, parse_id
@@ -98,6 +99,11 @@ class RedisRequests:
             if value:
                 command += [name, value.encode("ascii", "ignore")]
         redis = self._commands.redis
+        if self._server.is_cluster:
+            # Its client does not look whether an idle connection was closed, so that what is sent
+            # first after a failover is lost. That must not be this.
+            with contextlib.suppress(BusError):
+                await self._commands.once(lambda: execute(redis, "EXISTS", self._key))
         entry_id: bytes = await self._commands.once(lambda: execute(redis, *command))
         return entry_id.decode()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from redis import exceptions
 from redis.asyncio import Redis
+from redis.asyncio.cluster import RedisCluster
 
 from .rig import load
 
@@ -77,6 +78,14 @@ async def until(holds: Callable[[], Awaitable[Any]], what: str) -> Any:
                 await asyncio.sleep(0.02)
     except TimeoutError:
         raise AssertionError(f"never came: {what}") from None
+
+
+def plain_client(url: str) -> Any:
+    """As another program would make one, of a server or of a cluster."""
+    if not url.startswith("redis+cluster://"):
+        return Redis.from_url(url)
+    host, _, port = url.removeprefix("redis+cluster://").split(",")[0].partition(":")
+    return RedisCluster(host=host, port=int(port))
 
 
 class Sentinels:

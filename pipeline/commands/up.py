@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ...bus import open_bus
+from ...bus.redis_client import redact
 from ...config import DEFAULT_URL, STAGES, Config, NanoInferenceError, Stage
 from ..supervisor import RestartBudget
 from .embedded import embedded_server
@@ -121,7 +122,7 @@ class _House:
             StageFailed: A child has used up its restarts.
             NanoInferenceError: A child can't start; it has said why.
         """
-        self._say(f"starting five processes over {_without_password(self._config.bus.url)}")
+        self._say(f"starting five processes over {redact(self._config.bus.url)}")
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             try:
                 async with anyio.create_task_group() as group:
@@ -211,11 +212,3 @@ class _House:
     def _print(self, stage: Stage, line: str) -> None:
         prefix = Text(f"{stage:<10} ", style=_COLOURS[stage])
         self._console.print(prefix + Text.from_ansi(line))
-
-
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    user = f"{parts.username}:***@" if parts.username else ":***@"
-    return parts._replace(netloc=user + parts.netloc.rpartition("@")[2]).geturl()

@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.text import Text
 
 from ...bus import open_bus
-from ...bus.redis_client import redact
 from ...config import DEFAULT_URL, STAGES, Config, NanoInferenceError, Stage
 from ..supervisor import RestartBudget
 from .embedded import embedded_server
@@ -122,6 +121,9 @@ class _House:
             StageFailed: A child has used up its restarts.
             NanoInferenceError: A child can't start; it has said why.
         """
+        # redis-py is loaded only here, so that `--help` stays fast.
+        from ...bus.redis_client import redact
+
         self._say(f"starting five processes over {redact(self._config.bus.url)}")
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             try:

@@ -26,7 +26,8 @@ from .redis_client import (
     log,
     persist,
 )
-from .redis_follow import RedisFollow, RedisTail, readers_of
+from .redis_follow import RedisFollow, RedisTail
+from .redis_readers import readers_of
 
 REMEMBERED_STREAMS = 65_536
 """Streams of which the next number is remembered. For any other, Redis is asked."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from nano_inference.bus import redis_follow
+from nano_inference.bus import redis_readers
 from nano_inference.bus.keys import Keys
 from nano_inference.config import BusError
 
@@ -96,7 +96,7 @@ async def test_follower_that_comes_during_a_read_misses_nothing(
     async def no_interrupt(reader: Any) -> None:
         reader._waking = None
 
-    monkeypatch.setattr(redis_follow.StreamReader, "_interrupt", no_interrupt)
+    monkeypatch.setattr(redis_readers.StreamReader, "_interrupt", no_interrupt)
     bus = redis_buses.open()
     entry = await bus.requests.publish({"request_id": "r"})
     outputs = [kit.chunk("r", entry, 0), kit.chunk("r", entry, 1), kit.done("r", entry)]
@@ -114,7 +114,7 @@ async def test_follower_that_comes_during_a_read_misses_nothing(
 async def test_new_follower_does_not_wait_for_the_blocking_read(
     redis_buses: Any, kit: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(redis_follow, "FOLLOW_BLOCK_S", 10 * kit.limit_s)
+    monkeypatch.setattr(redis_readers, "FOLLOW_BLOCK_S", 10 * kit.limit_s)
     bus = redis_buses.open()
     tail = await bus.results.tail()
     waiting = asyncio.ensure_future(anext(bus.results.follow("other", "")))

@@ -9,14 +9,24 @@
 {prefix}:results           stream, every request's Completion: `json`
 {prefix}:dead              stream of requests that were given up: `json` (a DeadLetter)
 {prefix}:own:{request_id}  the entry that has this request id, while it is in use
-{prefix}:lanes             hash, for each lane when its lease ends and who keeps it (internal)
-{prefix}:link:{lane}:{link} stream between two stages (internal): `w` the writer, `m` the message
 {prefix}:epoch             counter
+{prefix}:wake:{id}         stream that interrupts a blocking read; not on a cluster (internal)
 {prefix}:stages            stream, what each process tells of its stages: `json` (StageReports)
-{prefix}:wake:{id}         stream that interrupts a blocking read (internal)
+
+Here a brace is a brace: a cluster keeps keys of the same tag in one place, and a key without a tag
+where it would keep the tag that says the same.
+
+{{prefix}:requests}:lanes  hash, for each lane when its lease ends and who keeps it (internal)
+{{prefix}:results}:told:{digest} marks a message that the results stream has (internal)
+{{prefix}:link:{lane}}:{link} stream between two stages (internal): `w` the writer, `m` the message
+
+Every script names keys of one family only, and so does every read of several streams: the requests
+and who has them; the results stream and its marks; the links of one lane; each other key alone.
 """
 
 from __future__ import annotations
+
+import hashlib
 
 JSON = b"json"
 MSGPACK = b"msgpack"
@@ -38,7 +48,7 @@ class Keys:
         self.results = self._key("results")
         self.dead = self._key("dead")
         self.epoch = self._key("epoch")
-        self.lanes = self._key("lanes")
+        self.lanes = beside(self.requests, "lanes")
         self.stages = self._key("stages")
 
     def out(self, key: str) -> bytes:
@@ -49,15 +59,24 @@ class Keys:
         """Whose entry has the key."""
         return self._key(f"own:{key}")
 
+    def told(self, raw: bytes) -> bytes:
+        """Marks that a terminal message is in the results stream, for a while."""
+        return beside(self.results, f"told:{hashlib.sha1(raw).hexdigest()}")
+
     def link(self, name: str, lane: str | None = None) -> bytes:
         """A link of this lane, or of another."""
-        return self._key(f"link:{self._lane if lane is None else lane}:{name}")
+        return beside(self._key(f"link:{self._lane if lane is None else lane}"), name)
 
     def wake(self, name: str) -> bytes:
         return self._key(f"wake:{name}")
 
     def _key(self, rest: str) -> bytes:
         return f"{self._prefix}:{rest}".encode("utf-8", "surrogatepass")
+
+
+def beside(key: bytes, name: str) -> bytes:
+    """Another key in the same hash slot of a cluster. `key` has no braces."""
+    return b"{%s}:%s" % (key, name.encode("utf-8", "surrogatepass"))
 
 
 def parse_id(raw: bytes) -> tuple[int, int]:

@@ -7,7 +7,6 @@ import os
 import socket
 import uuid
 from functools import partial
-from typing import Any
 
 from ..config import STAGES, BusConfig
 from .channel import Inbox, Sender
@@ -16,7 +15,7 @@ from .line import bus_closed
 from .links import Link, links_to
 from .memory import Inboxes, MemoryInbox, MemorySender, Numbering
 from .redis_board import RedisBoard
-from .redis_client import Commands, Server, check_version, execute
+from .redis_client import Commands, Server, check_version, execute, on_each, time_ms
 from .redis_leases import live_lanes
 from .redis_links import LinkReader, LinkWriter, RedisSender, Seen
 from .redis_requests import RedisRequests
@@ -65,8 +64,10 @@ class RedisBus:
         self._nonce = uuid.uuid4().bytes[:8]
         self._writers: dict[tuple[str, str], LinkWriter] = {}
         self._readers: dict[str, LinkReader] = {}
-        self.requests = RedisRequests(config, self._keys, self._server, self._commands)
         self.results = RedisResults(config, self._keys, self._server, self._commands)
+        self.requests = RedisRequests(
+            config, self._keys, self._server, self._commands, self.results
+        )
         self.stages = RedisBoard(self._keys, self._commands)
 
     async def open_inbox(self, stage: str) -> Inbox:
@@ -97,14 +98,10 @@ class RedisBus:
     async def lanes(self) -> list[str]:
         """See `Bus.lanes`."""
 
-        async def attempt() -> list[Any]:
-            pipeline = self._commands.redis.pipeline(transaction=False)
-            pipeline.execute_command("HGETALL", self._keys.lanes)
-            pipeline.execute_command("TIME")
-            return list(await pipeline.execute())
-
-        registry, (seconds, _) = await self._commands.idempotent("lanes", attempt)
-        return live_lanes(registry, int(seconds) * 1000) or [self._config.lane]
+        redis, key = self._commands.redis, self._keys.lanes
+        registry = await self._commands.idempotent("lanes", lambda: execute(redis, "HGETALL", key))
+        now_ms = await self._commands.idempotent("lanes", lambda: time_ms(redis, key))
+        return live_lanes(registry, now_ms) or [self._config.lane]
 
     async def next_epoch(self) -> int:
         """See `Bus.next_epoch`. Waits while Redis is away."""
@@ -119,15 +116,15 @@ class RedisBus:
         last = await self._commands.idempotent("epoch", lambda: execute(redis, "GET", key))
         if last is not None:
             return number <= int(last)
-        seconds, _ = await self._commands.idempotent("epoch", lambda: execute(redis, "TIME"))
-        return number <= (int(seconds) + 1) * 1000
+        now_ms = await self._commands.idempotent("epoch", lambda: time_ms(redis, key))
+        return number <= now_ms + 1000
 
     async def ping(self) -> None:
         """See `Bus.ping`. Looks at the server's version too."""
         redis = self._commands.redis
         await self._commands.once(lambda: execute(redis, "PING"))
-        info = await self._commands.once(lambda: execute(redis, "INFO", "server"))
-        check_version(info, self._server.name)
+        for info in await self._commands.once(lambda: on_each(redis, "INFO", "server")):
+            check_version(info, self._server.name)
 
     async def aclose(self) -> None:
         """See `Bus.aclose`. Gives up after `CLOSE_PATIENCE_S` when Redis is away."""
@@ -142,6 +139,7 @@ class RedisBus:
         )
         await self._commands.aclose(CLOSE_PATIENCE_S)
         await self._writes.aclose()
+        await self._server.aclose()
 
     def _is_local(self, link: Link) -> bool:
         """Whether nobody sends on this link over Redis. Anybody may send on a control link."""

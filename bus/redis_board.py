@@ -8,7 +8,7 @@ import msgspec
 
 from .board import STALE_AFTER_S, StageReport, latest
 from .keys import JSON, Keys, parse_id
-from .redis_client import Commands, execute, log
+from .redis_client import Commands, execute, execute_all, log, time_ms
 
 # Entries older than this are removed, so that the stream holds what a few beats of all processes
 # take; when nobody reports any more, all of it goes after this time.
@@ -29,10 +29,11 @@ class RedisBoard:
         trim = ("MINID", "~", max(0, self._last_ms - _KEPT_S * 1000))
 
         async def attempt() -> bytes:
-            pipeline = self._commands.redis.pipeline(transaction=False)
-            pipeline.execute_command("XADD", self._key, *trim, "*", JSON, body)
-            pipeline.execute_command("EXPIRE", self._key, _KEPT_S)
-            entry_id: bytes = (await pipeline.execute())[0]
+            commands = [
+                ("XADD", self._key, *trim, "*", JSON, body),
+                ("EXPIRE", self._key, _KEPT_S),
+            ]
+            entry_id: bytes = (await execute_all(self._commands.redis, commands))[0]
             return entry_id
 
         self._last_ms = parse_id(await self._commands.once(attempt))[0]
@@ -40,8 +41,7 @@ class RedisBoard:
     async def read(self) -> list[StageReport]:
         """See `StageBoard.read`."""
         redis = self._commands.redis
-        seconds, microseconds = await self._commands.once(lambda: execute(redis, "TIME"))
-        now_ms = int(seconds) * 1000 + int(microseconds) // 1000
+        now_ms = await self._commands.once(lambda: time_ms(redis, self._key))
         oldest = now_ms - int(STALE_AFTER_S * 1000)
         entries = await self._commands.once(
             lambda: execute(redis, "XRANGE", self._key, max(0, oldest), "+")

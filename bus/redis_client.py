@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
 
 import structlog
 from redis import exceptions
 from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.connection import Connection, parse_url
+from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import (
+    MasterNotFoundError,
+    Sentinel,
+    SentinelConnectionPool,
+    SentinelManagedConnection,
+    SentinelManagedSSLConnection,
+)
 from redis.backoff import NoBackoff
 from redis.maint_notifications import MaintNotificationsConfig
 
 from ..config import BusError
 from .line import bus_closed
+from .redis_address import parse_address
 
 T = TypeVar("T")
 
@@ -27,9 +36,23 @@ CONNECT_TIMEOUT_S = 5.0
 REPLY_TIMEOUT_S = 10.0
 """How long a reply may take, beyond the time that a command blocks on purpose."""
 
+SENTINEL_TIMEOUT_S = 1.0
+"""How long one sentinel may take before the next is asked."""
+
+CLUSTER_CONNECTIONS = 1024
+"""Connections to one node of a cluster; the client makes as many as commands run at a time."""
+
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.02, 2.0
 
 _CONNECTION_ERRORS = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
+
+# What a node says, or does not say, when others may have taken its place.
+_NODE_ERRORS = (
+    *_CONNECTION_ERRORS,
+    exceptions.ClusterDownError,
+    exceptions.ReadOnlyError,
+    exceptions.RedisClusterException,
+)
 
 # A server says these of its own state, not of the command: it may take the same command later.
 # The client makes classes of some, whose text begins behind the word.
@@ -40,6 +63,7 @@ _TRANSIENT_CLASSES = (
     exceptions.TryAgainError,
     exceptions.ClusterDownError,
     exceptions.MasterDownError,
+    exceptions.ClusterError,
 )
 _TRANSIENT = ("LOADING", "BUSY ", "OOM", "MISCONF", "READONLY", "NOREPLICAS", "UNBLOCKED")
 
@@ -65,8 +89,16 @@ class Backoff:
         self._next_s = self._first_s
 
 
+class _MasterPool(SentinelConnectionPool, BlockingConnectionPool):
+    """Connections to whatever server the sentinels call the master when one is made.
+
+    The sentinel pool of redis-py, which waits for a free connection as `BlockingConnectionPool`.
+    """
+
+
 class Server:
-    """One Redis server: makes clients for it, and puts its errors into words.
+    """One Redis server, wherever it is at the time, or a cluster: makes clients for it, and puts
+    its errors into words.
 
     Raises:
         BusError: The URL can't be used.
@@ -77,34 +109,76 @@ class Server:
         self.name = redact(url)
         self._client_name = client_name
         try:
-            options: dict[str, Any] = dict(parse_url(url))
-            self._connection_class = options.pop("connection_class", Connection)
-            self._options = options
-            self._connection_class(**self._connection_options(0.0))  # does not connect yet
+            self._address = parse_address(url)
+            # Does not connect yet, but finds options that don't exist.
+            self._address.connection_class(**self._connection_options(0.0))
+            self._sentinel = Sentinel(  # type: ignore[no-untyped-call]
+                self._address.nodes if self._address.kind == "sentinel" else (),
+                sentinel_kwargs={
+                    **self._address.sentinel_options,
+                    "ssl": self._address.tls,
+                    "socket_timeout": SENTINEL_TIMEOUT_S,
+                    "socket_connect_timeout": SENTINEL_TIMEOUT_S,
+                    "retry": Retry(NoBackoff(), 0),
+                },
+            )
         except (ValueError, TypeError):
             # The original message may quote a piece of the password.
             raise BusError(
-                f"bus.url {self.name} is not a valid Redis URL; write redis://host:port/db, and "
+                f"bus.url {self.name} is not a valid Redis URL; write redis://host:port/db, "
+                "redis+sentinel://host:port,host:port/service or redis+cluster://host:port, and "
                 "percent-encode special characters in the password",
             ) from None
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether keys of different slots are in different places."""
+        return self._address.kind == "cluster"
 
     def client(self, connections: int, block_s: float = 0.0) -> Redis:
         """A client whose commands may block for `block_s` and are never repeated by themselves.
 
         Repeating is for the caller: after a lost reply only he knows what may be done twice.
+        To be used by `execute`, `execute_all` and `on_each` alone: for a cluster it is a
+        RedisCluster, which can do what these need.
         """
-        pool = BlockingConnectionPool(
+        address, options = self._address, self._connection_options(block_s)
+        off = MaintNotificationsConfig(enabled=False)
+        if address.kind == "cluster":
+            cluster = RedisCluster(
+                startup_nodes=[ClusterNode(host, port) for host, port in address.nodes],
+                require_full_coverage=False,
+                max_connections=CLUSTER_CONNECTIONS,
+                ssl=address.tls,
+                maint_notifications_config=off,
+                **options,
+            )
+            return cast(Redis, cluster)
+        kind: dict[str, Any] = {"connection_class": address.connection_class}
+        if address.kind == "sentinel":
+            kind = {
+                "service_name": address.service,
+                "sentinel_manager": self._sentinel,
+                "connection_class": SentinelManagedSSLConnection
+                if address.tls
+                else SentinelManagedConnection,
+            }
+        pool = (_MasterPool if address.kind == "sentinel" else BlockingConnectionPool)(
             max_connections=connections,
             timeout=None,
-            connection_class=self._connection_class,
-            maint_notifications_config=MaintNotificationsConfig(enabled=False),
-            **self._connection_options(block_s),
+            maint_notifications_config=off,
+            **kind,
+            **options,
         )
         return Redis.from_pool(pool)
 
+    async def aclose(self) -> None:
+        """Ends what the clients share: connections to sentinels. Clients are closed before."""
+        await self._sentinel.aclose()
+
     def _connection_options(self, block_s: float) -> dict[str, Any]:
         """What the URL says, and above it what this package relies on."""
-        options = self._options | {
+        options = self._address.options | {
             "protocol": 3,
             "legacy_responses": False,
             "decode_responses": False,
@@ -126,6 +200,12 @@ class Server:
             )
         if isinstance(error, exceptions.BusyLoadingError):
             return BusError(f"Redis at {self.name} is still loading its data; try again later")
+        if isinstance(error, MasterNotFoundError):
+            # The original names each sentinel in the words of the client.
+            return BusError(
+                f"no sentinel that answers at {self.name} knows a live master "
+                f"{self._address.service!r}; wait for the failover, or correct bus.url"
+            )
         if isinstance(error, _CONNECTION_ERRORS):
             return BusError(
                 f"can't reach Redis at {self.name}: {_reason(error)}; "
@@ -205,9 +285,73 @@ class Commands:
         await self._redis.aclose()
 
 
-async def execute(redis: Redis, *command: Any) -> Any:
-    """Sends one command. (redis-py does not type this method.)"""
-    return await redis.execute_command(*command)  # type: ignore[no-untyped-call]
+async def execute(redis: Redis, *command: Any, key: bytes | None = None) -> Any:
+    """Sends one command.
+
+    Args:
+        key: One of its keys, if they are not the first arguments: a cluster's client would have
+            to ask a server where they are. None: nothing has to be said.
+    """
+    with _cluster_errors():
+        if key is not None and isinstance(redis, RedisCluster):
+            await redis.initialize()
+            node = redis.get_node_from_key(key)
+            return await redis.execute_command(*command, target_nodes=node)
+        return await redis.execute_command(*command)  # type: ignore[no-untyped-call]
+
+
+async def execute_all(
+    redis: Redis, commands: Iterable[Sequence[Any]], raise_on_error: bool = True
+) -> list[Any]:
+    """Sends many commands in one round trip (to each node); they are no transaction.
+
+    An error of the connection is raised in any case. Some of the commands may then be done.
+    """
+    pipeline = redis.pipeline(transaction=False)
+    for command in commands:
+        # The client's own reading of a reply to SET knows of GET by `get` alone.
+        options = {"get": True} if command[0] == "SET" and "GET" in command else {}
+        pipeline.execute_command(*command, **options)
+    if not isinstance(redis, RedisCluster):
+        return list(await pipeline.execute(raise_on_error=raise_on_error))
+    with _cluster_errors():
+        replies = list(await pipeline.execute(raise_on_error=False))
+    errors = [reply for reply in replies if isinstance(reply, Exception)]
+    broken = [error for error in errors if isinstance(error, _NODE_ERRORS)]
+    if broken:
+        # Asks again who has what, before the next command. (After a single command the client
+        # does that by itself.)
+        await redis.aclose()
+        raise broken[0]
+    if errors and raise_on_error:
+        raise errors[0]
+    return replies
+
+
+async def on_each(redis: Redis, *command: Any) -> list[Any]:
+    """The replies of every master that holds a part of the data."""
+    if not isinstance(redis, RedisCluster):
+        return [await execute(redis, *command)]
+    with _cluster_errors():
+        await redis.initialize()
+        return await asyncio.gather(
+            *(redis.execute_command(*command, target_nodes=n) for n in redis.get_primaries())
+        )
+
+
+async def time_ms(redis: Redis, key: bytes) -> int:
+    """The clock that makes the entry ids of the stream `key`."""
+    seconds, microseconds = await execute(redis, "EVAL", "return redis.call('TIME')", 1, key)
+    return int(seconds) * 1000 + int(microseconds) // 1000
+
+
+@contextmanager
+def _cluster_errors() -> Iterator[None]:
+    """A cluster's client has errors of its own for nodes that can't be reached."""
+    try:
+        yield
+    except exceptions.RedisClusterException as error:
+        raise exceptions.ConnectionError(str(error)) from error
 
 
 async def persist(server: Server, what: str, attempt: Callable[[], Awaitable[T]]) -> T:

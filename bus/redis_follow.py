@@ -1,203 +1,19 @@
-"""Reading results from Redis: one connection reads all streams that anybody here follows."""
+"""Following one request, or the results of all, on Redis."""
 
 from __future__ import annotations
 
 import asyncio
-import uuid
-from collections import deque
-from typing import Any, Self
-
-from redis import exceptions
+from typing import Self
 
 from ..config import BusError, ChannelClosed
 from .codec import decode_output
-from .keys import JSON, Keys, parse_id
-from .line import bus_closed
+from .keys import Keys
 from .messages import Completion, CompletionChunk, Output
-from .redis_client import Commands, Server, end_tasks, log, persist, watched
-from .redis_links import read
-
-FOLLOW_BLOCK_S = 2.0
+from .redis_client import Commands, execute_all, log
+from .redis_readers import Readers, Subscription
 
 IDLE_CHECK_S = 30.0
 """Who follows a request of which nothing comes looks so often whether something still can."""
-PAGE = 128
-BUFFERED = 512
-"""Entries that may wait for one slow reader before its streams are left alone for a while."""
-
-WAKE_TTL_S = 60
-
-Entry = tuple[bytes, bytes | None]
-"""A stream's key, and the field `json` of one of its entries."""
-
-
-class Subscription:
-    """Some streams that one reader follows, and what has been read from them for it.
-
-    Attributes:
-        positions: The last entry read from each stream.
-    """
-
-    def __init__(self, reader: StreamReader, positions: dict[bytes, bytes]) -> None:
-        self._reader = reader
-        self._queue: deque[Entry] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        self.positions = positions
-        self.closed = False
-
-    @property
-    def wants_more(self) -> bool:
-        return len(self._queue) < BUFFERED
-
-    async def next(self) -> Entry:
-        """Waits for the next entry of any of the streams. Raises ChannelClosed."""
-        while not self._queue:
-            if self.closed:
-                raise bus_closed()
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        was_full = not self.wants_more
-        entry = self._queue.popleft()
-        if was_full:
-            self._reader.wake()
-        return entry
-
-    def push(self, key: bytes, entry_id: bytes, fields: dict[bytes, bytes]) -> None:
-        """Takes an entry, unless it was read before (for another reader that began later)."""
-        if parse_id(entry_id) > parse_id(self.positions[key]):
-            self.positions[key] = entry_id
-            self._queue.append((key, fields.get(JSON)))
-            self._notify()
-
-    def keep_only(self, key: bytes) -> None:
-        """Leaves all streams but one."""
-        for other in set(self.positions) - {key}:
-            self._reader.remove(other, self)
-            del self.positions[other]
-
-    def close(self) -> None:
-        """Leaves all streams."""
-        self.closed = True
-        for key in self.positions:
-            self._reader.remove(key, self)
-        self._notify()
-
-    def _notify(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
-class StreamReader:
-    """One task with one blocking XREAD over the streams of all subscriptions.
-
-    A stream of its own is among them: an entry there ends the wait, so that the next XREAD can
-    name the streams that were added meanwhile.
-    """
-
-    def __init__(self, keys: Keys, server: Server, commands: Commands) -> None:
-        self._server = server
-        self._commands = commands
-        self._redis = server.client(1, FOLLOW_BLOCK_S)
-        self._subscriptions: dict[bytes, set[Subscription]] = {}
-        self._wake_key = keys.wake(uuid.uuid4().hex)
-        self._wake_position = b"0-0"
-        self._changed = asyncio.Event()
-        self._blocking = False
-        self._waking: asyncio.Task[None] | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._closed = False
-
-    def subscribe(self, positions: dict[bytes, bytes]) -> Subscription:
-        """Follows streams, each from behind an entry id on. Raises ChannelClosed."""
-        if self._closed:
-            raise bus_closed()
-        subscription = Subscription(self, positions)
-        for key in positions:
-            self._subscriptions.setdefault(key, set()).add(subscription)
-        if self._task is None:
-            self._task = watched(self._run(), "results reader", self._end_all)
-        self.wake()
-        return subscription
-
-    def remove(self, key: bytes, subscription: Subscription) -> None:
-        """The running XREAD may still name the stream; the next one does not."""
-        followers = self._subscriptions.get(key)
-        if followers is not None:
-            followers.discard(subscription)
-            if not followers:
-                del self._subscriptions[key]
-
-    def wake(self) -> None:
-        """Makes the reader look again at what it should read."""
-        self._changed.set()
-        if self._blocking and self._waking is None:
-            self._waking = asyncio.create_task(self._interrupt())
-
-    async def aclose(self) -> None:
-        """Ends the reading; whoever waits gets ChannelClosed."""
-        self._end_all()
-        await end_tasks({task for task in (self._task, self._waking) if task is not None})
-        await self._redis.aclose()
-
-    def _end_all(self) -> None:
-        self._closed = True
-        for followers in list(self._subscriptions.values()):
-            for subscription in list(followers):
-                subscription.close()
-
-    async def _run(self) -> None:
-        while True:
-            self._changed.clear()
-            positions = self._positions()
-            if not positions:
-                await self._changed.wait()
-                continue
-            positions[self._wake_key] = self._wake_position
-            try:
-                await self._round(positions)
-            except BusError as error:
-                log.error("bus.read_refused", reader="results", error=error.message)
-                await asyncio.sleep(1.0)
-
-    async def _round(self, positions: dict[bytes, bytes]) -> None:
-        self._blocking = True
-        try:
-            reply = await persist(
-                self._server,
-                "results reader",
-                lambda: read(self._redis, positions, PAGE, FOLLOW_BLOCK_S),
-            )
-        finally:
-            self._blocking = False
-        woken = reply.pop(self._wake_key, [])
-        if woken:
-            self._wake_position = woken[-1][0]
-        for key, entries in reply.items():
-            for subscription in tuple(self._subscriptions.get(key, ())):
-                # Who came during the read, and begins further back, is served by the next one.
-                if parse_id(positions[key]) <= parse_id(subscription.positions[key]):
-                    for entry_id, fields in entries:
-                        subscription.push(key, entry_id, fields)
-
-    def _positions(self) -> dict[bytes, bytes]:
-        """Where to read on: for each stream, behind what all of its readers have."""
-        positions: dict[bytes, bytes] = {}
-        for key, followers in self._subscriptions.items():
-            starts = [follower.positions[key] for follower in followers if follower.wants_more]
-            if starts:
-                positions[key] = starts[0] if len(starts) == 1 else min(starts, key=parse_id)
-        return positions
-
-    async def _interrupt(self) -> None:
-        try:
-            pipeline = self._commands.redis.pipeline(transaction=False)
-            pipeline.execute_command("XADD", self._wake_key, "MAXLEN", "=", 1, "*", "w", "")
-            pipeline.execute_command("EXPIRE", self._wake_key, WAKE_TTL_S)
-            await pipeline.execute()
-        except (exceptions.RedisError, OSError):
-            pass  # the reader looks by itself before long
-        finally:
-            self._waking = None
 
 
 class RedisFollow:
@@ -205,13 +21,13 @@ class RedisFollow:
 
     def __init__(
         self,
-        reader: StreamReader,
+        readers: Readers,
         keys: Keys,
         commands: Commands,
         request_id: str,
         entry_id: str,
     ) -> None:
-        self._reader = reader
+        self._readers = readers
         self._commands = commands
         self._requests_key = keys.requests
         self._entry_id = entry_id
@@ -230,7 +46,7 @@ class RedisFollow:
         if self._subscription is None:
             if self._entry_id:
                 await self._check_known()
-            self._subscription = self._reader.subscribe(dict.fromkeys(self._outs, b"0-0"))
+            self._subscription = self._readers.subscribe(dict.fromkeys(self._outs, b"0-0"))
         subscription = self._subscription
         while True:
             try:
@@ -302,15 +118,15 @@ class RedisFollow:
         """
         entry_id = self._entry_id
 
-        async def attempt() -> list[Any]:
-            pipeline = self._commands.redis.pipeline(transaction=True)
-            pipeline.execute_command("XRANGE", self._requests_key, entry_id, entry_id)
-            pipeline.execute_command("EXISTS", *self._outs)
-            return list(await pipeline.execute(raise_on_error=False))
-
-        queued, written = await self._commands.idempotent("follow", attempt)
-        # An error instead of a list: the entry id is not one of Redis's.
-        if not written and (isinstance(queued, Exception) or not queued):
+        redis, key = self._commands.redis, self._requests_key
+        ask = (("XRANGE", key, entry_id, entry_id),)
+        # An error: the entry id is not one of Redis's. The order counts: the queue first.
+        (queued,) = await self._commands.idempotent(
+            "follow", lambda: execute_all(redis, ask, raise_on_error=False)
+        )
+        looks = [("EXISTS", out) for out in self._outs]
+        written = await self._commands.idempotent("follow", lambda: execute_all(redis, looks))
+        if not any(written) and (isinstance(queued, Exception) or not queued):
             self._done = True
             raise BusError(
                 f"entry {entry_id[:80]!r} is not in the requests queue, and its outputs are no "

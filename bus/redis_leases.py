@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from ..config import BusConfig, LaneReplaced
 from .channel import RequestEntry
-from .codec import encode_output
 from .keys import Keys
 from .messages import Completion
 from .redis_client import Commands, execute, persist
@@ -97,31 +96,26 @@ end
 return redis.status_reply('OK')
 """
 
-# An entry that is in the stream and pending for nobody was not taken yet. Another lane may refuse
-# some at the same time, so it is counted again. The answer goes to the
-# stream of the request's own id if that is free, otherwise to the entry's.
-_REFUSE = """
-local group, id, answer = ARGV[1], ARGV[2], ARGV[3]
-local row = redis.pcall('XPENDING', KEYS[1], group, id, id, 1)
-if row.err and string.sub(row.err, 1, 7) ~= 'NOGROUP' then return row end
+# How many entries nobody has taken, and the newest of those beyond ARGV[2]. Entries are deleted
+# when they are acknowledged, so the rest is pending. An error: there is no group yet.
+_EXCESS = """
 local queued = redis.call('XLEN', KEYS[1])
-if not row.err then queued = queued - redis.call('XPENDING', KEYS[1], group)[1] end
-if queued <= tonumber(ARGV[7]) or (not row.err and row[1]) then return 0 end
-if redis.call('XDEL', KEYS[1], id) == 0 then return 0 end
-local out = KEYS[4]
-if KEYS[3] ~= KEYS[4] then
-  local owner = redis.call('SET', KEYS[5], id, 'NX', 'GET')
-  if not owner or owner == id then
-    out = KEYS[3]
-    redis.call('EXPIRE', KEYS[5], ARGV[5])
-  end
+local pending = redis.pcall('XPENDING', KEYS[1], ARGV[1])
+if not pending.err then queued = queued - pending[1] end
+local excess = math.min(queued - tonumber(ARGV[2]), tonumber(ARGV[3]))
+if excess <= 0 then return {queued, {}} end
+return {queued, redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', excess)}
+"""
+
+# Entries that were answered without being taken. Who has taken one meanwhile finds the answer.
+_REMOVE = """
+local group, removed = ARGV[1], 0
+for i = 2, #ARGV do
+  local row = redis.pcall('XPENDING', KEYS[1], group, ARGV[i], ARGV[i], 1)
+  if row.err and string.sub(row.err, 1, 7) ~= 'NOGROUP' then return row end
+  if row.err or not row[1] then removed = removed + redis.call('XDEL', KEYS[1], ARGV[i]) end
 end
-if redis.pcall('XADD', out, ARGV[4] .. '-1', 'json', answer).err then
-  redis.pcall('XADD', out, '*', 'json', answer)
-end
-redis.call('EXPIRE', out, ARGV[5])
-redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[6], '*', 'json', answer)
-return 1
+return removed
 """
 
 RawEntries = list[tuple[bytes, dict[bytes, bytes]]]
@@ -181,12 +175,7 @@ class Leases:
             return []
         group = (self._config.group, self.consumer, max(1, int(lease_s * 1000)), count)
         reply = await self._eval("leases", _TAKE_OVER, [self._keys.requests], *group)
-        # A script's reply is not made into dicts by the client.
-        return [
-            (entry_id, dict(zip(fields[::2], fields[1::2], strict=True)))
-            for entry_id, fields in reply
-            if fields
-        ]
+        return _entries(reply)
 
     async def acknowledge(self, entry_ids: Sequence[str]) -> None:
         """Removes entries for good, unless another lane has them."""
@@ -202,51 +191,15 @@ class Leases:
 
     async def excess(self, max_queued: int) -> tuple[int, RawEntries]:
         """How many entries nobody has taken, and the newest of those beyond `max_queued`."""
+        limits = (self._config.group, max_queued, SHED_PAGE)
+        queued, rows = await self._eval("requests", _EXCESS, [self._keys.requests], *limits)
+        return int(queued), _entries(rows)
 
-        async def count() -> list[Any]:
-            pipeline = self._commands.redis.pipeline(transaction=True)
-            pipeline.execute_command("XLEN", self._keys.requests)
-            pipeline.execute_command("XPENDING", self._keys.requests, self._config.group)
-            return list(await pipeline.execute(raise_on_error=False))
-
-        shielded, server = self._commands.shielded, self._commands.server
-        length, pending = await shielded(persist(server, "requests", count))
-        if isinstance(length, Exception):
-            return 0, []  # the next look may be luckier
-        # Entries are deleted when they are acknowledged, so the rest is pending. An error: there is
-        # no group yet.
-        queued = length - (0 if isinstance(pending, Exception) else _pending_entries(pending))
-        if queued <= max_queued:
-            return queued, []
-        page = min(queued - max_queued, SHED_PAGE)
-        redis, key = self._commands.redis, self._keys.requests
-        newest = await shielded(
-            persist(
-                server,
-                "requests",
-                lambda: execute(redis, "XREVRANGE", key, "+", "-", "COUNT", page),
-            )
-        )
-        return queued, newest
-
-    async def refuse(self, refusals: Sequence[Refusal], epoch: int, max_queued: int) -> int:
-        """Removes and answers entries that nobody has taken since, while more than `max_queued`
-        wait; returns how many."""
-        keys, config = self._keys, self._config
-
-        async def attempt() -> list[Any]:
-            pipeline = self._commands.redis.pipeline(transaction=False)
-            for entry_id, key, answer in refusals:
-                pipeline.execute_command(
-                    *("EVAL", _REFUSE, 5, keys.requests, keys.results),
-                    *(keys.out(key), keys.out(entry_id), keys.own(key)),
-                    *(config.group, entry_id, encode_output(answer), epoch),
-                    *(config.results_ttl_s, config.results_maxlen, max_queued),
-                )
-            return list(await pipeline.execute())
-
-        replies = await self._commands.shielded(persist(self._commands.server, "requests", attempt))
-        return sum(replies)
+    async def remove(self, entry_ids: Sequence[str]) -> int:
+        """Removes entries that nobody has taken; returns how many."""
+        group = self._config.group
+        key = [self._keys.requests]
+        return int(await self._eval("requests", _REMOVE, key, group, *entry_ids))
 
     async def _eval(self, what: str, script: str, keys: list[bytes], *arguments: Any) -> Any:
         async def attempt() -> Any:
@@ -291,6 +244,10 @@ def refusals_of(
     return refusals
 
 
-def _pending_entries(summary: Any) -> int:
-    """The number in a reply to XPENDING, which redis-py may have made a dict."""
-    return int(summary["pending"] if isinstance(summary, dict) else summary[0])
+def _entries(rows: list[Any]) -> RawEntries:
+    """A script's reply, of which the client does not make dicts."""
+    return [
+        (entry_id, dict(zip(fields[::2], fields[1::2], strict=True)))
+        for entry_id, fields in rows
+        if fields
+    ]

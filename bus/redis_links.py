@@ -23,7 +23,17 @@ from .line import Line, bus_closed
 from .links import CONTROL, Link
 from .memory import MemoryInbox, Numbering
 from .messages import Envelope, Message, ServerRestarted
-from .redis_client import Backoff, Server, end_tasks, execute, log, persist, watched
+from .redis_client import (
+    Backoff,
+    Server,
+    end_tasks,
+    execute,
+    execute_all,
+    log,
+    on_each,
+    persist,
+    watched,
+)
 
 T = TypeVar("T")
 
@@ -33,6 +43,9 @@ MAX_MESSAGE_BYTES = 64 << 20
 WRITE_BATCH = 64
 READ_BATCH = 256
 READ_BLOCK_S = 5.0
+CHECK_CLUSTER_S = 1.0
+"""In a cluster, how often it is looked whether all servers are those that they were."""
+
 TRIM_EVERY = 256
 """Entries that a reader reads at most before it removes them from the stream."""
 
@@ -40,6 +53,20 @@ REMEMBERED_SENDERS = 4096
 
 UNREAD_CONTROL = 65_536
 """Messages kept on a control link that nobody reads; the oldest go."""
+
+
+# All of a batch or nothing: were a part of it refused and what follows accepted, the reader would
+# take the repetition of that part for something it has seen.
+_SEND = """
+for i = 3, #ARGV do
+  if ARGV[1] == '0' then
+    redis.call('XADD', KEYS[1], '*', 'w', ARGV[2], 'm', ARGV[i])
+  else
+    redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[1], '*', 'w', ARGV[2], 'm', ARGV[i])
+  end
+end
+return redis.call('XLEN', KEYS[1])
+"""
 
 
 class BatchWriter(Generic[T]):
@@ -119,7 +146,7 @@ class LinkWriter:
         self._nonce = nonce
         self._capacity = None if link.closes_circle else capacity
         # Clients may write to the control links of a pipeline that is not there to read them.
-        self._trim = ("MAXLEN", "~", UNREAD_CONTROL) if link.name.startswith("control.") else ()
+        self._keep = UNREAD_CONTROL if link.name.startswith("control.") else 0
         self._hold = Backoff(first_s=0.002, longest_s=0.05)
         self._length = 0
         self._writer: BatchWriter[bytes] = BatchWriter(self._name, self._write)
@@ -133,19 +160,12 @@ class LinkWriter:
     async def aclose(self, patience_s: float) -> None:
         await self._writer.aclose(patience_s)
 
-    async def _write(self, batch: list[bytes]) -> int:
+    async def _write(self, payloads: list[bytes]) -> int:
         await self._wait_for_room()
 
         async def attempt() -> int:
-            # As a transaction: were a part of it refused and what follows accepted, the reader
-            # would take the repetition of that part for something it has seen.
-            pipeline = self._redis.pipeline(transaction=len(batch) > 1)
-            for payload in batch:
-                pipeline.execute_command(
-                    "XADD", self._key, *self._trim, "*", WRITER, self._nonce, MESSAGE, payload
-                )
-            pipeline.execute_command("XLEN", self._key)
-            return int((await pipeline.execute())[-1])
+            command = ("EVAL", _SEND, 1, self._key, self._keep, self._nonce, *payloads)
+            return int(await execute(self._redis, *command))
 
         self._length = await persist(self._server, self._name, attempt)
         if self._capacity is None:
@@ -248,7 +268,8 @@ class LinkReader:
         capacity: int,
     ) -> None:
         self._server = server
-        self._redis = server.client(1, READ_BLOCK_S)
+        self._block_s = CHECK_CLUSTER_S if server.is_cluster else READ_BLOCK_S
+        self._redis = server.client(1, self._block_s)
         self._links = {keys.link(link.name): link for link in links}
         self._inbox = inbox
         self._seen = seen
@@ -256,7 +277,10 @@ class LinkReader:
         self._trim_every = max(1, min(TRIM_EVERY, capacity // 4))
         # Whoever keeps the ledger is told when the server is another, or the same one restarted.
         self._told = next((link for link in links if link == CONTROL["admission"]), None)
-        self._run_id = self._known_run_id = ""
+        self._checks_often = server.is_cluster and self._told is not None
+        self._run_ids: frozenset[str] = frozenset()
+        self._compare = False
+        self._compared_s = 0.0
         self._positions: dict[bytes, bytes] = {}
         self._untrimmed: dict[bytes, int] = {}
         self._name = "links " + ", ".join(link.name for link in links)
@@ -267,13 +291,11 @@ class LinkReader:
 
         May be repeated after an error of Redis.
         """
-        pipeline = self._redis.pipeline(transaction=False)
-        for key in self._links:
-            pipeline.execute_command("XREVRANGE", key, "+", "-", "COUNT", 1)
-        tails = await pipeline.execute()
+        looks = [("XREVRANGE", key, "+", "-", "COUNT", 1) for key in self._links]
+        tails = await execute_all(self._redis, looks)
         for key, tail in zip(self._links, tails, strict=True):
             self._positions[key] = tail[0][0] if tail else b"0-0"
-        self._run_id = await self._read_run_id()
+        self._run_ids = await self._read_run_ids()
         await self._trim(self._positions)
         self._task = watched(self._run(), self._name, self._inbox.close)
 
@@ -309,25 +331,31 @@ class LinkReader:
             await asyncio.sleep(1.0)
 
     async def _read(self) -> dict[bytes, list[tuple[bytes, dict[bytes, bytes]]]]:
-        if not self._run_id:  # the connection broke, perhaps because the server ended
-            await self._compare_run_id()
+        # The connection broke, perhaps because the server ended. In a cluster that may be another
+        # server than the one which this connection goes to.
+        due = self._checks_often and time.monotonic() >= self._compared_s + CHECK_CLUSTER_S
+        if self._compare or due:
+            await self._compare_run_ids()
         try:
-            return await read(self._redis, self._positions, self._batch, READ_BLOCK_S)
+            return await read(self._redis, self._positions, self._batch, self._block_s)
         except (exceptions.RedisError, OSError):
-            self._known_run_id, self._run_id = self._run_id or self._known_run_id, ""
+            self._compare = True
             raise
 
-    async def _compare_run_id(self) -> None:
+    async def _compare_run_ids(self) -> None:
         """Behind a broken connection there may be another server, which has not all messages."""
-        run_id = await self._read_run_id()
-        if run_id != self._known_run_id and self._told is not None:
+        run_ids = await self._read_run_ids()
+        if self._told is not None and not self._run_ids <= run_ids:
             await self._inbox.put(self._told, Envelope(ServerRestarted()))
-        self._run_id = run_id
+        self._run_ids, self._compare = run_ids, False
 
-    async def _read_run_id(self) -> str:
+    async def _read_run_ids(self) -> frozenset[str]:
+        """What names each run of each server that has a part of the data."""
         if self._told is None:
-            return "unknown"
-        return str((await execute(self._redis, "INFO", "server")).get("run_id"))
+            return frozenset()
+        infos = await on_each(self._redis, "INFO", "server")
+        self._compared_s = time.monotonic()
+        return frozenset(str(info.get("run_id")) for info in infos)
 
     async def _put(self, key: bytes, entry_id: bytes, fields: dict[bytes, bytes]) -> None:
         link = self._links[key]
@@ -354,17 +382,21 @@ class LinkReader:
 
     async def _trim(self, positions: dict[bytes, bytes]) -> None:
         """Removes all entries up to these positions from their streams."""
-        pipeline = self._redis.pipeline(transaction=False)
+        trims = []
         for key, entry_id in positions.items():
-            pipeline.execute_command("XTRIM", key, "MINID", "=", id_after(entry_id))
+            trims.append(("XTRIM", key, "MINID", "=", id_after(entry_id)))
             self._untrimmed.pop(key, None)
-        await pipeline.execute()
+        await execute_all(self._redis, trims)
 
 
 async def read(
     redis: Redis, positions: dict[bytes, bytes], count: int, block_s: float
 ) -> dict[bytes, list[tuple[bytes, dict[bytes, bytes]]]]:
-    """XREAD: the entries behind each position, by stream; waits up to `block_s` for the first."""
+    """XREAD: the entries behind each position, by stream; waits up to `block_s` for the first.
+
+    In a cluster all streams have to be in one slot.
+    """
     arguments: list[Any] = ["COUNT", count, "BLOCK", int(block_s * 1000), "STREAMS"]
-    reply = await execute(redis, "XREAD", *arguments, *positions, *positions.values())
+    first = next(iter(positions))
+    reply = await execute(redis, "XREAD", *arguments, *positions, *positions.values(), key=first)
     return reply or {}

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 from redis import exceptions
 from redis.asyncio import Redis
 
-from ..config import BusConfig
+from ..config import BusConfig, BusError
 from .channel import DeadLetter, Malformed, RequestEntry, dead_letter
 from .codec import decode_request, encode_request
 from .keys import JSON, MSGPACK, REFUSED, TRACEPARENT, TRACESTATE, Keys, parse_id
 from .line import bus_closed
 from .messages import Completion, ErrorInfo, GenerateRequest
-from .redis_client import Backoff, Commands, Server, end_tasks, execute, is_transient, log, persist
-from .redis_leases import Leases, refusals_of
+from .redis_client import (
+    Backoff,
+    Commands,
+    Server,
+    end_tasks,
+    execute,
+    is_transient,
+    log,
+    persist,
+    time_ms,
+)
+from .redis_leases import Leases, Refusal, refusals_of
 from .redis_links import BatchWriter
+from .redis_results import RedisResults
 
 TAKE_BLOCK_S = 5.0
 DRAIN_PAGE = 256
@@ -43,9 +55,17 @@ class RedisRequests:
     broken connection, or when the group had to be made again), so those in hand are known by id.
     """
 
-    def __init__(self, config: BusConfig, keys: Keys, server: Server, commands: Commands) -> None:
+    def __init__(
+        self,
+        config: BusConfig,
+        keys: Keys,
+        server: Server,
+        commands: Commands,
+        results: RedisResults,
+    ) -> None:
         self._config = config
         self._keys = keys
+        self._results = results
         self._key = keys.requests
         self._server = server
         self._commands = commands
@@ -79,6 +99,11 @@ class RedisRequests:
             if value:
                 command += [name, value.encode("ascii", "ignore")]
         redis = self._commands.redis
+        if self._server.is_cluster:
+            # Its client does not look whether an idle connection was closed, so that what is sent
+            # first after a failover is lost. That must not be this.
+            with contextlib.suppress(BusError):
+                await self._commands.once(lambda: execute(redis, "EXISTS", self._key))
         entry_id: bytes = await self._commands.once(lambda: execute(redis, *command))
         return entry_id.decode()
 
@@ -169,7 +194,8 @@ class RedisRequests:
         entries = await self._commands.shielded(
             persist(self._server, "requests", lambda: self._read_entries(redis, raw))
         )
-        return await self._leases.refuse(refusals_of(entries, queued, answer), epoch, max_queued)
+        answered = await self._answer(refusals_of(entries, queued, answer), epoch)
+        return await self._leases.remove(answered)
 
     async def bury(self, entry: RequestEntry, error: ErrorInfo, deaths: int) -> None:
         """See `RequestQueue.bury`. The oldest go when there are more than `KEPT_DEAD`."""
@@ -213,6 +239,30 @@ class RedisRequests:
         self._known.difference_update(batch)
         self._answered.update(batch)
         return ACK_BATCH
+
+    async def _answer(self, refusals: Sequence[Refusal], epoch: int) -> list[str]:
+        """Answers entries; returns those whose request has ended.
+
+        Whoever takes an entry claims its request's id first, and finds that we have; where he was
+        first, it is his. An entry without an id of its own may be taken at the very moment: then
+        the answer stands, and what he writes is dropped.
+        """
+        claims = [(each.key, each.entry_id) for each in refusals]
+        owners = await self._results.claim(claims)
+        answers: list[tuple[str, Completion | None]] = []
+        for refusal, owner in zip(refusals, owners, strict=True):
+            if owner is None:
+                answers.append((refusal.key, refusal.answer))
+            elif owner == refusal.entry_id:
+                answers.append((refusal.key, None))
+            else:  # the id is another request's
+                answers.append((refusal.entry_id, refusal.answer))
+        ended = await self._results.answer(answers, epoch)
+        return [
+            refusal.entry_id
+            for refusal, (key, _) in zip(refusals, answers, strict=True)
+            if key in ended
+        ]
 
     async def _fetch(self, max_items: int) -> None:
         """Adds at least one entry to `_ready`."""
@@ -283,6 +333,7 @@ class RedisRequests:
             *("GROUP", self._config.group, self._leases.consumer, "COUNT", count),
             *block,
             *("STREAMS", self._key, start),
+            key=self._key,
         )
         entries: Entries = (reply or {}).get(self._key, [])
         return entries
@@ -290,9 +341,8 @@ class RedisRequests:
     async def _make_group(self) -> None:
         """Makes the group, from the stream's beginning: nothing in it has been answered."""
         try:
-            await execute(
-                self._redis, "XGROUP", "CREATE", self._key, self._config.group, "0", "MKSTREAM"
-            )
+            command = ("XGROUP", "CREATE", self._key, self._config.group, "0", "MKSTREAM")
+            await execute(self._redis, *command, key=self._key)
         except exceptions.ResponseError as error:
             if not str(error).startswith("BUSYGROUP"):
                 log.warning("bus.group_not_made", error=str(error))
@@ -304,8 +354,7 @@ class RedisRequests:
         requests = [read_request(fields, self._config.max_request_bytes) for _, fields in raw]
         now_ms: int | None = None
         if any(getattr(request, "budget_ns", None) is not None for request in requests):
-            seconds, microseconds = await execute(redis, "TIME")
-            now_ms = int(seconds) * 1000 + int(microseconds) // 1000
+            now_ms = await time_ms(redis, self._key)
         return [
             RequestEntry(
                 entry_id.decode(),

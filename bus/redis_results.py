@@ -12,14 +12,22 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from redis import exceptions
-
 from ..config import BusConfig
 from .codec import decode_output, encode_output
 from .keys import JSON, Keys, parse_id
 from .messages import Completion, Output
-from .redis_client import Backoff, Commands, Server, execute, is_transient, log, persist
-from .redis_follow import RedisFollow, RedisTail, StreamReader
+from .redis_client import (
+    Backoff,
+    Commands,
+    Server,
+    execute,
+    execute_all,
+    is_transient,
+    log,
+    persist,
+)
+from .redis_follow import RedisFollow, RedisTail
+from .redis_readers import readers_of
 
 REMEMBERED_STREAMS = 65_536
 """Streams of which the next number is remembered. For any other, Redis is asked."""
@@ -30,18 +38,50 @@ KEYS_PER_FLUSH = 256
 # neither a lost reply nor a second writer can leave a part. `pcall` gives back Redis's own error.
 _APPEND = """
 local number = tonumber(ARGV[2])
-for i = 6, #ARGV do
+for i = 5, #ARGV do
   local id = string.format('%s-%.0f', ARGV[1], number)
   local reply = redis.pcall('XADD', KEYS[1], id, 'json', ARGV[i])
   if type(reply) == 'table' and reply.err then return reply end
   number = number + 1
 end
-if ARGV[3] == '1' then
-  redis.call('EXPIRE', KEYS[1], ARGV[4])
-  redis.call('EXPIRE', KEYS[3], ARGV[4])
-  redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[5], '*', 'json', ARGV[#ARGV])
-end
+if ARGV[3] == '1' then redis.call('EXPIRE', KEYS[1], ARGV[4]) end
 return number
+"""
+
+# The results stream gets each terminal message once, however often this is repeated.
+_TELL = """
+if not redis.call('SET', KEYS[2], '', 'NX', 'EX', ARGV[1]) then return 0 end
+redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', 'json', ARGV[3])
+return 1
+"""
+
+# A terminal message instead of all output. Replies with what ends the stream, or nothing when
+# somebody has begun to write to it. An empty message only looks.
+_ANSWER = """
+if redis.call('EXISTS', KEYS[1]) == 1 then
+  local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)
+  return last[1] and last[1][2][2]
+end
+if ARGV[3] == '' then return false end
+local reply = redis.pcall('XADD', KEYS[1], ARGV[1] .. '-1', 'json', ARGV[3])
+if type(reply) == 'table' and reply.err then return reply end
+redis.call('EXPIRE', KEYS[1], ARGV[2])
+return ARGV[3]
+"""
+
+# What a stream holds: entries from a number on, the last one, the last id that it ever had.
+_LOOK = """
+local info = redis.pcall('XINFO', 'STREAM', KEYS[1])
+if info.err then return false end
+local last
+for i = 1, #info, 2 do
+  if info[i] == 'last-generated-id' then last = info[i + 1] end
+end
+return {
+  redis.call('XRANGE', KEYS[1], ARGV[1], '+', 'COUNT', ARGV[2]),
+  redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1),
+  last,
+}
 """
 
 # Raises the stream's last id to `<epoch>-0`, below which nobody can write any more, by an entry
@@ -83,7 +123,7 @@ class RedisResults:
         self._keys = keys
         self._server = server
         self._commands = commands
-        self._reader = StreamReader(keys, server, commands)
+        self._readers = readers_of(keys, server, commands)
         self._next: OrderedDict[str, int] = OrderedDict()
         self._writing = asyncio.Lock()
 
@@ -111,16 +151,14 @@ class RedisResults:
             return []
 
         async def attempt() -> list[Any]:
-            pipeline = self._commands.redis.pipeline(transaction=False)
-            for key, entry_id in claims:
-                if key == entry_id:  # nobody else can have it; but somebody may have begun
-                    pipeline.execute_command("EXISTS", self._keys.out(key))
-                else:
-                    # The client's own reading of a reply to SET knows of GET by `get` alone.
-                    pipeline.execute_command(
-                        *("SET", self._keys.own(key), entry_id, "NX", "GET"), get=True
-                    )
-            return list(await pipeline.execute())
+            commands = [
+                # Nobody else can have it; but somebody may have begun.
+                ("EXISTS", self._keys.out(key))
+                if key == entry_id
+                else ("SET", self._keys.own(key), entry_id, "NX", "GET")
+                for key, entry_id in claims
+            ]
+            return await execute_all(self._commands.redis, commands)
 
         found = await self._commands.shielded(persist(self._server, "claims", attempt))
         return [
@@ -128,9 +166,26 @@ class RedisResults:
             for owner, (_, entry_id) in zip(found, claims, strict=True)
         ]
 
+    async def answer(
+        self, answers: Sequence[tuple[str, Completion | None]], epoch: int
+    ) -> set[str]:
+        """Ends streams that nobody has begun. Returns the keys of those that have ended now.
+
+        With None it only looks whether the stream has ended.
+        """
+        commands = [
+            (
+                *("EVAL", _ANSWER, 1, self._keys.out(key)),
+                *(epoch, self._config.results_ttl_s),
+                b"" if completion is None else encode_output(completion),
+            )
+            for key, completion in answers
+        ]
+        return await self._commands.shielded(self._answer([key for key, _ in answers], commands))
+
     def follow(self, request_id: str, entry_id: str) -> RedisFollow:
         """See `ResultStreams.follow`."""
-        return RedisFollow(self._reader, self._keys, self._commands, request_id, entry_id)
+        return RedisFollow(self._readers, self._keys, self._commands, request_id, entry_id)
 
     async def tail(self) -> RedisTail:
         """See `ResultStreams.tail`."""
@@ -138,11 +193,19 @@ class RedisResults:
         last = await self._commands.idempotent(
             "tail", lambda: execute(redis, "XREVRANGE", key, "+", "-", "COUNT", 1)
         )
-        return RedisTail(self._reader.subscribe({key: last[0][0] if last else b"0-0"}))
+        return RedisTail(self._readers.subscribe({key: last[0][0] if last else b"0-0"}))
 
     async def aclose(self) -> None:
         """Ends all who follow or tail."""
-        await self._reader.aclose()
+        await self._readers.aclose()
+
+    async def _answer(self, keys: list[str], commands: Sequence[Sequence[Any]]) -> set[str]:
+        redis = self._commands.redis
+        replies = await persist(self._server, "answers", lambda: execute_all(redis, commands))
+        found = zip(keys, replies, strict=True)
+        ended = {key: raw for key, raw in found if raw and _is_terminal(raw)}
+        await self._conclude(ended)
+        return set(ended)
 
     async def _recover(self, keys: Sequence[str], epoch: int) -> list[list[Output]]:
         found: list[list[Output]] = []
@@ -150,12 +213,11 @@ class RedisResults:
             some = keys[start : start + KEYS_PER_FLUSH]
 
             async def attempt(some: Sequence[str] = some) -> list[Any]:
-                pipeline = self._commands.redis.pipeline(transaction=False)
-                for key in some:
-                    pipeline.execute_command("EVAL", _FENCE, 1, self._keys.out(key), epoch)
-                return list(await pipeline.execute())
+                fences = [("EVAL", _FENCE, 1, self._keys.out(key), epoch) for key in some]
+                return await execute_all(self._commands.redis, fences)
 
             async with self._writing:
+                ended: dict[str, bytes] = {}
                 replies = await persist(self._server, "results", attempt)
                 for key, entries in zip(some, replies, strict=True):
                     self._note(key, len(entries) + 1, ended=False)
@@ -164,7 +226,11 @@ class RedisResults:
                         (each, dict(zip(fields[::2], fields[1::2], strict=True)))
                         for each, fields in entries
                     ]
-                    found.append(_readable(pairs))
+                    outputs = _readable(pairs)
+                    if outputs and isinstance(outputs[-1], Completion):
+                        ended[key] = pairs[-1][1].get(JSON, b"")
+                    found.append(outputs)
+                await self._conclude(ended)
         return found
 
     async def _deliver(self, parts: dict[str, _Part], epoch: int) -> set[str]:
@@ -191,18 +257,19 @@ class RedisResults:
         """
 
         async def attempt() -> list[Any]:
-            pipeline = self._commands.redis.pipeline(transaction=False)
-            for key, part in parts:
-                pipeline.execute_command(*self._command(key, part, epoch))
-            return list(await pipeline.execute(raise_on_error=False))
+            commands = [self._command(key, part, epoch) for key, part in parts]
+            return await execute_all(self._commands.redis, commands, raise_on_error=False)
 
         again: list[tuple[str, _Part]] = []
+        ended: dict[str, bytes] = {}
         replies = await persist(self._server, "results", attempt)
         for (key, part), reply in zip(parts, replies, strict=True):
             if not isinstance(reply, Exception):
                 self._note(key, self._next.get(key, 1) + len(part.payloads), part.ends)
+                if part.ends:
+                    ended[key] = part.payloads[-1]
             elif "equal or smaller" in str(reply):
-                rest = await self._resolve(key, part, epoch)
+                rest = await self._resolve(key, part, epoch, ended)
                 if rest is None:
                     fenced.add(key)
                 elif rest.payloads:
@@ -211,16 +278,34 @@ class RedisResults:
                 again.append((key, part))
             else:
                 log.error("bus.output_refused", key=key, error=str(reply))
+        await self._conclude(ended)
         return again
+
+    async def _conclude(self, ended: dict[str, bytes]) -> None:
+        """Puts terminal messages, by stream, into the shared stream, and lets the ids expire.
+
+        This may be done again: when we end before it is done, the one who recovers the stream
+        does it. (In a cluster the streams are in other places, so it can't be done at once.)
+        """
+        if not ended:
+            return
+        config = self._config
+        commands: list[Sequence[Any]] = []
+        for key, raw in ended.items():
+            marked = (self._keys.results, self._keys.told(raw))
+            limits = (config.results_ttl_s, config.results_maxlen)
+            commands.append(("EVAL", _TELL, 2, *marked, *limits, raw))
+            commands.append(("EXPIRE", self._keys.own(key), config.results_ttl_s))
+        redis = self._commands.redis
+        await persist(self._server, "results", lambda: execute_all(redis, commands))
 
     def _command(self, key: str, part: _Part, epoch: int) -> list[Any]:
         number, out = self._next.get(key, 1), self._keys.out(key)
         if len(part.payloads) == 1 and not part.ends:
             return ["XADD", out, f"{epoch}-{number}", JSON, part.payloads[0]]
         return [
-            *("EVAL", _APPEND, 3, out, self._keys.results, self._keys.own(key)),
-            *(epoch, number, int(part.ends)),
-            *(self._config.results_ttl_s, self._config.results_maxlen),
+            *("EVAL", _APPEND, 1, out),
+            *(epoch, number, int(part.ends), self._config.results_ttl_s),
             *part.payloads,
         ]
 
@@ -234,39 +319,36 @@ class RedisResults:
         if len(self._next) > REMEMBERED_STREAMS:
             self._next.popitem(last=False)
 
-    async def _resolve(self, key: str, part: _Part, epoch: int) -> _Part | None:
+    async def _resolve(
+        self, key: str, part: _Part, epoch: int, ended: dict[str, bytes]
+    ) -> _Part | None:
         """After a refused id: what still has to be written, behind what the stream holds.
 
         None when someone went on with the stream in a larger epoch. Otherwise the number
         was taken by ourselves (a write of which the reply got lost: then the entries are equal) or
-        by another writer of this epoch. After a terminal message nothing is written any more.
+        by another writer of this epoch. After a terminal message, which is added to `ended`,
+        nothing is written any more.
         """
         out, number = self._keys.out(key), self._next.get(key, 1)
-        nothing = _Part([], False)
-
-        async def attempt() -> list[Any]:
-            pipeline = self._commands.redis.pipeline(transaction=True)
-            pipeline.execute_command(
-                "XRANGE", out, f"{epoch}-{number}", "+", "COUNT", len(part.payloads)
-            )
-            pipeline.execute_command("XREVRANGE", out, "+", "-", "COUNT", 1)
-            pipeline.execute_command("XINFO", "STREAM", out)
-            return list(await pipeline.execute(raise_on_error=False))
-
-        taken, tail, info = await persist(self._server, "results", attempt)
-        if isinstance(info, exceptions.ResponseError):  # expired in between
+        redis = self._commands.redis
+        command = ("EVAL", _LOOK, 1, out, f"{epoch}-{number}", len(part.payloads))
+        found = await persist(self._server, "results", lambda: execute(redis, *command))
+        if found is None:  # expired in between
             self._next.pop(key, None)
             return part
-        if tail and _is_terminal(tail[0][1].get(JSON, b"")):
+        taken, tail, last_id = found
+        last = _field(tail[0]) if tail else b""
+        if _is_terminal(last):
             self._next.pop(key, None)
-            return nothing
-        last_epoch, last_number = parse_id(info[b"last-generated-id"])
+            ended[key] = last
+            return _Part([], False)
+        last_epoch, last_number = parse_id(last_id)
         if last_epoch > epoch:
             log.warning("bus.output_of_an_older_epoch_dropped", key=key, epoch=epoch)
             self._next.pop(key, None)
             return None
         equal = 0
-        while equal < len(taken) and taken[equal][1].get(JSON) == part.payloads[equal]:
+        while equal < len(taken) and _field(taken[equal]) == part.payloads[equal]:
             equal += 1
         self._note(key, last_number + 1, ended=False)
         return _Part(part.payloads[equal:], part.ends)
@@ -281,6 +363,12 @@ def _readable(entries: list[tuple[bytes, dict[bytes, bytes]]]) -> list[Output]:
         except (ValueError, RecursionError) as error:
             log.warning("bus.undecodable_entry", entry_id=entry_id.decode(), error=str(error))
     return outputs
+
+
+def _field(row: list[Any]) -> bytes:
+    """The field `json` of an entry in a script's reply."""
+    fields: list[bytes] = row[1]
+    return dict(zip(fields[::2], fields[1::2], strict=True)).get(JSON, b"")
 
 
 def _is_terminal(raw: bytes) -> bool:

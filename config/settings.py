@@ -172,7 +172,9 @@ class BusConfig(Settings, frozen=True, forbid_unknown_fields=True):
     """What carries the messages.
 
     Attributes:
-        url: "memory", or a Redis URL (redis://, rediss://, unix://).
+        url: "memory", or a Redis URL: redis://, rediss:// or unix:// for one server,
+            redis+sentinel://host:port,host:port/service for the master that sentinels name,
+            redis+cluster://host:port,host:port for a cluster.
         links: "auto" keeps a link in memory when both of its ends run in this process;
             "redis" carries every link over Redis.
         prefix: First part of every Redis key.
@@ -197,19 +199,25 @@ class BusConfig(Settings, frozen=True, forbid_unknown_fields=True):
     max_request_bytes: int = 4 << 20
 
     def __post_init__(self) -> None:
-        schemes = ("redis://", "rediss://", "unix://")
+        kinds = ("", "+sentinel", "+cluster")
+        schemes = ("unix://", *(f"{tls}{kind}://" for tls in ("redis", "rediss") for kind in kinds))
         self.require(
             "url",
             self.url == "memory" or self.url.startswith(schemes),
-            "'memory' or a URL that starts with redis://, rediss:// or unix://",
+            "'memory' or a URL that starts with redis://, rediss://, unix://, "
+            "redis+sentinel:// or redis+cluster://",
         )
-        self.require("prefix", bool(self.prefix), "not empty")
+        self.require(
+            "prefix",
+            bool(self.prefix) and not set(self.prefix) & {"{", "}"},
+            "not empty, without braces (which would decide where a cluster keeps all keys)",
+        )
         self.require(
             "lane",
             0 < len(self.lane) <= 64
             and self.lane.isprintable()
-            and not set(self.lane) & {":", " "},
-            "1 to 64 printable characters, without spaces and colons",
+            and not set(self.lane) & set(": {}"),
+            "1 to 64 printable characters, without spaces, colons and braces",
         )
         for name in ("results_ttl_s", "results_maxlen", "link_capacity", "max_request_bytes"):
             self.require(name, getattr(self, name) >= 1, "at least 1")

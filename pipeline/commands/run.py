@@ -71,10 +71,25 @@ def run(
         config_file, bus, model, settings, log_level, **{"pipeline.stages": names}
     )
     setup_logging(config.telemetry)
+    if "executor" not in names:
+        _forbid_torch()
     if config.bus.url == "memory":
         anyio.run(_filter, config)
     else:
         anyio.run(_serve, config, with_parent)
+
+
+def _forbid_torch() -> None:
+    """Lets nothing in this process import torch, which only the executor uses.
+
+    Transformers would, as soon as admission and streaming load a tokenizer, merely because it is
+    installed. That takes longer than all else at the start of a process. Without torch, tokenizers
+    are the same, and Transformers knows how to do without.
+    """
+    if "torch" not in sys.modules:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # so Python says that there is none
+        # It would advise to install it.
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 async def _serve(config: Config, with_parent: bool) -> None:

@@ -25,6 +25,7 @@ from .options import BusUrl, ConfigFile, LogLevel, Settings, build_client_config
 from .terminal import stdout
 
 _SHOWN_LINKS = 3
+_OWN_NAME = "status"
 _STYLES = {"ready": "green", "starting": "yellow", "waiting": "yellow", "draining": "yellow"}
 
 
@@ -110,9 +111,7 @@ async def look(config: BusConfig) -> BusStatus:
         raise unreachable(config, error) from None
     finally:
         await bus.aclose()
-    info, length, dead, results, pending, consumers, own_id, clients, *links = await _ask(
-        config, names
-    )
+    info, length, dead, results, pending, consumers, clients, *links = await _ask(config, names)
     # These two fail while no pipeline has ever run here and made the group.
     in_flight = 0 if isinstance(pending, Exception) else int(pending["pending"])
     idle_ms = [] if isinstance(consumers, Exception) else [int(c[b"idle"]) for c in consumers]
@@ -132,7 +131,7 @@ async def look(config: BusConfig) -> BusStatus:
         results=int(results),
         lanes=lanes,
         links=dict(zip(_link_names(names), map(int, links), strict=True)),
-        connections=_connections(clients, own_id),
+        connections=_connections(clients),
     )
 
 
@@ -147,37 +146,41 @@ def _link_names(lanes: list[str]) -> list[str]:
 
 
 async def _ask(config: BusConfig, lanes: list[str]) -> list[Any]:
-    """The replies to what the board does not tell, in one round trip."""
+    """The replies to what the board does not tell."""
     from redis import exceptions
 
-    from ...bus.redis_client import Server
+    from ...bus.redis_client import Server, execute_all, on_each
 
-    server = Server(config.url)
+    server = Server(config.url, _OWN_NAME)
     redis = server.client(1)
     keys = Keys(config.prefix, config.lane)
+    lengths = [keys.link(link.name, lane) for lane in lanes for link in LINKS]
+    commands = [
+        ("XLEN", keys.requests),
+        ("XLEN", keys.dead),
+        ("XLEN", keys.results),
+        ("XPENDING", keys.requests, config.group),
+        ("XINFO", "CONSUMERS", keys.requests, config.group),
+        *(("XLEN", key) for key in lengths),
+    ]
     try:
-        pipeline = redis.pipeline(transaction=False)
-        pipeline.execute_command("INFO", "server")
-        pipeline.execute_command("XLEN", keys.requests)
-        pipeline.execute_command("XLEN", keys.dead)
-        pipeline.execute_command("XLEN", keys.results)
-        pipeline.execute_command("XPENDING", keys.requests, config.group)
-        pipeline.execute_command("XINFO", "CONSUMERS", keys.requests, config.group)
-        # These may be forbidden to this user; then there is just less to show.
-        pipeline.execute_command("CLIENT", "ID")
-        pipeline.execute_command("CLIENT", "LIST")
-        for lane in lanes:
-            for link in LINKS:
-                pipeline.execute_command("XLEN", keys.link(link.name, lane))
-        replies: list[Any] = await pipeline.execute(raise_on_error=False)
+        replies = await execute_all(redis, commands, raise_on_error=False)
+        extras = []
+        for command in (("INFO", "server"), ("CLIENT", "LIST")):
+            try:
+                extras.append(await on_each(redis, *command))
+            except exceptions.ResponseError:  # forbidden to this user; there is less to show
+                extras.append([])
     except (exceptions.RedisError, OSError) as error:
         raise unreachable(config, server.explain(error)) from None
     finally:
         await redis.aclose()
-    for reply in (*replies[1:4], *replies[8:]):
+        await server.aclose()
+    for reply in (*replies[:3], *replies[5:]):
         if isinstance(reply, Exception):
             raise server.explain(reply)
-    return replies
+    infos, clients = extras
+    return [infos[0] if infos else {}, *replies[:5], clients, *replies[5:]]
 
 
 def _server_name(info: Any) -> str:
@@ -190,23 +193,21 @@ def _server_name(info: Any) -> str:
 
 def _fields(info: Any) -> dict[str, str]:
     """The reply of INFO, parsed or not."""
-    if isinstance(info, Exception):
-        return {}
     if isinstance(info, dict):
         return {_text(name): _text(value) for name, value in info.items()}
     lines = (line.partition(":") for line in _text(info).splitlines())
     return {name: value.strip() for name, _, value in lines}
 
 
-def _connections(clients: Any, own_id: Any) -> dict[str, int]:
-    """From CLIENT LIST, a line of `name=value` fields for each connection, all but our own."""
-    if isinstance(clients, Exception):
-        return {}
+def _connections(lists: list[Any]) -> dict[str, int]:
+    """From each CLIENT LIST, parsed or a line of `name=value` fields for each connection."""
     names: Counter[str] = Counter()
-    for line in _text(clients).splitlines():
-        fields = dict(field.partition("=")[::2] for field in line.split())
-        if fields.get("id") != str(own_id):
-            names[fields.get("name", "")] += 1
+    for clients in lists:
+        if not isinstance(clients, list):
+            lines = _text(clients).splitlines()
+            clients = [dict(field.partition("=")[::2] for field in line.split()) for line in lines]
+        names.update(_text(fields.get("name", "")) for fields in clients)
+    del names[_OWN_NAME]
     return dict(sorted(names.items()))
 
 

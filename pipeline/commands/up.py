@@ -121,7 +121,10 @@ class _House:
             StageFailed: A child has used up its restarts.
             NanoInferenceError: A child can't start; it has said why.
         """
-        self._say(f"starting five processes over {_without_password(self._config.bus.url)}")
+        # redis-py is loaded only here, so that `--help` stays fast.
+        from ...bus.redis_client import redact
+
+        self._say(f"starting five processes over {redact(self._config.bus.url)}")
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             try:
                 async with anyio.create_task_group() as group:
@@ -211,11 +214,3 @@ class _House:
     def _print(self, stage: Stage, line: str) -> None:
         prefix = Text(f"{stage:<10} ", style=_COLOURS[stage])
         self._console.print(prefix + Text.from_ansi(line))
-
-
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    user = f"{parts.username}:***@" if parts.username else ":***@"
-    return parts._replace(netloc=user + parts.netloc.rpartition("@")[2]).geturl()

@@ -10,8 +10,8 @@ import pytest
 from redis.asyncio import Redis
 
 from nano_inference.bus import Bus, RequestEntry
-from nano_inference.bus.channel import Malformed
-from nano_inference.bus.messages import Completion, ErrorInfo
+from nano_inference.bus.keys import Keys
+from nano_inference.bus.messages import Completion, ErrorInfo, GenerateRequest
 from nano_inference.config import BusConfig, ConfigError, LaneReplaced
 
 LONG_S = 1000.0
@@ -166,7 +166,7 @@ async def test_a_lost_group_costs_nobody_his_entries(redis_buses: Any, foreign: 
     await foreign.execute_command("XGROUP", "CREATE", stream, "admission", "0")
     assert await bus.requests.renew(LONG_S) == set(), "nobody has it, and it is still there"
     await foreign.xdel(stream, entry_id)
-    await foreign.delete(f"{redis_buses.prefix}:lanes")
+    await foreign.delete(Keys(redis_buses.prefix).lanes)
     assert await bus.requests.renew(LONG_S) == set(), "the server has lost its data"
     assert await bus.requests.renew(LONG_S) == {entry_id}, "another lane has answered it"
 
@@ -250,17 +250,47 @@ async def test_a_refused_duplicate_is_answered_under_its_entry(
     assert ids_of(await take(bus, 1)) == [kept]
 
 
-async def test_what_was_taken_meanwhile_is_not_refused(redis_buses: Any) -> None:
+async def test_what_was_taken_meanwhile_is_not_refused(
+    redis_buses: Any, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bus, other = await lane(redis_buses, "a"), await lane(redis_buses, "b")
-    published = [await bus.requests.publish({"prompt": str(i)}) for i in range(3)]
+    ids = [await bus.requests.publish({"request_id": f"r{i}"}) for i in range(3)]
     leases = bus.requests._leases  # type: ignore[attr-defined]
-    queued, raw = await leases.excess(1)
-    assert (queued, len(raw)) == (3, 2)
+    before = await leases.excess(1)
+    assert (before[0], len(before[1])) == (3, 2)
     await take(other, 3)
-    from nano_inference.bus.redis_leases import refusals_of
+    await other.results.claim([(f"r{i}", entry_id) for i, entry_id in enumerate(ids)])
 
-    entries = [RequestEntry(i, Malformed("", "malformed", "")) for i in published]
-    assert await leases.refuse(refusals_of(entries, 3, answer), 1, 0) == 0
+    async def outdated(max_queued: int) -> Any:
+        return before
+
+    monkeypatch.setattr(leases, "excess", outdated)
+    assert await bus.requests.shed(1, answer, 1) == 0
+    for i, entry_id in enumerate(ids):
+        await other.results.deliver([(f"r{i}", [kit.done(f"r{i}", entry_id)])])
+        assert await kit.collect(bus.results.follow(f"r{i}", entry_id)) == [
+            kit.done(f"r{i}", entry_id)
+        ]
+
+
+async def test_who_takes_what_is_being_refused_finds_the_answer(
+    redis_buses: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the one who refuses ends between the answer and the removal."""
+    bus, other = await lane(redis_buses, "a"), await lane(redis_buses, "b")
+    entry_id = await bus.requests.publish({"request_id": "r"})
+
+    async def ends(entry_ids: Any) -> int:
+        return 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bus.requests._leases, "remove", ends)  # type: ignore[attr-defined]
+        await bus.requests.shed(0, answer, 1)
+    await take(other, 1)
+    assert await other.results.claim([("r", entry_id)]) == [entry_id], "somebody may have begun"
+    ((completion,),) = await other.results.recover(["r"], 2)
+    assert completion == answer(RequestEntry(entry_id, GenerateRequest(request_id="r")), 1)
+    assert await bus.requests.shed(0, answer, 1) == 0
 
 
 async def test_the_hint_is_on_the_wire(redis_buses: Any, foreign: Redis, kit: Any) -> None:

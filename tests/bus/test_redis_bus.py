@@ -277,7 +277,7 @@ async def test_server_that_comes_back(tmp_path: Path, kit: Any, monkeypatch: Any
 
 async def test_garbage_on_a_link_is_skipped(redis_buses: Any, foreign: Redis, kit: Any) -> None:
     bus = redis_buses.open()
-    stream = f"{redis_buses.prefix}:link:0:credits"
+    stream = f"{{{redis_buses.prefix}:link:0}}:credits"
     inbox = await bus.open_inbox("fairness")
     sender = bus.sender(CREDITS, "batching-1")
     await sender.send(kit.credit(1))
@@ -290,7 +290,7 @@ async def test_garbage_on_a_link_is_skipped(redis_buses: Any, foreign: Redis, ki
 
 async def test_repeated_write_is_dropped(redis_buses: Any, redis_url: str, kit: Any) -> None:
     bus = redis_buses.open()
-    stream = f"{redis_buses.prefix}:link:0:credits"
+    stream = f"{{{redis_buses.prefix}:link:0}}:credits"
     sender = bus.sender(CREDITS, "batching-1")
     await kit.send_all(sender, range(5))
     await sender.flush()
@@ -309,7 +309,7 @@ async def test_streams_stay_as_short_as_their_backlog(
 ) -> None:
     bus = redis_buses.open(link_capacity=64)
     inbox = await bus.open_inbox("executor")
-    stream = f"{redis_buses.prefix}:link:0:plans"
+    stream = f"{{{redis_buses.prefix}:link:0}}:plans"
     sending = asyncio.create_task(kit.send_all(bus.sender(PLANS, "batching-1"), range(2000)))
     longest = 0
     for _ in range(200):
@@ -327,9 +327,9 @@ async def test_opening_removes_what_nobody_will_read(
     sender = bus.sender(CREDITS, "batching-1")
     await kit.send_all(sender, range(100))
     await sender.flush()
-    assert await foreign.xlen(f"{redis_buses.prefix}:link:0:credits") == 100
+    assert await foreign.xlen(f"{{{redis_buses.prefix}:link:0}}:credits") == 100
     await bus.open_inbox("fairness")
-    assert await foreign.xlen(f"{redis_buses.prefix}:link:0:credits") == 0
+    assert await foreign.xlen(f"{{{redis_buses.prefix}:link:0}}:credits") == 0
 
 
 async def test_failed_reader_closes_its_inbox(redis_buses: Any, kit: Any, monkeypatch: Any) -> None:

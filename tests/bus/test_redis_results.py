@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from nano_inference.bus import redis_follow
+from nano_inference.bus import redis_readers
+from nano_inference.bus.keys import Keys
 from nano_inference.config import BusError
 
 
@@ -95,7 +96,7 @@ async def test_follower_that_comes_during_a_read_misses_nothing(
     async def no_interrupt(reader: Any) -> None:
         reader._waking = None
 
-    monkeypatch.setattr(redis_follow.StreamReader, "_interrupt", no_interrupt)
+    monkeypatch.setattr(redis_readers.StreamReader, "_interrupt", no_interrupt)
     bus = redis_buses.open()
     entry = await bus.requests.publish({"request_id": "r"})
     outputs = [kit.chunk("r", entry, 0), kit.chunk("r", entry, 1), kit.done("r", entry)]
@@ -113,7 +114,7 @@ async def test_follower_that_comes_during_a_read_misses_nothing(
 async def test_new_follower_does_not_wait_for_the_blocking_read(
     redis_buses: Any, kit: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(redis_follow, "FOLLOW_BLOCK_S", 10 * kit.limit_s)
+    monkeypatch.setattr(redis_readers, "FOLLOW_BLOCK_S", 10 * kit.limit_s)
     bus = redis_buses.open()
     tail = await bus.results.tail()
     waiting = asyncio.ensure_future(anext(bus.results.follow("other", "")))
@@ -136,3 +137,24 @@ async def test_one_unwritable_stream_does_not_stop_the_others(
             [("bad", [kit.done("bad", "1-1")]), ("good", [kit.done("good", "1-2")])]
         )
     assert await kit.collect(bus.results.follow("good", "")) == [kit.done("good", "1-2")]
+
+
+async def test_the_shared_stream_has_what_a_dead_writer_did_not_put_there(
+    redis_buses: Any, foreign: Redis, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended between the terminal message and the copy of it for everybody."""
+    bus, successor = redis_buses.open(), redis_buses.open()
+    shared = f"{redis_buses.prefix}:results"
+
+    async def ends(ended: Any) -> None:
+        return
+
+    await bus.results.claim([("r", "1-1")])
+    with monkeypatch.context() as patch:
+        patch.setattr(bus.results, "_conclude", ends)
+        await bus.results.deliver([("r", [kit.done("r", "1-1")])])
+    assert await foreign.xlen(shared) == 0
+    for _ in range(2):
+        assert await successor.results.recover(["r"], 2) == [[kit.done("r", "1-1")]]
+        assert await foreign.xlen(shared) == 1
+    assert await foreign.ttl(Keys(redis_buses.prefix).own("r")) > 0, "the id is free again later"

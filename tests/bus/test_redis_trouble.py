@@ -238,6 +238,31 @@ async def test_output_for_a_full_server_is_kept(place: Place, kit: Any) -> None:
 
 
 @limited
+async def test_a_master_without_its_replicas_is_waited_for(place: Place, kit: Any) -> None:
+    """As one that was cut off with `min-replicas-to-write` set, while another took its place."""
+    bus = place.open()
+    inbox = await bus.open_inbox("fairness")
+    sender = bus.sender(CREDITS, "batching-1")
+    await place.plain.config_set("min-replicas-to-write", 1)
+    await kit.send_all(sender, range(20))
+    outputs = [kit.chunk("r", "e", 0), kit.done("r", "e")]
+    working = [
+        asyncio.create_task(bus.results.deliver([("r", outputs)], 3)),
+        asyncio.create_task(bus.next_epoch()),
+        asyncio.create_task(sender.flush()),
+    ]
+    await place.until_refused("NOREPLICAS", 6)
+    with pytest.raises(BusError, match="replicas"):  # a client is told at once
+        await bus.requests.publish({"prompt": "x"})
+    assert not any(task.done() for task in working)
+    await place.plain.config_set("min-replicas-to-write", 0)
+    async with asyncio.timeout(LIMIT_S):
+        await asyncio.gather(*working)
+    assert await kit.bodies(inbox, 20) == [Credit(i) for i in range(20)]
+    assert await place.numbers("r") == [1, 2]
+
+
+@limited
 async def test_a_server_that_stalls_doubles_nothing(
     place: Place, kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

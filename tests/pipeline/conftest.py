@@ -13,17 +13,18 @@ from nano_inference.pipeline.pipeline import Pipeline
 
 MakeConfig = Callable[..., Config]
 
-# All in memory; requests and results on Redis; every link on Redis.
-BUSES = ["memory", "redis", "redis-links"]
+# All in memory; requests and results on Redis; every link on Redis, or on a cluster.
+BUSES = ["memory", "redis", "redis-links", "cluster"]
 
 
 def config_maker(request: pytest.FixtureRequest) -> MakeConfig:
     """Builds configurations for the bus that the fixture was asked for, on keys of its own."""
     bus: dict[str, object] = {"engine.dtype": "float32"}
     if request.param != "memory":
-        bus["bus.url"] = request.getfixturevalue("redis_url")
+        name = "cluster_url" if request.param == "cluster" else "redis_url"
+        bus["bus.url"] = request.getfixturevalue(name)
         bus["bus.prefix"] = f"test-{uuid.uuid4().hex[:12]}"
-        bus["bus.links"] = "redis" if request.param == "redis-links" else "auto"
+        bus["bus.links"] = "auto" if request.param == "redis" else "redis"
 
     def make(**overrides: object) -> Config:
         settings = {name.replace("__", "."): value for name, value in overrides.items()}

@@ -28,7 +28,7 @@ LIMIT_S = 90
 LEASE_S = 0.5
 
 
-@pytest.fixture(params=["redis", "redis-links"])
+@pytest.fixture(params=["redis", "redis-links", "cluster"])
 def make_config(request: pytest.FixtureRequest) -> MakeConfig:
     """In memory there is one lane only."""
     return config_maker(request)

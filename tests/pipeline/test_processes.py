@@ -79,6 +79,9 @@ class House:
                 command, stderr=file, stdout=file, env=environment, start_new_session=True
             )
 
+    def has_torch(self, stage: str) -> bool:
+        return "libtorch" in Path(f"/proc/{self.child(stage)}/maps").read_text()
+
     def child(self, stage: str) -> int:
         """The process id of a stage."""
         found = subprocess.run(
@@ -126,6 +129,11 @@ async def test_five_processes_answer(house: House) -> None:
     assert list(completion.samples[0].token_ids) == wanted
     assert [held.stage for held in completion.timings.stages] == list(STAGES)
     assert len({house.child(stage) for stage in STAGES}) == 5
+
+
+async def test_only_the_executor_has_torch(house: House) -> None:
+    await complete(house, {"messages": [{"role": "user", "content": "12 + 30"}]})
+    assert [stage for stage in STAGES if house.has_torch(stage)] == ["executor"]
 
 
 async def test_a_client_with_no_code_of_ours(house: House) -> None:

@@ -12,6 +12,8 @@ import pytest
 
 from nano_inference import Completion, GenerateRequest, Pipeline, SamplingParams
 
+from ..servers import plain_client
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 GOOD = {"prompt": "12 + 30 =", "sampling": {"temperature": 0}}
@@ -133,10 +135,8 @@ async def test_budget_ends_a_request_in_flight(shared: Pipeline) -> None:
 
 async def _complete_foreign(pipeline: Pipeline, field: bytes, body: bytes) -> Completion:
     """Publishes as a client in another language would, and waits for the terminal message."""
-    import redis.asyncio
-
     config = pipeline.config.bus
-    async with redis.asyncio.from_url(config.url) as foreign:
+    async with plain_client(config.url) as foreign:
         entry = (await foreign.xadd(f"{config.prefix}:requests", {field: body})).decode()
     async with asyncio.timeout(60):
         async for output in pipeline.bus.results.follow(entry, entry):

@@ -1,0 +1,100 @@
+"""What `bus.url` says: one server, the sentinels of one, or some nodes of a cluster.
+
+redis://[user:password@]host:port[/db]                                  (rediss:// with TLS)
+unix:///path
+redis+sentinel://[user:password@]host:port[,host:port...]/service[/db]  (rediss+sentinel://)
+redis+cluster://[user:password@]host:port[,host:port...]                (rediss+cluster://)
+
+Options of redis-py may follow, as `?health_check_interval=10`. User and password are those of the
+servers; sentinels that want some get theirs by `?sentinel_username=…&sentinel_password=…`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from redis.asyncio.connection import Connection, SSLConnection, parse_url
+
+SENTINEL_PORT = 26379
+CLUSTER_PORT = 6379
+
+Kind = Literal["server", "sentinel", "cluster"]
+
+
+class Address(NamedTuple):
+    """Where to connect to.
+
+    Attributes:
+        kind: Who is asked for the server.
+        connection_class: Of the connections to servers; TLS or not.
+        options: Arguments for these connections, with host and port for a single server.
+        nodes: Sentinels, or the nodes of a cluster that are asked first.
+        service: The name of the master among the sentinels.
+        sentinel_options: Arguments for connections to sentinels.
+    """
+
+    kind: Kind
+    connection_class: type[Connection]
+    options: dict[str, Any]
+    nodes: tuple[tuple[str, int], ...] = ()
+    service: str = ""
+    sentinel_options: dict[str, Any] = {}  # noqa: RUF012  (never changed)
+
+    @property
+    def tls(self) -> bool:
+        return issubclass(self.connection_class, SSLConnection)
+
+
+def parse_address(url: str) -> Address:
+    """Reads `bus.url`.
+
+    Raises:
+        ValueError: It is not valid. The text may quote a piece of the password.
+    """
+    scheme, _, rest = url.partition("://")
+    plain, _, kind = scheme.partition("+")
+    if kind not in ("sentinel", "cluster"):
+        return Address("server", *_options(url))
+    parts = urlsplit(f"//{rest}")
+    credentials, at, hosts = parts.netloc.rpartition("@")
+    nodes = _nodes(hosts, SENTINEL_PORT if kind == "sentinel" else CLUSTER_PORT)
+    path = [unquote(part) for part in parts.path.split("/") if part]
+    query = parts.query
+    service, sentinel_options = "", {}
+    if kind == "sentinel":
+        if not path:
+            raise ValueError("the path has to name the service")
+        service = path.pop(0)
+        given = parse_qs(query)
+        for name in ("username", "password"):
+            if f"sentinel_{name}" in given:
+                sentinel_options[name] = given[f"sentinel_{name}"][0]
+        query = "&".join(
+            option for option in query.split("&") if option and not option.startswith("sentinel_")
+        )
+    if len(path) > (kind == "sentinel"):
+        raise ValueError("the path is too long")
+    server = f"{plain}://{credentials}{at}host/{'/'.join(path)}"
+    connection_class, options = _options(f"{server}?{query}" if query else server)
+    del options["host"]
+    return Address(
+        "sentinel" if kind == "sentinel" else "cluster",
+        *(connection_class, options, nodes, service, sentinel_options),
+    )
+
+
+def _options(url: str) -> tuple[type[Connection], dict[str, Any]]:
+    options: dict[str, Any] = dict(parse_url(url))
+    connection_class: type[Connection] = options.pop("connection_class", Connection)
+    return connection_class, options
+
+
+def _nodes(hosts: str, default_port: int) -> tuple[tuple[str, int], ...]:
+    nodes = []
+    for each in hosts.split(","):
+        parts = urlsplit(f"//{each}")
+        if not parts.hostname:
+            raise ValueError("a host is missing")
+        nodes.append((parts.hostname, parts.port or default_port))
+    return tuple(nodes)

@@ -19,7 +19,7 @@ OUTSIDE = {"tests", "benchmarks", "examples", "docs", "deploy", "build"}
 
 def tree() -> set[str]:
     """What belongs in the wheel, by what lies in the tree."""
-    files = {path.relative_to(ROOT) for path in ROOT.rglob("*.py")}
+    files = {path.relative_to(ROOT) for kind in ("*.py", "*.c") for path in ROOT.rglob(kind)}
     files |= {path.relative_to(ROOT) for path in (ROOT / "models" / "tiny").iterdir()}
     files.add(Path("py.typed"))
     return {

@@ -57,6 +57,10 @@ INLINE __mmask16 first(long count) {
     return count >= 16 ? 0xffff : count <= 0 ? 0 : (__mmask16)((1u << count) - 1);
 }
 
+INLINE __mmask32 first_32(long count) {
+    return count >= 32 ? 0xffffffffu : (1u << count) - 1;
+}
+
 // The sums of 16 vectors' lanes, in their order. All take the same tree.
 INLINE __m512 sum_lanes(const __m512 *v) {
     __m512 a[8], b[4], c[2];
@@ -150,7 +154,7 @@ INLINE __m512 dot_products(int rows, int columns, const bf16 *x, const bf16 *wei
                 _mm_prefetch((const char *)(weight + (b + ahead) * k + i), _MM_HINT_T1);
         }
     }
-    if (i < k) add_products(rows, columns, x + i, weight + i, k, (1u << (k - i)) - 1, sums);
+    if (i < k) add_products(rows, columns, x + i, weight + i, k, first_32(k - i), sums);
     return sum_lanes(sums);
 }
 
@@ -354,89 +358,149 @@ void store(const Attention *a, const bf16 *keys, long key_stride, const bf16 *va
     }
 }
 
-enum { POSITIONS = 16 };
+enum { CHUNK = 64 };  // positions whose scores are held together
+
+INLINE const bf16 *row_at(const bf16 *rows, long width, const Attention *a, const int64_t *table,
+                          long position, long kv_head) {
+    const long slot = table[position / a->block_size] * a->block_size + position % a->block_size;
+    return rows + (slot * a->kv_heads + kv_head) * width;
+}
+
+// Scores of 16 positions from `start` on for each head of the group: scores[head][start - chunk].
+// Their values are laid out in pairs of neighbours, so that one instruction multiplies both.
+static void score(const Attention *a, const bf16 *queries, const int64_t *table, long start,
+                  long context, long kv_head, float *scores, bf16 *pairs) {
+    const bf16 *keys[16], *values[16];
+    for (long j = 0; j < 16; j++) {
+        const long position = start + j < context ? start + j : context - 1;  // any that exists
+        keys[j] = row_at(a->keys, a->key_width, a, table, position, kv_head);
+        values[j] = row_at(a->values, a->value_width, a, table, position, kv_head);
+    }
+    // The next positions lie anywhere, so no hardware sees them coming.
+    for (long j = start + 16; j < start + 32 && j < context; j++) {
+        const bf16 *key = row_at(a->keys, a->key_width, a, table, j, kv_head);
+        const bf16 *value = row_at(a->values, a->value_width, a, table, j, kv_head);
+        for (long i = 0; i < a->key_width; i += 32)
+            _mm_prefetch((const char *)(key + i), _MM_HINT_T0);
+        for (long i = 0; i < a->value_width; i += 32)
+            _mm_prefetch((const char *)(value + i), _MM_HINT_T0);
+    }
+    for (long i = 0; i < a->value_width; i += 32) {
+        const __mmask32 mask = first_32(a->value_width - i);
+        UNROLL for (int j = 0; j < 16; j += 2) {
+            __m512i x = _mm512_maskz_loadu_epi16(mask, values[j] + i);
+            __m512i y = _mm512_maskz_loadu_epi16(mask, values[j + 1] + i);
+            bf16 *to = pairs + i * CHUNK + j * 32;
+            _mm512_storeu_si512(to, _mm512_unpacklo_epi16(x, y));
+            _mm512_storeu_si512(to + 32, _mm512_unpackhi_epi16(x, y));
+        }
+    }
+    for (long g = 0; g < a->group; g++) {
+        __m512 dots[16];
+        UNROLL for (int j = 0; j < 16; j++) dots[j] = _mm512_setzero_ps();
+        const bf16 *query = queries + g * a->key_width;
+        long i = 0;
+        for (; i + 32 <= a->key_width; i += 32)
+            UNROLL for (int j = 0; j < 16; j++)
+                dots[j] = _mm512_dpbf16_ps(dots[j], load_pairs(query + i, 0xffffffffu),
+                                           load_pairs(keys[j] + i, 0xffffffffu));
+        if (i < a->key_width)
+            UNROLL for (int j = 0; j < 16; j++)
+                dots[j] = _mm512_dpbf16_ps(dots[j], load_pairs(query + i, 0xffffu),
+                                           load_pairs(keys[j] + i, 0xffffu));
+        __m512 found = _mm512_mul_ps(sum_lanes(dots), _mm512_set1_ps(a->scale));
+        if (a->softcap > 0) {
+            __m512 cap = _mm512_set1_ps(a->softcap);
+            found = _mm512_mul_ps(hyperbolic_tangent(_mm512_div_ps(found, cap)), cap);
+        }
+        _mm512_storeu_ps(scores + g * CHUNK, found);
+    }
+}
 
 // The attention of one query token's heads that share a KV head, in one pass over the context with
-// a running maximum. Positions are taken 16 at a time from a multiple of 16 on, so the order of the
-// sums depends on the sequence alone.
+// a running maximum. Positions are taken CHUNK at a time from a multiple of that on, so the order of
+// the sums depends on the sequence alone. The weights of values are rounded to bfloat16, as
+// Transformers' code does.
 static void attend(const Attention *a, const bf16 *queries, bf16 *out, const int64_t *table,
                    long context, long kv_head, float *memory) {
-    const long group = a->group, key_width = a->key_width, value_width = a->value_width;
+    const long group = a->group, value_width = a->value_width;
+    const long parts = (value_width + 31) / 32;  // of 32 numbers, each two vectors of sums
     const long low = a->window && context > a->window ? context - a->window : 0;
-    float *maxima = memory, *totals = maxima + group, *sums = totals + group;
-    float *wide_values = sums + group * value_width;
+    float *maxima = memory, *totals = maxima + group, *scores = totals + group;
+    float *sums = scores + group * CHUNK;
+    bf16 *pairs = (bf16 *)(sums + group * parts * 32);
     for (long g = 0; g < group; g++) {
         maxima[g] = a->sinks ? wide(a->sinks[kv_head * group + g]) : -INFINITY;
         totals[g] = a->sinks ? 1.0f : 0.0f;
     }
-    memset(sums, 0, group * value_width * sizeof(float));
-    for (long start = low / POSITIONS * POSITIONS; start < context; start += POSITIONS) {
-        const bf16 *keys[POSITIONS];
-        __mmask16 seen = 0;
-        for (long j = 0; j < POSITIONS; j++) {
-            long position = start + j;
-            if (position >= low && position < context) seen |= (__mmask16)1 << j;
-            if (position >= context) position = context - 1;  // any that exists
-            const long slot = table[position / a->block_size] * a->block_size +
-                              position % a->block_size;
-            keys[j] = a->keys + (slot * a->kv_heads + kv_head) * key_width;
-            const bf16 *value = a->values + (slot * a->kv_heads + kv_head) * value_width;
-            for (long i = 0; i < value_width; i += 16)
-                _mm512_storeu_ps(wide_values + j * value_width + i, load_wide(value + i));
-        }
-        // The next positions lie anywhere, so no hardware sees them coming.
-        for (long j = start + POSITIONS; j < start + 2 * POSITIONS && j < context; j++) {
-            const long slot = table[j / a->block_size] * a->block_size + j % a->block_size;
-            const bf16 *key = a->keys + (slot * a->kv_heads + kv_head) * key_width;
-            const bf16 *value = a->values + (slot * a->kv_heads + kv_head) * value_width;
-            for (long i = 0; i < key_width; i += 32) _mm_prefetch((const char *)(key + i), _MM_HINT_T0);
-            for (long i = 0; i < value_width; i += 32)
-                _mm_prefetch((const char *)(value + i), _MM_HINT_T0);
+    memset(sums, 0, group * parts * 32 * sizeof(float));
+    for (long chunk = low / CHUNK * CHUNK; chunk < context; chunk += CHUNK) {
+        const long end = chunk + CHUNK < context ? chunk + CHUNK : context;
+        const long used = (end - chunk + 15) / 16 * 16;
+        for (long start = chunk; start < end; start += 16)
+            score(a, queries, table, start, context, kv_head, scores + start - chunk,
+                  pairs + (start - chunk) * 32);
+        for (long g = 0; g < group; g++) {
+            float *of_head = scores + g * CHUNK, *target = sums + g * parts * 32;
+            __m512 most = _mm512_set1_ps(maxima[g]);
+            for (long i = 0; i < used; i += 16) {
+                const __mmask16 seen = first(end - chunk - i) & ~first(low - chunk - i);
+                most = _mm512_mask_max_ps(most, seen, most, _mm512_loadu_ps(of_head + i));
+            }
+            const float largest = _mm512_reduce_max_ps(most);
+            if (largest > maxima[g]) {
+                const __m512 shrink = _mm512_set1_ps(expf(maxima[g] - largest));
+                totals[g] *= _mm512_cvtss_f32(shrink);
+                for (long i = 0; i < parts * 32; i += 16)
+                    _mm512_storeu_ps(target + i, _mm512_mul_ps(_mm512_loadu_ps(target + i), shrink));
+                maxima[g] = largest;
+            }
+            most = _mm512_set1_ps(largest);
+            __m512 total = _mm512_setzero_ps();
+            for (long i = 0; i < used; i += 16) {
+                const __mmask16 seen = first(end - chunk - i) & ~first(low - chunk - i);
+                __m512 weights = exponential(_mm512_sub_ps(_mm512_loadu_ps(of_head + i), most));
+                const __m256i narrowed = narrow(_mm512_maskz_mov_ps(seen, weights));
+                total = _mm512_add_ps(total, widen(narrowed));
+                // Over the scores, of which those before have been read.
+                _mm256_storeu_si256((__m256i *)((bf16 *)of_head + i), narrowed);
+            }
+            totals[g] += _mm512_reduce_add_ps(total);
         }
         for (long g = 0; g < group; g++) {
-            const bf16 *query = queries + g * key_width;
-            __m512 dots[POSITIONS];
-            UNROLL for (int j = 0; j < POSITIONS; j++) dots[j] = _mm512_setzero_ps();
-            for (long i = 0; i < key_width; i += 32) {
-                __mmask32 mask = key_width - i >= 32 ? 0xffffffffu : 0xffffu;
-                __m512bh q = load_pairs(query + i, mask);
-                UNROLL for (int j = 0; j < POSITIONS; j++)
-                    dots[j] = _mm512_dpbf16_ps(dots[j], q, load_pairs(keys[j] + i, mask));
-            }
-            __m512 scores = _mm512_mul_ps(sum_lanes(dots), _mm512_set1_ps(a->scale));
-            if (a->softcap > 0) {
-                __m512 cap = _mm512_set1_ps(a->softcap);
-                scores = _mm512_mul_ps(hyperbolic_tangent(_mm512_div_ps(scores, cap)), cap);
-            }
-            float most = _mm512_mask_reduce_max_ps(seen, scores);
-            float *target = sums + g * value_width;
-            if (most > maxima[g]) {
-                const float shrink = expf(maxima[g] - most);
-                totals[g] *= shrink;
-                for (long i = 0; i < value_width; i += 16)
-                    _mm512_storeu_ps(target + i, _mm512_mul_ps(_mm512_loadu_ps(target + i),
-                                                               _mm512_set1_ps(shrink)));
-                maxima[g] = most;
-            }
-            __m512 weights = exponential(_mm512_sub_ps(scores, _mm512_set1_ps(maxima[g])));
-            weights = _mm512_maskz_mov_ps(seen, weights);
-            totals[g] += _mm512_reduce_add_ps(weights);
-            float weight[POSITIONS];
-            _mm512_storeu_ps(weight, weights);
-            for (long i = 0; i < value_width; i += 16) {
-                __m512 sum = _mm512_loadu_ps(target + i);
-                UNROLL for (int j = 0; j < POSITIONS; j++)
-                    sum = _mm512_fmadd_ps(_mm512_set1_ps(weight[j]),
-                                          _mm512_loadu_ps(wide_values + j * value_width + i), sum);
-                _mm512_storeu_ps(target + i, sum);
+            const bf16 *weights = (bf16 *)(scores + g * CHUNK);
+            float *target = sums + g * parts * 32;
+            for (long i = 0; i < parts; i++) {
+                const bf16 *from = pairs + i * CHUNK * 32;
+                __m512 x = _mm512_loadu_ps(target + i * 32);
+                __m512 y = _mm512_loadu_ps(target + i * 32 + 16);
+                for (long j = 0; j < used; j += 2) {
+                    int two;
+                    memcpy(&two, weights + j, sizeof two);
+                    __m512bh weight = (__m512bh)_mm512_set1_epi32(two);
+                    x = _mm512_dpbf16_ps(x, weight, load_pairs(from + j * 32, 0xffffffffu));
+                    y = _mm512_dpbf16_ps(y, weight, load_pairs(from + j * 32 + 32, 0xffffffffu));
+                }
+                _mm512_storeu_ps(target + i * 32, x);
+                _mm512_storeu_ps(target + i * 32 + 16, y);
             }
         }
     }
+    // Undoes the order that unpacking has left: four of the first vector, four of the second.
+    const __m512i to_low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i to_high = _mm512_add_epi32(to_low, _mm512_set1_epi32(8));
     for (long g = 0; g < group; g++)
-        for (long i = 0; i < value_width; i += 16) {
-            __m512 sum = _mm512_div_ps(_mm512_loadu_ps(sums + g * value_width + i),
-                                       _mm512_set1_ps(totals[g]));
-            _mm256_storeu_si256((__m256i *)(out + g * value_width + i), narrow(sum));
+        for (long i = 0; i < parts; i++) {
+            const float *from = sums + (g * parts + i) * 32;
+            const __m512 total = _mm512_set1_ps(totals[g]);
+            __m512 x = _mm512_div_ps(_mm512_loadu_ps(from), total);
+            __m512 y = _mm512_div_ps(_mm512_loadu_ps(from + 16), total);
+            bf16 *to = out + g * value_width + i * 32;
+            const long left = value_width - i * 32;
+            __m512 low_half = _mm512_permutex2var_ps(x, to_low, y);
+            __m512 high_half = _mm512_permutex2var_ps(x, to_high, y);
+            _mm256_mask_storeu_epi16(to, first(left), narrow(low_half));
+            _mm256_mask_storeu_epi16(to + 16, first(left - 16), narrow(high_half));
         }
 }
 
@@ -448,7 +512,8 @@ void decode_attention(const Attention *a, const bf16 *queries, long stride, bf16
     const long heads = a->kv_heads * a->group;
 #pragma omp parallel if (rows * contexts[0] * heads * a->key_width > PARALLEL_WORK)
     {
-        float memory[a->group * (2 + a->value_width) + POSITIONS * a->value_width];
+        const long padded = (a->value_width + 31) / 32 * 32;
+        float memory[a->group * (2 + CHUNK + padded) + CHUNK / 2 * padded];
 #pragma omp for schedule(dynamic)
         for (long item = 0; item < rows * a->kv_heads; item++) {
             const long row = item / a->kv_heads, head = item % a->kv_heads;

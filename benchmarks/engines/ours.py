@@ -1,0 +1,96 @@
+"""nano-inference: `InferenceEngine.step` in a loop, without any bus."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+import worker
+from worker import Request, Times, Workload, serve
+
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.bus.messages import Completion
+
+
+class Timed(InferenceEngine):
+    """Keeps each request's timings, which `step` does not return."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.completions: dict[str, Completion] = {}
+
+    def _finished(self, completion: Completion) -> tuple[str, list[TrainingSample]]:
+        self.completions[completion.request_id] = completion
+        return super()._finished(completion)
+
+
+class Ours(worker.Engine):
+    def __init__(self, folder: Path, shape: str, threads: int) -> None:
+        torch.set_num_threads(threads)
+        config = EngineConfig(
+            model_path=str(folder),
+            max_model_len=2048,
+            max_batch_size=64,
+            kv_cache_bytes=1 << 29,
+        )
+        started = time.perf_counter()
+        self.engine = Timed(config)
+        executor = self.engine._executor
+        reason = executor.without_kernels
+        self.version = f"nano-inference ({reason or 'kernels'})"
+        weights = sum(p.nbytes for p in executor.model.module.parameters())
+        cache = sum(tensor.nbytes for tensor in (*executor.cache.keys, *executor.cache.values))
+        self.held_bytes = weights + cache
+        self.load_s = time.perf_counter() - started
+
+    def can(self, workload: Workload) -> bool:
+        return True
+
+    def run(self, workload: Workload, requests: list[Request]) -> Times:
+        engine = self.engine
+        engine.flush_cache()
+        engine.completions.clear()
+        waiting = list(reversed(requests))
+        arrivals: dict[str, float] = {}
+        marks = []
+        start_ns, start = time.time_ns(), time.perf_counter()
+        while waiting or engine.has_pending():
+            now = time.perf_counter() - start
+            while waiting and waiting[-1].arrival_s <= now:
+                request = waiting.pop()
+                params = SamplingParams(
+                    temperature=workload.temperature, max_tokens=request.new_tokens, ignore_eos=True
+                )
+                name = engine.add_request(request.token_ids, params, workload.samples)
+                arrivals[name] = request.arrival_s
+            if engine.has_pending():
+                engine.step()
+                marks.append(time.perf_counter() - start)
+            else:
+                time.sleep(max(0.0, waiting[-1].arrival_s - now))
+        total = time.perf_counter() - start
+        ttft, tpot = [], []
+        for name, completion in engine.completions.items():
+            first_s = (completion.timings.first_token_ns - start_ns) / 1e9
+            last_s = (completion.timings.finished_ns - start_ns) / 1e9
+            count = len(completion.samples[0].token_ids)
+            ttft.append(first_s - arrivals[name])
+            tpot.append((last_s - first_s) / max(count - 1, 1))
+        prefill = max(ttft)
+        return Times(
+            total_s=total,
+            prefill_s=prefill,
+            steps_s=worker.rest_of([mark for mark in marks if mark >= prefill]),
+            ttft_s=ttft if workload.rate else [],
+            tpot_s=tpot if workload.rate else [],
+            tokens=sum(
+                len(sample.token_ids)
+                for completion in engine.completions.values()
+                for sample in completion.samples
+            ),
+        )
+
+
+if __name__ == "__main__":
+    serve(Ours)

@@ -166,11 +166,34 @@ typedef struct {
     long stride;
 } Target;
 
-// One tile of outputs: `rows` rows, and `columns` weights from `column` on.
+// The same for so few rows that reading the weights takes longer than multiplying: weights are read
+// in the order in which they lie.
+INLINE __m512 dot_products_in_order(int rows, int columns, const bf16 *x, const bf16 *weight,
+                                    long k) {
+    __m512 sums[16];
+    UNROLL for (int i = 0; i < 16; i++) sums[i] = _mm512_setzero_ps();
+    UNROLL for (int b = 0; b < columns; b++) {
+        __m512 of_row[4];
+        UNROLL for (int a = 0; a < rows; a++) of_row[a] = _mm512_setzero_ps();
+        long i = 0;
+        for (; i + 32 <= k; i += 32) {
+            add_products(rows, 1, x + i, weight + b * k + i, k, 0xffffffffu, of_row);
+            _mm_prefetch((const char *)(weight + b * k + i) + 2048, _MM_HINT_T1);
+        }
+        if (i < k) add_products(rows, 1, x + i, weight + b * k + i, k, first_32(k - i), of_row);
+        UNROLL for (int a = 0; a < rows; a++) sums[a * columns + b] = of_row[a];
+    }
+    return sum_lanes(sums);
+}
+
+// One tile of outputs: `rows` rows, and `columns` weights from `column` on. With `in_order` as in
+// dot_products_in_order.
 INLINE void multiply_tile(int rows, int columns, const Linear *l, long part, const bf16 *x,
-                          Target to, long column, long ahead) {
+                          Target to, long column, int in_order, long ahead) {
     const long k = l->inputs;
-    __m512 sums = dot_products(rows, columns, x, l->weight[part] + column * k, k, ahead);
+    const bf16 *weight = l->weight[part] + column * k;
+    __m512 sums = in_order ? dot_products_in_order(rows, columns, x, weight, k)
+                           : dot_products(rows, columns, x, weight, k, ahead);
     if (l->bias[part]) {
         float bias[16] = {0};
         UNROLL for (int i = 0; i < rows * columns; i++)
@@ -179,7 +202,9 @@ INLINE void multiply_tile(int rows, int columns, const Linear *l, long part, con
     }
     if (l->kind >= GATED_SILU) {
         __m512 gate = rounded(activate(rounded(sums), l->kind));
-        __m512 up = dot_products(rows, columns, x, l->weight[1] + column * k, k, ahead);
+        const bf16 *other = l->weight[1] + column * k;
+        __m512 up = in_order ? dot_products_in_order(rows, columns, x, other, k)
+                             : dot_products(rows, columns, x, other, k, ahead);
         sums = _mm512_mul_ps(gate, rounded(up));
     }
     if (to.added) {
@@ -205,21 +230,21 @@ INLINE void multiply_tile(int rows, int columns, const Linear *l, long part, con
 
 // Outputs `start` to `stop` of some rows, in tiles of so many columns and the rest one by one.
 INLINE void multiply_rows(int rows, int columns, const Linear *l, long part, const bf16 *x,
-                          Target to, long start, long stop, long ahead) {
+                          Target to, long start, long stop, int in_order, long ahead) {
     long column = start;
     for (; column + columns <= stop; column += columns)
-        multiply_tile(rows, columns, l, part, x, to, column, ahead);
-    for (; column < stop; column++) multiply_tile(rows, 1, l, part, x, to, column, 0);
+        multiply_tile(rows, columns, l, part, x, to, column, in_order, ahead);
+    for (; column < stop; column++) multiply_tile(rows, 1, l, part, x, to, column, 0, 0);
 }
 
 // The same, of up to four rows.
 INLINE void multiply_four(const Linear *l, long part, const bf16 *x, Target to, long rows,
                           long start, long stop, long ahead) {
     switch (rows) {
-    case 1: multiply_rows(1, 4, l, part, x, to, start, stop, ahead); break;
-    case 2: multiply_rows(2, 4, l, part, x, to, start, stop, ahead); break;
-    case 3: multiply_rows(3, 4, l, part, x, to, start, stop, ahead); break;
-    default: multiply_rows(4, 4, l, part, x, to, start, stop, ahead); break;
+    case 1: multiply_rows(1, 4, l, part, x, to, start, stop, 0, ahead); break;
+    case 2: multiply_rows(2, 4, l, part, x, to, start, stop, 0, ahead); break;
+    case 3: multiply_rows(3, 4, l, part, x, to, start, stop, 0, ahead); break;
+    default: multiply_rows(4, 4, l, part, x, to, start, stop, 0, ahead); break;
     }
 }
 
@@ -253,9 +278,9 @@ void linear(const Linear *l, const bf16 *x, long rows, const bf16 *added, void *
         const long stop = start + chunk < l->outputs[part] ? start + chunk : l->outputs[part];
         const Target to = {(char *)out + offset * width, added ? added + offset : NULL, stride};
         if (rows == 1) {
-            multiply_rows(1, 16, l, part, x, to, start, stop, 16);
+            multiply_rows(1, 16, l, part, x, to, start, stop, 1, 0);
         } else if (rows == 2) {
-            multiply_rows(2, 8, l, part, x, to, start, stop, 16);
+            multiply_rows(2, 8, l, part, x, to, start, stop, 1, 0);
         } else {
             for (long from = 0; from < rows; from += block) {
                 const long end = from + block < rows ? from + block : rows;

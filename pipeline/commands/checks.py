@@ -135,6 +135,20 @@ def check_torch() -> Iterator[Check]:
         yield Check("device", "warn", f"{found} on {processors} processors", advice)
     else:
         yield Check("device", "ok", found)
+    yield check_kernels()
+
+
+def check_kernels() -> Check:
+    """Whether our kernels for bfloat16 on CPU can be used; the first time they are compiled."""
+    from ...stages.executor.kernels.compile import KernelsUnavailable
+    from ...stages.executor.kernels.cpu import library
+
+    try:
+        library()  # with torch imported, whose OpenMP it needs
+    except KernelsUnavailable as error:
+        advice = "models run without them, in bfloat16 on CPU about half as fast"
+        return Check("kernels", "warn", str(error), advice)
+    return Check("kernels", "ok", "compiled for this processor")
 
 
 def check_answer(config: Config, model: str, prompt: str, name: str) -> Check:

@@ -78,6 +78,7 @@ class ExecutorStage(Actor):
             kv_blocks=capacity.num_blocks,
             block_size=capacity.block_size,
             max_model_len=capacity.max_model_len,
+            kernels=self._core.without_kernels or "in use",
         )
 
     async def receive_forever(self, inbox: Inbox) -> None:

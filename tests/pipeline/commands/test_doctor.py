@@ -92,7 +92,8 @@ def test_doctor(run: Run, redis_url: str) -> None:
     assert (ran.status, ran.stderr) == (0, "")
     rows = [line.split() for line in ran.stdout.splitlines() if not line.startswith(" ")]
     assert [name for _, name, *_ in rows] == [
-        *("python", "packages", "torch", "device", "bundled", "speed", "redis", "traces")
+        *("python", "packages", "torch", "device", "kernels"),
+        *("bundled", "speed", "redis", "traces"),
     ]
     assert {state for state, *_ in rows} <= {"ok", "warn"}
     assert "'98 + 25 =' → '123'" in ran.stdout

@@ -78,8 +78,9 @@ INLINE __m512 sum_lanes(const __m512 *v) {
                          _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
 }
 
-// exp to about 1e-7 relative; 0 below the least float, for -inf too. NaN stays NaN: where one operand
-// is no number, minimum and maximum give the second. Range reduction and minimax polynomial after Cephes' expf (Moshier).
+// exp to about 1e-7 relative; 0 below the least float, for -inf too. NaN stays NaN: where one
+// operand is no number, minimum and maximum give the second. Range reduction and minimax polynomial
+// after Cephes' expf (Moshier).
 INLINE __m512 exponential(__m512 x) {
     x = _mm512_min_ps(_mm512_set1_ps(88.7f), x);
     x = _mm512_max_ps(_mm512_set1_ps(-104.0f), x);
@@ -103,12 +104,13 @@ INLINE __m512 hyperbolic_tangent(__m512 x) {
     return _mm512_sub_ps(one, _mm512_div_ps(_mm512_set1_ps(2.0f), _mm512_add_ps(e, one)));
 }
 
-// --- linear layers --------------------------------------------------------------------------------
+// --- linear layers -----------------------------------------------------------------------------
 
 enum { PLAIN, WIDE, GATED_SILU, GATED_TANH_GELU };
 
 // One or more linear layers over the same rows, their outputs side by side. The gated kinds have two
-// parts, gate and up, without bias, and one output, act(gate) * up. WIDE writes float32 instead of bfloat16.
+// parts, gate and up, without bias, and one output, act(gate) * up. WIDE writes float32 instead of
+// bfloat16.
 typedef struct {
     const bf16 *weight[3];  // [outputs, inputs]
     const bf16 *bias[3];    // [outputs], or NULL
@@ -120,8 +122,10 @@ typedef struct {
 
 INLINE __m512 activate(__m512 x, long kind) {
     __m512 one = _mm512_set1_ps(1.0f);
-    if (kind == GATED_SILU)
-        return _mm512_div_ps(x, _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+    if (kind == GATED_SILU) {
+        __m512 e = exponential(_mm512_sub_ps(_mm512_setzero_ps(), x));
+        return _mm512_div_ps(x, _mm512_add_ps(one, e));
+    }
     __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
     __m512 inner = _mm512_fmadd_ps(cube, _mm512_set1_ps(0.044715f), x);
     __m512 t = hyperbolic_tangent(_mm512_mul_ps(inner, _mm512_set1_ps(0.7978845608028654f)));
@@ -141,18 +145,17 @@ INLINE void add_products(int rows, int columns, const bf16 *x, const bf16 *weigh
 }
 
 // Dot products of `rows` rows of x with `columns` rows of weights, rows * columns <= 16: lane
-// a * columns + b has that of a and b. Weights `ahead` rows further on are brought closer.
+// a * columns + b has that of a and b. With each step `lines` cache lines from `ahead` on are brought
+// closer.
 INLINE __m512 dot_products(int rows, int columns, const bf16 *x, const bf16 *weight, long k,
-                           long ahead) {
+                           const bf16 *ahead, long lines) {
     __m512 sums[16];
     UNROLL for (int i = 0; i < 16; i++) sums[i] = _mm512_setzero_ps();
     long i = 0;
     for (; i + 32 <= k; i += 32) {
         add_products(rows, columns, x + i, weight + i, k, 0xffffffffu, sums);
-        if (ahead) {
-            UNROLL for (int b = 0; b < columns; b++)
-                _mm_prefetch((const char *)(weight + (b + ahead) * k + i), _MM_HINT_T1);
-        }
+        for (long line = 0; line < lines; line++, ahead += 32)
+            _mm_prefetch((const char *)ahead, _MM_HINT_T1);
     }
     if (i < k) add_products(rows, columns, x + i, weight + i, k, first_32(k - i), sums);
     return sum_lanes(sums);
@@ -189,11 +192,11 @@ INLINE __m512 dot_products_in_order(int rows, int columns, const bf16 *x, const 
 // One tile of outputs: `rows` rows, and `columns` weights from `column` on. With `in_order` as in
 // dot_products_in_order.
 INLINE void multiply_tile(int rows, int columns, const Linear *l, long part, const bf16 *x,
-                          Target to, long column, int in_order, long ahead) {
+                          Target to, long column, int in_order, const bf16 *ahead, long lines) {
     const long k = l->inputs;
     const bf16 *weight = l->weight[part] + column * k;
     __m512 sums = in_order ? dot_products_in_order(rows, columns, x, weight, k)
-                           : dot_products(rows, columns, x, weight, k, ahead);
+                           : dot_products(rows, columns, x, weight, k, ahead, lines);
     if (l->bias[part]) {
         float bias[16] = {0};
         UNROLL for (int i = 0; i < rows * columns; i++)
@@ -203,8 +206,9 @@ INLINE void multiply_tile(int rows, int columns, const Linear *l, long part, con
     if (l->kind >= GATED_SILU) {
         __m512 gate = rounded(activate(rounded(sums), l->kind));
         const bf16 *other = l->weight[1] + column * k;
+        const bf16 *other_ahead = ahead ? other + (ahead - weight) : NULL;
         __m512 up = in_order ? dot_products_in_order(rows, columns, x, other, k)
-                             : dot_products(rows, columns, x, other, k, ahead);
+                             : dot_products(rows, columns, x, other, k, other_ahead, lines);
         sums = _mm512_mul_ps(gate, rounded(up));
     }
     if (to.added) {
@@ -230,21 +234,22 @@ INLINE void multiply_tile(int rows, int columns, const Linear *l, long part, con
 
 // Outputs `start` to `stop` of some rows, in tiles of so many columns and the rest one by one.
 INLINE void multiply_rows(int rows, int columns, const Linear *l, long part, const bf16 *x,
-                          Target to, long start, long stop, int in_order, long ahead) {
+                          Target to, long start, long stop, int in_order, const bf16 *ahead,
+                          long lines) {
     long column = start;
     for (; column + columns <= stop; column += columns)
-        multiply_tile(rows, columns, l, part, x, to, column, in_order, ahead);
-    for (; column < stop; column++) multiply_tile(rows, 1, l, part, x, to, column, 0, 0);
+        multiply_tile(rows, columns, l, part, x, to, column, in_order, ahead, lines);
+    for (; column < stop; column++) multiply_tile(rows, 1, l, part, x, to, column, 0, NULL, 0);
 }
 
 // The same, of up to four rows.
 INLINE void multiply_four(const Linear *l, long part, const bf16 *x, Target to, long rows,
-                          long start, long stop, long ahead) {
+                          long start, long stop, const bf16 *ahead, long lines) {
     switch (rows) {
-    case 1: multiply_rows(1, 4, l, part, x, to, start, stop, 0, ahead); break;
-    case 2: multiply_rows(2, 4, l, part, x, to, start, stop, 0, ahead); break;
-    case 3: multiply_rows(3, 4, l, part, x, to, start, stop, 0, ahead); break;
-    default: multiply_rows(4, 4, l, part, x, to, start, stop, 0, ahead); break;
+    case 1: multiply_rows(1, 4, l, part, x, to, start, stop, 0, ahead, lines); break;
+    case 2: multiply_rows(2, 4, l, part, x, to, start, stop, 0, ahead, lines); break;
+    case 3: multiply_rows(3, 4, l, part, x, to, start, stop, 0, ahead, lines); break;
+    default: multiply_rows(4, 4, l, part, x, to, start, stop, 0, ahead, lines); break;
     }
 }
 
@@ -278,17 +283,24 @@ void linear(const Linear *l, const bf16 *x, long rows, const bf16 *added, void *
         const long stop = start + chunk < l->outputs[part] ? start + chunk : l->outputs[part];
         const Target to = {(char *)out + offset * width, added ? added + offset : NULL, stride};
         if (rows == 1) {
-            multiply_rows(1, 16, l, part, x, to, start, stop, 1, 0);
+            multiply_rows(1, 16, l, part, x, to, start, stop, 1, NULL, 0);
         } else if (rows == 2) {
-            multiply_rows(2, 8, l, part, x, to, start, stop, 1, 0);
+            multiply_rows(2, 8, l, part, x, to, start, stop, 1, NULL, 0);
         } else {
             for (long from = 0; from < rows; from += block) {
                 const long end = from + block < rows ? from + block : rows;
+                // While four columns are multiplied with all rows, the next four come closer, evenly:
+                // all at once they would wait for one another.
+                const long tiles = (end - from + 3) / 4, lines = (4 + tiles - 1) / tiles;
+                const long share = k / 32 * 32 * lines;
                 for (long column = start; column < stop; column += 4) {
                     const long until = column + 4 < stop ? column + 4 : stop;
-                    for (long row = from; row < end; row += 4)
+                    const bf16 *next = l->weight[part] + (column + 4) * k;
+                    for (long row = from, done = 0; row < end; row += 4, done += share) {
+                        const int more = done < 4 * k;
                         multiply_four(l, part, x + row * k, at_row(to, row, width), end - row,
-                                      column, until, row == from ? 4 : 0);
+                                      column, until, more ? next + done : NULL, more ? lines : 0);
+                    }
                 }
             }
         }
@@ -306,7 +318,7 @@ void gate(bf16 *gates, const bf16 *ups, long count, long kind) {
     }
 }
 
-// --- norms and rotary positions -------------------------------------------------------------------
+// --- norms and rotary positions ----------------------------------------------------------------
 
 // RMSNorm of [rows, width] with weights [width]; x and out may be one. With `shifted` the factor is
 // 1 + weight, in float32 (Gemma).
@@ -321,7 +333,8 @@ void rms_norm(const bf16 *x, const bf16 *weight, bf16 *out, long rows, long widt
             __m512 v = load_wide_some(from + i, first(width - i));
             squares = _mm512_fmadd_ps(v, v, squares);
         }
-        __m512 factor = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(squares) / width + epsilon));
+        const float mean = _mm512_reduce_add_ps(squares) / width;
+        const __m512 factor = _mm512_set1_ps(1.0f / sqrtf(mean + epsilon));
         for (long i = 0; i < width; i += 16) {
             __mmask16 mask = first(width - i);
             __m512 v = _mm512_mul_ps(load_wide_some(from + i, mask), factor);
@@ -358,7 +371,7 @@ void rotate(bf16 *x, long stride, const bf16 *cos, const bf16 *sin, long rows, l
     }
 }
 
-// --- attention ------------------------------------------------------------------------------------
+// --- attention ---------------------------------------------------------------------------------
 
 // One layer's paged keys and values, and how to look at them.
 typedef struct {
@@ -476,8 +489,10 @@ static void attend(const Attention *a, const bf16 *queries, bf16 *out, const int
             if (largest > maxima[g]) {
                 const __m512 shrink = _mm512_set1_ps(expf(maxima[g] - largest));
                 totals[g] *= _mm512_cvtss_f32(shrink);
-                for (long i = 0; i < parts * 32; i += 16)
-                    _mm512_storeu_ps(target + i, _mm512_mul_ps(_mm512_loadu_ps(target + i), shrink));
+                for (long i = 0; i < parts * 32; i += 16) {
+                    __m512 sum = _mm512_mul_ps(_mm512_loadu_ps(target + i), shrink);
+                    _mm512_storeu_ps(target + i, sum);
+                }
                 maxima[g] = largest;
             }
             most = _mm512_set1_ps(largest);
@@ -512,7 +527,8 @@ static void attend(const Attention *a, const bf16 *queries, bf16 *out, const int
         }
     }
     // Undoes the order that unpacking has left: four of the first vector, four of the second.
-    const __m512i to_low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i to_low =
+        _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i to_high = _mm512_add_epi32(to_low, _mm512_set1_epi32(8));
     for (long g = 0; g < group; g++)
         for (long i = 0; i < parts; i++) {
@@ -549,7 +565,7 @@ void decode_attention(const Attention *a, const bf16 *queries, long stride, bf16
     }
 }
 
-// --- softmax ----------------------------------------------------------------------------------------
+// --- softmax -----------------------------------------------------------------------------------
 
 enum { SPAN = 16384 };  // numbers that a thread takes at a time; a multiple of any block
 

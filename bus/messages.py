@@ -362,6 +362,7 @@ class Credit(Internal, frozen=True, array_like=True, tag="credit", tag_field="ty
         yielded: Sequences that have made room and wait for Continue.
         ended: Sequences that will not run again.
         step_ns: What the shortest of the steps took on the device; 0 when there is none.
+        kv_free: Tokens for which KV is free, with that which only the prefix cache has.
     """
 
     sequences: int
@@ -370,6 +371,7 @@ class Credit(Internal, frozen=True, array_like=True, tag="credit", tag_field="ty
     yielded: tuple[int, ...] = ()
     ended: tuple[int, ...] = ()
     step_ns: int = 0
+    kv_free: int = 0
 
 
 class NewSequence(Part, frozen=True, array_like=True):

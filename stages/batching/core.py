@@ -238,7 +238,7 @@ class BatchingCore:
 
         None while nothing needs to be told; to be called after each `absorb`.
         """
-        return self._report.take()
+        return self._report.take(self.cache.num_free_blocks() * self.limits.block_size)
 
     def next_deadline_ns(self) -> int | None:
         """When a request's time will be over; None when no request has a deadline."""

@@ -30,7 +30,7 @@ class Report:
             took_ns = result.end_ns - result.start_ns
             self._step_ns = min(self._step_ns or took_ns, took_ns)
 
-    def take(self) -> Credit | None:
+    def take(self, kv_free: int) -> Credit | None:
         """The report; None while nothing needs to be told."""
         waits = len(self._steps) < REPORTED_STEPS
         if waits and not (self.free_slots or self.yielded or self.ended):
@@ -42,6 +42,7 @@ class Report:
             tuple(self.yielded),
             tuple(self.ended),
             max(0, self._step_ns),
+            kv_free,
         )
         self.clear()
         return report

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from itertools import count
+from math import ceil
 
 import msgspec
 
@@ -14,7 +15,7 @@ from .lanes import Lane, Running, choose_lane
 from .locality import Trail, trail_of
 from .pace import Pace
 from .queue import FairQueue, Next
-from .tenants import PriorityClass, Waiting
+from .tenants import Flow, PriorityClass, Waiting
 
 LEFTOVERS_KEPT = 256
 """Deadlines of requests that wait no longer that may be left, besides the others."""
@@ -90,6 +91,7 @@ class FairnessCore:
         """Takes a lane's report; returns the sequences that have made room."""
         of = self._lanes.setdefault(lane, Lane(lane))
         of.credits += report.sequences
+        of.kv_free = report.kv_free
         if report.step_ns:
             self._pace.add(report.step_ns)
         full = of.put_aside(report.steps)
@@ -285,6 +287,7 @@ class FairnessCore:
             running.flow.charge(number * price)
             priority = running.request.priority
             tokens[priority] += number
+            running.num_tokens += number
             running.in_slice += number
             used_up = 0 < slice_tokens <= running.in_slice and not running.leaving
             if used_up and priority < self.config.high_priority_threshold:
@@ -300,7 +303,7 @@ class FairnessCore:
             Waiting(
                 running.request,
                 deque((running.spec,)),
-                now_ns,
+                now_ns if running.behind else running.arrived_ns,
                 running.deadline_ns,
                 arrived_ns=running.arrived_ns,
                 resumed=True,
@@ -341,37 +344,42 @@ class FairnessCore:
             victim = lane.victim(level)
             if victim is None:
                 break
-            lane.ask(victim, now_ns, preempted=True)
+            lane.ask(victim, now_ns, preempted=True, behind=False)
             asked.append((lane.name, victim))
         return asked
 
     def _end_slices(
         self, lane: Lane, first: PriorityClass, now_ns: int
     ) -> list[tuple[str, Running]]:
-        """Room where a slice is used up and somebody else goes first."""
+        """Room where a slice is used up, somebody else goes first, and going on costs little."""
         asked: list[tuple[str, Running]] = []
+        least = first.order.first()
+        assert least is not None, "a class in the order has nothing that waits"
         for running in list(lane.due.values()):
-            if self._num_leaving >= self._queue.num_sequences:
-                break
-            if self._would_go_first(running, first, now_ns):
+            if not self._gives_way(running, first, least, now_ns):
                 continue
-            lane.ask(running, now_ns, preempted=False)
-            asked.append((lane.name, running))
+            behind = least is running.flow
+            if lane.keeps(running, before=least.waiting_tokens if behind else 0):
+                lane.ask(running, now_ns, preempted=False, behind=behind)
+                asked.append((lane.name, running))
         return asked
+
+    def _gives_way(self, running: Running, first: PriorityClass, least: Flow, now_ns: int) -> bool:
+        """Whether somebody else would get the place of a sequence that made room now."""
+        if not first.would_pass(running.request.priority, now_ns):
+            return False
+        flow = running.flow
+        number = least.num_sequences - self._num_leaving
+        if flow is not least and flow.of is first:
+            # So many of theirs, until they are level.
+            price = self.config.prefill_weight * len(least.first().request.token_ids) + 1
+            ahead = (flow.counter - least.counter) * least.weight
+            number = min(number, ceil(ahead / price) - self._num_leaving)
+        return number > 0
 
     @property
     def _num_leaving(self) -> int:
         return sum(lane.num_leaving for lane in self._lanes.values())
-
-    @staticmethod
-    def _would_go_first(running: Running, first: PriorityClass, now_ns: int) -> bool:
-        """Whether a sequence that made room would get its place back at once."""
-        if not first.would_pass(running.request.priority, now_ns):
-            return True
-        flow = running.flow
-        least = first.order.first()
-        alone = flow.of is first and not flow.num_waiting
-        return alone and least is not None and flow.counter < least.counter
 
     # --- inside: time -------------------------------------------------------------------------
 

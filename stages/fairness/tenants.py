@@ -89,6 +89,8 @@ class Flow:
     Attributes:
         counter: Tokens served, each kind at its price, divided by the tenant's weight.
         num_waiting: Requests (or parts of them) that wait.
+        num_sequences: Their sequences.
+        waiting_tokens: The prompts' tokens of these.
         num_running: Sequences that were dispatched and are not back.
         dispatched: Dispatches so far.
     """
@@ -99,10 +101,12 @@ class Flow:
         "counter",
         "dispatched",
         "num_running",
+        "num_sequences",
         "num_waiting",
         "of",
         "tenant",
         "version",
+        "waiting_tokens",
         "weight",
     )
 
@@ -113,6 +117,8 @@ class Flow:
         self.counter = 0.0
         self.version = 0
         self.num_waiting = 0
+        self.num_sequences = 0
+        self.waiting_tokens = 0
         self.num_running = 0
         self.dispatched = 0
         self._heap: list[tuple[int, int, Waiting]] = []
@@ -135,6 +141,11 @@ class Flow:
         if len(self._heap) > 2 * self.num_waiting + LEFTOVERS_KEPT:
             self._heap = [each for each in self._heap if each[2].specs]
             heapq.heapify(self._heap)
+
+    def count(self, waiting: Waiting, number: int) -> None:
+        """So many more of a request's sequences wait, or with a minus fewer."""
+        self.num_sequences += number
+        self.waiting_tokens += number * len(waiting.request.token_ids)
 
     def first(self) -> Waiting:
         """The request that leaves next. There must be one."""
@@ -219,12 +230,14 @@ class PriorityClass:
             self.order.put(flow)
             self.turns.append(now_ns)
         flow.add(waiting, self._key_of(waiting))
+        flow.count(waiting, len(waiting.specs))
         self.num_sequences += len(waiting.specs)
 
     def take(self, waiting: Waiting, number: int, now_ns: int) -> tuple[SequenceSpec, ...]:
         """Takes sequences out that are dispatched now: a turn is used up."""
         flow = waiting.flow
         chosen = tuple(waiting.specs.popleft() for _ in range(number))
+        flow.count(waiting, -number)
         self.num_sequences -= number
         self.num_running += number
         flow.num_running += number
@@ -238,6 +251,7 @@ class PriorityClass:
 
     def drop(self, waiting: Waiting) -> None:
         """Takes out what will not be dispatched any more."""
+        waiting.flow.count(waiting, -len(waiting.specs))
         self.num_sequences -= len(waiting.specs)
         waiting.specs.clear()
         self._one_less(waiting.flow)

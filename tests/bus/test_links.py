@@ -70,7 +70,7 @@ SAMPLES: tuple[Message, ...] = (
     Dispatch(INFO, (1, 2, 3), SAMPLING, (SPEC,), 4),
     Yield((1, 2)),
     Continue((7, 8), -5),
-    Credit(3, ((7, 8), (8,)), ((9, 12),), (7,), (8,), 1_000_000),
+    Credit(3, ((7, 8), (8,)), ((9, 12),), (7,), (8,), 1_000_000, 640),
     StepPlan(
         1,
         (NewSequence(7, (1, 2), 0, 0, (4, 5), SAMPLING, SPEC, INFO),),

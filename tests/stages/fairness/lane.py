@@ -16,6 +16,7 @@ class StepLane:
         now_ns: The time; each step takes `step_ns`.
         service: What each tenant was served, at its price and weight, by the lane's own count.
         started: When each request first ran.
+        starts: Requests in the order in which sequences of theirs got a place, each time.
         made: Tokens of each sequence.
         finished: Requests in the order in which they finished.
     """
@@ -27,6 +28,7 @@ class StepLane:
         places: int = 2,
         step_ns: int = 10_000_000,
         report_every: int = 1,
+        kv_free: int = 10**9,
     ) -> None:
         self.core = FairnessCore(config or FairnessConfig())
         self.places = places
@@ -36,6 +38,7 @@ class StepLane:
         self.service: dict[str, float] = {}
         self.started: dict[str, int] = {}
         self.made: dict[int, int] = {}
+        self.starts: list[str] = []
         self.finished: list[str] = []
         self.preemptions: dict[int, int] = {}
         self.running: dict[int, AdmittedRequest] = {}
@@ -43,6 +46,7 @@ class StepLane:
         self._lengths: dict[str, int] = {}
         self._requests: dict[str, AdmittedRequest] = {}
         self._report_every = report_every
+        self.kv_free = kv_free
         self._steps: list[tuple[int, ...]] = []
         self._new: list[tuple[int, int]] = []
         self.core.absorb(Credit(places), 0)
@@ -109,6 +113,7 @@ class StepLane:
 
     def _start(self, seq_id: int, admitted: AdmittedRequest, num_tokens: int) -> None:
         self.running[seq_id] = admitted
+        self.starts.append(admitted.info.request_id)
         self._new.append((seq_id, num_tokens))
 
     def _serve(self, admitted: AdmittedRequest, cost: float) -> None:
@@ -123,6 +128,7 @@ class StepLane:
             yielded,
             ended,
             self.step_ns,
+            self.kv_free,
         )
         self._steps.clear()
         self._new.clear()

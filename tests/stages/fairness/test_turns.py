@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from nano_inference.bus.messages import Credit
 from nano_inference.config import FairnessConfig
 from nano_inference.stages.fairness import FairnessCore
+from nano_inference.stages.fairness.lanes import KEPT_SHARE
 
 from .lane import StepLane
 from .requests import SECOND, cancel, drain, grant, request
@@ -52,6 +53,48 @@ def test_a_slice_that_is_used_up_ends_as_soon_as_somebody_waits() -> None:
     lane.submit("short", 1)
     lane.step(1)
     assert "short" in lane.started
+
+
+@pytest.mark.parametrize(("kv_free", "yields"), [(80, False), (130, True)])
+def test_no_slice_ends_where_going_on_would_have_to_compute_all_again(
+    kv_free: int, yields: bool
+) -> None:
+    lane = StepLane(SLICES, places=1, kv_free=kv_free)
+    lane.submit("long", 10, prompt=(1,) * 10)
+    lane.submit("short", 2)
+    lane.run()
+    assert (lane.finished[0] == "short") is yields
+
+
+def test_those_that_made_room_get_a_share_of_the_free_cache_and_no_more() -> None:
+    lane = StepLane(SLICES, places=4, kv_free=480)
+    for number in range(4):
+        lane.submit(f"long-{number}", 40, prompt=(1,) * 10, tenant="a")
+    for number in range(4):
+        lane.submit(f"other-{number}", 40, prompt=(1,) * 10, tenant=f"b-{number}")
+    (of,) = lane.core._lanes.values()
+    seen = []
+    while lane.core.num_queued:
+        lane.step()
+        assert of.aside_tokens == sum(each.num_tokens for each in of.paused.values())
+        seen.append(of.aside_tokens)
+    assert 0 < max(seen) <= KEPT_SHARE * (480 + 50)
+    lane.run()
+    assert of.aside_tokens == 0
+
+
+def test_who_gives_way_to_another_tenant_is_its_own_tenants_next() -> None:
+    lane = StepLane(SLICES, places=1)
+    lane.submit("first", 30, tenant="a")
+    lane.step()
+    lane.submit("second", 30, tenant="a")
+    lane.step()
+    lane.submit("guest", 2, tenant="b")
+    lane.run()
+    assert lane.core.counts.yields > 0
+    assert lane.finished[0] == "guest"
+    order = lane.starts
+    assert order[:3] == ["first", "guest", "first"], "not behind what its tenant has waiting"
 
 
 def test_high_priorities_have_no_slices() -> None:

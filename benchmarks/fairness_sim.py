@@ -106,6 +106,17 @@ def noisy_load(seconds: float) -> tuple[list[Arrival], list[Arrival]]:
     return quiet, noisy
 
 
+def shares_load(seconds: float) -> list[Arrival]:
+    """Four tenants with different requests; each sends more than a quarter of what can be done."""
+    rng = random.Random(5)
+    return [
+        *stream(rng, "summaries", 900, seconds, (400, 800), (8, 24)),
+        *stream(rng, "chat", 1800, seconds, (64, 192), (32, 64)),
+        *stream(rng, "stories", 450, seconds, (16, 64), (150, 250)),
+        *stream(rng, "labels", 6000, seconds, (48, 80), (1, 4)),
+    ]
+
+
 def urgent_load(seconds: float) -> list[Arrival]:
     """Four tenants with long completions keep the batch full; now and then comes what is urgent."""
     rng = random.Random(2)
@@ -173,16 +184,16 @@ def figures(outcome: Outcome, peer: Outcome) -> dict[str, Any]:
     }
 
 
-def contended_jain(outcome: Outcome) -> float:
-    """Jain's index of what those tenants gained that waited, while at least two did."""
+def contended_jain(outcome: Outcome) -> float | None:
+    """Jain's index of what the tenants gained while all of them waited; None if they never did."""
+    tenants = {each.arrival.tenant for each in outcome.records}
     gained: dict[str, float] = defaultdict(float)
     samples = list(zip(outcome.service, outcome.waiting, strict=True))
     for (before, was), (after, now) in itertools.pairwise(samples):
-        both = [t for t in now[1] if was[1].get(t) and now[1].get(t)]
-        if len(both) > 1:
-            for tenant in both:
-                gained[tenant] += after[1].get(tenant, 0.0) - before[1].get(tenant, 0.0)
-    return jain(gained.values()) if len(gained) > 1 else 1.0
+        if all(was[1].get(tenant) and now[1].get(tenant) for tenant in tenants):
+            for tenant in tenants:
+                gained[tenant] += after[1][tenant] - before[1].get(tenant, 0.0)
+    return jain(gained.values()) if gained else None
 
 
 def compare(
@@ -193,7 +204,12 @@ def compare(
     found = {outcome.name: figures(outcome, outcomes[0]) for outcome in outcomes}
     header = ["policy"]
     header += [f"{tenant} TTFT p50 / p99, ms" for tenant in watched]
-    header += ["Jain", "device time x FCFS", "recomputed", "preempted / slices ended"]
+    header += [
+        "Jain while all wait",
+        "device time x FCFS",
+        "recomputed",
+        "preempted / slices ended",
+    ]
     rows = []
     for name, each in found.items():
         row = [name]
@@ -201,7 +217,8 @@ def compare(
             seen = each["ttft_ms"][tenant]
             row.append(f"{seen['p50']:,.1f} / {seen['p99']:,.1f}")
         share = each["recomputed_tokens"] / each["computed_tokens"]
-        row += [f"{each['jain']:.3f}", f"{each['device_time_x_fcfs']:.4f}", f"{share:.2%}"]
+        row.append("-" if each["jain"] is None else f"{each['jain']:.3f}")
+        row += [f"{each['device_time_x_fcfs']:.4f}", f"{share:.2%}"]
         row.append(f"{each['preemptions']} / {each['yields']}")
         rows.append(row)
     table(f"{title} ({len(load):,} requests)", header, rows)
@@ -341,6 +358,11 @@ def main() -> None:
         found["noisy"]["alone"] = figures(alone, alone)
         seen = found["noisy"]["alone"]["ttft_ms"]["quiet"]
         print(f"\nquiet alone: {seen['p50']:.1f} / {seen['p99']:.1f} ms")
+        load = shares_load(arguments.seconds / 3)
+        found["shares"], shares_outcomes = compare(
+            *("Four tenants that all send too much", load, config, device),
+            watched=["chat", "labels"],
+        )
         load = urgent_load(arguments.seconds)
         found["urgent"], _ = compare(
             "What is urgent, while the batch is full", load, config, device, ["urgent", "batch-0"]
@@ -351,7 +373,7 @@ def main() -> None:
             "Prefixes: more than the cache holds", load, config, small, ["agent-0"]
         )
         found["gap"] = gaps(arguments.gap_steps)
-        plots = {"noisy": [*noisy_outcomes, alone]}
+        plots = {"noisy": [*noisy_outcomes, alone], "shares": shares_outcomes}
     if arguments.plots:
         from fairness_plots import draw
 

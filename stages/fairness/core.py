@@ -10,10 +10,10 @@ from math import ceil
 import msgspec
 
 from ...bus.messages import AdmittedRequest, Cancel, Continue, Credit, Dispatch, StageTime
-from ...config import FairnessConfig, SamplingParams
+from ...config import FairnessConfig
 from .lanes import Lane, Running, choose_lane
 from .locality import Trail, trail_of
-from .pace import Pace
+from .pace import Pace, least_tokens
 from .queue import FairQueue, Next
 from .tenants import Flow, PriorityClass, Waiting
 
@@ -149,10 +149,10 @@ class FairnessCore:
         asked: list[tuple[str, Running]] = []
         first = self._queue.first_class()
         assert first is not None, "sequences wait in no class"
-        for lane in self._lanes.values():
-            if self.config.enable_preemption:
-                asked += self._preempt(lane, first, now_ns)
-            if self.config.max_timeslice_tokens:
+        if self.config.enable_preemption:
+            asked += self._preempt(first, now_ns)
+        if self.config.max_timeslice_tokens:
+            for lane in self._lanes.values():
                 self._count(lane)
                 asked += self._end_slices(lane, first, now_ns)
         return asked
@@ -229,12 +229,11 @@ class FairnessCore:
         resumed = lane.paused.get(specs[0].seq_id) if waiting.resumed else None
         if resumed is not None:
             self.counts.resumes += 1
-            lane.start(resumed, level, preemptible=self._is_preemptible(resumed))
+            self._run(lane, resumed, level)
             message: Dispatch | Continue = Continue((specs[0].seq_id,), rank)
         else:
             for spec in specs:
-                running = Running(spec, waiting)
-                lane.start(running, level, preemptible=self._is_preemptible(running))
+                self._run(lane, Running(spec, waiting), level)
             if first_run:
                 self._charge_prompt(waiting, lane, specs[0].seq_id)
             held = StageTime(stage="fairness", start_ns=waiting.arrived_ns, end_ns=now_ns)
@@ -252,6 +251,10 @@ class FairnessCore:
             last=not waiting.specs,
             passed_by=self._queue.passed_by(waiting),
         )
+
+    def _run(self, lane: Lane, running: Running, level: float) -> None:
+        preemptible = self._is_preemptible(running)
+        lane.start(running, level, next(self._order), preemptible=preemptible)
 
     def _charge_prompt(self, waiting: Waiting, lane: Lane, seq_id: int) -> None:
         """The first sample is charged in advance what its prompt probably takes; it shares it."""
@@ -334,16 +337,18 @@ class FairnessCore:
         low = running.request.priority < config.high_priority_threshold
         return config.enable_preemption and low and running.preemptions < config.max_preemptions
 
-    def _preempt(self, lane: Lane, first: PriorityClass, now_ns: int) -> list[tuple[str, Running]]:
+    def _preempt(self, first: PriorityClass, now_ns: int) -> list[tuple[str, Running]]:
         """Room for requests of high priority, at the cost of strictly lower effective ones."""
         asked: list[tuple[str, Running]] = []
         if first.priority < self.config.high_priority_threshold:
             return asked
         level = first.level(now_ns)
         while self._num_leaving < first.num_sequences:
-            victim = lane.victim(level)
-            if victim is None:
+            lowest = ((lane, lane.lowest()) for lane in self._lanes.values())
+            able = [(lane, each) for lane, each in lowest if each and each.level < level]
+            if not able:
                 break
+            lane, victim = min(able, key=lambda pair: (pair[1].level, -pair[1].order))
             lane.ask(victim, now_ns, preempted=True, behind=False)
             asked.append((lane.name, victim))
         return asked
@@ -394,9 +399,3 @@ class FairnessCore:
             return False
         least_ns = least_tokens(waiting.request.sampling) * self._pace.least_step_ns
         return now_ns + least_ns > waiting.deadline_ns
-
-
-def least_tokens(sampling: SamplingParams) -> int:
-    """Tokens that a sample has at the least."""
-    may_stop = sampling.stop_token_ids or sampling.stop
-    return max(1, sampling.min_tokens) if may_stop else sampling.max_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, count
+from itertools import chain
 
 from ...bus.messages import SequenceSpec
 from .locality import PrefixIndex, Trail
@@ -108,18 +108,17 @@ class Lane:
         self.prefixes = PrefixIndex()
         self._steps: list[tuple[int, ...]] = []
         self._victims: list[tuple[float, int, Running]] = []
-        self._order = count(1)
 
     @property
     def load(self) -> int:
         """Sequences that it has."""
         return len(self.running)
 
-    def start(self, running: Running, level: float, *, preemptible: bool) -> None:
-        """A sequence is dispatched to this lane."""
+    def start(self, running: Running, level: float, order: int, *, preemptible: bool) -> None:
+        """A sequence is dispatched to this lane; `order` grows with each one."""
         seq_id = running.spec.seq_id
         running.level = level
-        running.order = next(self._order)
+        running.order = order
         running.in_slice = 0
         running.leaving = False
         if self.paused.pop(seq_id, None) is not None:
@@ -191,14 +190,11 @@ class Lane:
         own = running.num_tokens
         return self.aside_tokens + own + before <= KEPT_SHARE * (self.kv_free + own)
 
-    def victim(self, level: float) -> Running | None:
-        """Who makes room for a higher effective priority: the lowest below it, if any."""
-        victims = self._victims
-        while victims and not self._is_victim(victims[0]):
-            heapq.heappop(victims)
-        if victims and victims[0][0] < level:
-            return heapq.heappop(victims)[2]
-        return None
+    def lowest(self) -> Running | None:
+        """Who makes room first for a higher priority, the one with the lowest; None if none may."""
+        while self._victims and not self._is_victim(self._victims[0]):
+            heapq.heappop(self._victims)
+        return self._victims[0][2] if self._victims else None
 
     def _remove(self, seq_id: int) -> Running | None:
         running = self.running.pop(seq_id, None)

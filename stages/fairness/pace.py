@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ...config import SamplingParams
+
 WINDOW = 256
 """Reports after which the fastest step of before begins to be forgotten."""
 
@@ -31,3 +33,9 @@ class Pace:
         """What the shortest step may take; 0 as long as nothing was seen."""
         seen = [each for each in (self._now_ns, self._before_ns) if each]
         return CAUTION * min(seen, default=0)
+
+
+def least_tokens(sampling: SamplingParams) -> int:
+    """Tokens that a sample has at the least."""
+    may_stop = sampling.stop_token_ids or sampling.stop
+    return max(1, sampling.min_tokens) if may_stop else sampling.max_tokens

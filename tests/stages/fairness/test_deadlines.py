@@ -7,8 +7,8 @@ import pytest
 from nano_inference.bus.messages import Credit
 from nano_inference.config import FairnessConfig, SamplingParams
 from nano_inference.stages.fairness import FairnessCore
-from nano_inference.stages.fairness.core import HOPELESS, least_tokens
-from nano_inference.stages.fairness.pace import CAUTION, WINDOW, Pace
+from nano_inference.stages.fairness.core import HOPELESS
+from nano_inference.stages.fairness.pace import CAUTION, WINDOW, Pace, least_tokens
 from nano_inference.stages.fairness.tenants import UNDATED_NS
 
 from .requests import SECOND, drain, grant, request

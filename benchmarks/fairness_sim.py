@@ -243,7 +243,7 @@ def gap_bound(config: FairnessConfig, prompt: int, output: int, places: int) -> 
     """The bound of docs/fairness.md, on what one tenant may gain on another."""
     weights = [config.tenant_weights.get(tenant, 1.0) for tenant in GAP_TENANTS]
     unit = config.prefill_weight * prompt + config.decode_weight * places * output
-    return 2 * (unit + config.locality_tokens) / min(weights)
+    return 2 * (unit / min(weights) + config.locality_tokens)
 
 
 def measure_gap(policy: str, steps: int, config: FairnessConfig) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def test_prompts_are_charged_by_what_they_took() -> None:
     assert core.counts.recomputed_tokens == 54
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     loads=st.lists(
         st.tuples(st.integers(1, 30), st.integers(1, 40), st.sampled_from([0.5, 1.0, 2.0])),
@@ -107,20 +107,28 @@ def test_prompts_are_charged_by_what_they_took() -> None:
     places=st.integers(1, 6),
     visitors=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 30), st.integers(1, 40))),
     report_every=st.sampled_from([1, 8]),
+    slice_tokens=st.sampled_from([0, 0, 3]),
+    locality=st.sampled_from([0, 0, 100]),
 )
 def test_no_tenant_that_always_waits_falls_behind_by_more_than_the_bound(
     loads: list[tuple[int, int, float]],
     places: int,
     visitors: list[tuple[int, int, int]],
     report_every: int,
+    slice_tokens: int,
+    locality: int,
 ) -> None:
     weights = {f"t{index}": weight for index, (_, _, weight) in enumerate(loads)}
-    config = FairnessConfig(tenant_weights=weights)
+    config = FairnessConfig(
+        tenant_weights=weights, max_timeslice_tokens=slice_tokens, locality_tokens=locality
+    )
+    if locality:  # long enough to be looked for
+        loads = [(tokens, prompt + 40, weight) for tokens, prompt, weight in loads]
     lane = StepLane(config, places=places, report_every=report_every)
     longest = max(tokens for tokens, _, _ in loads)
     prompts = max(prompt for _, prompt, _ in loads)
     unit = config.prefill_weight * prompts + config.decode_weight * places * longest
-    bound = 2 * unit / min(weights.values())
+    bound = 2 * (unit / min(weights.values()) + locality)
     lead: dict[tuple[str, str], list[float]] = {}
     for step in range(300):
         for index, (tokens, prompt, _) in enumerate(loads):

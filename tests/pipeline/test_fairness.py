@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -13,15 +13,16 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from nano_inference import Completion, Pipeline
 from nano_inference.config import FairnessConfig, TelemetryConfig
 from nano_inference.pipeline.client import Request
-from nano_inference.stages.fairness.core import Counts
+from nano_inference.stages.batching import BatchingCore
+from nano_inference.stages.executor.core import ExecutorCore
+from nano_inference.stages.fairness import Counts, FairnessCore
 from nano_inference.stages.fairness.stage import FairnessStage
+from nano_inference.stages.streaming.core import StreamingCore
 from nano_inference.telemetry import names, setup_tracing
 
 from .conftest import MakeConfig
 
 LIMIT_S = 240
-
-MakePipeline = Callable[..., Awaitable[Pipeline]]
 
 
 def long_request(index: int, **fields: Any) -> dict[str, Any]:
@@ -107,11 +108,6 @@ async def test_streams_that_pause_are_those_of_an_undisturbed_run(
 async def test_what_has_paused_survives_the_loss_of_a_stage(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
-    from nano_inference.stages.batching import BatchingCore
-    from nano_inference.stages.executor.core import ExecutorCore
-    from nano_inference.stages.fairness import FairnessCore
-    from nano_inference.stages.streaming.core import StreamingCore
-
     owner, method = {
         "fairness": (FairnessCore, "make_room"),
         "batching": (BatchingCore, "go_on"),

@@ -257,10 +257,13 @@ class FairnessCore:
         lane.start(running, level, next(self._order), preemptible=preemptible)
 
     def _charge_prompt(self, waiting: Waiting, lane: Lane, seq_id: int) -> None:
-        """The first sample is charged in advance what its prompt probably takes; it shares it."""
-        num_tokens = len(waiting.request.token_ids)
+        """The first sample is charged the whole prompt in advance; its siblings share it.
+
+        In full, whatever is probably cached: charging less would let a tenant have more places
+        than the bound allows before the guess is found wrong.
+        """
         running = lane.running[seq_id]
-        running.charged = max(1, num_tokens - lane.prefixes.match(waiting.trail))
+        running.charged = len(waiting.request.token_ids)
         running.flow.charge(running.charged * self.config.prefill_weight)
         lane.prefixes.add(waiting.trail)
 

@@ -11,7 +11,8 @@
 
 A link has one receiver. `steps` goes to two, so it is two links. The links that close a circle
 (finished, credits, halts, steps) carry at most a fixed number of messages for each request or
-sequence in flight; their capacity is above that number, so that no circle of full links can stall.
+sequence in flight, or for each step that these still take; their capacity is above that number, so
+that no circle of full links can stall.
 """
 
 from __future__ import annotations

@@ -319,7 +319,12 @@ class AdmittedRequest(Internal, frozen=True, array_like=True, tag="admitted", ta
 
 
 class Dispatch(Internal, frozen=True, array_like=True, tag="dispatch", tag_field="type"):
-    """Some or all sequences of a request, sent to run. Each uses up one credit."""
+    """Some or all sequences of a request, sent to run. Each uses up one credit.
+
+    Attributes:
+        rank: Sequences with a smaller rank go first where not all fit. Ranks grow with time, so
+            nobody is passed by others for ever.
+    """
 
     info: RequestInfo
     token_ids: tuple[int, ...]
@@ -327,18 +332,46 @@ class Dispatch(Internal, frozen=True, array_like=True, tag="dispatch", tag_field
     sequences: tuple[SequenceSpec, ...]
     priority: int
     cache_salt: str = ""
+    rank: int = 0
 
 
 class Yield(Internal, frozen=True, array_like=True, tag="yield", tag_field="type"):
-    """These sequences must make room. They keep what they have generated."""
+    """These sequences must make room. They keep what they have generated.
+
+    Batching sets them aside: it keeps their tokens, and their KV as long as nobody else needs the
+    blocks. Those that have ended meanwhile are left alone.
+    """
 
     seq_ids: tuple[int, ...]
 
 
+class Continue(Internal, frozen=True, array_like=True, tag="continue", tag_field="type"):
+    """Sequences that made room run again, ranked as in Dispatch. Each uses up one credit."""
+
+    seq_ids: tuple[int, ...]
+    rank: int = 0
+
+
 class Credit(Internal, frozen=True, array_like=True, tag="credit", tag_field="type"):
-    """Batching can take this many more sequences."""
+    """Batching can take this many more sequences; and what it has done since it last said so.
+
+    Attributes:
+        sequences: Places that have become free.
+        steps: For each step that came back, the sequences that gained a token.
+        started: (sequence, tokens that it had to compute) for each that began, or began again.
+        yielded: Sequences that have made room and wait for Continue.
+        ended: Sequences that will not run again.
+        step_ns: What the shortest of the steps took on the device; 0 when there is none.
+        kv_free: Tokens for which KV is free, with that which only the prefix cache has.
+    """
 
     sequences: int
+    steps: tuple[tuple[int, ...], ...] = ()
+    started: tuple[tuple[int, int], ...] = ()
+    yielded: tuple[int, ...] = ()
+    ended: tuple[int, ...] = ()
+    step_ns: int = 0
+    kv_free: int = 0
 
 
 class NewSequence(Part, frozen=True, array_like=True):
@@ -653,6 +686,7 @@ Message = (
     AdmittedRequest
     | Dispatch
     | Yield
+    | Continue
     | Credit
     | StepPlan
     | StepResult

@@ -252,18 +252,56 @@ class AdmissionConfig(Settings, frozen=True, forbid_unknown_fields=True):
 
 
 class FairnessConfig(Settings, frozen=True, forbid_unknown_fields=True):
-    """Who runs next.
+    """Who runs next. docs/fairness.md has the rule and what it promises.
 
     Attributes:
         aging_s: Seconds of waiting that are worth one level of priority.
+        prefill_weight: What a prompt token that has to be computed counts as service.
+        decode_weight: What a generated token counts.
+        tenant_weights: Shares of tenants by name; all others have 1.
+        locality_tokens: How much service a tenant may be ahead and still go first because its
+            prompt's beginning is probably cached; 0 is off.
+        enable_preemption: Whether a request of high priority may take the place of one that runs
+            with a lower effective priority and is not of high priority.
+        high_priority_threshold: Priorities from here on are high: they may preempt, are never
+            preempted, and have no time slices.
+        max_timeslice_tokens: After so many tokens a sequence makes room, if somebody waits who
+            goes first; 0 is off.
+        max_preemptions: A sequence that was preempted so often is left alone.
+        deadline_order: Among a tenant's requests of one priority the earliest deadline goes first.
+        expire_hopeless: A request that can't be done in its time any more ends before it runs.
     """
 
     SECTION: ClassVar[str] = "fairness"
 
     aging_s: float = 2.0
+    prefill_weight: float = 1.0
+    decode_weight: float = 2.0
+    tenant_weights: dict[str, float] = {}
+    locality_tokens: int = 0
+    enable_preemption: bool = False
+    high_priority_threshold: int = 5
+    max_timeslice_tokens: int = 0
+    max_preemptions: int = 3
+    deadline_order: bool = False
+    expire_hopeless: bool = True
 
     def __post_init__(self) -> None:
-        self.require("aging_s", math.isfinite(self.aging_s) and self.aging_s > 0, "above 0")
+        for name in ("aging_s", "decode_weight"):
+            value = getattr(self, name)
+            self.require(name, math.isfinite(value) and value > 0, "above 0")
+        self.require(
+            "prefill_weight",
+            math.isfinite(self.prefill_weight) and self.prefill_weight >= 0,
+            "finite, at least 0",
+        )
+        self.require(
+            "tenant_weights",
+            all(math.isfinite(each) and each > 0 for each in self.tenant_weights.values()),
+            "finite numbers above 0 by tenant",
+        )
+        for name in ("locality_tokens", "max_timeslice_tokens", "max_preemptions"):
+            self.require(name, getattr(self, name) >= 0, "at least 0")
 
 
 class PipelineConfig(Settings, frozen=True, forbid_unknown_fields=True):

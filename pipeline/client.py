@@ -21,8 +21,9 @@ from ..bus.messages import (
     Output,
     Pause,
     Resume,
+    UpdateFairness,
 )
-from ..config import BusConfig, ConfigError
+from ..config import BusConfig, ConfigError, FairnessConfig
 from ..telemetry import TraceContext, Tracing, names, now_ns
 
 Request = GenerateRequest | dict[str, Any]
@@ -146,11 +147,35 @@ class BusClient:
         """Forgets all cached prefixes."""
         await self._control("batching", FlushCache())
 
-    async def _control(self, stage: str, body: Cancel | Pause | Resume | FlushCache) -> None:
-        """Tells every lane that lives: whose a request is, only they know."""
-        senders = [
-            self.bus.sender(CONTROL[stage], self._name, lane) for lane in await self.bus.lanes()
-        ]
+    async def fairness(self) -> dict[str, FairnessConfig]:
+        """The settings by which fairness goes, by lane, as the lanes told them a second ago."""
+        return {
+            report.lane: msgspec.json.decode(settings, type=FairnessConfig)
+            for report in await self.bus.stages.read()
+            if isinstance(settings := report.load.get("settings"), str)
+        }
+
+    async def update_fairness(self, config: FairnessConfig, lane: str | None = None) -> None:
+        """Replaces fairness's settings at once, for what waits and runs too.
+
+        They hold until they are replaced again or the stage's process is started anew, which
+        begins with those that it was configured with.
+
+        Args:
+            config: All settings; those not named in it are back at their defaults.
+            lane: The lane that takes them; every lane when None.
+        """
+        await self._control("fairness", UpdateFairness(config), lane)
+
+    async def _control(
+        self,
+        stage: str,
+        body: Cancel | Pause | Resume | FlushCache | UpdateFairness,
+        only: str | None = None,
+    ) -> None:
+        """Tells every lane that lives: whose a request is, only they know. Or `only` one."""
+        lanes = await self.bus.lanes() if only is None else [only]
+        senders = [self.bus.sender(CONTROL[stage], self._name, lane) for lane in lanes]
         for sender in senders:
             await sender.send(body)
         for sender in senders:

@@ -304,6 +304,7 @@ class InferenceEngine:
             self._batching.retract()
             raise
         self._batching.absorb(result)
+        self._batching.take_report()  # there is no fairness stage that would want to know
         deliveries = self._streaming.absorb(result, now_ns())
         self._batching.stop(deliveries.halts)
         # An aborted request ends once more when its cancellation comes back from the executor.

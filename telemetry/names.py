@@ -32,3 +32,13 @@ EPOCH = "nano.epoch"
 FIRST_TOKEN = "nano.first_token"
 CACHED_TOKENS = "nano.usage.cached_tokens"
 STATUS = "nano.request.status"
+SAMPLE_INDEX = "nano.request.sample_index"
+
+# Spans of fairness for sequences that make room, and why a request waited: dispatches that came
+# before it.
+FAIRNESS_YIELD = "fairness.yield"
+FAIRNESS_RESUME = "fairness.resume"
+YIELD_REASON = "nano.fairness.yield_reason"
+PASSED_BY_PRIORITIES = "nano.fairness.passed_by.other_priorities"
+PASSED_BY_TENANTS = "nano.fairness.passed_by.other_tenants"
+PASSED_BY_OWN = "nano.fairness.passed_by.own_tenant"

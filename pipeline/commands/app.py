@@ -15,6 +15,7 @@ from ..supervisor import StageFailed
 from .demo import demo
 from .dlq import app as dlq
 from .doctor import doctor
+from .fairness import app as fairness
 from .health import health
 from .run import run
 from .status import status
@@ -44,6 +45,7 @@ _KEEP = "Keep a pipeline running"
 app.command(rich_help_panel=_KEEP)(status)
 app.command(rich_help_panel=_KEEP)(health)
 app.add_typer(dlq, name="dlq", rich_help_panel=_KEEP)
+app.add_typer(fairness, name="fairness", rich_help_panel=_KEEP)
 
 
 def _print_version(wanted: bool) -> None:

@@ -293,6 +293,7 @@ def _lane(lane: LaneHealth) -> Table:
 
 def _load(report: StageReport) -> str:
     load = dict(report.load)
+    load.pop("settings", None)  # `nano-inference fairness show` has them
     texts: list[str] = []
     if "kv_total" in load:
         free, total = load.pop("kv_free"), load.pop("kv_total")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable
@@ -11,6 +10,7 @@ import msgspec
 
 from ...bus.messages import (
     Cancel,
+    Credit,
     Dispatch,
     LaneCapacity,
     NewSequence,
@@ -19,18 +19,15 @@ from ...bus.messages import (
 )
 from ...config import EngineConfig, SchedulerConfig
 from .cache import KVCacheManager
+from .deadlines import Deadlines
 from .paged import PagedKVCache
 from .radix import RadixKVCache
+from .report import Report
 from .schedule import SchedulerOutput, schedule
 from .sequence import Sequence, SequenceStatus
-
-DEADLINES_KEPT = 256
-"""Deadlines of requests that have ended that may be left, before they are looked through."""
+from .startable import startable
 
 NOTHING = SchedulerOutput((), (), (), {})
-
-_MOST_LOOKS = 2
-"""At how many waiting sequences a plan looks at most, in batches."""
 
 CACHES: dict[str, type[KVCacheManager]] = {"paged": PagedKVCache, "radix": RadixKVCache}
 
@@ -76,14 +73,17 @@ class BatchingCore:
         self._sent: deque[SentPlan] = deque()
         self._ended: list[Cancel] = []
         self._forget: list[int] = []
-        self._deadlines: list[tuple[int, str, str]] = []
+        # Making room, and a plan under way still names them; then set aside, till they go on.
+        self._yielding: dict[int, Sequence] = {}
+        self._aside: dict[int, Sequence] = {}
+        self._deadlines = Deadlines()
         self._step_id = 0
-        self._freed_slots = 0
+        self._report = Report()
 
     # --- what comes in ------------------------------------------------------------------------
 
     def add(self, dispatch: Dispatch, deadline_ns: int | None = None) -> None:
-        """Takes the sequences of a dispatch; they wait behind those that came before them.
+        """Takes the sequences of a dispatch; they wait behind those that rank before them.
 
         `deadline_ns` is on the clock given to `plan`.
         """
@@ -96,16 +96,13 @@ class BatchingCore:
                 dispatch.sampling,
                 dispatch.priority,
                 dispatch.cache_salt,
+                dispatch.rank,
             )
             self._sequences[seq.seq_id] = seq
             self._by_request.setdefault(info.request_id, set()).add(seq.seq_id)
-            self._waiting.append(seq)
+            self._enqueue(seq)
         if deadline_ns is not None:
-            heapq.heappush(self._deadlines, (deadline_ns, info.request_id, info.entry_id))
-            if len(self._deadlines) > 2 * len(self._by_request) + DEADLINES_KEPT:
-                # Those of requests that were done in time.
-                self._deadlines = [each for each in self._deadlines if each[1] in self._by_request]
-                heapq.heapify(self._deadlines)
+            self._deadlines.add(deadline_ns, info.request_id, info.entry_id, self._by_request)
 
     def cancel(self, cancel: Cancel) -> None:
         """Drops a request's sequences; the next plan passes the cancellation on."""
@@ -125,6 +122,38 @@ class BatchingCore:
             if seq is not None:
                 self._finish(seq)
 
+    def make_room(self, seq_ids: Iterable[int]) -> None:
+        """Sets sequences aside until they `go_on`; those that have ended have made room already.
+
+        They keep their tokens; their KV stays in the prefix cache until its blocks are needed.
+        """
+        for seq_id in seq_ids:
+            seq = self._sequences.get(seq_id)
+            if seq is None or seq_id in self._yielding or seq_id in self._aside:
+                continue
+            if seq.status is SequenceStatus.WAITING:
+                self._waiting.remove(seq)
+                self._set_aside(seq)
+                continue
+            self._running.remove(seq)
+            self._forget.append(seq_id)
+            if self._is_under_way(seq):
+                self._yielding[seq_id] = seq
+            else:
+                self._give_up(seq)
+                self._set_aside(seq)
+
+    def go_on(self, seq_ids: Iterable[int], rank: int = 0) -> None:
+        """Sequences that were set aside wait to run again."""
+        for seq_id in seq_ids:
+            seq = self._aside.pop(seq_id, None)
+            if seq is None:
+                # It has ended meanwhile, so its place is free again.
+                self._report.free_slots += 1
+            else:
+                seq.rank = rank
+                self._enqueue(seq)
+
     def retract(self) -> None:
         """Takes back the plans under way, whose results will never come.
 
@@ -135,6 +164,9 @@ class BatchingCore:
         self._sent.clear()
         for seq in list(self._leaving.values()):
             self._release(seq)
+        for seq in list(self._yielding.values()):
+            self._give_up(seq)
+            self._set_aside(seq)
         for seq in reversed(self._running):
             self._back_to_waiting(seq)
         self._running.clear()
@@ -149,9 +181,10 @@ class BatchingCore:
         self._sequences.clear()
         self._by_request.clear()
         self._waiting.clear()
+        self._aside.clear()
         self._ended.clear()
         self._deadlines.clear()
-        self._freed_slots = 0
+        self._report.clear()
         self._step_id = 0
 
     def absorb(self, result: StepResult) -> None:
@@ -176,8 +209,13 @@ class BatchingCore:
                 self._commit(seq)
             if samples and result.finish_reasons[row]:
                 self._finish(seq)
+        self._report.step(result)
         for seq in [s for s in self._leaving.values() if s.last_step <= result.step_id]:
             self._release(seq)
+        if self._yielding:
+            for seq in [s for s in self._yielding.values() if s.last_step <= result.step_id]:
+                self._give_up(seq)
+                self._set_aside(seq)
 
     # --- what goes out ------------------------------------------------------------------------
 
@@ -195,14 +233,16 @@ class BatchingCore:
             return None
         return self._build(decision, now_ns)
 
-    def take_free_slots(self) -> int:
-        """How many sequences have left since the last call: credits to give back."""
-        freed, self._freed_slots = self._freed_slots, 0
-        return freed
+    def take_report(self) -> Credit | None:
+        """What fairness is to be told: places to give back, who was served, and who has left.
+
+        None while nothing needs to be told; to be called after each `absorb`.
+        """
+        return self._report.take(self.cache.num_free_blocks() * self.limits.block_size)
 
     def next_deadline_ns(self) -> int | None:
         """When a request's time will be over; None when no request has a deadline."""
-        return self._deadlines[0][0] if self._deadlines else None
+        return self._deadlines.next_ns()
 
     @property
     def idle(self) -> bool:
@@ -214,6 +254,7 @@ class BatchingCore:
         return {
             "running": len(self._running),
             "waiting": len(self._waiting),
+            "set_aside": len(self._aside),
             "kv_free": self.cache.num_free_blocks(),
             "kv_total": self.cache.num_blocks,
             "kv_cached": self.cache.num_cached_blocks(),
@@ -225,17 +266,19 @@ class BatchingCore:
         Raises:
             AssertionError: The books are wrong.
         """
-        holders = [*self._running, *self._leaving.values()]
+        holders = [*self._running, *self._leaving.values(), *self._yielding.values()]
         self.cache.check(seq.lease for seq in holders)
-        assert set(self._sequences) == {s.seq_id for s in [*self._waiting, *self._running]}
+        alive = [*self._waiting, *self._running, *self._yielding.values(), *self._aside.values()]
+        assert len(alive) == len(self._sequences), "a sequence is lost, or in two places"
+        assert set(self._sequences) == {seq.seq_id for seq in alive}
         if not self._sent:
             assert not self._leaving, "a sequence is kept though no plan names it"
+            assert not self._yielding, "a sequence has not made room though no plan names it"
 
     # --- inside -------------------------------------------------------------------------------
 
     def _expire(self, now_ns: int) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now_ns:
-            _, request_id, entry_id = heapq.heappop(self._deadlines)
+        for request_id, entry_id in self._deadlines.passed(now_ns):
             members = self._by_request.get(request_id, ())
             if any(self._sequences[seq_id].info.entry_id == entry_id for seq_id in members):
                 message = "the request's time budget ran out before it was done"
@@ -246,45 +289,11 @@ class BatchingCore:
         if num_free < len(self._running):
             for seq in self._running:
                 seq.num_reclaimable = self.cache.num_reclaimable(seq.lease)
-        return schedule(self._startable(num_free), self._running, num_free, self.limits)
-
-    def _startable(self, num_free: int) -> list[Sequence]:
-        """Waiting sequences that may start, in order, with what starting each would take.
-
-        No further than to the one that fills the step, and not much further than a batch where
-        many wait for a prompt that they share: else each step would look through the whole queue.
-        A sequence waits while another computes what it could share, and siblings that come
-        together wait for the first of them: a shared prompt is computed once.
-        """
         room = self.limits.max_batch_size - len(self._running)
-        startable: list[Sequence] = []
-        if not self._waiting or room <= 0:
-            return startable
-        num_blocks = num_tokens = 0
-        computing = {
-            self.cache.next_run(seq.lease)
-            for seq in self._running
-            if seq.num_computed < seq.num_to_prefill
-        }
-        for looked_at, seq in enumerate(self._waiting):
-            if (
-                looked_at == _MOST_LOOKS * self.limits.max_batch_size
-                or len(startable) == room
-                or num_blocks >= num_free
-                or num_tokens >= self.limits.max_tokens_per_batch
-            ):
-                break
-            match = self.cache.match(seq.lease)
-            if match.next_run is not None:
-                if match.next_run in computing and seq.lease.may_reuse:
-                    continue
-                computing.add(match.next_run)
-            seq.num_cached = match.num_cached
-            seq.num_to_allocate = match.num_needed
-            startable.append(seq)
-            num_blocks += match.num_needed
-            num_tokens += len(seq.token_ids) - match.num_cached
-        return startable
+        waiting: list[Sequence] = []
+        if self._waiting and room > 0:
+            waiting = startable(self._waiting, self._running, self.cache, num_free, self.limits)
+        return schedule(waiting, self._running, num_free, self.limits)
 
     def _preempt(self, seq_ids: tuple[int, ...]) -> None:
         for seq_id in seq_ids:
@@ -295,10 +304,31 @@ class BatchingCore:
             self._back_to_waiting(seq)
 
     def _back_to_waiting(self, seq: Sequence) -> None:
+        self._give_up(seq)
+        self._waiting.appendleft(seq)
+
+    def _give_up(self, seq: Sequence) -> None:
+        """A running sequence gives up its blocks; what it has computed stays in the cache."""
         self._commit(seq)
         self.cache.release(seq.lease)
         seq.preempt()
-        self._waiting.appendleft(seq)
+
+    def _set_aside(self, seq: Sequence) -> None:
+        self._yielding.pop(seq.seq_id, None)
+        self._aside[seq.seq_id] = seq
+        self._report.yielded.append(seq.seq_id)
+        self._report.free_slots += 1
+
+    def _enqueue(self, seq: Sequence) -> None:
+        """Puts a sequence among those that wait, behind those that rank before it."""
+        place = len(self._waiting)
+        while place and self._waiting[place - 1].rank > seq.rank:
+            place -= 1
+        self._waiting.insert(place, seq)
+
+    def _is_under_way(self, seq: Sequence) -> bool:
+        """Whether a plan whose result is not back names the sequence."""
+        return bool(self._sent) and seq.last_step >= self._sent[0].step_id
 
     def _build(self, decision: SchedulerOutput, now_ns: int) -> StepPlan:
         self._step_id += 1
@@ -338,6 +368,7 @@ class BatchingCore:
         copies += allocation.copies
         self._waiting.remove(seq)
         seq.start(allocation.cached_length)
+        self._report.started.append((seq.seq_id, len(seq.token_ids) - allocation.cached_length))
         self._insert_running(seq)
         return NewSequence(
             seq_id=seq.seq_id,
@@ -351,8 +382,8 @@ class BatchingCore:
         )
 
     def _insert_running(self, seq: Sequence) -> None:
-        """Keeps `_running` sorted: higher priority first, then the order in which they came."""
-        insort(self._running, seq, key=lambda other: (-other.priority, other.seq_id))
+        """Keeps `_running` sorted, most deserving first: preemption takes the last."""
+        insort(self._running, seq, key=lambda other: (other.rank, -other.priority, other.seq_id))
 
     def _commit(self, seq: Sequence) -> None:
         """Makes what is computed known to the prefix cache.
@@ -372,21 +403,26 @@ class BatchingCore:
     def _finish(self, seq: Sequence) -> None:
         """Ends a sequence; its blocks stay until no plan under way names them."""
         was_running = seq.status is SequenceStatus.RUNNING
+        seq_id = seq.seq_id
         seq.status = SequenceStatus.FINISHED
-        del self._sequences[seq.seq_id]
+        del self._sequences[seq_id]
         members = self._by_request[seq.info.request_id]
-        members.discard(seq.seq_id)
+        members.discard(seq_id)
         if not members:
             del self._by_request[seq.info.request_id]
+        if self._aside.pop(seq_id, None) is not None:
+            self._report.ended.append(seq_id)  # its place has been given back
+            return
         if not was_running:
             self._waiting.remove(seq)
-            self._freed_slots += 1
+            self._left(seq)
             return
-        self._running.remove(seq)
+        if self._yielding.pop(seq_id, None) is None:
+            self._running.remove(seq)
+            self._forget.append(seq_id)
         self._commit(seq)
-        self._forget.append(seq.seq_id)
-        if self._sent and seq.last_step >= self._sent[0].step_id:
-            self._leaving[seq.seq_id] = seq
+        if self._is_under_way(seq):
+            self._leaving[seq_id] = seq
         else:
             self._release(seq)
 
@@ -394,4 +430,8 @@ class BatchingCore:
         self._leaving.pop(seq.seq_id, None)
         self.cache.release(seq.lease)
         seq.block_ids = []
-        self._freed_slots += 1
+        self._left(seq)
+
+    def _left(self, seq: Sequence) -> None:
+        self._report.ended.append(seq.seq_id)
+        self._report.free_slots += 1

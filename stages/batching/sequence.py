@@ -12,7 +12,7 @@ from .cache import Lease
 
 
 class SequenceStatus(Enum):
-    """Waiting for its first (or, after a preemption, next) step; running; or done."""
+    """Waiting for its first (or, after a preemption, next) step, or set aside; running; done."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -34,6 +34,7 @@ class Sequence:
         block_ids: The block table; the list is the lease's, which extends it.
         lease: What the sequence has of the prefix cache.
         num_to_prefill: Tokens that were known when it started.
+        rank: As in Dispatch; those with a smaller one go first, and are preempted last.
         next_commit: When so many tokens are computed, the prefix cache is to be told.
         last_step: Id of the last plan that names the sequence; its blocks are in use until then.
         num_reclaimable: Blocks that preempting it would free; set when blocks are short.
@@ -56,6 +57,7 @@ class Sequence:
         "num_to_allocate",
         "num_to_prefill",
         "priority",
+        "rank",
         "sampling",
         "seq_id",
         "spec",
@@ -72,6 +74,7 @@ class Sequence:
         sampling: SamplingParams,
         priority: int = 0,
         cache_salt: str = "",
+        rank: int = 0,
     ) -> None:
         self.seq_id = spec.seq_id
         # The tokens are in `token_ids`; the executor needs them once.
@@ -81,6 +84,7 @@ class Sequence:
         self.num_prompt_tokens = len(token_ids)
         self.sampling = sampling
         self.priority = priority
+        self.rank = rank
         self.status = SequenceStatus.WAITING
         self.started = False
         self.block_ids: list[int] = []

@@ -7,6 +7,7 @@ from typing import ClassVar
 from ...bus.links import CREDITS, PLANS
 from ...bus.messages import (
     Cancel,
+    Continue,
     Credit,
     Dispatch,
     Envelope,
@@ -18,6 +19,7 @@ from ...bus.messages import (
     StepPlan,
     StepResult,
     StopSequences,
+    Yield,
 )
 from ...telemetry import TraceContext, now_ns
 from ..actor import Actor, StageContext, deadline_of
@@ -78,6 +80,10 @@ class BatchingStage(Actor):
                 self._arrived.setdefault(dispatch.info.request_id, (dispatch.info, now))
             case StopSequences(seq_ids):
                 core.stop(seq_ids)
+            case Yield(seq_ids):
+                core.make_room(seq_ids)
+            case Continue(seq_ids, rank):
+                core.go_on(seq_ids, rank)
             case Cancel() as cancel:
                 core.cancel(cancel)
                 self._arrived.pop(cancel.request_id, None)
@@ -95,8 +101,8 @@ class BatchingStage(Actor):
         while (plan := core.plan(now_ns())) is not None:
             self._trace_started(plan)
             await self.send(PLANS, plan)
-        if freed := core.take_free_slots():
-            await self.send(CREDITS, Credit(freed))
+        if (report := core.take_report()) is not None:
+            await self.send(CREDITS, report)
         if core.idle:
             core.check()
 

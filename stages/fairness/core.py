@@ -1,168 +1,404 @@
-"""Who may run next: a priority queue in which waiting counts."""
+"""Who may run next, and who must make room. The rule and its bounds are in docs/fairness.md."""
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from itertools import count
+from math import ceil
 
 import msgspec
 
-from ...bus.messages import (
-    AdmittedRequest,
-    Cancel,
-    Dispatch,
-    SequenceSpec,
-    StageTime,
-)
+from ...bus.messages import AdmittedRequest, Cancel, Continue, Credit, Dispatch, StageTime
 from ...config import FairnessConfig
+from .lanes import Lane, Running, choose_lane
+from .locality import Trail, trail_of
+from .pace import Pace, least_tokens
+from .queue import FairQueue, Next
+from .tenants import Flow, PriorityClass, Waiting
 
 LEFTOVERS_KEPT = 256
-"""Entries of dispatched and cancelled requests that may be left in a heap, besides the others."""
+"""Deadlines of requests that wait no longer that may be left, besides the others."""
 
-
-class Queued(msgspec.Struct):
-    """A request in the queue, and those of its sequences that are not dispatched yet."""
-
-    request: AdmittedRequest
-    waiting: deque[SequenceSpec]
-    arrived_ns: int
-    deadline_ns: int | None
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """Ids alone may repeat; with the entry's id they do not."""
-        return self.request.info.request_id, self.request.info.entry_id
+EXPIRED = "the request's time budget ran out while it waited to run"
+HOPELESS = "what is left of the request's time budget is too short for its tokens"
 
 
 class Dispatched(msgspec.Struct, frozen=True):
-    """What `pop` gives: the dispatch, and for telemetry and budget when its request came.
+    """What `pop` gives: a message for a lane, and what telemetry and budget need.
 
-    `last` tells that no sequence of the request is left in the queue.
+    Attributes:
+        resumed: The sequence that goes on, when it had made room before.
+        last: No sequence of the request waits any more for its first run.
+        passed_by: Dispatches while it waited: of other priorities, of other tenants, of its own.
     """
 
-    dispatch: Dispatch
+    lane: str
+    message: Dispatch | Continue
+    request: AdmittedRequest
     arrived_ns: int
     deadline_ns: int | None
+    resumed: Running | None
     last: bool
+    passed_by: tuple[int, int, int]
+
+
+class Counts(msgspec.Struct):
+    """What has happened, for telemetry. Tokens are those generated, by priority."""
+
+    preemptions: int = 0
+    yields: int = 0
+    resumes: int = 0
+    recomputed_tokens: int = 0
+    hopeless: int = 0
+    tokens: Counter[int] = msgspec.field(default_factory=Counter)
 
 
 class FairnessCore:
-    """Owns the queue and the credits.
+    """Owns the queue, the tenants' counters, the credits, and the turns of what runs.
 
-    A request's effective priority is its own plus one for each `aging_s` that it has waited. All
-    requests age at the same rate, so their order never changes while they wait: the one with the
-    largest `priority * aging_s - arrival` is first. A heap with that fixed key is exact.
+    `push` what admission lets in and `absorb` what batching reports; then `pop` until it gives
+    nothing, then `make_room`, and `expire`. Times are on the caller's clock, which never goes back.
     """
 
     def __init__(self, config: FairnessConfig) -> None:
-        self._config = config
-        self._heap: list[tuple[int, int, Queued]] = []
-        self._queued: dict[str, Queued] = {}
-        self._deadlines: list[tuple[int, int, Queued]] = []
+        self.counts = Counts()
+        self.config = config
+        self._queue = FairQueue(config)
+        self._lanes: dict[str, Lane] = {}
+        self._of_request: dict[str, list[Waiting]] = {}
+        self._deadlines: list[tuple[int, int, Waiting]] = []
         self._order = count()
-        self.credits = 0
+        self._expired: list[Cancel] = []
+        self._pace = Pace()
+
+    # --- what comes in ------------------------------------------------------------------------
 
     def push(self, request: AdmittedRequest, now_ns: int, deadline_ns: int | None = None) -> None:
-        """Puts a request in the queue. Times are on the caller's clock."""
-        queued = Queued(request, deque(request.sequences), now_ns, deadline_ns)
-        self._queued[request.info.request_id] = queued
-        self._enqueue(queued)
+        """Puts a request in the queue."""
+        trail: Trail = ()
+        if self.config.locality_tokens or len(self._lanes) > 1:
+            trail = trail_of(request.token_ids, request.cache_salt)
+        waiting = Waiting(request, deque(request.sequences), now_ns, deadline_ns, trail=trail)
+        self._add(waiting, now_ns)
         if deadline_ns is not None:
-            heapq.heappush(self._deadlines, (deadline_ns, next(self._order), queued))
-        self._tidy()
+            heapq.heappush(self._deadlines, (deadline_ns, next(self._order), waiting))
+            if len(self._deadlines) > 2 * self.num_queued + LEFTOVERS_KEPT:
+                self._deadlines = [each for each in self._deadlines if each[2].specs]
+                heapq.heapify(self._deadlines)
 
-    def pop(self, now_ns: int) -> Dispatched | None:
-        """The next dispatch, or None when the queue is empty or no credit is left.
-
-        A request with more sequences than there are credits is dispatched in parts.
-        """
-        while self.credits > 0 and self._heap:
-            queued = self._heap[0][2]
-            if not queued.waiting:
-                heapq.heappop(self._heap)
-                continue
-            number = min(self.credits, len(queued.waiting))
-            self.credits -= number
-            chosen = tuple(queued.waiting.popleft() for _ in range(number))
-            if not queued.waiting:
-                heapq.heappop(self._heap)
-                del self._queued[queued.request.info.request_id]
-            return Dispatched(
-                self._dispatch(queued, chosen, now_ns),
-                queued.arrived_ns,
-                queued.deadline_ns,
-                last=not queued.waiting,
-            )
-        return None
+    def absorb(self, report: Credit, now_ns: int, lane: str = "") -> list[Running]:
+        """Takes a lane's report; returns the sequences that have made room."""
+        of = self._lanes.setdefault(lane, Lane(lane))
+        of.credits += report.sequences
+        of.kv_free = report.kv_free
+        if report.step_ns:
+            self._pace.add(report.step_ns)
+        full = of.put_aside(report.steps)
+        for seq_id, num_tokens in report.started:
+            if (running := of.running.get(seq_id)) is not None:
+                self._settle(running, num_tokens)
+        if full or report.yielded or report.ended:
+            self._count(of)
+        paused = [self._pause(of, seq_id, now_ns) for seq_id in report.yielded]
+        for seq_id in report.ended:
+            self._end(of, seq_id)
+        return [running for running in paused if running is not None]
 
     def cancel(self, cancel: Cancel) -> Cancel:
         """Drops what waits of a request; returns the cancellation to be passed on."""
-        queued = self._queued.pop(cancel.request_id, None)
-        if queued is None:
+        all_waiting = self._of_request.pop(cancel.request_id, None)
+        if all_waiting is None:
             return cancel
-        untouched = len(queued.waiting) == len(queued.request.sequences)
-        # The heap's entry is skipped when it comes up.
-        queued.waiting.clear()
+        untouched = all(waiting.untouched for waiting in all_waiting)
+        for waiting in all_waiting:
+            self._queue.drop(waiting)
         return msgspec.structs.replace(cancel, unstarted=untouched)
+
+    def configure(self, config: FairnessConfig) -> None:
+        """Takes new settings, for what waits and runs too. What was served stays served."""
+        self.config = config
+        self._queue.configure(config)
+        for lane in self._lanes.values():
+            lane.configure(self._is_preemptible)
+
+    # --- what goes out ------------------------------------------------------------------------
+
+    def pop(self, now_ns: int) -> Dispatched | None:
+        """The next dispatch, or None when nothing waits or no lane has a credit.
+
+        A request with more sequences than there are credits is dispatched in parts.
+        """
+        if not self._queue.num_sequences or not self.credits:
+            return None
+        for lane in self._lanes.values():
+            self._count(lane)
+        while (chosen := self._queue.next(self._cached)) is not None:
+            if self._is_hopeless(chosen.waiting, now_ns):
+                self.counts.hopeless += 1
+                self._expire(chosen.waiting, HOPELESS)
+                continue
+            to = self._lane_of(chosen.waiting)
+            return self._start(chosen, to, now_ns) if to is not None else None
+        return None
+
+    def make_room(self, now_ns: int) -> list[tuple[str, Running]]:
+        """Sequences that must make room, each with its lane, for what waits and goes first."""
+        if not self._queue.num_sequences or self.credits:
+            return []
+        asked: list[tuple[str, Running]] = []
+        first = self._queue.first_class()
+        assert first is not None, "sequences wait in no class"
+        if self.config.enable_preemption:
+            asked += self._preempt(first, now_ns)
+        if self.config.max_timeslice_tokens:
+            for lane in self._lanes.values():
+                self._count(lane)
+                asked += self._end_slices(lane, first, now_ns)
+        return asked
 
     def expire(self, now_ns: int) -> list[Cancel]:
         """Drops the requests whose time is over; returns the cancellations to be passed on."""
-        expired: list[Cancel] = []
         while self._deadlines and self._deadlines[0][0] <= now_ns:
-            queued = heapq.heappop(self._deadlines)[2]
-            if queued.waiting:
-                request_id, entry_id = queued.key
-                message = "the request's time budget ran out while it waited to run"
-                expired.append(
-                    self.cancel(Cancel(request_id, entry_id, "expired", "expired", message))
-                )
+            waiting = heapq.heappop(self._deadlines)[2]
+            if waiting.specs:
+                self._expire(waiting, EXPIRED)
+        expired, self._expired = self._expired, []
         return expired
 
     def next_deadline_ns(self) -> int | None:
         """When `expire` has something to do; None when no request in the queue has a deadline."""
-        while self._deadlines and not self._deadlines[0][2].waiting:
+        while self._deadlines and not self._deadlines[0][2].specs:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
-    def update(self, config: FairnessConfig) -> None:
-        """Takes new settings, for those in the queue too."""
-        self._config = config
-        waiting = [queued for _, _, queued in self._heap if queued.waiting]
-        waiting.sort(key=lambda queued: queued.arrived_ns)
-        self._heap.clear()
-        for queued in waiting:
-            self._enqueue(queued)
+    # --- how it is ----------------------------------------------------------------------------
 
     @property
     def num_queued(self) -> int:
-        """Requests with sequences that wait."""
-        return len(self._queued)
+        """Requests, or parts of them, that wait."""
+        return self._queue.num_requests
 
-    def _tidy(self) -> None:
-        """Drops what is left of requests that are in the queue no longer, once that is most."""
-        most = 2 * len(self._queued) + LEFTOVERS_KEPT
-        if len(self._deadlines) > most:
-            self._deadlines = [each for each in self._deadlines if each[2].waiting]
-            heapq.heapify(self._deadlines)
-        if len(self._heap) > most:
-            self._heap = [each for each in self._heap if each[2].waiting]
-            heapq.heapify(self._heap)
+    @property
+    def num_paused(self) -> int:
+        """Sequences that made room and wait to go on."""
+        return sum(len(lane.paused) for lane in self._lanes.values())
 
-    def _enqueue(self, queued: Queued) -> None:
-        head_start_ns = round(queued.request.priority * self._config.aging_s * 1e9)
-        rank = queued.arrived_ns - head_start_ns
-        heapq.heappush(self._heap, (rank, next(self._order), queued))
+    @property
+    def credits(self) -> int:
+        """Sequences that the lanes can take."""
+        return sum(lane.credits for lane in self._lanes.values())
 
-    @staticmethod
-    def _dispatch(queued: Queued, chosen: tuple[SequenceSpec, ...], now_ns: int) -> Dispatch:
-        request = queued.request
-        held = StageTime(stage="fairness", start_ns=queued.arrived_ns, end_ns=now_ns)
-        return Dispatch(
-            info=msgspec.structs.replace(request.info, stages=(*request.info.stages, held)),
-            token_ids=request.token_ids,
-            sampling=request.sampling,
-            sequences=chosen,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
+    def served(self) -> dict[tuple[int, str], float]:
+        """The counters of all tenants that wait, run or are ahead, by priority and tenant."""
+        for lane in self._lanes.values():
+            self._count(lane)
+        return {
+            (of.priority, flow.tenant): flow.counter
+            for of in self._queue.classes()
+            for flow in of.flows()
+        }
+
+    # --- inside: dispatching ------------------------------------------------------------------
+
+    def _add(self, waiting: Waiting, now_ns: int) -> None:
+        self._queue.add(waiting, now_ns)
+        self._of_request.setdefault(waiting.request.info.request_id, []).append(waiting)
+
+    def _cached(self, waiting: Waiting) -> int:
+        return max((lane.prefixes.match(waiting.trail) for lane in self._lanes.values()), default=0)
+
+    def _lane_of(self, waiting: Waiting) -> Lane | None:
+        if not waiting.resumed:
+            return choose_lane(self._lanes.values(), waiting.trail)
+        seq_id = waiting.specs[0].seq_id
+        lane = next(each for each in self._lanes.values() if seq_id in each.paused)
+        return lane if lane.credits else None
+
+    def _start(self, chosen: Next, lane: Lane, now_ns: int) -> Dispatched:
+        waiting, of = chosen
+        rank, level = int(of.key), of.level(now_ns)
+        number = min(lane.credits, len(waiting.specs))
+        lane.credits -= number
+        specs = self._queue.take(chosen, number, now_ns)
+        first_run = waiting.untouched
+        waiting.untouched = False
+        if not waiting.specs:
+            self._forget(waiting)
+        request = waiting.request
+        resumed = lane.paused.get(specs[0].seq_id) if waiting.resumed else None
+        if resumed is not None:
+            self.counts.resumes += 1
+            self._run(lane, resumed, level)
+            message: Dispatch | Continue = Continue((specs[0].seq_id,), rank)
+        else:
+            for spec in specs:
+                self._run(lane, Running(spec, waiting), level)
+            if first_run:
+                self._charge_prompt(waiting, lane, specs[0].seq_id)
+            held = StageTime(stage="fairness", start_ns=waiting.arrived_ns, end_ns=now_ns)
+            message = Dispatch(
+                info=msgspec.structs.replace(request.info, stages=(*request.info.stages, held)),
+                token_ids=request.token_ids,
+                sampling=request.sampling,
+                sequences=specs,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+                rank=rank,
+            )
+        return Dispatched(
+            *(lane.name, message, request, waiting.arrived_ns, waiting.deadline_ns, resumed),
+            last=not waiting.specs,
+            passed_by=self._queue.passed_by(waiting),
         )
+
+    def _run(self, lane: Lane, running: Running, level: float) -> None:
+        preemptible = self._is_preemptible(running)
+        lane.start(running, level, next(self._order), preemptible=preemptible)
+
+    def _charge_prompt(self, waiting: Waiting, lane: Lane, seq_id: int) -> None:
+        """The first sample is charged the whole prompt in advance; its siblings share it.
+
+        In full, whatever is probably cached: charging less would let a tenant have more places
+        than the bound allows before the guess is found wrong.
+        """
+        running = lane.running[seq_id]
+        running.charged = len(waiting.request.token_ids)
+        running.flow.charge(running.charged * self.config.prefill_weight)
+        lane.prefixes.add(waiting.trail)
+
+    def _forget(self, waiting: Waiting) -> None:
+        request_id = waiting.request.info.request_id
+        others = [each for each in self._of_request[request_id] if each is not waiting]
+        if others:
+            self._of_request[request_id] = others
+        else:
+            del self._of_request[request_id]
+
+    # --- inside: what runs --------------------------------------------------------------------
+
+    def _settle(self, running: Running, num_tokens: int) -> None:
+        """What a start really computed replaces what was charged; nobody pays for it twice."""
+        if running.started:
+            self.counts.recomputed_tokens += num_tokens - 1
+            return
+        running.started = True
+        running.flow.charge((num_tokens - running.charged) * self.config.prefill_weight)
+
+    def _count(self, lane: Lane) -> None:
+        """Charges the tokens that were generated since this was last done."""
+        price, slice_tokens = self.config.decode_weight, self.config.max_timeslice_tokens
+        tokens = self.counts.tokens
+        for running, number in lane.counted():
+            running.flow.charge(number * price)
+            priority = running.request.priority
+            tokens[priority] += number
+            running.num_tokens += number
+            running.in_slice += number
+            used_up = 0 < slice_tokens <= running.in_slice and not running.leaving
+            if used_up and priority < self.config.high_priority_threshold:
+                lane.due[running.spec.seq_id] = running
+
+    def _pause(self, lane: Lane, seq_id: int, now_ns: int) -> Running | None:
+        running = lane.pause(seq_id, now_ns)
+        if running is None:
+            return None
+        self.counts.preemptions += running.preempted
+        self.counts.yields += not running.preempted
+        self._add(
+            Waiting(
+                running.request,
+                deque((running.spec,)),
+                now_ns if running.behind else running.arrived_ns,
+                running.deadline_ns,
+                arrived_ns=running.arrived_ns,
+                resumed=True,
+            ),
+            now_ns,
+        )
+        # After it waits again, so that its tenant is not taken for idle.
+        self._queue.back(running.flow)
+        return running
+
+    def _end(self, lane: Lane, seq_id: int) -> None:
+        was_running = seq_id in lane.running
+        running = lane.end(seq_id)
+        if running is None:
+            return
+        if was_running:
+            self._queue.back(running.flow)
+            return
+        request_id = running.request.info.request_id
+        for waiting in self._of_request.get(request_id, []):
+            if waiting.resumed and waiting.specs[0].seq_id == seq_id:
+                self._forget(waiting)
+                self._queue.drop(waiting)
+                return
+
+    def _is_preemptible(self, running: Running) -> bool:
+        config = self.config
+        low = running.request.priority < config.high_priority_threshold
+        return config.enable_preemption and low and running.preemptions < config.max_preemptions
+
+    def _preempt(self, first: PriorityClass, now_ns: int) -> list[tuple[str, Running]]:
+        """Room for requests of high priority, at the cost of strictly lower effective ones."""
+        asked: list[tuple[str, Running]] = []
+        if first.priority < self.config.high_priority_threshold:
+            return asked
+        level = first.level(now_ns)
+        while self._num_leaving < first.num_sequences:
+            lowest = ((lane, lane.lowest()) for lane in self._lanes.values())
+            able = [(lane, each) for lane, each in lowest if each and each.level < level]
+            if not able:
+                break
+            lane, victim = min(able, key=lambda pair: (pair[1].level, -pair[1].order))
+            lane.ask(victim, now_ns, preempted=True, behind=False)
+            asked.append((lane.name, victim))
+        return asked
+
+    def _end_slices(
+        self, lane: Lane, first: PriorityClass, now_ns: int
+    ) -> list[tuple[str, Running]]:
+        """Room where a slice is used up, somebody else goes first, and going on costs little."""
+        asked: list[tuple[str, Running]] = []
+        least = first.order.first()
+        assert least is not None, "a class in the order has nothing that waits"
+        for running in list(lane.due.values()):
+            if not self._gives_way(running, first, least, now_ns):
+                continue
+            behind = least is running.flow
+            if lane.keeps(running, before=least.waiting_tokens if behind else 0):
+                lane.ask(running, now_ns, preempted=False, behind=behind)
+                asked.append((lane.name, running))
+        return asked
+
+    def _gives_way(self, running: Running, first: PriorityClass, least: Flow, now_ns: int) -> bool:
+        """Whether somebody else would get the place of a sequence that made room now."""
+        if not first.would_pass(running.request.priority, now_ns):
+            return False
+        flow = running.flow
+        number = least.num_sequences - self._num_leaving
+        if flow is not least and flow.of is first:
+            # So many of theirs, until they are level.
+            price = self.config.prefill_weight * len(least.first().request.token_ids) + 1
+            ahead = (flow.counter - least.counter) * least.weight
+            number = min(number, ceil(ahead / price) - self._num_leaving)
+        return number > 0
+
+    @property
+    def _num_leaving(self) -> int:
+        return sum(lane.num_leaving for lane in self._lanes.values())
+
+    # --- inside: time -------------------------------------------------------------------------
+
+    def _expire(self, waiting: Waiting, message: str) -> None:
+        info = waiting.request.info
+        cancel = Cancel(info.request_id, info.entry_id, "expired", "expired", message)
+        self._expired.append(self.cancel(cancel))
+
+    def _is_hopeless(self, waiting: Waiting, now_ns: int) -> bool:
+        """Whether a request can't be done in its time although it had the device for itself."""
+        if waiting.deadline_ns is None or not waiting.untouched or not self.config.expire_hopeless:
+            return False
+        least_ns = least_tokens(waiting.request.sampling) * self._pace.least_step_ns
+        return now_ns + least_ns > waiting.deadline_ns

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import msgspec
+
 from ...bus.links import DISPATCH
-from ...bus.messages import AdmittedRequest, Cancel, Credit, Envelope, UpdateFairness
-from ...telemetry import TraceContext, names, now_ns
+from ...bus.messages import (
+    AdmittedRequest,
+    Cancel,
+    Credit,
+    Envelope,
+    UpdateFairness,
+    Yield,
+)
+from ...telemetry import Attributes, TraceContext, names, now_ns
 from ..actor import Actor, StageContext, budget_of, deadline_of
 from .core import Dispatched, FairnessCore
+from .lanes import Running
 
 
 class FairnessStage(Actor):
-    """Queues what admission lets in; dispatches as batching gives credits."""
+    """Queues what admission lets in; dispatches as batching gives credits, and asks for room."""
 
     name: ClassVar[str] = "fairness"
 
@@ -22,45 +32,84 @@ class FairnessStage(Actor):
         self._core = FairnessCore(self._settings)
 
     async def reset(self) -> None:
+        counts = self._core.counts
         self._core = FairnessCore(self._settings)
+        self._core.counts = counts
 
     async def handle(self, envelope: Envelope) -> None:
         match envelope.body:
             case AdmittedRequest() as request:
                 now = now_ns()
                 self._core.push(request, now, deadline_of(envelope, now))
-            case Credit(sequences):
-                self._core.credits += sequences
+            case Credit() as report:
+                for running in self._core.absorb(report, now_ns(), envelope.sender):
+                    self._trace_yield(running)
             case Cancel() as cancel:
                 await self.send(DISPATCH, self._core.cancel(cancel))
             case UpdateFairness(config):
                 self._settings = config
-                self._core.update(config)
-                self.log.info("fairness_updated", aging_s=config.aging_s)
+                self._core.configure(config)
+                self.log.info("fairness_updated", **msgspec.structs.asdict(config))
             case other:
                 self.log.warning("message_not_understood", type=type(other).__name__)
 
     async def settle(self) -> None:
-        for cancel in self._core.expire(now_ns()):
-            await self.send(DISPATCH, cancel)
         while (dispatched := self._core.pop(now_ns())) is not None:
             await self._send(dispatched)
+        if asked := self._core.make_room(now_ns()):
+            # One batching stage receives what fairness dispatches, so all of them are its own.
+            await self.send(DISPATCH, Yield(tuple(each.spec.seq_id for _, each in asked)))
+        for cancel in self._core.expire(now_ns()):
+            await self.send(DISPATCH, cancel)
 
     def wake_at_ns(self) -> int | None:
         return self._core.next_deadline_ns()
 
     def load(self) -> dict[str, int | float | str]:
-        return {"queued": self._core.num_queued, "credits": self._core.credits}
+        core, counts = self._core, self._core.counts
+        return {
+            "queued": core.num_queued,
+            "credits": core.credits,
+            "paused": core.num_paused,
+            "preemptions": counts.preemptions,
+            "yields": counts.yields,
+            "resumes": counts.resumes,
+            "settings": msgspec.json.encode(self._settings).decode(),
+        }
 
     async def _send(self, dispatched: Dispatched) -> None:
-        info = dispatched.dispatch.info
+        info = dispatched.request.info
         trace = TraceContext(info.traceparent, info.tracestate)
-        if dispatched.last:
-            self.span(
-                info.request_id,
-                trace,
-                dispatched.arrived_ns,
-                {names.PRIORITY: dispatched.dispatch.priority},
-            )
+        other_priorities, other_tenants, own = dispatched.passed_by
+        passed_by: dict[str, int] = {
+            names.PASSED_BY_PRIORITIES: other_priorities,
+            names.PASSED_BY_TENANTS: other_tenants,
+            names.PASSED_BY_OWN: own,
+        }
+        if dispatched.resumed is not None:
+            resumed = dispatched.resumed
+            self._trace(names.FAIRNESS_RESUME, resumed, resumed.paused_ns, passed_by)
+        elif dispatched.last:
+            attributes = {names.PRIORITY: dispatched.request.priority, **passed_by}
+            self.span(info.request_id, trace, dispatched.arrived_ns, attributes)
         budget = budget_of(dispatched.deadline_ns, now_ns())
-        await self.send(DISPATCH, dispatched.dispatch, trace=trace, budget_ns=budget)
+        await self.send(DISPATCH, dispatched.message, trace=trace, budget_ns=budget)
+
+    def _trace_yield(self, running: Running) -> None:
+        reason = "preempted" if running.preempted else "time slice"
+        self._trace(names.FAIRNESS_YIELD, running, running.asked_ns, {names.YIELD_REASON: reason})
+
+    def _trace(self, name: str, running: Running, start_ns: int, attributes: Attributes) -> None:
+        """A span of its own, from asking for room to having it, or from then to going on."""
+        if not self.tracing.enabled:
+            return
+        info = running.request.info
+        common: Attributes = {
+            names.STAGE: self.name,
+            names.REQUEST_ID: info.request_id,
+            names.EPOCH: self.epoch,
+            names.SAMPLE_INDEX: running.spec.sample_index,
+            names.PRIORITY: running.request.priority,
+        }
+        trace = TraceContext(info.traceparent, info.tracestate)
+        self.tracing.span(name, trace, start_ns, now_ns(), {**common, **attributes})

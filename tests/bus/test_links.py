@@ -13,6 +13,7 @@ from nano_inference.bus.links import ADMITTED, CONTROL, CREDITS, DISPATCH, FINIS
 from nano_inference.bus.messages import (
     AdmittedRequest,
     Cancel,
+    Continue,
     Credit,
     Dispatch,
     Drain,
@@ -68,7 +69,8 @@ SAMPLES: tuple[Message, ...] = (
     AdmittedRequest(INFO, (1, 2, 3), SAMPLING, (SPEC,), "default", -1),
     Dispatch(INFO, (1, 2, 3), SAMPLING, (SPEC,), 4),
     Yield((1, 2)),
-    Credit(3),
+    Continue((7, 8), -5),
+    Credit(3, ((7, 8), (8,)), ((9, 12),), (7,), (8,), 1_000_000, 640),
     StepPlan(
         1,
         (NewSequence(7, (1, 2), 0, 0, (4, 5), SAMPLING, SPEC, INFO),),

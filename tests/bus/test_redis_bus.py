@@ -348,7 +348,7 @@ async def test_failed_reader_closes_its_inbox(redis_buses: Any, kit: Any, monkey
 
 
 async def test_message_too_large(redis_buses: Any, kit: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(redis_links, "MAX_MESSAGE_BYTES", 30)
+    monkeypatch.setattr(redis_links, "MAX_MESSAGE_BYTES", 60)
     bus = redis_buses.open()
     inbox = await bus.open_inbox("fairness")
     sender = bus.sender(CREDITS, "b")

@@ -23,6 +23,20 @@ async def test_faults_of_every_kind_cost_nothing(tmp_path: Path) -> None:
     assert (result["completed"], result["clean"]) == (60, True), told
 
 
+async def test_nor_while_sequences_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few places and short time slices: at any moment some sequences have made room."""
+    monkeypatch.setenv("NANO_INFERENCE_ENGINE__MAX_BATCH_SIZE", "4")
+    monkeypatch.setenv("NANO_INFERENCE_FAIRNESS__MAX_TIMESLICE_TOKENS", "8")
+    chaos = load("chaos")
+    result = await chaos.storm(
+        tmp_path, requests=60, kills=8, seed=6, concurrency=24, duration_s=120, longest=40
+    )
+    told = json.dumps(result, indent=1)
+    assert (result["completed"], result["clean"]) == (60, True), told
+
+
 def test_it_sees_what_is_wrong_with_a_stream() -> None:
     chaos, rig = load("chaos"), load("chaos_rig")
     request = {"n": 1, "stream": True, "sampling": {"temperature": 0}}

@@ -108,9 +108,9 @@ INLINE __m512 hyperbolic_tangent(__m512 x) {
 
 enum { PLAIN, WIDE, GATED_SILU, GATED_TANH_GELU };
 
-// One or more linear layers over the same rows, their outputs side by side. The gated kinds have two
-// parts, gate and up, without bias, and one output, act(gate) * up. WIDE writes float32 instead of
-// bfloat16.
+// One or more linear layers over the same rows, their outputs side by side. The gated kinds have
+// two parts, gate and up, without bias, and one output, act(gate) * up. WIDE writes float32 instead
+// of bfloat16.
 typedef struct {
     const bf16 *weight[3];  // [outputs, inputs]
     const bf16 *bias[3];    // [outputs], or NULL
@@ -145,8 +145,8 @@ INLINE void add_products(int rows, int columns, const bf16 *x, const bf16 *weigh
 }
 
 // Dot products of `rows` rows of x with `columns` rows of weights, rows * columns <= 16: lane
-// a * columns + b has that of a and b. With each step `lines` cache lines from `ahead` on are brought
-// closer.
+// a * columns + b has that of a and b. With each step `lines` cache lines from `ahead` on are
+// brought closer.
 INLINE __m512 dot_products(int rows, int columns, const bf16 *x, const bf16 *weight, long k,
                            const bf16 *ahead, long lines) {
     __m512 sums[16];
@@ -259,8 +259,8 @@ INLINE Target at_row(Target to, long row, long width) {
     return to;
 }
 
-// x: [rows, inputs]. out: [rows, sum of outputs], or [rows, outputs] of the gated kinds. added: NULL,
-// or as out in bfloat16.
+// x: [rows, inputs]. out: [rows, sum of outputs], or [rows, outputs] of the gated kinds. added:
+// NULL, or as out in bfloat16.
 void linear(const Linear *l, const bf16 *x, long rows, const bf16 *added, void *out) {
     const long k = l->inputs, parts = l->kind >= GATED_SILU ? 1 : l->parts;
     const long width = l->kind == WIDE ? sizeof(float) : sizeof(bf16);
@@ -289,8 +289,8 @@ void linear(const Linear *l, const bf16 *x, long rows, const bf16 *added, void *
         } else {
             for (long from = 0; from < rows; from += block) {
                 const long end = from + block < rows ? from + block : rows;
-                // While four columns are multiplied with all rows, the next four come closer, evenly:
-                // all at once they would wait for one another.
+                // While four columns are multiplied with all rows, the next four come closer,
+                // evenly: all at once they would wait for one another.
                 const long tiles = (end - from + 3) / 4, lines = (4 + tiles - 1) / tiles;
                 const long share = k / 32 * 32 * lines;
                 for (long column = start; column < stop; column += 4) {
@@ -456,8 +456,8 @@ static void score(const Attention *a, const bf16 *queries, const int64_t *table,
 }
 
 // The attention of one query token's heads that share a KV head, in one pass over the context with
-// a running maximum. Positions are taken CHUNK at a time from a multiple of that on, so the order of
-// the sums depends on the sequence alone. The weights of values are rounded to bfloat16, as
+// a running maximum. Positions are taken CHUNK at a time from a multiple of that on, so the order
+// of the sums depends on the sequence alone. The weights of values are rounded to bfloat16, as
 // Transformers' code does.
 static void attend(const Attention *a, const bf16 *queries, bf16 *out, const int64_t *table,
                    long context, long kv_head, float *memory) {

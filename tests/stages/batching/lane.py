@@ -6,6 +6,7 @@ from collections import deque
 from typing import Literal
 
 from nano_inference.bus.messages import (
+    Credit,
     Dispatch,
     LaneCapacity,
     NewSequence,
@@ -142,6 +143,7 @@ class Lane:
         priority: int = 0,
         prompt_logprobs: int | None = None,
         deadline_ns: int | None = None,
+        rank: int = 0,
     ) -> None:
         sampling = SamplingParams(
             max_tokens=max_tokens,
@@ -152,7 +154,8 @@ class Lane:
             request_id, request_id, "m", len(seq_ids), True, (), len(prompt), "", "", 0
         )
         specs = tuple(SequenceSpec(seq_id, index, 0) for index, seq_id in enumerate(seq_ids))
-        self.core.add(Dispatch(info, tuple(prompt), sampling, specs, priority), deadline_ns)
+        dispatch = Dispatch(info, tuple(prompt), sampling, specs, priority, rank=rank)
+        self.core.add(dispatch, deadline_ns)
 
     def plan(self, now_ns: int = 0) -> bool:
         plan = self.core.plan(now_ns)
@@ -193,6 +196,13 @@ class Lane:
             if not self.retire():
                 return
         raise AssertionError("the lane did not come to rest")
+
+
+def reported(lane: Lane) -> Credit:
+    """What fairness is told; there must be something."""
+    report = lane.core.take_report()
+    assert report is not None
+    return report
 
 
 def expected(prompt: list[int], max_tokens: int, *, stop: bool = True) -> list[int]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import chain
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nano_inference.bus.messages import Cancel
+from nano_inference.bus.messages import Cancel, Credit
 from nano_inference.stages.batching import Sequence
-from nano_inference.stages.batching.core import DEADLINES_KEPT
+from nano_inference.stages.batching.deadlines import LEFTOVERS_KEPT
+from nano_inference.stages.batching.report import REPORTED_STEPS
 
-from .lane import CacheType, Lane, expected
+from .lane import CacheType, Lane, expected, reported
 
 CACHE_TYPES: tuple[CacheType, ...] = ("paged", "radix")
 
@@ -209,11 +213,9 @@ def test_cancel_of_an_unknown_request_is_passed_on_as_it_came() -> None:
 
 def test_expired_requests_end_in_the_next_plan() -> None:
     lane = Lane()
-    lane.add([1, 2], request_id="a", seq_ids=(1,), max_tokens=50, stop=False)
-    dispatch_deadline = 100
-    lane.core._deadlines.append((dispatch_deadline, "a", "a"))
+    lane.add([1, 2], request_id="a", seq_ids=(1,), max_tokens=50, stop=False, deadline_ns=100)
     lane.plan()
-    plan = lane.core.plan(dispatch_deadline)
+    plan = lane.core.plan(100)
     assert plan is not None
     assert [(c.request_id, c.status) for c in plan.ended] == [("a", "expired")]
 
@@ -235,7 +237,7 @@ def test_expired_requests_free_their_blocks_within_a_step(cache_type: CacheType)
         lane.retire()
     assert lane.core.idle
     assert lane.core.cache.num_free_blocks() == 4
-    assert lane.core.take_free_slots() == 2
+    assert reported(lane).sequences == 2
     assert lane.core.next_deadline_ns() is None
     lane.check()
 
@@ -245,7 +247,7 @@ def test_deadlines_of_ended_requests_are_not_kept() -> None:
     for seq_id in range(2000):
         lane.add([1], request_id=str(seq_id), seq_ids=(seq_id,), max_tokens=1, deadline_ns=10**18)
         lane.run()
-    assert len(lane.core._deadlines) <= DEADLINES_KEPT + 2
+    assert len(lane.core._deadlines) <= LEFTOVERS_KEPT + 2
 
 
 def test_paused_core_plans_no_rows_but_still_passes_cancellations_on() -> None:
@@ -264,8 +266,30 @@ def test_every_slot_comes_back_as_a_credit() -> None:
         lane.add([seq_id], request_id=str(seq_id), seq_ids=(seq_id,), max_tokens=6, stop=False)
     lane.core.cancel(cancel("9"))
     lane.run()
-    assert lane.core.take_free_slots() == 10
-    assert lane.core.take_free_slots() == 0
+    assert reported(lane).sequences == 10
+    assert lane.core.take_report() is None
+
+
+def test_the_report_tells_who_was_served() -> None:
+    lane = Lane(steps_ahead=1)
+    lane.add([1, 2, 3], request_id="a", seq_ids=(1, 2), max_tokens=3, stop=False)
+    lane.run()
+    report = reported(lane)
+    assert Counter(chain.from_iterable(report.steps)) == {1: 3, 2: 3}
+    # All of the prompt but the token that samples was computed with the first sample.
+    assert report.started == ((1, 3), (2, 1))
+    assert sorted(report.ended) == [1, 2]
+    assert report.yielded == ()
+
+
+def test_steps_are_reported_now_and_then_though_no_place_is_free() -> None:
+    lane = Lane(steps_ahead=1)
+    lane.add([1, 2, 3], request_id="a", seq_ids=(1,), max_tokens=30, stop=False)
+    for _ in range(REPORTED_STEPS):
+        assert lane.core.take_report() is None
+        lane.plan()
+        lane.retire()
+    assert reported(lane).steps == ((1,),) * REPORTED_STEPS
 
 
 def test_a_result_out_of_order_is_refused() -> None:
@@ -298,7 +322,7 @@ arrivals = st.lists(
     min_size=1,
     max_size=12,
 )
-ACTIONS = ("plan", "retire", "cancel", "flush", "stop", "retract")
+ACTIONS = ("plan", "retire", "cancel", "flush", "stop", "retract", "make room", "go on")
 actions = st.lists(st.sampled_from(ACTIONS), max_size=60)
 
 
@@ -329,6 +353,8 @@ def test_random_traces_conserve_blocks_and_outputs(
     cut_short: set[int] = set()
     members: dict[str, tuple[int, ...]] = {}
     seq_id = 0
+    places = 0
+    aside: list[int] = []
     queue = list(arrivals)
     for action in [*actions, *["plan"] * len(arrivals)]:
         if queue and action == "plan":
@@ -363,7 +389,22 @@ def test_random_traces_conserve_blocks_and_outputs(
                 victim = next(iter(members.values()))[0]
                 lane.core.stop([victim])
                 cut_short.add(victim)
+            case "make room" if members:
+                lane.core.make_room([*next(iter(members.values())), 10**6])
+            case "go on" if aside:
+                lane.core.go_on(aside)
+                places -= len(aside)
+                aside = []
+        if (report := lane.core.take_report()) is not None:
+            places += report.sequences
+            aside = [each for each in (*aside, *report.yielded) if each not in report.ended]
         lane.check()
+    lane.run()
+    report = lane.core.take_report() or Credit(0)
+    places += report.sequences
+    aside = [each for each in (*aside, *report.yielded) if each not in report.ended]
+    lane.core.go_on(aside)
+    places -= len(aside)
     lane.run()
     lane.check()
     assert lane.core.idle
@@ -373,5 +414,5 @@ def test_random_traces_conserve_blocks_and_outputs(
             assert got == tokens[: len(got)]
         else:
             assert got == tokens
-    assert lane.core.take_free_slots() == seq_id
+    assert places + (lane.core.take_report() or Credit(0)).sequences == seq_id
     assert lane.core.cache.num_free_blocks() == lane.core.cache.num_blocks

@@ -5,29 +5,19 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nano_inference.bus.messages import AdmittedRequest, Cancel, RequestInfo, SequenceSpec
-from nano_inference.config import FairnessConfig, SamplingParams
-from nano_inference.stages.fairness import FairnessCore
+from nano_inference.bus.messages import Dispatch, StageTime
+from nano_inference.config import FairnessConfig
+from nano_inference.stages.fairness import Dispatched, FairnessCore
 from nano_inference.stages.fairness.core import LEFTOVERS_KEPT
 
-SECOND = 1_000_000_000
+from .requests import SECOND, cancel, drain, grant, request
 
 
-def request(name: str, *, priority: int = 0, samples: int = 1) -> AdmittedRequest:
-    info = RequestInfo(name, f"entry-{name}", "m", samples, True, (), 1, "", "", 0)
-    sequences = tuple(SequenceSpec(hash((name, i)) % 10**6, i, 0) for i in range(samples))
-    return AdmittedRequest(info, (1,), SamplingParams(), sequences, "default", priority)
-
-
-def cancel(name: str) -> Cancel:
-    return Cancel(name, f"entry-{name}", "cancelled", "cancelled", "")
-
-
-def drain(core: FairnessCore, now_ns: int = 0) -> list[str]:
-    names = []
-    while (dispatched := core.pop(now_ns)) is not None:
-        names.append(dispatched.dispatch.info.request_id)
-    return names
+def popped(core: FairnessCore, now_ns: int) -> tuple[Dispatched, Dispatch]:
+    dispatched = core.pop(now_ns)
+    assert dispatched is not None
+    assert isinstance(dispatched.message, Dispatch)
+    return dispatched, dispatched.message
 
 
 def filled(*requests: tuple[str, int, int], aging_s: float = 2.0) -> FairnessCore:
@@ -35,7 +25,7 @@ def filled(*requests: tuple[str, int, int], aging_s: float = 2.0) -> FairnessCor
     core = FairnessCore(FairnessConfig(aging_s=aging_s))
     for name, priority, arrival_s in requests:
         core.push(request(name, priority=priority), arrival_s * SECOND)
-    core.credits = 100
+    grant(core, 100, 10 * SECOND)
     return core
 
 
@@ -58,8 +48,8 @@ def test_lowest_priority_starts_under_endless_high_priority_load() -> None:
     started_at = None
     for second in range(60):
         core.push(request(f"high-{second}", priority=10), second * SECOND)
-        core.credits = 1
-        if drain(core) == ["lowest"]:
+        grant(core, 1, second * SECOND)
+        if drain(core, second * SECOND) == ["lowest"]:
             started_at = second
             break
     assert started_at is not None
@@ -67,37 +57,36 @@ def test_lowest_priority_starts_under_endless_high_priority_load() -> None:
 
 
 def test_nothing_leaves_without_credits() -> None:
-    core = filled(("a", 0, 0), ("b", 0, 1))
-    core.credits = 1
+    core = FairnessCore(FairnessConfig())
+    core.push(request("a"), 0)
+    core.push(request("b"), 1)
+    assert drain(core) == []
+    grant(core, 1)
     assert drain(core) == ["a"]
     assert core.credits == 0
-    core.credits += 1
+    grant(core, 1)
     assert drain(core) == ["b"]
 
 
 def test_more_samples_than_credits_leave_in_parts() -> None:
     core = FairnessCore(FairnessConfig())
     core.push(request("a", samples=5), 0)
-    core.credits = 3
-    first = core.pop(7)
-    assert first is not None
-    assert len(first.dispatch.sequences) == 3
+    grant(core, 3)
+    first, message = popped(core, 7)
+    assert len(message.sequences) == 3
     assert not first.last
     assert core.pop(7) is None
-    core.credits = 9
-    second = core.pop(8)
-    assert second is not None
-    assert [spec.sample_index for spec in second.dispatch.sequences] == [3, 4]
+    grant(core, 9)
+    second, message = popped(core, 8)
+    assert [spec.sample_index for spec in message.sequences] == [3, 4]
     assert second.last
     assert core.credits == 7
 
 
 def test_dispatch_tells_how_long_it_waited() -> None:
-    core = filled(("a", 0, 3))
-    dispatched = core.pop(5 * SECOND)
-    assert dispatched is not None
-    (held,) = dispatched.dispatch.info.stages
-    assert (held.stage, held.start_ns, held.end_ns) == ("fairness", 3 * SECOND, 5 * SECOND)
+    _, message = popped(filled(("a", 0, 3)), 5 * SECOND)
+    (held,) = message.info.stages
+    assert held == StageTime(stage="fairness", start_ns=3 * SECOND, end_ns=5 * SECOND)
 
 
 def test_cancel_of_an_untouched_request_vouches_for_it() -> None:
@@ -110,10 +99,10 @@ def test_cancel_of_an_untouched_request_vouches_for_it() -> None:
 def test_cancel_of_a_partly_dispatched_request_does_not() -> None:
     core = FairnessCore(FairnessConfig())
     core.push(request("a", samples=4), 0)
-    core.credits = 2
+    grant(core, 2)
     core.pop(0)
     assert not core.cancel(cancel("a")).unstarted
-    core.credits = 9
+    grant(core, 9)
     assert core.pop(0) is None
 
 
@@ -129,7 +118,7 @@ def test_expired_requests_leave_the_queue() -> None:
     assert [(c.request_id, c.status, c.unstarted) for c in core.expire(60)] == [
         ("a", "expired", True)
     ]
-    core.credits = 9
+    grant(core, 9)
     assert drain(core) == ["b"]
     assert core.next_deadline_ns() is None
     assert core.expire(100) == []
@@ -137,32 +126,30 @@ def test_expired_requests_leave_the_queue() -> None:
 
 def test_new_settings_reorder_those_who_wait() -> None:
     core = filled(("old", 0, 0), ("new", 1, 3), aging_s=2.0)
-    core.update(FairnessConfig(aging_s=10.0))
+    core.configure(FairnessConfig(aging_s=10.0))
     assert drain(core) == ["new", "old"]
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30), st.integers(1, 4)), max_size=30),
-    st.integers(1, 5),
-)
-def test_every_sequence_is_dispatched_once_in_order_of_effective_priority(
-    arrivals: list[tuple[int, int, int]], credits: int
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), max_size=30), st.integers(1, 5))
+def test_every_sequence_is_dispatched_once_and_equals_leave_in_order(
+    arrivals: list[tuple[int, int]], credits: int
 ) -> None:
     core = FairnessCore(FairnessConfig(aging_s=2.0))
-    ranks = {}
-    for index, (priority, arrival_s, samples) in enumerate(arrivals):
-        core.push(request(str(index), priority=priority, samples=samples), arrival_s * SECOND)
-        ranks[str(index)] = arrival_s - 2 * priority
+    for index, (priority, samples) in enumerate(arrivals):
+        core.push(request(str(index), priority=priority, samples=samples), index)
     order: list[str] = []
     counts: dict[str, int] = {}
     while core.num_queued:
-        core.credits = credits
-        while (dispatched := core.pop(100 * SECOND)) is not None:
-            name = dispatched.dispatch.info.request_id
+        grant(core, credits)
+        while (dispatched := core.pop(100)) is not None:
+            name = dispatched.request.info.request_id
+            assert isinstance(dispatched.message, Dispatch)
             order.append(name)
-            counts[name] = counts.get(name, 0) + len(dispatched.dispatch.sequences)
-    assert [ranks[name] for name in order] == sorted(ranks[name] for name in order)
-    assert counts == {str(i): samples for i, (_, _, samples) in enumerate(arrivals)}
+            counts[name] = counts.get(name, 0) + len(dispatched.message.sequences)
+    assert counts == {str(i): samples for i, (_, samples) in enumerate(arrivals)}
+    # They all came at the same time, as far as ageing is concerned.
+    ranks = [(-arrivals[int(name)][0], int(name)) for name in order]
+    assert ranks == sorted(ranks)
 
 
 def test_what_is_left_of_dispatched_and_cancelled_requests_is_bounded() -> None:
@@ -173,10 +160,10 @@ def test_what_is_left_of_dispatched_and_cancelled_requests_is_bounded() -> None:
         if i % 2:
             core.cancel(cancel(str(i)))
         else:
-            core.credits = 1
+            grant(core, 1)
             assert drain(core, i) == [str(i)]
     assert core.num_queued == 1
-    assert len(core._heap) <= LEFTOVERS_KEPT + 4
     assert len(core._deadlines) <= LEFTOVERS_KEPT + 4
-    core.credits = 1
+    assert len(core._of_request) == 1
+    grant(core, 1)
     assert drain(core, 3000) == ["stays"]

@@ -1,0 +1,386 @@
+"""What tenants get under four policies, simulated with the stages' own cores.
+
+    python benchmarks/fairness_sim.py [--seconds S] [--gap-steps N] [--plots FOLDER] [--json FILE]
+    python benchmarks/fairness_sim.py --trace FILE [--set NAME=VALUE ...]
+
+Compares first come first served, a priority flag with ageing, virtual token counters alone, and
+this engine's fairness with everything switched on, on loads of thousands of requests a second
+before a device that is a formula (fairness_model.py). The cores of fairness and batching are those
+that the pipeline runs.
+
+A trace is CSV with the columns arrival (seconds), tenant, prompt, output (tokens) and if wanted
+priority, or the same as JSON lines. --plots needs matplotlib (`pip install .[plots]`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from fairness_model import (
+    SECOND,
+    Arrival,
+    Device,
+    Outcome,
+    Queue,
+    Simulation,
+    by_counters,
+    by_priority,
+    first_come,
+    jain,
+    ours,
+    percentile,
+    read_trace,
+)
+
+from nano_inference.config import FairnessConfig
+from nano_inference.pipeline.commands.fairness import changed
+
+POLICIES: dict[str, tuple[Callable[[FairnessConfig], Queue], bool]] = {
+    "FCFS": (first_come, True),
+    "priority": (by_priority, False),
+    "VTC": (by_counters, True),
+    "ours": (ours, False),
+}
+"""By name: how the queue is made, and whether it knows nothing of priorities."""
+
+EVERYTHING = FairnessConfig(enable_preemption=True, max_timeslice_tokens=128, locality_tokens=4096)
+
+
+def run(
+    policy: str, load: list[Arrival], config: FairnessConfig, device: Device, name: str = ""
+) -> Outcome:
+    """A load to its end under a policy."""
+    make, flat = POLICIES[policy]
+    simulation = Simulation(name or policy, make(config), device, config, flat_priority=flat)
+    return simulation.run(load)
+
+
+# --- loads ----------------------------------------------------------------------------------------
+
+
+def stream(
+    rng: random.Random,
+    tenant: str,
+    per_second: float,
+    seconds: float,
+    prompt: tuple[int, int],
+    output: tuple[int, int],
+    *,
+    priority: int = 0,
+    groups: int = 0,
+    shared: int = 0,
+) -> list[Arrival]:
+    """Poisson arrivals of one tenant, with lengths between bounds; `groups` share prefixes."""
+    found = []
+    at = rng.expovariate(per_second)
+    while at < seconds:
+        found.append(
+            Arrival(
+                at_ns=int(at * SECOND),
+                tenant=tenant,
+                prompt=shared + rng.randint(*prompt),
+                output=rng.randint(*output),
+                priority=priority,
+                group=rng.randrange(groups) if groups else 0,
+                shared=shared,
+            )
+        )
+        at += rng.expovariate(per_second)
+    return found
+
+
+def noisy_load(seconds: float) -> tuple[list[Arrival], list[Arrival]]:
+    """A tenant beside one that sends fifty times as much, together more than the device can do."""
+    rng = random.Random(1)
+    quiet = stream(rng, "quiet", 60, seconds, (64, 192), (16, 48))
+    noisy = stream(rng, "noisy", 3000, seconds, (64, 192), (16, 48))
+    return quiet, noisy
+
+
+def shares_load(seconds: float) -> list[Arrival]:
+    """Four tenants with different requests; each sends more than a quarter of what can be done."""
+    rng = random.Random(5)
+    return [
+        *stream(rng, "summaries", 900, seconds, (400, 800), (8, 24)),
+        *stream(rng, "chat", 1800, seconds, (64, 192), (32, 64)),
+        *stream(rng, "stories", 450, seconds, (16, 64), (150, 250)),
+        *stream(rng, "labels", 6000, seconds, (48, 80), (1, 4)),
+    ]
+
+
+def urgent_load(seconds: float) -> list[Arrival]:
+    """Four tenants with long completions keep the batch full; now and then comes what is urgent."""
+    rng = random.Random(2)
+    load = []
+    for number in range(4):
+        load += stream(rng, f"batch-{number}", 110, seconds, (128, 512), (300, 700))
+    return load + stream(rng, "urgent", 20, seconds, (64, 128), (8, 32), priority=8)
+
+
+def prefix_load(seconds: float) -> list[Arrival]:
+    """Eight tenants, each with system prompts of its own; together more than the cache holds."""
+    rng = random.Random(3)
+    load = []
+    for number in range(8):
+        arrivals = stream(
+            *(rng, f"agent-{number}", 120, seconds, (32, 96), (16, 64)), groups=6, shared=1024
+        )
+        load += [replace(each, group=each.group + 6 * number) for each in arrivals]
+    return load
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def ms(nanoseconds: float) -> str:
+    return f"{nanoseconds / 1e6:,.1f}"
+
+
+def table(title: str, header: list[str], rows: list[list[str]]) -> None:
+    """Prints a table in Markdown, as the documents have it."""
+    print(f"\n{title}\n")
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    for row in (header, ["-" * width for width in widths], *rows):
+        print("| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |")
+
+
+def ttfts(outcome: Outcome, tenant: str) -> list[int]:
+    return [each.ttft_ns for each in outcome.records if each.arrival.tenant == tenant]
+
+
+def figures(outcome: Outcome, peer: Outcome) -> dict[str, Any]:
+    """What goes into the JSON and the tables."""
+    tenants = sorted({each.arrival.tenant for each in outcome.records})
+    unfinished = sum(not each.finished_ns for each in outcome.records)
+    assert not unfinished, f"{unfinished} requests were lost under {outcome.name}"
+    return {
+        "requests": len(outcome.records),
+        "steps": outcome.steps,
+        "simulated_s": outcome.end_ns / SECOND,
+        "device_s": outcome.busy_ns / SECOND,
+        "device_time_x_fcfs": outcome.busy_ns / peer.busy_ns,
+        "tokens_per_s": (outcome.prompt_tokens + outcome.output_tokens) / outcome.busy_ns * SECOND,
+        "computed_tokens": outcome.computed_tokens,
+        "recomputed_tokens": outcome.recomputed_tokens,
+        "preemptions": outcome.preemptions,
+        "yields": outcome.yields,
+        "jain": contended_jain(outcome),
+        "ttft_ms": {
+            tenant: {
+                name: percentile(ttfts(outcome, tenant), share) / 1e6
+                for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))
+            }
+            for tenant in tenants
+        },
+    }
+
+
+def contended_jain(outcome: Outcome) -> float | None:
+    """Jain's index of what the tenants gained while all of them waited; None if they never did."""
+    tenants = {each.arrival.tenant for each in outcome.records}
+    gained: dict[str, float] = defaultdict(float)
+    samples = list(zip(outcome.service, outcome.waiting, strict=True))
+    for (before, was), (after, now) in itertools.pairwise(samples):
+        if all(was[1].get(tenant) and now[1].get(tenant) for tenant in tenants):
+            for tenant in tenants:
+                gained[tenant] += after[1][tenant] - before[1].get(tenant, 0.0)
+    return jain(gained.values()) if gained else None
+
+
+def compare(
+    title: str, load: list[Arrival], config: FairnessConfig, device: Device, watched: list[str]
+) -> tuple[dict[str, Any], list[Outcome]]:
+    """All policies on one load: a table, and its figures."""
+    outcomes = [run(policy, load, config, device) for policy in POLICIES]
+    found = {outcome.name: figures(outcome, outcomes[0]) for outcome in outcomes}
+    header = ["policy"]
+    header += [f"{tenant} TTFT p50 / p99, ms" for tenant in watched]
+    header += [
+        "Jain while all wait",
+        "device time x FCFS",
+        "recomputed",
+        "preempted / slices ended",
+    ]
+    rows = []
+    for name, each in found.items():
+        row = [name]
+        for tenant in watched:
+            seen = each["ttft_ms"][tenant]
+            row.append(f"{seen['p50']:,.1f} / {seen['p99']:,.1f}")
+        share = each["recomputed_tokens"] / each["computed_tokens"]
+        row.append("-" if each["jain"] is None else f"{each['jain']:.3f}")
+        row += [f"{each['device_time_x_fcfs']:.4f}", f"{share:.2%}"]
+        row.append(f"{each['preemptions']} / {each['yields']}")
+        rows.append(row)
+    table(f"{title} ({len(load):,} requests)", header, rows)
+    return found, outcomes
+
+
+# --- the gap --------------------------------------------------------------------------------------
+
+GAP_DEVICE = Device(num_blocks=4096, max_batch_size=32, max_tokens_per_batch=512)
+
+GAP_TENANTS: dict[str, tuple[float, tuple[int, int], tuple[int, int]]] = {
+    "chat": (1.0, (20, 200), (10, 60)),
+    "summaries": (1.0, (300, 480), (5, 20)),
+    "stories": (1.0, (5, 20), (100, 200)),
+    "gold": (2.0, (50, 150), (20, 80)),
+    "tiny": (0.5, (1, 5), (1, 5)),
+}
+"""Weight, and bounds of prompts and completions."""
+
+
+def gap_bound(config: FairnessConfig, prompt: int, output: int, places: int) -> float:
+    """The bound of docs/fairness.md, on what one tenant may gain on another."""
+    weights = [config.tenant_weights.get(tenant, 1.0) for tenant in GAP_TENANTS]
+    unit = config.prefill_weight * prompt + config.decode_weight * places * output
+    return 2 * (unit / min(weights) + config.locality_tokens)
+
+
+def measure_gap(policy: str, steps: int, config: FairnessConfig) -> dict[str, Any]:
+    """Five tenants that always wait, and visitors; the most that one gains on another, ever.
+
+    Also the ranges of the differences over all intervals, since a gap counts from anywhere.
+    """
+    rng = random.Random(4)
+    make, flat = POLICIES[policy]
+    simulation = Simulation(
+        *(policy, make(config), GAP_DEVICE, config),
+        flat_priority=flat,
+        keep_records=False,
+        sample_every_ns=SECOND,
+    )
+    pairs = list(itertools.combinations(GAP_TENANTS, 2))
+    least = dict.fromkeys(pairs, float("inf"))
+    most = dict.fromkeys(pairs, float("-inf"))
+    places = GAP_DEVICE.max_batch_size
+    started = time.perf_counter()
+    for step in range(steps):
+        for tenant, (_, prompt, output) in GAP_TENANTS.items():
+            while simulation.num_waiting[tenant] <= places:
+                lengths = rng.randint(*prompt), rng.randint(*output)
+                simulation.submit(Arrival(simulation.now_ns, tenant, *lengths))
+        if step % 97 == 0:
+            visitor = f"visitor-{rng.randrange(50)}"
+            lengths = rng.randint(1, 480), rng.randint(1, 200)
+            simulation.submit(Arrival(simulation.now_ns, visitor, *lengths))
+        service = simulation.service
+        for pair in pairs:
+            lead = service[pair[0]] - service[pair[1]]
+            if lead < least[pair]:
+                least[pair] = lead
+            if lead > most[pair]:
+                most[pair] = lead
+        simulation.step()
+    gap = max(most[pair] - least[pair] for pair in pairs)
+    served = [simulation.service[tenant] for tenant in GAP_TENANTS]
+    return {
+        "steps": steps,
+        "gap": gap,
+        "bound": gap_bound(config, 480, 200, places),
+        "jain": jain(served),
+        "service": sum(served) / len(served),
+        "wall_s": time.perf_counter() - started,
+    }
+
+
+def gaps(steps: int) -> dict[str, Any]:
+    """The gap under counters and under ours, and for a tenth of the steps under the peers."""
+    weights = {tenant: weight for tenant, (weight, _, _) in GAP_TENANTS.items()}
+    config = FairnessConfig(tenant_weights=weights)
+    everything = changed(EVERYTHING, [f"tenant_weights={json.dumps(weights)}"])
+    found = {}
+    for policy, number, settings in (
+        ("FCFS", steps // 10, config),
+        ("priority", steps // 10, config),
+        ("VTC", steps, config),
+        ("ours", steps, everything),
+    ):
+        found[policy] = measure_gap(policy, number, settings)
+        # The peers promise nothing.
+        if policy in ("VTC", "ours"):
+            assert found[policy]["gap"] <= found[policy]["bound"], "the bound does not hold"
+    table(
+        "Tenants that always wait: the most that one gains on another, in weighted tokens",
+        ["policy", "steps", "gap", "bound", "gap / bound", "Jain", "mean service"],
+        [
+            [
+                name,
+                f"{each['steps']:,}",
+                f"{each['gap']:,.0f}",
+                f"{each['bound']:,.0f}" if name in ("VTC", "ours") else "none",
+                f"{each['gap'] / each['bound']:.2f}" if name in ("VTC", "ours") else "-",
+                f"{each['jain']:.4f}",
+                f"{each['service']:,.0f}",
+            ]
+            for name, each in found.items()
+        ],
+    )
+    return found
+
+
+# --- the program ----------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=15, help="simulated, of each load")
+    parser.add_argument("--gap-steps", type=int, default=1_000_000)
+    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--set", action="append", default=[], dest="changes", metavar="NAME=VALUE")
+    parser.add_argument("--plots", type=Path, help="a folder for PNG files")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    config = changed(EVERYTHING, arguments.changes)
+    device = Device()
+    found: dict[str, Any] = {"device": asdict(device)}
+    if arguments.trace:
+        load = list(read_trace(arguments.trace))
+        tenants = sorted({each.tenant for each in load})
+        found["trace"], outcomes = compare(str(arguments.trace), load, config, device, tenants[:4])
+        plots = {"trace": outcomes}
+    else:
+        quiet, noisy = noisy_load(arguments.seconds)
+        found["noisy"], noisy_outcomes = compare(
+            *("A neighbour that sends 50 times as much", quiet + noisy, config, device),
+            watched=["quiet", "noisy"],
+        )
+        alone = run("FCFS", quiet, config, device, "alone")
+        found["noisy"]["alone"] = figures(alone, alone)
+        seen = found["noisy"]["alone"]["ttft_ms"]["quiet"]
+        print(f"\nquiet alone: {seen['p50']:.1f} / {seen['p99']:.1f} ms")
+        load = shares_load(arguments.seconds / 3)
+        found["shares"], shares_outcomes = compare(
+            *("Four tenants that all send too much", load, config, device),
+            watched=["chat", "labels"],
+        )
+        load = urgent_load(arguments.seconds)
+        found["urgent"], _ = compare(
+            "What is urgent, while the batch is full", load, config, device, ["urgent", "batch-0"]
+        )
+        load = prefix_load(arguments.seconds)
+        small = replace(device, num_blocks=3072)
+        found["prefixes"], _ = compare(
+            "Prefixes: more than the cache holds", load, config, small, ["agent-0"]
+        )
+        found["gap"] = gaps(arguments.gap_steps)
+        plots = {"noisy": [*noisy_outcomes, alone], "shares": shares_outcomes}
+    if arguments.plots:
+        from fairness_plots import draw
+
+        draw(plots, found, arguments.plots)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""What runs: on each lane its credits, its sequences, and which of them should make room."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+
+from ...bus.messages import SequenceSpec
+from .locality import PrefixIndex, Trail
+from .order import LEFTOVERS_KEPT
+from .tenants import Waiting
+
+MOST_UNCOUNTED = 64
+"""Steps that may be put aside before their tokens are counted."""
+
+
+KEPT_SHARE = 1 / 8
+"""Of the free KV, how much those may have that made room at the end of their time slice.
+
+Measured with benchmarks/fairness_sim.py where the cache is short: with a half they lose so much of
+it that the lane needs 4.5 % more time, with a quarter 1.1 %, with an eighth 0.1 %.
+"""
+
+
+class Running:
+    """A sequence that was dispatched, until batching says that it is gone.
+
+    Attributes:
+        level: The effective priority with which it was dispatched; running adds nothing to it.
+        charged: Prompt tokens charged in advance, until batching tells how many it took.
+        started: Its first step has been planned.
+        num_tokens: Prompt and generated tokens.
+        in_slice: Tokens since it was dispatched.
+        preemptions: How often it had to make room for a higher priority.
+        leaving: It was told to make room, at `asked_ns`, when it had `asked_tokens`.
+        preempted: It was told for a higher priority, not at the end of its time slice.
+        behind: It goes on behind what its tenant has waiting then, else before it.
+        paused_ns: When it had made room.
+    """
+
+    __slots__ = (
+        "arrived_ns",
+        "asked_ns",
+        "asked_tokens",
+        "behind",
+        "charged",
+        "deadline_ns",
+        "flow",
+        "in_slice",
+        "leaving",
+        "level",
+        "num_tokens",
+        "order",
+        "paused_ns",
+        "preempted",
+        "preemptions",
+        "request",
+        "spec",
+        "started",
+    )
+
+    def __init__(self, spec: SequenceSpec, waiting: Waiting) -> None:
+        self.request = waiting.request
+        self.spec = spec
+        self.flow = waiting.flow
+        self.arrived_ns = waiting.arrived_ns
+        self.deadline_ns = waiting.deadline_ns
+        self.level = 0.0
+        self.order = 0
+        self.charged = 0
+        self.started = False
+        self.num_tokens = len(waiting.request.token_ids) + len(spec.generated)
+        self.in_slice = 0
+        self.preemptions = 0
+        self.leaving = False
+        self.asked_ns = 0
+        self.asked_tokens = 0
+        self.preempted = False
+        self.behind = False
+        self.paused_ns = 0
+
+
+class Lane:
+    """One batching stage and its executor, as fairness sees it.
+
+    Attributes:
+        credits: Sequences that it can take.
+        running: Those that it has, by id.
+        paused: Those that made room and wait again, by id; batching keeps them.
+        due: Those whose time slice is used up.
+        num_leaving: Those that were told to make room and have not yet.
+        aside_tokens: Tokens of those that made room, or were told to.
+        kv_free: Tokens for which KV was free, when it last said so.
+        prefixes: What its prefix cache probably holds.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.credits = 0
+        self.running: dict[int, Running] = {}
+        self.paused: dict[int, Running] = {}
+        self.due: dict[int, Running] = {}
+        self.num_leaving = 0
+        self.aside_tokens = 0
+        self.kv_free = 0
+        self.prefixes = PrefixIndex()
+        self._steps: list[tuple[int, ...]] = []
+        self._victims: list[tuple[float, int, Running]] = []
+
+    @property
+    def load(self) -> int:
+        """Sequences that it has."""
+        return len(self.running)
+
+    def start(self, running: Running, level: float, order: int, *, preemptible: bool) -> None:
+        """A sequence is dispatched to this lane; `order` grows with each one."""
+        seq_id = running.spec.seq_id
+        running.level = level
+        running.order = order
+        running.in_slice = 0
+        running.leaving = False
+        if self.paused.pop(seq_id, None) is not None:
+            self.aside_tokens -= running.num_tokens
+        self.running[seq_id] = running
+        if preemptible:
+            heapq.heappush(self._victims, _as_victim(running))
+            if len(self._victims) > 2 * len(self.running) + LEFTOVERS_KEPT:
+                self._victims = [each for each in self._victims if self._is_victim(each)]
+                heapq.heapify(self._victims)
+
+    def configure(self, preemptible: Callable[[Running], bool]) -> None:
+        """Who may be told to make room is to be looked at anew."""
+        self._victims = [_as_victim(each) for each in self.running.values() if preemptible(each)]
+        heapq.heapify(self._victims)
+        self.due.clear()
+
+    def put_aside(self, steps: Iterable[tuple[int, ...]]) -> bool:
+        """Notes the sequences that gained a token in each step; whether it is time to count."""
+        self._steps += steps
+        return len(self._steps) >= MOST_UNCOUNTED
+
+    def counted(self) -> Iterator[tuple[Running, int]]:
+        """How many tokens each sequence has gained since this was last asked."""
+        if not self._steps:
+            return
+        tokens = Counter(chain.from_iterable(self._steps))
+        self._steps.clear()
+        for seq_id, number in tokens.items():
+            running = self.running.get(seq_id)
+            if running is not None:
+                yield running, number
+
+    def ask(self, running: Running, now_ns: int, *, preempted: bool, behind: bool) -> None:
+        """A sequence is told to make room."""
+        running.behind = behind
+        running.leaving = True
+        running.asked_ns = now_ns
+        running.preempted = preempted
+        running.preemptions += preempted
+        self.num_leaving += 1
+        running.asked_tokens = running.num_tokens
+        self.aside_tokens += running.asked_tokens
+        self.due.pop(running.spec.seq_id, None)
+
+    def pause(self, seq_id: int, now_ns: int) -> Running | None:
+        """A sequence has made room; None for one that nobody asks for any more."""
+        running = self._remove(seq_id)
+        if running is not None:
+            running.paused_ns = now_ns
+            self.paused[seq_id] = running
+            self.aside_tokens += running.num_tokens
+        return running
+
+    def end(self, seq_id: int) -> Running | None:
+        """A sequence is gone for good: it ran, or else it was paused."""
+        if (running := self._remove(seq_id)) is None:
+            running = self.paused.pop(seq_id, None)
+            if running is not None:
+                self.aside_tokens -= running.num_tokens
+        return running
+
+    def keeps(self, running: Running, before: int) -> bool:
+        """Whether the KV of a sequence would probably still be cached when it goes on.
+
+        `before`: Tokens of what runs before that. They, and those of all who made room, may take
+        `KEPT_SHARE` of what is free; the rest is for what runs, which grows and is replaced.
+        """
+        own = running.num_tokens
+        return self.aside_tokens + own + before <= KEPT_SHARE * (self.kv_free + own)
+
+    def lowest(self) -> Running | None:
+        """Who makes room first for a higher priority, the one with the lowest; None if none may."""
+        while self._victims and not self._is_victim(self._victims[0]):
+            heapq.heappop(self._victims)
+        return self._victims[0][2] if self._victims else None
+
+    def _remove(self, seq_id: int) -> Running | None:
+        running = self.running.pop(seq_id, None)
+        if running is not None:
+            self.due.pop(seq_id, None)
+            if running.leaving:
+                self.num_leaving -= 1
+                self.aside_tokens -= running.asked_tokens
+        return running
+
+    def _is_victim(self, entry: tuple[float, int, Running]) -> bool:
+        _, order, running = entry
+        there = self.running.get(running.spec.seq_id) is running
+        return there and running.order == -order and not running.leaving
+
+
+def _as_victim(running: Running) -> tuple[float, int, Running]:
+    """Of equals the last one dispatched goes first: it has the least to lose."""
+    return running.level, -running.order, running
+
+
+def choose_lane(lanes: Iterable[Lane], trail: Trail) -> Lane | None:
+    """Where a request goes: of the lanes with room, that with the longest matching prefix.
+
+    Of several the one with the least load, then the one with the most room.
+    """
+    able = [lane for lane in lanes if lane.credits > 0]
+    if len(able) < 2:
+        return able[0] if able else None
+    return max(able, key=lambda lane: (lane.prefixes.match(trail), -lane.load, lane.credits))

@@ -1,0 +1,41 @@
+"""How fast the device can be, as far as was seen."""
+
+from __future__ import annotations
+
+from ...config import SamplingParams
+
+WINDOW = 256
+"""Reports after which the fastest step of before begins to be forgotten."""
+
+CAUTION = 0.5
+"""A step may take so much of the fastest that was seen lately: an emptier batch is faster."""
+
+
+class Pace:
+    """The fastest step lately, from which follows what certainly can't be done in time.
+
+    A sequence gains at most one token with each step, so k tokens take at least k steps.
+    """
+
+    def __init__(self) -> None:
+        self._now_ns = self._before_ns = 0
+        self._seen = 0
+
+    def add(self, step_ns: int) -> None:
+        """A step took this long."""
+        if self._seen == WINDOW:
+            self._before_ns, self._now_ns, self._seen = self._now_ns, 0, 0
+        self._seen += 1
+        self._now_ns = min(self._now_ns or step_ns, step_ns)
+
+    @property
+    def least_step_ns(self) -> float:
+        """What the shortest step may take; 0 as long as nothing was seen."""
+        seen = [each for each in (self._now_ns, self._before_ns) if each]
+        return CAUTION * min(seen, default=0)
+
+
+def least_tokens(sampling: SamplingParams) -> int:
+    """Tokens that a sample has at the least."""
+    may_stop = sampling.stop_token_ids or sampling.stop
+    return max(1, sampling.min_tokens) if may_stop else sampling.max_tokens

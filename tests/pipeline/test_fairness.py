@@ -1,0 +1,248 @@
+"""Tenants, time slices and preemption on the whole pipeline: streams pause, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from nano_inference import Completion, Pipeline
+from nano_inference.config import FairnessConfig, TelemetryConfig
+from nano_inference.pipeline.client import Request
+from nano_inference.stages.batching import BatchingCore
+from nano_inference.stages.executor.core import ExecutorCore
+from nano_inference.stages.fairness import Counts, FairnessCore
+from nano_inference.stages.fairness.stage import FairnessStage
+from nano_inference.stages.streaming.core import StreamingCore
+from nano_inference.telemetry import names, setup_tracing
+
+from .conftest import MakeConfig
+
+LIMIT_S = 240
+
+
+def long_request(index: int, **fields: Any) -> dict[str, Any]:
+    return {
+        "prompt": f"Story about Ana, a cat and {index} balls:",
+        "sampling": {"temperature": 1.0, "seed": index, "max_tokens": 60, "ignore_eos": True},
+        "n": 1 + index % 2,
+        **fields,
+    }
+
+
+def urgent_request(index: int) -> dict[str, Any]:
+    return {
+        "prompt": f"{index} + 4 =",
+        "sampling": {"temperature": 0, "max_tokens": 4, "ignore_eos": True},
+        "priority": 8,
+    }
+
+
+def fairness_of(pipeline: Pipeline) -> FairnessStage:
+    stage = pipeline._actors["fairness"]
+    assert isinstance(stage, FairnessStage)
+    return stage
+
+
+def counts_of(pipeline: Pipeline) -> Counts:
+    return fairness_of(pipeline)._core.counts
+
+
+async def tokens_of(pipeline: Pipeline, request: Request) -> list[tuple[int, ...]]:
+    """A request's tokens, from its chunks, whose offsets must have no gap."""
+    made: dict[int, list[int]] = {}
+    async with aclosing(pipeline.submit(request)) as outputs:
+        async for output in outputs:
+            if isinstance(output, Completion):
+                assert output.status == "done", output.error
+                samples = [sample.token_ids for sample in output.samples]
+                assert samples == [tuple(made[index]) for index in sorted(made)]
+                return samples
+            own = made.setdefault(output.sample_index, [])
+            assert output.token_offset == len(own)
+            own += output.token_ids
+    raise AssertionError("no terminal message")
+
+
+async def all_tokens(pipeline: Pipeline) -> list[list[tuple[int, ...]]]:
+    """Long requests of two tenants; while they run, urgent ones come again and again."""
+
+    async def urgent() -> list[list[tuple[int, ...]]]:
+        return [await tokens_of(pipeline, urgent_request(index)) for index in range(6)]
+
+    tenants = ["a", "b"]
+    long = [tokens_of(pipeline, long_request(i, tenant=tenants[i % 2])) for i in range(8)]
+    *results, last = await asyncio.gather(*long, urgent())
+    return [*results, *last]
+
+
+async def test_streams_that_pause_are_those_of_an_undisturbed_run(
+    make_config: MakeConfig,
+) -> None:
+    async with Pipeline(make_config()) as pipeline, asyncio.timeout(LIMIT_S):
+        wanted = await all_tokens(pipeline)
+        assert counts_of(pipeline) == Counts(tokens=counts_of(pipeline).tokens)
+    config = make_config(
+        engine__max_batch_size=3,
+        fairness__enable_preemption=True,
+        fairness__max_timeslice_tokens=10,
+    )
+    async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
+        assert await all_tokens(pipeline) == wanted
+        counts = counts_of(pipeline)
+        assert counts.yields > 10
+        assert counts.preemptions > 0
+        assert counts.resumes == counts.yields + counts.preemptions
+        assert counts.tokens == {0: 8 * 60 * 3 // 2, 8: 24}
+        # Each time at most the block that was not full, and a partly shared one.
+        assert counts.recomputed_tokens <= counts.resumes * config.engine.block_size
+        fairness = fairness_of(pipeline)
+        assert (fairness._core.num_queued, fairness._core.num_paused) == (0, 0)
+
+
+@pytest.mark.parametrize("stage", ["fairness", "batching", "executor", "streaming"])
+async def test_what_has_paused_survives_the_loss_of_a_stage(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    owner, method = {
+        "fairness": (FairnessCore, "make_room"),
+        "batching": (BatchingCore, "go_on"),
+        "executor": (ExecutorCore, "execute"),
+        "streaming": (StreamingCore, "absorb"),
+    }[stage]
+    config = make_config(
+        engine__max_batch_size=2,
+        fairness__enable_preemption=True,
+        fairness__max_timeslice_tokens=10,
+        pipeline__restart_backoff_s=0.01,
+    )
+    async with Pipeline(make_config()) as pipeline, asyncio.timeout(LIMIT_S):
+        wanted = await all_tokens(pipeline)
+    async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
+        original = getattr(owner, method)
+        broken: list[int] = []
+
+        def break_once(self: Any, *args: Any) -> Any:
+            if not broken and counts_of(pipeline).yields >= 3:
+                broken.append(1)
+                raise RuntimeError("told to fail")
+            return original(self, *args)
+
+        monkeypatch.setattr(owner, method, break_once)
+        assert await all_tokens(pipeline) == wanted
+        assert broken
+        assert fairness_of(pipeline)._core.num_queued == 0
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Polls; the test's own time limit bounds it."""
+    while not holds():  # noqa: ASYNC110  (what is waited for knows nothing of tests)
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "expired"])
+async def test_a_request_that_has_paused_can_end(make_config: MakeConfig, how: str) -> None:
+    config = make_config(
+        engine__max_batch_size=1,
+        fairness__enable_preemption=True,
+        fairness__expire_hopeless=False,
+    )
+    async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
+        await pipeline.complete(urgent_request(0))  # the model is warm
+        budget = {"budget_ns": 2 * 10**9} if how == "expired" else {}
+        sampling = {"temperature": 0, "max_tokens": 4000, "ignore_eos": True}
+        low = pipeline.submit(
+            {"request_id": "low", "prompt": "1 + 1 =", "sampling": sampling, **budget}
+        )
+        async with aclosing(low):
+            first = await anext(low)
+            high = asyncio.create_task(
+                pipeline.complete({"prompt": "2 + 2 =", "sampling": sampling, "priority": 9})
+            )
+            await until(lambda: fairness_of(pipeline)._core.num_paused == 1)
+            if how == "cancelled":
+                await pipeline.client.cancel("low")
+            *_, last = [first] + [output async for output in low]
+            assert isinstance(last, Completion)
+            assert last.status == how
+            assert len(last.samples[0].token_ids) > 0, "what it had made is there"
+            assert not high.done()
+            high.cancel()
+            await asyncio.gather(high, return_exceptions=True)
+        assert (await pipeline.complete(urgent_request(1))).status == "done"
+        core = fairness_of(pipeline)._core
+        assert (core.num_queued, core.num_paused) == (0, 0)
+
+
+async def test_a_quiet_tenant_does_not_wait_for_a_noisy_one(make_config: MakeConfig) -> None:
+    """60 requests come before one; it has its answer before a fifth of them."""
+    config = make_config(engine__max_batch_size=2)
+    order: list[str] = []
+
+    async def run(name: str, request: dict[str, Any]) -> None:
+        completion = await pipeline.complete(request)
+        assert completion.status == "done"
+        order.append(name)
+
+    async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
+        sampling = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
+        noisy = [
+            {"prompt": f"{i} + 1 =", "sampling": sampling, "tenant": "noisy"} for i in range(60)
+        ]
+        tasks = [asyncio.create_task(run("noisy", request)) for request in noisy]
+        await until(lambda: bool(order))
+        quiet = {"prompt": "7 + 7 =", "sampling": sampling, "tenant": "quiet"}
+        before = len(order)
+        await run("quiet", quiet)
+        assert len(order) - before <= 12
+        await asyncio.gather(*tasks)
+
+
+async def test_a_change_of_settings_holds_at_once_for_what_runs(make_config: MakeConfig) -> None:
+    config = make_config(engine__max_batch_size=1)
+    async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
+        sampling = {"temperature": 0, "max_tokens": 500, "ignore_eos": True}
+        long = {"prompt": "1 + 1 =", "sampling": sampling}
+        low = asyncio.create_task(tokens_of(pipeline, long))
+        await until(lambda: fairness_of(pipeline)._core.credits == 0)
+        high = asyncio.create_task(pipeline.complete(urgent_request(1)))
+        await until(lambda: fairness_of(pipeline)._core.num_queued == 1)
+        await pipeline.client.update_fairness(
+            FairnessConfig(enable_preemption=True, tenant_weights={"gold": 2.0})
+        )
+        await high
+        assert not low.done()
+        await low
+        assert counts_of(pipeline).preemptions == 1
+        assert fairness_of(pipeline)._core.config.tenant_weights == {"gold": 2.0}
+
+
+async def test_traces_tell_of_pauses_and_of_why_a_request_waited(make_config: MakeConfig) -> None:
+    exporter = InMemorySpanExporter()
+    tracing = setup_tracing(TelemetryConfig(), "test", exporter)
+    config = make_config(
+        engine__max_batch_size=1,
+        fairness__enable_preemption=True,
+        fairness__max_timeslice_tokens=10,
+    )
+    async with asyncio.timeout(LIMIT_S), Pipeline(config, tracing=tracing) as pipeline:
+        await all_tokens(pipeline)
+        counts = counts_of(pipeline)
+    tracing.shutdown()
+    spans = exporter.get_finished_spans()
+    yields = [span for span in spans if span.name == names.FAIRNESS_YIELD]
+    resumes = [span for span in spans if span.name == names.FAIRNESS_RESUME]
+    assert len(yields) == counts.yields + counts.preemptions
+    assert len(resumes) == counts.resumes
+    assert {(s.attributes or {})[names.YIELD_REASON] for s in yields} == {
+        "preempted",
+        "time slice",
+    }
+    assert all(span.parent is not None for span in yields + resumes)
+    waited = [dict(span.attributes or {}) for span in spans if span.name == "fairness"]
+    assert any(each[names.PASSED_BY_TENANTS] for each in waited)
+    assert any(each[names.PASSED_BY_PRIORITIES] for each in waited)

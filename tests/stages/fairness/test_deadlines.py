@@ -1,0 +1,115 @@
+"""Deadlines: who is urgent, and who can't be done in time any more."""
+
+from __future__ import annotations
+
+import pytest
+
+from nano_inference.bus.messages import Credit
+from nano_inference.config import FairnessConfig, SamplingParams
+from nano_inference.stages.fairness import FairnessCore
+from nano_inference.stages.fairness.core import HOPELESS
+from nano_inference.stages.fairness.pace import CAUTION, WINDOW, Pace, least_tokens
+from nano_inference.stages.fairness.tenants import UNDATED_NS
+
+from .requests import SECOND, drain, grant, request
+
+EDF = FairnessConfig(deadline_order=True)
+ENDLESS = SamplingParams(max_tokens=100)
+
+
+def test_the_earliest_deadline_goes_first_within_a_tenants_class() -> None:
+    core = FairnessCore(EDF)
+    core.push(request("late"), 0, deadline_ns=20 * SECOND)
+    core.push(request("soon"), 1, deadline_ns=5 * SECOND)
+    core.push(request("low", priority=-1), 2, deadline_ns=SECOND)
+    grant(core, 3)
+    assert drain(core, 3) == ["soon", "late", "low"]
+
+
+def test_by_default_the_order_is_that_of_arrival() -> None:
+    core = FairnessCore(FairnessConfig())
+    core.push(request("late"), 0, deadline_ns=20 * SECOND)
+    core.push(request("soon"), 1, deadline_ns=5 * SECOND)
+    grant(core, 2)
+    assert drain(core, 3) == ["late", "soon"]
+
+
+def test_without_a_deadline_nobody_is_passed_for_ever() -> None:
+    core = FairnessCore(EDF)
+    core.push(request("undated"), 0)
+    now = 0
+    while True:
+        now += SECOND
+        core.push(request(f"dated-{now}"), now, deadline_ns=now + 5 * SECOND)
+        grant(core, 1)
+        if drain(core, now) == ["undated"]:
+            break
+        assert now <= UNDATED_NS
+    assert now >= UNDATED_NS - 6 * SECOND, "until then the urgent ones went first"
+
+
+def test_the_order_can_be_changed_while_they_wait() -> None:
+    core = FairnessCore(FairnessConfig())
+    core.push(request("late"), 0, deadline_ns=20 * SECOND)
+    core.push(request("soon"), 1, deadline_ns=5 * SECOND)
+    core.configure(EDF)
+    grant(core, 2)
+    assert drain(core, 3) == ["soon", "late"]
+
+
+@pytest.mark.parametrize(
+    ("budget_ns", "runs"), [(49 * 10**7, False), (51 * 10**7, True), (None, True)]
+)
+def test_what_can_not_be_done_in_time_never_runs(budget_ns: int | None, runs: bool) -> None:
+    """100 tokens at 10 ms a step; half of that is allowed for what an emptier batch gains."""
+    core = FairnessCore(FairnessConfig())
+    core.absorb(Credit(1, steps=((9,),), step_ns=10_000_000), 0)
+    core.push(request("it", sampling=ENDLESS), 0, deadline_ns=budget_ns)
+    assert drain(core, 0) == (["it"] if runs else [])
+    assert core.credits == (0 if runs else 1)
+    expired = core.expire(0)
+    assert [(c.request_id, c.status, c.code, c.unstarted) for c in expired] == (
+        [] if runs else [("it", "expired", "expired", True)]
+    )
+    assert core.counts.hopeless == (not runs)
+    assert all(each.message == HOPELESS for each in expired)
+    assert core.num_queued == 0
+
+
+def test_nothing_is_hopeless_before_a_step_was_seen() -> None:
+    core = FairnessCore(FairnessConfig())
+    core.push(request("it", sampling=ENDLESS), 0, deadline_ns=1)
+    grant(core, 1)
+    assert drain(core) == ["it"]
+
+
+def test_it_can_be_switched_off() -> None:
+    core = FairnessCore(FairnessConfig(expire_hopeless=False))
+    core.absorb(Credit(1, steps=((9,),), step_ns=10_000_000), 0)
+    core.push(request("it", sampling=ENDLESS), 0, deadline_ns=10_000_000)
+    assert drain(core) == ["it"]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "number"),
+    [
+        (SamplingParams(max_tokens=100), 100),
+        (SamplingParams(max_tokens=100, stop_token_ids=frozenset({3})), 1),
+        (SamplingParams(max_tokens=100, stop=("x",)), 1),
+        (SamplingParams(max_tokens=100, stop=("x",), min_tokens=20), 20),
+    ],
+)
+def test_only_tokens_that_must_come_count(sampling: SamplingParams, number: int) -> None:
+    assert least_tokens(sampling) == number
+
+
+def test_the_pace_forgets_what_was_fast_long_ago() -> None:
+    pace = Pace()
+    assert pace.least_step_ns == 0
+    pace.add(10)
+    for _ in range(WINDOW - 1):
+        pace.add(50)
+    assert pace.least_step_ns == 10 * CAUTION
+    for _ in range(2 * WINDOW):
+        pace.add(50)
+    assert pace.least_step_ns == 50 * CAUTION

@@ -1,0 +1,110 @@
+"""Several lanes behind one queue: where a request goes, and lanes that come."""
+
+from __future__ import annotations
+
+import pytest
+
+from nano_inference.bus.messages import Continue, Credit, Dispatch
+from nano_inference.config import FairnessConfig
+from nano_inference.stages.fairness import FairnessCore, Lane, choose_lane
+from nano_inference.stages.fairness.locality import CHUNK_TOKENS, PrefixIndex, trail_of
+
+from .requests import request
+
+PROMPT = tuple(range(5 * CHUNK_TOKENS))
+
+
+def lane(name: str, credits: int = 1, load: int = 0, prefix: int = 0) -> Lane:
+    """A lane with so many credits and sequences, that was sent so much of the prompt."""
+    made = Lane(name)
+    made.credits = credits
+    made.running = dict.fromkeys(range(load))  # type: ignore[arg-type]
+    made.prefixes.add(trail_of(PROMPT[:prefix], ""))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("lanes", "wanted"),
+    [
+        ([], None),
+        ([lane("a", credits=0)], None),
+        ([lane("a", credits=0, prefix=320), lane("b")], "b"),
+        ([lane("a", prefix=128), lane("b", prefix=256)], "b"),
+        ([lane("a", prefix=256, load=9), lane("b", load=1)], "a"),
+        ([lane("a", load=3), lane("b", load=1)], "b"),
+        ([lane("a", credits=1), lane("b", credits=5)], "b"),
+    ],
+)
+def test_the_longest_prefix_then_the_least_load(lanes: list[Lane], wanted: str | None) -> None:
+    chosen = choose_lane(lanes, trail_of(PROMPT, ""))
+    assert (chosen.name if chosen else None) == wanted
+
+
+def test_a_lane_takes_part_from_its_first_credit_on() -> None:
+    core = FairnessCore(FairnessConfig())
+    core.absorb(Credit(1), 0, "west")
+    for number in range(3):
+        core.push(request(str(number)), number)
+    assert sent(core) == [("west", "0")]
+    core.absorb(Credit(2), 1, "east")
+    assert sent(core) == [("east", "1"), ("east", "2")]
+
+
+def test_requests_that_share_a_prompt_go_where_it_is() -> None:
+    core = FairnessCore(FairnessConfig())
+    core.absorb(Credit(8), 0, "west")
+    core.absorb(Credit(8), 0, "east")
+    for number in range(8):
+        prompt = tuple(range(number % 2 * 1000, number % 2 * 1000 + 5 * CHUNK_TOKENS))
+        core.push(request(str(number), prompt=(*prompt, number)), number)
+    went = dict(sent(core, swap=True))
+    assert {went[str(number)] for number in (0, 2, 4, 6)} == {went["0"]}
+    assert {went[str(number)] for number in (1, 3, 5, 7)} == {went["1"]}
+    assert went["0"] != went["1"], "the second prompt went to the lane with less to do"
+
+
+def test_what_made_room_goes_on_where_it_was() -> None:
+    core = FairnessCore(FairnessConfig(enable_preemption=True))
+    for name in ("west", "east"):
+        core.absorb(Credit(1), 0, name)
+    core.push(request("first"), 0)
+    core.push(request("second"), 1)
+    where = dict(sent(core, swap=True))
+    core.push(request("urgent", priority=9), 2)
+    ((name, running),) = core.make_room(3)
+    assert name == where["second"], "of equals the last one dispatched"
+    core.absorb(Credit(1, yielded=(running.spec.seq_id,)), 4, name)
+    assert sent(core) == [(name, "urgent")]
+    core.absorb(Credit(1, ended=(next(iter(core._lanes[name].running)),)), 5, name)
+    dispatched = core.pop(6)
+    assert dispatched is not None
+    assert dispatched.lane == name
+    assert dispatched.message == Continue((running.spec.seq_id,), dispatched.message.rank)
+
+
+def test_the_index_is_bounded_and_forgets_what_was_used_longest_ago() -> None:
+    index = PrefixIndex(most_tokens=4 * CHUNK_TOKENS)
+    first, second = trail_of(PROMPT[:192], ""), trail_of(PROMPT[1:193], "")
+    index.add(first)
+    assert index.match(first) == 3 * CHUNK_TOKENS
+    index.add(second)
+    assert len(index) == 4
+    assert index.match(second) == 3 * CHUNK_TOKENS
+    assert index.match(first) == 0, "its beginning is gone, and so all of it"
+
+
+def test_salts_share_nothing() -> None:
+    index = PrefixIndex()
+    index.add(trail_of(PROMPT, "mine"))
+    assert index.match(trail_of(PROMPT, "mine")) == len(PROMPT)
+    assert index.match(trail_of(PROMPT, "")) == 0
+
+
+def sent(core: FairnessCore, *, swap: bool = False) -> list[tuple[str, str]]:
+    """(lane, request) of what is dispatched now, or the other way round."""
+    found = []
+    while (dispatched := core.pop(10)) is not None:
+        assert isinstance(dispatched.message, Dispatch)
+        pair = dispatched.lane, dispatched.request.info.request_id
+        found.append(pair[::-1] if swap else pair)
+    return found

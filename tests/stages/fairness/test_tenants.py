@@ -1,0 +1,237 @@
+"""Tenants: each gets its share, within the bound of docs/fairness.md."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nano_inference.bus.messages import Credit
+from nano_inference.config import FairnessConfig
+from nano_inference.stages.fairness import FairnessCore
+from nano_inference.stages.fairness.tenants import IDLE_KEPT
+
+from .lane import StepLane
+from .requests import SECOND, cancel, drain, grant, request
+
+
+def keep_busy(lane: StepLane, tenant: str, tokens: int, prompt: int) -> None:
+    """Sees to it that a tenant always has something that waits, even if it gets all places."""
+    number = 0
+    while num_waiting(lane, tenant) <= lane.places:  # the first ones may find a place at once
+        name = f"{tenant}-{lane.steps}-{number}"
+        lane.submit(name, tokens, tenant=tenant, prompt=(7,) * prompt)
+        number += 1
+
+
+def num_waiting(lane: StepLane, tenant: str) -> int:
+    flows = [flow for of in lane.core._queue.classes() for flow in of.flows()]
+    return sum(flow.num_waiting for flow in flows if flow.tenant == tenant)
+
+
+def test_a_tenant_with_fifty_times_the_requests_gets_no_more() -> None:
+    lane = StepLane(places=4)
+    for number in range(50):
+        lane.submit(f"noisy-{number}", tenant="noisy")
+    for number in range(5):
+        lane.submit(f"quiet-{number}", tenant="quiet")
+    while "quiet-4" not in lane.started:
+        lane.step()
+    started = [name for name in lane.started if name.startswith("noisy")]
+    assert len(started) <= 5 + 2 * lane.places
+
+
+def test_shares_follow_the_weights() -> None:
+    lane = StepLane(FairnessConfig(tenant_weights={"gold": 3.0}), places=4)
+    for _ in range(3000):
+        keep_busy(lane, "gold", 5, 4)
+        keep_busy(lane, "iron", 5, 4)
+        lane.step()
+    # `service` is divided by the weights already.
+    assert lane.service["gold"] * 3 / lane.service["iron"] == pytest.approx(3.0, rel=0.05)
+
+
+def test_idleness_is_not_saved_up() -> None:
+    lane = StepLane(places=1)
+    for number in range(40):
+        lane.submit(f"busy-{number}", tenant="busy")
+    lane.step(80)
+    served = lane.service["busy"]
+    for number in range(40):
+        lane.submit(f"late-{number}", tenant="late")
+    lane.step(80)
+    gained = lane.service["busy"] - served
+    assert lane.service["late"] / gained == pytest.approx(1.0, rel=0.3), "from then on they share"
+
+
+def test_a_debt_is_not_lost_by_a_pause() -> None:
+    """Who was served far ahead, leaves and comes back, is still ahead."""
+    core = FairnessCore(FairnessConfig())
+    core.push(request("first", tenant="greedy"), 0)
+    core.push(request("other-0", tenant="other"), 0)
+    core.push(request("other-1", tenant="other"), 0)
+    grant(core, 1)
+    assert drain(core) == ["first"]
+    (running,) = core._lanes[""].running.values()
+    core.absorb(Credit(1, ((running.spec.seq_id,),) * 500, ended=(running.spec.seq_id,)), 0)
+    core.push(request("again", tenant="greedy"), 0)
+    grant(core, 2)
+    assert drain(core) == ["other-0", "other-1", "again"]
+
+
+def test_prompts_are_charged_by_what_they_took() -> None:
+    core = FairnessCore(FairnessConfig(prefill_weight=1.0, decode_weight=2.0))
+    core.push(request("a", prompt=(1,) * 100, samples=2), 0)
+    core.push(request("b", tenant="other"), 0)
+    grant(core, 2)
+    assert drain(core) == ["a"]
+    assert core.served()[0, "default"] == 100, "the whole prompt, once, before it ran"
+    first, second = core._lanes[""].running
+    core.absorb(Credit(0, started=((first, 40), (second, 1))), 0)
+    assert core.served()[0, "default"] == 41, "60 tokens were cached, and the samples share"
+    core.absorb(Credit(0, steps=((first, second), (second,))), 0)
+    assert core.served()[0, "default"] == 41 + 2 * 3
+    core.absorb(Credit(0, started=((first, 55),)), 0)
+    assert core.served()[0, "default"] == 47, "computing again is not the tenant's doing"
+    assert core.counts.recomputed_tokens == 54
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    loads=st.lists(
+        st.tuples(st.integers(1, 30), st.integers(1, 40), st.sampled_from([0.5, 1.0, 2.0])),
+        min_size=2,
+        max_size=5,
+    ),
+    places=st.integers(1, 6),
+    visitors=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 30), st.integers(1, 40))),
+    report_every=st.sampled_from([1, 8]),
+    slice_tokens=st.sampled_from([0, 0, 3]),
+    locality=st.sampled_from([0, 0, 100]),
+)
+def test_no_tenant_that_always_waits_falls_behind_by_more_than_the_bound(
+    loads: list[tuple[int, int, float]],
+    places: int,
+    visitors: list[tuple[int, int, int]],
+    report_every: int,
+    slice_tokens: int,
+    locality: int,
+) -> None:
+    weights = {f"t{index}": weight for index, (_, _, weight) in enumerate(loads)}
+    config = FairnessConfig(
+        tenant_weights=weights, max_timeslice_tokens=slice_tokens, locality_tokens=locality
+    )
+    if locality:  # long enough to be looked for
+        loads = [(tokens, prompt + 40, weight) for tokens, prompt, weight in loads]
+    lane = StepLane(config, places=places, report_every=report_every)
+    longest = max(tokens for tokens, _, _ in loads)
+    prompts = max(prompt for _, prompt, _ in loads)
+    unit = config.prefill_weight * prompts + config.decode_weight * places * longest
+    bound = 2 * (unit / min(weights.values()) + locality)
+    lead: dict[tuple[str, str], list[float]] = {}
+    for step in range(300):
+        for index, (tokens, prompt, _) in enumerate(loads):
+            keep_busy(lane, f"t{index}", tokens, prompt)
+        for number, (when, tokens, prompt) in enumerate(visitors):
+            if when == step:
+                size = (7,) * min(prompt, prompts)
+                name = f"v{number}"
+                lane.submit(name, min(tokens, longest), tenant=f"v{number % 3}", prompt=size)
+        served = {tenant: lane.service.get(tenant, 0.0) for tenant in weights}
+        for pair in itertools.combinations(weights, 2):
+            # All of them wait from here on. What one gains on the other in any interval:
+            seen = lead.setdefault(pair, [])
+            seen.append(served[pair[0]] - served[pair[1]])
+            assert max(seen) - min(seen) <= bound
+        lane.step()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 3),
+            st.integers(-3, 8),
+            st.integers(1, 3),
+            st.integers(1, 12),
+            st.booleans(),
+        ),
+        max_size=40,
+    ),
+    st.integers(1, 4),
+    st.integers(0, 5),
+    st.booleans(),
+    st.sampled_from([0, 100]),
+)
+def test_requests_are_conserved(
+    arrivals: list[tuple[int, int, int, int, bool]],
+    places: int,
+    slice_tokens: int,
+    preempt: bool,
+    locality: int,
+) -> None:
+    """Each runs to its end once, whatever makes room for it; the cancelled never start again."""
+    config = FairnessConfig(
+        max_timeslice_tokens=slice_tokens, enable_preemption=preempt, locality_tokens=locality
+    )
+    lane = StepLane(config, places=places)
+    cancelled = set()
+    for number, (tenant, priority, samples, tokens, drop) in enumerate(arrivals):
+        lane.submit(str(number), tokens, tenant=str(tenant), priority=priority, samples=samples)
+        if drop and str(number) not in lane.started:
+            assert lane.core.cancel(cancel(str(number))).unstarted
+            cancelled.add(str(number))
+        lane.step()
+    lane.run()
+    wanted = {str(n): each[2] for n, each in enumerate(arrivals) if str(n) not in cancelled}
+    assert {name: lane.finished.count(name) for name in set(lane.finished)} == wanted
+    core = lane.core
+    assert (core.num_queued, core.num_paused, core.credits) == (0, 0, places)
+    assert not core._queue.classes()
+    assert not core._of_request
+
+
+def test_tenants_that_are_gone_are_forgotten() -> None:
+    lane = StepLane(places=2)
+    for number in range(4 * IDLE_KEPT):
+        lane.submit(f"r{number}", 2, tenant=f"tenant-{number}")
+        if number % 2:
+            lane.step()
+    (of,) = lane.core._queue.classes()
+    assert lane.core.num_queued < len(of.flows()) <= 2 * (lane.core.num_queued + IDLE_KEPT)
+    lane.run()
+    assert not lane.core._queue.classes()
+
+
+def test_a_cached_prefix_goes_first_only_within_the_margin() -> None:
+    shared = tuple(range(640))
+    other = tuple(range(1000, 1640))
+    core = FairnessCore(FairnessConfig(locality_tokens=700))
+    core.push(request("warm", prompt=shared, tenant="a"), 0)
+    grant(core, 1)
+    assert drain(core) == ["warm"]
+    core.push(request("cold", prompt=other, tenant="b"), 1)
+    core.push(request("hit-0", prompt=(*shared, 1), tenant="a"), 2)
+    core.push(request("hit-1", prompt=(*shared, 2), tenant="a"), 2)
+    grant(core, 1)
+    # b came when a was the last served, so they are level.
+    assert drain(core) == ["hit-0"]
+    (running, *_) = core._lanes[""].running.values()
+    core.absorb(Credit(1, ((running.spec.seq_id,),) * 400), 3)
+    assert drain(core) == ["cold"], "a is 800 ahead, which is beyond the margin"
+
+
+def test_within_equals_the_longest_waiting_turn_goes_first() -> None:
+    """A class ages by its tenants' waiting; the length of one tenant's queue counts for nothing."""
+    core = FairnessCore(FairnessConfig(aging_s=2.0))
+    for number in range(100):
+        core.push(request(f"noisy-{number}", tenant="noisy"), 0)
+    for second in range(0, 60):
+        now = second * SECOND
+        grant(core, 1, now)
+        assert drain(core, now) == [f"noisy-{second}"]
+    core.push(request("urgent", priority=1, tenant="quiet"), 60 * SECOND)
+    grant(core, 1)
+    assert drain(core, 60 * SECOND) == ["urgent"], "though a minute's backlog waits"

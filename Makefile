@@ -35,6 +35,7 @@ docs: $(STAMP)
 	$(BIN)/python -m pytest tests/stages/executor/test_parity.py --write-docs
 
 bench: $(STAMP)
+	$(BIN)/python benchmarks/run.py --peers transformers,generate_batch --repeat 3
 	$(BIN)/python benchmarks/bus.py
 	$(BIN)/python benchmarks/cache.py
 	$(BIN)/python benchmarks/pipeline.py

@@ -1,0 +1,143 @@
+"""What one step costs, in counts that are the same on every machine.
+
+Seconds would tell more and say nothing on a busy machine. Bytecode instructions of our own Python
+code, torch's operations and calls of kernels are what we write, and what a careless change adds to.
+Who makes the hot path shorter lowers the bounds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+from nano_inference.stages.executor.core import ExecutorCore
+from nano_inference.stages.executor.kernels import cpu
+from nano_inference.stages.executor.kernels.compile import KernelsUnavailable
+from nano_inference.stages.executor.model import wrap_model
+
+from ..stages.executor.models import make_model
+from ..stages.executor.plans import new_sequence, step_plan
+
+ROOT = str(Path(__file__).parent.parent.parent)
+
+STEPS = 16
+"""One for each place in a block, so that a block's cost is shared among its tokens."""
+
+INSTRUCTIONS_PER_SEQUENCE = 640
+INSTRUCTIONS_PER_STEP = 14_000
+BATCHING_PER_SEQUENCE = 330
+KERNELS_PER_LAYER, KERNELS_PER_STEP = 9, 3
+OPERATIONS_PER_LAYER, OPERATIONS_PER_STEP = 16, 75
+
+
+def instructions(work: Callable[[], object]) -> Counter[str]:
+    """Bytecode instructions that our own files execute, by file."""
+    counts: Counter[str] = Counter()
+
+    def in_frame(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "opcode":
+            counts[frame.f_code.co_filename.removeprefix(ROOT)] += 1
+        return in_frame
+
+    def on_call(frame: FrameType, event: str, _: Any) -> Any:
+        name = frame.f_code.co_filename
+        if not name.startswith(ROOT) or "/site-packages/" in name or "/tests/" in name:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return in_frame
+
+    before = sys.gettrace()
+    sys.settrace(on_call)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return counts
+
+
+def decode_steps(number: int) -> Counter[str]:
+    """Of so many sequences that all decode: instructions per step."""
+    with InferenceEngine(EngineConfig(max_batch_size=64)) as engine:
+        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+        for sequence in range(number):
+            engine.add_request([300 + sequence, 40, 41, 42], params)
+        for _ in range(4):
+            engine.step()
+        counts = instructions(lambda: [engine.step() for _ in range(STEPS)])
+    return Counter({name: count // STEPS for name, count in counts.items()})
+
+
+def test_instructions_per_sequence_and_step() -> None:
+    few, many = decode_steps(4), decode_steps(60)
+    growth = {name: (many[name] - few[name]) / 56 for name in many}
+    per_sequence = sum(growth.values())
+    fixed = sum(few.values()) - 4 * per_sequence
+    found = sorted(growth.items(), key=lambda item: -item[1])[:6]
+    assert 100 < per_sequence < INSTRUCTIONS_PER_SEQUENCE, found
+    assert 1_000 < fixed < INSTRUCTIONS_PER_STEP, few.most_common(6)
+    batching = sum(value for name, value in growth.items() if "/batching/" in name)
+    assert 20 < batching < BATCHING_PER_SEQUENCE, found
+
+
+class CountedLibrary:
+    """The kernels, counted."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self._library = cpu.library()
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        function = getattr(self._library, name)
+
+        def call(*args: Any) -> object:
+            self.calls[name] += 1
+            return function(*args)
+
+        return call
+
+
+class CountedOperations(TorchDispatchMode):
+    """Torch's operations, counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_kernels_and_operations_per_layer(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        library = CountedLibrary()
+    except KernelsUnavailable as error:
+        pytest.skip(f"no kernels on this machine: {error}")
+    monkeypatch.setattr(cpu, "library", lambda: library)
+    per_size = {}
+    for layers in (2, 6):
+        model = make_model("qwen2", head_dim=32, num_hidden_layers=layers, layer_types=None)
+        loaded = wrap_model(model.to(torch.bfloat16), 256)
+        core = ExecutorCore(EngineConfig(max_model_len=256), model=loaded)
+        sampling = SamplingParams(temperature=0, max_tokens=9)
+        new = tuple(new_sequence(i, [5 + i, 6, 7], [i], sampling) for i in range(rows))
+        core.execute(step_plan(1, new=new, rows=dict.fromkeys(range(rows), 3)))
+        library.calls.clear()
+        with CountedOperations() as operations:
+            core.execute(step_plan(2, rows=dict.fromkeys(range(rows), 1)))
+        per_size[layers] = (library.calls.total(), operations.number)
+    kernels, torch_operations = ((per_size[6][which] - per_size[2][which]) / 4 for which in (0, 1))
+    assert 5 <= kernels <= KERNELS_PER_LAYER
+    assert per_size[2][0] - 2 * kernels <= KERNELS_PER_STEP
+    assert 0 < torch_operations <= OPERATIONS_PER_LAYER
+    assert per_size[2][1] - 2 * torch_operations <= OPERATIONS_PER_STEP

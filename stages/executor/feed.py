@@ -54,10 +54,10 @@ class Readback:
     """
 
     def __init__(self, tokens: Tensor, logprobs: Tensor) -> None:
-        """Takes `[rows]` int64 and `[rows]` float32."""
+        """Takes `[rows]` int64 and `[rows]` float32, which the next step may overwrite."""
         self._arrived: torch.cuda.Event | None = None
         if tokens.device.type == "cpu":
-            self._host = tokens, logprobs
+            self._host = tokens.clone(), logprobs.clone()
             return
         # As float64 both fit into one copy; a token id is exact up to 2**53.
         packed = torch.stack((tokens.double(), logprobs.double()))

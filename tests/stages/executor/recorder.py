@@ -95,7 +95,7 @@ class PlainPagedAttention:
         scores = torch.einsum("rhd,rphd->rhp", queries[: rows.count], keys) * self._scale
         if self._softcap is not None:
             scores = torch.tanh(scores / self._softcap) * self._softcap
-        positions = torch.arange(keys.shape[1])
+        positions = torch.arange(keys.shape[1], device=keys.device)
         hidden = positions >= contexts
         if self._window is not None:
             hidden |= positions < contexts - self._window

@@ -149,10 +149,10 @@ class ExecutorCore:
         Raises:
             RuntimeError: The model's step can't be recorded.
         """
-        self._capture = capture
         self.graphs = DecodeGraphs(
             self.model, self.cache, self._feed, capture, self._max_batch_size
         )
+        self._capture = capture
         self.without_graphs = ""
 
     def reset(self) -> None:

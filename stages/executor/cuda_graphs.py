@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -28,7 +31,7 @@ class CudaCapture:
         Raises:
             RuntimeError: Something in it can't be recorded, such as a wait for the device.
         """
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), _same_stream_after():
             # What is only made at the first call (Triton's kernels, the libraries' workspaces)
             # can't be recorded.
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -46,3 +49,13 @@ class CudaCapture:
             return outputs
 
         return replay
+
+
+@contextmanager
+def _same_stream_after() -> Iterator[None]:
+    """Goes back to the current stream; a recording that fails leaves its own behind."""
+    before = torch.cuda.current_stream()
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(before)

@@ -70,7 +70,8 @@ def scale_logits(
     Raises:
         ModelError: A row's largest logit is not a finite number: the model's output is broken.
     """
-    divisors = torch.where(temperatures == 0, 1.0, temperatures).to(torch.float32)
+    # (torch.where with a number would copy it to the device, and wait.)
+    divisors = temperatures.masked_fill(temperatures == 0, 1.0).to(torch.float32)
     if kernels:
         largest, first_largest, sums = softmax_sums(logits, divisors, BLOCK)
     else:

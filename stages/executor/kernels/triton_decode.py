@@ -29,7 +29,10 @@ _MOST_SPLITS = 64
 
 
 # What differs between calls is no constant, so that a layer's kernel is compiled once.
-@triton.jit(do_not_specialize=["query_stride", "table_stride", "splits"])
+@triton.jit(
+    do_not_specialize=["query_stride", "table_stride", "splits"],
+    do_not_specialize_on_alignment=["tables", "contexts"],
+)
 def _attend_split(
     queries,
     keys,
@@ -220,6 +223,11 @@ class TritonPagedAttention:
         Returns:
             `[rows.count, heads, value_width]`.
         """
+        # Triton launches on the current device, whatever the tensors are on.
+        with torch.cuda.device_of(queries):  # type: ignore[no-untyped-call]
+            return self._decode(queries, rows)
+
+    def _decode(self, queries: Tensor, rows: DecodeRows) -> Tensor:
         constants = self._constants
         heads, kv_heads = self._heads, constants["KV_HEADS"]
         width = constants["VALUE_WIDTH"]

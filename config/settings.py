@@ -56,7 +56,9 @@ class EngineConfig(Settings, frozen=True, forbid_unknown_fields=True):
             steps are too short to be shared, and one per core for others.
         kernels: "auto" uses the kernels for bfloat16 on CPU, which a C compiler makes at the first
             start, where the machine allows it; "off" runs Transformers' modules as they are.
-            Deterministic mode never uses them.
+            Deterministic mode never uses them. On CUDA it is the kernel for decode attention.
+        cuda_graphs: "auto" records decode steps as CUDA graphs when the model is loaded, and
+            replays them (CUDA, with `kernels`); "off" starts each operation of a step by itself.
         seed: Base of the random numbers of requests that bring no seed.
         logprobs_mode: What reported logprobs are of. "processed": the policy that tokens are
             sampled from, after penalties, bias and temperature; "raw": the model's own output.
@@ -78,6 +80,7 @@ class EngineConfig(Settings, frozen=True, forbid_unknown_fields=True):
     device: str = "auto"
     cpu_threads: int = 0
     kernels: Literal["auto", "off"] = "auto"
+    cuda_graphs: Literal["auto", "off"] = "auto"
     seed: int = 0
     logprobs_mode: Literal["processed", "raw"] = "processed"
     deterministic: bool = False

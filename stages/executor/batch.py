@@ -131,27 +131,27 @@ class Rows:
 class Uploader:
     """Brings host arrays to the device: on CPU without copying, on CUDA in one pinned transfer.
 
-    The staging buffer is reused; an upload waits until the one before has left it.
+    The transfer runs beside the step before, on a stream of its own. Pinned memory comes from
+    torch's allocator, which gives it out again once the transfer has left it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._staging: Tensor | None = None
-        self._sent: torch.cuda.Event | None = None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, *arrays: IntArray) -> tuple[Tensor, ...]:
-        if self._device.type == "cpu":
+        if self._stream is None:
             return tuple(map(torch.from_numpy, arrays))
-        if self._sent is not None:
-            self._sent.synchronize()
         total = sum(array.size for array in arrays)
-        if self._staging is None or self._staging.numel() < total:
-            self._staging = torch.empty(2 * total, dtype=torch.int64, pin_memory=True)
-        staged = self._staging[:total]
+        staged = torch.empty(total, dtype=torch.int64, pin_memory=True)
         np.concatenate([array.reshape(-1) for array in arrays], out=staged.numpy())
-        on_device = staged.to(self._device, non_blocking=True)
-        self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._sent.record(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            on_device = staged.to(self._device, non_blocking=True)
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._stream)
+        on_device.record_stream(current)
         parts = torch.split(on_device, [array.size for array in arrays])
         return tuple(part.view(array.shape) for part, array in zip(parts, arrays, strict=True))
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Literal
+from dataclasses import replace
 
-import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ...bus.messages import (
@@ -22,41 +20,41 @@ from ...bus.messages import (
     TopLogprobs,
 )
 from ...config import EngineConfig
-from .adjust import adjust_logits
-from .batch import IntArray, Rows, flatten_rows, order_rows
+from .batch import IntArray, Rows, Uploader, flatten_rows, order_rows
+from .choose import choose_tokens, packed_sampling
+from .cuda_graphs import CudaCapture
 from .deterministic import Determinism
+from .feed import TokenFeed
+from .graphs import Capture, DecodeGraphs, DecodeStep
 from .inputs import InputBuilder, StepInputs, model_forward
 from .kernels.compile import KernelsUnavailable
 from .kernels.modules import FastModules, find_fast_modules
-from .kv_cache import KVCache, count_blocks
-from .logprobs import gather_logprobs
+from .kv_cache import DecodeKernel, KVCache, count_blocks
 from .model import LoadedModel, load_model
-from .report import report_top_logprobs, score_prompts
-from .sampling import sample_with_logprobs, uniforms
+from .report import score_prompts
+from .sampling import sample_plain
 from .sequences import BoolArray, SequenceTable
+from .unread import LaunchedStep, Sampled, SampledRows, UnreadTokens
 from .weights import WeightSyncManager
-
-Reason = Literal["", "stop", "length"]
-
-
-class Sampled(msgspec.Struct, frozen=True):
-    """The part of a StepResult that is about tokens, `[rows]` each."""
-
-    seq_ids: tuple[int, ...] = ()
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    finish_reasons: tuple[Reason, ...] = ()
-    top_logprobs: tuple[TopLogprobs, ...] = ()
 
 
 class ExecutorCore:
     """Owns the model, the KV tensors, and what is known of each sequence.
 
     Loading happens in the constructor. All methods run on one thread and block while the device
-    works. An error in `execute` leaves the object in an undefined state: `reset` it, or
-    `clear` it when it was a ModelError.
+    works. An error in one leaves the object in an undefined state: `reset` it, or `clear` it when
+    it was a ModelError.
+
+    `execute` runs a plan. Where `runs_ahead`, the next plan may be launched before the result of
+    the one before is read: `launch` each plan, `finish` each launched step, both in order. Then
+    the next step takes the tokens on the device, and a row whose sequence turns out to have
+    stopped is thrown away. A sequence that comes back under its id must be in no step that is
+    launched and not finished.
 
     Attributes:
+        runs_ahead: Whether steps may be launched before those before them are finished: on CUDA.
+        graphs: The recorded decode steps; None when there are none.
+        without_graphs: Why there are none; empty when there are.
         fast_modules: The modules that run with our kernels; None when none do.
         without_kernels: Why the model runs without our kernels; empty when it runs with them.
     """
@@ -90,6 +88,14 @@ class ExecutorCore:
         self._builder = InputBuilder(
             self.model, config.block_size, deterministic=config.deterministic
         )
+        self._upload = Uploader(self.model.device)
+        self._feed = TokenFeed(rows, self.model.device)
+        self._unread = UnreadTokens(self._table)
+        self._capture: Capture | None = None
+        self._max_batch_size = config.max_batch_size
+        self.runs_ahead = self.model.device.type == "cuda"
+        self.graphs: DecodeGraphs | None = None
+        self.without_graphs = "they are for CUDA"
         self.fast_modules: FastModules | None = None
         self.without_kernels = ""
         self._determinism: Determinism | None = None
@@ -97,13 +103,15 @@ class ExecutorCore:
             self.without_kernels = "deterministic mode has its own"
             self._determinism = Determinism(self.model, self.cache, self._builder)
             self._determinism.check()
-        elif config.kernels == "auto":
+        elif config.kernels == "off":
+            self.without_kernels = self.without_graphs = "engine.kernels is off"
+        elif self.model.device.type == "cuda":
+            self._prepare_cuda(config)
+        else:
             try:
                 self.fast_modules = find_fast_modules(self.model, self.cache, self._builder)
             except KernelsUnavailable as error:
                 self.without_kernels = str(error)
-        else:
-            self.without_kernels = "engine.kernels is off"
 
     def capacity(self) -> LaneCapacity:
         """What this lane can hold."""
@@ -130,9 +138,27 @@ class ExecutorCore:
             if self._determinism is not None:
                 self._determinism.check()
 
+    def use_decode_kernel(self, kernel: DecodeKernel) -> None:
+        """Lets a kernel read the KV cache for all rows of one token."""
+        self.cache.decode_kernel = kernel
+        self._builder.paged = True
+
+    def record_graphs(self, capture: Capture) -> None:
+        """Records the decode steps, which takes a decode kernel, and uses them from then on.
+
+        Raises:
+            RuntimeError: The model's step can't be recorded.
+        """
+        self.graphs = DecodeGraphs(
+            self.model, self.cache, self._feed, capture, self._max_batch_size
+        )
+        self._capture = capture
+        self.without_graphs = ""
+
     def reset(self) -> None:
         """Forgets all sequences. The KV tensors stay as they are."""
         self._table.clear()
+        self._unread.clear()
 
     def clear(self) -> None:
         """Forgets all sequences and all KV, which after a ModelError may be no numbers.
@@ -153,27 +179,63 @@ class ExecutorCore:
                 than are known, positions without blocks.
             ModelError: The model's output is broken.
         """
+        return self.finish(self.launch(plan))
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Starts one plan; where `runs_ahead`, most steps are then still to be computed.
+
+        Raises:
+            ValueError: As `execute`.
+            ModelError: As `execute`, if it shows already.
+        """
         start_ns = self._now_ns()
         self._apply(plan)
         rows, num_tokens = self._select(plan)
         step = self._step if self._determinism is None else self._determinism.wrap(self._step)
-        sampled, prompts = step(rows, num_tokens) if rows.size else (Sampled(), ())
+        sampled, prompts = step(rows, num_tokens) if rows.size else (None, ())
+        started = tuple(_started(new, plan.made_ns, start_ns) for new in plan.new)
+        return LaunchedStep(plan, started, self.weights.version, start_ns, sampled, prompts)
+
+    def finish(self, step: LaunchedStep) -> StepResult:
+        """The result of the oldest step that was launched; waits for it.
+
+        A step from before a `reset` has no tokens any more.
+
+        Raises:
+            ModelError: The model's output is broken.
+        """
+        sampled = Sampled() if step.sampled is None else self._unread.read(step.sampled)
         return StepResult(
-            step_id=plan.step_id,
-            started=tuple(_started(new, plan.made_ns, start_ns) for new in plan.new),
+            step_id=step.plan.step_id,
+            started=step.started,
             seq_ids=sampled.seq_ids,
             token_ids=sampled.token_ids,
             logprobs=sampled.logprobs,
             finish_reasons=sampled.finish_reasons,
-            ended=plan.ended,
-            weight_version=self.weights.version,
-            start_ns=start_ns,
+            ended=step.plan.ended,
+            weight_version=step.weight_version,
+            start_ns=step.start_ns,
             end_ns=self._now_ns(),
             top_logprobs=sampled.top_logprobs,
-            prompt_logprobs=prompts,
+            prompt_logprobs=step.prompts,
         )
 
     # --- inside -------------------------------------------------------------------------------
+
+    def _prepare_cuda(self, config: EngineConfig) -> None:
+        try:
+            from .kernels.triton_decode import TritonPagedAttention
+        except ImportError as error:
+            self.without_kernels = self.without_graphs = f"Triton can't be imported: {error}"
+            return
+        self.use_decode_kernel(TritonPagedAttention)
+        if config.cuda_graphs == "off":
+            self.without_graphs = "engine.cuda_graphs is off"
+            return
+        try:
+            self.record_graphs(CudaCapture(self.model.device))
+        except RuntimeError as error:
+            self.without_graphs = f"the model's step can't be recorded: {error}"
 
     def _apply(self, plan: StepPlan) -> None:
         """Takes over what changed. Finished first: a preempted sequence may come back at once."""
@@ -187,6 +249,11 @@ class ExecutorCore:
         except KeyError as error:
             raise ValueError(f"the plan grows sequence {error}, which is unknown") from None
         self.cache.copy_blocks(plan.copies)
+        if len(self._table.finished) > self._feed.rows:
+            # Hand-made plans only: batching keeps to max_batch_size.
+            self._feed.enlarge(len(self._table.finished))
+            if self._capture is not None:
+                self.record_graphs(self._capture)
 
     def _select(self, plan: StepPlan) -> tuple[IntArray, IntArray]:
         """Table rows and token counts of the sequences that still run, in the plan's order."""
@@ -195,14 +262,18 @@ class ExecutorCore:
         except KeyError as error:
             raise ValueError(f"the plan names sequence {error}, which is unknown") from None
         num_tokens = np.array(plan.num_tokens, np.int64)
-        running = ~self._table.finished[rows]
+        # A sequence at its limit has finished, even when its last token has not been read.
+        running = ~(self._table.finished[rows] | self._table.at_limit(rows))
         return rows[running], num_tokens[running]
 
     @torch.inference_mode()
     def _step(
         self, rows: IntArray, num_tokens: IntArray
-    ) -> tuple[Sampled, tuple[PromptLogprobs, ...]]:
+    ) -> tuple[SampledRows | None, tuple[PromptLogprobs, ...]]:
         table = self._table
+        if self._unread and table.adjusted[rows].any():
+            # Penalties look at all tokens before the one to be sampled.
+            self._unread.write()
         ends = table.num_computed[rows] + num_tokens
         room = table.num_blocks[rows] * self.cache.block_size
         bad = (num_tokens < 1) | (ends > table.num_known[rows]) | (ends > room)
@@ -210,6 +281,8 @@ class ExecutorCore:
             self._complain(int(rows[bad][0]), int(num_tokens[bad][0]))
         samples = ends == table.num_known[rows]
         num_scored = table.num_to_score(rows, num_tokens)
+        if self.graphs and self.graphs.fits(num_tokens) and samples.all() and not num_scored.any():
+            return self._replay(self.graphs, rows), ()
         inputs = self._inputs(rows, num_tokens, samples, num_scored)
         with self.fast_modules.active() if self.fast_modules else nullcontext():
             logits = model_forward(self.model.module, inputs, self.cache)
@@ -224,7 +297,7 @@ class ExecutorCore:
         )
         table.num_computed[rows] = ends
         if not num_samples:
-            return Sampled(), prompts
+            return None, prompts
         return self._sample(logits[:num_samples], rows[samples]), prompts
 
     def _inputs(
@@ -247,65 +320,53 @@ class ExecutorCore:
             first_token = last_token - num_tokens + 1
             _, scored = flatten_rows(first_token, num_scored)
             logits_index = np.concatenate((logits_index, scored))
-        return self._builder.build(batch_rows, input_ids, logits_index)
+        inputs = self._builder.build(batch_rows, input_ids, logits_index)
+        if (input_ids < 0).any():
+            inputs = replace(inputs, input_ids=self._feed.resolve(inputs.input_ids))
+        return inputs
 
-    def _sample(self, model_logits: torch.Tensor, rows: IntArray) -> Sampled:
-        """Chooses a token for each row, and reports it in the configured mode."""
+    def _replay(self, graphs: DecodeGraphs, rows: IntArray) -> SampledRows:
+        """A step in which every row computes its last token and samples the next."""
         table = self._table
-        device = model_logits.device
-        kernels = self.fast_modules is not None
-
-        def upload(array: npt.NDArray[Any]) -> torch.Tensor:
-            return torch.from_numpy(array).to(device)
-
-        logits = adjust_logits(model_logits, table, rows)
-        temperatures = upload(table.temperature[rows])
-        top_k, top_p, min_p = table.top_k[rows], table.top_p[rows], table.min_p[rows]
-        tokens, logprobs = sample_with_logprobs(
-            logits,
-            temperatures,
-            uniforms=upload(uniforms(table.seed[rows], table.num_generated[rows])),
-            top_k=upload(top_k) if top_k.any() else None,
-            top_p=upload(top_p) if (top_p < 1).any() else None,
-            min_p=upload(min_p) if min_p.any() else None,
-            kernels=kernels,
+        positions = table.num_computed[rows]
+        width = int(positions.max()) // self.cache.block_size + 1
+        step = DecodeStep(
+            input_ids=table.tokens[rows, positions],
+            positions=positions,
+            tables=table.blocks[rows, :width],
+            table_rows=rows,
+            sampling=packed_sampling(table, rows),
         )
-        if self._raw_logprobs:
-            logits, temperatures = model_logits, torch.ones_like(temperatures)
-            logprobs = gather_logprobs(logits, temperatures, tokens[:, None], kernels=kernels)[:, 0]
-        counts = table.num_logprobs[rows]
-        tops = report_top_logprobs(logits, temperatures, counts, kernels=kernels)
-        return self._record(rows, tokens.cpu().numpy(), logprobs.cpu().numpy(), tops)
+        logits, tokens, logprobs = graphs.run(step)
+        table.num_computed[rows] += 1
+        if not self._all_plain(rows):
+            return self._sample(logits, rows)
+        return self._unread.add(rows, tokens, logprobs, (), fed=True)
 
-    def _record(
-        self,
-        rows: IntArray,
-        tokens: IntArray,
-        logprobs: npt.NDArray[np.float32],
-        top_logprobs: tuple[TopLogprobs, ...],
-    ) -> Sampled:
+    def _sample(self, model_logits: torch.Tensor, rows: IntArray) -> SampledRows:
+        """Chooses a token for each row, with what is reported of it in the configured mode."""
         table = self._table
-        table.append_tokens(rows, tokens)
-        token_ids = tuple(tokens.tolist())
-        at_limit = (table.num_generated[rows] >= table.max_tokens[rows]).tolist()
-        reasons: list[Reason] = []
-        for row, token, full in zip(rows.tolist(), token_ids, at_limit, strict=True):
-            reason: Reason = "length" if full else ""
-            if token in table.stop_ids[row]:
-                reason = "stop"
-            reasons.append(reason)
-        table.finished[rows] = [bool(reason) for reason in reasons]
-        return Sampled(
-            seq_ids=table.ids_of(rows),
-            token_ids=token_ids,
-            logprobs=tuple(logprobs.tolist()),
-            finish_reasons=tuple(reasons),
-            top_logprobs=top_logprobs,
-        )
+        tops: tuple[TopLogprobs, ...] = ()
+        if self.runs_ahead and self._all_plain(rows):
+            packed = self._upload(*packed_sampling(table, rows))
+            temperatures, numbers = (part.view(torch.float64) for part in packed)
+            tokens, logprobs = sample_plain(model_logits, temperatures, numbers)
+        else:
+            kernels = self.fast_modules is not None
+            tokens, logprobs, tops = choose_tokens(
+                model_logits, table, rows, raw=self._raw_logprobs, kernels=kernels
+            )
+        if self.runs_ahead:
+            self._feed.put(self._upload(rows)[0], tokens)
+        return self._unread.add(rows, tokens, logprobs, tops, fed=self.runs_ahead)
+
+    def _all_plain(self, rows: IntArray) -> bool:
+        """Whether `sample_plain` can choose the tokens, which waits for nothing."""
+        return not self._raw_logprobs and bool(self._table.plain[rows].all())
 
     def _complain(self, row: int, num_tokens: int) -> None:
         table = self._table
-        (seq_id,) = table.ids_of(np.array([row]))
+        (seq_id,) = table.ids_of(np.array([row])).tolist()
         raise ValueError(
             f"the plan computes {num_tokens} tokens of sequence {seq_id}, which has "
             f"{table.num_computed[row]} computed, {table.num_known[row]} known and "

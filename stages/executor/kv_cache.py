@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...config import EngineConfig, ModelError
-from .batch import MAX_GATHERED_TOKENS
+from .batch import MAX_GATHERED_TOKENS, DecodeRows, IntArray, Uploader
 from .kernels.cpu import PagedAttention
 from .model import LoadedModel
+
+
+class PagedLayer(Protocol):
+    """Reads and writes one layer's blocks; `kernels.cpu.PagedAttention` says how."""
+
+    def store(self, keys: Tensor, values: Tensor, slots: Tensor) -> None: ...
+
+    def decode(self, queries: Tensor, rows: DecodeRows) -> Tensor: ...
+
+
+DecodeKernel = Callable[..., PagedLayer]
 
 
 class KVCache:
@@ -20,6 +32,9 @@ class KVCache:
     `keys[layer]` is `[num_blocks + 1, block_size, kv_heads, key_dim]`, `values[layer]` likewise.
     The last block, `padding_block`, belongs to no sequence: rows that only pad a batch write and
     read there. The tensors live as long as this object; their contents are overwritten in place.
+
+    Attributes:
+        decode_kernel: Makes what `paged_attention` gives for a layer.
     """
 
     def __init__(self, model: LoadedModel, num_blocks: int, block_size: int) -> None:
@@ -39,19 +54,21 @@ class KVCache:
         # memory that the allocator maps, and the kernel clears, for every layer of every step.
         self._gathered = [torch.empty(0, dtype=model.dtype, device=model.device) for _ in range(2)]
 
-        self._paged: dict[int, PagedAttention] = {}
+        self._upload = Uploader(model.device)
+        self.decode_kernel: DecodeKernel = PagedAttention
+        self._paged: dict[int, PagedLayer] = {}
 
-    def paged_attention(self, layer: int, heads: int, **options: Any) -> PagedAttention:
-        """The kernel that reads one layer in place (CPU).
+    def paged_attention(self, layer: int, heads: int, **options: Any) -> PagedLayer:
+        """The kernel that reads one layer in place.
 
         Args:
             layer: The layer.
             heads: Its query heads.
-            options: As PagedAttention takes them; the same in each call for a layer.
+            options: As `decode_kernel` takes them; the same in each call for a layer.
         """
         found = self._paged.get(layer)
         if found is None:
-            found = PagedAttention(self.keys[layer], self.values[layer], heads, **options)
+            found = self.decode_kernel(self.keys[layer], self.values[layer], heads, **options)
             self._paged[layer] = found
         return found
 
@@ -89,7 +106,8 @@ class KVCache:
             return
         if not all(0 <= block < self.num_blocks for pair in pairs for block in pair):
             raise ValueError(f"blocks to copy are out of range 0..{self.num_blocks - 1}: {pairs}")
-        source, destination = torch.tensor(pairs, device=self.keys[0].device).unbind(1)
+        wanted: IntArray = np.array(pairs, np.int64)
+        source, destination = self._upload(wanted)[0].unbind(1)
         for tensor in (*self.keys, *self.values):
             tensor.index_copy_(0, destination, tensor.index_select(0, source))
 
@@ -137,5 +155,9 @@ def _cuda_bytes(config: EngineConfig, model: LoadedModel) -> int:
     logits = config.max_batch_size * model.vocab_size * 4 * 3  # float32: logits, weights, masks
     widest = max(spec.num_kv_heads * (spec.key_dim + spec.value_dim) for spec in model.layers)
     gathered = 2 * MAX_GATHERED_TOKENS * widest * model.dtype.itemsize
-    margin = activations + logits + gathered + (256 << 20)
+    # CUDA graphs keep memory of their own, for the largest batch that decodes.
+    graphs = 0
+    if config.cuda_graphs == "auto":
+        graphs = config.max_batch_size * (8 * hidden + 4 * inner) * model.dtype.itemsize + logits
+    margin = activations + logits + gathered + graphs + (256 << 20)
     return int(total * config.gpu_memory_utilization) - (total - free) - margin

@@ -55,30 +55,40 @@ class ScaledLogits:
         return (scaled - self.sums.sum(dim=-1).log()[:, None]).float()
 
 
-def scale_logits(logits: Tensor, temperatures: Tensor, *, kernels: bool = False) -> ScaledLogits:
+def scale_logits(
+    logits: Tensor, temperatures: Tensor, *, kernels: bool = False, checked: bool = True
+) -> ScaledLogits:
     """Divides by the temperature (1 where it is 0) and takes exp, without overflow.
 
     Args:
         logits: `[batch, vocab]` float32.
         temperatures: `[batch]`, 0 or more.
         kernels: Whether our own kernel computes the sums (CPU).
+        checked: Whether to look for broken logits, which waits for the device. Otherwise the
+            logprobs of such a row are not numbers.
 
     Raises:
         ModelError: A row's largest logit is not a finite number: the model's output is broken.
     """
-    divisors = torch.where(temperatures == 0, 1.0, temperatures).to(torch.float32)
+    # (torch.where with a number would copy it to the device, and wait.)
+    divisors = temperatures.masked_fill(temperatures == 0, 1.0).to(torch.float32)
     if kernels:
         largest, first_largest, sums = softmax_sums(logits, divisors, BLOCK)
     else:
         largest, first_largest = logits.amax(dim=-1), logits.argmax(dim=-1)
-    if not bool(torch.isfinite(largest).all()):
-        raise ModelError(
-            "the model produced logits that are not finite numbers; its weights are damaged, or "
-            "its dtype can't hold them (float16 overflows where bfloat16 does not)"
-        )
+    if checked and not bool(torch.isfinite(largest).all()):
+        raise broken_logits()
     if not kernels:
         sums = block_sums(_weights(logits, largest, divisors))
     return ScaledLogits(logits, sums, largest, first_largest, divisors)
+
+
+def broken_logits() -> ModelError:
+    """What is raised when a row's largest logit is not a finite number."""
+    return ModelError(
+        "the model produced logits that are not finite numbers; its weights are damaged, or "
+        "its dtype can't hold them (float16 overflows where bfloat16 does not)"
+    )
 
 
 def _weights(logits: Tensor, largest: Tensor, divisors: Tensor) -> Tensor:

@@ -85,7 +85,11 @@ def score_prompts(
     reports = []
     ends = np.cumsum(counts)
     for seq_id, start, first, end in zip(
-        table.ids_of(rows), starts.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True
+        table.ids_of(rows).tolist(),
+        starts.tolist(),
+        (ends - counts).tolist(),
+        ends.tolist(),
+        strict=True,
     ):
         top = tops[first:end]
         reports.append(

@@ -97,6 +97,25 @@ def sample_with_logprobs(
     return tokens, scaled.logprobs(tokens[:, None])[:, 0]
 
 
+@torch.no_grad()
+def sample_plain(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """As `sample_with_logprobs` without limits, and without any wait for the device.
+
+    Nobody looks at the logits, so a row whose largest is not a finite number gets some token with
+    a logprob that is not a number.
+
+    Args:
+        logits: `[batch, vocab]` float32.
+        temperatures: `[batch]`, 0 or more.
+        uniforms: `[batch]` float64 in [0, 1).
+    """
+    scaled = scale_logits(logits, temperatures, checked=False)
+    sampled = _inverse_cdf(scaled, None, uniforms)
+    tokens = torch.where(temperatures == 0, scaled.first_largest, sampled)
+    tokens = tokens.clamp_(max=logits.shape[1] - 1)
+    return tokens, scaled.logprobs(tokens[:, None])[:, 0]
+
+
 def _inverse_cdf(scaled: ScaledLogits, restricted: Tensor | None, uniforms: Tensor) -> Tensor:
     """The token at which the running sum of the weights first exceeds uniform * total, `[batch]`.
 
@@ -115,7 +134,9 @@ def _inverse_cdf(scaled: ScaledLogits, restricted: Tensor | None, uniforms: Tens
     sums = scaled.sums if restricted is None else block_sums(restricted)
     running = sums.cumsum(dim=-1)
     targets = _below(uniforms.double() * running[:, -1], running[:, -1])
+    # Past the end is what comes of sums that are not numbers.
     block = torch.searchsorted(running, targets[:, None], right=True)
+    block = block.clamp_(max=running.shape[1] - 1)
     before = running.gather(1, block) - sums.gather(1, block)
     ids = block * BLOCK + torch.arange(BLOCK, device=block.device)
     there = ids.clamp(max=vocab - 1)
@@ -125,6 +146,7 @@ def _inverse_cdf(scaled: ScaledLogits, restricted: Tensor | None, uniforms: Tens
     # The block's sum and this running sum differ by rounding, so the target may lie just outside.
     targets = _below((targets[:, None] - before)[:, 0], running[:, -1])
     place = torch.searchsorted(running, targets[:, None], right=True)
+    place = place.clamp_(max=BLOCK - 1)
     return ids.gather(1, place)[:, 0]
 
 

@@ -15,6 +15,8 @@ from .batch import IntArray
 
 BoolArray = npt.NDArray[np.bool_]
 
+_NO_SEQUENCE = -1
+
 
 class SequenceTable:
     """The sequences of a lane.
@@ -34,6 +36,7 @@ class SequenceTable:
         temperature, top_k, top_p, min_p, seed: Its sampling.
         repetition_penalty, presence_penalty, frequency_penalty, min_tokens: More of it.
         adjusted: Whether logits are changed before they are sampled from.
+        plain: Whether tokens are sampled from the full vocabulary, with nothing else reported.
         num_logprobs: Likeliest tokens to report beside each sampled one.
         prompt_logprobs: The same beside each token of the prompt; -1 when its logprobs are not
             asked for, or were all reported in an earlier run of the sequence.
@@ -60,6 +63,7 @@ class SequenceTable:
         "frequency_penalty",
         "min_tokens",
         "adjusted",
+        "plain",
         "num_logprobs",
         "prompt_logprobs",
         "_seq_ids",
@@ -87,6 +91,7 @@ class SequenceTable:
         self.frequency_penalty: npt.NDArray[np.float32] = np.zeros(rows, np.float32)
         self.min_tokens: IntArray = np.zeros(rows, np.int64)
         self.adjusted: BoolArray = np.zeros(rows, np.bool_)
+        self.plain: BoolArray = np.zeros(rows, np.bool_)
         self.num_logprobs: IntArray = np.zeros(rows, np.int64)
         self.prompt_logprobs: IntArray = np.zeros(rows, np.int64)
         self.stop_ids: list[frozenset[int]] = [frozenset()] * rows
@@ -100,6 +105,7 @@ class SequenceTable:
     def clear(self) -> None:
         """Forgets all sequences."""
         self._row_of: dict[int, int] = {}
+        self._seq_ids[:] = _NO_SEQUENCE
         self._free = list(range(len(self.num_blocks) - 1, -1, -1))
 
     def add(self, new: NewSequence) -> None:
@@ -128,7 +134,8 @@ class SequenceTable:
         self.num_computed[row] = new.num_cached
         self.num_generated[row] = new.num_generated
         room = self._max_model_len - (count - new.num_generated)
-        self.max_tokens[row] = min(new.sampling.max_tokens, room)
+        # Whoever is planned gets a token, also at the very end of the room.
+        self.max_tokens[row] = max(min(new.sampling.max_tokens, room), new.num_generated + 1)
         self.finished[row] = False
         self._set_sampling(row, new)
 
@@ -153,6 +160,8 @@ class SequenceTable:
             or self.min_tokens[row]
         )
         self.num_logprobs[row] = sampling.logprobs
+        limited = sampling.top_k or sampling.top_p < 1 or sampling.min_p
+        self.plain[row] = not (self.adjusted[row] or limited or sampling.logprobs)
         # The first sample speaks for all. Once it has sampled, its prompt has been reported.
         wanted = sampling.prompt_logprobs
         speaks = new.sample.sample_index == 0 and new.num_generated == 0
@@ -162,6 +171,7 @@ class SequenceTable:
         """Forgets a sequence; one that is not here is forgotten already."""
         row = self._row_of.pop(seq_id, None)
         if row is not None:
+            self._seq_ids[row] = _NO_SEQUENCE
             self._free.append(row)
 
     def append_blocks(self, seq_id: int, block_ids: Sequence[int]) -> None:
@@ -182,16 +192,23 @@ class SequenceTable:
         row_of = self._row_of
         return np.array([row_of[seq_id] for seq_id in seq_ids], np.int64)
 
-    def ids_of(self, rows: IntArray) -> tuple[int, ...]:
-        """The sequences in these rows."""
-        return tuple(self._seq_ids[rows].tolist())
+    def ids_of(self, rows: IntArray) -> IntArray:
+        """The sequences in these rows, `[rows]`."""
+        return self._seq_ids[rows]
 
-    def append_tokens(self, rows: IntArray, token_ids: IntArray) -> None:
-        """Adds one generated token to each row. The caller sees to it that there is room."""
-        room = self.num_known[rows] < self._max_model_len
-        self.tokens[rows[room], self.num_known[rows[room]]] = token_ids[room]
-        self.num_known[rows] += 1
-        self.num_generated[rows] += 1
+    def write_tokens(self, rows: IntArray, places: IntArray, token_ids: IntArray) -> None:
+        """Sets the token at one place in each row. One past the longest sequence is left out."""
+        room = places < self._max_model_len
+        self.tokens[rows[room], places[room]] = token_ids[room]
+
+    def holds(self, rows: IntArray, seq_ids: IntArray) -> BoolArray:
+        """Which rows still belong to these sequences, `[rows]`."""
+        held: BoolArray = self._seq_ids[rows] == seq_ids
+        return held
+
+    def at_limit(self, rows: IntArray) -> BoolArray:
+        """Which rows may have no further token, `[rows]`."""
+        return self.num_generated[rows] >= self.max_tokens[rows]
 
     def must_go_on(self, rows: IntArray) -> BoolArray:
         """Which rows may not sample a stop token yet, `[rows]`."""

@@ -16,10 +16,15 @@ from ...config import EngineConfig
 from ...telemetry import TraceContext, names, now_ns
 from ..actor import Actor, StageContext
 from .core import ExecutorCore
+from .unread import LaunchedStep
 
 # All torch work of a process happens in this one thread, over restarts of the stage too: with a
 # second thread, OpenMP would keep two teams of workers that take each other's cores.
 _TORCH_THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch")
+
+
+# Waits for the device and does nothing else, so that the torch thread can launch the next step.
+_WAITING_THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
 
 
 # Below this a step is so short that handing out its parts costs more than they do, and where
@@ -58,7 +63,9 @@ class ExecutorStage(Actor):
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
         self._core: ExecutorCore
-        self._under_way: asyncio.Queue[tuple[int, StepPlan, Future[StepResult]]] = asyncio.Queue()
+        self._under_way: asyncio.Queue[tuple[int, StepPlan, Future[StepResult | LaunchedStep]]] = (
+            asyncio.Queue()
+        )
         # For `load`: plans under way, steps done.
         self._plans = self._steps = 0
         self._device = ""
@@ -79,6 +86,7 @@ class ExecutorStage(Actor):
             block_size=capacity.block_size,
             max_model_len=capacity.max_model_len,
             kernels=self._core.without_kernels or "in use",
+            graphs=self._core.without_graphs or "recorded",
         )
 
     async def receive_forever(self, inbox: Inbox) -> None:
@@ -103,7 +111,9 @@ class ExecutorStage(Actor):
 
     async def handle(self, envelope: Envelope) -> None:
         if isinstance(envelope.body, StepPlan):
-            future = _TORCH_THREAD.submit(self._core.execute, envelope.body)
+            core = self._core
+            run = core.launch if core.runs_ahead else core.execute
+            future: Future[StepResult | LaunchedStep] = _TORCH_THREAD.submit(run, envelope.body)
             self._plans += 1
             self._under_way.put_nowait((self.epoch, envelope.body, future))
         else:
@@ -112,13 +122,21 @@ class ExecutorStage(Actor):
     async def _report_forever(self) -> None:
         while True:
             epoch, plan, future = await self._under_way.get()
-            result = await asyncio.wrap_future(future)
+            result = await self._result(future)
             self._plans -= 1
             self._steps += 1
             await self.send(STEPS_BATCHING, result, epoch=epoch)
             await self.send(STEPS_STREAMING, result, epoch=epoch)
             if self.tracing.enabled and epoch == self.epoch:
                 self._trace(plan, result)
+
+    async def _result(self, future: Future[StepResult | LaunchedStep]) -> StepResult:
+        """What a plan gave. Plans that come meanwhile are launched before it is read."""
+        outcome = await asyncio.wrap_future(future)
+        if isinstance(outcome, StepResult):
+            return outcome
+        await asyncio.wrap_future(_WAITING_THREAD.submit(outcome.wait))
+        return await asyncio.wrap_future(_TORCH_THREAD.submit(self._core.finish, outcome))
 
     # --- spans --------------------------------------------------------------------------------
 

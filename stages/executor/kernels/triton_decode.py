@@ -1,0 +1,279 @@
+"""Decode attention on CUDA: one query per sequence, read straight from the paged cache.
+
+Written in Triton, which comes with PyTorch's CUDA builds. Its shapes depend on the batch's alone
+and never on how long the sequences are, so it can be part of a CUDA graph: each context is cut into
+the same number of splits (flash decoding, Dao and others, 2023), which a second kernel joins.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..batch import DecodeRows
+
+_TILE = 128
+"""Most positions that one program looks at together."""
+
+_TILE_BYTES = 1 << 14
+"""Of their keys at most: loads of some tiles ahead must fit into the shared memory."""
+
+_PROGRAMS = 512
+"""Programs to aim at: a few for each multiprocessor of a large device, whatever the batch."""
+
+_MOST_SPLITS = 64
+
+
+# What differs between calls is no constant, so that a layer's kernel is compiled once.
+@triton.jit(
+    do_not_specialize=["query_stride", "table_stride", "splits"],
+    do_not_specialize_on_alignment=["tables", "contexts"],
+)
+def _attend_split(
+    queries,
+    keys,
+    values,
+    tables,
+    contexts,
+    partial,
+    largest,
+    totals,
+    query_stride,
+    table_stride,
+    splits,
+    scale,
+    softcap,
+    BLOCK_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    PADDED_KEY: tl.constexpr,
+    PADDED_VALUE: tl.constexpr,
+    TILE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """One split of one row for the query heads of one KV head: an unfinished softmax."""
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    context = tl.load(contexts + row)
+    low = context * 0
+    if WINDOW:
+        low = tl.maximum(context - WINDOW, 0)
+    length = tl.cdiv(context - low, splits)
+    start = low + split * length
+    stop = tl.minimum(start + length, context)
+
+    member = tl.arange(0, PADDED_GROUP)
+    key_at = tl.arange(0, PADDED_KEY)
+    value_at = tl.arange(0, PADDED_VALUE)
+    head = kv_head * GROUP + member
+    query = tl.load(
+        queries + row * query_stride + head[:, None] * KEY_WIDTH + key_at[None, :],
+        mask=(member[:, None] < GROUP) & (key_at[None, :] < KEY_WIDTH),
+        other=0.0,
+    )
+    best = tl.full([PADDED_GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([PADDED_GROUP], tl.float32)
+    output = tl.zeros([PADDED_GROUP, PADDED_VALUE], tl.float32)
+    for first in range(start, stop, TILE):
+        position = first + tl.arange(0, TILE)
+        seen = position < stop
+        block = tl.load(tables + row * table_stride + position // BLOCK_SIZE, mask=seen, other=0)
+        place = (block * BLOCK_SIZE + position % BLOCK_SIZE) * KV_HEADS + kv_head
+        key = tl.load(
+            keys + place[None, :] * KEY_WIDTH + key_at[:, None],
+            mask=seen[None, :] & (key_at[:, None] < KEY_WIDTH),
+            other=0.0,
+        )
+        scores = tl.dot(query, key, input_precision="ieee") * scale
+        if SOFTCAP:
+            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        # The first position of a tile is always seen, so no row is without a finite score.
+        new_best = tl.maximum(best, tl.max(scores, 1))
+        shrink = tl.exp(best - new_best)
+        weights = tl.exp(scores - new_best[:, None])
+        value = tl.load(
+            values + place[:, None] * VALUE_WIDTH + value_at[None, :],
+            mask=seen[:, None] & (value_at[None, :] < VALUE_WIDTH),
+            other=0.0,
+        )
+        weighted = tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        output = output * shrink[:, None] + weighted
+        total = total * shrink + tl.sum(weights, 1)
+        best = new_best
+
+    # Of splits that got nothing: no total, and minus infinity as the largest.
+    at = (row * KV_HEADS * GROUP + head) * splits + split
+    real = member < GROUP
+    tl.store(largest + at, best, mask=real)
+    tl.store(totals + at, total, mask=real)
+    tl.store(
+        partial + at[:, None] * VALUE_WIDTH + value_at[None, :],
+        output,
+        mask=real[:, None] & (value_at[None, :] < VALUE_WIDTH),
+    )
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _join_splits(
+    partial,
+    largest,
+    totals,
+    sinks,
+    output,
+    splits,
+    HEADS: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
+    PADDED_VALUE: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """The softmax of one head of one row from its splits."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    split = tl.arange(0, MOST_SPLITS)
+    value_at = tl.arange(0, PADDED_VALUE)
+    at = (row * HEADS + head) * splits + split
+    real = split < splits
+    found = tl.load(largest + at, mask=real, other=float("-inf"))
+    best = tl.max(found, 0)
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32)
+        best = tl.maximum(best, sink)
+    shrink = tl.exp(found - best)
+    total = tl.sum(tl.load(totals + at, mask=real, other=0.0) * shrink, 0)
+    if SINKS:
+        total += tl.exp(sink - best)
+    parts = tl.load(
+        partial + at[:, None] * VALUE_WIDTH + value_at[None, :],
+        mask=real[:, None] & (value_at[None, :] < VALUE_WIDTH),
+        other=0.0,
+    )
+    joined = tl.sum(parts * shrink[:, None], 0) / total
+    tl.store(
+        output + (row * HEADS + head) * VALUE_WIDTH + value_at,
+        joined.to(output.dtype.element_ty),
+        mask=value_at < VALUE_WIDTH,
+    )
+
+
+class TritonPagedAttention:
+    """One layer's paged KV cache, for queries of one token each, as `cpu.PagedAttention`.
+
+    The cache's tensors must stay where they are.
+    """
+
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        heads: int,
+        *,
+        window: int | None,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> None:
+        """Takes what `cpu.PagedAttention` takes."""
+        self._keys, self._values, self._sinks = keys, values, sinks
+        self._heads = heads
+        self._scale = scale
+        self._softcap = softcap or 0.0
+        _, block_size, kv_heads, key_width = keys.shape
+        group, value_width = heads // kv_heads, values.shape[3]
+        padded_key = max(triton.next_power_of_2(key_width), 16)
+        padded_value = max(triton.next_power_of_2(value_width), 16)
+        tile = _TILE_BYTES // (max(padded_key, padded_value) * keys.element_size())
+        self._constants: dict[str, Any] = {
+            "BLOCK_SIZE": block_size,
+            "KV_HEADS": kv_heads,
+            "GROUP": group,
+            "KEY_WIDTH": key_width,
+            "VALUE_WIDTH": value_width,
+            "WINDOW": window or 0,
+            # Matrix products want sides of at least 16, and all sides powers of two.
+            "PADDED_GROUP": max(triton.next_power_of_2(group), 16),
+            "PADDED_KEY": padded_key,
+            "PADDED_VALUE": padded_value,
+            "TILE": min(max(tile, 16), _TILE),
+            "SOFTCAP": softcap is not None,
+        }
+
+    def store(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Writes `[tokens, kv_heads, width]` each to `slots`, `[tokens]`."""
+        for whole, new in ((self._keys, keys), (self._values, values)):
+            whole.view(-1, *whole.shape[2:]).index_copy_(0, slots, new)
+
+    def decode(self, queries: Tensor, rows: DecodeRows) -> Tensor:
+        """Attention of one token per row.
+
+        Args:
+            queries: `[at least rows.count, heads, key_width]`; rows may lie apart, heads together.
+            rows: The rows.
+
+        Returns:
+            `[rows.count, heads, value_width]`.
+        """
+        # Triton launches on the current device, whatever the tensors are on.
+        with torch.cuda.device_of(queries):  # type: ignore[no-untyped-call]
+            return self._decode(queries, rows)
+
+    def _decode(self, queries: Tensor, rows: DecodeRows) -> Tensor:
+        constants = self._constants
+        heads, kv_heads = self._heads, constants["KV_HEADS"]
+        width = constants["VALUE_WIDTH"]
+        splits = count_splits(rows.count * kv_heads, rows.tables.shape[1] * constants["BLOCK_SIZE"])
+        shape = (rows.count, heads, splits)
+        partial = queries.new_empty((*shape, width), dtype=torch.float32)
+        largest = queries.new_empty(shape, dtype=torch.float32)
+        totals = torch.empty_like(largest)
+        _attend_split[rows.count, kv_heads, splits](
+            queries,
+            self._keys,
+            self._values,
+            rows.tables,
+            rows.contexts,
+            partial,
+            largest,
+            totals,
+            queries.stride(0),
+            rows.tables.stride(0),
+            splits,
+            self._scale,
+            self._softcap,
+            **constants,
+        )
+        output = queries.new_empty(rows.count, heads, width)
+        _join_splits[rows.count, heads](
+            partial,
+            largest,
+            totals,
+            largest if self._sinks is None else self._sinks,
+            output,
+            splits,
+            HEADS=heads,
+            VALUE_WIDTH=width,
+            MOST_SPLITS=_MOST_SPLITS,
+            PADDED_VALUE=constants["PADDED_VALUE"],
+            SINKS=self._sinks is not None,
+        )
+        return output
+
+
+def count_splits(programs: int, longest: int) -> int:
+    """Into how many splits each context is cut, so that a small batch keeps a device busy.
+
+    Args:
+        programs: How many there are with one split each.
+        longest: Positions that the longest context may have; a split has at least a tile.
+    """
+    return max(min(_PROGRAMS // programs, -(-longest // _TILE), _MOST_SPLITS), 1)

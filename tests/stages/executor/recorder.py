@@ -1,0 +1,107 @@
+"""Records what a function does to tensors and replays it, on CPU, as CUDA graphs do on CUDA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nano_inference.stages.executor.batch import DecodeRows
+from nano_inference.stages.executor.graphs import Step
+
+_WAITS = ("aten.item", "aten.is_nonzero", "aten._local_scalar_dense", "aten.nonzero", "aten.equal")
+"""Operations for which the host waits for the device, so that a graph can't hold them."""
+
+
+class _Recording(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func).startswith(_WAITS):
+            raise RuntimeError(f"{func} can't be recorded")
+        outputs = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, outputs))
+        return outputs
+
+
+class OperationRecorder:
+    """A `Capture`: replaying runs the recorded operations on the recorded tensors, no Python.
+
+    Attributes:
+        recorded: How many steps were recorded.
+        operations: How many operations the last one has.
+    """
+
+    def __init__(self) -> None:
+        self.recorded = 0
+        self.operations = 0
+
+    def __call__(self, step: Step) -> Step:
+        with _Recording() as recording:
+            outputs = step()
+        self.recorded += 1
+        self.operations = len(recording.calls)
+
+        @torch.inference_mode()
+        def replay() -> tuple[Tensor, Tensor]:
+            for func, args, kwargs, before in recording.calls:
+                after = func(*args, **kwargs)
+                for old, new in zip(tree_leaves(before), tree_leaves(after), strict=True):
+                    # A view, or what was changed in place, is where it was.
+                    if isinstance(old, Tensor) and not _same_memory(old, new):
+                        old.copy_(new)
+            return outputs
+
+        return replay
+
+
+def _same_memory(left: Tensor, right: Tensor) -> bool:
+    return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+
+
+class PlainPagedAttention:
+    """What kernels.cpu.PagedAttention is, in PyTorch: over whole block tables, in fixed shapes."""
+
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        heads: int,
+        *,
+        window: int | None,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> None:
+        self._keys, self._values = keys, values
+        self._group = heads // keys.shape[2]
+        self._window, self._scale, self._softcap, self._sinks = window, scale, softcap, sinks
+
+    def store(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        for whole, new in ((self._keys, keys), (self._values, values)):
+            whole.view(-1, *whole.shape[2:]).index_copy_(0, slots, new)
+
+    def decode(self, queries: Tensor, rows: DecodeRows) -> Tensor:
+        tables, contexts = rows.tables[: rows.count], rows.contexts[: rows.count, None]
+        keys, values = (
+            cache[tables].flatten(1, 2).repeat_interleave(self._group, dim=2)
+            for cache in (self._keys, self._values)
+        )
+        scores = torch.einsum("rhd,rphd->rhp", queries[: rows.count], keys) * self._scale
+        if self._softcap is not None:
+            scores = torch.tanh(scores / self._softcap) * self._softcap
+        positions = torch.arange(keys.shape[1], device=keys.device)
+        hidden = positions >= contexts
+        if self._window is not None:
+            hidden |= positions < contexts - self._window
+        scores = scores.float().masked_fill(hidden[:, None], float("-inf"))
+        if self._sinks is not None:
+            sinks = self._sinks.float()[None, :, None].expand(rows.count, -1, 1)
+            scores = torch.cat((scores, sinks), dim=-1)
+        weights = scores.softmax(dim=-1)[..., : keys.shape[1]].to(values.dtype)
+        return torch.einsum("rhp,rphd->rhd", weights, values)

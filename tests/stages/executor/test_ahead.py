@@ -1,0 +1,272 @@
+"""One step ahead: a step is launched before anybody has read the tokens of the one before it."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+
+from nano_inference.bus.messages import (
+    Cancel,
+    Dispatch,
+    RequestInfo,
+    SequenceSpec,
+    StepPlan,
+    StepResult,
+)
+from nano_inference.config import EngineConfig, ModelError, SamplingParams
+from nano_inference.stages.batching import BatchingCore
+from nano_inference.stages.executor import ExecutorCore, LoadedModel, wrap_model
+from nano_inference.stages.executor.feed import Readback
+from nano_inference.stages.executor.unread import LaunchedStep
+
+from .models import VOCAB, make_model
+from .plans import new_sequence, step_plan
+from .recorder import OperationRecorder, PlainPagedAttention
+
+PROMPT = [17, 3, 99, 42, 8, 150, 77, 31, 5]
+CONFIG = EngineConfig(
+    block_size=4, kv_cache_bytes=1 << 20, max_batch_size=6, max_tokens_per_batch=16
+)
+MOST_STEPS = 500
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return wrap_model(make_model("qwen2"), 64)
+
+
+def make_core(model: LoadedModel, *, graphs: bool) -> ExecutorCore:
+    core = ExecutorCore(CONFIG, model=model)
+    core.runs_ahead = True
+    if graphs:
+        core.use_decode_kernel(PlainPagedAttention)
+        core.record_graphs(OperationRecorder())
+    return core
+
+
+class AheadLane:
+    """Batching and executor; with `ahead`, two steps are launched before the first is read.
+
+    Attributes:
+        found: By sequence, what came out.
+        most_launched: Steps that were under way at the same time.
+    """
+
+    def __init__(self, core: ExecutorCore, *, ahead: bool) -> None:
+        self.core = core
+        self.batching = BatchingCore(CONFIG, core.capacity(), steps_ahead=2 if ahead else 1)
+        self.launched: deque[LaunchedStep] = deque()
+        self.found: dict[int, list[tuple[int, float, str]]] = {}
+        self.most_launched = 0
+
+    def add(self, seq_id: int, sampling: SamplingParams, prompt: list[int] = PROMPT) -> None:
+        name = f"r{seq_id}"
+        info = RequestInfo(name, name, "model", 1, False, (), len(prompt), "", "", 0)
+        spec = SequenceSpec(seq_id, 0, seed=seq_id)
+        self.found[seq_id] = []
+        self.batching.add(Dispatch(info, tuple(prompt), sampling, (spec,), priority=0))
+
+    def turn(self) -> bool:
+        """Launches what can be planned, then reads the oldest step."""
+        while (plan := self.batching.plan(0)) is not None:
+            self.launched.append(self.core.launch(plan))
+        self.most_launched = max(self.most_launched, len(self.launched))
+        if not self.launched:
+            return False
+        result = self.core.finish(self.launched.popleft())
+        self.batching.absorb(result)
+        for seq_id, token, logprob, reason in zip(
+            result.seq_ids, result.token_ids, result.logprobs, result.finish_reasons, strict=True
+        ):
+            assert not (self.found[seq_id] and self.found[seq_id][-1][2]), "a token after the end"
+            self.found[seq_id].append((token, logprob, reason))
+        return True
+
+    def run(self) -> dict[int, list[tuple[int, float, str]]]:
+        for _ in range(MOST_STEPS):
+            if not self.turn():
+                self.batching.check()
+                assert self.batching.idle
+                return self.found
+        raise AssertionError("the lane does not come to rest")
+
+
+def assert_same(
+    found: dict[int, list[tuple[int, float, str]]], expected: dict[int, list[Any]]
+) -> None:
+    assert found.keys() == expected.keys()
+    for seq_id, rows in found.items():
+        assert [row[::2] for row in rows] == [row[::2] for row in expected[seq_id]]
+        logprobs = [row[1] for row in expected[seq_id]]
+        assert [row[1] for row in rows] == pytest.approx(logprobs, abs=1e-4)
+
+
+STOPS = frozenset(range(0, VOCAB, 3))
+KINDS: dict[str, dict[str, Any]] = {
+    "limits": {},
+    "stop tokens": {"stop_token_ids": STOPS},
+    "penalties": {"repetition_penalty": 1.4, "stop_token_ids": STOPS},
+    "min_tokens": {"min_tokens": 4, "stop_token_ids": STOPS},
+    "top_p": {"top_p": 0.7, "stop_token_ids": STOPS},
+    "top logprobs": {"logprobs": 2},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("graphs", [True, False])
+def test_ahead_gives_what_one_step_at_a_time_gives(
+    model: LoadedModel, kind: str, graphs: bool
+) -> None:
+    def run(lane: AheadLane) -> dict[int, list[tuple[int, float, str]]]:
+        for seq_id in range(1, 15):
+            temperature = 0.0 if seq_id % 3 == 0 else 1.0
+            # Every other sequence is plain, so that both ways meet in one step.
+            special = KINDS[kind] if seq_id % 2 else {}
+            sampling = SamplingParams(temperature=temperature, max_tokens=3 + seq_id % 9, **special)
+            lane.add(seq_id, sampling, PROMPT[: 2 + seq_id % 7])
+        return lane.run()
+
+    ahead = AheadLane(make_core(model, graphs=graphs), ahead=True)
+    found = run(ahead)
+    expected = run(AheadLane(ExecutorCore(CONFIG, model=model), ahead=False))
+    assert ahead.most_launched == 2
+    assert_same(found, expected)
+    reasons = {rows[-1][2] for rows in found.values()}
+    assert reasons == ({"length", "stop"} if "stop_token_ids" in KINDS[kind] else {"length"})
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_launching_reads_no_token(
+    model: LoadedModel, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the device took its time: nothing that a launch does may ask for a result."""
+    core = make_core(model, graphs=graphs)
+    arrived: set[Readback] = set()
+    numbers = Readback.numbers
+
+    def careful(self: Readback) -> Any:
+        assert self in arrived, "the tokens of a step that is not done were asked for"
+        return numbers(self)
+
+    monkeypatch.setattr(Readback, "numbers", careful)
+    new = (new_sequence(1, PROMPT, range(6), SAMPLED, seed=4),)
+    plans = [step_plan(1, new=new, rows={1: 9})]
+    plans += [step_plan(2 + step, rows={1: 1}) for step in range(7)]
+    launched = [core.launch(plan) for plan in plans]
+    results = []
+    for step in launched:
+        assert step.sampled is not None
+        arrived.add(step.sampled.readback)
+        results.append(core.finish(step))
+    found = [result.token_ids[0] for result in results]
+    monkeypatch.undo()
+    other = ExecutorCore(CONFIG, model=model)
+    assert found == [other.execute(plan).token_ids[0] for plan in plans]
+    assert [result.finish_reasons for result in results] == [("",)] * 7 + [("length",)]
+
+
+SAMPLED = SamplingParams(temperature=1.0, max_tokens=8)
+
+
+def test_a_sequence_at_its_limit_is_not_computed_again(model: LoadedModel) -> None:
+    core = make_core(model, graphs=False)
+    two = SamplingParams(temperature=0.0, max_tokens=2)
+    steps = [core.launch(step_plan(1, new=(new_sequence(1, PROMPT, range(4), two),), rows={1: 9}))]
+    steps += [core.launch(step_plan(step, rows={1: 1})) for step in (2, 3)]
+    assert steps[2].sampled is None
+    assert [core.finish(step).finish_reasons for step in steps] == [("",), ("length",), ()]
+
+
+def test_the_row_of_a_sequence_that_stopped_is_thrown_away(model: LoadedModel) -> None:
+    core = make_core(model, graphs=False)
+    stopping = SamplingParams(temperature=0.0, stop_token_ids=frozenset(range(VOCAB)))
+    new = (new_sequence(1, PROMPT, range(4), stopping), new_sequence(2, PROMPT, range(4, 8), PLAIN))
+    first = core.launch(step_plan(1, new=new, rows={1: 9, 2: 9}))
+    second = core.launch(step_plan(2, rows={1: 1, 2: 1}))
+    assert core.finish(first).finish_reasons == ("stop", "")
+    assert core.finish(second).seq_ids == (2,)
+
+
+PLAIN = SamplingParams(temperature=0.0, max_tokens=8)
+
+
+def test_a_row_that_was_given_away_meanwhile_keeps_its_new_tokens(model: LoadedModel) -> None:
+    core = make_core(model, graphs=False)
+    expected = ExecutorCore(CONFIG, model=model)
+    first = core.launch(step_plan(1, new=(new_sequence(1, PROMPT, range(4), PLAIN),), rows={1: 9}))
+    other = new_sequence(2, PROMPT[::-1], range(4, 8), PLAIN)
+    plans = [
+        step_plan(2, new=(other,), rows={2: 9}, finished=(1,)),
+        step_plan(3, rows={2: 1}),
+    ]
+    second = core.launch(plans[0])
+    assert core.finish(first).seq_ids == ()
+    third = core.launch(plans[1])
+    found = [core.finish(step).token_ids for step in (second, third)]
+    assert found == [expected.execute(plan).token_ids for plan in plans]
+
+
+def test_a_cancelled_sequence_leaves_while_its_step_is_under_way(model: LoadedModel) -> None:
+    lane = AheadLane(make_core(model, graphs=True), ahead=True)
+    for seq_id in (1, 2, 3):
+        lane.add(seq_id, SAMPLED)
+    for _ in range(4):
+        lane.turn()
+    lane.batching.cancel(Cancel("r2", "r2", "cancelled", "cancelled", "enough"))
+    lane.add(4, SAMPLED)
+    found = lane.run()
+    other = AheadLane(ExecutorCore(CONFIG, model=model), ahead=False)
+    for seq_id in (1, 2, 3, 4):
+        other.add(seq_id, SAMPLED)
+    expected = other.run()
+    assert len(found[2]) < 8
+    expected[2] = expected[2][: len(found[2])]
+    assert_same(found, expected)
+
+
+def test_a_step_from_before_a_reset_gives_no_tokens(model: LoadedModel) -> None:
+    core = make_core(model, graphs=False)
+    plan = step_plan(1, new=(new_sequence(1, PROMPT, range(4), PLAIN),), rows={1: 9})
+    before = core.launch(plan)
+    core.reset()
+    after = core.launch(plan)
+    assert core.finish(before).seq_ids == ()
+    assert core.finish(after).seq_ids == (1,)
+
+
+def test_steps_are_finished_in_order(model: LoadedModel) -> None:
+    core = make_core(model, graphs=False)
+    core.launch(step_plan(1, new=(new_sequence(1, PROMPT, range(4), PLAIN),), rows={1: 9}))
+    second = core.launch(step_plan(2, rows={1: 1}))
+    with pytest.raises(ValueError, match="in the order"):
+        core.finish(second)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_broken_output_is_found_when_the_step_is_read(graphs: bool, temperature: float) -> None:
+    """Not before: looking would wait for the device. Nor is a token made of it that none has."""
+    model = wrap_model(make_model("qwen2"), 64)
+    core = make_core(model, graphs=graphs)
+    sampling = SamplingParams(temperature=temperature, max_tokens=8)
+    first = step_plan(1, new=(new_sequence(1, PROMPT, range(4), sampling),), rows={1: 9})
+    core.execute(first)
+    model.module.get_output_embeddings().weight.data.fill_(float("nan"))  # type: ignore[operator]
+    steps = [core.launch(step_plan(step, rows={1: 1})) for step in (2, 3)]
+    with pytest.raises(ModelError, match="not finite"):
+        core.finish(steps[0])
+
+
+def test_execute_is_launch_and_finish(model: LoadedModel) -> None:
+    plans: list[StepPlan] = [
+        step_plan(1, new=(new_sequence(1, PROMPT, range(4), SAMPLED, seed=3),), rows={1: 9}),
+        step_plan(2, rows={1: 1}),
+    ]
+    whole, parts = ExecutorCore(CONFIG, model=model), ExecutorCore(CONFIG, model=model)
+    for plan in plans:
+        first: StepResult = whole.execute(plan)
+        second = parts.finish(parts.launch(plan))
+        assert first.token_ids == second.token_ids
+        assert first.logprobs == second.logprobs

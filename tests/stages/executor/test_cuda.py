@@ -1,0 +1,121 @@
+"""On CUDA: recorded steps, one step ahead, and that no launch waits for the device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from nano_inference.config import EngineConfig, SamplingParams
+from nano_inference.stages.executor import ExecutorCore, LoadedModel, wrap_model
+
+from .models import ARCHITECTURES, make_model
+from .plans import Generation, Planner, new_sequence, step_plan
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+
+PROMPT = [17, 3, 99, 42, 8, 150, 77, 31, 5]
+SAMPLED = SamplingParams(temperature=1.0, max_tokens=12)
+
+
+def make_core(model: LoadedModel, *, graphs: bool = True) -> ExecutorCore:
+    config = EngineConfig(block_size=4, max_batch_size=12, cuda_graphs="auto" if graphs else "off")
+    return ExecutorCore(config, model=model)
+
+
+def on_cuda(name: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
+    return wrap_model(make_model(name).to("cuda", dtype), 64)
+
+
+def generations() -> list[Generation]:
+    return [
+        Generation(
+            seed,
+            PROMPT[: 2 + seed % 7],
+            SamplingParams(temperature=(0.0, 1.0)[seed % 2], max_tokens=8 + seed),
+            arrives=seed,
+            seed=seed,
+        )
+        for seed in range(1, 10)
+    ]
+
+
+def run(core: ExecutorCore) -> list[Generation]:
+    found = generations()
+    Planner(core, chunk=4, shuffle=1).run(found)
+    return found
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_tokens_are_those_of_the_cpu(name: str) -> None:
+    cpu = run(
+        ExecutorCore(
+            EngineConfig(block_size=4, max_batch_size=12, kv_cache_bytes=1 << 20),
+            model=wrap_model(make_model(name), 64),
+        )
+    )
+    for graphs in (True, False):
+        core = make_core(on_cuda(name), graphs=graphs)
+        found = run(core)
+        assert core.without_kernels == "", core.without_kernels
+        assert [each.token_ids for each in found] == [each.token_ids for each in cpu]
+        for ours, other in zip(found, cpu, strict=True):
+            assert ours.logprobs == pytest.approx(other.logprobs, abs=1e-3)
+        if graphs and core.graphs is not None:
+            assert sum(core.graphs.replays.values()) > 10
+
+
+def test_a_dense_model_s_steps_are_recorded() -> None:
+    core = make_core(on_cuda("qwen2"))
+    assert core.without_graphs == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_graphs_change_nothing_in_half_precision(dtype: torch.dtype) -> None:
+    """The same kernels on the same numbers, except that padding may choose others."""
+    model = on_cuda("qwen2", dtype)
+    with_graphs, without = run(make_core(model)), run(make_core(model, graphs=False))
+    first = [
+        (ours.logprobs[0], other.logprobs[0])
+        for ours, other in zip(with_graphs, without, strict=True)
+    ]
+    assert [a for a, _ in first] == pytest.approx([b for _, b in first], abs=0.1)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_no_launch_of_a_decode_step_waits(graphs: bool) -> None:
+    core = make_core(on_cuda("qwen2"), graphs=graphs)
+    new = tuple(new_sequence(i, PROMPT, range(6 * i, 6 * i + 6), SAMPLED, seed=i) for i in range(3))
+    plans = [step_plan(1, new=new, rows={0: 9, 1: 9, 2: 9})]
+    plans += [step_plan(2 + step, rows={0: 1, 1: 1, 2: 1}) for step in range(11)]
+    other = make_core(on_cuda("qwen2"), graphs=False)
+    expected = [other.execute(plan).token_ids for plan in plans]
+    launched = [core.launch(plan) for plan in plans[:3]]
+    with no_waiting():
+        launched += [core.launch(plan) for plan in plans[3:]]
+    assert [core.finish(step).token_ids for step in launched] == expected
+
+
+def test_new_weights_reach_the_recorded_steps() -> None:
+    core = make_core(on_cuda("qwen2"))
+    run(core)
+    other = make_model("qwen2", seed=1)
+    core.weights.sync_blocking(other.state_dict())
+    core.reset()
+    fresh = make_core(wrap_model(copy.deepcopy(other).to("cuda"), 64))
+    assert [each.token_ids for each in run(core)] == [each.token_ids for each in run(fresh)]

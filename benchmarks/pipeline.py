@@ -1,11 +1,13 @@
 """What the pipeline costs over the bare loop of the same cores, on the bundled model.
 
     python benchmarks/pipeline.py [--requests N] [--tokens N] [--repeat K] [--json FILE]
+        [--model FOLDER] [--variants NAME ...]
 
 The same load goes through each variant once per repetition, in rotating order, always with an
 empty prefix cache. The model's steps are short, which makes this the worst case for overheads.
-All variants, the bare loop and the peer too, run torch on one thread, as the executor stage does
-by itself for a small model. The peer is Transformers' `generate` on the padded batch.
+All variants of the bundled model, the bare loop and the peer too, run torch on one thread, as the
+executor stage does by itself for a small model; another model gets all of them. The peer is
+Transformers' `generate` on the padded batch.
 
 CPU time is that of this process and all below it (stages, server), so it is comparable where
 other programs run on the same cores and wall time is not. Linux only, for that reason.
@@ -43,9 +45,11 @@ from nano_inference.pipeline.client import BusClient
 from nano_inference.pipeline.engine import TrainingSample
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.stages.tokenizer import load_tokenizer
-from nano_inference.telemetry import setup_logging, setup_tracing
+from nano_inference.telemetry import Tracing, setup_logging, setup_tracing
 
 BARE, MEMORY, PEER = "bare loop", "memory", "Transformers, padded batch"
+TRACED, REDIS, FIVE = "memory, traced", "Redis, one process", "Redis, five processes"
+VARIANTS = [PEER, TRACED, *(f"{n}{c}" for n in (MEMORY, REDIS, FIVE) for c in ("", ", chunks"))]
 
 
 class Load(NamedTuple):
@@ -79,7 +83,10 @@ class Variant(NamedTuple):
 
 
 def make_load(requests: int, tokens: int, seed: int) -> Load:
-    """Texts of 8 to 256 tokens, log-uniform, each with a beginning of its own."""
+    """Texts of 8 to 256 tokens, log-uniform, each with a beginning of its own.
+
+    In tokens of the bundled model, which any other one of these benchmarks has too.
+    """
     rng = random.Random(seed)
     tokenizer = load_tokenizer(EngineConfig().model_folder)
     names = ("Ana", "Ben", "Carla", "Emma", "Hugo", "Iris", "Leo", "Nora")
@@ -123,9 +130,10 @@ def bare(config: Config) -> Variant:
     return Variant(run)
 
 
-def peer() -> Variant:
+def peer(config: Config) -> Variant:
     """Transformers' `generate` on all prompts at once, padded on the left."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(EngineConfig().model_folder)
+    folder = config.engine.model_folder
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder)
     model.eval()
 
     async def run(load: Load) -> Pass:
@@ -202,7 +210,8 @@ async def five_processes(config: Config) -> AsyncIterator[BusClient]:
     """`nano-inference up` beside us, once it has answered a request."""
     command = [sys.executable, "-m", "nano_inference", "up", "--bus", config.bus.url]
     command += ["--log-level", "error", "--set", f"bus.prefix={config.bus.prefix}"]
-    command += ["--set", f"engine.max_batch_size={config.engine.max_batch_size}"]
+    for name in ("max_batch_size", "model_path", "cpu_threads", "kv_cache_bytes"):
+        command += ["--set", f"engine.{name}={getattr(config.engine, name)}"]
     process = await asyncio.create_subprocess_exec(
         *command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -218,32 +227,39 @@ async def five_processes(config: Config) -> AsyncIterator[BusClient]:
 
 
 async def open_variants(
-    stack: AsyncExitStack, engine: EngineConfig, url: str, sink: Sink
+    stack: AsyncExitStack, engine: EngineConfig, url: str, sink: Sink, chosen: list[str]
 ) -> dict[str, Variant]:
-    """Starts everything; what is not measured waits without using the processor."""
+    """Starts what was chosen; what is not measured waits without using the processor."""
 
     def on_redis() -> Config:
         bus = BusConfig(url=url, links="redis", prefix=f"nano-benchmark-{uuid.uuid4().hex[:8]}")
         return Config(engine=engine, bus=bus)
 
+    async def pipeline(config: Config, tracing: Tracing | None = None) -> BusClient:
+        return (await stack.enter_async_context(Pipeline(config, tracing=tracing))).client
+
     in_memory = Config(engine=engine)
-    memory = await stack.enter_async_context(Pipeline(in_memory))
-    # Soon enough that a pass pays for encoding its own spans.
-    os.environ["OTEL_BSP_SCHEDULE_DELAY"] = "100"
-    tracing = setup_tracing(TelemetryConfig(), "benchmark", sink)
-    stack.callback(tracing.shutdown)
-    traced = await stack.enter_async_context(Pipeline(in_memory, tracing=tracing))
-    redis = await stack.enter_async_context(Pipeline(on_redis()))
-    five = await stack.enter_async_context(five_processes(on_redis()))
-    variants = {BARE: bare(in_memory), PEER: peer()}
-    variants["memory, traced"] = through(traced.client, stream=False)
-    for name, client in (
-        (MEMORY, memory.client),
-        ("Redis, one process", redis.client),
-        ("Redis, five processes", five),
-    ):
-        variants[name] = through(client, stream=False)
-        variants[f"{name}, chunks"] = through(client, stream=True)
+    variants = {BARE: bare(in_memory)}
+    if PEER in chosen:
+        variants[PEER] = peer(in_memory)
+    if TRACED in chosen:
+        # Soon enough that a pass pays for encoding its own spans.
+        os.environ["OTEL_BSP_SCHEDULE_DELAY"] = "100"
+        tracing = setup_tracing(TelemetryConfig(), "benchmark", sink)
+        stack.callback(tracing.shutdown)
+        variants[TRACED] = through(await pipeline(in_memory, tracing), stream=False)
+    for name in (MEMORY, REDIS, FIVE):
+        streamed = f"{name}, chunks"
+        if name not in chosen and streamed not in chosen:
+            continue
+        if name == FIVE:
+            client = await stack.enter_async_context(five_processes(on_redis()))
+        else:
+            client = await pipeline(in_memory if name == MEMORY else on_redis())
+        if name in chosen:
+            variants[name] = through(client, stream=False)
+        if streamed in chosen:
+            variants[streamed] = through(client, stream=True)
     return variants
 
 
@@ -278,15 +294,17 @@ async def timed(variant: Variant, load: Load) -> Result:
 
 async def measure(arguments: argparse.Namespace, url: str) -> tuple[dict[str, list[Result]], int]:
     """The results of each variant, by repetition; and how many spans one traced pass exported."""
+    threads = 1 if arguments.model is None else torch.get_num_threads()
     engine = EngineConfig(
+        model_path=arguments.model or EngineConfig().model_path,
         max_batch_size=arguments.requests,
         max_tokens_per_batch=max(2048, arguments.requests),
-        cpu_threads=1,
+        cpu_threads=threads,
     )
     sink = Sink()
     async with AsyncExitStack() as stack:
-        variants = await open_variants(stack, engine, url, sink)
-        torch.set_num_threads(1)
+        variants = await open_variants(stack, engine, url, sink, arguments.variants)
+        torch.set_num_threads(threads)
         names = list(variants)
         results: dict[str, list[Result]] = {name: [] for name in names}
         for repetition in range(arguments.repeat + 1):
@@ -318,7 +336,7 @@ def summary(results: dict[str, list[Result]], tokens: int) -> dict[str, dict[str
             "seconds_most": max(seconds),
             "tokens_per_s": tokens / statistics.median(seconds),
             "x_bare": _ratio(own, results[BARE]),
-            "x_memory": _ratio(own, results[MEMORY]),
+            "x_memory": _ratio(own, results[MEMORY]) if MEMORY in results else 0.0,
             "cpu_s": statistics.median(result.cpu_s for result in own),
             "cpu_x_bare": statistics.median(
                 a.cpu_s / b.cpu_s for a, b in zip(own, results[BARE], strict=True)
@@ -364,6 +382,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=128, help="requests, all sent at once")
     parser.add_argument("--tokens", type=int, default=64, help="tokens for each of them")
     parser.add_argument("--repeat", type=int, default=4, help="repetitions, after a warm-up")
+    parser.add_argument("--model", metavar="FOLDER", help="the bundled one when absent")
+    parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--url", help="a Redis server; its own one is started when absent")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the numbers")
     return parser.parse_args()
@@ -383,7 +403,7 @@ def main() -> None:
             url = arguments.url or running.connection_url
             results, spans = asyncio.run(measure(arguments, url))
     rows = summary(results, arguments.requests * arguments.tokens)
-    print(f"{arguments.requests} requests of {arguments.tokens} tokens; torch on one thread;")
+    print(f"{arguments.requests} requests of {arguments.tokens} tokens;")
     print(f"medians of {arguments.repeat} repetitions; {spans} spans exported per traced pass")
     print_table(rows)
     if arguments.json:

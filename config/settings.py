@@ -295,13 +295,16 @@ class PipelineConfig(Settings, frozen=True, forbid_unknown_fields=True):
 
 
 class TelemetryConfig(Settings, frozen=True, forbid_unknown_fields=True):
-    """Logs and traces. Spans are exported only where an OTLP endpoint is set.
+    """Logs, traces and metrics. Spans are exported only where an OTLP endpoint is set.
 
     Attributes:
         log_level: Least severity that is printed.
         log_format: "auto" is coloured text on a terminal and JSON lines elsewhere.
         otlp_endpoint: As in OTEL_EXPORTER_OTLP_ENDPOINT, which is read when this is empty.
         service_name: The `service.name` of the spans; the stage is an attribute of its own.
+        metrics_port: Where Prometheus reads this process's metrics; 0 is off. `up` gives each of
+            its processes a port of its own: this one to admission, the next four to the others.
+        metrics_host: The address on which that port listens.
     """
 
     SECTION: ClassVar[str] = "telemetry"
@@ -310,6 +313,12 @@ class TelemetryConfig(Settings, frozen=True, forbid_unknown_fields=True):
     log_format: Literal["auto", "text", "json"] = "auto"
     otlp_endpoint: str = ""
     service_name: str = "nano-inference"
+    metrics_port: int = 0
+    metrics_host: str = "127.0.0.1"
+
+    def __post_init__(self) -> None:
+        self.require("metrics_port", 0 <= self.metrics_port <= 65_531, "a port up to 65531, or 0")
+        self.require("metrics_host", bool(self.metrics_host), "an address of this machine")
 
 
 class Config(Settings, frozen=True, forbid_unknown_fields=True):

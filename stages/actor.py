@@ -14,7 +14,7 @@ from ..bus import Bus, Inbox, Sender, StageState
 from ..bus.links import CONTROL, Link
 from ..bus.messages import Envelope, Message, Reset, StageReady, StageStarted, StageStopped
 from ..config import Config
-from ..telemetry import Attributes, TraceContext, Tracing, names, now_ns
+from ..telemetry import Attributes, Metrics, TraceContext, Tracing, names, now_ns
 
 FAILED = "failed: "
 """What the reason of a StageStopped begins with when the stage failed by itself."""
@@ -30,6 +30,7 @@ class StageContext:
         tracing: Tracing,
         on_ready: Callable[[str], None] = lambda stage: None,
         on_drained: Callable[[], None] = lambda: None,
+        metrics: Metrics | None = None,
     ) -> None:
         """Args: besides the obvious, what to call when a stage takes part in an epoch, and when
         admission has drained."""
@@ -38,6 +39,7 @@ class StageContext:
         self.tracing = tracing
         self.on_ready = on_ready
         self.on_drained = on_drained
+        self.metrics = metrics or Metrics()
 
 
 class Actor(ABC):
@@ -56,6 +58,7 @@ class Actor(ABC):
         self.config = context.config
         self.bus = context.bus
         self.tracing = context.tracing
+        self.metrics = context.metrics
         self.incarnation = f"{self.name}-{uuid.uuid4().hex[:8]}"
         self.epoch = 0
         self.opened = False
@@ -115,6 +118,10 @@ class Actor(ABC):
     def load(self) -> dict[str, int | float | str]:
         """A few numbers for people, that cost nothing to tell: asked for about once a second."""
         return {}
+
+    async def measure(self) -> None:  # noqa: B027
+        """Records gauges, and what counters have gained. Where there are metrics, it is called
+        about once a second."""
 
     # --- running ------------------------------------------------------------------------------
 

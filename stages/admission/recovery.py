@@ -70,6 +70,8 @@ class RecoveringStage(Actor):
         self._in_hand: set[str] = set()
         self._elsewhere: deque[Cancel] = deque(maxlen=REMEMBERED_ELSEWHERE)
         self._renewed_ns = now_ns()
+        # For `measure`: what counters have gained.
+        self._epochs_begun = self._replayed = 0
 
     @abstractmethod
     async def _judge_entry(
@@ -92,6 +94,7 @@ class RecoveringStage(Actor):
         self._answers.clear()
         self._alone.clear()
         self.epoch = await self.bus.next_epoch()
+        self._epochs_begun += 1
         self.log.debug("epoch_begins", epoch=self.epoch, reason=reason)
         for stage in OTHERS:
             await self.send(CONTROL[stage], Reset())
@@ -165,6 +168,7 @@ class RecoveringStage(Actor):
     async def _resume(self, item: Unanswered) -> None:
         assert item.request is not None, "an entry that was not let in has an end"
         samples = self._answers.get(item.entry_id, ())
+        self._replayed += 1
         await self._send_request(item, self._core.resumed(item.request, samples))
 
     async def _next_alone(self) -> None:

@@ -26,7 +26,7 @@ from ...bus.messages import (
     StageStopped,
 )
 from ...config import RequestError
-from ...telemetry import TraceContext, names, now_ns
+from ...telemetry import TraceContext, instruments, names, now_ns
 from ..actor import FAILED, StageContext
 from ..tokenizer import load_tokenizer, stop_token_ids_of
 from .core import AdmissionCore, request_id_of, status_of
@@ -171,6 +171,17 @@ class AdmissionStage(RecoveringStage):
         recovering = len(self._alone) if self._resumed else len(self._ledger) + len(self._inherited)
         return {"in_flight": len(self._ledger), "recovering": recovering}
 
+    async def measure(self) -> None:
+        record = self.metrics.record
+        record(instruments.IN_FLIGHT, len(self._ledger))
+        record(instruments.EPOCHS, self._epochs_begun)
+        record(instruments.REPLAYS, self._replayed)
+        self._epochs_begun = self._replayed = 0
+        backlog = await self.bus.requests.backlog()
+        record(instruments.WAITING, backlog.waiting)
+        record(instruments.PENDING, backlog.pending)
+        record(instruments.DEAD_LETTERS, backlog.dead)
+
     # --- among other lanes --------------------------------------------------------------------
 
     async def _keep_lane(self) -> None:
@@ -210,6 +221,8 @@ class AdmissionStage(RecoveringStage):
         )
         if number:
             self.log.warning("requests_refused_as_overloaded", requests=number)
+            labels = {names.STATUS: "error", names.ERROR_TYPE: "overloaded"}
+            self.metrics.record(instruments.REQUESTS, number, labels)
         return number
 
     # --- the way in ---------------------------------------------------------------------------

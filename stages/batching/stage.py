@@ -19,7 +19,7 @@ from ...bus.messages import (
     StepResult,
     StopSequences,
 )
-from ...telemetry import TraceContext, now_ns
+from ...telemetry import TraceContext, instruments, now_ns
 from ..actor import Actor, StageContext, deadline_of
 from .core import BatchingCore
 
@@ -44,6 +44,8 @@ class BatchingStage(Actor):
 
     async def reset(self) -> None:
         if self._core is not None:
+            if self.metrics.enabled:
+                await self.measure()  # the counters may go with the core
             self._core.clear()
             self._last = (self._core, self._executor)
         self._core = None
@@ -59,6 +61,30 @@ class BatchingStage(Actor):
 
     def load(self) -> dict[str, int | float | str]:
         return dict(self._core.load()) if self._core is not None else {}
+
+    async def measure(self) -> None:
+        core = self._core
+        if core is None:
+            return
+        load, done = core.load(), core.take_counters()
+        for instrument, value in (
+            (instruments.RUNNING, load["running"]),
+            (instruments.SEQUENCES_WAITING, load["waiting"]),
+            (instruments.KV_TOTAL, load["kv_total"]),
+            (instruments.KV_USED, load["kv_total"] - load["kv_free"]),
+            (instruments.KV_CACHED, load["kv_cached"]),
+            (instruments.KV_EVICTED, core.cache.take_evicted()),
+            (instruments.PREFILLED, done.prefilled),
+            (instruments.DECODED, done.decoded),
+            (instruments.CACHED, done.cached),
+            (instruments.RECOMPUTED, done.recomputed),
+            (instruments.WASTED, done.wasted),
+            (instruments.PREFIX_LOOKUPS, done.lookups),
+            (instruments.PREFIX_HITS, done.hits),
+            (instruments.PREEMPTIONS, done.preemptions),
+            (instruments.RESUMES, done.resumes),
+        ):
+            self.metrics.record(instrument, value)
 
     async def handle(self, envelope: Envelope) -> None:
         if isinstance(envelope.body, StageReady):
@@ -92,7 +118,10 @@ class BatchingStage(Actor):
         core = self._core
         if core is None:
             return
-        while (plan := core.plan(now_ns())) is not None:
+        while (plan := core.plan(started := now_ns())) is not None:
+            if self.metrics.enabled and plan.seq_ids:
+                self.metrics.record(instruments.SCHEDULE_TIME, (now_ns() - started) / 1e9)
+                self.metrics.record(instruments.BATCH_SIZE, len(plan.seq_ids))
             self._trace_started(plan)
             await self.send(PLANS, plan)
         if freed := core.take_free_slots():

@@ -13,7 +13,7 @@ from ...bus import Inbox
 from ...bus.links import CONTROL, STEPS_BATCHING, STEPS_STREAMING
 from ...bus.messages import Envelope, RequestInfo, StageReady, StepPlan, StepResult
 from ...config import EngineConfig
-from ...telemetry import TraceContext, names, now_ns
+from ...telemetry import TraceContext, instruments, names, now_ns
 from ..actor import Actor, StageContext
 from .core import ExecutorCore
 
@@ -62,6 +62,7 @@ class ExecutorStage(Actor):
         # For `load`: plans under way, steps done.
         self._plans = self._steps = 0
         self._device = ""
+        self._weight_version = 0
         self._of_sequence: dict[int, Execution] = {}
         self._of_request: dict[str, Execution] = {}
 
@@ -100,6 +101,9 @@ class ExecutorStage(Actor):
     def load(self) -> dict[str, int | float | str]:
         return {"plans": self._plans, "steps": self._steps, "device": self._device}
 
+    async def measure(self) -> None:
+        self.metrics.record(instruments.WEIGHT_VERSION, self._weight_version)
+
     async def handle(self, envelope: Envelope) -> None:
         if isinstance(envelope.body, StepPlan):
             future = _TORCH_THREAD.submit(self._core.execute, envelope.body)
@@ -116,6 +120,10 @@ class ExecutorStage(Actor):
             self._steps += 1
             await self.send(STEPS_BATCHING, result, epoch=epoch)
             await self.send(STEPS_STREAMING, result, epoch=epoch)
+            self._weight_version = result.weight_version
+            if plan.seq_ids:
+                seconds = (result.end_ns - result.start_ns) / 1e9
+                self.metrics.record(instruments.DEVICE_TIME, seconds)
             if self.tracing.enabled and epoch == self.epoch:
                 self._trace(plan, result)
 

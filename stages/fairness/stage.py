@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from ...bus.links import DISPATCH
 from ...bus.messages import AdmittedRequest, Cancel, Credit, Envelope, UpdateFairness
-from ...telemetry import TraceContext, names, now_ns
+from ...telemetry import TraceContext, instruments, names, now_ns
 from ..actor import Actor, StageContext, budget_of, deadline_of
 from .core import Dispatched, FairnessCore
 
@@ -52,10 +52,15 @@ class FairnessStage(Actor):
     def load(self) -> dict[str, int | float | str]:
         return {"queued": self._core.num_queued, "credits": self._core.credits}
 
+    async def measure(self) -> None:
+        self.metrics.record(instruments.QUEUE_DEPTH, self._core.num_queued)
+
     async def _send(self, dispatched: Dispatched) -> None:
         info = dispatched.dispatch.info
         trace = TraceContext(info.traceparent, info.tracestate)
         if dispatched.last:
+            waited_s = (now_ns() - dispatched.arrived_ns) / 1e9
+            self.metrics.record(instruments.QUEUE_WAIT, waited_s)
             self.span(
                 info.request_id,
                 trace,

@@ -21,10 +21,11 @@ from ...bus.messages import (
     StepResult,
     StopSequences,
 )
-from ...telemetry import TraceContext, names, now_ns
+from ...telemetry import TraceContext, instruments, names, now_ns
 from ..actor import Actor, StageContext
 from ..tokenizer import load_tokenizer
 from .core import Deliveries, EndedRequest, StreamingCore
+from .intervals import TokenIntervals
 
 
 class StreamingStage(Actor):
@@ -40,6 +41,7 @@ class StreamingStage(Actor):
         self._made_in = 0
         # Streams that another lane goes on with, as far as this one can tell.
         self._fenced: set[str] = set()
+        self._intervals = TokenIntervals()
 
     async def open(self) -> None:
         folder = self.config.engine.model_folder
@@ -51,6 +53,7 @@ class StreamingStage(Actor):
         await self._write(self._made_in)
         self._made_in = self.epoch
         self._core.reset()
+        self._intervals.clear()
 
     def load(self) -> dict[str, int | float | str]:
         return {"open": len(self._core)} if self.opened else {}
@@ -59,6 +62,9 @@ class StreamingStage(Actor):
         match envelope.body:
             case StepResult() as result:
                 self._deliveries.append(self._core.absorb(result, now_ns()))
+                if self.metrics.enabled:
+                    for waited_ns in self._intervals.step(result.seq_ids, result.end_ns):
+                        self.metrics.record(instruments.TOKEN_INTERVAL, waited_ns / 1e9)
             case Recover(requests):
                 await self._recover(requests)
             case Cancel() as cancel:
@@ -86,6 +92,8 @@ class StreamingStage(Actor):
                     await self.send(FINISHED, finished, epoch=0)
             for ended in delivery.ended:
                 self._trace(ended)
+                if self.metrics.enabled and ended.completion.entry_id not in lost:
+                    self._measure_end(ended)
 
     async def _deliver(
         self, outputs: Sequence[tuple[str, Sequence[Output]]], epoch: int
@@ -149,3 +157,30 @@ class StreamingStage(Actor):
             events=((names.FIRST_TOKEN, timings.first_token_ns),) if timings.first_token_ns else (),
             error=completion.error.code if completion.error else "",
         )
+
+    def _measure_end(self, ended: EndedRequest) -> None:
+        completion, record = ended.completion, self.metrics.record
+        code = completion.error.code if completion.error else ""
+        outcome = {names.STATUS: completion.status, names.ERROR_TYPE: code}
+        record(instruments.REQUESTS, 1, outcome)
+        if ended.info is None:
+            return
+        timings, usage = completion.timings, completion.usage
+        labels = {
+            names.OPERATION: "text_completion",
+            names.PROVIDER: "nano-inference",
+            names.REQUEST_MODEL: ended.info.model,
+        }
+        duration_s = (timings.finished_ns - timings.received_ns) / 1e9
+        record(instruments.REQUEST_DURATION, duration_s, {**labels, names.ERROR_TYPE: code})
+        for kind, number in (("input", usage.prompt_tokens), ("output", usage.completion_tokens)):
+            record(instruments.TOKEN_USAGE, number, {**labels, names.TOKEN_TYPE: kind})
+        if not timings.first_token_ns:
+            return
+        ttft_s = (timings.first_token_ns - timings.received_ns) / 1e9
+        record(instruments.TIME_TO_FIRST_TOKEN, ttft_s, labels)
+        # The samples of a request flow side by side, so its longest one takes the time.
+        further = max(len(sample.token_ids) for sample in completion.samples) - 1
+        if further > 0:
+            flow_s = (timings.finished_ns - timings.first_token_ns) / 1e9
+            record(instruments.TIME_PER_OUTPUT_TOKEN, flow_s / further, labels)

@@ -200,14 +200,19 @@ class Actor(ABC):
         start_ns: int,
         attributes: Attributes | None = None,
         *,
+        name: str = "",
         error: str = "",
         events: tuple[tuple[str, int], ...] = (),
+        root: str = "",
     ) -> TraceContext:
-        """This stage's span of a request that leaves it now."""
+        """This stage's span of a request that leaves it now; see `Tracing.span`.
+
+        Its name is the stage's, unless it is of something special that the stage does.
+        """
         if not self.tracing.enabled:
             return trace
         return self.tracing.span(
-            self.name,
+            name or self.name,
             trace,
             start_ns,
             now_ns(),
@@ -219,6 +224,7 @@ class Actor(ABC):
             },
             events=events,
             error=error,
+            root=root,
         )
 
 

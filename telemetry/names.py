@@ -36,3 +36,18 @@ EPOCH = "nano.epoch"
 FIRST_TOKEN = "nano.first_token"
 CACHED_TOKENS = "nano.usage.cached_tokens"
 STATUS = "nano.request.status"
+
+# Ours, of steps.
+BATCH_SIZE = "nano.batch.size"
+PREFILL_TOKENS = "nano.step.prefill_tokens"
+DECODE_TOKENS = "nano.step.decode_tokens"
+BLOCKS_FREE = "nano.kv.blocks.free"
+DEVICE_TIME_S = "nano.step.device_time_s"
+STEP_ID = "nano.step.id"
+KEPT_TOKENS = "nano.replay.kept_tokens"
+
+# Ours, of events.
+CANCELLED = "nano.cancelled"
+PREEMPTED = "nano.preempted"
+REPLAYED = "nano.replayed"
+RESUMED = "nano.resumed"

@@ -27,7 +27,7 @@ from ...bus.messages import (
     StageReady,
 )
 from ...config import STAGES
-from ...telemetry import TraceContext, now_ns
+from ...telemetry import TraceContext, names, now_ns
 from ..actor import Actor, StageContext, budget_of
 from .checks import MAX_INT64
 from .core import AdmissionCore, request_id_of
@@ -72,6 +72,8 @@ class RecoveringStage(Actor):
         self._renewed_ns = now_ns()
         # For `measure`: what counters have gained.
         self._epochs_begun = self._replayed = 0
+        # Since when the lane serves nothing, also over several epochs; for spans.
+        self._down_since_ns = 0
 
     @abstractmethod
     async def _judge_entry(
@@ -87,6 +89,8 @@ class RecoveringStage(Actor):
 
     async def _begin_epoch(self, reason: str) -> None:
         """All stages drop what they hold. Requests in flight are resumed when all are ready."""
+        if self._resumed or not self._down_since_ns:
+            self._down_since_ns = now_ns()
         self._open.clear()
         self._asked_all = self._resumed = False
         self._missing = set(OTHERS)
@@ -169,6 +173,7 @@ class RecoveringStage(Actor):
         assert item.request is not None, "an entry that was not let in has an end"
         samples = self._answers.get(item.entry_id, ())
         self._replayed += 1
+        self._trace_replay(item, sum(len(sample.token_ids) for sample in samples))
         await self._send_request(item, self._core.resumed(item.request, samples))
 
     async def _next_alone(self) -> None:
@@ -202,11 +207,10 @@ class RecoveringStage(Actor):
         return await self.bus.results.claim(claims)
 
     async def _send_request(self, item: Unanswered, request: AdmittedRequest) -> None:
-        info = request.info
         await self.send(
             ADMITTED,
             request,
-            trace=TraceContext(info.traceparent, info.tracestate),
+            trace=context_of(request),
             budget_ns=budget_of(item.deadline_ns, now_ns()),
         )
 
@@ -221,6 +225,7 @@ class RecoveringStage(Actor):
     async def _cut_short(self, item: Unanswered, cancel: Cancel) -> None:
         """Ends a request wherever it is; should the lane be down, when streaming is there."""
         item.end = cancel
+        self._trace_cancel(item, cancel)
         if item.entry_id in self._alone:
             self._alone.remove(item.entry_id)
             await self._end(item, cancel)
@@ -229,6 +234,28 @@ class RecoveringStage(Actor):
             await self.send(ADMITTED, cancel)
         else:
             await self._ask_early([item])
+
+    # --- spans --------------------------------------------------------------------------------
+
+    def _trace_replay(self, item: Unanswered, kept_tokens: int) -> None:
+        """From the failure, as far as it is known here, to the request's second start."""
+        if item.request is not None:
+            self.span(
+                item.request_id,
+                context_of(item.request),
+                self._down_since_ns,
+                {names.KEPT_TOKENS: kept_tokens},
+                name="replay",
+                events=((names.REPLAYED, now_ns()),),
+            )
+
+    def _trace_cancel(self, item: Unanswered, cancel: Cancel) -> None:
+        """The request may be anywhere, and perhaps no other stage will have a span of it."""
+        if item.request is not None:
+            now = now_ns()
+            events = ((names.CANCELLED, now),) if cancel.status == "cancelled" else ()
+            trace = context_of(item.request)
+            self.span(item.request_id, trace, now, name="cancel", error=cancel.code, events=events)
 
     # --- time that runs out while nobody else looks -------------------------------------------
 
@@ -314,6 +341,11 @@ def deadline_of(entry: RequestEntry, received_ns: int) -> int | None:
     if budget_ns is None:
         return None
     return int(received_ns - entry.waited_ns + max(0, min(budget_ns, MAX_INT64)))
+
+
+def context_of(request: AdmittedRequest) -> TraceContext:
+    """Where the other stages' spans of a request belong."""
+    return TraceContext(request.info.traceparent, request.info.tracestate)
 
 
 def batched(items: Sequence[T], size: int) -> Iterator[tuple[T, ...]]:

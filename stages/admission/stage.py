@@ -397,5 +397,13 @@ class AdmissionStage(RecoveringStage):
                 names.PRIORITY: request.priority,
             }
         request_id = request_id_of(entry)
-        own = self.span(request_id, given, received_ns, attributes, error=error)
+        own = self.span(
+            request_id, given, received_ns, attributes, error=error, root=self._root_of(entry)
+        )
         return given if given.trace_id else own
+
+    def _root_of(self, entry: RequestEntry) -> str:
+        """What a trace that begins here gets its ids from: a successor of this process goes on
+        with it, though its first span may have been lost. In memory the ids of entries repeat."""
+        bus = self.config.bus
+        return "" if bus.url == "memory" else f"{bus.url}/{bus.prefix}/{entry.entry_id}"

@@ -14,6 +14,7 @@ from ...bus.messages import (
     Dispatch,
     LaneCapacity,
     NewSequence,
+    RequestInfo,
     StepPlan,
     StepResult,
 )
@@ -227,6 +228,11 @@ class BatchingCore:
         """How many sequences have left since the last call: credits to give back."""
         freed, self._freed_slots = self._freed_slots, 0
         return freed
+
+    def info_of(self, seq_id: int) -> RequestInfo | None:
+        """The request of a sequence that waits or runs; None when it has ended."""
+        seq = self._sequences.get(seq_id)
+        return seq.info if seq is not None else None
 
     def take_counters(self) -> Counters:
         """What was done since the last call."""

@@ -12,16 +12,15 @@ from ...bus.messages import (
     Envelope,
     FlushCache,
     Pause,
-    RequestInfo,
     Resume,
     StageReady,
-    StepPlan,
     StepResult,
     StopSequences,
 )
-from ...telemetry import TraceContext, instruments, now_ns
+from ...telemetry import instruments, now_ns
 from ..actor import Actor, StageContext, deadline_of
 from .core import BatchingCore
+from .spans import BatchingSpans
 
 
 class BatchingStage(Actor):
@@ -39,8 +38,7 @@ class BatchingStage(Actor):
         self._executor = ""
         # Who paused the lane does not want a failure to resume it.
         self._paused = False
-        # Requests that wait for their first step, and since when; for their span.
-        self._arrived: dict[str, tuple[RequestInfo, int]] = {}
+        self._spans = BatchingSpans(self)
 
     async def reset(self) -> None:
         if self._core is not None:
@@ -49,7 +47,7 @@ class BatchingStage(Actor):
             self._core.clear()
             self._last = (self._core, self._executor)
         self._core = None
-        self._arrived.clear()
+        self._spans.clear()
 
     async def announce(self) -> None:
         # Without the executor's capacity this stage is not ready, and says so by its silence.
@@ -98,15 +96,16 @@ class BatchingStage(Actor):
         match envelope.body:
             case StepResult() as result:
                 core.absorb(result)
+                self._spans.step_done(result)
             case Dispatch() as dispatch:
                 now = now_ns()
                 core.add(dispatch, deadline_of(envelope, now))
-                self._arrived.setdefault(dispatch.info.request_id, (dispatch.info, now))
+                self._spans.arrived(dispatch.info, now)
             case StopSequences(seq_ids):
                 core.stop(seq_ids)
             case Cancel() as cancel:
                 core.cancel(cancel)
-                self._arrived.pop(cancel.request_id, None)
+                self._spans.ended(cancel.request_id)
             case Pause() | Resume() as wish:
                 core.paused = self._paused = isinstance(wish, Pause)
             case FlushCache():
@@ -122,7 +121,7 @@ class BatchingStage(Actor):
             if self.metrics.enabled and plan.seq_ids:
                 self.metrics.record(instruments.SCHEDULE_TIME, (now_ns() - started) / 1e9)
                 self.metrics.record(instruments.BATCH_SIZE, len(plan.seq_ids))
-            self._trace_started(plan)
+            self._spans.planned(plan, core)
             await self.send(PLANS, plan)
         if freed := core.take_free_slots():
             await self.send(CREDITS, Credit(freed))
@@ -144,13 +143,3 @@ class BatchingStage(Actor):
         self._last = None
         await self.send(CREDITS, Credit(self.config.engine.max_batch_size))
         await self.announce()
-
-    def _trace_started(self, plan: StepPlan) -> None:
-        for cancel in plan.ended:  # which may never have started
-            self._arrived.pop(cancel.request_id, None)
-        for new in plan.new:
-            arrived = self._arrived.pop(new.info.request_id, None)
-            if arrived is not None:
-                info, since_ns = arrived
-                trace = TraceContext(info.traceparent, info.tracestate)
-                self.span(info.request_id, trace, since_ns)

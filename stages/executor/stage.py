@@ -38,13 +38,15 @@ def _load(config: EngineConfig) -> ExecutorCore:
 
 
 class Execution:
-    """A request's stay in the executor, for its span."""
+    """A request's stay in the executor, for its spans: after a preemption it has another one."""
 
-    __slots__ = ("first_token_ns", "info", "open", "start_ns", "tokens")
+    __slots__ = ("first_token_ns", "info", "open", "resumed", "start_ns", "tokens", "trace")
 
-    def __init__(self, info: RequestInfo, start_ns: int) -> None:
+    def __init__(self, info: RequestInfo, start_ns: int, trace: TraceContext) -> None:
         self.info = info
         self.start_ns = start_ns
+        self.trace = trace
+        self.resumed = False
         self.first_token_ns = 0
         self.tokens = 0
         self.open: set[int] = set()
@@ -133,33 +135,44 @@ class ExecutorStage(Actor):
         for new in plan.new:
             request = self._of_request.get(new.info.request_id)
             if request is None:
-                request = Execution(new.info, result.start_ns)
+                trace = TraceContext(new.info.traceparent, new.info.tracestate)
+                if not trace.sampled:
+                    continue
+                request = Execution(new.info, result.start_ns, trace)
                 self._of_request[new.info.request_id] = request
+            request.resumed |= new.num_generated > 0
             request.open.add(new.seq_id)
             self._of_sequence[new.seq_id] = request
+        if not self._of_sequence:
+            return
         for seq_id, reason in zip(result.seq_ids, result.finish_reasons, strict=True):
-            request = self._of_sequence[seq_id]
+            request = self._of_sequence.get(seq_id)
+            if request is None:
+                continue
             request.tokens += 1
             request.first_token_ns = request.first_token_ns or result.end_ns
             if reason:
-                self._close(seq_id)
+                self._close(seq_id, result.end_ns)
         for seq_id in plan.finished:
-            self._close(seq_id)
+            self._close(seq_id, result.start_ns)
 
-    def _close(self, seq_id: int) -> None:
+    def _close(self, seq_id: int, end_ns: int) -> None:
         request = self._of_sequence.pop(seq_id, None)
         if request is None:
             return
         request.open.discard(seq_id)
         if request.open:
             return
-        info = request.info
-        del self._of_request[info.request_id]
-        first_token = request.first_token_ns
-        self.span(
-            info.request_id,
-            TraceContext(info.traceparent, info.tracestate),
-            request.start_ns,
-            {names.OUTPUT_TOKENS: request.tokens},
-            events=((names.FIRST_TOKEN, first_token),) if first_token else (),
+        request_id = request.info.request_id
+        del self._of_request[request_id]
+        start, first_token = request.start_ns, request.first_token_ns
+        events: tuple[tuple[str, int], ...] = ((names.RESUMED, start),) if request.resumed else ()
+        if first_token:
+            events += ((names.FIRST_TOKEN, first_token),)
+        own = self.span(
+            request_id, request.trace, start, {names.OUTPUT_TOKENS: request.tokens}, events=events
         )
+        part = {names.STAGE: self.name, names.REQUEST_ID: request_id}
+        self.tracing.span("prefill", own, start, first_token or end_ns, part)
+        if first_token:
+            self.tracing.span("decode", own, first_token, end_ns, part)

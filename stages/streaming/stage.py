@@ -142,6 +142,11 @@ class StreamingStage(Actor):
             return
         timings = completion.timings
         held = next((time for time in timings.stages if time.stage == self.name), None)
+        events: tuple[tuple[str, int], ...] = ()
+        if timings.first_token_ns:
+            events = ((names.FIRST_TOKEN, timings.first_token_ns),)
+        if completion.status == "cancelled":
+            events += ((names.CANCELLED, timings.finished_ns),)
         self.span(
             info.request_id,
             TraceContext(info.traceparent, info.tracestate),
@@ -154,7 +159,7 @@ class StreamingStage(Actor):
                 names.OUTPUT_TOKENS: completion.usage.completion_tokens,
                 names.FINISH_REASONS: [sample.finish_reason for sample in completion.samples],
             },
-            events=((names.FIRST_TOKEN, timings.first_token_ns),) if timings.first_token_ns else (),
+            events=events,
             error=completion.error.code if completion.error else "",
         )
 

@@ -89,8 +89,9 @@ class ExecutorStage(Actor):
             await super().receive_forever(inbox)
 
     async def reset(self) -> None:
-        self._of_sequence.clear()
-        self._of_request.clear()
+        # What is in the batch goes on in another slice, when its request is sent again.
+        for seq_id in list(self._of_sequence):
+            self._close(seq_id, now_ns())
         # In order behind the plans that are under way, whose results nobody waits for any more.
         _TORCH_THREAD.submit(self._core.reset)
 

@@ -26,6 +26,7 @@ from ..actor import Actor, StageContext
 from ..tokenizer import load_tokenizer
 from .core import Deliveries, EndedRequest, StreamingCore
 from .intervals import TokenIntervals
+from .pace import Pace
 
 
 class StreamingStage(Actor):
@@ -42,6 +43,7 @@ class StreamingStage(Actor):
         # Streams that another lane goes on with, as far as this one can tell.
         self._fenced: set[str] = set()
         self._intervals = TokenIntervals()
+        self._pace = Pace(now_ns())
 
     async def open(self) -> None:
         folder = self.config.engine.model_folder
@@ -56,12 +58,13 @@ class StreamingStage(Actor):
         self._intervals.clear()
 
     def load(self) -> dict[str, int | float | str]:
-        return {"open": len(self._core)} if self.opened else {}
+        return {"open": len(self._core), **self._pace.load(now_ns())} if self.opened else {}
 
     async def handle(self, envelope: Envelope) -> None:
         match envelope.body:
             case StepResult() as result:
                 self._deliveries.append(self._core.absorb(result, now_ns()))
+                self._pace.add(len(result.seq_ids))
                 if self.metrics.enabled:
                     for waited_ns in self._intervals.step(result.seq_ids, result.end_ns):
                         self.metrics.record(instruments.TOKEN_INTERVAL, waited_ns / 1e9)
@@ -83,6 +86,11 @@ class StreamingStage(Actor):
         # First, since it frees the device from work that nobody needs.
         if halts := tuple(seq_id for delivery in deliveries for seq_id in delivery.halts):
             await self.send(HALTS, StopSequences(halts), epoch=epoch)
+        for delivery in deliveries:
+            for ended in delivery.ended:
+                timings = ended.completion.timings
+                if timings.first_token_ns:
+                    self._pace.first_token(timings.first_token_ns - timings.received_ns)
         outputs = [pair for delivery in deliveries for pair in delivery.outputs]
         lost = await self._deliver(outputs, epoch) if outputs else frozenset()
         for delivery in deliveries:

@@ -300,6 +300,8 @@ class TelemetryConfig(Settings, frozen=True, forbid_unknown_fields=True):
     Attributes:
         log_level: Least severity that is printed.
         log_format: "auto" is coloured text on a terminal and JSON lines elsewhere.
+        log_prompts: Log each request that is let in, with its prompt. Without it no line has any
+            text of a request or an answer.
         otlp_endpoint: As in OTEL_EXPORTER_OTLP_ENDPOINT, which is read when this is empty.
         otlp_protocol: "http" or "grpc", which needs the extra of that name; "auto" takes what
             OTEL_EXPORTER_OTLP_PROTOCOL says, or "http".
@@ -318,6 +320,7 @@ class TelemetryConfig(Settings, frozen=True, forbid_unknown_fields=True):
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["auto", "text", "json"] = "auto"
+    log_prompts: bool = False
     otlp_endpoint: str = ""
     otlp_protocol: Literal["auto", "http", "grpc"] = "auto"
     trace_file: str = ""

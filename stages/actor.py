@@ -193,6 +193,13 @@ class Actor(ABC):
             budget_ns=budget_ns,
         )
 
+    def log_of(self, request_id: str, trace: TraceContext) -> structlog.typing.FilteringBoundLogger:
+        """The log for lines about a request: with its id, and where its trace is."""
+        bound: structlog.typing.FilteringBoundLogger = self.log.bind(
+            request_id=request_id, **trace.log_ids
+        )
+        return bound
+
     def span(
         self,
         request_id: str,

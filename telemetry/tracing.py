@@ -59,6 +59,17 @@ class TraceContext:
         return format(context.trace_id, "032x") if context.is_valid else ""
 
     @property
+    def log_ids(self) -> dict[str, str]:
+        """What log lines of the request carry, by the names that OpenTelemetry gives them.
+
+        https://opentelemetry.io/docs/specs/otel/compatibility/logging_trace_context/
+        """
+        context = self.span_context
+        if not context.is_valid:
+            return {}
+        return {"trace_id": self.trace_id, "span_id": format(context.span_id, "016x")}
+
+    @property
     def sampled(self) -> bool:
         """Whether its beginner wants it recorded; told from the text alone, which is quick."""
         return self.traceparent[-2:] in _SAMPLED

@@ -182,7 +182,7 @@ class RecoveringStage(Actor):
         while self._alone and not in_lane:
             item = self._ledger.get(self._alone.popleft())
             if item is not None and item.end is None:
-                self.log.warning("resuming_alone", request_id=item.request_id)
+                self.log_of(item.request_id, context_of(item)).warning("resuming_alone")
                 await self._resume(item)
                 in_lane = 1
         if not self._alone and self._resumed:
@@ -197,7 +197,8 @@ class RecoveringStage(Actor):
         )
         error = ErrorInfo(code="lane_failed", message=message)
         await self.bus.requests.bury(item.entry, error, item.deaths)
-        self.log.error("request_given_up", request_id=item.request_id, deaths=item.deaths)
+        log = self.log_of(item.request_id, context_of(item))
+        log.error("request_given_up", deaths=item.deaths)
         await self._end(item, Cancel(item.request_id, item.entry_id, "error", error.code, message))
 
     # --- into the lane, and out of it ---------------------------------------------------------
@@ -210,7 +211,7 @@ class RecoveringStage(Actor):
         await self.send(
             ADMITTED,
             request,
-            trace=context_of(request),
+            trace=TraceContext(request.info.traceparent, request.info.tracestate),
             budget_ns=budget_of(item.deadline_ns, now_ns()),
         )
 
@@ -242,7 +243,7 @@ class RecoveringStage(Actor):
         if item.request is not None:
             self.span(
                 item.request_id,
-                context_of(item.request),
+                context_of(item),
                 self._down_since_ns,
                 {names.KEPT_TOKENS: kept_tokens},
                 name="replay",
@@ -254,7 +255,7 @@ class RecoveringStage(Actor):
         if item.request is not None:
             now = now_ns()
             events = ((names.CANCELLED, now),) if cancel.status == "cancelled" else ()
-            trace = context_of(item.request)
+            trace = context_of(item)
             self.span(item.request_id, trace, now, name="cancel", error=cancel.code, events=events)
 
     # --- time that runs out while nobody else looks -------------------------------------------
@@ -343,9 +344,11 @@ def deadline_of(entry: RequestEntry, received_ns: int) -> int | None:
     return int(received_ns - entry.waited_ns + max(0, min(budget_ns, MAX_INT64)))
 
 
-def context_of(request: AdmittedRequest) -> TraceContext:
-    """Where the other stages' spans of a request belong."""
-    return TraceContext(request.info.traceparent, request.info.tracestate)
+def context_of(item: Unanswered) -> TraceContext:
+    """Where the other stages' spans of a request belong; of one refused, what it came with."""
+    if item.request is None:
+        return TraceContext(item.entry.traceparent, item.entry.tracestate)
+    return TraceContext(item.request.info.traceparent, item.request.info.tracestate)
 
 
 def batched(items: Sequence[T], size: int) -> Iterator[tuple[T, ...]]:

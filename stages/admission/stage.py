@@ -290,12 +290,14 @@ class AdmissionStage(RecoveringStage):
         except RequestError as error:
             status = status_of(error.code)
             item.end = Cancel(item.request_id, item.entry_id, status, error.code, error.message)
-            self._trace(entry, received_ns, error=error.code)
-            self.log.info(
-                "request_refused", request_id=item.request_id, code=error.code, reason=error.message
-            )
+            trace = self._trace(entry, received_ns, error=error.code)
+            log = self.log_of(item.request_id, trace)
+            log.info("request_refused", code=error.code, reason=error.message)
         else:
             trace = self._trace(entry, received_ns, request)
+            if self.config.telemetry.log_prompts:
+                content = msgspec.to_builtins(entry.request)
+                self.log_of(item.request_id, trace).info("request_admitted", request=content)
             item.request = self._core.leaving(
                 request, now_ns(), trace.traceparent, trace.tracestate
             )

@@ -141,7 +141,8 @@ class StreamingStage(Actor):
                 self._core.forget(item.key, item.entry_id)
             if chunks and item.info is not None and not self._core.knows(item):
                 self._core.restore(item.info, chunks)
-                self.log.info("request_restored", request_id=item.info.request_id)
+                trace = TraceContext(item.info.traceparent, item.info.tracestate)
+                self.log_of(item.info.request_id, trace).info("request_restored")
             await self.send(FINISHED, self._core.recovered(item))
 
     def _trace(self, ended: EndedRequest) -> None:

@@ -2,7 +2,7 @@
 # make test   set up and run every test
 # make check  format, lint, types, layers
 # make docs   write the tables of docs/models.md from a run of the parity tests
-# make bench  measure what bus, caches and pipeline cost
+# make bench  measure what bus, caches, pipeline and telemetry cost
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -39,6 +39,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/cache.py
 	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/deterministic.py
+	$(BIN)/python benchmarks/telemetry.py
 
 clean:
 	rm -rf $(VENV) .typing build *.egg-info

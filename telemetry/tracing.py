@@ -166,8 +166,13 @@ class Tracing:
         _PROPAGATOR.inject(carrier, context=trace.set_span_in_context(span, Context()))
         return TraceContext(carrier.get("traceparent", ""), carrier.get("tracestate", ""))
 
+    def flush(self) -> None:
+        """Exports what is buffered; waits until that is done."""
+        if self._provider is not None:
+            self._provider.force_flush()
+
     def shutdown(self) -> None:
-        """Exports what is buffered."""
+        """Exports what is buffered, and ends."""
         if self._provider is not None:
             self._provider.shutdown()
 

@@ -2,7 +2,7 @@
 # make test   set up and run every test
 # make check  format, lint, types, layers
 # make docs   write the tables of docs/models.md from a run of the parity tests
-# make bench  measure what bus, caches, pipeline and fairness cost
+# make bench  measure the engine beside Transformers, and what each part costs
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -42,6 +42,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/deterministic.py
 	$(BIN)/python benchmarks/fairness_cost.py
 	$(BIN)/python benchmarks/fairness_live.py
+	$(BIN)/python benchmarks/telemetry.py
 
 clean:
 	rm -rf $(VENV) .typing build *.egg-info

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -80,6 +80,15 @@ def dead_letter(entry: RequestEntry, error: ErrorInfo, deaths: int, now_ns: int)
         traceparent=entry.traceparent,
         tracestate=entry.tracestate,
     )
+
+
+class Backlog(NamedTuple):
+    """Entries of the requests queue: those that nobody has taken, those that were taken (by any
+    lane) and not acknowledged, and the dead letters."""
+
+    waiting: int
+    pending: int
+    dead: int
 
 
 class Sender(Protocol):
@@ -244,6 +253,13 @@ class RequestQueue(Protocol):
             BusError: The transport can't be reached.
         """
 
+    async def backlog(self) -> Backlog:
+        """How many entries there are, of each kind. For people: it may be out of date.
+
+        Raises:
+            BusError: The transport can't be reached.
+        """
+
     async def drop_dead_letter(self, letter_id: str) -> bool:
         """Removes a dead letter; returns whether it was there.
 
@@ -372,6 +388,10 @@ class Bus(Protocol):
     async def is_epoch(self, number: int) -> bool:
         """Whether `next_epoch` may have given this number: a stage that took over one which it
         never gave, from a damaged message, would be deaf to all others."""
+
+    @property
+    def reconnects(self) -> int:
+        """How often the transport was away and came back, as far as this process noticed."""
 
     async def ping(self) -> None:
         """Returns when the bus can be reached.

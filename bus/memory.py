@@ -15,7 +15,7 @@ import msgspec
 
 from ..config import STAGES, BusConfig, BusError
 from .board import MemoryBoard
-from .channel import DeadLetter, Inbox, RequestEntry, Sender, dead_letter
+from .channel import Backlog, DeadLetter, Inbox, RequestEntry, Sender, dead_letter
 from .codec import check_request
 from .line import Line, bus_closed
 from .links import Link
@@ -228,6 +228,10 @@ class MemoryRequests:
         """See `RequestQueue.drop_dead_letter`."""
         return self._dead.pop(letter_id, None) is not None
 
+    async def backlog(self) -> Backlog:
+        """See `RequestQueue.backlog`."""
+        return Backlog(len(self._line), len(self._taken), len(self._dead))
+
     def close(self) -> None:
         self._line.close()
 
@@ -278,6 +282,11 @@ class MemoryBus:
     async def is_epoch(self, number: int) -> bool:
         """See `Bus.is_epoch`."""
         return number <= self._epoch
+
+    @property
+    def reconnects(self) -> int:
+        """See `Bus.reconnects`. There is nothing that could be away."""
+        return 0
 
     async def ping(self) -> None:
         """Returns at once; raises ChannelClosed after `aclose`."""

@@ -119,6 +119,11 @@ class RedisBus:
         now_ms = await self._commands.idempotent("epoch", lambda: time_ms(redis, key))
         return number <= now_ms + 1000
 
+    @property
+    def reconnects(self) -> int:
+        """See `Bus.reconnects`."""
+        return self._server.reconnects
+
     async def ping(self) -> None:
         """See `Bus.ping`. Looks at the server's version too."""
         redis = self._commands.redis

@@ -107,6 +107,7 @@ class Server:
     def __init__(self, url: str, client_name: str = "") -> None:
         """Args: the URL, and what CLIENT LIST shows for this process's connections."""
         self.name = redact(url)
+        self.reconnects = 0
         self._client_name = client_name
         try:
             self._address = parse_address(url)
@@ -374,6 +375,7 @@ async def persist(server: Server, what: str, attempt: Callable[[], Awaitable[T]]
             await backoff.wait()
         else:
             if failures:
+                server.reconnects += 1
                 log.info("bus.recovered", what=what, failures=failures)
             return result
 

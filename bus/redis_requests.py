@@ -15,7 +15,7 @@ from redis import exceptions
 from redis.asyncio import Redis
 
 from ..config import BusConfig, BusError
-from .channel import DeadLetter, Malformed, RequestEntry, dead_letter
+from .channel import Backlog, DeadLetter, Malformed, RequestEntry, dead_letter
 from .codec import decode_request, encode_request
 from .keys import JSON, MSGPACK, REFUSED, TRACEPARENT, TRACESTATE, Keys, parse_id
 from .line import bus_closed
@@ -26,6 +26,7 @@ from .redis_client import (
     Server,
     end_tasks,
     execute,
+    execute_all,
     is_transient,
     log,
     persist,
@@ -225,6 +226,25 @@ class RedisRequests:
         redis, key = self._commands.redis, self._keys.dead
         return bool(await self._commands.once(lambda: execute(redis, "XDEL", key, letter_id)))
 
+    async def backlog(self) -> Backlog:
+        """See `RequestQueue.backlog`."""
+        redis, keys = self._commands.redis, self._keys
+        commands = [
+            ("XLEN", keys.requests),
+            ("XLEN", keys.dead),
+            ("XPENDING", keys.requests, self._config.group),
+        ]
+        length, dead, pending = await self._commands.once(
+            lambda: execute_all(redis, commands, raise_on_error=False)
+        )
+        for reply in (length, dead):
+            if isinstance(reply, Exception):
+                raise self._server.explain(reply)
+        # It fails while nobody has made the group, so nobody has taken anything either.
+        taken = 0 if isinstance(pending, Exception) else int(pending["pending"])
+        # What is answered is deleted, so the rest has not been taken.
+        return Backlog(max(0, int(length) - taken), taken, int(dead))
+
     async def aclose(self, patience_s: float) -> None:
         """Writes what was acknowledged. What was taken and not acknowledged stays ours."""
         self._closed = True
@@ -267,6 +287,7 @@ class RedisRequests:
     async def _fetch(self, max_items: int) -> None:
         """Adds at least one entry to `_ready`."""
         backoff = Backoff()
+        failed = False
         while not self._ready:
             self._answered.clear()
             try:
@@ -282,12 +303,15 @@ class RedisRequests:
                 if is_no_group(error):
                     await self._make_group()
                 elif is_transient(error):
-                    self._drain_first = True
+                    self._drain_first = failed = True
                     log.warning("bus.retrying", what="requests", error=type(error).__name__)
                 else:
                     raise self._server.explain(error) from None
                 await backoff.wait()
                 continue
+            if failed:
+                self._server.reconnects += 1
+            failed = False
             backoff.reset()
             self._ready.extend(self._not_known(read))
 

@@ -336,21 +336,46 @@ class PipelineConfig(Settings, frozen=True, forbid_unknown_fields=True):
 
 
 class TelemetryConfig(Settings, frozen=True, forbid_unknown_fields=True):
-    """Logs and traces. Spans are exported only where an OTLP endpoint is set.
+    """Logs, traces and metrics. Spans are made only where an OTLP endpoint or a file is set.
 
     Attributes:
         log_level: Least severity that is printed.
         log_format: "auto" is coloured text on a terminal and JSON lines elsewhere.
+        log_prompts: Log each request that is let in, with its prompt. Without it no line has any
+            text of a request or an answer.
         otlp_endpoint: As in OTEL_EXPORTER_OTLP_ENDPOINT, which is read when this is empty.
+        otlp_protocol: "http" or "grpc", which needs the extra of that name; "auto" takes what
+            OTEL_EXPORTER_OTLP_PROTOCOL says, or "http".
+        trace_file: Spans are appended to this file as well, as lines of OTLP's JSON. Processes may
+            share one; `nano-inference trace` reads it.
+        trace_ratio: Share of the traces begun here that are recorded. A request that comes with a
+            trace is recorded when its client's is.
+        steps_per_s: At most so many steps of the lane a second get a span of their own.
         service_name: The `service.name` of the spans; the stage is an attribute of its own.
+        metrics_port: Where Prometheus reads this process's metrics; 0 is off. `up` gives each of
+            its processes a port of its own: this one to admission, the next four to the others.
+        metrics_host: The address on which that port listens.
     """
 
     SECTION: ClassVar[str] = "telemetry"
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["auto", "text", "json"] = "auto"
+    log_prompts: bool = False
     otlp_endpoint: str = ""
+    otlp_protocol: Literal["auto", "http", "grpc"] = "auto"
+    trace_file: str = ""
+    trace_ratio: float = 1.0
+    steps_per_s: float = 4.0
     service_name: str = "nano-inference"
+    metrics_port: int = 0
+    metrics_host: str = "127.0.0.1"
+
+    def __post_init__(self) -> None:
+        self.require("trace_ratio", 0 <= self.trace_ratio <= 1, "from 0 to 1")
+        self.require("steps_per_s", 0 <= self.steps_per_s <= 1e6, "from 0 to 1000000")
+        self.require("metrics_port", 0 <= self.metrics_port <= 65_531, "a port up to 65531, or 0")
+        self.require("metrics_host", bool(self.metrics_host), "an address of this machine")
 
 
 class Config(Settings, frozen=True, forbid_unknown_fields=True):

@@ -14,6 +14,7 @@ import structlog
 from ..bus import Bus, StageReport, StageState
 from ..config import Config, NanoInferenceError, Stage
 from ..stages.actor import Actor
+from ..telemetry import Metrics, instruments, names
 
 BEAT_S = 1.0
 # For the last word of a process that leaves.
@@ -21,13 +22,21 @@ _LAST_WORD_S = 1.0
 
 
 class Heart:
-    """Tells the board of the bus, in one write for all stages of the process."""
+    """Tells the board of the bus, in one write for all stages of the process; and the metrics."""
 
-    def __init__(self, config: Config, bus: Bus, actors: Mapping[Stage, Actor]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        bus: Bus,
+        actors: Mapping[Stage, Actor],
+        metrics: Metrics | None = None,
+    ) -> None:
         """`actors`: the stage objects as they are now, which may change."""
         self._config = config
         self._bus = bus
         self._actors = actors
+        self._metrics = metrics or Metrics()
+        self._reconnects = 0
         self._host = socket.gethostname()
         # What each stage was last seen in, and since when.
         self._seen: dict[Stage, tuple[tuple[str, str], float]] = {}
@@ -42,9 +51,21 @@ class Heart:
         while True:
             try:
                 await self._bus.stages.report(self.reports())
+                if self._metrics.enabled:
+                    await self._measure()
             except NanoInferenceError as error:
                 log.debug("heartbeat_not_told", error=error.message)
             await anyio.sleep(BEAT_S)
+
+    async def _measure(self) -> None:
+        reconnects = self._bus.reconnects
+        self._metrics.record(instruments.RECONNECTS, reconnects - self._reconnects)
+        self._reconnects = reconnects
+        for stage, actor in list(self._actors.items()):
+            ready = actor.condition()[0] == "ready"
+            self._metrics.record(instruments.STAGE_READY, int(ready), {names.STAGE: stage})
+            if actor.opened:
+                await actor.measure()
 
     async def last_word(self) -> None:
         """The stages of this process have left."""

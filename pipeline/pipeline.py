@@ -17,7 +17,7 @@ from ..bus.links import CONTROL
 from ..bus.messages import Completion, Drain, Output
 from ..config import STAGES, Config, NanoInferenceError, Stage
 from ..stages.actor import Actor, StageContext
-from ..telemetry import Tracing, setup_tracing
+from ..telemetry import Metrics, Tracing, setup_metrics, setup_tracing
 from .client import BusClient, Request
 from .heart import Heart
 from .supervisor import supervise
@@ -52,6 +52,7 @@ class Pipeline:
         self.config = config or Config()
         self._wait_for_bus = wait_for_bus
         self.bus: Bus
+        self.metrics: Metrics
         self._client: BusClient
         self._given_tracing = tracing
         self._actors: dict[Stage, Actor] = {}
@@ -68,21 +69,23 @@ class Pipeline:
 
         Raises:
             BusError: The bus can't be reached.
+            ConfigError: The port for the metrics is taken.
             ModelError: The model can't be loaded.
         """
         stages = self.config.pipeline.stages
         self._ready = {stage: asyncio.Event() for stage in stages}
         self.bus = open_bus(self.config.bus, frozenset(stages))
+        instance = f"{socket.gethostname()}-{os.getpid()}"
         try:
             if not self._wait_for_bus:
                 await self.bus.ping()
+            self.metrics = setup_metrics(self.config.telemetry, instance)
         except BaseException:
             await self.bus.aclose()
             raise
-        instance = f"{socket.gethostname()}-{os.getpid()}"
         self.tracing = self._given_tracing or setup_tracing(self.config.telemetry, instance)
         self._client = BusClient(self.bus, self.tracing)
-        self._heart = Heart(self.config, self.bus, self._actors)
+        self._heart = Heart(self.config, self.bus, self._actors, self.metrics)
         # A task of its own holds the stages' task group, so that the context may be left from
         # another task than it was entered from, as test fixtures and servers' hooks do.
         self._house = asyncio.create_task(self._run_stages(), name="stages")
@@ -108,6 +111,7 @@ class Pipeline:
             if self._failure is None:
                 await self._heart.last_word()
             await self.bus.aclose()
+            await anyio.to_thread.run_sync(self.metrics.shutdown)
             if self._given_tracing is None:
                 await anyio.to_thread.run_sync(self.tracing.shutdown)
         if self._failure is not None:
@@ -195,6 +199,7 @@ class Pipeline:
             self.tracing,
             on_ready=lambda name: self._ready[stage].set(),
             on_drained=self._drained.set,
+            metrics=self.metrics,
         )
 
         def make() -> Actor:

@@ -14,7 +14,7 @@ from ..bus import Bus, Inbox, Sender, StageState
 from ..bus.links import CONTROL, Link
 from ..bus.messages import Envelope, Message, Reset, StageReady, StageStarted, StageStopped
 from ..config import Config
-from ..telemetry import Attributes, TraceContext, Tracing, names, now_ns
+from ..telemetry import Attributes, Metrics, TraceContext, Tracing, names, now_ns
 
 FAILED = "failed: "
 """What the reason of a StageStopped begins with when the stage failed by itself."""
@@ -30,6 +30,7 @@ class StageContext:
         tracing: Tracing,
         on_ready: Callable[[str], None] = lambda stage: None,
         on_drained: Callable[[], None] = lambda: None,
+        metrics: Metrics | None = None,
     ) -> None:
         """Args: besides the obvious, what to call when a stage takes part in an epoch, and when
         admission has drained."""
@@ -38,6 +39,7 @@ class StageContext:
         self.tracing = tracing
         self.on_ready = on_ready
         self.on_drained = on_drained
+        self.metrics = metrics or Metrics()
 
 
 class Actor(ABC):
@@ -56,6 +58,7 @@ class Actor(ABC):
         self.config = context.config
         self.bus = context.bus
         self.tracing = context.tracing
+        self.metrics = context.metrics
         self.incarnation = f"{self.name}-{uuid.uuid4().hex[:8]}"
         self.epoch = 0
         self.opened = False
@@ -115,6 +118,10 @@ class Actor(ABC):
     def load(self) -> dict[str, int | float | str]:
         """A few numbers for people, that cost nothing to tell: asked for about once a second."""
         return {}
+
+    async def measure(self) -> None:  # noqa: B027
+        """Records gauges, and what counters have gained. Where there are metrics, it is called
+        about once a second."""
 
     # --- running ------------------------------------------------------------------------------
 
@@ -186,6 +193,13 @@ class Actor(ABC):
             budget_ns=budget_ns,
         )
 
+    def log_of(self, request_id: str, trace: TraceContext) -> structlog.typing.FilteringBoundLogger:
+        """The log for lines about a request: with its id, and where its trace is."""
+        bound: structlog.typing.FilteringBoundLogger = self.log.bind(
+            request_id=request_id, **trace.log_ids
+        )
+        return bound
+
     def span(
         self,
         request_id: str,
@@ -193,14 +207,19 @@ class Actor(ABC):
         start_ns: int,
         attributes: Attributes | None = None,
         *,
+        name: str = "",
         error: str = "",
         events: tuple[tuple[str, int], ...] = (),
+        root: str = "",
     ) -> TraceContext:
-        """This stage's span of a request that leaves it now."""
+        """This stage's span of a request that leaves it now; see `Tracing.span`.
+
+        Its name is the stage's, unless it is of something special that the stage does.
+        """
         if not self.tracing.enabled:
             return trace
         return self.tracing.span(
-            self.name,
+            name or self.name,
             trace,
             start_ns,
             now_ns(),
@@ -212,6 +231,7 @@ class Actor(ABC):
             },
             events=events,
             error=error,
+            root=root,
         )
 
 

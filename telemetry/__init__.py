@@ -1,17 +1,21 @@
-"""Traces and logs."""
+"""Traces, metrics and logs."""
 
-from . import names
+from . import instruments, names
 from .clock import now_ns
 from .logs import setup_logging
+from .metrics import Metrics, setup_metrics
 from .tracing import Attributes, TraceContext, Tracing, endpoint_of, setup_tracing
 
 __all__ = [
     "Attributes",
+    "Metrics",
     "TraceContext",
     "Tracing",
     "endpoint_of",
+    "instruments",
     "names",
     "now_ns",
     "setup_logging",
+    "setup_metrics",
     "setup_tracing",
 ]

@@ -1,4 +1,4 @@
-"""Names of spans, attributes and events, each with where it comes from.
+"""Names of attributes and events, each with where it comes from. Metrics are in `instruments`.
 
 OpenTelemetry's semantic conventions: GenAI (gen_ai.*), messaging (messaging.*), error (error.*).
 What they have no name for is ours and starts with `nano.`.
@@ -11,9 +11,13 @@ SERVICE_NAME = "service.name"
 SERVICE_INSTANCE_ID = "service.instance.id"
 
 # https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/
+# and .../gen-ai/gen-ai-metrics/
 REQUEST_MODEL = "gen_ai.request.model"
 INPUT_TOKENS = "gen_ai.usage.input_tokens"
 OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+OPERATION = "gen_ai.operation.name"
+PROVIDER = "gen_ai.provider.name"
+TOKEN_TYPE = "gen_ai.token.type"
 FINISH_REASONS = "gen_ai.response.finish_reasons"
 
 # https://opentelemetry.io/docs/specs/semconv/messaging/messaging-spans/
@@ -42,3 +46,18 @@ YIELD_REASON = "nano.fairness.yield_reason"
 PASSED_BY_PRIORITIES = "nano.fairness.passed_by.other_priorities"
 PASSED_BY_TENANTS = "nano.fairness.passed_by.other_tenants"
 PASSED_BY_OWN = "nano.fairness.passed_by.own_tenant"
+
+# Ours, of steps.
+BATCH_SIZE = "nano.batch.size"
+PREFILL_TOKENS = "nano.step.prefill_tokens"
+DECODE_TOKENS = "nano.step.decode_tokens"
+BLOCKS_FREE = "nano.kv.blocks.free"
+DEVICE_TIME_S = "nano.step.device_time_s"
+STEP_ID = "nano.step.id"
+KEPT_TOKENS = "nano.replay.kept_tokens"
+
+# Ours, of events.
+CANCELLED = "nano.cancelled"
+PREEMPTED = "nano.preempted"
+REPLAYED = "nano.replayed"
+RESUMED = "nano.resumed"

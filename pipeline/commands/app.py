@@ -22,6 +22,8 @@ from .status import status
 from .submit import submit
 from .tail import tail
 from .terminal import PROGRAM, complain
+from .top import top
+from .trace import trace
 from .up import up
 
 INTERRUPTED = 130
@@ -44,6 +46,8 @@ app.command(rich_help_panel=_USE)(tail)
 _KEEP = "Keep a pipeline running"
 app.command(rich_help_panel=_KEEP)(status)
 app.command(rich_help_panel=_KEEP)(health)
+app.command(rich_help_panel=_KEEP)(top)
+app.command(rich_help_panel=_KEEP)(trace)
 app.add_typer(dlq, name="dlq", rich_help_panel=_KEEP)
 app.add_typer(fairness, name="fairness", rich_help_panel=_KEEP)
 

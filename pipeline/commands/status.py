@@ -218,7 +218,7 @@ def _text(value: Any) -> str:
 def _rendered(found: BusStatus) -> Group:
     parts: list[Table | Text] = [_overview(found)]
     for lane in found.lanes:
-        parts.append(_lane(lane))
+        parts.append(lane_table(lane))
         for stage in lane.rivals:
             warning = f"more than one process runs the {stage} stage of lane {lane.lane}"
             parts.append(Text(f"{warning}; give each pipeline a bus.lane of its own", "bold red"))
@@ -262,7 +262,8 @@ def _overview(found: BusStatus) -> Table:
     return table
 
 
-def _lane(lane: LaneHealth) -> Table:
+def lane_table(lane: LaneHealth) -> Table:
+    """The stages of a lane: what each told last."""
     table = Table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,

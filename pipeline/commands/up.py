@@ -158,7 +158,7 @@ class _House:
 
     async def _run_once(self, stage: Stage) -> int:
         child = await anyio.open_process(
-            [*self._arguments, "--stages", stage],
+            [*self._arguments, *self._port_arguments(stage), "--stages", stage],
             # It takes the word to drain. It closes when this process dies in whatever way, and the
             # child then leaves.
             stdin=subprocess.PIPE,
@@ -175,6 +175,12 @@ class _House:
                 line = await lines.receive_until(b"\n", 1 << 20)
                 self._print(stage, line.decode(errors="replace"))
         return await child.wait()
+
+    def _port_arguments(self, stage: Stage) -> list[str]:
+        """Metrics of each process on a port of its own."""
+        port = self._config.telemetry.metrics_port
+        number = port + STAGES.index(stage)
+        return ["--set", f"telemetry.metrics_port={number}"] if port else []
 
     async def _stop_all(self) -> None:
         """Admission first: it drains while the others still work."""

@@ -10,7 +10,7 @@ from rich.text import Text
 from ...bus.messages import Completion, StageTime
 from .terminal import cut, milliseconds
 
-_STYLES = {
+STAGE_STYLES = {
     "admission": "cyan",
     "fairness": "magenta",
     "batching": "yellow",
@@ -74,10 +74,10 @@ class Waterfall:
         columns = max(_FEWEST_BAR_COLUMNS, width - names - sum(numbers) - 6)
         scale = columns / max(1, end - begin)
 
-        def row(name: str, bar: str, style: str, start: str, took: str) -> Text:
+        def row(name: str, drawn: str, style: str, start: str, took: str) -> Text:
             return Text.assemble(
                 (f"{name:<{names}}  ", style),
-                (f"{bar:<{columns}}", style),
+                (f"{drawn:<{columns}}", style),
                 f"  {start:>{numbers[0]}}  {took:>{numbers[1]}}",
             )
 
@@ -85,10 +85,10 @@ class Waterfall:
         heading.stylize("dim")
         yield heading
         for stage, start, took in zip(stages, starts, durations, strict=True):
-            style = _STYLES.get(stage.stage, "")
+            style = STAGE_STYLES.get(stage.stage, "")
             left, right = (stage.start_ns - begin) * scale, (stage.end_ns - begin) * scale
-            bar = _ascii_bar(left, right, columns) if ascii_only else _bar(left, right, columns)
-            yield row(stage.stage, bar, style, start, took)
+            drawn = ascii_bar(left, right, columns) if ascii_only else bar(left, right, columns)
+            yield row(stage.stage, drawn, style, start, took)
         if timings.first_token_ns:
             at = timings.first_token_ns - begin
             mark = " " * min(columns - 1, max(0, int(at * scale))) + ("^" if ascii_only else "▲")
@@ -105,7 +105,7 @@ def waterfall(completion: Completion) -> Waterfall:
     return Waterfall(completion)
 
 
-def _bar(left: float, right: float, columns: int) -> str:
+def bar(left: float, right: float, columns: int) -> str:
     """A bar from `left` to `right`, in cells from 0 to `columns`, in eighths of a cell."""
     first = min(columns * 8 - 1, max(0, round(left * 8)))
     last = min(columns * 8, max(first + 1, round(right * 8)))
@@ -122,7 +122,7 @@ def _bar(left: float, right: float, columns: int) -> str:
     return indent + beginning + _FULL * (last_cell - cell - 1) + _FROM_LEFT[end].strip()
 
 
-def _ascii_bar(left: float, right: float, columns: int) -> str:
+def ascii_bar(left: float, right: float, columns: int) -> str:
     cell = min(columns - 1, max(0, int(left)))
     length = min(columns, round(right)) - cell
     return " " * cell + ("#" * length if length > 0 else "|")

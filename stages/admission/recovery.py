@@ -27,7 +27,7 @@ from ...bus.messages import (
     StageReady,
 )
 from ...config import STAGES
-from ...telemetry import TraceContext, now_ns
+from ...telemetry import TraceContext, names, now_ns
 from ..actor import Actor, StageContext, budget_of
 from .checks import MAX_INT64
 from .core import AdmissionCore, request_id_of
@@ -70,6 +70,10 @@ class RecoveringStage(Actor):
         self._in_hand: set[str] = set()
         self._elsewhere: deque[Cancel] = deque(maxlen=REMEMBERED_ELSEWHERE)
         self._renewed_ns = now_ns()
+        # For `measure`: what counters have gained.
+        self._epochs_begun = self._replayed = 0
+        # Since when the lane serves nothing, also over several epochs; for spans.
+        self._down_since_ns = 0
 
     @abstractmethod
     async def _judge_entry(
@@ -85,6 +89,8 @@ class RecoveringStage(Actor):
 
     async def _begin_epoch(self, reason: str) -> None:
         """All stages drop what they hold. Requests in flight are resumed when all are ready."""
+        if self._resumed or not self._down_since_ns:
+            self._down_since_ns = now_ns()
         self._open.clear()
         self._asked_all = self._resumed = False
         self._missing = set(OTHERS)
@@ -92,6 +98,7 @@ class RecoveringStage(Actor):
         self._answers.clear()
         self._alone.clear()
         self.epoch = await self.bus.next_epoch()
+        self._epochs_begun += 1
         self.log.debug("epoch_begins", epoch=self.epoch, reason=reason)
         for stage in OTHERS:
             await self.send(CONTROL[stage], Reset())
@@ -165,6 +172,8 @@ class RecoveringStage(Actor):
     async def _resume(self, item: Unanswered) -> None:
         assert item.request is not None, "an entry that was not let in has an end"
         samples = self._answers.get(item.entry_id, ())
+        self._replayed += 1
+        self._trace_replay(item, sum(len(sample.token_ids) for sample in samples))
         await self._send_request(item, self._core.resumed(item.request, samples))
 
     async def _next_alone(self) -> None:
@@ -173,7 +182,7 @@ class RecoveringStage(Actor):
         while self._alone and not in_lane:
             item = self._ledger.get(self._alone.popleft())
             if item is not None and item.end is None:
-                self.log.warning("resuming_alone", request_id=item.request_id)
+                self.log_of(item.request_id, context_of(item)).warning("resuming_alone")
                 await self._resume(item)
                 in_lane = 1
         if not self._alone and self._resumed:
@@ -188,7 +197,8 @@ class RecoveringStage(Actor):
         )
         error = ErrorInfo(code="lane_failed", message=message)
         await self.bus.requests.bury(item.entry, error, item.deaths)
-        self.log.error("request_given_up", request_id=item.request_id, deaths=item.deaths)
+        log = self.log_of(item.request_id, context_of(item))
+        log.error("request_given_up", deaths=item.deaths)
         await self._end(item, Cancel(item.request_id, item.entry_id, "error", error.code, message))
 
     # --- into the lane, and out of it ---------------------------------------------------------
@@ -198,11 +208,10 @@ class RecoveringStage(Actor):
         return await self.bus.results.claim(claims)
 
     async def _send_request(self, item: Unanswered, request: AdmittedRequest) -> None:
-        info = request.info
         await self.send(
             ADMITTED,
             request,
-            trace=TraceContext(info.traceparent, info.tracestate),
+            trace=TraceContext(request.info.traceparent, request.info.tracestate),
             budget_ns=budget_of(item.deadline_ns, now_ns()),
         )
 
@@ -217,6 +226,7 @@ class RecoveringStage(Actor):
     async def _cut_short(self, item: Unanswered, cancel: Cancel) -> None:
         """Ends a request wherever it is; should the lane be down, when streaming is there."""
         item.end = cancel
+        self._trace_cancel(item, cancel)
         if item.entry_id in self._alone:
             self._alone.remove(item.entry_id)
             await self._end(item, cancel)
@@ -225,6 +235,28 @@ class RecoveringStage(Actor):
             await self.send(ADMITTED, cancel)
         else:
             await self._ask_early([item])
+
+    # --- spans --------------------------------------------------------------------------------
+
+    def _trace_replay(self, item: Unanswered, kept_tokens: int) -> None:
+        """From the failure, as far as it is known here, to the request's second start."""
+        if item.request is not None:
+            self.span(
+                item.request_id,
+                context_of(item),
+                self._down_since_ns,
+                {names.KEPT_TOKENS: kept_tokens},
+                name="replay",
+                events=((names.REPLAYED, now_ns()),),
+            )
+
+    def _trace_cancel(self, item: Unanswered, cancel: Cancel) -> None:
+        """The request may be anywhere, and perhaps no other stage will have a span of it."""
+        if item.request is not None:
+            now = now_ns()
+            events = ((names.CANCELLED, now),) if cancel.status == "cancelled" else ()
+            trace = context_of(item)
+            self.span(item.request_id, trace, now, name="cancel", error=cancel.code, events=events)
 
     # --- time that runs out while nobody else looks -------------------------------------------
 
@@ -310,6 +342,13 @@ def deadline_of(entry: RequestEntry, received_ns: int) -> int | None:
     if budget_ns is None:
         return None
     return int(received_ns - entry.waited_ns + max(0, min(budget_ns, MAX_INT64)))
+
+
+def context_of(item: Unanswered) -> TraceContext:
+    """Where the other stages' spans of a request belong; of one refused, what it came with."""
+    if item.request is None:
+        return TraceContext(item.entry.traceparent, item.entry.tracestate)
+    return TraceContext(item.request.info.traceparent, item.request.info.tracestate)
 
 
 def batched(items: Sequence[T], size: int) -> Iterator[tuple[T, ...]]:

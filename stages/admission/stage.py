@@ -26,7 +26,7 @@ from ...bus.messages import (
     StageStopped,
 )
 from ...config import RequestError
-from ...telemetry import TraceContext, names, now_ns
+from ...telemetry import TraceContext, instruments, names, now_ns
 from ..actor import FAILED, StageContext
 from ..tokenizer import load_tokenizer, stop_token_ids_of
 from .core import AdmissionCore, request_id_of, status_of
@@ -171,6 +171,17 @@ class AdmissionStage(RecoveringStage):
         recovering = len(self._alone) if self._resumed else len(self._ledger) + len(self._inherited)
         return {"in_flight": len(self._ledger), "recovering": recovering}
 
+    async def measure(self) -> None:
+        record = self.metrics.record
+        record(instruments.IN_FLIGHT, len(self._ledger))
+        record(instruments.EPOCHS, self._epochs_begun)
+        record(instruments.REPLAYS, self._replayed)
+        self._epochs_begun = self._replayed = 0
+        backlog = await self.bus.requests.backlog()
+        record(instruments.WAITING, backlog.waiting)
+        record(instruments.PENDING, backlog.pending)
+        record(instruments.DEAD_LETTERS, backlog.dead)
+
     # --- among other lanes --------------------------------------------------------------------
 
     async def _keep_lane(self) -> None:
@@ -210,6 +221,8 @@ class AdmissionStage(RecoveringStage):
         )
         if number:
             self.log.warning("requests_refused_as_overloaded", requests=number)
+            labels = {names.STATUS: "error", names.ERROR_TYPE: "overloaded"}
+            self.metrics.record(instruments.REQUESTS, number, labels)
         return number
 
     # --- the way in ---------------------------------------------------------------------------
@@ -277,12 +290,14 @@ class AdmissionStage(RecoveringStage):
         except RequestError as error:
             status = status_of(error.code)
             item.end = Cancel(item.request_id, item.entry_id, status, error.code, error.message)
-            self._trace(entry, received_ns, error=error.code)
-            self.log.info(
-                "request_refused", request_id=item.request_id, code=error.code, reason=error.message
-            )
+            trace = self._trace(entry, received_ns, error=error.code)
+            log = self.log_of(item.request_id, trace)
+            log.info("request_refused", code=error.code, reason=error.message)
         else:
             trace = self._trace(entry, received_ns, request)
+            if self.config.telemetry.log_prompts:
+                content = msgspec.to_builtins(entry.request)
+                self.log_of(item.request_id, trace).info("request_admitted", request=content)
             item.request = self._core.leaving(
                 request, now_ns(), trace.traceparent, trace.tracestate
             )
@@ -384,5 +399,13 @@ class AdmissionStage(RecoveringStage):
                 names.PRIORITY: request.priority,
             }
         request_id = request_id_of(entry)
-        own = self.span(request_id, given, received_ns, attributes, error=error)
+        own = self.span(
+            request_id, given, received_ns, attributes, error=error, root=self._root_of(entry)
+        )
         return given if given.trace_id else own
+
+    def _root_of(self, entry: RequestEntry) -> str:
+        """What a trace that begins here gets its ids from: a successor of this process goes on
+        with it, though its first span may have been lost. In memory the ids of entries repeat."""
+        bus = self.config.bus
+        return "" if bus.url == "memory" else f"{bus.url}/{bus.prefix}/{entry.entry_id}"

@@ -126,6 +126,7 @@ class KVCacheManager(ABC):
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._generation = 0
         self._weight_version = 0
+        self._num_evicted = 0
 
     # --- for callers who keep block ids -------------------------------------------------------
 
@@ -162,6 +163,11 @@ class KVCacheManager(ABC):
                 self._free[block_id] = None
                 if not self._is_named(block_id):
                     self._free.move_to_end(block_id, last=False)
+
+    def take_evicted(self) -> int:
+        """Cached blocks that were taken for something else since the last call."""
+        evicted, self._num_evicted = self._num_evicted, 0
+        return evicted
 
     def num_free_blocks(self) -> int:
         """Blocks that nobody holds, cached ones among them."""
@@ -361,6 +367,7 @@ class KVCacheManager(ABC):
 
     def _take_free(self) -> int:
         block_id, _ = self._free.popitem(last=False)
+        self._num_evicted += self._is_named(block_id)
         self._forget(block_id)
         self._ref_counts[block_id] = 1
         return block_id

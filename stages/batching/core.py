@@ -14,6 +14,7 @@ from ...bus.messages import (
     Dispatch,
     LaneCapacity,
     NewSequence,
+    RequestInfo,
     StepPlan,
     StepResult,
 )
@@ -30,6 +31,32 @@ from .startable import startable
 NOTHING = SchedulerOutput((), (), (), {})
 
 CACHES: dict[str, type[KVCacheManager]] = {"paged": PagedKVCache, "radix": RadixKVCache}
+
+
+class Counters(msgspec.Struct):
+    """What was done since the last `BatchingCore.take_counters`.
+
+    Attributes:
+        prefilled: Tokens planned of prompts, and of what is computed again.
+        decoded: Rows planned that compute one token each.
+        cached: Tokens that needed no computing.
+        recomputed: Of those prefilled, those that a preemption or a failure had lost.
+        wasted: Tokens computed for sequences that had ended.
+        lookups: Sequences that started.
+        hits: Those of them that found some of their tokens in the prefix cache.
+        preemptions: Sequences that gave up their blocks for others.
+        resumes: Sequences that started behind tokens which they had generated before.
+    """
+
+    prefilled: int = 0
+    decoded: int = 0
+    cached: int = 0
+    recomputed: int = 0
+    wasted: int = 0
+    lookups: int = 0
+    hits: int = 0
+    preemptions: int = 0
+    resumes: int = 0
 
 
 class SentPlan(msgspec.Struct, frozen=True):
@@ -63,6 +90,7 @@ class BatchingCore:
         )
         self.cache = CACHES[config.cache_type](capacity.num_blocks, capacity.block_size)
         self.paused = False
+        self._counters = Counters()
         self._steps_ahead = steps_ahead
         self._sequences: dict[int, Sequence] = {}
         self._by_request: dict[str, set[int]] = {}
@@ -199,6 +227,7 @@ class BatchingCore:
         sampled = {seq_id: row for row, seq_id in enumerate(result.seq_ids)}
         for seq, num_tokens, samples in sent.rows:
             if seq.status is SequenceStatus.FINISHED:
+                self._counters.wasted += num_tokens
                 continue
             seq.num_computed += num_tokens
             if samples:
@@ -239,6 +268,16 @@ class BatchingCore:
         None while nothing needs to be told; to be called after each `absorb`.
         """
         return self._report.take(self.cache.num_free_blocks() * self.limits.block_size)
+
+    def info_of(self, seq_id: int) -> RequestInfo | None:
+        """The request of a sequence that waits or runs; None when it has ended."""
+        seq = self._sequences.get(seq_id)
+        return seq.info if seq is not None else None
+
+    def take_counters(self) -> Counters:
+        """What was done since the last call."""
+        counters, self._counters = self._counters, Counters()
+        return counters
 
     def next_deadline_ns(self) -> int | None:
         """When a request's time will be over; None when no request has a deadline."""
@@ -296,6 +335,7 @@ class BatchingCore:
         return schedule(waiting, self._running, num_free, self.limits)
 
     def _preempt(self, seq_ids: tuple[int, ...]) -> None:
+        self._counters.preemptions += len(seq_ids)
         for seq_id in seq_ids:
             seq = self._sequences[seq_id]
             self._running.remove(seq)
@@ -332,6 +372,8 @@ class BatchingCore:
 
     def _build(self, decision: SchedulerOutput, now_ns: int) -> StepPlan:
         self._step_id += 1
+        self._counters.decoded += len(decision.decode_seqs)
+        self._counters.prefilled += sum(decision.num_tokens[s] for s in decision.prefill_seqs)
         rows: list[tuple[Sequence, int, bool]] = []
         new: list[NewSequence] = []
         grown: list[tuple[int, tuple[int, ...]]] = []
@@ -366,6 +408,7 @@ class BatchingCore:
     def _start(self, seq: Sequence, copies: list[tuple[int, int]]) -> NewSequence:
         allocation = self.cache.start(seq.lease, seq.num_to_allocate)
         copies += allocation.copies
+        self._count_start(seq, allocation.cached_length)
         self._waiting.remove(seq)
         seq.start(allocation.cached_length)
         self._report.started.append((seq.seq_id, len(seq.token_ids) - allocation.cached_length))
@@ -380,6 +423,15 @@ class BatchingCore:
             sample=seq.spec,
             info=seq.info,
         )
+
+    def _count_start(self, seq: Sequence, num_cached: int) -> None:
+        counters = self._counters
+        counters.lookups += 1
+        counters.cached += num_cached
+        counters.hits += num_cached > 0
+        if seq.started or seq.num_generated:
+            counters.resumes += 1
+            counters.recomputed += len(seq.token_ids) - num_cached
 
     def _insert_running(self, seq: Sequence) -> None:
         """Keeps `_running` sorted, most deserving first: preemption takes the last."""

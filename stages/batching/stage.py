@@ -13,17 +13,16 @@ from ...bus.messages import (
     Envelope,
     FlushCache,
     Pause,
-    RequestInfo,
     Resume,
     StageReady,
-    StepPlan,
     StepResult,
     StopSequences,
     Yield,
 )
-from ...telemetry import TraceContext, now_ns
+from ...telemetry import instruments, now_ns
 from ..actor import Actor, StageContext, deadline_of
 from .core import BatchingCore
+from .spans import BatchingSpans
 
 
 class BatchingStage(Actor):
@@ -41,15 +40,16 @@ class BatchingStage(Actor):
         self._executor = ""
         # Who paused the lane does not want a failure to resume it.
         self._paused = False
-        # Requests that wait for their first step, and since when; for their span.
-        self._arrived: dict[str, tuple[RequestInfo, int]] = {}
+        self._spans = BatchingSpans(self)
 
     async def reset(self) -> None:
         if self._core is not None:
+            if self.metrics.enabled:
+                await self.measure()  # the counters may go with the core
             self._core.clear()
             self._last = (self._core, self._executor)
         self._core = None
-        self._arrived.clear()
+        self._spans.clear()
 
     async def announce(self) -> None:
         # Without the executor's capacity this stage is not ready, and says so by its silence.
@@ -61,6 +61,30 @@ class BatchingStage(Actor):
 
     def load(self) -> dict[str, int | float | str]:
         return dict(self._core.load()) if self._core is not None else {}
+
+    async def measure(self) -> None:
+        core = self._core
+        if core is None:
+            return
+        load, done = core.load(), core.take_counters()
+        for instrument, value in (
+            (instruments.RUNNING, load["running"]),
+            (instruments.SEQUENCES_WAITING, load["waiting"]),
+            (instruments.KV_TOTAL, load["kv_total"]),
+            (instruments.KV_USED, load["kv_total"] - load["kv_free"]),
+            (instruments.KV_CACHED, load["kv_cached"]),
+            (instruments.KV_EVICTED, core.cache.take_evicted()),
+            (instruments.PREFILLED, done.prefilled),
+            (instruments.DECODED, done.decoded),
+            (instruments.CACHED, done.cached),
+            (instruments.RECOMPUTED, done.recomputed),
+            (instruments.WASTED, done.wasted),
+            (instruments.PREFIX_LOOKUPS, done.lookups),
+            (instruments.PREFIX_HITS, done.hits),
+            (instruments.PREEMPTIONS, done.preemptions),
+            (instruments.RESUMES, done.resumes),
+        ):
+            self.metrics.record(instrument, value)
 
     async def handle(self, envelope: Envelope) -> None:
         if isinstance(envelope.body, StageReady):
@@ -74,10 +98,11 @@ class BatchingStage(Actor):
         match envelope.body:
             case StepResult() as result:
                 core.absorb(result)
+                self._spans.step_done(result)
             case Dispatch() as dispatch:
                 now = now_ns()
                 core.add(dispatch, deadline_of(envelope, now))
-                self._arrived.setdefault(dispatch.info.request_id, (dispatch.info, now))
+                self._spans.arrived(dispatch.info, now)
             case StopSequences(seq_ids):
                 core.stop(seq_ids)
             case Yield(seq_ids):
@@ -86,7 +111,7 @@ class BatchingStage(Actor):
                 core.go_on(seq_ids, rank)
             case Cancel() as cancel:
                 core.cancel(cancel)
-                self._arrived.pop(cancel.request_id, None)
+                self._spans.ended(cancel.request_id)
             case Pause() | Resume() as wish:
                 core.paused = self._paused = isinstance(wish, Pause)
             case FlushCache():
@@ -98,8 +123,11 @@ class BatchingStage(Actor):
         core = self._core
         if core is None:
             return
-        while (plan := core.plan(now_ns())) is not None:
-            self._trace_started(plan)
+        while (plan := core.plan(started := now_ns())) is not None:
+            if self.metrics.enabled and plan.seq_ids:
+                self.metrics.record(instruments.SCHEDULE_TIME, (now_ns() - started) / 1e9)
+                self.metrics.record(instruments.BATCH_SIZE, len(plan.seq_ids))
+            self._spans.planned(plan, core)
             await self.send(PLANS, plan)
         if (report := core.take_report()) is not None:
             await self.send(CREDITS, report)
@@ -121,13 +149,3 @@ class BatchingStage(Actor):
         self._last = None
         await self.send(CREDITS, Credit(self.config.engine.max_batch_size))
         await self.announce()
-
-    def _trace_started(self, plan: StepPlan) -> None:
-        for cancel in plan.ended:  # which may never have started
-            self._arrived.pop(cancel.request_id, None)
-        for new in plan.new:
-            arrived = self._arrived.pop(new.info.request_id, None)
-            if arrived is not None:
-                info, since_ns = arrived
-                trace = TraceContext(info.traceparent, info.tracestate)
-                self.span(info.request_id, trace, since_ns)

@@ -13,7 +13,7 @@ from ...bus import Inbox
 from ...bus.links import CONTROL, STEPS_BATCHING, STEPS_STREAMING
 from ...bus.messages import Envelope, RequestInfo, StageReady, StepPlan, StepResult
 from ...config import EngineConfig
-from ...telemetry import TraceContext, names, now_ns
+from ...telemetry import TraceContext, instruments, names, now_ns
 from ..actor import Actor, StageContext
 from .core import ExecutorCore
 from .unread import LaunchedStep
@@ -43,13 +43,15 @@ def _load(config: EngineConfig) -> ExecutorCore:
 
 
 class Execution:
-    """A request's stay in the executor, for its span."""
+    """A request's stay in the executor, for its spans: after a preemption it has another one."""
 
-    __slots__ = ("first_token_ns", "info", "open", "start_ns", "tokens")
+    __slots__ = ("first_token_ns", "info", "open", "resumed", "start_ns", "tokens", "trace")
 
-    def __init__(self, info: RequestInfo, start_ns: int) -> None:
+    def __init__(self, info: RequestInfo, start_ns: int, trace: TraceContext) -> None:
         self.info = info
         self.start_ns = start_ns
+        self.trace = trace
+        self.resumed = False
         self.first_token_ns = 0
         self.tokens = 0
         self.open: set[int] = set()
@@ -69,6 +71,7 @@ class ExecutorStage(Actor):
         # For `load`: plans under way, steps done.
         self._plans = self._steps = 0
         self._device = ""
+        self._weight_version = 0
         self._of_sequence: dict[int, Execution] = {}
         self._of_request: dict[str, Execution] = {}
 
@@ -95,8 +98,9 @@ class ExecutorStage(Actor):
             await super().receive_forever(inbox)
 
     async def reset(self) -> None:
-        self._of_sequence.clear()
-        self._of_request.clear()
+        # What is in the batch goes on in another slice, when its request is sent again.
+        for seq_id in list(self._of_sequence):
+            self._close(seq_id, now_ns())
         # In order behind the plans that are under way, whose results nobody waits for any more.
         _TORCH_THREAD.submit(self._core.reset)
 
@@ -108,6 +112,9 @@ class ExecutorStage(Actor):
 
     def load(self) -> dict[str, int | float | str]:
         return {"plans": self._plans, "steps": self._steps, "device": self._device}
+
+    async def measure(self) -> None:
+        self.metrics.record(instruments.WEIGHT_VERSION, self._weight_version)
 
     async def handle(self, envelope: Envelope) -> None:
         if isinstance(envelope.body, StepPlan):
@@ -127,6 +134,10 @@ class ExecutorStage(Actor):
             self._steps += 1
             await self.send(STEPS_BATCHING, result, epoch=epoch)
             await self.send(STEPS_STREAMING, result, epoch=epoch)
+            self._weight_version = result.weight_version
+            if plan.seq_ids:
+                seconds = (result.end_ns - result.start_ns) / 1e9
+                self.metrics.record(instruments.DEVICE_TIME, seconds)
             if self.tracing.enabled and epoch == self.epoch:
                 self._trace(plan, result)
 
@@ -144,33 +155,44 @@ class ExecutorStage(Actor):
         for new in plan.new:
             request = self._of_request.get(new.info.request_id)
             if request is None:
-                request = Execution(new.info, result.start_ns)
+                trace = TraceContext(new.info.traceparent, new.info.tracestate)
+                if not trace.sampled:
+                    continue
+                request = Execution(new.info, result.start_ns, trace)
                 self._of_request[new.info.request_id] = request
+            request.resumed |= new.num_generated > 0
             request.open.add(new.seq_id)
             self._of_sequence[new.seq_id] = request
+        if not self._of_sequence:
+            return
         for seq_id, reason in zip(result.seq_ids, result.finish_reasons, strict=True):
-            request = self._of_sequence[seq_id]
+            request = self._of_sequence.get(seq_id)
+            if request is None:
+                continue
             request.tokens += 1
             request.first_token_ns = request.first_token_ns or result.end_ns
             if reason:
-                self._close(seq_id)
+                self._close(seq_id, result.end_ns)
         for seq_id in plan.finished:
-            self._close(seq_id)
+            self._close(seq_id, result.start_ns)
 
-    def _close(self, seq_id: int) -> None:
+    def _close(self, seq_id: int, end_ns: int) -> None:
         request = self._of_sequence.pop(seq_id, None)
         if request is None:
             return
         request.open.discard(seq_id)
         if request.open:
             return
-        info = request.info
-        del self._of_request[info.request_id]
-        first_token = request.first_token_ns
-        self.span(
-            info.request_id,
-            TraceContext(info.traceparent, info.tracestate),
-            request.start_ns,
-            {names.OUTPUT_TOKENS: request.tokens},
-            events=((names.FIRST_TOKEN, first_token),) if first_token else (),
+        request_id = request.info.request_id
+        del self._of_request[request_id]
+        start, first_token = request.start_ns, request.first_token_ns
+        events: tuple[tuple[str, int], ...] = ((names.RESUMED, start),) if request.resumed else ()
+        if first_token:
+            events += ((names.FIRST_TOKEN, first_token),)
+        own = self.span(
+            request_id, request.trace, start, {names.OUTPUT_TOKENS: request.tokens}, events=events
         )
+        part = {names.STAGE: self.name, names.REQUEST_ID: request_id}
+        self.tracing.span("prefill", own, start, first_token or end_ns, part)
+        if first_token:
+            self.tracing.span("decode", own, first_token, end_ns, part)

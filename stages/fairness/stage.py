@@ -15,7 +15,7 @@ from ...bus.messages import (
     UpdateFairness,
     Yield,
 )
-from ...telemetry import Attributes, TraceContext, names, now_ns
+from ...telemetry import Attributes, TraceContext, instruments, names, now_ns
 from ..actor import Actor, StageContext, budget_of, deadline_of
 from .core import Dispatched, FairnessCore
 from .lanes import Running
@@ -77,6 +77,9 @@ class FairnessStage(Actor):
             "settings": msgspec.json.encode(self._settings).decode(),
         }
 
+    async def measure(self) -> None:
+        self.metrics.record(instruments.QUEUE_DEPTH, self._core.num_queued)
+
     async def _send(self, dispatched: Dispatched) -> None:
         info = dispatched.request.info
         trace = TraceContext(info.traceparent, info.tracestate)
@@ -90,6 +93,7 @@ class FairnessStage(Actor):
             resumed = dispatched.resumed
             self._trace(names.FAIRNESS_RESUME, resumed, resumed.paused_ns, passed_by)
         elif dispatched.last:
+            self.metrics.record(instruments.QUEUE_WAIT, (now_ns() - dispatched.arrived_ns) / 1e9)
             attributes = {names.PRIORITY: dispatched.request.priority, **passed_by}
             self.span(info.request_id, trace, dispatched.arrived_ns, attributes)
         budget = budget_of(dispatched.deadline_ns, now_ns())

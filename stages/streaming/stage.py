@@ -21,10 +21,12 @@ from ...bus.messages import (
     StepResult,
     StopSequences,
 )
-from ...telemetry import TraceContext, names, now_ns
+from ...telemetry import TraceContext, instruments, names, now_ns
 from ..actor import Actor, StageContext
 from ..tokenizer import load_tokenizer
 from .core import Deliveries, EndedRequest, StreamingCore
+from .intervals import TokenIntervals
+from .pace import Pace
 
 
 class StreamingStage(Actor):
@@ -40,6 +42,8 @@ class StreamingStage(Actor):
         self._made_in = 0
         # Streams that another lane goes on with, as far as this one can tell.
         self._fenced: set[str] = set()
+        self._intervals = TokenIntervals()
+        self._pace = Pace(now_ns())
 
     async def open(self) -> None:
         folder = self.config.engine.model_folder
@@ -51,14 +55,19 @@ class StreamingStage(Actor):
         await self._write(self._made_in)
         self._made_in = self.epoch
         self._core.reset()
+        self._intervals.clear()
 
     def load(self) -> dict[str, int | float | str]:
-        return {"open": len(self._core)} if self.opened else {}
+        return {"open": len(self._core), **self._pace.load(now_ns())} if self.opened else {}
 
     async def handle(self, envelope: Envelope) -> None:
         match envelope.body:
             case StepResult() as result:
                 self._deliveries.append(self._core.absorb(result, now_ns()))
+                self._pace.add(len(result.seq_ids))
+                if self.metrics.enabled:
+                    for waited_ns in self._intervals.step(result.seq_ids, result.end_ns):
+                        self.metrics.record(instruments.TOKEN_INTERVAL, waited_ns / 1e9)
             case Recover(requests):
                 await self._recover(requests)
             case Cancel() as cancel:
@@ -77,6 +86,11 @@ class StreamingStage(Actor):
         # First, since it frees the device from work that nobody needs.
         if halts := tuple(seq_id for delivery in deliveries for seq_id in delivery.halts):
             await self.send(HALTS, StopSequences(halts), epoch=epoch)
+        for delivery in deliveries:
+            for ended in delivery.ended:
+                timings = ended.completion.timings
+                if timings.first_token_ns:
+                    self._pace.first_token(timings.first_token_ns - timings.received_ns)
         outputs = [pair for delivery in deliveries for pair in delivery.outputs]
         lost = await self._deliver(outputs, epoch) if outputs else frozenset()
         for delivery in deliveries:
@@ -86,6 +100,8 @@ class StreamingStage(Actor):
                     await self.send(FINISHED, finished, epoch=0)
             for ended in delivery.ended:
                 self._trace(ended)
+                if self.metrics.enabled and ended.completion.entry_id not in lost:
+                    self._measure_end(ended)
 
     async def _deliver(
         self, outputs: Sequence[tuple[str, Sequence[Output]]], epoch: int
@@ -125,7 +141,8 @@ class StreamingStage(Actor):
                 self._core.forget(item.key, item.entry_id)
             if chunks and item.info is not None and not self._core.knows(item):
                 self._core.restore(item.info, chunks)
-                self.log.info("request_restored", request_id=item.info.request_id)
+                trace = TraceContext(item.info.traceparent, item.info.tracestate)
+                self.log_of(item.info.request_id, trace).info("request_restored")
             await self.send(FINISHED, self._core.recovered(item))
 
     def _trace(self, ended: EndedRequest) -> None:
@@ -134,6 +151,11 @@ class StreamingStage(Actor):
             return
         timings = completion.timings
         held = next((time for time in timings.stages if time.stage == self.name), None)
+        events: tuple[tuple[str, int], ...] = ()
+        if timings.first_token_ns:
+            events = ((names.FIRST_TOKEN, timings.first_token_ns),)
+        if completion.status == "cancelled":
+            events += ((names.CANCELLED, timings.finished_ns),)
         self.span(
             info.request_id,
             TraceContext(info.traceparent, info.tracestate),
@@ -146,6 +168,33 @@ class StreamingStage(Actor):
                 names.OUTPUT_TOKENS: completion.usage.completion_tokens,
                 names.FINISH_REASONS: [sample.finish_reason for sample in completion.samples],
             },
-            events=((names.FIRST_TOKEN, timings.first_token_ns),) if timings.first_token_ns else (),
+            events=events,
             error=completion.error.code if completion.error else "",
         )
+
+    def _measure_end(self, ended: EndedRequest) -> None:
+        completion, record = ended.completion, self.metrics.record
+        code = completion.error.code if completion.error else ""
+        outcome = {names.STATUS: completion.status, names.ERROR_TYPE: code}
+        record(instruments.REQUESTS, 1, outcome)
+        if ended.info is None:
+            return
+        timings, usage = completion.timings, completion.usage
+        labels = {
+            names.OPERATION: "text_completion",
+            names.PROVIDER: "nano-inference",
+            names.REQUEST_MODEL: ended.info.model,
+        }
+        duration_s = (timings.finished_ns - timings.received_ns) / 1e9
+        record(instruments.REQUEST_DURATION, duration_s, {**labels, names.ERROR_TYPE: code})
+        for kind, number in (("input", usage.prompt_tokens), ("output", usage.completion_tokens)):
+            record(instruments.TOKEN_USAGE, number, {**labels, names.TOKEN_TYPE: kind})
+        if not timings.first_token_ns:
+            return
+        ttft_s = (timings.first_token_ns - timings.received_ns) / 1e9
+        record(instruments.TIME_TO_FIRST_TOKEN, ttft_s, labels)
+        # The samples of a request flow side by side, so its longest one takes the time.
+        further = max(len(sample.token_ids) for sample in completion.samples) - 1
+        if further > 0:
+            flow_s = (timings.finished_ns - timings.first_token_ns) / 1e9
+            record(instruments.TIME_PER_OUTPUT_TOKEN, flow_s / further, labels)

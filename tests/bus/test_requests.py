@@ -276,3 +276,15 @@ async def test_dead_letters_are_kept_until_they_are_dropped(buses: Any) -> None:
     assert not await bus.requests.drop_dead_letter("1-1")
     assert await bus.requests.drop_dead_letter(letter.letter_id)
     assert await bus.requests.dead_letters() == []
+
+
+async def test_backlog_tells_who_waits_who_is_taken_and_who_was_given_up(bus: Bus) -> None:
+    assert await bus.requests.pending() == []
+    assert await bus.requests.backlog() == (0, 0, 0)
+    for number in range(3):
+        await bus.requests.publish({"prompt": str(number)})
+    assert await bus.requests.backlog() == (3, 0, 0)
+    (entry,) = await take(bus, 1)
+    assert await bus.requests.backlog() in ((2, 1, 0), (0, 3, 0)), "it may fetch more than asked"
+    await bus.requests.bury(entry, ErrorInfo(code="lane_failed", message=""), 3)
+    assert (await bus.requests.backlog()).dead == 1

@@ -90,7 +90,7 @@ async def test_a_pipeline_tells_how_its_stages_are(make_config: MakeConfig) -> N
             "fairness": {"queued", "credits"},
             "batching": {"running", "waiting", "kv_free", "kv_total", "kv_cached"},
             "executor": {"plans", "steps", "device"},
-            "streaming": {"open"},
+            "streaming": {"open", "tokens_per_s", "ttft_ms_p50", "ttft_ms_p95"},
         }
         assert found.stages["executor"].load["steps"] > 0  # type: ignore[operator]
         assert [each.stage for each in await pipeline.bus.stages.read()] == sorted(STAGES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import select
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator
@@ -24,6 +26,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from nano_inference import BusClient, Completion
 from nano_inference.config import STAGES, BusConfig, TelemetryConfig
 from nano_inference.telemetry import setup_tracing
+from nano_inference.telemetry.trace_file import Span, read_spans
 
 from . import reference
 
@@ -67,12 +70,25 @@ class Spans:
 class House:
     """`nano-inference up`, with what it prints."""
 
-    def __init__(self, url: str, prefix: str, *, endpoint: str, log: Path) -> None:
+    trace_file: Path
+    metrics_port: int
+
+    def __init__(
+        self,
+        url: str,
+        prefix: str,
+        *,
+        endpoint: str,
+        log: Path,
+        settings: dict[str, object] | None = None,
+    ) -> None:
         self.bus = BusConfig(url=url, prefix=prefix)
         self.log = log
         command = [sys.executable, "-m", "nano_inference", "up", "--bus", url]
         command += ["--set", f"bus.prefix={prefix}", "--set", "engine.dtype=float32"]
         command += ["--set", "pipeline.restart_backoff_s=0.05"]
+        for name, value in (settings or {}).items():
+            command += ["--set", f"{name}={value}"]
         environment = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint}
         with log.open("wb") as file:
             self.process = subprocess.Popen(
@@ -109,12 +125,29 @@ def house(
     redis_url: str, spans: Spans, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[House]:
     log = tmp_path_factory.mktemp("up") / "log"
-    running = House(redis_url, f"up-{uuid.uuid4().hex[:8]}", endpoint=spans.url, log=log)
+    settings = {
+        "telemetry.trace_file": log.parent / "traces.jsonl",
+        "telemetry.metrics_port": five_free_ports(),
+    }
+    prefix = f"up-{uuid.uuid4().hex[:8]}"
+    running = House(redis_url, prefix, endpoint=spans.url, log=log, settings=settings)
+    running.trace_file = log.parent / "traces.jsonl"
+    running.metrics_port = int(str(settings["telemetry.metrics_port"]))
     try:
         yield running
     finally:
         if running.process.poll() is None:
             running.stop()
+
+
+def five_free_ports() -> int:
+    """The first of five in a row that nobody has."""
+    for first in range(20_000, 60_000, 5):
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            for port in range(first, first + 5):
+                probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+    raise AssertionError("no free ports")
 
 
 async def complete(house: House, request: dict[str, object]) -> Completion:
@@ -159,8 +192,16 @@ async def test_a_client_with_no_code_of_ours(house: House) -> None:
         assert [token for chunk in chunks for token in chunk["token_ids"]] == completion["samples"][
             0
         ]["token_ids"]
-        shared = foreign.xrevrange(f"{prefix}:results", count=50)
-        assert completion in [json.loads(fields["json"]) for _, fields in shared]
+        # It is put into the shared stream right behind that.
+        position, shared = "0", []
+        for _ in range(LIMIT_S):
+            reply = foreign.xread({f"{prefix}:results": position}, block=1000)
+            for entry, fields in reply[0][1] if reply else []:
+                position = entry
+                shared.append(json.loads(fields["json"]))
+            if completion in shared:
+                break
+        assert completion in shared
         assert foreign.xinfo_stream(f"{prefix}:out:foreign-1")["first-entry"][0].endswith("-1")
         assert foreign.ttl(f"{prefix}:out:foreign-1") > 0
 
@@ -192,6 +233,19 @@ async def test_submit_streams(house: House) -> None:
         assert stage in done.stderr
 
 
+async def test_each_process_shows_the_metrics_of_its_stage(house: House) -> None:
+    await complete(house, GOOD)
+    for number, stage in enumerate(STAGES):
+        url = f"http://127.0.0.1:{house.metrics_port + number}/metrics"
+        wanted = f'nano_stage_ready{{nano_stage="{stage}"}} 1.0'
+        shown = ""
+        async with asyncio.timeout(LIMIT_S):
+            while wanted not in shown:
+                with await asyncio.to_thread(urllib.request.urlopen, url) as reply:
+                    shown = reply.read().decode()
+        assert shown.count("nano_stage_ready{") == 1
+
+
 @pytest.mark.parametrize("stage", STAGES)
 async def test_a_killed_process_is_replaced_and_the_stream_goes_on(
     house: House, stage: str
@@ -217,7 +271,7 @@ async def test_a_killed_process_is_replaced_and_the_stream_goes_on(
 async def test_every_stage_has_its_span_in_one_trace_and_sigterm_drains(
     house: House, spans: Spans
 ) -> None:
-    config = TelemetryConfig(otlp_endpoint=spans.url)
+    config = TelemetryConfig(otlp_endpoint=spans.url, trace_file=str(house.trace_file))
     tracing = setup_tracing(config, f"client-{socket.gethostname()}")
     async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus, tracing) as client:
         completion = await client.complete({**GOOD, "n": 3})
@@ -232,10 +286,37 @@ async def test_every_stage_has_its_span_in_one_trace_and_sigterm_drains(
         assert await stopping == 0
     await asyncio.to_thread(tracing.shutdown)
     rows = spans.by_trace[completion.trace_id]
-    assert sorted(name for name, *_ in rows) == sorted(["publish", *STAGES])
-    (root,) = [row for row in rows if row[0] == "publish"]
-    assert {parent for name, _, parent, _ in rows if name != "publish"} == {root[1]}
+    assert sorted(name for name, *_ in rows) == sorted(["publish", *STAGES, "prefill", "decode"])
+    ids = {name: span_id for name, span_id, _, _ in rows}
+    parents = {name: parent for name, _, parent, _ in rows}
+    assert {parents[stage] for stage in STAGES} == {ids["publish"]}
+    assert parents["prefill"] == parents["decode"] == ids["executor"]
     assert len({instance for *_, instance in rows}) == 6, "each process exports its own"
+
+
+async def test_every_request_above_has_a_complete_trace_without_orphans(house: House) -> None:
+    """Those that went on behind a killed process included: what it had exported, stayed."""
+    with redis.from_url(house.bus.url, decode_responses=True) as foreign:
+        entries = foreign.xrange(f"{house.bus.prefix}:results")
+    completions = [json.loads(fields["json"]) for _, fields in entries]
+    done = [completion for completion in completions if completion["status"] == "done"]
+    assert len(done) >= 15
+    traces: dict[str, list[Span]] = defaultdict(list)
+    for span in read_spans(house.trace_file):
+        traces[span.trace_id].append(span)
+    for completion in done:
+        spans = traces[completion["trace_id"]]
+        found = {span.name for span in spans}
+        assert {*STAGES, "prefill", "decode"} <= found, completion["entry_id"]
+        ids = {span.span_id for span in spans}
+        roots = {span.span_id for span in spans if not span.parent_id}
+        assert len(roots) == 1
+        assert {span.parent_id for span in spans if span.parent_id} <= ids, "no orphans"
+    replayed = [c for c in done if any(s.name == "replay" for s in traces[c["trace_id"]])]
+    assert len(replayed) >= len(STAGES), "one was hit by each kill"
+    steps = [span for spans in traces.values() for span in spans if span.name == "step"]
+    assert steps
+    assert {link for step in steps for link in step.links} <= {c["trace_id"] for c in completions}
 
 
 async def test_children_leave_when_their_parent_is_killed(redis_url: str, tmp_path: Path) -> None:

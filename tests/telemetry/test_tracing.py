@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import grpc
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+    TraceServiceServicer,
+    add_TraceServiceServicer_to_server,
+)
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from nano_inference.config import TelemetryConfig
+from nano_inference.config import ConfigError, TelemetryConfig
 from nano_inference.telemetry import TraceContext, Tracing, endpoint_of, names, setup_tracing
+from nano_inference.telemetry.trace_file import Span, SpanEvent, read_spans
 
 PARENT = TraceContext("00-" + "a" * 32 + "-" + "b" * 16 + "-01", "vendor=1")
 
@@ -95,3 +116,203 @@ def test_settings_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://from-environment:1")
     assert endpoint_of(TelemetryConfig()) == "http://from-environment:1"
     assert endpoint_of(TelemetryConfig(otlp_endpoint="http://set:2")) == "http://set:2"
+
+
+# --- which traces are recorded ------------------------------------------------------------------
+
+
+def test_a_share_of_the_traces_begun_here_is_recorded(exporter: InMemorySpanExporter) -> None:
+    tracing = setup_tracing(TelemetryConfig(trace_ratio=0.25), "here", exporter)
+    for number in range(400):
+        root = tracing.span("root", TraceContext(), 1, 2, {}, root=f"entry-{number}")
+        tracing.span("child", root, 1, 2, {})
+    tracing.shutdown()
+    spans = exporter.get_finished_spans()
+    traces = [span.context.trace_id for span in spans if span.name == "root"]
+    assert 60 < len(traces) < 140
+    children = {span.context.trace_id for span in spans if span.name == "child"}
+    assert children == set(traces), "a trace is recorded as a whole or not at all"
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+def test_a_client_that_records_is_followed_whatever_the_share(
+    exporter: InMemorySpanExporter, ratio: float
+) -> None:
+    tracing = setup_tracing(TelemetryConfig(trace_ratio=ratio), "here", exporter)
+    tracing.span("child", PARENT, 1, 2, {})
+    tracing.shutdown()
+    assert len(exporter.get_finished_spans()) == 1
+
+
+def test_who_makes_a_root_again_goes_on_with_the_same_trace() -> None:
+    contexts = []
+    for _ in range(2):
+        tracing = setup_tracing(TelemetryConfig(), "here", InMemorySpanExporter())
+        contexts.append(tracing.span("root", TraceContext(), 1, 2, {}, root="entry"))
+        contexts.append(tracing.span("root", TraceContext(), 1, 2, {}, root="other"))
+        tracing.shutdown()
+    first, other, again, _ = (context.traceparent for context in contexts)
+    assert first == again != other
+
+
+def test_links_lead_to_other_traces(tracing: Tracing, exporter: InMemorySpanExporter) -> None:
+    tracing.span("step", TraceContext(), 1, 2, {}, links=[PARENT] * 200)
+    tracing.shutdown()
+    (span,) = exporter.get_finished_spans()
+    assert {format(link.context.trace_id, "032x") for link in span.links} == {"a" * 32}
+    assert len(span.links) == 128
+    assert span.parent is None
+
+
+# --- where spans go -----------------------------------------------------------------------------
+
+
+class Receiver:
+    """What has come over OTLP, decoded from the bytes."""
+
+    def __init__(self) -> None:
+        self.requests: list[ExportTraceServiceRequest] = []
+
+    def check(self) -> None:
+        (request,) = self.requests
+        (resource,) = request.resource_spans
+        attributes = {each.key: each.value.string_value for each in resource.resource.attributes}
+        assert attributes[names.SERVICE_NAME] == "s"
+        assert attributes[names.SERVICE_INSTANCE_ID] == "here-1"
+        (span,) = resource.scope_spans[0].spans
+        assert (span.name, span.trace_id.hex()) == ("queue", "a" * 32)
+        assert span.parent_span_id.hex() == "b" * 16
+        assert (span.start_time_unix_nano, span.end_time_unix_nano) == (1_000, 5_000)
+        assert [(event.name, event.time_unix_nano) for event in span.events] == [("first", 3_000)]
+        assert (span.status.code, span.status.message) == (2, "expired")
+
+
+@pytest.fixture
+def http_receiver() -> Iterator[tuple[str, Receiver]]:
+    receiver = Receiver()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.path == "/v1/traces"
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            receiver.requests.append(ExportTraceServiceRequest.FromString(body))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", receiver
+        server.shutdown()
+
+
+@pytest.fixture
+def grpc_receiver() -> Iterator[tuple[str, Receiver]]:
+    receiver = Receiver()
+
+    class Service(TraceServiceServicer):
+        def Export(self, request: ExportTraceServiceRequest, context: Any) -> Any:
+            receiver.requests.append(request)
+            return ExportTraceServiceResponse()
+
+    with ThreadPoolExecutor(1) as threads:
+        server = grpc.server(threads)
+        add_TraceServiceServicer_to_server(Service(), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        yield f"http://127.0.0.1:{port}", receiver
+        server.stop(None).wait()
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_spans_arrive_over(protocol: str, request: pytest.FixtureRequest) -> None:
+    url, receiver = request.getfixturevalue(f"{protocol}_receiver")
+    config = TelemetryConfig(otlp_endpoint=url, otlp_protocol=protocol, service_name="s")
+    tracing = setup_tracing(config, "here-1")
+    tracing.span("queue", PARENT, 1_000, 5_000, {}, events=[("first", 3_000)], error="expired")
+    tracing.shutdown()
+    receiver.check()
+
+
+def test_the_protocol_of_the_environment_counts(
+    grpc_receiver: tuple[str, Receiver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, receiver = grpc_receiver
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+    tracing = setup_tracing(TelemetryConfig(service_name="s"), "here-1")
+    tracing.span("queue", PARENT, 1_000, 5_000, {}, events=[("first", 3_000)], error="expired")
+    tracing.shutdown()
+    receiver.check()
+
+
+def test_a_file_gives_back_what_was_made(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "traces.jsonl"
+    config = TelemetryConfig(trace_file=str(path), service_name="s")
+    tracing = setup_tracing(config, "here-1")
+    attributes = {names.STAGE: "x", names.SAMPLES: 3, "share": 0.5, names.FINISH_REASONS: ["a"]}
+    tracing.span(
+        *("queue", PARENT, 1_000, 5_000, attributes),
+        events=[("first", 3_000)],
+        links=[PARENT],
+        error="expired",
+    )
+    (span,) = read_spans(path)
+    assert span == Span(
+        trace_id="a" * 32,
+        span_id=span.span_id,
+        parent_id="b" * 16,
+        name="queue",
+        start_ns=1_000,
+        end_ns=5_000,
+        attributes={**attributes, names.ERROR_TYPE: "expired"},
+        events=(SpanEvent("first", 3_000),),
+        links=("a" * 32,),
+        error="expired",
+        resource=span.resource,
+    )
+    assert span.resource[names.SERVICE_INSTANCE_ID] == "here-1"
+    tracing.shutdown()
+    path.open("a").write('{"resourceSpans": [{"reso')
+    assert len(list(read_spans(path))) == 1, "a line that was cut off is left out"
+
+
+def test_a_file_is_otlp_json_that_the_protocol_knows(tmp_path: Path) -> None:
+    """Held against the protobuf definition, in which JSON has ids in base64 and not in hex."""
+    from base64 import b64encode
+
+    from google.protobuf.json_format import Parse
+
+    path = tmp_path / "traces.jsonl"
+    tracing = setup_tracing(TelemetryConfig(trace_file=str(path), service_name="s"), "here-1")
+    tracing.span("queue", PARENT, 1_000, 5_000, {}, events=[("first", 3_000)], error="expired")
+    tracing.shutdown()
+    content = json.loads(path.read_text())
+    (span,) = content["resourceSpans"][0]["scopeSpans"][0]["spans"]
+    for name in ("traceId", "spanId", "parentSpanId"):
+        span[name] = b64encode(bytes.fromhex(span[name])).decode()
+    receiver = Receiver()
+    receiver.requests.append(Parse(json.dumps(content), ExportTraceServiceRequest()))
+    receiver.check()
+
+
+def test_processes_share_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "traces.jsonl"
+    code = (
+        "import sys; from nano_inference.config import TelemetryConfig as C;"
+        "from nano_inference.telemetry import setup_tracing, TraceContext as T;"
+        "t = setup_tracing(C(trace_file=sys.argv[1]), sys.argv[2]);"
+        "[t.span(str(i), T(), 1, 2, {'text': 'x' * 3000}) for i in range(200)]"
+    )
+    commands = [[sys.executable, "-c", code, str(path), str(number)] for number in range(3)]
+    processes = [subprocess.Popen(command, env=os.environ) for command in commands]
+    assert [process.wait(60) for process in processes] == [0, 0, 0]
+    found = {(span.resource[names.SERVICE_INSTANCE_ID], span.name) for span in read_spans(path)}
+    assert len(found) == 600, "no line was torn"
+
+
+def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="trace_file"):
+        setup_tracing(TelemetryConfig(trace_file=str(tmp_path)), "here")

@@ -1,0 +1,123 @@
+"""The batching stage's spans: of requests that wait for their next step, and of steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...bus.messages import RequestInfo, StepPlan, StepResult
+from ...telemetry import TraceContext, names, now_ns
+from ..actor import Actor
+
+if TYPE_CHECKING:
+    from .core import BatchingCore
+
+
+class Wait(NamedTuple):
+    """A request that waits, since when, and whether it had to give up its blocks for that."""
+
+    info: RequestInfo
+    since_ns: int
+    preempted: bool = False
+
+
+class Step(NamedTuple):
+    """A plan whose result is not back: its span will say so much, besides its times."""
+
+    made_ns: int
+    requests: list[TraceContext]
+    attributes: dict[str, int]
+
+
+class BatchingSpans:
+    """One span for each time that a request waits here, and spans of some steps.
+
+    A step's span is the first of a trace of its own, linked to the requests that are in the step
+    and are recorded. There are no more of them than `telemetry.steps_per_s`: with its links, one
+    costs as much as many others.
+    """
+
+    def __init__(self, stage: Actor) -> None:
+        self._stage = stage
+        self._waiting: dict[str, Wait] = {}
+        self._steps: dict[int, Step] = {}
+        rate = stage.config.telemetry.steps_per_s
+        self._pause_ns = int(1e9 / rate) if rate else 0
+        self._next_step_ns = 0
+
+    def clear(self) -> None:
+        """A new epoch: what waits and what is under way is gone."""
+        self._waiting.clear()
+        self._steps.clear()
+
+    def arrived(self, info: RequestInfo, now: int) -> None:
+        """Some of a request's sequences have come."""
+        if self._stage.tracing.enabled:
+            self._waiting.setdefault(info.request_id, Wait(info, now))
+
+    def ended(self, request_id: str) -> None:
+        """A request was cut short, and may never start."""
+        self._waiting.pop(request_id, None)
+
+    def planned(self, plan: StepPlan, core: BatchingCore) -> None:
+        """A plan goes out: what it starts waits no longer, and what it preempts waits again."""
+        if not self._stage.tracing.enabled:
+            return
+        for cancel in plan.ended:
+            self.ended(cancel.request_id)
+        for new in plan.new:
+            if (wait := self._waiting.pop(new.info.request_id, None)) is not None:
+                self._started(wait)
+        for seq_id in plan.finished:
+            info = core.info_of(seq_id)
+            if info is not None:  # the executor forgets it, and it has not ended
+                self._waiting.setdefault(info.request_id, Wait(info, now_ns(), preempted=True))
+        if self._pause_ns and plan.seq_ids and plan.made_ns >= self._next_step_ns:
+            self._note(plan, core)
+
+    def step_done(self, result: StepResult) -> None:
+        """A result is back."""
+        step = self._steps.pop(result.step_id, None)
+        if step is None:
+            return
+        device_time_s = (result.end_ns - result.start_ns) / 1e9
+        self._stage.tracing.span(
+            "step",
+            TraceContext(),
+            step.made_ns,
+            now_ns(),
+            {
+                names.STAGE: self._stage.name,
+                names.EPOCH: self._stage.epoch,
+                names.DEVICE_TIME_S: device_time_s,
+                **step.attributes,
+            },
+            links=step.requests,
+        )
+
+    def _started(self, wait: Wait) -> None:
+        info = wait.info
+        events: tuple[tuple[str, int], ...] = ()
+        if wait.preempted:
+            events = ((names.PREEMPTED, wait.since_ns), (names.RESUMED, now_ns()))
+        trace = TraceContext(info.traceparent, info.tracestate)
+        self._stage.span(info.request_id, trace, wait.since_ns, events=events)
+
+    def _note(self, plan: StepPlan, core: BatchingCore) -> None:
+        infos = [info for seq_id in plan.seq_ids if (info := core.info_of(seq_id)) is not None]
+        contexts = {
+            info.traceparent: TraceContext(info.traceparent, info.tracestate) for info in infos
+        }
+        sampled = [context for context in contexts.values() if context.sampled]
+        if not sampled:
+            return
+        self._next_step_ns = plan.made_ns + self._pause_ns
+        # The last token of a prompt that is cached is computed like a generated one.
+        decode = plan.num_tokens.count(1)
+        attributes = {
+            names.STEP_ID: plan.step_id,
+            names.BATCH_SIZE: len(plan.seq_ids),
+            names.PREFILL_TOKENS: sum(plan.num_tokens) - decode,
+            names.DECODE_TOKENS: decode,
+            names.BLOCKS_FREE: core.cache.num_free_blocks(),
+        }
+        self._steps[plan.step_id] = Step(plan.made_ns, sampled, attributes)

@@ -1,0 +1,289 @@
+"""Every metric: its name, its unit, and the question that it answers.
+
+Names with `gen_ai.` are those of OpenTelemetry's conventions,
+https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics/ ; what these have no name for is
+ours and starts with `nano.`. Units are UCUM's, https://ucum.org ; what stands in braces is a note.
+Prometheus shows them with underscores, `_seconds` behind times and `_total` behind counters.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from . import names
+
+Kind = Literal["counter", "gauge", "histogram"]
+
+
+class Instrument(msgspec.Struct, frozen=True):
+    """One metric.
+
+    Attributes:
+        name: By OpenTelemetry's rules.
+        kind: A counter only grows, a gauge is as it is now, a histogram counts values by size.
+        unit: In UCUM.
+        question: That it answers.
+        attributes: By which it is split; see `names`.
+        buckets: Upper ends of a histogram's buckets.
+    """
+
+    name: str
+    kind: Kind
+    unit: str
+    question: str
+    attributes: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+# From half a millisecond on, where a step of a small model is, to five minutes.
+SECONDS: tuple[float, ...] = (
+    *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 30, 60, 120, 300),
+)
+# Planning a step takes less than that, and no step takes minutes.
+STEP_SECONDS: tuple[float, ...] = (0.00005, 0.0001, 0.0002, 0.0003, *SECONDS[:-4])
+SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024)
+# The buckets that the conventions ask for.
+TOKENS = tuple(float(4**power) for power in range(14))
+
+# Attributes of the gen_ai metrics that are the same for all that a process serves.
+_GEN_AI = (names.OPERATION, names.PROVIDER, names.REQUEST_MODEL)
+
+REQUESTS = Instrument(
+    "nano.requests",
+    "counter",
+    "{request}",
+    "How many requests ended, how, and for what reason?",
+    (names.STATUS, names.ERROR_TYPE),
+)
+REQUEST_DURATION = Instrument(
+    "gen_ai.server.request.duration",
+    "histogram",
+    "s",
+    "How long from admission to the last token?",
+    (*_GEN_AI, names.ERROR_TYPE),
+    SECONDS,
+)
+TIME_TO_FIRST_TOKEN = Instrument(
+    "gen_ai.server.time_to_first_token",
+    "histogram",
+    "s",
+    "How long do people wait until something comes?",
+    _GEN_AI,
+    SECONDS,
+)
+TIME_PER_OUTPUT_TOKEN = Instrument(
+    "gen_ai.server.time_per_output_token",
+    "histogram",
+    "s",
+    "How fast does a request's text flow, on average over its tokens but the first?",
+    _GEN_AI,
+    SECONDS,
+)
+TOKEN_INTERVAL = Instrument(
+    "nano.token.interval",
+    "histogram",
+    "s",
+    "Does the text stall? The time between two tokens of a sample: once for each step and each "
+    "length that occurs in it.",
+    (),
+    SECONDS,
+)
+TOKEN_USAGE = Instrument(
+    "gen_ai.client.token.usage",
+    "histogram",
+    "{token}",
+    "How long are prompts, and how long answers?",
+    (*_GEN_AI, names.TOKEN_TYPE),
+    TOKENS,
+)
+WAITING = Instrument(
+    "nano.requests.waiting",
+    "gauge",
+    "{request}",
+    "How far does the pipeline lag behind its requests stream?",
+)
+PENDING = Instrument(
+    "nano.requests.pending",
+    "gauge",
+    "{request}",
+    "How many requests were taken from the stream, by any lane, and are not answered?",
+)
+DEAD_LETTERS = Instrument(
+    "nano.requests.dead",
+    "gauge",
+    "{request}",
+    "How many requests were given up and wait for somebody to look at them?",
+)
+IN_FLIGHT = Instrument(
+    "nano.requests.in_flight",
+    "gauge",
+    "{request}",
+    "How many requests does this lane hold?",
+)
+REPLAYS = Instrument(
+    "nano.requests.replayed",
+    "counter",
+    "{request}",
+    "How many requests had to go on after a failure of a stage?",
+)
+EPOCHS = Instrument(
+    "nano.epochs",
+    "counter",
+    "{epoch}",
+    "How often did stages come, fail or leave, so that all began anew?",
+)
+RECONNECTS = Instrument(
+    "nano.bus.reconnects",
+    "counter",
+    "{reconnect}",
+    "How often was Redis away from this process, and came back?",
+)
+QUEUE_DEPTH = Instrument(
+    "nano.queue.depth",
+    "gauge",
+    "{request}",
+    "How many requests wait in fairness for their turn?",
+)
+QUEUE_WAIT = Instrument(
+    "nano.queue.wait",
+    "histogram",
+    "s",
+    "How long did they wait there until all their samples could run?",
+    (),
+    SECONDS,
+)
+RUNNING = Instrument(
+    "nano.sequences.running",
+    "gauge",
+    "{sequence}",
+    "How many samples are in the batch?",
+)
+SEQUENCES_WAITING = Instrument(
+    "nano.sequences.waiting",
+    "gauge",
+    "{sequence}",
+    "How many were dispatched and wait for KV blocks or a place in a step?",
+)
+BATCH_SIZE = Instrument(
+    "nano.batch.size",
+    "histogram",
+    "{sequence}",
+    "How full are the steps?",
+    (),
+    SEQUENCES,
+)
+SCHEDULE_TIME = Instrument(
+    "nano.step.schedule_time",
+    "histogram",
+    "s",
+    "What does it cost to plan a step?",
+    (),
+    STEP_SECONDS,
+)
+DEVICE_TIME = Instrument(
+    "nano.step.device_time",
+    "histogram",
+    "s",
+    "How long does a step take on the device?",
+    (),
+    STEP_SECONDS,
+)
+PREFILLED = Instrument(
+    "nano.tokens.prefilled",
+    "counter",
+    "{token}",
+    "How many tokens of prompts were computed?",
+)
+DECODED = Instrument(
+    "nano.tokens.decoded",
+    "counter",
+    "{token}",
+    "How many rows of steps made one token each?",
+)
+CACHED = Instrument(
+    "nano.tokens.cached",
+    "counter",
+    "{token}",
+    "How many tokens needed no computing, since the prefix cache had them?",
+)
+RECOMPUTED = Instrument(
+    "nano.tokens.recomputed",
+    "counter",
+    "{token}",
+    "How many of the prefilled had been computed before, until a preemption or a failure?",
+)
+WASTED = Instrument(
+    "nano.tokens.wasted",
+    "counter",
+    "{token}",
+    "How many were computed one step ahead for a sample that had ended?",
+)
+PREFIX_LOOKUPS = Instrument(
+    "nano.prefix.lookups",
+    "counter",
+    "{sequence}",
+    "How many samples looked for their beginning in the prefix cache?",
+)
+PREFIX_HITS = Instrument(
+    "nano.prefix.hits",
+    "counter",
+    "{sequence}",
+    "How many of them found some of it? (`nano.tokens.cached` says how much.)",
+)
+KV_TOTAL = Instrument(
+    "nano.kv.blocks",
+    "gauge",
+    "{block}",
+    "How many KV blocks are there?",
+)
+KV_USED = Instrument(
+    "nano.kv.blocks.used",
+    "gauge",
+    "{block}",
+    "How many hold the tokens of samples that run?",
+)
+KV_CACHED = Instrument(
+    "nano.kv.blocks.cached",
+    "gauge",
+    "{block}",
+    "How many can be found by new samples, used or free?",
+)
+KV_EVICTED = Instrument(
+    "nano.kv.blocks.evicted",
+    "counter",
+    "{block}",
+    "How many cached blocks were given up to make room?",
+)
+PREEMPTIONS = Instrument(
+    "nano.preemptions",
+    "counter",
+    "{sequence}",
+    "How often had a sample to give up its blocks in mid-way?",
+)
+RESUMES = Instrument(
+    "nano.resumes",
+    "counter",
+    "{sequence}",
+    "How often did a sample go on after that, or after a failure?",
+)
+WEIGHT_VERSION = Instrument(
+    "nano.weight.version",
+    "gauge",
+    "{version}",
+    "Which weights make the tokens?",
+)
+STAGE_READY = Instrument(
+    "nano.stage.ready",
+    "gauge",
+    "1",
+    "Does the stage take part (1) or not (0)?",
+    (names.STAGE,),
+)
+
+INSTRUMENTS: tuple[Instrument, ...] = tuple(
+    value for value in dict(globals()).values() if isinstance(value, Instrument)
+)
+"""All of them, in the order above."""

@@ -1,0 +1,192 @@
+"""Spans in a file: OTLP's JSON encoding, one object a line.
+
+https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding and
+https://opentelemetry.io/docs/specs/otel/protocol/file-exporter/
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.trace import StatusCode
+
+_STATUS = {StatusCode.UNSET: 0, StatusCode.OK: 1, StatusCode.ERROR: 2}
+_INTERNAL = 1
+
+Value = str | int | float | bool | list[str]
+
+
+class FileExporter(SpanExporter):
+    """Appends each batch of spans as one line, in one write.
+
+    So that several processes may share the file, and that what a process has exported stays when
+    it is killed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError when the file can't be written."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """See SpanExporter. A full disk loses spans, and nothing else."""
+        try:
+            os.write(self._file, msgspec.json.encode(_encoded(spans)) + b"\n")
+        except OSError:
+            return SpanExportResult.FAILURE
+        return SpanExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        """Closes the file."""
+        os.close(self._file)
+
+
+class SpanEvent(msgspec.Struct, frozen=True):
+    """Something that happened at a moment within a span."""
+
+    name: str
+    at_ns: int
+
+
+class Span(msgspec.Struct, frozen=True):
+    """A span, as read from a file.
+
+    Attributes:
+        parent_id: "" for the first of its trace.
+        links: The traces that it is linked to.
+        error: What its status says when it is an error; "" otherwise.
+        resource: Of the process that made it.
+    """
+
+    trace_id: str
+    span_id: str
+    parent_id: str
+    name: str
+    start_ns: int
+    end_ns: int
+    attributes: dict[str, Value] = {}
+    events: tuple[SpanEvent, ...] = ()
+    links: tuple[str, ...] = ()
+    error: str = ""
+    resource: dict[str, Value] = {}
+
+
+def read_spans(path: Path) -> Iterator[Span]:
+    """All spans of a file, in the order in which they were written.
+
+    A line that a killed process, or a full disk, has cut off is left out.
+
+    Raises:
+        OSError: The file can't be read.
+    """
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                content = msgspec.json.decode(line)
+            except msgspec.DecodeError:
+                continue
+            for of_resource in content.get("resourceSpans", ()):
+                resource = _values(of_resource.get("resource", {}))
+                for scope in of_resource.get("scopeSpans", ()):
+                    for span in scope.get("spans", ()):
+                        yield _decoded(span, resource)
+
+
+def _encoded(spans: Sequence[ReadableSpan]) -> dict[str, Any]:
+    resource = spans[0].resource.attributes
+    scope = {"name": "nano_inference"}
+    return {
+        "resourceSpans": [
+            {
+                "resource": {"attributes": _attributes(resource)},
+                "scopeSpans": [{"scope": scope, "spans": [_span(span) for span in spans]}],
+            }
+        ]
+    }
+
+
+def _span(span: ReadableSpan) -> dict[str, Any]:
+    context = span.get_span_context()
+    assert context is not None, "a span that has ended has a context"
+    found: dict[str, Any] = {
+        "traceId": format(context.trace_id, "032x"),
+        "spanId": format(context.span_id, "016x"),
+        "name": span.name,
+        "kind": _INTERNAL,
+        "startTimeUnixNano": str(span.start_time),
+        "endTimeUnixNano": str(span.end_time),
+        "attributes": _attributes(span.attributes or {}),
+    }
+    if span.parent is not None:
+        found["parentSpanId"] = format(span.parent.span_id, "016x")
+    if span.events:
+        found["events"] = [
+            {"timeUnixNano": str(event.timestamp), "name": event.name} for event in span.events
+        ]
+    if span.links:
+        found["links"] = [
+            {
+                "traceId": format(link.context.trace_id, "032x"),
+                "spanId": format(link.context.span_id, "016x"),
+            }
+            for link in span.links
+        ]
+    if span.status.status_code is not StatusCode.UNSET:
+        code = _STATUS[span.status.status_code]
+        found["status"] = {"code": code, "message": span.status.description or ""}
+    return found
+
+
+def _attributes(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{"key": key, "value": _value(value)} for key, value in attributes.items()]
+
+
+def _value(value: Any) -> dict[str, Any]:
+    if isinstance(value, bool):
+        return {"boolValue": value}
+    if isinstance(value, int):
+        return {"intValue": str(value)}
+    if isinstance(value, float):
+        return {"doubleValue": value}
+    if isinstance(value, str):
+        return {"stringValue": value}
+    return {"arrayValue": {"values": [_value(each) for each in value]}}
+
+
+def _decoded(span: dict[str, Any], resource: dict[str, Value]) -> Span:
+    status = span.get("status", {})
+    return Span(
+        trace_id=span["traceId"],
+        span_id=span["spanId"],
+        parent_id=span.get("parentSpanId", ""),
+        name=span["name"],
+        start_ns=int(span["startTimeUnixNano"]),
+        end_ns=int(span["endTimeUnixNano"]),
+        attributes=_values(span),
+        events=tuple(
+            SpanEvent(event["name"], int(event["timeUnixNano"])) for event in span.get("events", ())
+        ),
+        links=tuple(link["traceId"] for link in span.get("links", ())),
+        error=(status.get("message") or "error") if status.get("code") == 2 else "",
+        resource=resource,
+    )
+
+
+def _values(holder: dict[str, Any]) -> dict[str, Value]:
+    return {each["key"]: _plain(each["value"]) for each in holder.get("attributes", ())}
+
+
+def _plain(value: dict[str, Any]) -> Value:
+    ((kind, content),) = value.items()
+    if kind == "intValue":
+        return int(content)
+    if kind == "arrayValue":
+        return [str(_plain(each)) for each in content.get("values", ())]
+    plain: Value = content
+    return plain

@@ -1,0 +1,160 @@
+"""`trace`: a request's spans out of a file, on the terminal, as a page, and for Jaeger."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from nano_inference.config import TelemetryConfig
+from nano_inference.telemetry import TraceContext, names, setup_tracing
+
+from .conftest import Run
+
+BEGIN = 1_763_645_212_345_000_000
+
+
+def at(milliseconds: float) -> int:
+    return BEGIN + round(milliseconds * 1e6)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Two processes, two requests; the first one was replayed and ended with an error."""
+    path = tmp_path / "traces.jsonl"
+    config = TelemetryConfig(trace_file=str(path))
+    first, second = (setup_tracing(config, f"here-{number}") for number in (1, 2))
+
+    def of(stage: str, request_id: str = "r-1") -> dict[str, str]:
+        return {names.STAGE: stage, names.REQUEST_ID: request_id}
+
+    for _ in range(2):  # its successor made it again
+        attributes = of("admission") | {names.MESSAGE_ID: "17-0"}
+        root = first.span("admission", TraceContext(), at(0), at(1), attributes, root="17-0")
+    first.span("replay", root, at(4), at(6), of("admission"), events=[(names.REPLAYED, at(6))])
+    second.span("fairness", root, at(1), at(3), of("fairness"))
+    executor = second.span("executor", root, at(6), at(9), of("executor"))
+    second.span("prefill", executor, at(6), at(7), of("executor"))
+    second.span(
+        *("streaming", root, at(7), at(10), of("streaming") | {"text": "<script>"}),
+        error="expired",
+    )
+    second.span("step", TraceContext(), at(6), at(7), {names.BATCH_SIZE: 3}, links=[root])
+    second.span("admission", TraceContext(), at(0), at(1), of("admission", "r-2"))
+    first.shutdown()
+    second.shutdown()
+    return path
+
+
+WATERFALL = """\
+request r-1   10.00 ms
+trace   {trace}   6 spans, 2 processes
+                                                              start ms   took ms
+admission      ████▌                                              0.00      1.00
+  fairness         ▐████████▌                                     1.00      2.00
+  replay                         █████████                        4.00      2.00
+    replayed                              ▲                       6.00
+  executor                                █████████████▌          6.00      3.00
+    prefill                               ████▌                   6.00      1.00
+  streaming                                   ▐█████████████      7.00      3.00
+    error: expired
+steps that were recorded beside it: 1, of 3 to 3 sequences
+"""
+
+
+def trace_id_of(path: Path) -> str:
+    content = json.loads(path.read_text().splitlines()[0])
+    trace_id: str = content["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["traceId"]
+    return trace_id
+
+
+def test_a_waterfall_on_the_terminal(run: Run, file: Path) -> None:
+    done = run("trace", "r-1", "--file", str(file))
+    assert done.status == 0, done.stderr
+    shown = [line.rstrip() for line in done.stdout.splitlines()]
+    assert shown == WATERFALL.format(trace=trace_id_of(file)).splitlines()
+
+
+@pytest.mark.parametrize("wanted", ["17-0", "the trace"])
+def test_a_request_is_found_by_other_ids_too(run: Run, file: Path, wanted: str) -> None:
+    wanted = trace_id_of(file) if wanted == "the trace" else wanted
+    done = run("trace", wanted, "--set", f"telemetry.trace_file={file}")
+    assert done.stdout.startswith("request r-1 ")
+
+
+class Page(HTMLParser):
+    """What a browser would see of it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.words: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+
+    def handle_data(self, data: str) -> None:
+        self.words += [data.strip()] if data.strip() else []
+
+
+def test_a_page_that_needs_nothing_beside_it(run: Run, file: Path, tmp_path: Path) -> None:
+    target = tmp_path / "trace.html"
+    done = run("trace", "r-1", "--file", str(file), "--html", str(target))
+    assert (done.status, done.stdout) == (0, "")
+    text = target.read_text()
+    page = Page(text)
+    assert page.links == []
+    assert "script" not in page.tags, "what a span says is text"
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "prefers-color-scheme: dark" in text
+    for word in ("r-1", "replay", "prefill", "streaming", "expired", "<script>", "here-2", "step"):
+        assert word in page.words
+    assert page.tags.count("details") == 7, "six spans and a step"
+
+
+def test_what_jaeger_loads_from_disk(run: Run, file: Path, tmp_path: Path) -> None:
+    target = tmp_path / "trace.json"
+    assert run("trace", "r-1", "--file", str(file), "--jaeger", str(target)).status == 0
+    (trace,) = json.loads(target.read_text())["data"]
+    spans = {span["operationName"]: span for span in trace["spans"]}
+    assert len(trace["spans"]) == 6
+    assert trace["traceID"] == trace_id_of(file)
+    assert spans["admission"]["references"] == []
+    (parent,) = spans["prefill"]["references"]
+    assert parent == {
+        "refType": "CHILD_OF",
+        "traceID": trace["traceID"],
+        "spanID": spans["executor"]["spanID"],
+    }
+    assert (spans["executor"]["startTime"], spans["executor"]["duration"]) == (at(6) // 1000, 3000)
+    assert {"key": "error", "type": "bool", "value": True} in spans["streaming"]["tags"]
+    (log,) = spans["replay"]["logs"]
+    assert log["fields"] == [{"key": "event", "type": "string", "value": names.REPLAYED}]
+    assert {trace["processes"][span["processID"]]["serviceName"] for span in trace["spans"]} == {
+        "nano-inference"
+    }
+    assert len(trace["processes"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("r-1",), "there is no trace file"),
+        (("r-1", "--file", "nowhere.jsonl"), "can't be read"),
+        (("r-9", "--file", "FILE"), "no span of 'r-9'"),
+        (("r-1", "--file", "FILE", "--html", "/nowhere/x.html"), "can't be written"),
+    ],
+)
+def test_what_is_wrong_is_told_in_a_sentence(
+    run: Run, file: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    done = run("trace", *(str(file) if each == "FILE" else each for each in arguments))
+    assert done.status == 2
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,149 @@
+"""What a request's trace tells: its parts, and what happened to it on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from nano_inference.bus.messages import Completion
+from nano_inference.config import STAGES, TelemetryConfig, load_config
+from nano_inference.pipeline.pipeline import Pipeline
+from nano_inference.telemetry import names, setup_tracing
+
+LIMIT_S = 60
+
+
+class Recorded:
+    """A pipeline, and its spans once it has ended."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        self.spans: list[ReadableSpan] = []
+
+    def of(self, completion: Completion) -> dict[str, list[ReadableSpan]]:
+        """The spans of a request's trace, by name."""
+        found: dict[str, list[ReadableSpan]] = defaultdict(list)
+        for span in self.spans:
+            if format(span.context.trace_id, "032x") == completion.trace_id:
+                found[span.name].append(span)
+        return found
+
+
+@asynccontextmanager
+async def recorded(
+    telemetry: TelemetryConfig | None = None, **settings: object
+) -> AsyncIterator[Recorded]:
+    exporter = InMemorySpanExporter()
+    tracing = setup_tracing(telemetry or TelemetryConfig(), "here", exporter)
+    overrides = {name.replace("__", "."): value for name, value in settings.items()}
+    config = load_config(env={}, overrides={"engine.dtype": "float32", **overrides})
+    async with asyncio.timeout(LIMIT_S):
+        async with Pipeline(config, tracing=tracing) as pipeline:
+            found = Recorded(pipeline)
+            yield found
+        tracing.shutdown()
+        found.spans = list(exporter.get_finished_spans())
+
+
+def events(spans: list[ReadableSpan]) -> list[str]:
+    return [event.name for span in spans for event in span.events]
+
+
+async def settled(record: Recorded) -> None:
+    """The last spans of a request are made behind its terminal message: the next one's wait for
+    them."""
+    await record.pipeline.complete({"prompt": "1", "sampling": {"max_tokens": 2}})
+
+
+async def test_a_trace_has_every_stage_and_the_parts_of_the_executor() -> None:
+    async with recorded() as record:
+        sampling = {"max_tokens": 8, "ignore_eos": True}
+        done = await record.pipeline.complete({"prompt": "1 + 1 =", "sampling": sampling})
+        await settled(record)
+    spans = record.of(done)
+    assert sorted(spans) == sorted(["publish", *STAGES, "prefill", "decode"])
+    (executor,), (prefill,), (decode,) = (spans[n] for n in ("executor", "prefill", "decode"))
+    assert prefill.parent.span_id == decode.parent.span_id == executor.context.span_id
+    assert executor.start_time == prefill.start_time < prefill.end_time == decode.start_time
+    assert decode.start_time < decode.end_time <= executor.end_time
+    assert events(spans["streaming"]) == events(spans["executor"]) == [names.FIRST_TOKEN]
+    assert executor.attributes[names.OUTPUT_TOKENS] == 8
+
+
+async def test_preempted_and_resumed_shows_as_slices() -> None:
+    sampling = {"max_tokens": 60, "ignore_eos": True, "temperature": 0}
+    settings = {"engine__kv_cache_bytes": 400_000, "engine__max_batch_size": 8}
+    async with recorded(engine__max_model_len=128, **settings) as record:
+        prompts = [f"{number} cats and {number} dogs" for number in range(8)]
+        done = await asyncio.gather(
+            *(record.pipeline.complete({"prompt": p, "sampling": sampling}) for p in prompts)
+        )
+        await settled(record)
+    assert {completion.status for completion in done} == {"done"}
+    hit = [spans for c in done if len((spans := record.of(c))["executor"]) > 1]
+    assert hit, "the cache holds fewer sequences than run"
+    for spans in hit:
+        slices = len(spans["executor"])
+        assert len(spans["batching"]) == slices
+        assert events(spans["batching"]) == [names.PREEMPTED, names.RESUMED] * (slices - 1)
+        assert events(spans["executor"]).count(names.RESUMED) == slices - 1
+        tokens = [span.attributes[names.OUTPUT_TOKENS] for span in spans["executor"]]
+        assert sum(tokens) >= 60
+
+
+async def test_a_cancelled_request_says_so() -> None:
+    async with recorded() as record:
+        sampling = {"max_tokens": 1500, "ignore_eos": True}
+        outputs = record.pipeline.submit({"request_id": "r", "prompt": "1", "sampling": sampling})
+        await anext(outputs)
+        await record.pipeline.client.cancel("r")
+        last = [output async for output in outputs][-1]
+        await settled(record)
+    assert isinstance(last, Completion)
+    spans = record.of(last)
+    assert names.CANCELLED in events(spans["streaming"])
+    assert names.CANCELLED in events(spans["cancel"])
+    for span in (*spans["streaming"], *spans["cancel"]):
+        assert not span.status.is_ok
+        assert span.attributes[names.ERROR_TYPE] == "cancelled"
+
+
+async def test_steps_are_linked_to_the_requests_in_them() -> None:
+    async with recorded(TelemetryConfig(), telemetry__steps_per_s=1e6) as record:
+        sampling = {"max_tokens": 8, "ignore_eos": True}
+        done = await record.pipeline.complete({"prompt": "1 + 1 =", "n": 2, "sampling": sampling})
+        await settled(record)
+    steps = [
+        span
+        for span in record.spans
+        if span.name == "step"
+        and [format(link.context.trace_id, "032x") for link in span.links] == [done.trace_id]
+    ]
+    assert len(steps) >= 8
+    assert {span.parent for span in steps} == {None}
+    assert sum(span.attributes[names.PREFILL_TOKENS] for span in steps) <= done.usage.prompt_tokens
+    assert max(span.attributes[names.BATCH_SIZE] for span in steps) == 2
+    assert all(span.attributes[names.DEVICE_TIME_S] > 0 for span in steps)
+    assert all(span.attributes[names.BLOCKS_FREE] > 0 for span in steps)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.001])
+async def test_steps_are_as_many_as_the_setting_says(rate: float) -> None:
+    async with recorded(telemetry__steps_per_s=rate) as record:
+        await record.pipeline.complete({"prompt": "1", "sampling": {"max_tokens": 20}})
+        await settled(record)
+    assert len([span for span in record.spans if span.name == "step"]) == (rate > 0)
+
+
+async def test_what_is_not_recorded_makes_no_span_at_all() -> None:
+    async with recorded(TelemetryConfig(trace_ratio=0), telemetry__steps_per_s=1e6) as record:
+        done = await record.pipeline.complete({"prompt": "1", "sampling": {"max_tokens": 4}})
+        await settled(record)
+    assert done.status == "done"
+    assert record.spans == []

@@ -1,0 +1,47 @@
+"""What the batch builder counts is what was planned, found, lost and wasted."""
+
+from __future__ import annotations
+
+import pytest
+
+from .lane import STOP, CacheType, Lane, expected
+
+CACHE_TYPES: tuple[CacheType, ...] = ("paged", "radix")
+
+
+@pytest.mark.parametrize("cache_type", CACHE_TYPES)
+def test_what_is_computed_is_counted_once(cache_type: CacheType) -> None:
+    lane = Lane(cache_type=cache_type)
+    lane.add(list(range(10)), request_id="a", seq_ids=(1, 2, 3), max_tokens=5, stop=False)
+    lane.run()
+    done = lane.core.take_counters()
+    assert done.prefilled + done.decoded == lane.executor.num_computed
+    assert done.decoded == 3 * 4
+    assert done.prefilled + done.cached == 3 * 10
+    assert (done.lookups, done.hits) == (3, 2), "the first has nobody to share with"
+    assert (done.recomputed, done.wasted, done.preemptions, done.resumes) == (0, 0, 0, 0)
+    assert lane.core.take_counters().prefilled == 0, "taken once"
+
+
+def test_the_step_ahead_of_a_stop_token_is_wasted() -> None:
+    # One that ends by itself, and not because it has all of its tokens.
+    prompt = next([seed] for seed in range(50) if STOP in expected([seed], 8)[:7])
+    lane = Lane(steps_ahead=2)
+    lane.add(prompt, request_id="a", seq_ids=(1,), max_tokens=8)
+    lane.run()
+    assert lane.core.take_counters().wasted == 1
+
+
+def test_preemption_counts_what_it_costs() -> None:
+    lane = Lane(num_blocks=8, block_size=4, max_batch_size=4, cache_type="paged")
+    for seq_id in range(4):
+        prompt = [seq_id + 10] * 3
+        lane.add(prompt, request_id=str(seq_id), seq_ids=(seq_id,), max_tokens=16, stop=False)
+    lane.run()
+    done = lane.core.take_counters()
+    assert done.preemptions > 0
+    assert done.resumes == done.preemptions, "each went on"
+    assert done.recomputed > 0
+    assert done.prefilled == 4 * 3 + done.recomputed
+    assert lane.core.cache.take_evicted() > 0
+    assert lane.core.cache.take_evicted() == 0, "taken once"

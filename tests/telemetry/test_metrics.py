@@ -1,0 +1,210 @@
+"""Metrics are what docs/telemetry.md lists, what a running pipeline shows, and nothing when off."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import yaml
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from nano_inference.bus.messages import Completion
+from nano_inference.config import Config, ConfigError, TelemetryConfig, load_config
+from nano_inference.pipeline.pipeline import Pipeline
+from nano_inference.telemetry import Metrics, instruments, setup_metrics
+from nano_inference.telemetry.instruments import INSTRUMENTS
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 60
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def config_with(port: int) -> Config:
+    overrides = {"telemetry.metrics_port": port, "engine.dtype": "float32"}
+    return load_config(env={}, overrides=overrides)
+
+
+class Scraped:
+    """What Prometheus gets."""
+
+    def __init__(self, port: int) -> None:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+            self.families: dict[str, Metric] = {
+                family.name: family
+                for family in text_string_to_metric_families(reply.read().decode())
+            }
+
+    def samples(self) -> set[str]:
+        return {sample.name for each in self.families.values() for sample in each.samples}
+
+    def value(self, name: str, **labels: str) -> float:
+        """The sum over all samples of a name that have these labels."""
+        return sum(
+            sample.value
+            for each in self.families.values()
+            for sample in each.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+
+def shown(name: str) -> str:
+    return name.replace(".", "_")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pipeline() -> AsyncIterator[Pipeline]:
+    async with Pipeline(config_with(free_port())) as running:
+        yield running
+
+
+async def scraped_when(pipeline: Pipeline, name: str, least: float) -> Scraped:
+    """What is there once a metric, told about once a second, has come so far."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            scraped = await asyncio.to_thread(Scraped, pipeline.config.telemetry.metrics_port)
+            if scraped.value(name) >= least:
+                return scraped
+            await asyncio.sleep(0.05)
+
+
+async def test_a_running_pipeline_shows_what_it_did(pipeline: Pipeline) -> None:
+    prompt = "Ana has 12 + 30 cats and Ben has 7 + 5. "
+    sampling = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
+    for _ in range(2):
+        done = await pipeline.complete({"prompt": prompt, "n": 2, "sampling": sampling})
+        assert isinstance(done, Completion)
+    refused = await pipeline.complete({"prompt": ""})
+    assert refused.error is not None
+    prompt_tokens = done.usage.prompt_tokens
+    scraped = await scraped_when(pipeline, "nano_prefix_lookups_total", 4)
+    value = scraped.value
+    assert value("nano_requests_total", nano_request_status="done") == 2
+    assert value("nano_requests_total", error_type=refused.error.code) == 1
+    for name in ("time_to_first_token", "time_per_output_token", "request_duration"):
+        family = f"gen_ai_server_{name}_seconds"
+        assert value(f"{family}_count", gen_ai_request_model="tiny") == 2
+        assert 0 < value(f"{family}_sum") < LIMIT_S
+    usage = "gen_ai_client_token_usage_sum"
+    assert value(usage, gen_ai_token_type="input") == 2 * prompt_tokens
+    assert value(usage, gen_ai_token_type="output") == 80
+    assert value("nano_prefix_hits_total") == 3, "all but the first found the prompt"
+    computed = value("nano_tokens_prefilled_total") + value("nano_tokens_cached_total")
+    assert computed == 4 * prompt_tokens, "each sample's prompt is computed or found"
+    # The first token of each sample comes from its prefill; the step ahead computes one too many.
+    wasted = value("nano_tokens_wasted_total")
+    assert value("nano_tokens_decoded_total") == 76 + wasted
+    steps = value("nano_batch_size_count")
+    assert value("nano_batch_size_sum") >= 76
+    assert value("nano_step_schedule_time_seconds_count") == steps
+    assert value("nano_step_device_time_seconds_count") == steps
+    assert value("nano_token_interval_seconds_count") >= 19 * 2
+    assert value("nano_queue_wait_seconds_count") == 2
+    assert value("nano_kv_blocks") > value("nano_kv_blocks_cached") > 0
+    assert value("nano_stage_ready") == 5
+    assert value("nano_requests_replayed_total") == 0
+
+
+async def test_every_instrument_is_shown(pipeline: Pipeline) -> None:
+    await pipeline.complete({"prompt": "1 + 1 =", "sampling": {"max_tokens": 4}})
+    scraped = await scraped_when(pipeline, "nano_stage_ready", 5)
+    missing = {
+        each.name
+        for each in INSTRUMENTS
+        if not any(name.startswith(shown(each.name)) for name in scraped.families)
+    }
+    assert missing == set()
+
+
+def queries() -> list[tuple[str, str]]:
+    """(where, query) in the dashboard and in the alert rules."""
+    dashboard = json.loads((ROOT / "deploy" / "grafana-dashboard.json").read_text())
+    found = [
+        (f"dashboard: {panel['title']}", target["expr"])
+        for panel in dashboard["panels"]
+        for target in panel.get("targets", ())
+    ]
+    alerts = yaml.safe_load((ROOT / "deploy" / "alerts.yaml").read_text())
+    for group in alerts["groups"]:
+        found += [(f"alert: {rule['alert']}", rule["expr"]) for rule in group["rules"]]
+    return found
+
+
+async def test_dashboard_and_alerts_ask_for_what_there_is(pipeline: Pipeline) -> None:
+    await pipeline.complete({"prompt": "1 + 1 =", "sampling": {"max_tokens": 4}})
+    samples = (await scraped_when(pipeline, "nano_kv_blocks", 1)).samples()
+    asked = [
+        (where, name)
+        for where, query in queries()
+        for name in re.findall(r"\b(?:nano|gen_ai)_\w+(?=[\s{\[)]|$)", query)
+        # A label in "by (...)" or within braces.
+        if name not in labels_of(query)
+    ]
+    assert len(asked) > 30
+    assert [(where, name) for where, name in asked if name not in samples] == []
+
+
+def labels_of(query: str) -> set[str]:
+    groups = re.findall(r"\b(?:by|on|without|ignoring) ?\((.*?)\)", query)
+    groups += re.findall(r"\{(.*?)\}", query)
+    return {name for group in groups for name in re.findall(r"\w+", group)}
+
+
+async def test_documents_list_every_metric() -> None:
+    text = (ROOT / "docs" / "telemetry.md").read_text()
+    rows = re.findall(r"^\| `((?:nano|gen_ai)\.[\w.]+)` \| (\w+) \| (.*?) \| (.*) \|$", text, re.M)
+    wanted = [
+        (each.name, each.kind, f"`{each.unit}`" if each.unit else "", each.question)
+        for each in INSTRUMENTS
+    ]
+    assert rows == wanted
+
+
+async def test_buckets_resolve_milliseconds() -> None:
+    for each in INSTRUMENTS:
+        assert list(each.buckets) == sorted(set(each.buckets))
+        assert bool(each.buckets) == (each.kind == "histogram")
+        if each.unit == "s" and each.kind == "histogram":
+            within = [bound for bound in each.buckets if 0.001 <= bound <= 0.01]
+            assert len(within) >= 5
+
+
+async def test_off_by_default_and_then_nothing_listens() -> None:
+    metrics = setup_metrics(TelemetryConfig(), "here")
+    assert not metrics.enabled
+    metrics.record(instruments.REQUESTS, 1)
+    metrics.shutdown()
+
+
+async def test_a_taken_port_is_told() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"telemetry.metrics_port {port}"):
+            setup_metrics(TelemetryConfig(metrics_port=port), "here")
+
+
+async def test_after_shutdown_the_port_is_free() -> None:
+    port = free_port()
+    for _ in range(2):
+        metrics = setup_metrics(TelemetryConfig(metrics_port=port), "here")
+        metrics.record(instruments.QUEUE_DEPTH, 3)
+        scraped = await asyncio.to_thread(Scraped, port)
+        assert scraped.value("nano_queue_depth") == 3
+        metrics.shutdown()
+    assert isinstance(metrics, Metrics)

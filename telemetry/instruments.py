@@ -269,6 +269,31 @@ RESUMES = Instrument(
     "{sequence}",
     "How often did a sample go on after that, or after a failure?",
 )
+FAIRNESS_PREEMPTIONS = Instrument(
+    "nano.fairness.preemptions",
+    "counter",
+    "{sequence}",
+    "How often did a sample make room for one of higher priority?",
+)
+FAIRNESS_YIELDS = Instrument(
+    "nano.fairness.yields",
+    "counter",
+    "{sequence}",
+    "How often was a sample's time slice over, and another's turn?",
+)
+FAIRNESS_RESUMES = Instrument(
+    "nano.fairness.resumes",
+    "counter",
+    "{sequence}",
+    "How often did a sample go on after either?",
+)
+FAIRNESS_TOKENS = Instrument(
+    "nano.fairness.tokens",
+    "counter",
+    "{token}",
+    "Which priorities were the tokens generated for?",
+    (names.PRIORITY,),
+)
 WEIGHT_VERSION = Instrument(
     "nano.weight.version",
     "gauge",

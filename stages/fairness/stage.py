@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import ClassVar
 
 import msgspec
@@ -17,7 +18,7 @@ from ...bus.messages import (
 )
 from ...telemetry import Attributes, TraceContext, instruments, names, now_ns
 from ..actor import Actor, StageContext, budget_of, deadline_of
-from .core import Dispatched, FairnessCore
+from .core import Counts, Dispatched, FairnessCore
 from .lanes import Running
 
 
@@ -30,6 +31,7 @@ class FairnessStage(Actor):
         super().__init__(context)
         self._settings = self.config.fairness
         self._core = FairnessCore(self._settings)
+        self._measured = Counts()
 
     async def reset(self) -> None:
         counts = self._core.counts
@@ -78,7 +80,20 @@ class FairnessStage(Actor):
         }
 
     async def measure(self) -> None:
+        counts, before = self._core.counts, self._measured
         self.metrics.record(instruments.QUEUE_DEPTH, self._core.num_queued)
+        for instrument, number in (
+            (instruments.FAIRNESS_PREEMPTIONS, counts.preemptions - before.preemptions),
+            (instruments.FAIRNESS_YIELDS, counts.yields - before.yields),
+            (instruments.FAIRNESS_RESUMES, counts.resumes - before.resumes),
+        ):
+            self.metrics.record(instrument, number)
+        for priority, tokens in counts.tokens.items():
+            labels = {names.PRIORITY: str(priority)}
+            self.metrics.record(
+                instruments.FAIRNESS_TOKENS, tokens - before.tokens[priority], labels
+            )
+        self._measured = copy.deepcopy(counts)
 
     async def _send(self, dispatched: Dispatched) -> None:
         info = dispatched.request.info

@@ -62,7 +62,7 @@ class RedisFollow:
             output = self._decode(key, raw)
             if self._entry_id and output.entry_id != self._entry_id:
                 continue  # another request of the same id
-            if isinstance(output, CompletionChunk) and not self._is_new(output):
+            if isinstance(output, CompletionChunk) and not self._is_next(output):
                 continue
             subscription.keep_only(key)
             if isinstance(output, Completion):
@@ -92,10 +92,17 @@ class RedisFollow:
                 code="malformed_output",
             ) from None
 
-    def _is_new(self, chunk: CompletionChunk) -> bool:
+    def _is_next(self, chunk: CompletionChunk) -> bool:
+        """Whether it continues what was given out.
+
+        Not when it was given out already, and not when tokens are missing before it: a server
+        restarted without its last entries may get one more before the stream is written anew.
+        """
         given = self._given.get(chunk.sample_index, 0)
-        self._given[chunk.sample_index] = max(given, chunk.token_offset + len(chunk.token_ids))
-        return chunk.token_offset >= given
+        if chunk.token_offset != given:
+            return False
+        self._given[chunk.sample_index] = given + len(chunk.token_ids)
+        return True
 
     async def _check_still_known(self) -> None:
         """A server that lost its data has neither the request nor its outputs.

@@ -10,6 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from nano_inference.bus import redis_readers
+from nano_inference.bus.codec import encode_output
 from nano_inference.bus.keys import Keys
 from nano_inference.config import BusError
 
@@ -158,3 +159,20 @@ async def test_the_shared_stream_has_what_a_dead_writer_did_not_put_there(
         assert await successor.results.recover(["r"], 2) == [[kit.done("r", "1-1")]]
         assert await foreign.xlen(shared) == 1
     assert await foreign.ttl(Keys(redis_buses.prefix).own("r")) > 0, "the id is free again later"
+
+
+async def test_a_chunk_behind_missing_ones_waits_for_the_stream_to_be_written_anew(
+    redis_buses: Any, foreign: Redis, kit: Any
+) -> None:
+    """A server restarted without its last entries takes one more from the epoch before."""
+    bus = redis_buses.open()
+    entry = await bus.requests.publish({"request_id": "r"})
+    out = f"{redis_buses.prefix}:out:r"
+    chunks = [kit.chunk("r", entry, i) for i in range(4)]
+    last = kit.done("r", entry)
+    for entry_id, output in (
+        *(("5-1", chunks[0]), ("5-2", chunks[1]), ("5-4", chunks[3])),
+        *(("6-1", chunks[2]), ("6-2", chunks[3]), ("6-3", last)),
+    ):
+        await foreign.xadd(out, {"json": encode_output(output)}, id=entry_id)
+    assert await kit.collect(bus.results.follow("r", entry)) == [*chunks, last]

@@ -87,8 +87,14 @@ async def test_a_pipeline_tells_how_its_stages_are(make_config: MakeConfig) -> N
         loads = {stage: set(report.load) for stage, report in found.stages.items()}
         assert loads == {
             "admission": {"in_flight", "recovering"},
-            "fairness": {"queued", "credits"},
-            "batching": {"running", "waiting", "kv_free", "kv_total", "kv_cached"},
+            "fairness": {
+                *("queued", "credits", "paused", "settings"),
+                *("preemptions", "yields", "resumes"),
+            },
+            "batching": {
+                *("running", "waiting", "set_aside"),
+                *("kv_free", "kv_total", "kv_cached"),
+            },
             "executor": {"plans", "steps", "device"},
             "streaming": {"open", "tokens_per_s", "ttft_ms_p50", "ttft_ms_p95"},
         }

@@ -22,6 +22,9 @@ ViewKey = tuple[int | None, int]
 MAX_GATHERED_TOKENS = 1 << 16
 """Most context tokens, padding included, that one decode chunk gathers."""
 
+SHORT_CONTEXT = 512
+"""Contexts of at most so many tokens are read token by token, where a kernel does it (CPU)."""
+
 _SLACK_TOKENS = 256
 """Padding that a decode row may always have: below it another chunk costs more than it saves."""
 
@@ -72,7 +75,7 @@ class DecodeRows:
     Attributes:
         count: How many there are, in front of the batch.
         tables: `[at least count, blocks]` int64, contiguous.
-        contexts: `[at least count]` int64, falling over the first `count`.
+        contexts: `[at least count]` int64. Best falling: then the longest are begun first.
     """
 
     count: int
@@ -202,7 +205,8 @@ def build_attention_batch(
         dtype: The model's.
         paged: Whether a kernel reads the cache for the rows of one token.
     """
-    decode_rows = DecodeRows(rows.num_decodes, tables, contexts) if paged else None
+    decode_rows = _paged_rows(rows, tables, contexts) if paged else None
+    prefills_apart = decode_rows is None or decode_rows.count == rows.num_decodes
     longest = int(rows.contexts.max(initial=0))
     views: dict[ViewKey, BatchView] = {}
     for window, heads in kinds:
@@ -215,11 +219,29 @@ def build_attention_batch(
                 decodes = _decode_chunks(
                     rows, tables, contexts, effective, heads, block_size, dtype
                 )
-            prefills = _prefill_rows(rows, tables, effective, heads, block_size)
+            prefills: Iterable[PrefillRow] = ()
+            if prefills_apart:
+                prefills = _prefill_rows(rows, tables, effective, heads, block_size)
             shared = BatchView(tuple(decodes), tuple(prefills))
             views[effective, heads] = shared
         views[window, heads] = shared
     return AttentionBatch(slots, views, decode_rows)
+
+
+def _paged_rows(rows: Rows, tables: Tensor, contexts: Tensor) -> DecodeRows:
+    """The rows of one token; on CPU all tokens of short contexts, as rows of one token each.
+
+    A matrix product for so few keys costs more than it saves.
+    """
+    longest = int(rows.contexts.max(initial=0))
+    if tables.device.type != "cpu" or longest > SHORT_CONTEXT:
+        return DecodeRows(rows.num_decodes, tables, contexts)
+    row_of_token, positions = flatten_rows(rows.starts, rows.num_tokens)
+    return DecodeRows(
+        len(positions),
+        tables.index_select(0, torch.from_numpy(row_of_token)),
+        torch.from_numpy(positions + 1),
+    )
 
 
 def _decode_chunks(

@@ -35,11 +35,6 @@ PROGRAMS = {
     "openvino": "ov_genai.py",
 }
 
-RUN_TIMEOUT_S = 900.0
-
-Figures = dict[str, dict[str, dict[str, list[float]]]]
-"""Figure, workload, engine: one number per repetition."""
-
 
 class Peer:
     """An engine's process."""

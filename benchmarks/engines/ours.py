@@ -34,7 +34,6 @@ class Ours(worker.Engine):
             max_batch_size=64,
             kv_cache_bytes=1 << 29,
         )
-        started = time.perf_counter()
         self.engine = Timed(config)
         executor = self.engine._executor
         reason = executor.without_kernels
@@ -42,7 +41,6 @@ class Ours(worker.Engine):
         weights = sum(p.nbytes for p in executor.model.module.parameters())
         cache = sum(tensor.nbytes for tensor in (*executor.cache.keys, *executor.cache.values))
         self.held_bytes = weights + cache
-        self.load_s = time.perf_counter() - started
 
     def can(self, workload: Workload) -> bool:
         return True

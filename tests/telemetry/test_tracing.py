@@ -124,7 +124,8 @@ def test_settings_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_share_of_the_traces_begun_here_is_recorded(exporter: InMemorySpanExporter) -> None:
     tracing = setup_tracing(TelemetryConfig(trace_ratio=0.25), "here", exporter)
     for number in range(400):
-        root = tracing.span("root", TraceContext(), 1, 2, {}, root=f"entry-{number}")
+        own = tracing.begin(f"entry-{number}")
+        root = tracing.span("root", TraceContext(), 1, 2, {}, own=own)
         tracing.span("child", root, 1, 2, {})
     tracing.shutdown()
     spans = exporter.get_finished_spans()
@@ -148,8 +149,9 @@ def test_who_makes_a_root_again_goes_on_with_the_same_trace() -> None:
     contexts = []
     for _ in range(2):
         tracing = setup_tracing(TelemetryConfig(), "here", InMemorySpanExporter())
-        contexts.append(tracing.span("root", TraceContext(), 1, 2, {}, root="entry"))
-        contexts.append(tracing.span("root", TraceContext(), 1, 2, {}, root="other"))
+        for name in ("entry", "other"):
+            own = tracing.begin(name)
+            contexts.append(tracing.span("root", TraceContext(), 1, 2, {}, own=own))
         tracing.shutdown()
     first, other, again, _ = (context.traceparent for context in contexts)
     assert first == again != other

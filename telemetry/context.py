@@ -67,6 +67,17 @@ class TraceContext:
         return bytes.fromhex(text[_TRACE_ID]), bytes.fromhex(text[_SPAN_ID])
 
     @property
+    def id_numbers(self) -> tuple[int, int]:
+        """The same as numbers."""
+        text = self.traceparent
+        return int(text[_TRACE_ID], 16), int(text[_SPAN_ID], 16)
+
+    @property
+    def state(self) -> TraceState | None:
+        """The tracestate as OpenTelemetry has it."""
+        return TraceState.from_header([self.tracestate]) if self.tracestate else None
+
+    @property
     def log_ids(self) -> dict[str, str]:
         """What log lines of the request carry, by the names that OpenTelemetry gives them.
 
@@ -84,14 +95,8 @@ class TraceContext:
         """As OpenTelemetry has it; not valid when there is no valid context."""
         if not self.is_valid:
             return INVALID_SPAN_CONTEXT
-        text = self.traceparent
-        return SpanContext(
-            int(text[_TRACE_ID], 16),
-            int(text[_SPAN_ID], 16),
-            True,
-            TraceFlags(int(text[_FLAGS], 16)),
-            TraceState.from_header([self.tracestate]) if self.tracestate else None,
-        )
+        flags = TraceFlags(int(self.traceparent[_FLAGS], 16))
+        return SpanContext(*self.id_numbers, True, flags, self.state)
 
 
 def first_context(trace_id: int, span_id: int, *, sampled: bool) -> TraceContext:

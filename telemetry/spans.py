@@ -8,11 +8,13 @@ from typing import Any
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from .context import TraceContext
 
 Attributes = Mapping[str, str | int | float | Sequence[str]]
+
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 SCOPE = InstrumentationScope("nano_inference")
 
@@ -90,5 +92,5 @@ class FinishedSpan(ReadableSpan):
     def context(self) -> SpanContext:
         """Asked for by every processor, so it needs none of the rest."""
         if self.ids is None:
-            self.ids = self.own.span_context
+            self.ids = SpanContext(*self.own.id_numbers, False, _SAMPLED, self.own.state)
         return self.ids

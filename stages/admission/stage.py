@@ -80,6 +80,8 @@ class AdmissionStage(RecoveringStage):
         folder = self.config.engine.model_folder
         tokenizer = await anyio.to_thread.run_sync(load_tokenizer, folder)
         self._core = AdmissionCore(self.config, tokenizer, stop_token_ids_of(folder, tokenizer))
+        # Prometheus sees a counter rise only if it has seen it before.
+        self._count_refused(0)
 
     async def receive_forever(self, inbox: Inbox) -> None:
         pending = await self.bus.requests.pending()
@@ -221,9 +223,12 @@ class AdmissionStage(RecoveringStage):
         )
         if number:
             self.log.warning("requests_refused_as_overloaded", requests=number)
-            labels = {names.STATUS: "error", names.ERROR_TYPE: "overloaded"}
-            self.metrics.record(instruments.REQUESTS, number, labels)
+            self._count_refused(number)
         return number
+
+    def _count_refused(self, number: int) -> None:
+        labels = {names.STATUS: "error", names.ERROR_TYPE: "overloaded"}
+        self.metrics.record(instruments.REQUESTS, number, labels)
 
     # --- the way in ---------------------------------------------------------------------------
 

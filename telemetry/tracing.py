@@ -24,7 +24,6 @@ from opentelemetry.sdk.trace.sampling import Decision, ParentBased, Sampler, Tra
 from ..config import ConfigError, TelemetryConfig
 from . import names
 from .context import TraceContext, first_context
-from .otlp import otlp_exporter
 from .spans import Attributes, FinishedSpan
 from .trace_file import FileExporter
 
@@ -183,6 +182,9 @@ def setup_tracing(
         if config.trace_file:
             processors.append(SimpleSpanProcessor(_file_exporter(config.trace_file)))
         if endpoint_of(config):
+            # Only here, so that who exports nothing does not wait for the import of protobuf.
+            from .otlp import otlp_exporter
+
             processors.append(_batched(otlp_exporter(config)))
     if not processors:
         return Tracing()

@@ -33,11 +33,16 @@ class FileExporter(SpanExporter):
         """Raises OSError when the file can't be written."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        # All spans of a process have the same; encoded once.
+        self._resource = msgspec.Raw()
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """See SpanExporter. A full disk loses spans, and nothing else."""
+        if not self._resource:
+            attributes = _attributes(spans[0].resource.attributes)
+            self._resource = msgspec.Raw(msgspec.json.encode({"attributes": attributes}))
         try:
-            os.write(self._file, msgspec.json.encode(_encoded(spans)) + b"\n")
+            os.write(self._file, msgspec.json.encode(_encoded(spans, self._resource)) + b"\n")
         except OSError:
             return SpanExportResult.FAILURE
         return SpanExportResult.SUCCESS
@@ -98,12 +103,12 @@ def read_spans(path: Path) -> Iterator[Span]:
                         yield _decoded(span, resource)
 
 
-def _encoded(spans: Sequence[ReadableSpan]) -> dict[str, Any]:
+def _encoded(spans: Sequence[ReadableSpan], resource: msgspec.Raw) -> dict[str, Any]:
     ours = [_span(span) for span in spans if isinstance(span, FinishedSpan)]
     return {
         "resourceSpans": [
             {
-                "resource": {"attributes": _attributes(spans[0].resource.attributes)},
+                "resource": resource,
                 "scopeSpans": [{"scope": {"name": SCOPE.name}, "spans": ours}],
             }
         ]

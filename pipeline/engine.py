@@ -20,6 +20,7 @@ from ..bus.messages import (
     GenerateRequest,
     TokenLogprob,
 )
+from ..bus.weights import InFlight
 from ..config import Config, EngineConfig, ModelError, RequestError, SamplingParams
 from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
@@ -243,26 +244,38 @@ class InferenceEngine:
 
     # --- weights ------------------------------------------------------------------------------
 
-    def update_weights(self, state_dict: Mapping[str, Tensor], blocking: bool = False) -> None:
+    def update_weights(
+        self,
+        state_dict: Mapping[str, Tensor],
+        blocking: bool = False,
+        *,
+        in_flight: InFlight = "keep",
+        version: int | None = None,
+        partial: bool = False,
+    ) -> None:
         """Replaces the model's weights; tokens sampled from then on carry the next version.
 
-        Sequences under way go on from their KV as it is. What the prefix cache holds from older
-        weights is never used for a sequence that starts after the update.
+        What the prefix cache holds from older weights is never used for a sequence that starts
+        after the update.
 
         Args:
             state_dict: The whole model's, by parameter name, on any device and in any dtype.
             blocking: Put in place before this returns; otherwise before the next step, and the
                 tensors must not be changed till then.
+            in_flight: What becomes of requests under way. keep: they go on from their KV as it
+                is. retract: they compute the KV of their tokens again, with the new weights.
+                abort: the next step ends them with what they have.
+            version: What to count from then on, above the present version; None for the next.
+            partial: Whether parameters that are not in `state_dict` stay as they are.
 
         Raises:
-            ModelError: The weights don't fit the model, or an update waits already; weights and
+            WeightsError: The weights don't fit the model, or an update waits already; weights and
                 version are as they were.
         """
-        if blocking:
-            self._executor.weights.sync_blocking(state_dict)
-            self._batching.cache.begin_weight_version(self.get_weight_version())
-        else:
-            self._executor.weights.start_sync(state_dict)
+        sync = (
+            self._executor.weights.sync_blocking if blocking else self._executor.weights.start_sync
+        )
+        self._batching.change_weights(sync(state_dict, version, partial=partial), in_flight)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The weights in place, by parameter name, as `update_weights` takes them; not copies."""
@@ -283,8 +296,6 @@ class InferenceEngine:
     # --- inside -------------------------------------------------------------------------------
 
     def _advance(self) -> list[tuple[str, list[TrainingSample]]]:
-        if self._executor.weights.maybe_finish_sync():
-            self._batching.cache.begin_weight_version(self.get_weight_version())
         plan = self._batching.plan(now_ns())
         if plan is None:
             if self._prompts:
@@ -302,6 +313,8 @@ class InferenceEngine:
             # Interrupted, perhaps: the requests wait again, and the next step goes on with them.
             self._executor.reset()
             self._batching.retract()
+            if version := self._executor.weights.pending_version:
+                self._batching.change_weights(version, "keep")
             raise
         self._batching.absorb(result)
         self._batching.take_report()  # there is no fairness stage that would want to know

@@ -41,11 +41,13 @@ class WeightUpdates:
         self._actor = actor
         self._on_torch = on_torch
         self._fetching = asyncio.Lock()
+        self._unanswered: dict[int, Operation] = {}
         # What batching has been told of, with the version that it will have.
         self._staged: tuple[UpdateWeights, int] | None = None
 
     async def obey(self, operation: Operation, weights: WeightSyncManager) -> None:
         """Does it, and answers unless the answer comes later."""
+        self._unanswered[id(operation)] = operation
         done = True
         try:
             match operation:
@@ -72,6 +74,16 @@ class WeightUpdates:
             self._actor.log.info("weights_in_place", version=version)
             await self._answer(update, version)
 
+    async def abandon(self, weights: WeightSyncManager) -> None:
+        """Answers what will not be done any more, since the stage ends."""
+        why = WeightsError(
+            "the executor stopped before the weights were in place; it starts again with those of "
+            "model_path, as version 0",
+            code="weights_interrupted",
+        )
+        for operation in list(self._unanswered.values()):
+            await self._answer(operation, weights.version, why)
+
     async def _update(self, update: UpdateWeights, weights: WeightSyncManager) -> None:
         if self._fetching.locked() or self._staged is not None:
             raise WeightsError(
@@ -91,4 +103,5 @@ class WeightUpdates:
     async def _answer(
         self, operation: Operation, version: int, error: WeightsError | None = None
     ) -> None:
+        self._unanswered.pop(id(operation), None)
         await self._actor.answer(operation.operation_id, version, error)

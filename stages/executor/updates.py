@@ -17,6 +17,7 @@ from ...bus.messages import (
     WeightsStaged,
 )
 from ...config import WeightsError
+from ...telemetry import instruments, names, now_ns
 from ..actor import Actor
 from .transports import fetch
 from .weights import WeightSyncManager
@@ -91,7 +92,9 @@ class WeightUpdates:
                 code="weights_busy",
             )
         async with self._fetching:
+            started = now_ns()
             tensors = await self._fetch(fetch, update.source, update.timeout_s)
+            self._actor.metrics.record(instruments.WEIGHT_FETCH, (now_ns() - started) / 1e9)
             start = partial(weights.start_sync, partial=update.partial)
             version = await self._on_torch(start, tensors, update.version)
             self._staged = update, version
@@ -104,4 +107,7 @@ class WeightUpdates:
         self, operation: Operation, version: int, error: WeightsError | None = None
     ) -> None:
         self._unanswered.pop(id(operation), None)
+        if isinstance(operation, UpdateWeights):
+            labels = {names.ERROR_TYPE: error.code if error else ""}
+            self._actor.metrics.record(instruments.WEIGHT_UPDATES, 1, labels)
         await self._actor.answer(operation.operation_id, version, error)

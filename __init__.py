@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .bus.messages import ChatMessage, Completion, CompletionChunk, GenerateRequest
     from .config import Config, EngineConfig, SamplingParams, SchedulerConfig, load_config
-    from .config.errors import NanoInferenceError, RequestError
+    from .config.errors import NanoInferenceError, RequestError, WeightsError
     from .pipeline.client import BusClient
     from .pipeline.engine import InferenceEngine, TrainingSample
     from .pipeline.pipeline import Pipeline
@@ -54,6 +54,7 @@ _HOME = {
     "SequenceStatus": ".stages.batching",
     "TrainingSample": ".pipeline.engine",
     "WeightSyncManager": ".stages.executor",
+    "WeightsError": ".config",
     "compute_block_hash": ".stages.batching",
     "load_config": ".config",
     "model_forward": ".stages.executor",
@@ -84,6 +85,7 @@ __all__ = [
     "SequenceStatus",
     "TrainingSample",
     "WeightSyncManager",
+    "WeightsError",
     "compute_block_hash",
     "load_config",
     "model_forward",

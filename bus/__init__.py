@@ -15,6 +15,7 @@ from .channel import (
     Sender,
 )
 from .memory import MemoryBus
+from .replies import Outcome, Replies
 
 
 def open_bus(config: BusConfig, local_stages: frozenset[str] = frozenset()) -> Bus:
@@ -38,7 +39,9 @@ __all__ = [
     "Inbox",
     "Malformed",
     "MemoryBus",
+    "Outcome",
     "OutputStream",
+    "Replies",
     "RequestEntry",
     "RequestQueue",
     "ResultStreams",

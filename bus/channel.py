@@ -13,6 +13,7 @@ import msgspec
 from .board import StageBoard
 from .links import Link
 from .messages import Completion, Envelope, ErrorInfo, GenerateRequest, Message, Output
+from .replies import Replies
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -362,6 +363,10 @@ class Bus(Protocol):
     @property
     def stages(self) -> StageBoard:
         """What every process tells of its stages."""
+
+    @property
+    def replies(self) -> Replies:
+        """Answers to control messages."""
 
     async def open_inbox(self, stage: str) -> Inbox:
         """The inbox of a stage that runs in this process.

@@ -12,6 +12,7 @@
 {prefix}:epoch             counter
 {prefix}:wake:{id}         stream that interrupts a blocking read; not on a cluster (internal)
 {prefix}:stages            stream, what each process tells of its stages: `json` (StageReports)
+{prefix}:reply:{id}        list, what became of an operation in each lane: JSON (Outcome)
 
 Here a brace is a brace: a cluster keeps keys of the same tag in one place, and a key without a tag
 where it would keep the tag that says the same.
@@ -66,6 +67,9 @@ class Keys:
     def link(self, name: str, lane: str | None = None) -> bytes:
         """A link of this lane, or of another."""
         return beside(self._key(f"link:{self._lane if lane is None else lane}"), name)
+
+    def reply(self, operation_id: str) -> bytes:
+        return self._key(f"reply:{operation_id}")
 
     def wake(self, name: str) -> bytes:
         return self._key(f"wake:{name}")

@@ -21,6 +21,7 @@ from .line import Line, bus_closed
 from .links import Link
 from .memory_results import MemoryResults
 from .messages import Completion, Envelope, ErrorInfo, GenerateRequest, Message
+from .replies import MemoryReplies
 
 KEPT_DEAD = 1024
 """Dead letters that are kept in memory."""
@@ -248,6 +249,7 @@ class MemoryBus:
     requests: MemoryRequests
     results: MemoryResults
     stages: MemoryBoard
+    replies: MemoryReplies
 
     def __init__(self, config: BusConfig) -> None:
         self._config = config
@@ -257,6 +259,7 @@ class MemoryBus:
         self.results = MemoryResults()
         self.requests = MemoryRequests(config, self.results)
         self.stages = MemoryBoard()
+        self.replies = MemoryReplies()
 
     async def open_inbox(self, stage: str) -> Inbox:
         """See `Bus.open_inbox`."""

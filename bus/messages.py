@@ -17,6 +17,7 @@ from typing import Literal
 import msgspec
 
 from ..config import FairnessConfig, SamplingParams
+from .weights import InFlight, WeightsSource
 
 FinishReason = Literal["stop", "length", "abort"]
 Status = Literal["done", "error", "cancelled", "expired"]
@@ -418,6 +419,7 @@ class StepPlan(Internal, frozen=True, array_like=True, tag="plan", tag_field="ty
         finished: Sequences that will not be named again; the executor forgets them.
         ended: Requests that were cut short, passed on to streaming in order behind their tokens.
         made_ns: When batching made the plan.
+        weight_version: Of new weights to be put in place before the pass; 0 for none.
     """
 
     step_id: int
@@ -429,6 +431,7 @@ class StepPlan(Internal, frozen=True, array_like=True, tag="plan", tag_field="ty
     finished: tuple[int, ...]
     ended: tuple[Cancel, ...]
     made_ns: int
+    weight_version: int = 0
 
 
 class StartedSequence(Part, frozen=True, array_like=True):
@@ -597,22 +600,96 @@ class StopSequences(Internal, frozen=True, array_like=True, tag="halt", tag_fiel
 
 
 class Pause(Internal, frozen=True, array_like=True, tag="pause", tag_field="type"):
-    """Plan no further steps. Sequences and their KV stay as they are."""
+    """To batching: plan no further steps. Answered when no step is under way any more.
+
+    Attributes:
+        in_flight: "keep" or "retract"; to abort requests is up to admission (`CancelAll`).
+        operation_id: Under which the answer is expected; "" for none, here and below.
+    """
+
+    in_flight: InFlight = "keep"
+    operation_id: str = ""
 
 
 class Resume(Internal, frozen=True, array_like=True, tag="resume", tag_field="type"):
     """Go on after a Pause."""
 
+    operation_id: str = ""
+
+
+class CancelAll(Internal, frozen=True, array_like=True, tag="cancel_all", tag_field="type"):
+    """To admission: every request in flight ends with what it has. What is not yet taken from the
+    queue is not in flight."""
+
+    operation_id: str = ""
+
 
 class UpdateWeights(Internal, frozen=True, array_like=True, tag="weights", tag_field="type"):
-    """Take new weights from a safetensors folder and count this version from then on."""
+    """To the executor: fetch new weights, and put them in place between two steps.
 
-    folder: str
+    Steps go on while they are fetched. Answered when they are in place, or when they are refused.
+
+    Attributes:
+        source: Where they are.
+        in_flight: What becomes of sequences that have begun.
+        version: What to count from then on, above the present version; None for the next.
+        partial: Whether parameters that are not among them stay as they are.
+        timeout_s: How long to wait for them.
+    """
+
+    source: WeightsSource
+    in_flight: InFlight = "keep"
+    version: int | None = None
+    partial: bool = False
+    timeout_s: float = 300.0
+    operation_id: str = ""
+
+
+class WeightsStaged(Internal, frozen=True, array_like=True, tag="staged", tag_field="type"):
+    """The executor to batching: new weights wait for the next plan to put them in place."""
+
     version: int
+    in_flight: InFlight
+
+
+class JoinWeightsGroup(Internal, frozen=True, array_like=True, tag="join", tag_field="type"):
+    """To the executor: join a torch.distributed group from which weights will be broadcast.
+
+    Attributes:
+        group: A name for it. One that was joined before is left first.
+        address: host:port of the group's TCP store, which rank 0 keeps.
+        rank: The executor's, at least 1.
+        world_size: How many there are, rank 0 included.
+        backend: "gloo" or "nccl".
+        timeout_s: How long to wait for the others.
+    """
+
+    group: str
+    address: str
+    rank: int
+    world_size: int
+    backend: str
+    timeout_s: float
+    operation_id: str = ""
+
+
+class LeaveWeightsGroup(Internal, frozen=True, array_like=True, tag="part", tag_field="type"):
+    """To the executor: leave a group, if it is in it."""
+
+    group: str
+    operation_id: str = ""
+
+
+class TellWeightVersion(Internal, frozen=True, array_like=True, tag="version", tag_field="type"):
+    """To the executor: answer with the version of the weights in place."""
+
+    operation_id: str = ""
 
 
 class FlushCache(Internal, frozen=True, array_like=True, tag="flush", tag_field="type"):
     """Forget all cached prefixes. Running sequences keep their blocks."""
+
+    operation_id: str = ""
 
 
 class Drain(Internal, frozen=True, array_like=True, tag="drain", tag_field="type"):
@@ -643,6 +720,7 @@ class LaneCapacity(Part, frozen=True, array_like=True):
         max_model_len: The configured limit cut to the model's own.
         vocab_size: Rows of the output layer.
         device: For people: "cpu", "cuda:0 NVIDIA H200".
+        weight_version: Of the weights in place.
     """
 
     num_blocks: int
@@ -650,6 +728,7 @@ class LaneCapacity(Part, frozen=True, array_like=True):
     max_model_len: int
     vocab_size: int
     device: str
+    weight_version: int = 0
 
 
 class StageStarted(Internal, frozen=True, array_like=True, tag="started", tag_field="type"):
@@ -698,7 +777,12 @@ Message = (
     | StopSequences
     | Pause
     | Resume
+    | CancelAll
     | UpdateWeights
+    | WeightsStaged
+    | JoinWeightsGroup
+    | LeaveWeightsGroup
+    | TellWeightVersion
     | FlushCache
     | Drain
     | UpdateFairness

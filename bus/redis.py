@@ -18,6 +18,7 @@ from .redis_board import RedisBoard
 from .redis_client import Commands, Server, check_version, execute, on_each, time_ms
 from .redis_leases import live_lanes
 from .redis_links import LinkReader, LinkWriter, RedisSender, Seen
+from .redis_replies import RedisReplies
 from .redis_requests import RedisRequests
 from .redis_results import RedisResults
 
@@ -49,6 +50,7 @@ class RedisBus:
     requests: RedisRequests
     results: RedisResults
     stages: RedisBoard
+    replies: RedisReplies
 
     def __init__(self, config: BusConfig, local_stages: frozenset[str] = frozenset()) -> None:
         """Does not connect yet. Raises BusError when the URL can't be used."""
@@ -69,6 +71,7 @@ class RedisBus:
             config, self._keys, self._server, self._commands, self.results
         )
         self.stages = RedisBoard(self._keys, self._commands)
+        self.replies = RedisReplies(self._keys, self._commands)
 
     async def open_inbox(self, stage: str) -> Inbox:
         """See `Bus.open_inbox`. Waits while Redis is away."""

@@ -8,6 +8,7 @@ from .errors import (
     ModelError,
     NanoInferenceError,
     RequestError,
+    WeightsError,
 )
 from .load import load_config, nearest, parse_value
 from .settings import (
@@ -47,6 +48,7 @@ __all__ = [
     "SchedulerConfig",
     "Stage",
     "TelemetryConfig",
+    "WeightsError",
     "load_config",
     "nearest",
     "parse_value",

@@ -37,6 +37,12 @@ class RequestError(NanoInferenceError):
     code = "invalid_request"
 
 
+class WeightsError(ModelError):
+    """New weights could not be taken; those in place and their version are as they were."""
+
+    code = "weights_refused"
+
+
 class BusError(NanoInferenceError):
     """The bus can't be reached, or a message can't be carried."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any
@@ -15,18 +15,26 @@ from ..bus import Bus, open_bus
 from ..bus.links import CONTROL
 from ..bus.messages import (
     Cancel,
+    CancelAll,
     Completion,
     FlushCache,
     GenerateRequest,
+    Message,
     Output,
     Pause,
     Resume,
+    TellWeightVersion,
     UpdateFairness,
+    UpdateWeights,
 )
-from ..config import BusConfig, ConfigError, FairnessConfig
+from ..bus.weights import InFlight, LocalWeights, WeightsSource, lay_down, pick_up
+from ..config import BusConfig, BusError, ConfigError, FairnessConfig, WeightsError
 from ..telemetry import TraceContext, Tracing, names, now_ns
 
 Request = GenerateRequest | dict[str, Any]
+
+ANSWER_S = 30.0
+"""How long to wait for every lane's answer to what should be done at once."""
 
 CANCEL_PATIENCE_S = 2.0
 """How long a caller that leaves a stream waits for its request's cancellation to be sent."""
@@ -135,17 +143,83 @@ class BusClient:
         cancel = Cancel(request_id, entry_id, "cancelled", "cancelled", message)
         await self._control("admission", cancel)
 
-    async def pause(self) -> None:
-        """No further steps are run; requests in flight stay as they are."""
-        await self._control("batching", Pause())
+    async def pause(self, in_flight: InFlight = "keep") -> None:
+        """Returns when no step is under way any more, and none is run until `resume`.
+
+        Args:
+            in_flight: What becomes of requests in flight. keep: they go on from their KV
+                afterwards. retract: they compute it again. abort: they end at once with what they
+                have, status "cancelled" and code "aborted".
+
+        Raises:
+            BusError: A lane did not answer.
+        """
+        await self._operate("batching", Pause("keep" if in_flight == "abort" else in_flight))
+        if in_flight == "abort":
+            await self.cancel_all()
 
     async def resume(self) -> None:
-        """Goes on after `pause`."""
-        await self._control("batching", Resume())
+        """Goes on after `pause`. Raises BusError as that does."""
+        await self._operate("batching", Resume())
+
+    async def cancel_all(self) -> None:
+        """Ends all requests that were taken from the queue; they keep what they have.
+
+        Raises:
+            BusError: A lane did not answer.
+        """
+        await self._operate("admission", CancelAll())
 
     async def flush_cache(self) -> None:
-        """Forgets all cached prefixes."""
-        await self._control("batching", FlushCache())
+        """Forgets all cached prefixes. Raises BusError when a lane did not answer."""
+        await self._operate("batching", FlushCache())
+
+    async def update_weights(
+        self,
+        weights: WeightsSource | Mapping[str, Any],
+        *,
+        in_flight: InFlight = "keep",
+        version: int | None = None,
+        partial: bool = False,
+        timeout_s: float = 300.0,
+    ) -> int:
+        """Replaces the weights of every lane between two steps, while requests are in flight.
+
+        Generation goes on while the new weights are fetched. `pause` before and `resume` after
+        it is the blocking way.
+
+        Args:
+            weights: Where they are, or, when the executor runs in this process, a state dict,
+                which must not change until this returns.
+            in_flight: As for `pause`, applied when the weights change: "abort" ends what runs or
+                waits to run in a lane, and lets what is still queued run with the new weights.
+            version: What to count from then on, above the present version; None for the next.
+            partial: Whether parameters that are not among them stay as they are.
+            timeout_s: How long fetching them may take.
+
+        Returns:
+            The version of the weights in place; with several lanes the smallest.
+
+        Raises:
+            WeightsError: They could not be taken; the old ones are in place in that lane.
+            BusError: A lane did not answer; its tokens tell their version.
+        """
+        source: WeightsSource
+        source = lay_down(uuid.uuid4().hex, weights) if isinstance(weights, Mapping) else weights
+        try:
+            update = UpdateWeights(source, in_flight, version, partial, timeout_s)
+            return await self._operate("executor", update, timeout_s + ANSWER_S)
+        finally:
+            if isinstance(source, LocalWeights):
+                pick_up(source.key)
+
+    async def weight_version(self) -> int:
+        """The version of the weights in place; with several lanes the smallest.
+
+        Raises:
+            BusError: A lane did not answer.
+        """
+        return await self._operate("executor", TellWeightVersion())
 
     async def fairness(self) -> dict[str, FairnessConfig]:
         """The settings by which fairness goes, by lane, as the lanes told them a second ago."""
@@ -167,19 +241,42 @@ class BusClient:
         """
         await self._control("fairness", UpdateFairness(config), lane)
 
-    async def _control(
-        self,
-        stage: str,
-        body: Cancel | Pause | Resume | FlushCache | UpdateFairness,
-        only: str | None = None,
-    ) -> None:
-        """Tells every lane that lives: whose a request is, only they know. Or `only` one."""
+    async def _operate(self, stage: str, body: Message, timeout_s: float = ANSWER_S) -> int:
+        """Tells every lane and waits until all have done it; returns the least weight version.
+
+        Raises:
+            WeightsError: A lane refused.
+            BusError: A lane did not answer.
+        """
+        operation_id = uuid.uuid4().hex
+        named = msgspec.structs.replace(body, operation_id=operation_id)
+        lanes = await self._control(stage, named)
+        outcomes = await self.bus.replies.outcomes(operation_id, len(lanes), timeout_s)
+        for outcome in outcomes:
+            if outcome.code:
+                where = f"lane {outcome.lane}: " if len(lanes) > 1 else ""
+                raise WeightsError(where + outcome.message, code=outcome.code)
+        if silent := sorted(set(lanes) - {outcome.lane for outcome in outcomes}):
+            raise BusError(
+                f"lane {silent[0]} did not answer within {timeout_s:.0f} s; look at "
+                "`nano-inference status`",
+                code="no_answer",
+            )
+        return min(outcome.weight_version for outcome in outcomes)
+
+    async def _control(self, stage: str, body: Message, only: str | None = None) -> list[str]:
+        """Tells every lane that lives: whose a request is, only they know. Or `only` one.
+
+        Returns:
+            The lanes that were told.
+        """
         lanes = await self.bus.lanes() if only is None else [only]
         senders = [self.bus.sender(CONTROL[stage], self._name, lane) for lane in lanes]
         for sender in senders:
             await sender.send(body)
         for sender in senders:
             await sender.flush()
+        return lanes
 
     def _published_span(self, request: Request | bytes) -> TraceContext:
         if not self._tracing.enabled:

@@ -10,10 +10,10 @@ from typing import ClassVar
 import anyio
 import structlog
 
-from ..bus import Bus, Inbox, Sender, StageState
+from ..bus import Bus, Inbox, Outcome, Sender, StageState
 from ..bus.links import CONTROL, Link
 from ..bus.messages import Envelope, Message, Reset, StageReady, StageStarted, StageStopped
-from ..config import Config
+from ..config import BusError, Config, NanoInferenceError
 from ..telemetry import Attributes, Metrics, TraceContext, Tracing, is_sampled, names, now_ns
 
 FAILED = "failed: "
@@ -195,6 +195,22 @@ class Actor(ABC):
             tracestate=trace.tracestate if trace else "",
             budget_ns=budget_ns,
         )
+
+    async def answer(
+        self, operation_id: str, weight_version: int = 0, error: NanoInferenceError | None = None
+    ) -> None:
+        """Tells whoever sent a control message that it is done, or why not."""
+        outcome = Outcome(
+            lane=self.config.bus.lane,
+            code=error.code if error else "",
+            message=error.message if error else "",
+            weight_version=weight_version,
+        )
+        try:
+            await self.bus.replies.answer(operation_id, outcome)
+        except BusError as reason:
+            # Nobody loses a request by it: whoever waits finds that no answer came in time.
+            self.log.warning("answer_lost", operation=operation_id, reason=reason.message)
 
     def log_of(self, request_id: str, trace: TraceContext) -> structlog.typing.FilteringBoundLogger:
         """The log for lines about a request: with its id, and where its trace is."""

@@ -14,6 +14,7 @@ from ...bus import Inbox, RequestEntry, StageState
 from ...bus.messages import (
     AdmittedRequest,
     Cancel,
+    CancelAll,
     Completion,
     Drain,
     Envelope,
@@ -118,6 +119,9 @@ class AdmissionStage(RecoveringStage):
                     await self._take_fenced(entry_ids)
                 case Cancel() as cancel:
                     await self._cancel(cancel)
+                case CancelAll(operation_id):
+                    await self._cancel_all()
+                    await self.answer(operation_id)
                 case StageStarted(self.name, incarnation) if incarnation != self.incarnation:
                     await self._renew()  # is it our successor, or an echo of a predecessor?
                 case StageStarted(stage) if stage != self.name:
@@ -347,6 +351,13 @@ class AdmissionStage(RecoveringStage):
                     self._cancelled_early.popitem(last=False)
         elif item.end is None:
             await self._cut_short(item, msgspec.structs.replace(cancel, entry_id=entry_id))
+
+    async def _cancel_all(self) -> None:
+        message = "all requests in flight were ended from outside"
+        for item in list(self._ledger):
+            if item.end is None:
+                cancel = Cancel(item.request_id, item.entry_id, "cancelled", "aborted", message)
+                await self._cut_short(item, cancel)
 
     def _free(self) -> int:
         """How many more entries may be taken: those that were refused count until it is told."""

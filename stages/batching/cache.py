@@ -125,7 +125,8 @@ class KVCacheManager(ABC):
         # lost by taking it. A prefix is freed after its continuation, so leaves go before roots.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._generation = 0
-        self._weight_version = 0
+        # Of the weights that compute what the cache is told of.
+        self.weight_version = 0
         self._num_evicted = 0
 
     # --- for callers who keep block ids -------------------------------------------------------
@@ -178,7 +179,7 @@ class KVCacheManager(ABC):
 
         The version is part of every name as well, so that names kept elsewhere can't be mistaken.
         """
-        self._weight_version = version
+        self.weight_version = version
         self.flush()
 
     def flush(self) -> None:

@@ -18,6 +18,7 @@ from ...bus.messages import (
     StepPlan,
     StepResult,
 )
+from ...bus.weights import InFlight
 from ...config import EngineConfig, SchedulerConfig
 from .cache import KVCacheManager
 from .deadlines import Deadlines
@@ -106,6 +107,9 @@ class BatchingCore:
         self._aside: dict[int, Sequence] = {}
         self._deadlines = Deadlines()
         self._step_id = 0
+        # Of weights that the next plan puts in place; 0 for none.
+        self._new_version = 0
+        self._retracting = False
         self._report = Report()
 
     # --- what comes in ------------------------------------------------------------------------
@@ -182,6 +186,33 @@ class BatchingCore:
                 seq.rank = rank
                 self._enqueue(seq)
 
+    def recompute(self) -> None:
+        """All that runs gives up its KV, with the next plan, and computes its tokens again."""
+        self._retracting = True
+
+    def change_weights(self, version: int, in_flight: InFlight) -> None:
+        """The next plan has new weights put in place, and runs with them.
+
+        Nothing that starts from then on finds KV of older weights; what goes on over the change
+        is not remembered for others.
+        """
+        self._new_version = version
+        if in_flight == "retract":
+            self.recompute()
+        elif in_flight == "abort":
+            self.abort_all("the weights were replaced, and requests in flight were to end")
+
+    def abort_all(self, why: str) -> None:
+        """Ends all requests, which keep what they have."""
+        members = [next(iter(seq_ids)) for seq_ids in self._by_request.values()]
+        for info in [self._sequences[seq_id].info for seq_id in members]:
+            self.cancel(Cancel(info.request_id, info.entry_id, "cancelled", "aborted", why))
+
+    @property
+    def at_rest(self) -> bool:
+        """Paused, with no plan under way and nothing left to give up."""
+        return self.paused and not self._sent and not self._retracting
+
     def retract(self) -> None:
         """Takes back the plans under way, whose results will never come.
 
@@ -214,6 +245,8 @@ class BatchingCore:
         self._deadlines.clear()
         self._report.clear()
         self._step_id = 0
+        self._new_version = 0
+        self._retracting = False
 
     def absorb(self, result: StepResult) -> None:
         """Takes the result of the oldest plan under way.
@@ -251,14 +284,18 @@ class BatchingCore:
     def plan(self, now_ns: int) -> StepPlan | None:
         """The next step, or None when there is nothing to do or enough is under way already."""
         self._expire(now_ns)
-        if len(self._sent) >= self._steps_ahead:
+        if len(self._sent) >= (1 if self._retracting else self._steps_ahead):
             return None
+        if self._retracting:
+            self._retract_running()
+        if self._new_version:
+            self.cache.begin_weight_version(self._new_version)
         decision = NOTHING if self.paused else self._decide()
         if decision.preempted_seqs and self._sent:
             # Blocks in use by a plan under way can't change hands; wait until it is back.
             decision = NOTHING
         self._preempt(decision.preempted_seqs)
-        if not decision.num_tokens and not self._ended:
+        if not decision.num_tokens and not self._ended and not self._new_version:
             return None
         return self._build(decision, now_ns)
 
@@ -334,6 +371,13 @@ class BatchingCore:
             waiting = startable(self._waiting, self._running, self.cache, num_free, self.limits)
         return schedule(waiting, self._running, num_free, self.limits)
 
+    def _retract_running(self) -> None:
+        self._retracting = False
+        for seq in reversed(self._running):
+            self._forget.append(seq.seq_id)
+            self._back_to_waiting(seq)
+        self._running.clear()
+
     def _preempt(self, seq_ids: tuple[int, ...]) -> None:
         self._counters.preemptions += len(seq_ids)
         for seq_id in seq_ids:
@@ -393,6 +437,7 @@ class BatchingCore:
         ended, self._ended = tuple(self._ended), []
         self._sent.append(SentPlan(self._step_id, tuple(rows), ended))
         forget, self._forget = tuple(self._forget), []
+        new_version, self._new_version = self._new_version, 0
         return StepPlan(
             step_id=self._step_id,
             new=tuple(new),
@@ -403,6 +448,7 @@ class BatchingCore:
             finished=forget,
             ended=ended,
             made_ns=now_ns,
+            weight_version=new_version,
         )
 
     def _start(self, seq: Sequence, copies: list[tuple[int, int]]) -> NewSequence:

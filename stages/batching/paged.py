@@ -105,7 +105,7 @@ class PagedKVCache(KVCacheManager):
     def _extend_hashes(self, lease: Lease, num_blocks: int) -> int:
         """Names so many leading blocks; returns the root of the chain."""
         size, hashes = self.block_size, lease.trail
-        root = chain_root(self._weight_version, lease.salt)
+        root = chain_root(self.weight_version, lease.salt)
         if lease.root != root:
             # New, or named before the weights changed.
             hashes.clear()

@@ -17,6 +17,7 @@ from ...bus.messages import (
     StageReady,
     StepResult,
     StopSequences,
+    WeightsStaged,
     Yield,
 )
 from ...telemetry import instruments, now_ns
@@ -40,6 +41,8 @@ class BatchingStage(Actor):
         self._executor = ""
         # Who paused the lane does not want a failure to resume it.
         self._paused = False
+        # The pause that is to be answered.
+        self._pausing = ""
         self._spans = BatchingSpans(self)
 
     async def reset(self) -> None:
@@ -87,12 +90,36 @@ class BatchingStage(Actor):
             self.metrics.record(instrument, value)
 
     async def handle(self, envelope: Envelope) -> None:
-        if isinstance(envelope.body, StageReady):
-            await self._meet_executor(envelope.body)
-        elif self._core is None:
-            self.log.warning("message_before_capacity", type=type(envelope.body).__name__)
-        else:
-            self._take(self._core, envelope)
+        match envelope.body:
+            case StageReady() as ready:
+                await self._meet_executor(ready)
+            case Pause() | Resume() | FlushCache() as wish:
+                await self._obey(wish)
+            case body if self._core is None:
+                self.log.warning("message_before_capacity", type=type(body).__name__)
+            case _:
+                self._take(self._core, envelope)
+
+    async def _obey(self, wish: Pause | Resume | FlushCache) -> None:
+        """Does what someone outside wants; also between a failure and what follows."""
+        core = self._core or (self._last[0] if self._last is not None else None)
+        match wish:
+            case Pause(in_flight, operation_id):
+                self._paused = True
+                if core is not None and in_flight == "retract":
+                    core.recompute()
+                # An earlier pause is part of this one.
+                await self.answer(self._pausing)
+                self._pausing = operation_id
+            case Resume(operation_id):
+                self._paused = False
+                await self.answer(operation_id)
+            case FlushCache(operation_id):
+                if core is not None:
+                    core.cache.flush()
+                await self.answer(operation_id)
+        if core is not None:
+            core.paused = self._paused
 
     def _take(self, core: BatchingCore, envelope: Envelope) -> None:
         match envelope.body:
@@ -112,10 +139,8 @@ class BatchingStage(Actor):
             case Cancel() as cancel:
                 core.cancel(cancel)
                 self._spans.ended(cancel.request_id)
-            case Pause() | Resume() as wish:
-                core.paused = self._paused = isinstance(wish, Pause)
-            case FlushCache():
-                core.cache.flush()
+            case WeightsStaged(version, in_flight):
+                core.change_weights(version, in_flight)
             case other:
                 self.log.warning("message_not_understood", type=type(other).__name__)
 
@@ -133,6 +158,9 @@ class BatchingStage(Actor):
             await self.send(CREDITS, report)
         if core.idle:
             core.check()
+        if self._pausing and core.at_rest:
+            pausing, self._pausing = self._pausing, ""
+            await self.answer(pausing)
 
     def wake_at_ns(self) -> int | None:
         return self._core.next_deadline_ns() if self._core is not None else None
@@ -144,6 +172,9 @@ class BatchingStage(Actor):
             self._core = self._last[0]
         else:
             self._core = BatchingCore(self.config.engine, ready.capacity)
+        if self._core.cache.weight_version != ready.capacity.weight_version:
+            # A failure came between a plan with new weights and its result.
+            self._core.cache.begin_weight_version(ready.capacity.weight_version)
         self._core.paused = self._paused
         self._executor = ready.incarnation
         self._last = None

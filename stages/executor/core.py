@@ -125,6 +125,7 @@ class ExecutorCore:
             max_model_len=self.model.max_model_len,
             vocab_size=self.model.vocab_size,
             device=name,
+            weight_version=self.weights.version,
         )
 
     def set_threads(self, number: int) -> None:
@@ -239,6 +240,8 @@ class ExecutorCore:
 
     def _apply(self, plan: StepPlan) -> None:
         """Takes over what changed. Finished first: a preempted sequence may come back at once."""
+        if plan.weight_version > self.weights.version:
+            self.weights.maybe_finish_sync()
         for seq_id in plan.finished:
             self._table.remove(seq_id)
         for new in plan.new:

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import anyio
 import torch
+from anyio.abc import TaskGroup
 
 from ...bus import Inbox
 from ...bus.links import CONTROL, STEPS_BATCHING, STEPS_STREAMING
-from ...bus.messages import Envelope, StageReady, StepPlan, StepResult
+from ...bus.messages import (
+    Envelope,
+    JoinWeightsGroup,
+    LeaveWeightsGroup,
+    StageReady,
+    StepPlan,
+    StepResult,
+    TellWeightVersion,
+    UpdateWeights,
+)
 from ...config import EngineConfig
 from ...telemetry import instruments, now_ns
 from ..actor import Actor, StageContext
 from .core import ExecutorCore
 from .spans import ExecutorSpans
 from .unread import LaunchedStep
+from .updates import WeightUpdates
 
 # All torch work of a process happens in this one thread, over restarts of the stage too: with a
 # second thread, OpenMP would keep two teams of workers that take each other's cores.
@@ -27,6 +39,9 @@ _TORCH_THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch")
 # Waits for the device and does nothing else, so that the torch thread can launch the next step.
 _WAITING_THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
 
+
+# How long a stage that ends may take to answer what it leaves undone.
+_PARTING_S = 2.0
 
 # Below this a step is so short that handing out its parts costs more than they do, and where
 # other processes want the cores, waiting for the last part costs many times more.
@@ -41,6 +56,13 @@ def _load(config: EngineConfig) -> ExecutorCore:
         automatic = 1 if size < _SMALL_MODEL_PARAMETERS else torch.get_num_threads()
         core.set_threads(config.cpu_threads or automatic)
     return core
+
+
+_OPERATIONS = (UpdateWeights, JoinWeightsGroup, LeaveWeightsGroup, TellWeightVersion)
+
+
+async def _on_torch(function: Callable[..., Any], *args: Any) -> Any:
+    return await asyncio.wrap_future(_TORCH_THREAD.submit(function, *args))
 
 
 class ExecutorStage(Actor):
@@ -59,6 +81,8 @@ class ExecutorStage(Actor):
         self._device = ""
         self._weight_version = 0
         self._spans = ExecutorSpans(self)
+        self._updates = WeightUpdates(self, _on_torch)
+        self._group: TaskGroup
 
     async def open(self) -> None:
         self.log.info("model_loading", path=str(self.config.engine.model_folder))
@@ -78,9 +102,13 @@ class ExecutorStage(Actor):
         )
 
     async def receive_forever(self, inbox: Inbox) -> None:
-        async with anyio.create_task_group() as group:
-            group.start_soon(self._report_forever)
-            await super().receive_forever(inbox)
+        try:
+            async with anyio.create_task_group() as self._group:
+                self._group.start_soon(self._report_forever)
+                await super().receive_forever(inbox)
+        finally:
+            with anyio.move_on_after(_PARTING_S, shield=True):
+                await self._updates.abandon(self._core.weights)
 
     async def reset(self) -> None:
         self._spans.clear()
@@ -88,10 +116,14 @@ class ExecutorStage(Actor):
         _TORCH_THREAD.submit(self._core.reset)
 
     async def announce(self) -> None:
-        ready = StageReady(self.name, self.incarnation, self._core.capacity())
+        # Behind those plans, too: one of them may put new weights in place.
+        capacity = await _on_torch(self._core.capacity)
+        ready = StageReady(self.name, self.incarnation, capacity)
         await self.send(CONTROL["batching"], ready)
         await self.send(CONTROL["admission"], ready)
         self.takes_part()
+        await self._updates.in_place(capacity.weight_version)
+        await self._updates.stage()
 
     def load(self) -> dict[str, int | float | str]:
         return {"plans": self._plans, "steps": self._steps, "device": self._device}
@@ -106,6 +138,8 @@ class ExecutorStage(Actor):
             future: Future[StepResult | LaunchedStep] = _TORCH_THREAD.submit(run, envelope.body)
             self._plans += 1
             self._under_way.put_nowait((self.epoch, envelope.body, future))
+        elif isinstance(envelope.body, _OPERATIONS):
+            self._group.start_soon(self._updates.obey, envelope.body, self._core.weights)
         else:
             self.log.warning("message_not_understood", type=type(envelope.body).__name__)
 
@@ -118,6 +152,7 @@ class ExecutorStage(Actor):
             await self.send(STEPS_BATCHING, result, epoch=epoch)
             await self.send(STEPS_STREAMING, result, epoch=epoch)
             self._weight_version = result.weight_version
+            await self._updates.in_place(result.weight_version)
             if plan.seq_ids:
                 seconds = (result.end_ns - result.start_ns) / 1e9
                 self.metrics.record(instruments.DEVICE_TIME, seconds)

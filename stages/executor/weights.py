@@ -7,15 +7,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ...config import ModelError
+from ...config import WeightsError
 
 
 class WeightSyncManager:
     """Replaces a model's weights in place, all of them or none.
 
     Everything that could be wrong with new weights is looked for before the first tensor is
-    written, so a refused update leaves weights and version as they were. The version is counted
-    up once the last tensor is in place.
+    written, so a refused update leaves weights and version as they were. The version is raised
+    once the last tensor is in place.
 
     Attributes:
         version: Of the weights in place; 0 are those that were loaded.
@@ -24,53 +24,86 @@ class WeightSyncManager:
     def __init__(self, module: nn.Module) -> None:
         self.version = 0
         self._module = module
-        self._pending: Mapping[str, Tensor] | None = None
+        self._pending: tuple[Mapping[str, Tensor], int] | None = None
 
     @property
-    def pending(self) -> bool:
-        """Whether an update waits for `maybe_finish_sync`."""
-        return self._pending is not None
+    def pending_version(self) -> int:
+        """Of the weights that wait for `maybe_finish_sync`; 0 when none do."""
+        return 0 if self._pending is None else self._pending[1]
 
-    def start_sync(self, new_weights: Mapping[str, Tensor]) -> None:
+    def start_sync(
+        self,
+        new_weights: Mapping[str, Tensor],
+        version: int | None = None,
+        *,
+        partial: bool = False,
+    ) -> int:
         """Takes new weights, to be put in place between two steps. They must not change till then.
 
         Args:
             new_weights: By parameter name, as `state_dict` gives them, on any device and in any
                 dtype. One of several names of a tied parameter is enough.
+            version: What to count from then on, above the present version; None for the next.
+            partial: Whether parameters that are not among them stay as they are.
+
+        Returns:
+            The version that they will have.
 
         Raises:
-            ModelError: An update is waiting already, or the weights don't fit the model.
+            WeightsError: An update is waiting already, or the weights don't fit the model.
         """
         if self._pending is not None:
-            raise ModelError("a weight update is under way already; wait until it is in place")
-        self._check(new_weights)
-        self._pending = new_weights
+            raise WeightsError(
+                "a weight update is under way already; wait until it is in place",
+                code="weights_busy",
+            )
+        if version is None:
+            version = self.version + 1
+        elif version <= self.version:
+            raise WeightsError(
+                f"version {version} is not above that of the weights in place, {self.version}; "
+                "give a larger one, or none"
+            )
+        self._check(new_weights, partial)
+        self._pending = new_weights, version
+        return version
 
     def maybe_finish_sync(self) -> bool:
         """Puts the waiting weights in place, if there are any; returns whether it did."""
         if self._pending is None:
             return False
-        new_weights, self._pending = self._pending, None
+        (new_weights, version), self._pending = self._pending, None
         self._write(new_weights)
+        self.version = version
         return True
 
-    def sync_blocking(self, new_weights: Mapping[str, Tensor]) -> None:
+    def sync_blocking(
+        self,
+        new_weights: Mapping[str, Tensor],
+        version: int | None = None,
+        *,
+        partial: bool = False,
+    ) -> int:
         """Puts new weights in place at once.
 
         Raises:
-            ModelError: As `start_sync`.
+            WeightsError: As `start_sync`.
         """
-        self.start_sync(new_weights)
+        version = self.start_sync(new_weights, version, partial=partial)
         self.maybe_finish_sync()
+        return version
 
-    def _check(self, new_weights: Mapping[str, Tensor]) -> None:
+    def _check(self, new_weights: Mapping[str, Tensor], partial: bool) -> None:
         own = self._module.state_dict(keep_vars=True)
         unknown = sorted(new_weights.keys() - own.keys())
         given = {id(own[name]) for name in new_weights.keys() & own.keys()}
         missing = sorted(name for name, tensor in own.items() if id(tensor) not in given)
-        for kind, names in (("does not have", unknown), ("needs, which are missing", missing)):
+        for kind, names in (
+            ("does not have", unknown),
+            ("needs, which are missing", [] if partial and given else missing),
+        ):
             if names:
-                raise ModelError(
+                raise WeightsError(
                     f"the new weights don't fit: {len(names)} tensors that the model {kind}, such "
                     f"as {names[0]!r}; pass the state_dict of the same architecture"
                 )
@@ -78,13 +111,18 @@ class WeightSyncManager:
         for name, tensor in new_weights.items():
             if not isinstance(tensor, Tensor) or tensor.shape != own[name].shape:
                 shown = tuple(getattr(tensor, "shape", ())) or type(tensor).__name__
-                raise ModelError(
+                raise WeightsError(
                     f"the new weights don't fit: {name!r} is {shown}, and the model's is "
                     f"{tuple(own[name].shape)}"
                 )
+            if tensor.is_floating_point() != own[name].is_floating_point():
+                raise WeightsError(
+                    f"the new weights don't fit: {name!r} is {tensor.dtype}, and the model's is "
+                    f"{own[name].dtype}"
+                )
             first = first_of.setdefault(id(own[name]), name)
             if first != name and not torch.equal(tensor, new_weights[first]):
-                raise ModelError(
+                raise WeightsError(
                     f"the new weights don't fit: {first!r} and {name!r} are one tensor in this "
                     "model, and differ; tie them in the trainer too"
                 )
@@ -94,4 +132,3 @@ class WeightSyncManager:
         own = self._module.state_dict(keep_vars=True)
         for name, tensor in new_weights.items():
             own[name].data.copy_(tensor)
-        self.version += 1

@@ -1,0 +1,83 @@
+"""Where new weights come from: what a message says of them. The tensors go other ways."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+InFlight = Literal["keep", "retract", "abort"]
+"""What becomes of requests in flight when generation pauses or the weights change.
+
+keep: they go on from their KV as it is. retract: they give up their KV and compute their tokens
+again, under the weights then in place. abort: they end with what they have.
+"""
+
+
+class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor. `dtype` as in "bfloat16", without "torch."."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class FolderWeights(msgspec.Struct, frozen=True, array_like=True, tag="folder"):
+    """A folder of safetensors files in Transformers' format, or one such file.
+
+    It must be readable by the executor's process.
+    """
+
+    path: str
+
+
+class SharedMemoryWeights(msgspec.Struct, frozen=True, array_like=True, tag="shared_memory"):
+    """Tensors in POSIX shared memory that the trainer has made, and removes afterwards.
+
+    Attributes:
+        segments: Names of the shared memory objects ("buckets").
+        tensors: What is in them.
+        places: (index of its segment, offset in bytes) for each tensor.
+    """
+
+    segments: tuple[str, ...]
+    tensors: tuple[TensorMeta, ...]
+    places: tuple[tuple[int, int], ...]
+
+
+class GroupWeights(msgspec.Struct, frozen=True, array_like=True, tag="group"):
+    """Tensors that rank 0 of a torch.distributed group broadcasts, in this order.
+
+    Attributes:
+        group: The name under which the executor joined it (`JoinWeightsGroup`).
+        tensors: What is broadcast.
+        bucket_bytes: Tensors are flattened together into broadcasts of about so many bytes, never
+            of several dtypes; 0 broadcasts each tensor by itself.
+    """
+
+    group: str
+    tensors: tuple[TensorMeta, ...]
+    bucket_bytes: int = 0
+
+
+class LocalWeights(msgspec.Struct, frozen=True, array_like=True, tag="local"):
+    """A state dict of the executor's own process, which was laid down under this key."""
+
+    key: str
+
+
+WeightsSource = FolderWeights | SharedMemoryWeights | GroupWeights | LocalWeights
+
+_LAID_DOWN: dict[str, Mapping[str, Any]] = {}
+
+
+def lay_down(key: str, state_dict: Mapping[str, Any]) -> LocalWeights:
+    """Keeps tensors for the executor of this process; they must not change till it is done."""
+    _LAID_DOWN[key] = state_dict
+    return LocalWeights(key)
+
+
+def pick_up(key: str) -> Mapping[str, Any] | None:
+    """What was laid down under a key, once."""
+    return _LAID_DOWN.pop(key, None)

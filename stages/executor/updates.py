@@ -1,0 +1,113 @@
+"""The executor shell's part in a weight update: fetch, have batching plan the change, answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from ...bus.links import CONTROL
+from ...bus.messages import (
+    JoinWeightsGroup,
+    LeaveWeightsGroup,
+    TellWeightVersion,
+    UpdateWeights,
+    WeightsStaged,
+)
+from ...config import WeightsError
+from ...telemetry import instruments, names, now_ns
+from ..actor import Actor
+from .transports import fetch
+from .weights import WeightSyncManager
+
+Operation = UpdateWeights | JoinWeightsGroup | LeaveWeightsGroup | TellWeightVersion
+
+# Waits for bytes while the torch thread runs steps. It allocates and copies, and starts none of
+# OpenMP's parallel regions, of which two threads can't have one each without loss.
+_FETCHING_THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
+
+
+class WeightUpdates:
+    """Does what the control messages about weights ask for, one at a time.
+
+    An update has three steps. The tensors are fetched while plans run. Batching is told, and its
+    next plan says that they be put in place; only it can tell which KV is older. When that plan's
+    result is there, whoever asked gets the answer.
+    """
+
+    def __init__(self, actor: Actor, on_torch: Callable[..., Awaitable[Any]]) -> None:
+        """Args: the stage, and what runs a function on its torch thread."""
+        self._actor = actor
+        self._on_torch = on_torch
+        self._fetching = asyncio.Lock()
+        self._unanswered: dict[int, Operation] = {}
+        # What batching has been told of, with the version that it will have.
+        self._staged: tuple[UpdateWeights, int] | None = None
+
+    async def obey(self, operation: Operation, weights: WeightSyncManager) -> None:
+        """Does it, and answers unless the answer comes later."""
+        self._unanswered[id(operation)] = operation
+        done = True
+        try:
+            match operation:
+                case UpdateWeights():
+                    await self._update(operation, weights)
+                    done = False
+        except WeightsError as error:
+            self._actor.log.warning("weights_refused", code=error.code, reason=error.message)
+            await self._answer(operation, weights.version, error)
+        else:
+            if done:
+                await self._answer(operation, weights.version)
+
+    async def stage(self) -> None:
+        """Tells batching of an update that is still to be put in place, if there is one."""
+        if self._staged is not None:
+            update, version = self._staged
+            await self._actor.send(CONTROL["batching"], WeightsStaged(version, update.in_flight))
+
+    async def in_place(self, version: int) -> None:
+        """The weights of this version made the last step."""
+        if self._staged is not None and version >= self._staged[1]:
+            (update, _), self._staged = self._staged, None
+            self._actor.log.info("weights_in_place", version=version)
+            await self._answer(update, version)
+
+    async def abandon(self, weights: WeightSyncManager) -> None:
+        """Answers what will not be done any more, since the stage ends."""
+        why = WeightsError(
+            "the executor stopped before the weights were in place; it starts again with those of "
+            "model_path, as version 0",
+            code="weights_interrupted",
+        )
+        for operation in list(self._unanswered.values()):
+            await self._answer(operation, weights.version, why)
+
+    async def _update(self, update: UpdateWeights, weights: WeightSyncManager) -> None:
+        if self._fetching.locked() or self._staged is not None:
+            raise WeightsError(
+                "a weight update is under way already; wait until it is in place",
+                code="weights_busy",
+            )
+        async with self._fetching:
+            started = now_ns()
+            tensors = await self._fetch(fetch, update.source, update.timeout_s)
+            self._actor.metrics.record(instruments.WEIGHT_FETCH, (now_ns() - started) / 1e9)
+            start = partial(weights.start_sync, partial=update.partial)
+            version = await self._on_torch(start, tensors, update.version)
+            self._staged = update, version
+        await self.stage()
+
+    async def _fetch(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.wrap_future(_FETCHING_THREAD.submit(function, *args))
+
+    async def _answer(
+        self, operation: Operation, version: int, error: WeightsError | None = None
+    ) -> None:
+        self._unanswered.pop(id(operation), None)
+        if isinstance(operation, UpdateWeights):
+            labels = {names.ERROR_TYPE: error.code if error else ""}
+            self._actor.metrics.record(instruments.WEIGHT_UPDATES, 1, labels)
+        await self._actor.answer(operation.operation_id, version, error)

@@ -14,7 +14,7 @@ from ..bus import Bus, Inbox, Outcome, Sender, StageState
 from ..bus.links import CONTROL, Link
 from ..bus.messages import Envelope, Message, Reset, StageReady, StageStarted, StageStopped
 from ..config import BusError, Config, NanoInferenceError
-from ..telemetry import Attributes, Metrics, TraceContext, Tracing, names, now_ns
+from ..telemetry import Attributes, Metrics, TraceContext, Tracing, is_sampled, names, now_ns
 
 FAILED = "failed: "
 """What the reason of a StageStopped begins with when the stage failed by itself."""
@@ -61,6 +61,8 @@ class Actor(ABC):
         self.metrics = context.metrics
         self.incarnation = f"{self.name}-{uuid.uuid4().hex[:8]}"
         self.epoch = 0
+        # The incarnation of admission that has asked last for a part in its epoch.
+        self.leader = ""
         self.opened = False
         self.failed = False
         self.log = structlog.get_logger().bind(stage=self.name)
@@ -168,6 +170,7 @@ class Actor(ABC):
                 self.epoch = envelope.epoch
                 await self.reset()
         if isinstance(envelope.body, Reset):
+            self.leader = envelope.sender
             await self.announce()
         else:
             await self.handle(envelope)
@@ -216,6 +219,20 @@ class Actor(ABC):
         )
         return bound
 
+    def records(self, traceparent: str) -> bool:
+        """Whether spans are made of a request. What is only for spans is done behind this."""
+        return self.tracing.enabled and is_sampled(traceparent)
+
+    def first_context(self, entry_id: str) -> TraceContext:
+        """Of the trace of a request whose client gave none: the ids of admission's span.
+
+        They follow from the entry, so that a successor goes on with its predecessor's trace. In
+        memory, where the ids of entries repeat, they are new each time.
+        """
+        bus = self.config.bus
+        root = "" if bus.url == "memory" else f"{bus.url}/{bus.prefix}/{entry_id}"
+        return self.tracing.begin(root)
+
     def span(
         self,
         request_id: str,
@@ -226,7 +243,7 @@ class Actor(ABC):
         name: str = "",
         error: str = "",
         events: tuple[tuple[str, int], ...] = (),
-        root: str = "",
+        own: TraceContext | None = None,
     ) -> TraceContext:
         """This stage's span of a request that leaves it now; see `Tracing.span`.
 
@@ -247,7 +264,7 @@ class Actor(ABC):
             },
             events=events,
             error=error,
-            root=root,
+            own=own,
         )
 
 

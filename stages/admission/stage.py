@@ -81,6 +81,8 @@ class AdmissionStage(RecoveringStage):
         folder = self.config.engine.model_folder
         tokenizer = await anyio.to_thread.run_sync(load_tokenizer, folder)
         self._core = AdmissionCore(self.config, tokenizer, stop_token_ids_of(folder, tokenizer))
+        # Prometheus sees a counter rise only if it has seen it before.
+        self._count_refused(0)
 
     async def receive_forever(self, inbox: Inbox) -> None:
         pending = await self.bus.requests.pending()
@@ -225,9 +227,12 @@ class AdmissionStage(RecoveringStage):
         )
         if number:
             self.log.warning("requests_refused_as_overloaded", requests=number)
-            labels = {names.STATUS: "error", names.ERROR_TYPE: "overloaded"}
-            self.metrics.record(instruments.REQUESTS, number, labels)
+            self._count_refused(number)
         return number
+
+    def _count_refused(self, number: int) -> None:
+        labels = {names.STATUS: "error", names.ERROR_TYPE: "overloaded"}
+        self.metrics.record(instruments.REQUESTS, number, labels)
 
     # --- the way in ---------------------------------------------------------------------------
 
@@ -400,6 +405,12 @@ class AdmissionStage(RecoveringStage):
         They are siblings below the client's span, or, if the client gave none, below ours.
         """
         given = TraceContext(entry.traceparent, entry.tracestate)
+        own = None
+        if not given.is_valid:
+            given = TraceContext()
+            own = self.first_context(entry.entry_id)
+        if not self.records((own or given).traceparent):
+            return own or given
         attributes: dict[str, str | int | float] = {names.MESSAGE_ID: entry.entry_id}
         if request is not None:
             attributes |= {
@@ -410,13 +421,5 @@ class AdmissionStage(RecoveringStage):
                 names.PRIORITY: request.priority,
             }
         request_id = request_id_of(entry)
-        own = self.span(
-            request_id, given, received_ns, attributes, error=error, root=self._root_of(entry)
-        )
-        return given if given.trace_id else own
-
-    def _root_of(self, entry: RequestEntry) -> str:
-        """What a trace that begins here gets its ids from: a successor of this process goes on
-        with it, though its first span may have been lost. In memory the ids of entries repeat."""
-        bus = self.config.bus
-        return "" if bus.url == "memory" else f"{bus.url}/{bus.prefix}/{entry.entry_id}"
+        self.span(request_id, given, received_ns, attributes, error=error, own=own)
+        return own or given

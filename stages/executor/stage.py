@@ -17,7 +17,6 @@ from ...bus.messages import (
     Envelope,
     JoinWeightsGroup,
     LeaveWeightsGroup,
-    RequestInfo,
     StageReady,
     StepPlan,
     StepResult,
@@ -25,9 +24,10 @@ from ...bus.messages import (
     UpdateWeights,
 )
 from ...config import EngineConfig
-from ...telemetry import TraceContext, instruments, names, now_ns
+from ...telemetry import instruments, now_ns
 from ..actor import Actor, StageContext
 from .core import ExecutorCore
+from .spans import ExecutorSpans
 from .unread import LaunchedStep
 from .updates import WeightUpdates
 
@@ -65,21 +65,6 @@ async def _on_torch(function: Callable[..., Any], *args: Any) -> Any:
     return await asyncio.wrap_future(_TORCH_THREAD.submit(function, *args))
 
 
-class Execution:
-    """A request's stay in the executor, for its spans: after a preemption it has another one."""
-
-    __slots__ = ("first_token_ns", "info", "open", "resumed", "start_ns", "tokens", "trace")
-
-    def __init__(self, info: RequestInfo, start_ns: int, trace: TraceContext) -> None:
-        self.info = info
-        self.start_ns = start_ns
-        self.trace = trace
-        self.resumed = False
-        self.first_token_ns = 0
-        self.tokens = 0
-        self.open: set[int] = set()
-
-
 class ExecutorStage(Actor):
     """Runs plans on the torch thread in the order in which they come, and reports the results."""
 
@@ -97,8 +82,7 @@ class ExecutorStage(Actor):
         self._weight_version = 0
         self._updates = WeightUpdates(self, _on_torch)
         self._group: TaskGroup
-        self._of_sequence: dict[int, Execution] = {}
-        self._of_request: dict[str, Execution] = {}
+        self._spans = ExecutorSpans(self)
 
     async def open(self) -> None:
         self.log.info("model_loading", path=str(self.config.engine.model_folder))
@@ -127,9 +111,7 @@ class ExecutorStage(Actor):
                 await self._updates.abandon(self._core.weights)
 
     async def reset(self) -> None:
-        # What is in the batch goes on in another slice, when its request is sent again.
-        for seq_id in list(self._of_sequence):
-            self._close(seq_id, now_ns())
+        self._spans.clear()
         # In order behind the plans that are under way, whose results nobody waits for any more.
         _TORCH_THREAD.submit(self._core.reset)
 
@@ -175,7 +157,7 @@ class ExecutorStage(Actor):
                 seconds = (result.end_ns - result.start_ns) / 1e9
                 self.metrics.record(instruments.DEVICE_TIME, seconds)
             if self.tracing.enabled and epoch == self.epoch:
-                self._trace(plan, result)
+                self._spans.step(plan, result)
 
     async def _result(self, future: Future[StepResult | LaunchedStep]) -> StepResult:
         """What a plan gave. Plans that come meanwhile are launched before it is read."""
@@ -184,51 +166,3 @@ class ExecutorStage(Actor):
             return outcome
         await asyncio.wrap_future(_WAITING_THREAD.submit(outcome.wait))
         return await asyncio.wrap_future(_TORCH_THREAD.submit(self._core.finish, outcome))
-
-    # --- spans --------------------------------------------------------------------------------
-
-    def _trace(self, plan: StepPlan, result: StepResult) -> None:
-        for new in plan.new:
-            request = self._of_request.get(new.info.request_id)
-            if request is None:
-                trace = TraceContext(new.info.traceparent, new.info.tracestate)
-                if not trace.sampled:
-                    continue
-                request = Execution(new.info, result.start_ns, trace)
-                self._of_request[new.info.request_id] = request
-            request.resumed |= new.num_generated > 0
-            request.open.add(new.seq_id)
-            self._of_sequence[new.seq_id] = request
-        if not self._of_sequence:
-            return
-        for seq_id, reason in zip(result.seq_ids, result.finish_reasons, strict=True):
-            request = self._of_sequence.get(seq_id)
-            if request is None:
-                continue
-            request.tokens += 1
-            request.first_token_ns = request.first_token_ns or result.end_ns
-            if reason:
-                self._close(seq_id, result.end_ns)
-        for seq_id in plan.finished:
-            self._close(seq_id, result.start_ns)
-
-    def _close(self, seq_id: int, end_ns: int) -> None:
-        request = self._of_sequence.pop(seq_id, None)
-        if request is None:
-            return
-        request.open.discard(seq_id)
-        if request.open:
-            return
-        request_id = request.info.request_id
-        del self._of_request[request_id]
-        start, first_token = request.start_ns, request.first_token_ns
-        events: tuple[tuple[str, int], ...] = ((names.RESUMED, start),) if request.resumed else ()
-        if first_token:
-            events += ((names.FIRST_TOKEN, first_token),)
-        own = self.span(
-            request_id, request.trace, start, {names.OUTPUT_TOKENS: request.tokens}, events=events
-        )
-        part = {names.STAGE: self.name, names.REQUEST_ID: request_id}
-        self.tracing.span("prefill", own, start, first_token or end_ns, part)
-        if first_token:
-            self.tracing.span("decode", own, first_token, end_ns, part)

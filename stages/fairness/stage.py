@@ -98,6 +98,14 @@ class FairnessStage(Actor):
     async def _send(self, dispatched: Dispatched) -> None:
         info = dispatched.request.info
         trace = TraceContext(info.traceparent, info.tracestate)
+        if dispatched.last and dispatched.resumed is None:
+            self.metrics.record(instruments.QUEUE_WAIT, (now_ns() - dispatched.arrived_ns) / 1e9)
+        if self.records(info.traceparent):
+            self._trace_dispatch(dispatched, trace)
+        budget = budget_of(dispatched.deadline_ns, now_ns())
+        await self.send(DISPATCH, dispatched.message, trace=trace, budget_ns=budget)
+
+    def _trace_dispatch(self, dispatched: Dispatched, trace: TraceContext) -> None:
         other_priorities, other_tenants, own = dispatched.passed_by
         passed_by: dict[str, int] = {
             names.PASSED_BY_PRIORITIES: other_priorities,
@@ -108,11 +116,9 @@ class FairnessStage(Actor):
             resumed = dispatched.resumed
             self._trace(names.FAIRNESS_RESUME, resumed, resumed.paused_ns, passed_by)
         elif dispatched.last:
-            self.metrics.record(instruments.QUEUE_WAIT, (now_ns() - dispatched.arrived_ns) / 1e9)
-            attributes = {names.PRIORITY: dispatched.request.priority, **passed_by}
-            self.span(info.request_id, trace, dispatched.arrived_ns, attributes)
-        budget = budget_of(dispatched.deadline_ns, now_ns())
-        await self.send(DISPATCH, dispatched.message, trace=trace, budget_ns=budget)
+            request = dispatched.request
+            attributes = {names.PRIORITY: request.priority, **passed_by}
+            self.span(request.info.request_id, trace, dispatched.arrived_ns, attributes)
 
     def _trace_yield(self, running: Running) -> None:
         reason = "preempted" if running.preempted else "time slice"
@@ -120,9 +126,9 @@ class FairnessStage(Actor):
 
     def _trace(self, name: str, running: Running, start_ns: int, attributes: Attributes) -> None:
         """A span of its own, from asking for room to having it, or from then to going on."""
-        if not self.tracing.enabled:
-            return
         info = running.request.info
+        if not self.records(info.traceparent):
+            return
         common: Attributes = {
             names.STAGE: self.name,
             names.REQUEST_ID: info.request_id,

@@ -27,6 +27,7 @@ from ..tokenizer import load_tokenizer
 from .core import Deliveries, EndedRequest, StreamingCore
 from .intervals import TokenIntervals
 from .pace import Pace
+from .spans import StreamingSpans
 
 
 class StreamingStage(Actor):
@@ -46,6 +47,7 @@ class StreamingStage(Actor):
         self._pace = Pace(now_ns())
         # Of the weights that made the last step.
         self._weight_version = 0
+        self._spans = StreamingSpans(self)
 
     async def open(self) -> None:
         folder = self.config.engine.model_folder
@@ -58,6 +60,10 @@ class StreamingStage(Actor):
         self._made_in = self.epoch
         self._core.reset()
         self._intervals.clear()
+
+    async def announce(self) -> None:
+        self._spans.begun_by(self.leader)
+        await super().announce()
 
     def load(self) -> dict[str, int | float | str]:
         return {"open": len(self._core), **self._pace.load(now_ns())} if self.opened else {}
@@ -102,7 +108,7 @@ class StreamingStage(Actor):
                 if finished.entry_id not in lost:
                     await self.send(FINISHED, finished, epoch=0)
             for ended in delivery.ended:
-                self._trace(ended)
+                self._spans.ended(ended)
                 if self.metrics.enabled and ended.completion.entry_id not in lost:
                     self._measure_end(ended)
 
@@ -147,33 +153,6 @@ class StreamingStage(Actor):
                 trace = TraceContext(item.info.traceparent, item.info.tracestate)
                 self.log_of(item.info.request_id, trace).info("request_restored")
             await self.send(FINISHED, self._core.recovered(item))
-
-    def _trace(self, ended: EndedRequest) -> None:
-        info, completion = ended.info, ended.completion
-        if info is None or not self.tracing.enabled:
-            return
-        timings = completion.timings
-        held = next((time for time in timings.stages if time.stage == self.name), None)
-        events: tuple[tuple[str, int], ...] = ()
-        if timings.first_token_ns:
-            events = ((names.FIRST_TOKEN, timings.first_token_ns),)
-        if completion.status == "cancelled":
-            events += ((names.CANCELLED, timings.finished_ns),)
-        self.span(
-            info.request_id,
-            TraceContext(info.traceparent, info.tracestate),
-            held.start_ns if held else timings.finished_ns,
-            {
-                names.REQUEST_MODEL: info.model,
-                names.STATUS: completion.status,
-                names.INPUT_TOKENS: completion.usage.prompt_tokens,
-                names.CACHED_TOKENS: completion.usage.cached_tokens,
-                names.OUTPUT_TOKENS: completion.usage.completion_tokens,
-                names.FINISH_REASONS: [sample.finish_reason for sample in completion.samples],
-            },
-            events=events,
-            error=completion.error.code if completion.error else "",
-        )
 
     def _measure_end(self, ended: EndedRequest) -> None:
         completion, record = ended.completion, self.metrics.record

@@ -7,11 +7,8 @@ Who makes the hot path shorter lowers the bounds.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -24,10 +21,9 @@ from nano_inference.stages.executor.kernels import cpu
 from nano_inference.stages.executor.kernels.compile import KernelsUnavailable
 from nano_inference.stages.executor.model import wrap_model
 
+from ..instructions import instructions
 from ..stages.executor.models import make_model
 from ..stages.executor.plans import new_sequence, step_plan
-
-ROOT = str(Path(__file__).parent.parent.parent)
 
 STEPS = 16
 """One for each place in a block, so that a block's cost is shared among its tokens."""
@@ -37,31 +33,6 @@ INSTRUCTIONS_PER_STEP = 14_000
 BATCHING_PER_SEQUENCE = 330
 KERNELS_PER_LAYER, KERNELS_PER_STEP = 9, 3
 OPERATIONS_PER_LAYER, OPERATIONS_PER_STEP = 16, 75
-
-
-def instructions(work: Callable[[], object]) -> Counter[str]:
-    """Bytecode instructions that our own files execute, by file."""
-    counts: Counter[str] = Counter()
-
-    def in_frame(frame: FrameType, event: str, _: Any) -> Any:
-        if event == "opcode":
-            counts[frame.f_code.co_filename.removeprefix(ROOT)] += 1
-        return in_frame
-
-    def on_call(frame: FrameType, event: str, _: Any) -> Any:
-        name = frame.f_code.co_filename
-        if not name.startswith(ROOT) or "/site-packages/" in name or "/tests/" in name:
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return in_frame
-
-    before = sys.gettrace()
-    sys.settrace(on_call)
-    try:
-        work()
-    finally:
-        sys.settrace(before)
-    return counts
 
 
 def decode_steps(number: int) -> Counter[str]:

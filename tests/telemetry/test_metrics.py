@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 import socket
+import subprocess
 import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -158,6 +160,25 @@ async def test_dashboard_and_alerts_ask_for_what_there_is(pipeline: Pipeline) ->
     ]
     assert len(asked) > 30
     assert [(where, name) for where, name in asked if name not in samples] == []
+
+
+async def test_each_alert_has_a_test_of_when_it_fires() -> None:
+    rules = [where.removeprefix("alert: ") for where, _ in queries() if where.startswith("alert")]
+    tests = yaml.safe_load((ROOT / "deploy" / "alerts-test.yaml").read_text())["tests"]
+    fires = {
+        case["alertname"]
+        for test in tests
+        for case in test["alert_rule_test"]
+        if case["exp_alerts"]
+    }
+    assert sorted(fires) == sorted(rules)
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
+async def test_alerts_fire_when_they_should() -> None:
+    command = ["promtool", "test", "rules", str(ROOT / "deploy" / "alerts-test.yaml")]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def labels_of(query: str) -> set[str]:

@@ -115,9 +115,12 @@ class ExecutorStage(Actor):
         )
 
     async def receive_forever(self, inbox: Inbox) -> None:
-        async with anyio.create_task_group() as self._group:
-            self._group.start_soon(self._report_forever)
-            await super().receive_forever(inbox)
+        try:
+            async with anyio.create_task_group() as self._group:
+                self._group.start_soon(self._report_forever)
+                await super().receive_forever(inbox)
+        finally:
+            self._updates.close()
 
     async def reset(self) -> None:
         # What is in the batch goes on in another slice, when its request is sent again.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from ...bus.messages import (
 from ...bus.weights import FolderWeights, GroupWeights
 from ...config import WeightsError
 from ..actor import Actor
-from .transports import WeightGroups, fetch
+from .transports import Background, WeightGroups, fetch
 from .weights import WeightSyncManager
 
 Operation = UpdateWeights | JoinWeightsGroup | LeaveWeightsGroup | TellWeightVersion
@@ -58,7 +57,7 @@ class WeightUpdates:
         self._fetching = asyncio.Lock()
         self._groups = WeightGroups()
         # Waits for bytes and makes tensors of them while the torch thread runs steps.
-        self._thread = ThreadPoolExecutor(1, "weights", _stay_single)
+        self._thread = Background("weights", _stay_single)
         # What batching has been told of, with the version that it will have.
         self._staged: tuple[UpdateWeights, int] | None = None
 
@@ -119,7 +118,7 @@ class WeightUpdates:
     def close(self) -> None:
         """Leaves all groups, so that nothing waits for a trainer any more."""
         self._groups.close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
 
     async def _answer(
         self, operation: Operation, version: int, error: WeightsError | None = None

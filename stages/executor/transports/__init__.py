@@ -15,6 +15,7 @@ from ....bus.weights import (
     pick_up,
 )
 from ....config import WeightsError
+from .background import Background
 from .folder import read_folder
 from .group import Sending, WeightGroups, WeightsGroup
 from .shared_memory import SharedWeights, read_shared_memory
@@ -44,4 +45,4 @@ def fetch(source: WeightsSource, groups: WeightGroups, timeout_s: float) -> Mapp
             return groups.receive(source, timeout_s)
 
 
-__all__ = ["Sending", "SharedWeights", "WeightGroups", "WeightsGroup", "fetch"]
+__all__ = ["Background", "Sending", "SharedWeights", "WeightGroups", "WeightsGroup", "fetch"]

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -26,6 +26,7 @@ from torch import Tensor
 from ....bus.messages import JoinWeightsGroup
 from ....bus.weights import GroupWeights, TensorMeta
 from ....config import WeightsError
+from .background import Background
 from .layout import as_bytes, as_tensor, buckets, distinct, meta_of, sizes_of
 
 BUCKET_BYTES = 64 << 20
@@ -290,7 +291,7 @@ class WeightsGroup:
         self.address = f"{host}:{store.port}"
         self._stop = threading.Event()
         self._sent = 0
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-group")
+        self._thread = Background("weights-group")
 
         def join() -> _Member:
             group = _open_group(store, name, 0, world_size, backend, place, deadline)
@@ -338,7 +339,7 @@ class WeightsGroup:
         """Leaves the group; what is still being sent fails."""
         self._stop.set()
         self._thread.submit(lambda: self._member.result().let_go())
-        self._thread.shutdown(wait=False)
+        self._thread.close()
 
 
 def _pack(

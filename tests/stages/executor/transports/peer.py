@@ -45,10 +45,15 @@ def init_group(address: str, world_size: int, name: str) -> dist.ProcessGroup:
     return group
 
 
+def say(what: str) -> None:
+    sys.stdout.write(what + "\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
     torch.set_num_threads(1)
     group = init_group(sys.argv[1], int(sys.argv[2]), sys.argv[3])
-    print("joined", flush=True)
+    say("joined")
     for line in sys.stdin:
         command, file = line.split()
         tensors = sorted(load_file(file).items())
@@ -57,7 +62,7 @@ def main() -> None:
         pending = [dist.broadcast(each, 0, group=group, async_op=True) for _, each in tensors]
         for work in pending:
             work.wait()
-        print(command, flush=True)
+        say(command)
 
 
 if __name__ == "__main__":

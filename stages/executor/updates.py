@@ -21,6 +21,7 @@ from ...bus.messages import (
 )
 from ...bus.weights import FolderWeights, GroupWeights
 from ...config import WeightsError
+from ...telemetry import instruments, names, now_ns
 from ..actor import Actor
 from .transports import Background, WeightGroups, fetch
 from .weights import WeightSyncManager
@@ -58,11 +59,13 @@ class WeightUpdates:
         self._groups = WeightGroups()
         # Waits for bytes and makes tensors of them while the torch thread runs steps.
         self._thread = Background("weights", _stay_single)
+        self._unanswered: dict[int, Operation] = {}
         # What batching has been told of, with the version that it will have.
         self._staged: tuple[UpdateWeights, int] | None = None
 
     async def obey(self, operation: Operation, weights: WeightSyncManager) -> None:
         """Does it, and answers unless the answer comes later."""
+        self._unanswered[id(operation)] = operation
         done = True
         try:
             match operation:
@@ -93,6 +96,16 @@ class WeightUpdates:
             self._actor.log.info("weights_in_place", version=version)
             await self._answer(update, version)
 
+    async def abandon(self, weights: WeightSyncManager) -> None:
+        """Answers what will not be done any more, since the stage ends."""
+        why = WeightsError(
+            "the executor stopped before the weights were in place; it starts again with those of "
+            "model_path, as version 0",
+            code="weights_interrupted",
+        )
+        for operation in list(self._unanswered.values()):
+            await self._answer(operation, weights.version, why)
+
     async def _update(self, update: UpdateWeights, weights: WeightSyncManager) -> None:
         if self._fetching.locked() or self._staged is not None:
             if isinstance(update.source, GroupWeights):
@@ -102,7 +115,9 @@ class WeightUpdates:
                 code="weights_busy",
             )
         async with self._fetching:
+            started = now_ns()
             tensors = await self._fetch(self._prepare, update, weights)
+            self._actor.metrics.record(instruments.WEIGHT_FETCH, (now_ns() - started) / 1e9)
             start = partial(weights.start_sync, partial=update.partial)
             version = await self._on_torch(start, tensors, update.version)
             self._staged = update, version
@@ -123,4 +138,8 @@ class WeightUpdates:
     async def _answer(
         self, operation: Operation, version: int, error: WeightsError | None = None
     ) -> None:
+        self._unanswered.pop(id(operation), None)
+        if isinstance(operation, UpdateWeights):
+            labels = {names.ERROR_TYPE: error.code if error else ""}
+            self._actor.metrics.record(instruments.WEIGHT_UPDATES, 1, labels)
         await self._actor.answer(operation.operation_id, version, error)

@@ -20,10 +20,10 @@ class Background:
     """
 
     def __init__(self, name: str, first: Callable[[], object] = lambda: None) -> None:
-        """Args: the thread's name, and what it does before all else."""
+        """Args: the thread's name, and what it does first. It starts with the first function."""
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._tasks.put(first)
-        threading.Thread(target=self._run, daemon=True, name=name).start()
+        self._thread = threading.Thread(target=self._run, daemon=True, name=name)
 
     def submit(self, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> Future[_R]:
         """Lets it run, after those before."""
@@ -40,6 +40,8 @@ class Background:
                 future.set_result(result)
 
         self._tasks.put(task)
+        if self._thread.ident is None:
+            self._thread.start()
         return future
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -93,3 +94,23 @@ def buckets(tensors: Iterable[TensorMeta], sizes: Iterable[int], most: int) -> l
     if not most:
         return sorted(bucket for cut in by_dtype.values() for bucket in cut)
     return [bucket for cut in by_dtype.values() for bucket in cut]
+
+
+def read_file(file: int, start: int, size: int) -> Tensor:
+    """A part of an open file, `[bytes]`, uint8; without Python's lock, and on this thread alone.
+
+    Raises:
+        WeightsError: The file ends before, or there is no memory for it.
+        OSError: It can't be read.
+    """
+    try:
+        data = torch.empty(size, dtype=torch.uint8)
+    except RuntimeError:
+        raise WeightsError(f"there is no memory for {size} bytes of new weights") from None
+    rest = memoryview(data.numpy().data)
+    while rest:
+        count = os.preadv(file, [rest], start + size - len(rest))
+        if not count:
+            raise WeightsError("the weights were cut off while they were read")
+        rest = rest[count:]
+    return data

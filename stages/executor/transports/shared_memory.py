@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ....bus.weights import SharedMemoryWeights, TensorMeta
 from ....config import WeightsError
-from .layout import as_tensor, dtype_of, meta_of, sizes_of
+from .layout import as_tensor, dtype_of, meta_of, read_file, sizes_of
 
 _FOLDER = Path("/dev/shm")  # where Linux has it
 
@@ -135,7 +135,7 @@ def read_shared_memory(source: SharedMemoryWeights) -> dict[str, Tensor]:
             room = [os.fstat(file).st_size for file in files]
             for meta, size, place in zip(source.tensors, sizes, source.places, strict=True):
                 _check_place(meta, size, place, room)
-            memory = [_copy(file, size) for file, size in zip(files, room, strict=True)]
+            memory = [read_file(file, 0, size) for file, size in zip(files, room, strict=True)]
     except OSError as error:
         raise WeightsError(f"shared memory can't be read: {error.strerror}") from None
     return {meta.name: tensor for meta, tensor in _views(memory, source)}
@@ -217,18 +217,3 @@ def _check_place(meta: TensorMeta, size: int, place: tuple[int, int], room: list
         )
     if offset % dtype_of(meta).itemsize:
         raise WeightsError(f"{meta.name!r:.200} is at {offset}, where no {meta.dtype} begins")
-
-
-def _copy(file: int, size: int) -> Tensor:
-    """A segment's bytes. The kernel copies them, without Python's lock and on this thread alone."""
-    try:
-        memory = torch.empty(size, dtype=torch.uint8)
-    except RuntimeError:
-        raise WeightsError(f"there is no memory for {size} bytes of new weights") from None
-    rest = memoryview(memory.numpy().data)
-    while rest:
-        count = os.preadv(file, [rest], size - len(rest))
-        if not count:
-            raise WeightsError("a segment shrank while it was read")
-        rest = rest[count:]
-    return memory

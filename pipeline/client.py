@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import msgspec
@@ -19,6 +19,8 @@ from ..bus.messages import (
     Completion,
     FlushCache,
     GenerateRequest,
+    JoinWeightsGroup,
+    LeaveWeightsGroup,
     Message,
     Output,
     Pause,
@@ -213,6 +215,45 @@ class BusClient:
             if isinstance(source, LocalWeights):
                 pick_up(source.key)
 
+    async def join_weights_group(
+        self,
+        group: str,
+        address: str,
+        world_size: int,
+        *,
+        rank_offset: int = 1,
+        backend: Literal["gloo", "nccl"] = "gloo",
+        timeout_s: float = 60.0,
+    ) -> None:
+        """Lets every lane's executor join a torch.distributed group that a trainer broadcasts to.
+
+        Args:
+            group: Its name; one of this name that was joined before is left.
+            address: host:port of the group's TCP store, which rank 0 keeps.
+            world_size: How many there are, rank 0 included.
+            rank_offset: The rank of the first lane's executor; the others follow it.
+            backend: "gloo", or "nccl" where trainer and executors have GPUs.
+            timeout_s: How long to wait for the others.
+
+        Raises:
+            WeightsError: An executor could not join.
+            BusError: A lane did not answer.
+        """
+
+        def wish(index: int) -> Message:
+            rank = rank_offset + index
+            return JoinWeightsGroup(group, address, rank, world_size, backend, timeout_s)
+
+        await self._operate("executor", wish, timeout_s + ANSWER_S)
+
+    async def leave_weights_group(self, group: str) -> None:
+        """Lets every lane's executor leave a group, also one that broadcasts and hangs.
+
+        Raises:
+            BusError: A lane did not answer.
+        """
+        await self._operate("executor", LeaveWeightsGroup(group))
+
     async def weight_version(self) -> int:
         """The version of the weights in place; with several lanes the smallest.
 
@@ -241,15 +282,26 @@ class BusClient:
         """
         await self._control("fairness", UpdateFairness(config), lane)
 
-    async def _operate(self, stage: str, body: Message, timeout_s: float = ANSWER_S) -> int:
+    async def _operate(
+        self, stage: str, body: Message | Callable[[int], Message], timeout_s: float = ANSWER_S
+    ) -> int:
         """Tells every lane and waits until all have done it; returns the least weight version.
+
+        Args:
+            stage: Which stage of the lanes does it.
+            body: What to tell it; where it depends on the lane, by the lane's index.
+            timeout_s: How long to wait for the answers.
 
         Raises:
             WeightsError: A lane refused.
             BusError: A lane did not answer.
         """
         operation_id = uuid.uuid4().hex
-        named = msgspec.structs.replace(body, operation_id=operation_id)
+
+        def named(index: int) -> Message:
+            wish = body(index) if callable(body) else body
+            return msgspec.structs.replace(wish, operation_id=operation_id)
+
         lanes = await self._control(stage, named)
         outcomes = await self.bus.replies.outcomes(operation_id, len(lanes), timeout_s)
         for outcome in outcomes:
@@ -264,16 +316,20 @@ class BusClient:
             )
         return min(outcome.weight_version for outcome in outcomes)
 
-    async def _control(self, stage: str, body: Message, only: str | None = None) -> list[str]:
+    async def _control(
+        self, stage: str, body: Message | Callable[[int], Message], only: str | None = None
+    ) -> list[str]:
         """Tells every lane that lives: whose a request is, only they know. Or `only` one.
+
+        The message may depend on the lane's index.
 
         Returns:
             The lanes that were told.
         """
-        lanes = await self.bus.lanes() if only is None else [only]
+        lanes = sorted(await self.bus.lanes()) if only is None else [only]
         senders = [self.bus.sender(CONTROL[stage], self._name, lane) for lane in lanes]
-        for sender in senders:
-            await sender.send(body)
+        for index, sender in enumerate(senders):
+            await sender.send(body(index) if callable(body) else body)
         for sender in senders:
             await sender.flush()
         return lanes

@@ -107,6 +107,7 @@ class ExecutorStage(Actor):
                 self._group.start_soon(self._report_forever)
                 await super().receive_forever(inbox)
         finally:
+            self._updates.close()
             with anyio.move_on_after(_PARTING_S, shield=True):
                 await self._updates.abandon(self._core.weights)
 

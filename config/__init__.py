@@ -10,6 +10,7 @@ from .errors import (
     RequestError,
 )
 from .load import load_config, nearest, parse_value
+from .roles import REPLICATED, all_roles, role_of, role_of_sender, roles_here, split_role
 from .settings import (
     BUNDLED_MODEL,
     DEFAULT_URL,
@@ -29,6 +30,7 @@ from .settings import (
 __all__ = [
     "BUNDLED_MODEL",
     "DEFAULT_URL",
+    "REPLICATED",
     "STAGES",
     "AdmissionConfig",
     "BusConfig",
@@ -47,7 +49,12 @@ __all__ = [
     "SchedulerConfig",
     "Stage",
     "TelemetryConfig",
+    "all_roles",
     "load_config",
     "nearest",
     "parse_value",
+    "role_of",
+    "role_of_sender",
+    "roles_here",
+    "split_role",
 ]

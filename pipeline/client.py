@@ -12,7 +12,7 @@ import anyio
 import msgspec
 
 from ..bus import Bus, open_bus
-from ..bus.links import CONTROL
+from ..bus.links import CONTROL, at
 from ..bus.messages import (
     Cancel,
     Completion,
@@ -23,8 +23,9 @@ from ..bus.messages import (
     Resume,
     UpdateFairness,
 )
-from ..config import BusConfig, ConfigError, FairnessConfig
+from ..config import REPLICATED, BusConfig, ConfigError, FairnessConfig
 from ..telemetry import TraceContext, Tracing, names, now_ns
+from .health import replicas_of
 
 Request = GenerateRequest | dict[str, Any]
 
@@ -175,11 +176,22 @@ class BusClient:
     ) -> None:
         """Tells every lane that lives: whose a request is, only they know. Or `only` one."""
         lanes = await self.bus.lanes() if only is None else [only]
-        senders = [self.bus.sender(CONTROL[stage], self._name, lane) for lane in lanes]
+        senders = [
+            self.bus.sender(at(CONTROL[stage], replica), self._name, lane)
+            for lane in lanes
+            for replica in await self._replicas_of(stage, lane)
+        ]
         for sender in senders:
             await sender.send(body)
         for sender in senders:
             await sender.flush()
+
+    async def _replicas_of(self, stage: str, lane: str) -> list[int]:
+        """The replicas of a stage, as far as has been heard of them lately; 0 in any case."""
+        if stage not in REPLICATED:
+            return [0]
+        reports = await self.bus.stages.read()
+        return replicas_of(report.stage for report in reports if report.lane == lane)
 
     def _published_span(self, request: Request | bytes) -> TraceContext:
         if not self._tracing.enabled:

@@ -105,9 +105,11 @@ class ExecutorStage(Actor):
         _TORCH_THREAD.submit(self._core.reset)
 
     async def announce(self) -> None:
-        ready = StageReady(self.name, self.incarnation, self._core.capacity())
-        await self.send(CONTROL["batching"], ready)
+        ready = StageReady(self.role, self.incarnation, self._core.capacity())
         await self.send(CONTROL["admission"], ready)
+        # Should this stage be lost from here on, admission knows that batching may rely on it.
+        await self.flush(CONTROL["admission"])
+        await self.send(self.own(CONTROL["batching"]), ready)
         self.takes_part()
 
     def load(self) -> dict[str, int | float | str]:
@@ -132,8 +134,8 @@ class ExecutorStage(Actor):
             result = await self._result(future)
             self._plans -= 1
             self._steps += 1
-            await self.send(STEPS_BATCHING, result, epoch=epoch)
-            await self.send(STEPS_STREAMING, result, epoch=epoch)
+            await self.send(self.own(STEPS_BATCHING), result, epoch=epoch)
+            await self.send(self.own(STEPS_STREAMING), result, epoch=epoch)
             self._weight_version = result.weight_version
             if plan.seq_ids:
                 seconds = (result.end_ns - result.start_ns) / 1e9

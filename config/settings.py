@@ -317,7 +317,7 @@ class PipelineConfig(Settings, frozen=True, forbid_unknown_fields=True):
         stages: The stages of this process.
         replicas: How many pairs of batching and executor the pipeline has, behind one admission,
             one fairness and one streaming stage. All of its processes must agree on it.
-        replica: Which of them this process runs, from 0; all that there are when not given.
+        replica: Which of them this process runs, from 0; all that there are when None.
         max_restarts: Restarts of one stage within `restart_window_s` before the process gives up.
         restart_window_s: Failures longer ago than this are forgotten.
         restart_backoff_s: Wait before the first restart; doubles with each further one, up to 10 s.

@@ -31,7 +31,7 @@ from ...config import (
     all_roles,
     split_role,
 )
-from ..supervisor import RestartBudget
+from ..supervisor import RestartBudget, StageFailed
 from .embedded import embedded_server
 from .options import BusUrl, ConfigFile, LogLevel, ModelPath, Settings, build_config
 from .run import DRAIN
@@ -137,6 +137,8 @@ class _House:
         self._arguments = arguments
         self._roles = all_roles(config.pipeline.replicas)
         self._children: dict[str, anyio.abc.Process] = {}
+        # Replicas of which a stage has used up its restarts.
+        self._given_up: set[int] = set()
         self._stopping = False
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -144,7 +146,7 @@ class _House:
         """Runs until a signal comes.
 
         Raises:
-            StageFailed: A child has used up its restarts.
+            StageFailed: A child has used up its restarts, and no replica can do without it.
             NanoInferenceError: A child can't start; it has said why.
         """
         # redis-py is loaded only here, so that `--help` stays fast.
@@ -179,10 +181,23 @@ class _House:
                 continue
             if status == _CAN_NOT_START:
                 raise NanoInferenceError(f"the {role} stage can't start; it says why above")
-            wait_s = budget.failed(time.monotonic())
+            try:
+                wait_s = budget.failed(time.monotonic())
+            except StageFailed as error:
+                self._give_up(role, error)
+                await self._tell_of_end(role)
+                return
             self._say(f"{role} ended with status {status}; starting it again in {wait_s:g} s")
             await self._tell_of_end(role)
             await anyio.sleep(wait_s)
+
+    def _give_up(self, role: str, error: StageFailed) -> None:
+        """Goes on without a replica, as long as there are others. Raises the error if not."""
+        stage, replica = split_role(role)
+        self._given_up.add(replica)
+        if stage not in REPLICATED or len(self._given_up) == self._config.pipeline.replicas:
+            raise error
+        self._say(f"{error.message}; the other replicas go on without it")
 
     async def _tell_of_end(self, role: str) -> None:
         """Tells admission what a process that was killed could not: others take over its work."""

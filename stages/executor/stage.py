@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ClassVar
 
 import anyio
+import msgspec
 import torch
 
 from ...bus import Inbox
@@ -32,8 +33,12 @@ _WAITING_THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
 _SMALL_MODEL_PARAMETERS = 30_000_000
 
 
-def _load(config: EngineConfig) -> ExecutorCore:
-    """Runs on the torch thread, like all that follows."""
+def _load(config: EngineConfig, device: int | None) -> ExecutorCore:
+    """Runs on the torch thread, like all that follows. `device`: which of several CUDA devices."""
+    if device is not None and config.device in ("auto", "cuda") and torch.cuda.device_count() > 1:
+        index = device % torch.cuda.device_count()
+        torch.cuda.set_device(index)
+        config = msgspec.structs.replace(config, device=f"cuda:{index}")
     core = ExecutorCore(config, now_ns=now_ns)
     if core.model.device.type == "cpu":
         size = sum(parameter.numel() for parameter in core.model.module.parameters())
@@ -78,7 +83,11 @@ class ExecutorStage(Actor):
     async def open(self) -> None:
         self.log.info("model_loading", path=str(self.config.engine.model_folder))
         started = now_ns()
-        self._core = await asyncio.wrap_future(_TORCH_THREAD.submit(_load, self.config.engine))
+        # Replicas in one process share its torch thread, and so its device.
+        device = self.config.pipeline.replica
+        self._core = await asyncio.wrap_future(
+            _TORCH_THREAD.submit(_load, self.config.engine, device)
+        )
         capacity = self._core.capacity()
         self._device = capacity.device
         self.log.info(

@@ -37,7 +37,11 @@ def test_the_load_is_spread() -> None:
 def test_no_two_keys_are_the_same() -> None:
     keys = Keys("nano")
     made = [keys.out(each) for each in IDS] + [keys.own(each) for each in IDS]
-    made += [keys.link(link.name) for link in all_links(12)] + [keys.requests, keys.results, keys.dead]
+    made += [keys.link(link.name) for link in all_links(12)] + [
+        keys.requests,
+        keys.results,
+        keys.dead,
+    ]
     made += [keys.lanes, keys.epoch, keys.stages, keys.told(b"x"), keys.told(b"y")]
     assert len(set(made)) == len(made)
 

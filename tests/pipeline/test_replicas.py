@@ -26,6 +26,12 @@ FRONT = ["admission", "fairness", "streaming"]
 REPLICA = ["batching", "executor"]
 
 
+@pytest.fixture(params=["memory", "redis-links"])
+def make_config(request: pytest.FixtureRequest) -> MakeConfig:
+    """What is between these two kinds is held for one replica."""
+    return config_maker(request)
+
+
 @pytest.fixture(params=["redis", "redis-links", "cluster"])
 def over_redis(request: pytest.FixtureRequest) -> MakeConfig:
     """For replicas in processes of their own, or in what stands for them."""
@@ -299,37 +305,45 @@ async def test_one_replica_is_enough_and_the_other_may_come_and_leave(
     over_redis: MakeConfig,
 ) -> None:
     front, first, second = parts(over_redis)
-    async with asyncio.timeout(LIMIT_S), BusClient.connect(front.bus) as client:
-        async with Pipeline(front) as pipeline, Pipeline(second) as here:
-            assert (await client.complete(GOOD)).status == "done", "replica 0 is not there"
-            assert lanes_of(pipeline) == ["batching.1"]
-            streams = Streams(client)
-            await streams.begin()
-            before = epoch_of(pipeline)
-            other = await begin(Pipeline(first))
-            await until(lambda: len(lanes_of(pipeline)) == 2)
-            assert epoch_of(pipeline) == before, "who joins disturbs nobody"
-            await streams.finish()
-            streams = Streams(client)
-            await streams.begin()
-            await here.ready()
-            await other.__aexit__(None, None, None)
-            await streams.finish()
-            assert lanes_of(pipeline) == ["batching.1"]
-            assert epoch_of(pipeline) > before
+    async with (
+        asyncio.timeout(LIMIT_S),
+        BusClient.connect(front.bus) as client,
+        Pipeline(front) as pipeline,
+        Pipeline(second) as here,
+    ):
+        assert (await client.complete(GOOD)).status == "done", "replica 0 is not there"
+        assert lanes_of(pipeline) == ["batching.1"]
+        streams = Streams(client)
+        await streams.begin()
+        before = epoch_of(pipeline)
+        other = await begin(Pipeline(first))
+        await until(lambda: len(lanes_of(pipeline)) == 2)
+        assert epoch_of(pipeline) == before, "who joins disturbs nobody"
+        await streams.finish()
+        streams = Streams(client)
+        await streams.begin()
+        await here.ready()
+        await other.__aexit__(None, None, None)
+        await streams.finish()
+        assert lanes_of(pipeline) == ["batching.1"]
+        assert epoch_of(pipeline) > before
 
 
 async def test_a_replica_that_dies_without_a_word_is_replaced(over_redis: MakeConfig) -> None:
     """Until its successor comes nobody knows; then all that it had goes on."""
     front, first, second = parts(over_redis)
-    async with asyncio.timeout(LIMIT_S), BusClient.connect(front.bus) as client:
-        async with Pipeline(front) as pipeline, Pipeline(first):
-            dying = await begin(Pipeline(second))
+    async with (
+        asyncio.timeout(LIMIT_S),
+        BusClient.connect(front.bus) as client,
+        Pipeline(front) as pipeline,
+        Pipeline(first),
+    ):
+        dying = await begin(Pipeline(second))
+        await until(lambda: len(lanes_of(pipeline)) == 2)
+        streams = Streams(client)
+        await streams.begin()
+        await kill(dying)
+        async with Pipeline(second):
+            await streams.finish()
             await until(lambda: len(lanes_of(pipeline)) == 2)
-            streams = Streams(client)
-            await streams.begin()
-            await kill(dying)
-            async with Pipeline(second):
-                await streams.finish()
-                await until(lambda: len(lanes_of(pipeline)) == 2)
-                assert not await client.bus.requests.dead_letters()
+            assert not await client.bus.requests.dead_letters()

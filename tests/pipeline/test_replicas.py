@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import cache
 from typing import Any
 
 import pytest
@@ -74,15 +73,9 @@ async def check_at_rest(pipeline: Pipeline) -> None:
         batching_of(pipeline, replica).check()
 
 
-@cache
-def wanted(prompt: str, max_tokens: int, ignore_eos: bool) -> list[int]:
-    prompt_ids = reference.tokenizer().encode(prompt)
-    return reference.generate(prompt_ids, max_tokens, ignore_eos=ignore_eos)
-
-
 def wanted_of(request: GenerateRequest) -> list[int]:
-    assert request.prompt is not None
-    return wanted(request.prompt, request.sampling.max_tokens, request.sampling.ignore_eos)
+    sampling, prompt_ids = request.sampling, reference.tokenizer().encode(request.prompt)
+    return reference.generate(prompt_ids, sampling.max_tokens, ignore_eos=sampling.ignore_eos)
 
 
 # --- shared work ------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import anyio
 import msgspec
 
 from ..bus import Bus, open_bus
-from ..bus.links import CONTROL
+from ..bus.links import CONTROL, at
 from ..bus.messages import (
     Cancel,
     CancelAll,
@@ -30,8 +30,17 @@ from ..bus.messages import (
     UpdateWeights,
 )
 from ..bus.weights import InFlight, LocalWeights, WeightsSource, lay_down, pick_up
-from ..config import BusConfig, BusError, ConfigError, FairnessConfig, WeightsError
+from ..config import (
+    REPLICATED,
+    BusConfig,
+    BusError,
+    ConfigError,
+    FairnessConfig,
+    WeightsError,
+    role_of,
+)
 from ..telemetry import TraceContext, Tracing, names, now_ns
+from .health import replicas_of
 
 Request = GenerateRequest | dict[str, Any]
 
@@ -302,37 +311,50 @@ class BusClient:
             wish = body(index) if callable(body) else body
             return msgspec.structs.replace(wish, operation_id=operation_id)
 
-        lanes = await self._control(stage, named)
-        outcomes = await self.bus.replies.outcomes(operation_id, len(lanes), timeout_s)
+        told = await self._control(stage, named)
+        outcomes = await self.bus.replies.outcomes(operation_id, len(told), timeout_s)
         for outcome in outcomes:
             if outcome.code:
-                where = f"lane {outcome.lane}: " if len(lanes) > 1 else ""
+                where = f"lane {outcome.lane}, {outcome.role}: " if len(told) > 1 else ""
                 raise WeightsError(where + outcome.message, code=outcome.code)
-        if silent := sorted(set(lanes) - {outcome.lane for outcome in outcomes}):
-            raise BusError(
-                f"lane {silent[0]} did not answer within {timeout_s:.0f} s; look at "
-                "`nano-inference status`",
-                code="no_answer",
-            )
+        answered = {(outcome.lane, outcome.role) for outcome in outcomes}
+        for lane, role in told:
+            if (lane, role) not in answered:
+                raise BusError(
+                    f"{role} of lane {lane} did not answer within {timeout_s:.0f} s; look at "
+                    "`nano-inference status`",
+                    code="no_answer",
+                )
         return min(outcome.weight_version for outcome in outcomes)
 
     async def _control(
         self, stage: str, body: Message | Callable[[int], Message], only: str | None = None
-    ) -> list[str]:
-        """Tells every lane that lives: whose a request is, only they know. Or `only` one.
+    ) -> list[tuple[str, str]]:
+        """Tells every lane that lives: whose a request is, only they know. Or `only` one. Where a
+        lane has several replicas, each is told.
 
-        The message may depend on the lane's index.
+        The message may depend on the index of who is told.
 
         Returns:
-            The lanes that were told.
+            (lane, role) of all who were told.
         """
         lanes = sorted(await self.bus.lanes()) if only is None else [only]
-        senders = [self.bus.sender(CONTROL[stage], self._name, lane) for lane in lanes]
+        told = [(lane, each) for lane in lanes for each in await self._replicas_of(stage, lane)]
+        senders = [
+            self.bus.sender(at(CONTROL[stage], replica), self._name, lane) for lane, replica in told
+        ]
         for index, sender in enumerate(senders):
             await sender.send(body(index) if callable(body) else body)
         for sender in senders:
             await sender.flush()
-        return lanes
+        return [(lane, role_of(stage, replica)) for lane, replica in told]
+
+    async def _replicas_of(self, stage: str, lane: str) -> list[int]:
+        """The replicas of a stage, as far as has been heard of them lately; 0 in any case."""
+        if stage not in REPLICATED:
+            return [0]
+        reports = await self.bus.stages.read()
+        return replicas_of(report.stage for report in reports if report.lane == lane)
 
     def _published_span(self, request: Request | bytes) -> TraceContext:
         if not self._tracing.enabled:

@@ -87,7 +87,8 @@ class WeightUpdates:
         """Tells batching of an update that is still to be put in place, if there is one."""
         if self._staged is not None:
             update, version = self._staged
-            await self._actor.send(CONTROL["batching"], WeightsStaged(version, update.in_flight))
+            staged = WeightsStaged(version, update.in_flight)
+            await self._actor.send(self._actor.own(CONTROL["batching"]), staged)
 
     async def in_place(self, version: int) -> None:
         """The weights of this version made the last step."""

@@ -19,18 +19,22 @@ from rich.console import Console
 from rich.text import Text
 
 from ...bus import open_bus
-from ...config import DEFAULT_URL, STAGES, Config, NanoInferenceError, Stage
+from ...config import DEFAULT_URL, STAGES, Config, NanoInferenceError
 from ..supervisor import RestartBudget
 from .embedded import embedded_server
+from .gateway import GatewayPort
 from .options import BusUrl, ConfigFile, LogLevel, ModelPath, Settings, build_config
 from .run import DRAIN
 
-_COLOURS: dict[Stage, str] = {
+_GATEWAY = "gateway"
+
+_COLOURS = {
     "admission": "cyan",
     "fairness": "magenta",
     "batching": "yellow",
     "executor": "green",
     "streaming": "blue",
+    _GATEWAY: "white",
 }
 # What a child exits with when trying again would not help; see app.py.
 _CAN_NOT_START = 2
@@ -50,6 +54,7 @@ def up(
     port: Annotated[
         int, typer.Option(help="Port of the embedded server, when no --bus is given.")
     ] = urlsplit(DEFAULT_URL).port or 0,
+    gateway: GatewayPort = None,
 ) -> None:
     """Run each stage as a process of its own, over Redis.
 
@@ -63,6 +68,8 @@ def up(
     replaced at once, and its requests go on. Ctrl-C or SIGTERM to this process lets requests in
     flight finish, within `pipeline.drain_timeout_s`, and stops all.
     """
+    if gateway is not None:
+        settings = [*(settings or ()), f"gateway.port={gateway}"]
     config = build_config(config_file, bus, model, settings, log_level)
     with contextlib.ExitStack() as stack:
         if config.bus.url == "memory":
@@ -88,9 +95,8 @@ def _child_arguments(
     settings: Settings,
     log_level: LogLevel,
 ) -> list[str]:
-    """What makes a child read the same settings; `--stages` is added for each."""
-    arguments = [sys.executable, "-m", "nano_inference", "run", "--with-parent"]
-    arguments += ["--bus", config.bus.url]
+    """What makes a child read the same settings."""
+    arguments = ["--with-parent", "--bus", config.bus.url]
     if config_file is not None:
         arguments += ["--config", str(config_file)]
     if model is not None:
@@ -105,12 +111,13 @@ def _child_arguments(
 
 
 class _House:
-    """The five processes."""
+    """The five processes, and the gateway's where one is wanted."""
 
     def __init__(self, config: Config, arguments: list[str]) -> None:
         self._config = config
         self._arguments = arguments
-        self._children: dict[Stage, anyio.abc.Process] = {}
+        self._members = (*STAGES, _GATEWAY) if config.gateway.port else STAGES
+        self._children: dict[str, anyio.abc.Process] = {}
         self._stopping = False
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -124,11 +131,12 @@ class _House:
         # redis-py is loaded only here, so that `--help` stays fast.
         from ...bus.redis_client import redact
 
-        self._say(f"starting five processes over {redact(self._config.bus.url)}")
+        number = "six" if _GATEWAY in self._members else "five"
+        self._say(f"starting {number} processes over {redact(self._config.bus.url)}")
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             try:
                 async with anyio.create_task_group() as group:
-                    for stage in STAGES:
+                    for stage in self._members:
                         group.start_soon(self._keep_running, stage)
                     await anext(signals)
                     self._say("stopping: requests in flight may finish; a second Ctrl-C kills")
@@ -141,7 +149,7 @@ class _House:
                 with anyio.CancelScope(shield=True):
                     await self._stop_all()
 
-    async def _keep_running(self, stage: Stage) -> None:
+    async def _keep_running(self, stage: str) -> None:
         budget = RestartBudget(stage, self._config.pipeline)
         while not self._stopping:
             status = await self._run_once(stage)
@@ -156,9 +164,9 @@ class _House:
             self._say(f"{stage} ended with status {status}; starting it again in {wait_s:g} s")
             await anyio.sleep(wait_s)
 
-    async def _run_once(self, stage: Stage) -> int:
+    async def _run_once(self, stage: str) -> int:
         child = await anyio.open_process(
-            [*self._arguments, *self._port_arguments(stage), "--stages", stage],
+            self._command(stage),
             # It takes the word to drain. It closes when this process dies in whatever way, and the
             # child then leaves.
             stdin=subprocess.PIPE,
@@ -176,22 +184,27 @@ class _House:
                 self._print(stage, line.decode(errors="replace"))
         return await child.wait()
 
-    def _port_arguments(self, stage: Stage) -> list[str]:
-        """Metrics of each process on a port of its own."""
-        port = self._config.telemetry.metrics_port
-        number = port + STAGES.index(stage)
-        return ["--set", f"telemetry.metrics_port={number}"] if port else []
+    def _command(self, stage: str) -> list[str]:
+        program = [sys.executable, "-m", "nano_inference"]
+        if stage == _GATEWAY:
+            return [*program, "gateway", *self._arguments]
+        command = [*program, "run", *self._arguments, "--stages", stage]
+        if port := self._config.telemetry.metrics_port:
+            # Metrics of each process on a port of its own.
+            number = port + self._members.index(stage)
+            command += ["--set", f"telemetry.metrics_port={number}"]
+        return command
 
     async def _stop_all(self) -> None:
-        """Admission first: it drains while the others still work."""
+        """Admission first: it drains while the others still work, and the gateway still answers."""
         self._stopping = True
         limit_s = self._config.pipeline.drain_timeout_s + _STOP_S
         await self._stop("admission", limit_s, drain=True)
         async with anyio.create_task_group() as group:
-            for stage in STAGES[1:]:
+            for stage in self._members[1:]:
                 group.start_soon(self._stop, stage, _STOP_S)
 
-    async def _stop(self, stage: Stage, limit_s: float, *, drain: bool = False) -> None:
+    async def _stop(self, stage: str, limit_s: float, *, drain: bool = False) -> None:
         child = self._children.get(stage)
         if child is None or child.returncode is not None:
             return
@@ -217,6 +230,6 @@ class _House:
     def _say(self, text: str) -> None:
         self._console.print(Text("up         ", style="bold") + Text(text))
 
-    def _print(self, stage: Stage, line: str) -> None:
+    def _print(self, stage: str, line: str) -> None:
         prefix = Text(f"{stage:<10} ", style=_COLOURS[stage])
         self._console.print(prefix + Text.from_ansi(line))

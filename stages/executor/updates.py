@@ -16,8 +16,10 @@ from ...bus.messages import (
     UpdateWeights,
     WeightsStaged,
 )
+from ...bus.weights import LocalWeights, StagedWeights
 from ...config import WeightsError
 from ..actor import Actor
+from .parts import WeightParts
 from .transports import fetch
 from .weights import WeightSyncManager
 
@@ -34,6 +36,8 @@ class WeightUpdates:
     An update has three steps. The tensors are fetched while plans run. Batching is told, and its
     next plan says that they be put in place; only it can tell which KV is older. When that plan's
     result is there, whoever asked gets the answer.
+
+    An update may come in parts, which are fetched and kept until `StagedWeights` asks for all.
     """
 
     def __init__(self, actor: Actor, on_torch: Callable[..., Awaitable[Any]]) -> None:
@@ -43,12 +47,15 @@ class WeightUpdates:
         self._fetching = asyncio.Lock()
         # What batching has been told of, with the version that it will have.
         self._staged: tuple[UpdateWeights, int] | None = None
+        self._parts = WeightParts()
 
     async def obey(self, operation: Operation, weights: WeightSyncManager) -> None:
         """Does it, and answers unless the answer comes later."""
         done = True
         try:
             match operation:
+                case UpdateWeights(part_of=update) if update:
+                    await self._keep_part(operation, weights)
                 case UpdateWeights():
                     await self._update(operation, weights)
                     done = False
@@ -72,6 +79,21 @@ class WeightUpdates:
             self._actor.log.info("weights_in_place", version=version)
             await self._answer(update, version)
 
+    async def _keep_part(self, update: UpdateWeights, weights: WeightSyncManager) -> None:
+        if isinstance(update.source, LocalWeights):
+            raise WeightsError(
+                "a state dict of this process can't be a part of an update, since it may change "
+                "until the others come; pass all tensors at once"
+            )
+        async with self._fetching:
+            try:
+                tensors = await self._fetch(fetch, update.source, update.timeout_s)
+                await self._on_torch(partial(weights.check, partial=True), tensors)
+            except WeightsError:
+                self._parts.drop()  # they will never be all
+                raise
+            self._parts.add(update.part_of, tensors)
+
     async def _update(self, update: UpdateWeights, weights: WeightSyncManager) -> None:
         if self._fetching.locked() or self._staged is not None:
             raise WeightsError(
@@ -79,7 +101,10 @@ class WeightUpdates:
                 code="weights_busy",
             )
         async with self._fetching:
-            tensors = await self._fetch(fetch, update.source, update.timeout_s)
+            if isinstance(update.source, StagedWeights):
+                tensors = self._parts.take(update.source)
+            else:
+                tensors = await self._fetch(fetch, update.source, update.timeout_s)
             start = partial(weights.start_sync, partial=update.partial)
             version = await self._on_torch(start, tensors, update.version)
             self._staged = update, version

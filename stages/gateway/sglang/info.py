@@ -157,7 +157,8 @@ class InfoCalls:
             prompt_token_ids=_PROBE,
             sampling=SamplingParams(max_tokens=1, temperature=0.0),
             stream=False,
-            priority=self._config.fairness.high_priority_threshold,
+            # Before what waits, but never in the place of what runs.
+            priority=max(0, self._config.fairness.high_priority_threshold - 1),
         )
         async with aclosing(self._engine.submit(request)) as outputs:
             async for output in outputs:

@@ -10,7 +10,19 @@ import pytest
 
 from .conftest import Run
 
-COMMANDS = ("demo", "dlq", "doctor", "fairness", "health", "run", "status", "submit", "tail", "up")
+COMMANDS = (
+    "demo",
+    "dlq",
+    "doctor",
+    "fairness",
+    "gateway",
+    "health",
+    "run",
+    "status",
+    "submit",
+    "tail",
+    "up",
+)
 
 
 def test_without_arguments_there_is_help(run: Run) -> None:

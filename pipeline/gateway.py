@@ -7,6 +7,8 @@ import socket
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ..config import Config, ConfigError
 from .client import BusClient
 
@@ -56,7 +58,9 @@ class Gateway:
             ) from None
         listener = self._listen()
         self.port = listener.getsockname()[1]
-        app = make_app(self._client, self._config)  # type: ignore[arg-type]  # groups come next
+        own = msgspec.structs.replace(self._config.gateway, port=self.port)
+        config = msgspec.structs.replace(self._config, gateway=own)
+        app = make_app(self._client, config)  # type: ignore[arg-type]  # groups come next
         self._server = HttpServer(app)
         self._task = asyncio.create_task(self._server.serve([listener]), name="gateway")
         return self

@@ -11,10 +11,13 @@ import structlog
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from ...config import BusError, NanoInferenceError, RequestError, WeightsError
 
 T = TypeVar("T")
+
+SendEvent = Callable[[bytes], Awaitable[None]]
 
 CLIENT_LEFT = 499
 """The status, seen by nobody, of a request whose client has closed the connection."""
@@ -140,27 +143,70 @@ def convert(found: Any, kind: type[T], what: str = "the body") -> T:
         raise RequestError(f"{what}: {error}") from None
 
 
-async def while_connected(request: Request, work: Callable[[], Awaitable[Response]]) -> Response:
+async def while_connected(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
     """Runs `work`, and cancels it when the client closes the connection.
 
-    The body must have been read.
+    Args:
+        receive: Of the request, whose body must have been read.
+        work: What NanoInferenceErrors and TimeoutErrors it raises come out as they are.
     """
-    response = Response(status_code=CLIENT_LEFT)
     failure: Exception | None = None
 
     async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
+        while (await receive())["type"] != "http.disconnect":
             pass
         group.cancel_scope.cancel()
 
     async with anyio.create_task_group() as group:
         group.start_soon(watch)
         try:
-            response = await work()
+            await work()
         except (NanoInferenceError, TimeoutError) as error:
             # Not through the group, which would wrap it.
             failure = error
         group.cancel_scope.cancel()
     if failure is not None:
         raise failure
+
+
+async def answer_while_connected(
+    request: Request, work: Callable[[], Awaitable[Response]]
+) -> Response:
+    """As `while_connected`; gives what `work` gives."""
+    response = Response(status_code=CLIENT_LEFT)
+
+    async def answer() -> None:
+        nonlocal response
+        response = await work()
+
+    await while_connected(request.receive, answer)
     return response
+
+
+class EventStream(Response):
+    """Server-sent events, written until the client closes the connection.
+
+    Starlette's StreamingResponse takes a generator, which it leaves as it is when the client goes
+    while an event is being sent; what the generator holds would then end some time later.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, produce: Callable[[SendEvent], Awaitable[None]]) -> None:
+        """`produce` is called with a function that sends an event's data."""
+        super().__init__(headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._produce = produce
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_event(data: bytes) -> None:
+            event = b"data: " + data + b"\n\n"
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+
+        async def respond() -> None:
+            start = {"type": "http.response.start", "status": self.status_code}
+            await send(start | {"headers": self.raw_headers})
+            await self._produce(send_event)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        await while_connected(receive, respond)

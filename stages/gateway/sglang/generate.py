@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
-from typing import Any
+from functools import partial
 
 import anyio
 import msgspec
-from anyio.streams.memory import MemoryObjectSendStream
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from ....bus.messages import Completion
 from ....config import GatewayConfig, ModelError, NanoInferenceError, RequestError
 from ..engine import EngineClient
-from ..http import EngineError, JsonResponse, error_body, read_object, while_connected
+from ..http import (
+    EngineError,
+    EventStream,
+    JsonResponse,
+    SendEvent,
+    answer_while_connected,
+    error_body,
+    read_object,
+)
 from ..words import LazyWords
 from .answers import Answer, Answers
 from .labels import VersionLabels
 from .requests import Call, Wanted, read_call
 
-_DONE = b"data: [DONE]\n\n"
+_DONE = b"[DONE]"
 
 
 class Generation:
@@ -53,17 +60,13 @@ class Generation:
         call = read_call(await read_object(request, self._config.max_body_bytes))
         writers = [await self._answers(wanted) for wanted in call.prompts]
         if call.stream:
-            return StreamingResponse(
-                self._events(call, writers),
-                media_type="text/event-stream",
-                headers={"Cache-Control": "no-cache"},
-            )
+            return EventStream(partial(self._stream, call, writers))
 
         async def work() -> Response:
             answers = await self._complete_all(writers)
             return JsonResponse(answers if call.batch else answers[0])
 
-        return await while_connected(request, work)
+        return await answer_while_connected(request, work)
 
     async def abort(self, rid: str) -> None:
         """Ends a request, and those of a batch to which `rid` was given as a whole."""
@@ -96,8 +99,8 @@ class Generation:
         async def run(index: int) -> None:
             nonlocal failure
             try:
-                async for _, answer in self._follow(writers[index]):
-                    answers[index].append(answer)
+                async with aclosing(self._follow(writers[index])) as followed:
+                    answers[index] += [answer async for _, answer in followed]
             except NanoInferenceError as error:
                 failure = failure or error
                 group.cancel_scope.cancel()
@@ -109,31 +112,28 @@ class Generation:
             raise failure
         return [answer for each in answers for answer in each]
 
-    async def _events(self, call: Call, writers: list[Answers]) -> AsyncIterator[bytes]:
-        """Server-sent events, of all prompts as they come; an error is the last but one."""
-        send, receive = anyio.create_memory_object_stream[dict[str, Any]]()
+    async def _stream(self, call: Call, writers: list[Answers], send: SendEvent) -> None:
+        """Events of all prompts as they come. The first error is the last of them."""
+        failure: NanoInferenceError | None = None
 
-        async def run(index: int, own: MemoryObjectSendStream[dict[str, Any]]) -> None:
+        async def run(index: int) -> None:
+            nonlocal failure
             place = sum(each.wanted.request.n for each in writers[:index])
-            async with own:
-                try:
-                    async for sample, answer in self._follow(writers[index], chunks=True):
+            try:
+                async with aclosing(self._follow(writers[index], chunks=True)) as followed:
+                    async for sample, answer in followed:
                         where = {"index": place + sample} if call.batch else {}
-                        await own.send(answer | where)
-                except NanoInferenceError as error:
-                    await own.send(error_body(error))
+                        await send(msgspec.json.encode(answer | where))
+            except NanoInferenceError as error:
+                failure = failure or error
+                group.cancel_scope.cancel()
 
         async with anyio.create_task_group() as group:
-            async with send:
-                for index in range(len(writers)):
-                    group.start_soon(run, index, send.clone())
-            async with receive:
-                async for event in receive:
-                    yield b"data: " + msgspec.json.encode(event) + b"\n\n"
-                    if "error" in event:
-                        break
-            group.cancel_scope.cancel()
-        yield _DONE
+            for index in range(len(writers)):
+                group.start_soon(run, index)
+        if failure is not None:
+            await send(msgspec.json.encode(error_body(failure)))
+        await send(_DONE)
 
     async def _follow(
         self, writer: Answers, *, chunks: bool = False

@@ -17,7 +17,7 @@ from ....bus import StageReport
 from ....bus.messages import Completion, GenerateRequest
 from ....config import Config, NanoInferenceError, RequestError, SamplingParams
 from ..engine import EngineClient
-from ..http import EngineError, JsonResponse, read_object, while_connected
+from ..http import EngineError, JsonResponse, answer_while_connected, read_object
 from .fields import read_fields
 from .generate import Generation
 from .labels import VersionLabels
@@ -69,7 +69,7 @@ class InfoCalls:
             return Response()
 
         try:
-            return await while_connected(request, work)
+            return await answer_while_connected(request, work)
         except TimeoutError:
             trouble = await self._engine.trouble() or "no token came in time"
             raise NanoInferenceError(trouble, code="not_ready") from None

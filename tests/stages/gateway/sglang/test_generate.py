@@ -172,3 +172,37 @@ async def test_a_dropped_connection_cancels(engine: FakeEngine, stream: bool) ->
         await engine.until(lambda: set(engine.left) == {"r_0", "r_1"})
         server.should_exit = True
         await serving
+
+
+async def test_a_client_that_goes_while_an_event_is_sent(engine: FakeEngine) -> None:
+    """A slow reader holds up the sending, not the cancelling."""
+    engine.outputs = spelled
+    app = make_app(engine, Config())
+    body = json.dumps({"input_ids": [3, 4], "rid": "r", "stream": True}).encode()
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/generate",
+        "headers": [],
+        "query_string": b"",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+    }
+    sending = asyncio.Event()
+    read = False
+
+    async def receive() -> dict[str, Any]:
+        nonlocal read
+        if not read:
+            read = True
+            return {"type": "http.request", "body": body, "more_body": False}
+        await sending.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            sending.set()
+            await asyncio.Event().wait()
+
+    async with asyncio.timeout(LIMIT_S):
+        await app(scope, receive, send)
+    assert engine.left == ["r"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 from rich.console import Console
@@ -42,7 +42,7 @@ class TrainingSample(msgspec.Struct, frozen=True):
         prompt_tokens: `[prompt]`.
         completion_tokens: `[completion]`, the stop token included.
         logprobs: `[completion]`, float32; docs/sampling.md says of which distribution.
-        ref_logprobs: None; there is no reference model.
+        ref_logprobs: `[completion]`, the same by the reference model; None when there is none.
         weight_version: Of the weights that made the oldest of these tokens.
         finish_reason: "stop" for a stop token or string, "length" for a limit, "abort".
         weight_versions: (version, index of its first token) for each run of tokens that one
@@ -64,6 +64,9 @@ class TrainingSample(msgspec.Struct, frozen=True):
     prompt_top_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
 
 
+_Finished = tuple[TrainingSample, SamplingParams]
+
+
 class InferenceEngine:
     """Generates in this process, on the caller's thread.
 
@@ -76,13 +79,21 @@ class InferenceEngine:
     execute and finish, so the two can't give different answers.
     """
 
-    def __init__(self, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig | None = None, reference: EngineConfig | None = None
+    ) -> None:
         """Loads the model.
+
+        Args:
+            config: The model that generates.
+            reference: A second model, with memory of its own, that gives every finished sample
+                its `ref_logprobs`; the same as `config` for a frozen copy.
 
         Raises:
             ModelError: There is no such model, or it can't be served.
         """
         self.config = config or EngineConfig()
+        self._reference = InferenceEngine(reference) if reference is not None else None
         folder = self.config.model_folder
         tokenizer = load_tokenizer(folder)
         self._executor = ExecutorCore(self.config, now_ns=now_ns)
@@ -94,9 +105,9 @@ class InferenceEngine:
         # Results come back at once here, so nothing is planned ahead of them.
         self._batching = BatchingCore(self.config, capacity, steps_ahead=1)
         self._streaming = StreamingCore(tokenizer)
-        self._prompts: dict[str, tuple[int, ...]] = {}
+        self._unfinished: dict[str, tuple[tuple[int, ...], SamplingParams]] = {}
         # Finished while `generate` waited for others; the next `step` returns them.
-        self._uncollected: list[TrainingSample] = []
+        self._uncollected: list[_Finished] = []
         self._next_id = 0
 
     def __enter__(self) -> InferenceEngine:
@@ -140,7 +151,7 @@ class InferenceEngine:
         if len(sampling_params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {len(sampling_params)} sampling_params")
         request_ids: list[str] = []
-        found: dict[str, list[TrainingSample]] = {}
+        found: dict[str, list[_Finished]] = {}
         try:
             for prompt, params in zip(prompts, sampling_params, strict=True):
                 request_ids.append(self.add_request(prompt, params, num_samples_per_prompt))
@@ -149,10 +160,49 @@ class InferenceEngine:
             for request_id in request_ids:
                 self.abort(request_id)
             raise
-        return [sample for request_id in request_ids for sample in found[request_id]]
+        return self._compare([pair for each in request_ids for pair in found[each]])
+
+    def score(
+        self,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[tuple[float, ...]]:
+        """The logprobs of given completions under the weights in place.
+
+        Args:
+            prompts: Token ids.
+            completions: Token ids, at least one for each prompt.
+            sampling_params: One for all, or one for each. The temperature is that of the policy,
+                as docs/sampling.md says; penalties and logit_bias are left out.
+
+        Returns:
+            `[completion]`, float32, for each completion.
+
+        Raises:
+            RequestError: A prompt or completion is refused, or both together are longer than
+                max_model_len less one; nothing was computed.
+            ValueError: There are not as many completions as prompts, or one is empty.
+        """
+        if len(prompts) != len(completions) or not all(completions):
+            raise ValueError("give one completion for each prompt, with at least one token")
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        only_score = [
+            SamplingParams(
+                max_tokens=1, ignore_eos=True, temperature=params.temperature, prompt_logprobs=0
+            )
+            for params in sampling_params
+        ]
+        pairs = zip(prompts, completions, strict=True)
+        scored = self.generate([[*prompt, *completion] for prompt, completion in pairs], only_score)
+        return [
+            tuple(cast(float, each) for each in (sample.prompt_logprobs or ())[-len(completion) :])
+            for sample, completion in zip(scored, completions, strict=True)
+        ]
 
     def _finish_all(
-        self, request_ids: list[str], found: dict[str, list[TrainingSample]], show_progress: bool
+        self, request_ids: list[str], found: dict[str, list[_Finished]], show_progress: bool
     ) -> None:
         """Steps until all of these have ended, and puts their samples into `found`."""
         wanted = set(request_ids)
@@ -207,7 +257,7 @@ class InferenceEngine:
         )
         now = now_ns()
         admitted = self._admission.admit(RequestEntry(request_id, request), now, now)
-        self._prompts[request_id] = admitted.token_ids
+        self._unfinished[request_id] = admitted.token_ids, params
         self._batching.add(
             Dispatch(
                 admitted.info, admitted.token_ids, admitted.sampling, admitted.sequences, priority=0
@@ -218,11 +268,12 @@ class InferenceEngine:
     def step(self) -> list[TrainingSample]:
         """One scheduling and one forward pass; returns the samples of the requests it finished."""
         earlier, self._uncollected = self._uncollected, []
-        return earlier + [sample for _, samples in self._advance() for sample in samples]
+        new = [pair for _, pairs in self._advance() for pair in pairs]
+        return self._compare(earlier + new)
 
     def has_pending(self) -> bool:
         """Whether any request is unfinished, or its samples are still to be collected."""
-        return bool(self._prompts or self._uncollected)
+        return bool(self._unfinished or self._uncollected)
 
     def abort(self, request_id: str) -> list[TrainingSample]:
         """Ends a request early.
@@ -231,16 +282,16 @@ class InferenceEngine:
             Its samples as far as they had come; those cut short have the finish_reason "abort".
             Empty when none had begun, and for an id that is unknown or has ended.
         """
-        if request_id not in self._prompts:
+        if request_id not in self._unfinished:
             return []
         cancel = Cancel(request_id, request_id, "cancelled", "cancelled", "aborted")
         self._batching.cancel(cancel)
         ended = self._streaming.end(cancel, now_ns()).ended
         if not ended:
-            del self._prompts[request_id]
+            del self._unfinished[request_id]
             self._admission.finish(request_id, request_id)
             return []
-        return self._finished(ended[0].completion)[1]
+        return self._compare(self._finished(ended[0].completion)[1])
 
     # --- weights ------------------------------------------------------------------------------
 
@@ -292,13 +343,15 @@ class InferenceEngine:
     def shutdown(self) -> None:
         """Gives the model's and the cache's memory back. The engine can't be used afterwards."""
         del self._executor
+        if self._reference is not None:
+            self._reference.shutdown()
 
     # --- inside -------------------------------------------------------------------------------
 
-    def _advance(self) -> list[tuple[str, list[TrainingSample]]]:
+    def _advance(self) -> list[tuple[str, list[_Finished]]]:
         plan = self._batching.plan(now_ns())
         if plan is None:
-            if self._prompts:
+            if self._unfinished:
                 raise RuntimeError("requests are unfinished and nothing can run; please report it")
             return []
         try:
@@ -324,14 +377,31 @@ class InferenceEngine:
         return [
             self._finished(ended.completion)
             for ended in deliveries.ended
-            if ended.completion.request_id in self._prompts
+            if ended.completion.request_id in self._unfinished
         ]
 
-    def _finished(self, completion: Completion) -> tuple[str, list[TrainingSample]]:
+    def _finished(self, completion: Completion) -> tuple[str, list[_Finished]]:
         request_id = completion.request_id
-        prompt = self._prompts.pop(request_id)
+        prompt, params = self._unfinished.pop(request_id)
         self._admission.finish(request_id, request_id)
-        return request_id, [_sample(prompt, completion, each) for each in completion.samples]
+        samples = [_sample(prompt, completion, each) for each in completion.samples]
+        return request_id, [(sample, params) for sample in samples]
+
+    def _compare(self, finished: list[_Finished]) -> list[TrainingSample]:
+        """Adds what the reference model says of samples, if there is one."""
+        begun = [pair for pair in finished if pair[0].completion_tokens]
+        if self._reference is None or not begun:
+            return [sample for sample, _ in finished]
+        scores = self._reference.score(
+            [sample.prompt_tokens for sample, _ in begun],
+            [sample.completion_tokens for sample, _ in begun],
+            [params for _, params in begun],
+        )
+        found = {id(sample): score for (sample, _), score in zip(begun, scores, strict=True)}
+        return [
+            msgspec.structs.replace(sample, ref_logprobs=found.get(id(sample), ()))
+            for sample, _ in finished
+        ]
 
 
 def _sample(

@@ -300,6 +300,27 @@ WEIGHT_VERSION = Instrument(
     "{version}",
     "Which weights make the tokens?",
 )
+WEIGHT_STALENESS = Instrument(
+    "nano.weight.staleness",
+    "histogram",
+    "{version}",
+    "How many updates old are the oldest tokens of a sample when it ends?",
+    buckets=(0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64),
+)
+WEIGHT_UPDATES = Instrument(
+    "nano.weight.updates",
+    "counter",
+    "{update}",
+    "How many weight updates were asked for, and how did they end?",
+    (names.ERROR_TYPE,),
+)
+WEIGHT_FETCH = Instrument(
+    "nano.weight.fetch.duration",
+    "histogram",
+    "s",
+    "How long does it take until new weights are at hand?",
+    buckets=SECONDS,
+)
 STAGE_READY = Instrument(
     "nano.stage.ready",
     "gauge",

@@ -20,7 +20,9 @@ class Timed(InferenceEngine):
         super().__init__(config)
         self.completions: dict[str, Completion] = {}
 
-    def _finished(self, completion: Completion) -> tuple[str, list[TrainingSample]]:
+    def _finished(
+        self, completion: Completion
+    ) -> tuple[str, list[tuple[TrainingSample, SamplingParams]]]:
         self.completions[completion.request_id] = completion
         return super()._finished(completion)
 

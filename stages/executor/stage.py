@@ -40,6 +40,9 @@ _TORCH_THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch")
 _WAITING_THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
 
 
+# How long a stage that ends may take to answer what it leaves undone.
+_PARTING_S = 2.0
+
 # Below this a step is so short that handing out its parts costs more than they do, and where
 # other processes want the cores, waiting for the last part costs many times more.
 _SMALL_MODEL_PARAMETERS = 30_000_000
@@ -115,9 +118,13 @@ class ExecutorStage(Actor):
         )
 
     async def receive_forever(self, inbox: Inbox) -> None:
-        async with anyio.create_task_group() as self._group:
-            self._group.start_soon(self._report_forever)
-            await super().receive_forever(inbox)
+        try:
+            async with anyio.create_task_group() as self._group:
+                self._group.start_soon(self._report_forever)
+                await super().receive_forever(inbox)
+        finally:
+            with anyio.move_on_after(_PARTING_S, shield=True):
+                await self._updates.abandon(self._core.weights)
 
     async def reset(self) -> None:
         # What is in the batch goes on in another slice, when its request is sent again.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 from ...bus.links import CONTROL
 from ...bus.messages import (
@@ -18,6 +20,7 @@ from ...bus.messages import (
 )
 from ...bus.weights import LocalWeights, StagedWeights
 from ...config import WeightsError
+from ...telemetry import instruments, names, now_ns
 from ..actor import Actor
 from .parts import WeightParts
 from .transports import fetch
@@ -45,12 +48,14 @@ class WeightUpdates:
         self._actor = actor
         self._on_torch = on_torch
         self._fetching = asyncio.Lock()
+        self._unanswered: dict[int, Operation] = {}
         # What batching has been told of, with the version that it will have.
         self._staged: tuple[UpdateWeights, int] | None = None
         self._parts = WeightParts()
 
     async def obey(self, operation: Operation, weights: WeightSyncManager) -> None:
         """Does it, and answers unless the answer comes later."""
+        self._unanswered[id(operation)] = operation
         done = True
         try:
             match operation:
@@ -79,6 +84,16 @@ class WeightUpdates:
             self._actor.log.info("weights_in_place", version=version)
             await self._answer(update, version)
 
+    async def abandon(self, weights: WeightSyncManager) -> None:
+        """Answers what will not be done any more, since the stage ends."""
+        why = WeightsError(
+            "the executor stopped before the weights were in place; it starts again with those of "
+            "model_path, as version 0",
+            code="weights_interrupted",
+        )
+        for operation in list(self._unanswered.values()):
+            await self._answer(operation, weights.version, why)
+
     async def _keep_part(self, update: UpdateWeights, weights: WeightSyncManager) -> None:
         if isinstance(update.source, LocalWeights):
             raise WeightsError(
@@ -87,7 +102,7 @@ class WeightUpdates:
             )
         async with self._fetching:
             try:
-                tensors = await self._fetch(fetch, update.source, update.timeout_s)
+                tensors = await self._receive(update)
                 await self._on_torch(partial(weights.check, partial=True), tensors)
             except WeightsError:
                 self._parts.drop()  # they will never be all
@@ -101,14 +116,20 @@ class WeightUpdates:
                 code="weights_busy",
             )
         async with self._fetching:
-            if isinstance(update.source, StagedWeights):
-                tensors = self._parts.take(update.source)
-            else:
-                tensors = await self._fetch(fetch, update.source, update.timeout_s)
+            tensors = await self._receive(update)
             start = partial(weights.start_sync, partial=update.partial)
             version = await self._on_torch(start, tensors, update.version)
             self._staged = update, version
         await self.stage()
+
+    async def _receive(self, update: UpdateWeights) -> Mapping[str, Tensor]:
+        if isinstance(update.source, StagedWeights):
+            return self._parts.take(update.source)
+        started = now_ns()
+        tensors: Mapping[str, Tensor]
+        tensors = await self._fetch(fetch, update.source, update.timeout_s)
+        self._actor.metrics.record(instruments.WEIGHT_FETCH, (now_ns() - started) / 1e9)
+        return tensors
 
     async def _fetch(self, function: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.wrap_future(_FETCHING_THREAD.submit(function, *args))
@@ -116,4 +137,8 @@ class WeightUpdates:
     async def _answer(
         self, operation: Operation, version: int, error: WeightsError | None = None
     ) -> None:
+        self._unanswered.pop(id(operation), None)
+        if isinstance(operation, UpdateWeights) and (error or not operation.part_of):
+            labels = {names.ERROR_TYPE: error.code if error else ""}
+            self._actor.metrics.record(instruments.WEIGHT_UPDATES, 1, labels)
         await self._actor.answer(operation.operation_id, version, error)

@@ -29,6 +29,7 @@ _STATUS = {
     "overloaded": 503,
     "shutting_down": 503,
     "not_ready": 503,
+    "weights_interrupted": 503,
     "expired": 504,
     "lane_failed": 500,
     "out_of_blocks": 500,

@@ -44,6 +44,8 @@ class StreamingStage(Actor):
         self._fenced: set[str] = set()
         self._intervals = TokenIntervals()
         self._pace = Pace(now_ns())
+        # Of the weights that made the last step.
+        self._weight_version = 0
 
     async def open(self) -> None:
         folder = self.config.engine.model_folder
@@ -65,6 +67,7 @@ class StreamingStage(Actor):
             case StepResult() as result:
                 self._deliveries.append(self._core.absorb(result, now_ns()))
                 self._pace.add(len(result.seq_ids))
+                self._weight_version = result.weight_version
                 if self.metrics.enabled:
                     for waited_ns in self._intervals.step(result.seq_ids, result.end_ns):
                         self.metrics.record(instruments.TOKEN_INTERVAL, waited_ns / 1e9)
@@ -193,6 +196,8 @@ class StreamingStage(Actor):
             return
         ttft_s = (timings.first_token_ns - timings.received_ns) / 1e9
         record(instruments.TIME_TO_FIRST_TOKEN, ttft_s, labels)
+        for sample in completion.samples:
+            record(instruments.WEIGHT_STALENESS, self._weight_version - sample.weight_version)
         # The samples of a request flow side by side, so its longest one takes the time.
         further = max(len(sample.token_ids) for sample in completion.samples) - 1
         if further > 0:

@@ -5,10 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
-from nano_inference import EngineConfig, InferenceEngine, RequestError, SamplingParams
+from nano_inference import (
+    EngineConfig,
+    InferenceEngine,
+    RequestError,
+    SamplingParams,
+    TrainingSample,
+    WeightsError,
+)
 from nano_inference.bus.messages import StepPlan, StepResult
+from nano_inference.bus.weights import InFlight
 from nano_inference.config import ModelError
 from nano_inference.stages.tokenizer import default_sampling_params
 
@@ -199,3 +208,78 @@ def test_after_weights_that_are_not_numbers_good_ones_work_again(deterministic: 
 
 def test_the_makers_advice_is_there_for_those_who_ask(engine: InferenceEngine) -> None:
     assert engine.default_sampling_params() == default_sampling_params(reference.FOLDER)
+
+
+FLOAT = EngineConfig(dtype="float32")
+
+
+def test_reference_logprobs_are_those_of_the_second_weights() -> None:
+    """Frozen while the others change; held against Transformers' own forward pass."""
+    prompts = ["98 + 25 =", "Once upon"]
+    sampled = [SamplingParams(max_tokens=9, seed=1), SamplingParams(max_tokens=4, temperature=0)]
+    with InferenceEngine(FLOAT, reference=FLOAT) as engine:
+        for sample in engine.generate(prompts, sampled):
+            assert sample.ref_logprobs == pytest.approx(sample.logprobs, abs=1e-4)
+        new = {name: tensor * 1.5 for name, tensor in engine.state_dict().items()}
+        engine.update_weights(new, blocking=True)
+        requests = [engine.add_request(prompt, sampled[0], 2) for prompt in prompts]
+        samples: list[TrainingSample] = []
+        while engine.has_pending():
+            samples += engine.step()
+        assert len(samples) == 2 * len(requests)
+        for sample in samples:
+            wanted = reference.logprobs(list(sample.prompt_tokens), list(sample.completion_tokens))
+            assert sample.ref_logprobs == pytest.approx(wanted, abs=1e-4)
+            assert sample.logprobs != pytest.approx(wanted, abs=1e-2)
+
+
+def test_completions_can_be_scored(engine: InferenceEngine) -> None:
+    """The same as the sampler reported, at the sampler's temperature."""
+    params = [SamplingParams(max_tokens=8, temperature=t, seed=3) for t in (0.5, 2.0)]
+    samples = engine.generate([[70, 71, 72], [80] * 40], params)
+    scores = engine.score(
+        [sample.prompt_tokens for sample in samples],
+        [sample.completion_tokens for sample in samples],
+        params,
+    )
+    for sample, score in zip(samples, scores, strict=True):
+        assert score == pytest.approx(sample.logprobs, abs=1e-3)
+    with pytest.raises(ValueError, match="at least one token"):
+        engine.score([[70]], [[]])
+    with pytest.raises(ValueError, match="one completion for each"):
+        engine.score([[70], [71]], [[5]])
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_what_becomes_of_requests_under_way(blocking: bool) -> None:
+    with InferenceEngine(FLOAT) as engine:
+        old = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+        new = {name: tensor * 1.5 for name, tensor in old.items()}
+        prompt = list(range(60, 100))
+
+        def update_after_three_steps(in_flight: InFlight) -> TrainingSample:
+            engine.add_request(prompt, ENDLESS_8)
+            for _ in range(3):
+                engine.step()
+            engine.update_weights(new, blocking, in_flight=in_flight)
+            (sample,) = [sample for _ in range(6) for sample in engine.step()]
+            return sample
+
+        retracted = update_after_three_steps("retract")
+        assert retracted.weight_versions == ((0, 0), (1, 3))
+        head, tail = retracted.completion_tokens[:3], retracted.completion_tokens[3:]
+        (fresh,) = engine.generate(
+            [[*prompt, *head]], msgspec.structs.replace(ENDLESS_8, max_tokens=5)
+        )
+        assert tail == fresh.completion_tokens
+        assert retracted.logprobs[3:] == pytest.approx(fresh.logprobs, abs=1e-4)
+        aborted = update_after_three_steps("abort")
+        assert (aborted.finish_reason, len(aborted.completion_tokens)) == ("abort", 3)
+        assert not engine.has_pending()
+        engine.update_weights(
+            {"model.norm.weight": old["model.norm.weight"] * 2}, True, partial=True
+        )
+        with pytest.raises(WeightsError, match="not above"):
+            engine.update_weights(old, blocking, version=2)
+        engine.update_weights(old, blocking, version=9)
+        assert engine.generate([prompt], ENDLESS_8)[0].weight_versions == ((9, 0),)

@@ -23,7 +23,7 @@ from nano_inference.config import ConfigError, load_config
 from nano_inference.pipeline.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
 
-from ..oracle import spelling, token_of
+from ..oracle import announcing, token_of
 from ..servers import until
 from .conftest import MakeConfig
 
@@ -140,7 +140,7 @@ def spell(weights: Mapping[str, Tensor], tmp_path: Path) -> Callable[[int], str]
     def write(version: int) -> str:
         folder = tmp_path / f"v{version}"
         folder.mkdir()
-        tensors = spelling(weights, version)
+        tensors = announcing(weights, version)
         safetensors.torch.save_file(tensors, folder / "model.safetensors")
         return str(folder)
 
@@ -180,7 +180,7 @@ async def test_buckets_become_visible_together(
     trainer: Trainer, weights: Mapping[str, Tensor], tmp_path: Path
 ) -> None:
     """Half of the new weights are refused a place, whatever way generation goes on."""
-    new = spelling(weights, 1)
+    new = announcing(weights, 1)
     names = sorted(new)
     folders = []
     for part, own in enumerate((names[::2], names[1::2])):
@@ -222,7 +222,7 @@ async def test_a_session_without_a_pause(trainer: Trainer, spell: Callable[[int]
 async def test_tensors_in_the_body(
     http: httpx.AsyncClient, trainer: Trainer, weights: Mapping[str, Tensor]
 ) -> None:
-    parts = [b64encode(safetensors.torch.save(spelling(weights, 3))).decode()]
+    parts = [b64encode(safetensors.torch.save(announcing(weights, 3))).decode()]
     payload = {"serialized_named_tensors": parts, "load_format": "safetensors"}
     assert (await trainer.make_request("update_weights_from_tensor", payload))["success"]
     assert (await trainer.generate([20, 21], 2))["tokens"] == [token_of(3)] * 2

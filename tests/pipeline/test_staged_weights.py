@@ -13,7 +13,7 @@ from nano_inference.bus.weights import FolderWeights, LocalWeights, StagedWeight
 from nano_inference.config import WeightsError
 from nano_inference.pipeline.pipeline import Pipeline
 
-from ..oracle import spelling, token_of
+from ..oracle import announcing, token_of
 
 REQUEST = {"prompt_token_ids": [20, 21], "sampling": {"temperature": 0, "max_tokens": 2}}
 
@@ -22,7 +22,7 @@ REQUEST = {"prompt_token_ids": [20, 21], "sampling": {"temperature": 0, "max_tok
 def halves(pipeline: Pipeline, tmp_path: Path) -> tuple[FolderWeights, FolderWeights]:
     """Weights that spell version 1, in two folders."""
     file = pipeline.config.engine.model_folder / "model.safetensors"
-    new = spelling(safetensors.torch.load_file(file), 1)
+    new = announcing(safetensors.torch.load_file(file), 1)
     names = sorted(new)
     return saved(new, names[::2], tmp_path / "a"), saved(new, names[1::2], tmp_path / "b")
 

@@ -17,7 +17,8 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from nano_inference.bus.messages import Completion
-from nano_inference.config import Config, ConfigError, TelemetryConfig, load_config
+from nano_inference.bus.weights import FolderWeights
+from nano_inference.config import Config, ConfigError, EngineConfig, TelemetryConfig, load_config
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.telemetry import Metrics, instruments, setup_metrics
 from nano_inference.telemetry.instruments import INSTRUMENTS
@@ -121,6 +122,7 @@ async def test_a_running_pipeline_shows_what_it_did(pipeline: Pipeline) -> None:
 
 async def test_every_instrument_is_shown(pipeline: Pipeline) -> None:
     await pipeline.complete({"prompt": "1 + 1 =", "sampling": {"max_tokens": 4}})
+    await pipeline.client.update_weights(FolderWeights(str(EngineConfig().model_folder)))
     scraped = await scraped_when(pipeline, "nano_stage_ready", 5)
     missing = {
         each.name

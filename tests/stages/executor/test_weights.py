@@ -39,9 +39,9 @@ def test_the_version_counts_updates_in_place(module: nn.Module) -> None:
     weights, new = WeightSyncManager(module), changed(module)
     assert not weights.maybe_finish_sync()
     weights.start_sync(new)
-    assert (weights.version, weights.pending, same(module, new)) == (0, True, False)
+    assert (weights.version, weights.pending_version, same(module, new)) == (0, True, False)
     assert weights.maybe_finish_sync()
-    assert (weights.version, weights.pending, same(module, new)) == (1, False, True)
+    assert (weights.version, weights.pending_version, same(module, new)) == (1, False, True)
     weights.sync_blocking(changed(module))
     assert weights.version == 2
 
@@ -95,7 +95,7 @@ def test_weights_that_do_not_fit_change_nothing(
     with pytest.raises(ModelError, match=message):
         weights.sync_blocking(new)
     assert same(module, before)
-    assert (weights.version, weights.pending) == (0, False)
+    assert (weights.version, weights.pending_version) == (0, False)
 
 
 def test_one_update_at_a_time(module: nn.Module) -> None:

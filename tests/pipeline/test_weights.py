@@ -1,0 +1,337 @@
+"""Weights that change while tokens flow: every token tells the truth, and no KV is stale."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from nano_inference import (
+    Completion,
+    EngineConfig,
+    GenerateRequest,
+    InferenceEngine,
+    Pipeline,
+    SamplingParams,
+    WeightsError,
+)
+from nano_inference.bus import open_bus
+from nano_inference.bus import weights as handoff
+from nano_inference.bus.weights import FolderWeights, InFlight, LocalWeights
+from nano_inference.config import BusError
+from nano_inference.pipeline import client
+from nano_inference.stages.batching.core import BatchingCore
+from nano_inference.stages.executor.core import ExecutorCore
+
+from .. import oracle
+from . import reference
+from .conftest import MakeConfig
+from .test_life import break_once, until, whole_stream, whole_streams
+
+LIMIT_S = 120
+State = dict[str, Tensor]
+Spell = Callable[[Mapping[str, Tensor], int], State]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> State:
+    """The bundled model's weights."""
+    return dict(reference.model().state_dict())
+
+
+@pytest.fixture(scope="module")
+def pure_logprob(loaded: State) -> float:
+    """Of a token that rests on KV of its own version alone."""
+    with InferenceEngine(EngineConfig(dtype="float32")) as engine:
+        engine.update_weights(oracle.remembering(loaded, 1), blocking=True)
+        (sample,) = engine.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=1))
+    return sample.logprobs[0]
+
+
+@pytest.fixture
+async def running(make_config: MakeConfig) -> AsyncIterator[Pipeline]:
+    config = make_config(pipeline__restart_backoff_s=0.01)
+    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
+        yield pipeline
+
+
+def greedy(number: int, max_tokens: int, n: int = 1) -> GenerateRequest:
+    """Of a few prompts, so that most find a beginning in the prefix cache."""
+    prompt = [5 + number % 3] * 40 + [9] * (number % 5)
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    return GenerateRequest(prompt_token_ids=tuple(prompt), sampling=sampling, n=n)
+
+
+def versions_of(completion: Completion, index: int = 0) -> list[int]:
+    """The version that each token of a sample is stamped with."""
+    sample = completion.samples[index]
+    starts = [start for _, start in sample.weight_versions] + [len(sample.token_ids)]
+    assert starts[0] == 0
+    assert starts == sorted(set(starts))
+    spans = zip(sample.weight_versions, starts[1:], strict=True)
+    versions = [version for (version, start), stop in spans for _ in range(start, stop)]
+    assert versions == sorted(versions)
+    assert sample.weight_version == versions[0]
+    return versions
+
+
+def check_stamps(completion: Completion) -> int:
+    """Tokens of weights that announce their version; returns how many spans there are."""
+    assert completion.status == "done", completion.error
+    for index, sample in enumerate(completion.samples):
+        wanted = [oracle.token_of(version) for version in versions_of(completion, index)]
+        assert list(sample.token_ids) == wanted
+    return max(len(sample.weight_versions) for sample in completion.samples)
+
+
+def check_purity(completion: Completion, pure_logprob: float, *, whole: bool) -> int:
+    """Tokens of weights that remember: as long as the first version lasts (`whole`: always), all
+    KV was made by the version that is stamped. Returns how many spans there are."""
+    assert completion.status == "done", completion.error
+    for index, sample in enumerate(completion.samples):
+        versions = versions_of(completion, index)
+        rows = zip(versions, sample.token_ids, sample.logprobs, strict=True)
+        for version, token_id, logprob in rows:
+            if whole or version == versions[0]:
+                assert token_id == oracle.token_of(version)
+                assert oracle.is_pure(logprob, pure_logprob)
+    return max(len(sample.weight_versions) for sample in completion.samples)
+
+
+async def under_load(
+    pipeline: Pipeline,
+    loaded: State,
+    spell: Spell,
+    in_flight: InFlight,
+    updates: int,
+    check: Callable[[Completion], int],
+) -> int:
+    """Updates in a row while eight clients send one request after the other.
+
+    Returns how many requests saw more than one version.
+    """
+    dice = random.Random(7)
+    done = asyncio.Event()
+    mixed = 0
+
+    async def client(number: int) -> None:
+        nonlocal mixed
+        while not done.is_set():
+            request = greedy(number, dice.randrange(1, 40), n=1 + number % 2)
+            mixed += check(await pipeline.complete(request)) > 1
+            number += 8
+
+    async with asyncio.TaskGroup() as clients:
+        await pipeline.client.update_weights(spell(loaded, 1), in_flight="retract")
+        for number in range(8):
+            clients.create_task(client(number))
+        for version in range(2, updates + 1):
+            new = spell(loaded, version)
+            assert await pipeline.client.update_weights(new, in_flight=in_flight) == version
+            await asyncio.sleep(dice.random() * 0.01)
+        done.set()
+    assert not handoff._LAID_DOWN
+    return mixed
+
+
+async def test_each_token_is_stamped_with_the_weights_that_made_it(
+    running: Pipeline, loaded: State
+) -> None:
+    """Not with those in place at admission, or when the request ended."""
+    assert await under_load(running, loaded, oracle.announcing, "keep", 40, check_stamps)
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "retract"])
+async def test_no_kv_is_stale_after_an_update(
+    running: Pipeline, loaded: State, pure_logprob: float, in_flight: InFlight
+) -> None:
+    """A prefix that older weights computed is not found; what is retracted is computed again."""
+
+    def check(completion: Completion) -> int:
+        return check_purity(completion, pure_logprob, whole=in_flight == "retract")
+
+    assert await under_load(running, loaded, oracle.remembering, in_flight, 40, check)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_flight", ["keep", "retract"])
+async def test_a_thousand_updates_under_load(
+    loaded: State, pure_logprob: float, in_flight: InFlight, make_config: MakeConfig
+) -> None:
+    def check(completion: Completion) -> int:
+        return check_purity(completion, pure_logprob, whole=in_flight == "retract")
+
+    async with asyncio.timeout(2 * LIMIT_S), Pipeline(make_config()) as pipeline:
+        assert await under_load(pipeline, loaded, oracle.remembering, in_flight, 500, check)
+
+
+async def test_kept_kv_is_what_in_flight_means(
+    running: Pipeline, loaded: State, pure_logprob: float
+) -> None:
+    """The oracle can tell: a sequence that goes on over an update rests on both versions' KV."""
+    await running.client.update_weights(oracle.remembering(loaded, 1))
+    request = asyncio.create_task(running.complete(greedy(0, 400)))
+    await asyncio.sleep(0.1)
+    await running.client.update_weights(oracle.remembering(loaded, 2))
+    (sample,) = (await request).samples
+    assert len(sample.weight_versions) == 2
+    assert not oracle.is_pure(sample.logprobs[sample.weight_versions[1][1]], pure_logprob)
+
+
+async def test_weights_change_while_paused(running: Pipeline, loaded: State) -> None:
+    """The blocking way: pause, sync, resume."""
+    await running.client.update_weights(oracle.announcing(loaded, 1))
+    request = asyncio.create_task(running.complete(greedy(0, 600)))
+    await asyncio.sleep(0.1)
+    await running.client.pause()
+    assert await running.client.update_weights(oracle.announcing(loaded, 2)) == 2
+    assert await running.client.weight_version() == 2
+    assert not request.done()
+    await running.client.resume()
+    completion = await request
+    check_stamps(completion)
+    assert versions_of(completion)[-1] == 2
+
+
+async def test_retracted_requests_go_on_as_if_nothing_had_been(running: Pipeline) -> None:
+    """Their KV is computed again, from the same weights: greedy tokens are the same."""
+    streams = asyncio.create_task(whole_streams(running))
+    for _ in range(5):
+        await asyncio.sleep(0.02)
+        await running.client.pause("retract")
+        await running.client.flush_cache()
+        await running.client.resume()
+    await streams
+
+
+async def test_aborted_requests_return_what_they_have(running: Pipeline) -> None:
+    running_requests = [asyncio.create_task(running.complete(greedy(n, 1500))) for n in range(4)]
+    batching = running._actors["batching"]
+    await until(lambda: batching.load().get("running") == 4)
+    await asyncio.sleep(0.1)
+    await running.client.pause("abort")
+    for completion in await asyncio.gather(*running_requests):
+        assert completion.status == "cancelled"
+        assert completion.error is not None
+        assert completion.error.code == "aborted"
+        (sample,) = completion.samples
+        assert sample.finish_reason == "abort"
+        assert len(sample.token_ids) == len(sample.logprobs) > 0
+    await running.client.resume()
+    await whole_stream(running, 0)
+
+
+async def test_an_update_can_abort_what_runs(running: Pipeline, loaded: State) -> None:
+    request = asyncio.create_task(running.complete(greedy(0, 1500)))
+    batching = running._actors["batching"]
+    await until(lambda: batching.load().get("running") == 1)
+    await running.client.update_weights(oracle.announcing(loaded, 1), in_flight="abort")
+    completion = await request
+    assert completion.error is not None
+    assert completion.error.code == "aborted"
+    assert check_stamps(await running.complete(greedy(1, 5))) == 1
+
+
+async def test_a_version_of_ones_own(running: Pipeline, loaded: State) -> None:
+    assert await running.client.update_weights(oracle.announcing(loaded, 70), version=70) == 70
+    assert versions_of(await running.complete(greedy(0, 3))) == [70] * 3
+    for stale in (70, 3, -1, 0):
+        with pytest.raises(WeightsError, match="not above") as refused:
+            await running.client.update_weights(oracle.announcing(loaded, 3), version=stale)
+        assert refused.value.code == "weights_refused"
+    assert await running.client.update_weights(oracle.announcing(loaded, 71)) == 71
+
+
+BAD: dict[str, Callable[[State], Any]] = {
+    "nothing": lambda state: {},
+    "an unknown name": lambda state: {**state, "model.nonsense": state["model.norm.weight"]},
+    "a missing name": lambda state: {"model.norm.weight": state["model.norm.weight"]},
+    "another shape": lambda state: {**state, "model.norm.weight": state["lm_head.weight"]},
+    "no tensor": lambda state: {**state, "model.norm.weight": [1.0]},
+    "integers": lambda state: {**state, "model.norm.weight": state["model.norm.weight"].int()},
+    "two values of one tensor": lambda state: {
+        **state,
+        "lm_head.weight": state["lm_head.weight"] + 1,
+    },
+    "no such folder": lambda state: FolderWeights("/nowhere/at/all"),
+    "nothing laid down": lambda state: LocalWeights("nobody's"),
+}
+
+
+async def test_what_does_not_fit_changes_nothing(running: Pipeline, loaded: State) -> None:
+    streams = asyncio.create_task(whole_streams(running))
+    for what, make in BAD.items():
+        with pytest.raises(WeightsError) as refused:
+            await running.client.update_weights(make(loaded))
+        assert refused.value.code == "weights_refused", what
+    await streams
+    assert await running.client.weight_version() == 0
+    assert await running.client.update_weights(loaded) == 1
+
+
+async def test_part_of_the_weights(running: Pipeline, loaded: State) -> None:
+    whole = oracle.announcing(loaded, 1)
+    await running.client.update_weights(whole)
+    embedding = oracle.announcing(loaded, 2)["model.embed_tokens.weight"]
+    part = {"model.embed_tokens.weight": embedding}
+    with pytest.raises(WeightsError, match="missing"):
+        await running.client.update_weights(part)
+    assert await running.client.update_weights(part, partial=True) == 2
+    assert check_stamps(await running.complete(greedy(0, 5))) == 1
+
+
+async def test_one_update_at_a_time(running: Pipeline, loaded: State) -> None:
+    updates = [
+        asyncio.create_task(running.client.update_weights(oracle.announcing(loaded, 1)))
+        for _ in range(6)
+    ]
+    outcomes = await asyncio.gather(*updates, return_exceptions=True)
+    done = [outcome for outcome in outcomes if isinstance(outcome, int)]
+    refused = [outcome for outcome in outcomes if isinstance(outcome, WeightsError)]
+    assert len(done) + len(refused) == 6
+    assert done
+    assert {error.code for error in refused} <= {"weights_busy"}
+    assert await running.client.weight_version() == max(done) == len(done)
+
+
+async def test_an_update_outlives_the_failure_of_another_stage(
+    running: Pipeline, loaded: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batching fails when it is told; the executor tells its successor."""
+    await running.client.update_weights(oracle.announcing(loaded, 1))
+    request = asyncio.create_task(running.complete(greedy(0, 800)))
+    await asyncio.sleep(0.05)
+    break_once(monkeypatch, BatchingCore, "change_weights", after=1)
+    assert await running.client.update_weights(oracle.announcing(loaded, 2)) == 2
+    completion = await request
+    assert check_stamps(completion)
+    assert versions_of(completion)[-1] == 2
+
+
+async def test_an_executor_that_fails_says_that_the_update_is_lost(
+    running: Pipeline, loaded: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes back has the weights of model_path, and says so with every token."""
+    await running.client.update_weights(oracle.announcing(loaded, 1))
+    break_once(monkeypatch, ExecutorCore, "execute", after=1)
+    with pytest.raises(WeightsError) as lost:
+        await running.client.update_weights(oracle.announcing(loaded, 2))
+    assert lost.value.code == "weights_interrupted"
+    await whole_stream(running, 3)
+    assert await running.client.weight_version() == 0
+
+
+async def test_nobody_answers(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a pipeline an operation ends with an error, within its time."""
+    monkeypatch.setattr(client, "ANSWER_S", 0.2)
+    bus = open_bus(make_config().bus)
+    try:
+        with pytest.raises(BusError) as silent:
+            await client.BusClient(bus).update_weights(FolderWeights("/new"), timeout_s=0.1)
+        assert silent.value.code == "no_answer"
+    finally:
+        await bus.aclose()

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .config.errors import NanoInferenceError, RequestError, WeightsError
     from .pipeline.client import BusClient
     from .pipeline.engine import InferenceEngine, TrainingSample
+    from .pipeline.gateway import Gateway
     from .pipeline.pipeline import Pipeline
     from .stages.batching import (
         CacheAllocation,
@@ -39,6 +40,7 @@ _HOME = {
     "CompletionChunk": ".bus.messages",
     "Config": ".config",
     "EngineConfig": ".config",
+    "Gateway": ".pipeline.gateway",
     "GenerateRequest": ".bus.messages",
     "InferenceEngine": ".pipeline.engine",
     "KVCacheManager": ".stages.batching",
@@ -70,6 +72,7 @@ __all__ = [
     "CompletionChunk",
     "Config",
     "EngineConfig",
+    "Gateway",
     "GenerateRequest",
     "InferenceEngine",
     "KVCacheManager",

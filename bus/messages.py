@@ -638,6 +638,9 @@ class UpdateWeights(Internal, frozen=True, array_like=True, tag="weights", tag_f
         version: What to count from then on, above the present version; None for the next.
         partial: Whether parameters that are not among them stay as they are.
         timeout_s: How long to wait for them.
+        part_of: A name for an update that comes in several such messages: the tensors are checked
+            and kept, beside what was kept under this name, and answered for. `StagedWeights` puts
+            all of them in place. What was kept under another name is dropped.
     """
 
     source: WeightsSource
@@ -646,6 +649,7 @@ class UpdateWeights(Internal, frozen=True, array_like=True, tag="weights", tag_f
     partial: bool = False
     timeout_s: float = 300.0
     operation_id: str = ""
+    part_of: str = ""
 
 
 class WeightsStaged(Internal, frozen=True, array_like=True, tag="staged", tag_field="type"):

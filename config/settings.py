@@ -393,6 +393,38 @@ class TelemetryConfig(Settings, frozen=True, forbid_unknown_fields=True):
         self.require("metrics_host", bool(self.metrics_host), "an address of this machine")
 
 
+class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
+    """The HTTP server in front of the bus.
+
+    Attributes:
+        port: Where it listens; 0 is off, and `nano-inference gateway` then takes 30000.
+        host: The address on which that port listens. There are no keys and no TLS yet: whoever
+            reaches it may replace the weights.
+        max_body_bytes: A larger request is refused with status 413.
+        max_weights_bytes: The same for the one call that carries tensors in its body.
+        sync_timeout_s: How long a part of a weight update may take to arrive.
+        health_timeout_s: How long `/health_generate` waits for its one token.
+    """
+
+    SECTION: ClassVar[str] = "gateway"
+
+    port: int = 0
+    host: str = "127.0.0.1"
+    max_body_bytes: int = 16 << 20
+    max_weights_bytes: int = 256 << 20
+    sync_timeout_s: float = 300.0
+    health_timeout_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        self.require("port", 0 <= self.port <= 65_535, "a port, or 0")
+        self.require("host", bool(self.host), "an address of this machine")
+        for name in ("max_body_bytes", "max_weights_bytes"):
+            self.require(name, getattr(self, name) >= 1, "at least 1")
+        for name in ("sync_timeout_s", "health_timeout_s"):
+            value = getattr(self, name)
+            self.require(name, math.isfinite(value) and value > 0, "finite, above 0")
+
+
 class Config(Settings, frozen=True, forbid_unknown_fields=True):
     """All settings of a process."""
 
@@ -402,6 +434,7 @@ class Config(Settings, frozen=True, forbid_unknown_fields=True):
     fairness: FairnessConfig = FairnessConfig()
     pipeline: PipelineConfig = PipelineConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    gateway: GatewayConfig = GatewayConfig()
 
     def __post_init__(self) -> None:
         if self.bus.url == "memory" and set(self.pipeline.stages) != set(STAGES):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import anyio
 import msgspec
 
-from ..bus import Bus, open_bus
+from ..bus import Bus, StageReport, open_bus
 from ..bus.links import CONTROL, at
 from ..bus.messages import (
     Cancel,
@@ -40,7 +40,7 @@ from ..config import (
     role_of,
 )
 from ..telemetry import TraceContext, Tracing, names, now_ns
-from .health import replicas_of
+from .health import lanes_of, replicas_of, verdict
 
 Request = GenerateRequest | dict[str, Any]
 
@@ -263,6 +263,26 @@ class BusClient:
         """
         await self._operate("executor", LeaveWeightsGroup(group))
 
+    async def stage_weights(
+        self, update: str, weights: WeightsSource, *, timeout_s: float = 300.0
+    ) -> None:
+        """Has every lane fetch a part of an update and keep it.
+
+        Nothing changes until `update_weights` is called with `StagedWeights`, the update's name
+        and the number of its parts. Until then the executors hold the parts beside the model.
+
+        Args:
+            update: A name for the update; what was kept under another one is dropped.
+            weights: Where the part is. A tensor that comes again replaces the former.
+            timeout_s: How long fetching it may take.
+
+        Raises:
+            WeightsError: It could not be taken, or does not fit the model.
+            BusError: A lane did not answer.
+        """
+        part = UpdateWeights(weights, partial=True, timeout_s=timeout_s, part_of=update)
+        await self._operate("executor", part, timeout_s + ANSWER_S)
+
     async def weight_version(self) -> int:
         """The version of the weights in place; with several lanes the smallest.
 
@@ -271,11 +291,19 @@ class BusClient:
         """
         return await self._operate("executor", TellWeightVersion())
 
+    async def reports(self) -> list[StageReport]:
+        """How the stages are, as their processes told within the last seconds."""
+        return await self.bus.stages.read()
+
+    async def trouble(self) -> str:
+        """Why no request would be served, in one sentence; "" when some lane works."""
+        return verdict(lanes_of(await self.reports()))
+
     async def fairness(self) -> dict[str, FairnessConfig]:
         """The settings by which fairness goes, by lane, as the lanes told them a second ago."""
         return {
             report.lane: msgspec.json.decode(settings, type=FairnessConfig)
-            for report in await self.bus.stages.read()
+            for report in await self.reports()
             if isinstance(settings := report.load.get("settings"), str)
         }
 

@@ -24,7 +24,6 @@ from ...bus.messages import StageStopped
 from ...config import (
     DEFAULT_URL,
     REPLICATED,
-    STAGES,
     BusError,
     Config,
     NanoInferenceError,
@@ -33,8 +32,11 @@ from ...config import (
 )
 from ..supervisor import RestartBudget, StageFailed
 from .embedded import embedded_server
+from .gateway import GatewayPort
 from .options import BusUrl, ConfigFile, LogLevel, ModelPath, Settings, build_config
 from .run import DRAIN
+
+_GATEWAY = "gateway"
 
 _COLOURS = {
     "admission": "cyan",
@@ -42,6 +44,7 @@ _COLOURS = {
     "batching": "yellow",
     "executor": "green",
     "streaming": "blue",
+    _GATEWAY: "white",
 }
 # What a child exits with when trying again would not help; see app.py.
 _CAN_NOT_START = 2
@@ -69,6 +72,7 @@ def up(
             min=1, help="Pairs of batching and executor; 1 by default.", show_default=False
         ),
     ] = None,
+    gateway: GatewayPort = None,
 ) -> None:
     """Run each stage as a process of its own, over Redis.
 
@@ -88,6 +92,8 @@ def up(
     """
     if replicas is not None:
         settings = [*(settings or ()), f"pipeline.replicas={replicas}"]
+    if gateway is not None:
+        settings = [*(settings or ()), f"gateway.port={gateway}"]
     config = build_config(config_file, bus, model, settings, log_level)
     with contextlib.ExitStack() as stack:
         if config.bus.url == "memory":
@@ -113,9 +119,8 @@ def _child_arguments(
     settings: Settings,
     log_level: LogLevel,
 ) -> list[str]:
-    """What makes a child read the same settings; `--stages` is added for each."""
-    arguments = [sys.executable, "-m", "nano_inference", "run", "--with-parent"]
-    arguments += ["--bus", config.bus.url]
+    """What makes a child read the same settings."""
+    arguments = ["--with-parent", "--bus", config.bus.url]
     if config_file is not None:
         arguments += ["--config", str(config_file)]
     if model is not None:
@@ -130,12 +135,14 @@ def _child_arguments(
 
 
 class _House:
-    """The processes: five, and two for each further replica."""
+    """The processes: five, two for each further replica, and the gateway's where one is wanted."""
 
     def __init__(self, config: Config, arguments: list[str]) -> None:
         self._config = config
         self._arguments = arguments
         self._roles = all_roles(config.pipeline.replicas)
+        if config.gateway.port:
+            self._roles = (*self._roles, _GATEWAY)
         self._children: dict[str, anyio.abc.Process] = {}
         # Replicas of which a stage has used up its restarts.
         self._given_up: set[int] = set()
@@ -152,7 +159,7 @@ class _House:
         # redis-py is loaded only here, so that `--help` stays fast.
         from ...bus.redis_client import redact
 
-        number = "five" if len(self._roles) == len(STAGES) else str(len(self._roles))
+        number = {5: "five", 6: "six", 7: "seven"}.get(len(self._roles), str(len(self._roles)))
         self._say(f"starting {number} processes over {redact(self._config.bus.url)}")
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             try:
@@ -201,7 +208,7 @@ class _House:
 
     async def _tell_of_end(self, role: str) -> None:
         """Tells admission what a process that was killed could not: others take over its work."""
-        if len(self._roles) == len(STAGES):
+        if self._config.pipeline.replicas == 1 or role == _GATEWAY:
             return  # nobody could; and its successor says that it has come
         bus = open_bus(self._config.bus)
         try:
@@ -216,10 +223,8 @@ class _House:
                 await bus.aclose()
 
     async def _run_once(self, role: str) -> int:
-        stage, replica = split_role(role)
-        of_replica = ["--set", f"pipeline.replica={replica}"] if stage in REPLICATED else []
         child = await anyio.open_process(
-            [*self._arguments, *self._port_arguments(role), *of_replica, "--stages", stage],
+            self._command(role),
             # It takes the word to drain. It closes when this process dies in whatever way, and the
             # child then leaves.
             stdin=subprocess.PIPE,
@@ -237,14 +242,22 @@ class _House:
                 self._print(role, line.decode(errors="replace"))
         return await child.wait()
 
-    def _port_arguments(self, role: str) -> list[str]:
-        """Metrics of each process on a port of its own."""
-        port = self._config.telemetry.metrics_port
-        number = port + self._roles.index(role)
-        return ["--set", f"telemetry.metrics_port={number}"] if port else []
+    def _command(self, role: str) -> list[str]:
+        program = [sys.executable, "-m", "nano_inference"]
+        if role == _GATEWAY:
+            return [*program, "gateway", *self._arguments]
+        stage, replica = split_role(role)
+        command = [*program, "run", *self._arguments, "--stages", stage]
+        if stage in REPLICATED:
+            command += ["--set", f"pipeline.replica={replica}"]
+        if port := self._config.telemetry.metrics_port:
+            # Metrics of each process on a port of its own.
+            number = port + self._roles.index(role)
+            command += ["--set", f"telemetry.metrics_port={number}"]
+        return command
 
     async def _stop_all(self) -> None:
-        """Admission first: it drains while the others still work."""
+        """Admission first: it drains while the others still work, and the gateway still answers."""
         self._stopping = True
         limit_s = self._config.pipeline.drain_timeout_s + _STOP_S
         await self._stop("admission", limit_s, drain=True)

@@ -33,7 +33,7 @@ from ...bus.messages import (
     Timings,
     Usage,
 )
-from .detokenizer import TokenPieces
+from ..detokenizer import TokenPieces
 from .samples import NewToken, RequestState, Sample
 
 if TYPE_CHECKING:

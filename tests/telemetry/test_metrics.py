@@ -164,6 +164,7 @@ def queries() -> list[tuple[str, str]]:
 
 async def test_dashboard_and_alerts_ask_for_what_there_is(pipeline: Pipeline) -> None:
     await pipeline.complete({"prompt": "1 + 1 =", "sampling": {"max_tokens": 4}})
+    await pipeline.client.update_weights(FolderWeights(str(EngineConfig().model_folder)))
     samples = (await scraped_when(pipeline, "nano_kv_blocks", 1)).samples()
     asked = [
         (where, name)

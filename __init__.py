@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .config.errors import NanoInferenceError, RequestError
     from .pipeline.client import BusClient
     from .pipeline.engine import InferenceEngine, TrainingSample
+    from .pipeline.exact_forward import ExactForward
     from .pipeline.pipeline import Pipeline
     from .stages.batching import (
         CacheAllocation,
@@ -39,6 +40,7 @@ _HOME = {
     "CompletionChunk": ".bus.messages",
     "Config": ".config",
     "EngineConfig": ".config",
+    "ExactForward": ".pipeline.exact_forward",
     "GenerateRequest": ".bus.messages",
     "InferenceEngine": ".pipeline.engine",
     "KVCacheManager": ".stages.batching",
@@ -69,6 +71,7 @@ __all__ = [
     "CompletionChunk",
     "Config",
     "EngineConfig",
+    "ExactForward",
     "GenerateRequest",
     "InferenceEngine",
     "KVCacheManager",

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+from transformers.utils import logging as transformers_logging
 
 from nano_inference import (
     EngineConfig,
@@ -181,6 +182,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the numbers")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    transformers_logging.disable_progress_bar()
     results: dict[str, Any] = {}
     names = ("tokens", "mean", "mean abs", "p99", "max", "KL (k3)", "same bits")
     print(f"{'engine minus trainer, per token':64}" + "".join(f"{name:>11}" for name in names))

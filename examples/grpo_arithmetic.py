@@ -23,7 +23,7 @@ import resource
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -65,7 +65,7 @@ class Settings:
     mode: Mode = "blocking"
     seed: int = 1
     kinds: tuple[str, ...] = ("add", "sub")
-    steps: int = 300
+    steps: int = 150
     groups: int = 32
     samples: int = 8
     prompts: int = 64
@@ -116,13 +116,14 @@ class NothingToLearn(Exception):
 # --- blocking -------------------------------------------------------------------------------------
 
 
-def run_blocking(settings: Settings, rollouts: Rollouts, record: Record, report: Report) -> None:
+def run_blocking(
+    settings: Settings, rollouts: Rollouts, trainer: Trainer, record: Record, report: Report
+) -> None:
     """Generate, train, update, in turn.
 
     Raises:
         NothingToLearn: All is right, or all is wrong.
     """
-    trainer = Trainer(trainer_settings(settings, rollouts.engine))
     for _ in range(settings.steps):
         groups: list[Group] = []
         asked = 0
@@ -144,55 +145,60 @@ def run_blocking(settings: Settings, rollouts: Rollouts, record: Record, report:
 # --- in flight ------------------------------------------------------------------------------------
 
 
-def run_in_flight(settings: Settings, rollouts: Rollouts, record: Record, report: Report) -> None:
+def run_in_flight(
+    settings: Settings, rollouts: Rollouts, trainer: TrainerProcess, record: Record, report: Report
+) -> None:
     """Generate without end beside a trainer that takes the newest groups whenever it is free.
 
     Raises:
         NothingToLearn: All is right, or all is wrong.
     """
     engine = rollouts.engine
-    trainer = TrainerProcess(
-        trainer_settings(settings, engine), engine.state_dict(), settings.threads
-    )
     newest: deque[Group] = deque(maxlen=settings.groups)  # the oldest make room
     waits = True  # the trainer
     asked = 0
-    try:
-        while len(record.facts) < settings.steps:
-            for group in rollouts.step(settings.prompts):
-                asked += 1
-                if group.informative:
-                    newest.append(group)
-            if not waits and (trained := trainer.poll()):
-                engine.update_weights(trainer.weights, blocking=False)
-                record.training.append((trained.start_ns, trained.end_ns))
-                report(trained.facts)
-                waits = True
-                continue  # the next step puts the weights in place
-            if waits and (len(newest) == settings.groups or asked >= settings.most_prompts):
-                if not newest:
-                    raise NothingToLearn
-                groups = list(newest)
-                record.take(groups, engine.get_weight_version())
-                trainer.submit(groups)
-                rollouts.counts.used += len(groups)
-                newest.clear()
-                waits, asked = False, 0
-    finally:
-        trainer.close()
+    while len(record.facts) < settings.steps:
+        for group in rollouts.step(settings.prompts):
+            asked += 1
+            if group.informative:
+                newest.append(group)
+        if not waits and (trained := trainer.poll()):
+            engine.update_weights(trainer.weights, blocking=False)
+            record.training.append((trained.start_ns, trained.end_ns))
+            report(trained.facts)
+            waits = True
+            continue  # the next step of the engine puts the weights in place
+        if waits and (len(newest) == settings.groups or asked >= settings.most_prompts):
+            if not newest:
+                raise NothingToLearn
+            groups = list(newest)
+            record.take(groups, engine.get_weight_version())
+            trainer.submit(groups)
+            rollouts.counts.used += len(groups)
+            newest.clear()
+            waits, asked = False, 0
 
 
 # --- a run ----------------------------------------------------------------------------------------
 
 
-def trainer_settings(settings: Settings, engine: InferenceEngine) -> TrainerSettings:
-    return TrainerSettings(
+@contextmanager
+def start_trainer(
+    settings: Settings, engine: InferenceEngine
+) -> Iterator[Trainer | TrainerProcess]:
+    """In this process, or in one of its own."""
+    own = TrainerSettings(
         model_folder=engine.config.model_folder,
         steps=settings.steps,
         learning_rate=settings.learning_rate,
         temperature=settings.temperature,
         kl_weight=settings.kl_weight,
     )
+    if settings.mode == "blocking":
+        yield Trainer(own)
+        return
+    with closing(TrainerProcess(own, engine.state_dict(), settings.threads)) as process:
+        yield process
 
 
 def run(settings: Settings, console: Console) -> dict[str, Any]:
@@ -216,16 +222,23 @@ def run(settings: Settings, console: Console) -> dict[str, Any]:
         before = rollouts.accuracy(problems)
         console.print(f"{settings.split} before: {before:.1%} of {len(problems)}")
         record = Record()
-        loop = run_blocking if settings.mode == "blocking" else run_in_flight
-        start, cpu = time.monotonic_ns(), cpu_seconds()
-        with progress_bar(console, settings, rollouts, record) as report:
+        cpu = cpu_seconds()
+        with (
+            start_trainer(settings, engine) as trainer,
+            progress_bar(console, settings, rollouts, record) as report,
+        ):
+            start = time.monotonic_ns()
             try:
-                loop(settings, rollouts, record, report)
+                if isinstance(trainer, Trainer):
+                    run_blocking(settings, rollouts, trainer, record, report)
+                else:
+                    run_in_flight(settings, rollouts, trainer, record, report)
             except NothingToLearn:
                 if not record.facts:
                     raise
                 console.print("no prompt has answers that differ in reward: nothing left to learn")
-        end, cpu = time.monotonic_ns(), cpu_seconds() - cpu
+            end = time.monotonic_ns()
+        cpu = cpu_seconds() - cpu
         rollouts.drain()
         after = rollouts.accuracy(problems)
         version = engine.get_weight_version()

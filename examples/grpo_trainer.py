@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from nano_inference import TrainingSample
 
@@ -172,6 +173,7 @@ class Trainer:
     def __init__(self, settings: TrainerSettings) -> None:
         """Loads the model."""
         self.settings = settings
+        transformers_logging.disable_progress_bar()  # ours is there already
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             settings.model_folder, dtype=torch.float32, local_files_only=True
         )

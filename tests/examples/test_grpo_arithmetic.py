@@ -10,9 +10,17 @@ from typing import Any
 import grpo_arithmetic
 import pytest
 import torch
-from grpo_arithmetic import NothingToLearn, Record, Settings, curve, run, run_blocking
+from grpo_arithmetic import (
+    NothingToLearn,
+    Record,
+    Settings,
+    curve,
+    run,
+    run_blocking,
+    start_trainer,
+)
 from grpo_rollouts import KINDS, Arithmetic, Rollouts, staleness
-from grpo_trainer import Group
+from grpo_trainer import Group, Trainer, TrainerProcess
 from rich.console import Console
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
@@ -101,7 +109,11 @@ def blocking(seed: int) -> tuple[Record, dict[str, torch.Tensor], int]:
     record = Record()
     with InferenceEngine(EngineConfig(dtype="float32", seed=seed)) as engine:
         before = {name: weight.clone() for name, weight in engine.state_dict().items()}
-        run_blocking(settings, make_rollouts(engine, seed), record, record.facts.append)
+        with start_trainer(settings, engine) as trainer:
+            assert isinstance(trainer, Trainer)
+            run_blocking(
+                settings, make_rollouts(engine, seed), trainer, record, record.facts.append
+            )
         after = {name: weight.clone() for name, weight in engine.state_dict().items()}
         assert any(not torch.equal(before[name], after[name]) for name in before)
         return record, after, engine.get_weight_version()
@@ -153,9 +165,15 @@ def test_in_flight_run_generates_while_it_trains(
     records: list[tuple[Rollouts, Record]] = []
     loop = grpo_arithmetic.run_in_flight
 
-    def watched(settings: Settings, rollouts: Rollouts, record: Record, report: Any) -> None:
+    def watched(
+        settings: Settings,
+        rollouts: Rollouts,
+        trainer: TrainerProcess,
+        record: Record,
+        report: Any,
+    ) -> None:
         records.append((rollouts, record))
-        loop(settings, rollouts, record, report)
+        loop(settings, rollouts, trainer, record, report)
 
     monkeypatch.setattr(grpo_arithmetic, "run_in_flight", watched)
     found = run(replace(SETTINGS, mode="in-flight"), console)

@@ -3,7 +3,7 @@
 Generates from a model, then computes the same sequences with another copy of it as a trainer would:
 Transformers' forward pass over whole sequences, side by side in one padded batch. Prints the
 difference (engine minus trainer) per sampled token: its mean, the 99th percentile and maximum of
-its magnitude, and an estimate of the KL divergence of the trainer's policy from the engine's.
+its magnitude, and an estimate of KL(engine || trainer).
 
 In deterministic mode, the last rows take `ExactForward` as the trainer, and the goal is exactly 0.
 
@@ -16,6 +16,7 @@ import argparse
 import json
 import platform
 import random
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -53,8 +54,8 @@ class Difference:
         mean_abs: Of its magnitude.
         p99: 99th percentile of its magnitude.
         largest: Of its magnitude.
-        kl: Mean of trainer / engine - 1 - log(trainer / engine), the k3 estimate of the KL
-            divergence of the trainer's policy from the engine's. The k1 estimate is `mean`.
+        kl: Mean of trainer / engine - 1 - log(trainer / engine), the k3 estimate of
+            KL(engine || trainer). The k1 estimate is `mean`.
         equal: Share of the tokens with the same bits.
     """
 
@@ -206,6 +207,9 @@ def main() -> None:
             "differences": results,
         }
         args.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    exact = [found for label, found in results.items() if label.endswith("exact trainer")]
+    if any(found["equal"] < 1 for found in exact):
+        sys.exit("the exact trainer's logprobs are not the engine's")
 
 
 if __name__ == "__main__":

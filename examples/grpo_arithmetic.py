@@ -49,7 +49,7 @@ class Settings:
         seed: Of problems and samples.
         kinds: The problems, by their names in `KINDS`.
         steps: Optimizer steps.
-        groups: Prompts of a step; all with samples that differ in reward.
+        groups: Most prompts of a step; all with samples that differ in reward.
         samples: Completions of each prompt.
         prompts: Prompts that the engine gets at once (blocking) or works on (in-flight).
         most_prompts: After so many, a step takes what there is.
@@ -65,11 +65,11 @@ class Settings:
     mode: Mode = "blocking"
     seed: int = 1
     kinds: tuple[str, ...] = ("add", "sub")
-    steps: int = 150
-    groups: int = 32
+    steps: int = 120
+    groups: int = 48
     samples: int = 8
     prompts: int = 64
-    most_prompts: int = 1024
+    most_prompts: int = 128
     max_tokens: int = 8
     temperature: float = 1.0
     learning_rate: float = 3e-4

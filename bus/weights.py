@@ -54,11 +54,14 @@ class GroupWeights(msgspec.Struct, frozen=True, array_like=True, tag="group"):
         tensors: What is broadcast.
         bucket_bytes: Tensors are flattened together into broadcasts of about so many bytes, never
             of several dtypes; 0 broadcasts each tensor by itself.
+        first: How many broadcasts the group has made before these, so that weights can't be taken
+            for later ones; None when the trainer does not say.
     """
 
     group: str
     tensors: tuple[TensorMeta, ...]
     bucket_bytes: int = 0
+    first: int | None = None
 
 
 class LocalWeights(msgspec.Struct, frozen=True, array_like=True, tag="local"):
@@ -67,7 +70,19 @@ class LocalWeights(msgspec.Struct, frozen=True, array_like=True, tag="local"):
     key: str
 
 
-WeightsSource = FolderWeights | SharedMemoryWeights | GroupWeights | LocalWeights
+class StagedWeights(msgspec.Struct, frozen=True, array_like=True, tag="staged"):
+    """What the executor has kept of an update that came in parts (`UpdateWeights.part_of`).
+
+    Attributes:
+        update: The update's name.
+        parts: How many there are; with fewer there nothing changes.
+    """
+
+    update: str
+    parts: int
+
+
+WeightsSource = FolderWeights | SharedMemoryWeights | GroupWeights | LocalWeights | StagedWeights
 
 _LAID_DOWN: dict[str, Mapping[str, Any]] = {}
 

@@ -98,6 +98,7 @@ class BatchingSpans:
             now_ns(),
             {
                 names.STAGE: self._stage.name,
+                **self._stage.labels,
                 names.EPOCH: self._stage.epoch,
                 names.DEVICE_TIME_S: device_time_s,
                 **step.attributes,

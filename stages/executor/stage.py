@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import anyio
+import msgspec
 import torch
 from anyio.abc import TaskGroup
 
@@ -48,8 +49,12 @@ _PARTING_S = 2.0
 _SMALL_MODEL_PARAMETERS = 30_000_000
 
 
-def _load(config: EngineConfig) -> ExecutorCore:
-    """Runs on the torch thread, like all that follows."""
+def _load(config: EngineConfig, device: int | None) -> ExecutorCore:
+    """Runs on the torch thread, like all that follows. `device`: which of several CUDA devices."""
+    if device is not None and config.device in ("auto", "cuda") and torch.cuda.device_count() > 1:
+        index = device % torch.cuda.device_count()
+        torch.cuda.set_device(index)
+        config = msgspec.structs.replace(config, device=f"cuda:{index}")
     core = ExecutorCore(config, now_ns=now_ns)
     if core.model.device.type == "cpu":
         size = sum(parameter.numel() for parameter in core.model.module.parameters())
@@ -80,14 +85,18 @@ class ExecutorStage(Actor):
         self._plans = self._steps = 0
         self._device = ""
         self._weight_version = 0
-        self._spans = ExecutorSpans(self)
         self._updates = WeightUpdates(self, _on_torch)
         self._group: TaskGroup
+        self._spans = ExecutorSpans(self)
 
     async def open(self) -> None:
         self.log.info("model_loading", path=str(self.config.engine.model_folder))
         started = now_ns()
-        self._core = await asyncio.wrap_future(_TORCH_THREAD.submit(_load, self.config.engine))
+        # Replicas in one process share its torch thread, and so its device.
+        device = self.config.pipeline.replica
+        self._core = await asyncio.wrap_future(
+            _TORCH_THREAD.submit(_load, self.config.engine, device)
+        )
         capacity = self._core.capacity()
         self._device = capacity.device
         self.log.info(
@@ -107,6 +116,7 @@ class ExecutorStage(Actor):
                 self._group.start_soon(self._report_forever)
                 await super().receive_forever(inbox)
         finally:
+            self._updates.close()
             with anyio.move_on_after(_PARTING_S, shield=True):
                 await self._updates.abandon(self._core.weights)
 
@@ -118,9 +128,11 @@ class ExecutorStage(Actor):
     async def announce(self) -> None:
         # Behind those plans, too: one of them may put new weights in place.
         capacity = await _on_torch(self._core.capacity)
-        ready = StageReady(self.name, self.incarnation, capacity)
-        await self.send(CONTROL["batching"], ready)
+        ready = StageReady(self.role, self.incarnation, capacity)
         await self.send(CONTROL["admission"], ready)
+        # Should this stage be lost from here on, admission knows that batching may rely on it.
+        await self.flush(CONTROL["admission"])
+        await self.send(self.own(CONTROL["batching"]), ready)
         self.takes_part()
         await self._updates.in_place(capacity.weight_version)
         await self._updates.stage()
@@ -149,8 +161,8 @@ class ExecutorStage(Actor):
             result = await self._result(future)
             self._plans -= 1
             self._steps += 1
-            await self.send(STEPS_BATCHING, result, epoch=epoch)
-            await self.send(STEPS_STREAMING, result, epoch=epoch)
+            await self.send(self.own(STEPS_BATCHING), result, epoch=epoch)
+            await self.send(self.own(STEPS_STREAMING), result, epoch=epoch)
             self._weight_version = result.weight_version
             await self._updates.in_place(result.weight_version)
             if plan.seq_ids:

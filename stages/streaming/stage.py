@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import anyio.to_thread
 
-from ...bus.links import FINISHED, HALTS
+from ...bus.links import FINISHED, HALTS, at
 from ...bus.messages import (
     Cancel,
     Completion,
@@ -21,6 +21,7 @@ from ...bus.messages import (
     StepResult,
     StopSequences,
 )
+from ...config import role_of_sender, split_role
 from ...telemetry import TraceContext, instruments, names, now_ns
 from ..actor import Actor, StageContext
 from ..tokenizer import load_tokenizer
@@ -38,16 +39,17 @@ class StreamingStage(Actor):
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
         self._core: StreamingCore
-        self._deliveries: list[Deliveries] = []
+        # Each with the replica whose step it comes from.
+        self._deliveries: list[tuple[int, Deliveries]] = []
         # In which `_deliveries` were made.
         self._made_in = 0
         # Streams that another lane goes on with, as far as this one can tell.
         self._fenced: set[str] = set()
         self._intervals = TokenIntervals()
         self._pace = Pace(now_ns())
-        self._spans = StreamingSpans(self)
         # Of the weights that made the last step.
         self._weight_version = 0
+        self._spans = StreamingSpans(self)
 
     async def open(self) -> None:
         folder = self.config.engine.model_folder
@@ -71,7 +73,8 @@ class StreamingStage(Actor):
     async def handle(self, envelope: Envelope) -> None:
         match envelope.body:
             case StepResult() as result:
-                self._deliveries.append(self._core.absorb(result, now_ns()))
+                replica = split_role(role_of_sender(envelope.sender))[1]
+                self._deliveries.append((replica, self._core.absorb(result, now_ns())))
                 self._pace.add(len(result.seq_ids))
                 self._weight_version = result.weight_version
                 if self.metrics.enabled:
@@ -82,7 +85,7 @@ class StreamingStage(Actor):
             case Cancel() as cancel:
                 if cancel.elsewhere:
                     self._fenced.discard(cancel.request_id)
-                self._deliveries.append(self._core.end(cancel, now_ns()))
+                self._deliveries.append((0, self._core.end(cancel, now_ns())))
             case other:
                 self.log.warning("message_not_understood", type=type(other).__name__)
 
@@ -91,10 +94,15 @@ class StreamingStage(Actor):
         await self._write(self.epoch)
 
     async def _write(self, epoch: int) -> None:
-        deliveries, self._deliveries = self._deliveries, []
+        made, self._deliveries = self._deliveries, []
         # First, since it frees the device from work that nobody needs.
-        if halts := tuple(seq_id for delivery in deliveries for seq_id in delivery.halts):
-            await self.send(HALTS, StopSequences(halts), epoch=epoch)
+        halts: dict[int, tuple[int, ...]] = {}
+        for replica, delivery in made:
+            if delivery.halts:
+                halts[replica] = (*halts.get(replica, ()), *delivery.halts)
+        for replica, seq_ids in halts.items():
+            await self.send(at(HALTS, replica), StopSequences(seq_ids), epoch=epoch)
+        deliveries = [delivery for _, delivery in made]
         for delivery in deliveries:
             for ended in delivery.ended:
                 timings = ended.completion.timings

@@ -37,8 +37,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def config_with(port: int) -> Config:
-    overrides = {"telemetry.metrics_port": port, "engine.dtype": "float32"}
+def config_with(port: int, **settings: object) -> Config:
+    overrides = {"telemetry.metrics_port": port, "engine.dtype": "float32", **settings}
     return load_config(env={}, overrides=overrides)
 
 
@@ -120,6 +120,20 @@ async def test_a_running_pipeline_shows_what_it_did(pipeline: Pipeline) -> None:
     assert value("nano_kv_blocks") > value("nano_kv_blocks_cached") > 0
     assert value("nano_stage_ready") == 5
     assert value("nano_requests_replayed_total") == 0
+
+
+async def test_replicas_are_told_apart() -> None:
+    config = config_with(free_port(), **{"pipeline.replicas": 2, "engine.max_batch_size": 2})
+    async with Pipeline(config) as running:
+        requests = [{"prompt": f"{i} + 1 =", "sampling": {"max_tokens": 4}} for i in range(8)]
+        await asyncio.gather(*map(running.complete, requests))
+        scraped = await scraped_when(running, "nano_prefix_lookups_total", 8)
+        lookups = [
+            scraped.value("nano_prefix_lookups_total", nano_replica=str(each)) for each in (0, 1)
+        ]
+        assert sum(lookups) == 8
+        assert min(lookups) > 0
+        await scraped_when(running, "nano_stage_ready", 7)
 
 
 async def test_every_instrument_is_shown(pipeline: Pipeline) -> None:

@@ -10,7 +10,10 @@ import pytest
 
 from .conftest import Run
 
-COMMANDS = ("demo", "dlq", "doctor", "fairness", "health", "run", "status", "submit", "tail", "up")
+COMMANDS = (
+    *("demo", "dlq", "doctor", "fairness", "flush-cache", "gateway", "health", "pause", "resume"),
+    *("run", "status", "submit", "tail", "up", "weights"),
+)
 
 
 def test_without_arguments_there_is_help(run: Run) -> None:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from .config.errors import NanoInferenceError, RequestError, WeightsError
     from .pipeline.client import BusClient
     from .pipeline.engine import InferenceEngine, TrainingSample
+    from .pipeline.exact_forward import ExactForward
+    from .pipeline.gateway import Gateway
     from .pipeline.pipeline import Pipeline
     from .stages.batching import (
         CacheAllocation,
@@ -39,6 +41,8 @@ _HOME = {
     "CompletionChunk": ".bus.messages",
     "Config": ".config",
     "EngineConfig": ".config",
+    "Gateway": ".pipeline.gateway",
+    "ExactForward": ".pipeline.exact_forward",
     "GenerateRequest": ".bus.messages",
     "InferenceEngine": ".pipeline.engine",
     "KVCacheManager": ".stages.batching",
@@ -70,6 +74,8 @@ __all__ = [
     "CompletionChunk",
     "Config",
     "EngineConfig",
+    "ExactForward",
+    "Gateway",
     "GenerateRequest",
     "InferenceEngine",
     "KVCacheManager",

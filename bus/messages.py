@@ -364,6 +364,8 @@ class Credit(Internal, frozen=True, array_like=True, tag="credit", tag_field="ty
         ended: Sequences that will not run again.
         step_ns: What the shortest of the steps took on the device; 0 when there is none.
         kv_free: Tokens for which KV is free, with that which only the prefix cache has.
+        keeps_cache: What the prefix cache has been sent before may still be there. False when
+            it begins with nothing.
     """
 
     sequences: int
@@ -373,6 +375,7 @@ class Credit(Internal, frozen=True, array_like=True, tag="credit", tag_field="ty
     ended: tuple[int, ...] = ()
     step_ns: int = 0
     kv_free: int = 0
+    keeps_cache: bool = True
 
 
 class NewSequence(Part, frozen=True, array_like=True):
@@ -635,6 +638,9 @@ class UpdateWeights(Internal, frozen=True, array_like=True, tag="weights", tag_f
         version: What to count from then on, above the present version; None for the next.
         partial: Whether parameters that are not among them stay as they are.
         timeout_s: How long to wait for them.
+        part_of: A name for an update that comes in several such messages: the tensors are checked
+            and kept, beside what was kept under this name, and answered for. `StagedWeights` puts
+            all of them in place. What was kept under another name is dropped.
     """
 
     source: WeightsSource
@@ -643,6 +649,7 @@ class UpdateWeights(Internal, frozen=True, array_like=True, tag="weights", tag_f
     partial: bool = False
     timeout_s: float = 300.0
     operation_id: str = ""
+    part_of: str = ""
 
 
 class WeightsStaged(Internal, frozen=True, array_like=True, tag="staged", tag_field="type"):

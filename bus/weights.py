@@ -70,7 +70,19 @@ class LocalWeights(msgspec.Struct, frozen=True, array_like=True, tag="local"):
     key: str
 
 
-WeightsSource = FolderWeights | SharedMemoryWeights | GroupWeights | LocalWeights
+class StagedWeights(msgspec.Struct, frozen=True, array_like=True, tag="staged"):
+    """What the executor has kept of an update that came in parts (`UpdateWeights.part_of`).
+
+    Attributes:
+        update: The update's name.
+        parts: How many there are; with fewer there nothing changes.
+    """
+
+    update: str
+    parts: int
+
+
+WeightsSource = FolderWeights | SharedMemoryWeights | GroupWeights | LocalWeights | StagedWeights
 
 _LAID_DOWN: dict[str, Mapping[str, Any]] = {}
 

@@ -15,6 +15,9 @@ Stage = Literal["admission", "fairness", "batching", "executor", "streaming"]
 STAGES: tuple[Stage, ...] = ("admission", "fairness", "batching", "executor", "streaming")
 """The five stages, in the order in which a request meets them."""
 
+MOST_REPLICAS = 64
+"""Largest `pipeline.replicas`."""
+
 BUNDLED_MODEL = "tiny"
 """The `model_path` that names the model shipped inside the package."""
 
@@ -312,6 +315,9 @@ class PipelineConfig(Settings, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         stages: The stages of this process.
+        replicas: How many pairs of batching and executor the pipeline has, behind one admission,
+            one fairness and one streaming stage. All of its processes must agree on it.
+        replica: Which of them this process runs, from 0; all that there are when None.
         max_restarts: Restarts of one stage within `restart_window_s` before the process gives up.
         restart_window_s: Failures longer ago than this are forgotten.
         restart_backoff_s: Wait before the first restart; doubles with each further one, up to 10 s.
@@ -321,6 +327,8 @@ class PipelineConfig(Settings, frozen=True, forbid_unknown_fields=True):
     SECTION: ClassVar[str] = "pipeline"
 
     stages: tuple[Stage, ...] = STAGES
+    replicas: int = 1
+    replica: int | None = None
     max_restarts: int = 5
     restart_window_s: float = 60.0
     restart_backoff_s: float = 0.2
@@ -329,6 +337,12 @@ class PipelineConfig(Settings, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         self.require("stages", bool(self.stages), f"some of {', '.join(STAGES)}")
         self.require("stages", len(set(self.stages)) == len(self.stages), "without repetition")
+        self.require("replicas", 1 <= self.replicas <= MOST_REPLICAS, f"from 1 to {MOST_REPLICAS}")
+        self.require(
+            "replica",
+            self.replica is None or 0 <= self.replica < self.replicas,
+            f"from 0 to pipeline.replicas - 1, which is {self.replicas - 1}",
+        )
         self.require("max_restarts", self.max_restarts >= 0, "at least 0")
         for name in ("restart_window_s", "restart_backoff_s", "drain_timeout_s"):
             value = getattr(self, name)
@@ -353,7 +367,8 @@ class TelemetryConfig(Settings, frozen=True, forbid_unknown_fields=True):
         steps_per_s: At most so many steps of the lane a second get a span of their own.
         service_name: The `service.name` of the spans; the stage is an attribute of its own.
         metrics_port: Where Prometheus reads this process's metrics; 0 is off. `up` gives each of
-            its processes a port of its own: this one to admission, the next four to the others.
+            its processes a port of its own: this one to admission, the next four to the others, two
+            more to each further replica.
         metrics_host: The address on which that port listens.
     """
 
@@ -378,6 +393,38 @@ class TelemetryConfig(Settings, frozen=True, forbid_unknown_fields=True):
         self.require("metrics_host", bool(self.metrics_host), "an address of this machine")
 
 
+class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
+    """The HTTP server in front of the bus.
+
+    Attributes:
+        port: Where it listens; 0 is off, and `nano-inference gateway` then takes 30000.
+        host: The address on which that port listens. There are no keys and no TLS yet: whoever
+            reaches it may replace the weights.
+        max_body_bytes: A larger request is refused with status 413.
+        max_weights_bytes: The same for the one call that carries tensors in its body.
+        sync_timeout_s: How long a part of a weight update may take to arrive.
+        health_timeout_s: How long `/health_generate` waits for its one token.
+    """
+
+    SECTION: ClassVar[str] = "gateway"
+
+    port: int = 0
+    host: str = "127.0.0.1"
+    max_body_bytes: int = 16 << 20
+    max_weights_bytes: int = 256 << 20
+    sync_timeout_s: float = 300.0
+    health_timeout_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        self.require("port", 0 <= self.port <= 65_535, "a port, or 0")
+        self.require("host", bool(self.host), "an address of this machine")
+        for name in ("max_body_bytes", "max_weights_bytes"):
+            self.require(name, getattr(self, name) >= 1, "at least 1")
+        for name in ("sync_timeout_s", "health_timeout_s"):
+            value = getattr(self, name)
+            self.require(name, math.isfinite(value) and value > 0, "finite, above 0")
+
+
 class Config(Settings, frozen=True, forbid_unknown_fields=True):
     """All settings of a process."""
 
@@ -387,6 +434,7 @@ class Config(Settings, frozen=True, forbid_unknown_fields=True):
     fairness: FairnessConfig = FairnessConfig()
     pipeline: PipelineConfig = PipelineConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    gateway: GatewayConfig = GatewayConfig()
 
     def __post_init__(self) -> None:
         if self.bus.url == "memory" and set(self.pipeline.stages) != set(STAGES):
@@ -394,6 +442,11 @@ class Config(Settings, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(
                 f"the memory bus stays within one process, so it needs all five stages there; "
                 f"missing: {missing}. Set bus.url to a Redis URL to split them"
+            )
+        if self.bus.url == "memory" and self.pipeline.replica is not None:
+            raise ConfigError(
+                "the memory bus stays within one process, which then runs all replicas; leave "
+                "pipeline.replica out, or set bus.url to a Redis URL to split them"
             )
         if self.bus.url == "memory" and self.bus.links == "redis":
             raise ConfigError("bus.links is 'redis', which needs bus.url to be a Redis URL")

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import anyio
 import msgspec
 
-from ..bus import Bus, open_bus
-from ..bus.links import CONTROL
+from ..bus import Bus, StageReport, open_bus
+from ..bus.links import CONTROL, at
 from ..bus.messages import (
     Cancel,
     CancelAll,
@@ -30,8 +30,17 @@ from ..bus.messages import (
     UpdateWeights,
 )
 from ..bus.weights import InFlight, LocalWeights, WeightsSource, lay_down, pick_up
-from ..config import BusConfig, BusError, ConfigError, FairnessConfig, WeightsError
+from ..config import (
+    REPLICATED,
+    BusConfig,
+    BusError,
+    ConfigError,
+    FairnessConfig,
+    WeightsError,
+    role_of,
+)
 from ..telemetry import TraceContext, Tracing, names, now_ns
+from .health import lanes_of, replicas_of, verdict
 
 Request = GenerateRequest | dict[str, Any]
 
@@ -254,6 +263,26 @@ class BusClient:
         """
         await self._operate("executor", LeaveWeightsGroup(group))
 
+    async def stage_weights(
+        self, update: str, weights: WeightsSource, *, timeout_s: float = 300.0
+    ) -> None:
+        """Has every lane fetch a part of an update and keep it.
+
+        Nothing changes until `update_weights` is called with `StagedWeights`, the update's name
+        and the number of its parts. Until then the executors hold the parts beside the model.
+
+        Args:
+            update: A name for the update; what was kept under another one is dropped.
+            weights: Where the part is. A tensor that comes again replaces the former.
+            timeout_s: How long fetching it may take.
+
+        Raises:
+            WeightsError: It could not be taken, or does not fit the model.
+            BusError: A lane did not answer.
+        """
+        part = UpdateWeights(weights, partial=True, timeout_s=timeout_s, part_of=update)
+        await self._operate("executor", part, timeout_s + ANSWER_S)
+
     async def weight_version(self) -> int:
         """The version of the weights in place; with several lanes the smallest.
 
@@ -262,11 +291,19 @@ class BusClient:
         """
         return await self._operate("executor", TellWeightVersion())
 
+    async def reports(self) -> list[StageReport]:
+        """How the stages are, as their processes told within the last seconds."""
+        return await self.bus.stages.read()
+
+    async def trouble(self) -> str:
+        """Why no request would be served, in one sentence; "" when some lane works."""
+        return verdict(lanes_of(await self.reports()))
+
     async def fairness(self) -> dict[str, FairnessConfig]:
         """The settings by which fairness goes, by lane, as the lanes told them a second ago."""
         return {
             report.lane: msgspec.json.decode(settings, type=FairnessConfig)
-            for report in await self.bus.stages.read()
+            for report in await self.reports()
             if isinstance(settings := report.load.get("settings"), str)
         }
 
@@ -302,37 +339,50 @@ class BusClient:
             wish = body(index) if callable(body) else body
             return msgspec.structs.replace(wish, operation_id=operation_id)
 
-        lanes = await self._control(stage, named)
-        outcomes = await self.bus.replies.outcomes(operation_id, len(lanes), timeout_s)
+        told = await self._control(stage, named)
+        outcomes = await self.bus.replies.outcomes(operation_id, len(told), timeout_s)
         for outcome in outcomes:
             if outcome.code:
-                where = f"lane {outcome.lane}: " if len(lanes) > 1 else ""
+                where = f"lane {outcome.lane}, {outcome.role}: " if len(told) > 1 else ""
                 raise WeightsError(where + outcome.message, code=outcome.code)
-        if silent := sorted(set(lanes) - {outcome.lane for outcome in outcomes}):
-            raise BusError(
-                f"lane {silent[0]} did not answer within {timeout_s:.0f} s; look at "
-                "`nano-inference status`",
-                code="no_answer",
-            )
+        answered = {(outcome.lane, outcome.role) for outcome in outcomes}
+        for lane, role in told:
+            if (lane, role) not in answered:
+                raise BusError(
+                    f"{role} of lane {lane} did not answer within {timeout_s:.0f} s; look at "
+                    "`nano-inference status`",
+                    code="no_answer",
+                )
         return min(outcome.weight_version for outcome in outcomes)
 
     async def _control(
         self, stage: str, body: Message | Callable[[int], Message], only: str | None = None
-    ) -> list[str]:
-        """Tells every lane that lives: whose a request is, only they know. Or `only` one.
+    ) -> list[tuple[str, str]]:
+        """Tells every lane that lives: whose a request is, only they know. Or `only` one. Where a
+        lane has several replicas, each is told.
 
-        The message may depend on the lane's index.
+        The message may depend on the index of who is told.
 
         Returns:
-            The lanes that were told.
+            (lane, role) of all who were told.
         """
         lanes = sorted(await self.bus.lanes()) if only is None else [only]
-        senders = [self.bus.sender(CONTROL[stage], self._name, lane) for lane in lanes]
+        told = [(lane, each) for lane in lanes for each in await self._replicas_of(stage, lane)]
+        senders = [
+            self.bus.sender(at(CONTROL[stage], replica), self._name, lane) for lane, replica in told
+        ]
         for index, sender in enumerate(senders):
             await sender.send(body(index) if callable(body) else body)
         for sender in senders:
             await sender.flush()
-        return lanes
+        return [(lane, role_of(stage, replica)) for lane, replica in told]
+
+    async def _replicas_of(self, stage: str, lane: str) -> list[int]:
+        """The replicas of a stage, as far as has been heard of them lately; 0 in any case."""
+        if stage not in REPLICATED:
+            return [0]
+        reports = await self.bus.stages.read()
+        return replicas_of(report.stage for report in reports if report.lane == lane)
 
     def _published_span(self, request: Request | bytes) -> TraceContext:
         if not self._tracing.enabled:

@@ -16,6 +16,7 @@ from .demo import demo
 from .dlq import app as dlq
 from .doctor import doctor
 from .fairness import app as fairness
+from .gateway import gateway
 from .health import health
 from .run import run
 from .status import status
@@ -43,6 +44,7 @@ app.command(rich_help_panel=_LOOK)(demo)
 app.command(rich_help_panel=_LOOK)(doctor)
 app.command(rich_help_panel=_START)(up)
 app.command(rich_help_panel=_START)(run)
+app.command(rich_help_panel=_START)(gateway)
 app.command(rich_help_panel=_USE)(submit)
 app.command(rich_help_panel=_USE)(tail)
 _KEEP = "Keep a pipeline running"

@@ -12,8 +12,12 @@ from ..client import BusClient
 
 
 @asynccontextmanager
-async def connected(config: Config) -> AsyncIterator[BusClient]:
+async def connected(config: Config, *, wait_for_bus: bool = False) -> AsyncIterator[BusClient]:
     """A client of the pipeline at `config.bus`, with tracing as configured.
+
+    Args:
+        config: The settings.
+        wait_for_bus: Start although the bus can't be reached, and work once it can.
 
     Raises:
         BusError: The bus can't be reached.
@@ -22,7 +26,8 @@ async def connected(config: Config) -> AsyncIterator[BusClient]:
     client = BusClient.connect(config.bus, tracing)
     try:
         try:
-            await client.bus.ping()
+            if not wait_for_bus:
+                await client.bus.ping()
         except BusError as error:
             raise unreachable(config.bus, error) from None
         yield client

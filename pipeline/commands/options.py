@@ -129,13 +129,14 @@ def build_client_config(
     bus: str | None,
     settings: list[str] | None,
     log_level: str | None = None,
+    model: str | None = None,
 ) -> Config:
     """As `build_config`, for a command that talks to a pipeline in another process.
 
     Without any URL it is the one where `up` starts its server. Warnings are the least severity
     that is logged unless asked otherwise, so that they don't mix with the answers.
     """
-    config = build_config(config_file, bus, None, settings, log_level or "warning")
+    config = build_config(config_file, bus, model, settings, log_level or "warning")
     if config.bus.url != "memory":
         return config
     if bus is not None:

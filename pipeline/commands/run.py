@@ -72,14 +72,14 @@ def run(
     )
     setup_logging(config.telemetry)
     if "executor" not in names:
-        _forbid_torch()
+        forbid_torch()
     if config.bus.url == "memory":
         anyio.run(_filter, config)
     else:
         anyio.run(_serve, config, with_parent)
 
 
-def _forbid_torch() -> None:
+def forbid_torch() -> None:
     """Lets nothing in this process import torch, which only the executor uses.
 
     Transformers would, as soon as admission and streaming load a tokenizer, merely because it is
@@ -117,7 +117,7 @@ async def _told_to_drain(
     async with anyio.create_task_group() as group:
         group.start_soon(pipeline.failed)
         if with_parent:
-            group.start_soon(_hear_parent, words, group.cancel_scope)
+            group.start_soon(hear_parent, words, group.cancel_scope)
         asked = await anext(signals)
         group.cancel_scope.cancel()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -126,7 +126,7 @@ async def _told_to_drain(
     return alone or asked == signal.SIGINT or DRAIN.strip() in words
 
 
-async def _hear_parent(words: list[bytes], scope: anyio.CancelScope) -> None:
+async def hear_parent(words: list[bytes], scope: anyio.CancelScope) -> None:
     """Standard input is a pipe: one word comes when all is to stop, and it closes when the parent
     dies."""
     async for word in stdin_lines():

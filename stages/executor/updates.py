@@ -19,10 +19,11 @@ from ...bus.messages import (
     UpdateWeights,
     WeightsStaged,
 )
-from ...bus.weights import FolderWeights, GroupWeights
+from ...bus.weights import FolderWeights, GroupWeights, LocalWeights, StagedWeights
 from ...config import WeightsError
 from ...telemetry import instruments, names, now_ns
 from ..actor import Actor
+from .parts import WeightParts
 from .transports import Background, WeightGroups, fetch
 from .weights import WeightSyncManager
 
@@ -49,6 +50,8 @@ class WeightUpdates:
     An update has three steps. The tensors are fetched while plans run. Batching is told, and its
     next plan says that they be put in place; only it can tell which KV is older. When that plan's
     result is there, whoever asked gets the answer.
+
+    An update may come in parts, which are fetched and kept until `StagedWeights` asks for all.
     """
 
     def __init__(self, actor: Actor, on_torch: Callable[..., Awaitable[Any]]) -> None:
@@ -62,6 +65,7 @@ class WeightUpdates:
         self._unanswered: dict[int, Operation] = {}
         # What batching has been told of, with the version that it will have.
         self._staged: tuple[UpdateWeights, int] | None = None
+        self._parts = WeightParts()
 
     async def obey(self, operation: Operation, weights: WeightSyncManager) -> None:
         """Does it, and answers unless the answer comes later."""
@@ -69,6 +73,8 @@ class WeightUpdates:
         done = True
         try:
             match operation:
+                case UpdateWeights(part_of=update) if update:
+                    await self._keep_part(operation, weights)
                 case UpdateWeights():
                     await self._update(operation, weights)
                     done = False
@@ -87,7 +93,8 @@ class WeightUpdates:
         """Tells batching of an update that is still to be put in place, if there is one."""
         if self._staged is not None:
             update, version = self._staged
-            await self._actor.send(CONTROL["batching"], WeightsStaged(version, update.in_flight))
+            staged = WeightsStaged(version, update.in_flight)
+            await self._actor.send(self._actor.own(CONTROL["batching"]), staged)
 
     async def in_place(self, version: int) -> None:
         """The weights of this version made the last step."""
@@ -106,6 +113,21 @@ class WeightUpdates:
         for operation in list(self._unanswered.values()):
             await self._answer(operation, weights.version, why)
 
+    async def _keep_part(self, update: UpdateWeights, weights: WeightSyncManager) -> None:
+        if isinstance(update.source, LocalWeights):
+            raise WeightsError(
+                "a state dict of this process can't be a part of an update, since it may change "
+                "until the others come; pass all tensors at once"
+            )
+        async with self._fetching:
+            try:
+                tensors = await self._receive(update, weights)
+                await self._on_torch(partial(weights.check, partial=True), tensors)
+            except WeightsError:
+                self._parts.drop()  # they will never be all
+                raise
+            self._parts.add(update.part_of, tensors)
+
     async def _update(self, update: UpdateWeights, weights: WeightSyncManager) -> None:
         if self._fetching.locked() or self._staged is not None:
             if isinstance(update.source, GroupWeights):
@@ -115,9 +137,7 @@ class WeightUpdates:
                 code="weights_busy",
             )
         async with self._fetching:
-            started = now_ns()
-            tensors = await self._fetch(self._prepare, update, weights)
-            self._actor.metrics.record(instruments.WEIGHT_FETCH, (now_ns() - started) / 1e9)
+            tensors = await self._receive(update, weights)
             start = partial(weights.start_sync, partial=update.partial)
             version = await self._on_torch(start, tensors, update.version)
             self._staged = update, version
@@ -126,6 +146,17 @@ class WeightUpdates:
     def _prepare(self, update: UpdateWeights, weights: WeightSyncManager) -> Mapping[str, Tensor]:
         tensors = fetch(update.source, self._groups, update.timeout_s)
         return weights.prepare(tensors, checkpoint=isinstance(update.source, FolderWeights))
+
+    async def _receive(
+        self, update: UpdateWeights, weights: WeightSyncManager
+    ) -> Mapping[str, Tensor]:
+        if isinstance(update.source, StagedWeights):
+            return self._parts.take(update.source)
+        started = now_ns()
+        tensors: Mapping[str, Tensor]
+        tensors = await self._fetch(self._prepare, update, weights)
+        self._actor.metrics.record(instruments.WEIGHT_FETCH, (now_ns() - started) / 1e9)
+        return tensors
 
     async def _fetch(self, function: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.wrap_future(self._thread.submit(function, *args))
@@ -139,7 +170,7 @@ class WeightUpdates:
         self, operation: Operation, version: int, error: WeightsError | None = None
     ) -> None:
         self._unanswered.pop(id(operation), None)
-        if isinstance(operation, UpdateWeights):
+        if isinstance(operation, UpdateWeights) and (error or not operation.part_of):
             labels = {names.ERROR_TYPE: error.code if error else ""}
             self._actor.metrics.record(instruments.WEIGHT_UPDATES, 1, labels)
         await self._actor.answer(operation.operation_id, version, error)

@@ -94,7 +94,7 @@ class WeightSyncManager:
                 "give a larger one, or none"
             )
         new_weights = as_parameters(self._module, new_weights)
-        self._check(new_weights, partial)
+        self.check(new_weights, partial=partial)
         self._pending = new_weights, version
         return version
 
@@ -123,7 +123,8 @@ class WeightSyncManager:
         self.maybe_finish_sync()
         return version
 
-    def _check(self, new_weights: Mapping[str, Tensor], partial: bool) -> None:
+    def check(self, new_weights: Mapping[str, Tensor], *, partial: bool = False) -> None:
+        """Whether they fit the model. Raises WeightsError as `start_sync`."""
         own = self._module.state_dict(keep_vars=True)
         unknown = sorted(new_weights.keys() - own.keys())
         given = {id(own[name]) for name in new_weights.keys() & own.keys()}

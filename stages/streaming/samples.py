@@ -13,7 +13,7 @@ from ...bus.messages import (
     TokenLogprob,
     TopLogprobs,
 )
-from .detokenizer import Detokenizer, TokenPieces
+from ..detokenizer import Detokenizer, TokenPieces
 from .stop_strings import StopStrings
 
 TokenLogprobs = tuple[TokenLogprob, ...]

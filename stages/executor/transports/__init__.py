@@ -11,6 +11,7 @@ from ....bus.weights import (
     GroupWeights,
     LocalWeights,
     SharedMemoryWeights,
+    StagedWeights,
     WeightsSource,
     pick_up,
 )
@@ -43,6 +44,8 @@ def fetch(source: WeightsSource, groups: WeightGroups, timeout_s: float) -> Mapp
             return read_shared_memory(source)
         case GroupWeights():
             return groups.receive(source, timeout_s)
+        case StagedWeights():
+            raise ValueError("parts that are here already are not fetched")
 
 
 __all__ = ["Background", "Sending", "SharedWeights", "WeightGroups", "WeightsGroup", "fetch"]

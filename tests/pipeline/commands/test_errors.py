@@ -32,6 +32,9 @@ WRONG = [
     pytest.param(["submit", "a", "--config", "/no/file"], "can't read /no/file", id="no config"),
     pytest.param(["submit", "--file", "/no/file"], "can't read /no/file", id="no file"),
     pytest.param(["run", "--model", "/no/model"], "/no/model", id="no model"),
+    pytest.param(["gateway", "--port", "70000"], "gateway.port", id="no such port"),
+    pytest.param(["gateway", "--bus", "memory"], "--bus memory", id="gateway on a memory bus"),
+    pytest.param(["gateway", "--model", "/no/model"], "/no/model", id="no model for the gateway"),
     pytest.param(["up", "--model", "/no/model"], "/no/model", id="no model for up"),
 ]
 
@@ -50,7 +53,7 @@ def test_one_sentence(run: Run, arguments: list[str], hint: str) -> None:
     assert_refused(run(*arguments), hint)
 
 
-@pytest.mark.parametrize("arguments", [["submit", "x"], ["tail"], ["status"]])
+@pytest.mark.parametrize("arguments", [["submit", "x"], ["tail"], ["status"], ["gateway"]])
 def test_redis_is_down(run: Run, closed_port: int, arguments: list[str]) -> None:
     url = f"redis://:secret@127.0.0.1:{closed_port}"
     ran = run(*arguments, "--bus", url)

@@ -11,8 +11,8 @@ import pytest
 from .conftest import Run
 
 COMMANDS = (
-    *("demo", "dlq", "doctor", "fairness", "flush-cache", "health", "pause", "resume", "run"),
-    *("status", "submit", "tail", "up", "weights"),
+    *("demo", "dlq", "doctor", "fairness", "flush-cache", "gateway", "health", "pause", "resume"),
+    *("run", "status", "submit", "tail", "up", "weights"),
 )
 
 

@@ -1,4 +1,4 @@
-"""From token ids to text, one token at a time.
+"""From token ids to text, one token at a time. Shared ground of the stages.
 
 The text of a completion is what its tokens add to the text before them, so a completion that
 continues a word begins with its space (where `decode` of the completion alone would strip it, as
@@ -22,7 +22,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from ...config import ModelError
+from ..config import ModelError
 
 _TABLE_DECODERS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"}
 
@@ -32,14 +32,15 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class TokenPieces(dict[int, str | bytes]):
     """What each token id adds to a text: a string, or bytes where a character may be cut.
 
-    Special tokens and ids without a token add nothing. Filled as ids are asked for, so it is at
-    most as large as the vocabulary; one serves all samples of a model.
+    Ids without a token add nothing, and special tokens only when asked for. Filled as ids are
+    asked for, so it is at most as large as the vocabulary; one serves all samples of a model.
 
     Raises:
         ModelError: The tokenizer's decoder is of a kind whose tokens depend on their neighbours.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
+        """`skip_special`: whether special tokens add nothing, or their own name."""
         super().__init__()
         kinds = set(_decoder_kinds(tokenizer))
         self._tokenizer = tokenizer
@@ -52,6 +53,7 @@ class TokenPieces(dict[int, str | bytes]):
                 f"supported are ByteLevel, or any of {', '.join(sorted(_TABLE_DECODERS))}"
             )
         added = tokenizer.get_added_tokens_decoder()
+        self._skip_special = skip_special
         self._special = {token_id for token_id, token in added.items() if token.special}
         self._anchor = 0 if self._byte_level else self._find_anchor()
         self._anchor_text = tokenizer.decode([self._anchor])
@@ -62,8 +64,10 @@ class TokenPieces(dict[int, str | bytes]):
 
     def _work_out(self, token_id: int) -> str | bytes:
         token = self._tokenizer.id_to_token(token_id)
-        if token is None or token_id in self._special:
+        if token is None:
             return ""
+        if token_id in self._special:
+            return "" if self._skip_special else token
         if self._byte_level:
             return _as_text(_byte_level_bytes(token))
         byte = _BYTE_TOKEN.fullmatch(token) if self._byte_fallback else None

@@ -1,0 +1,54 @@
+"""The HTTP interface that RL trainers expect of an SGLang server; docs/gateway.md lists it."""
+
+from __future__ import annotations
+
+from starlette.routing import Route
+
+from ....config import Config
+from ..engine import EngineClient
+from ..words import LazyWords
+from .generate import Generation
+from .info import InfoCalls
+from .labels import VersionLabels
+from .sync import WeightSync
+from .weights import WeightCalls
+
+
+def sglang_routes(engine: EngineClient, config: Config, words: LazyWords) -> list[Route]:
+    """Its endpoints."""
+    labels = VersionLabels()
+    sync = WeightSync(engine, labels, config.gateway.sync_timeout_s)
+    generation = Generation(engine, config.gateway, words, labels)
+    info = InfoCalls(engine, config, generation, sync, labels)
+    weights = WeightCalls(engine, config.gateway, sync)
+    read, write, either = ["GET"], ["POST"], ["GET", "POST"]
+    return [
+        Route("/generate", generation.generate, methods=["POST", "PUT"]),
+        Route("/abort_request", info.abort_request, methods=write),
+        Route("/flush_cache", info.flush_cache, methods=either),
+        Route("/pause_generation", weights.pause, methods=write),
+        Route("/continue_generation", weights.resume, methods=write),
+        Route("/init_weights_update_group", weights.init_group, methods=write),
+        Route("/destroy_weights_update_group", weights.destroy_group, methods=write),
+        Route("/begin_weight_update", weights.begin, methods=write),
+        Route("/end_weight_update", weights.end, methods=write),
+        Route("/update_weights_from_disk", weights.from_disk, methods=write),
+        Route("/update_weights_from_distributed", weights.from_distributed, methods=write),
+        Route("/update_weights_from_tensor", weights.from_tensor, methods=write),
+        Route("/update_weight_version", weights.rename, methods=write),
+        Route("/get_weight_version", info.weight_version, methods=read),
+        Route("/weight_version", info.weight_version, methods=read),
+        Route("/get_model_info", info.model_info, methods=read),
+        Route("/model_info", info.model_info, methods=read),
+        Route("/get_server_info", info.server_info, methods=read),
+        Route("/server_info", info.server_info, methods=read),
+        Route("/v1/loads", info.loads, methods=read),
+        Route("/get_load", info.load, methods=read),
+        Route("/health", info.health, methods=read),
+        Route("/health_generate", info.health_generate, methods=read),
+        Route("/release_memory_occupation", info.memory, methods=either),
+        Route("/resume_memory_occupation", info.memory, methods=either),
+    ]
+
+
+__all__ = ["sglang_routes"]

@@ -1,0 +1,195 @@
+"""Weights through SGLang's calls: many parts, one change."""
+
+from __future__ import annotations
+
+import uuid
+
+import anyio
+import structlog
+
+from ....bus.weights import InFlight, StagedWeights, WeightsSource
+from ....config import NanoInferenceError, WeightsError
+from ..engine import EngineClient
+from .labels import VersionLabels, number_of
+
+
+class _Parts:
+    """The parts of one update, as far as they are known here.
+
+    Attributes:
+        update: The name under which the executors keep them.
+        count: How many they have taken.
+        failure: Why one was not taken; then none will be put in place.
+        label: What the client calls the version that they make.
+        in_flight: What becomes of requests when they are put in place.
+    """
+
+    def __init__(self) -> None:
+        self.update = uuid.uuid4().hex
+        self.count = 0
+        self.failure = ""
+        self.label: str | None = None
+        self.in_flight: InFlight = "keep"
+
+
+class WeightSync:
+    """Puts in place what `/update_weights_*` bring.
+
+    While generation is paused (or a session is open, which begin_weight_update does), each call
+    brings a part: it is fetched, checked and kept, and all parts change together, when generation
+    goes on (or the session ends). So no token is ever made by half of them. When a part fails,
+    its call says so, and nothing changes until an update is begun anew.
+
+    Outside of that each call is an update of its own.
+
+    Attributes:
+        paused: Whether generation was paused through this gateway.
+    """
+
+    def __init__(self, engine: EngineClient, labels: VersionLabels, timeout_s: float) -> None:
+        self.paused = False
+        self._engine = engine
+        self._labels = labels
+        self._timeout_s = timeout_s
+        # One call at a time: what comes while a part is on its way waits behind it.
+        self._turn = anyio.Lock()
+        self._session = False
+        self._parts = _Parts()
+
+    async def pause(self, in_flight: InFlight) -> int:
+        """Pauses generation and begins an update; returns how many parts of another it dropped."""
+        async with self._turn:
+            await self._engine.pause(in_flight)
+            self.paused = True
+            return 0 if self._session else self._begin()
+
+    async def open(self) -> int:
+        """Begins an update; returns how many parts of another it dropped.
+
+        Raises:
+            WeightsError: A session is open.
+        """
+        async with self._turn:
+            if self._session:
+                raise WeightsError(
+                    "a weight update session is open already; end it first", code="weights_busy"
+                )
+            self._session = True
+            return self._begin()
+
+    async def close(self) -> int | None:
+        """Ends a session: its parts are put in place.
+
+        Returns:
+            The version in place by that; None when there were no parts.
+
+        Raises:
+            WeightsError: No session is open, or a part has failed.
+        """
+        async with self._turn:
+            if not self._session:
+                raise WeightsError("no weight update session is open; begin one first")
+            self._session = False
+            return await self._put_in_place()
+
+    async def resume(self) -> int | None:
+        """Puts the parts in place, and lets generation go on, also when that fails.
+
+        Returns:
+            As `close`.
+
+        Raises:
+            WeightsError: A part has failed. The old weights are in place.
+        """
+        async with self._turn:
+            try:
+                return None if self._session else await self._put_in_place()
+            finally:
+                await self._engine.resume()
+                self.paused = False
+
+    async def take(
+        self,
+        weights: WeightsSource,
+        label: str | None,
+        *,
+        abort: bool = False,
+        whole: bool = False,
+    ) -> int | None:
+        """Takes new weights, as a part or at once.
+
+        Args:
+            weights: Where they are.
+            label: What the client calls the version that they make.
+            abort: Whether requests in flight end when they are put in place.
+            whole: Whether they are all the weights that there are, unless they are a part.
+
+        Returns:
+            The version in place; None when they are kept until later.
+
+        Raises:
+            WeightsError: They could not be taken.
+        """
+        async with self._turn:
+            if not (self.paused or self._session):
+                return await self._update_weights(
+                    weights, label, "abort" if abort else "keep", partial=not whole
+                )
+            parts = self._parts
+            if parts.failure:
+                raise WeightsError(
+                    f"a part of this update has failed ({parts.failure}); begin anew with "
+                    "pause_generation or begin_weight_update, and send all parts",
+                    code="weights_incomplete",
+                )
+            try:
+                await self._engine.stage_weights(parts.update, weights, timeout_s=self._timeout_s)
+            except NanoInferenceError as error:
+                parts.failure = error.message
+                raise
+            parts.count += 1
+            parts.label = label if label is not None else parts.label
+            if abort:
+                parts.in_flight = "abort"
+            return None
+
+    async def rename(self, label: str) -> None:
+        """Gives the version in place another name."""
+        async with self._turn:
+            self._labels.put(await self._engine.weight_version(), label)
+
+    def _begin(self) -> int:
+        """Forgets the parts that there are; returns how many were forgotten."""
+        dropped, self._parts = self._parts.count, _Parts()
+        return dropped
+
+    async def _put_in_place(self) -> int | None:
+        parts, self._parts = self._parts, _Parts()
+        if parts.failure:
+            raise WeightsError(
+                f"the old weights stay in place, since a part of the update failed: "
+                f"{parts.failure}",
+                code="weights_incomplete",
+            )
+        if not parts.count:
+            return None
+        staged = StagedWeights(parts.update, parts.count)
+        return await self._update_weights(staged, parts.label, parts.in_flight, partial=True)
+
+    async def _update_weights(
+        self, weights: WeightsSource, label: str | None, in_flight: InFlight, *, partial: bool
+    ) -> int:
+        number = None
+        if label is not None:
+            number = number_of(label, await self._engine.weight_version())
+        version = await self._engine.update_weights(
+            weights,
+            in_flight=in_flight,
+            version=number,
+            partial=partial,
+            timeout_s=self._timeout_s,
+        )
+        if label is not None:
+            self._labels.put(version, label)
+        structlog.get_logger().info("weights_updated", version=version, label=label)
+        return version

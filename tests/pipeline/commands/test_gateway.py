@@ -1,0 +1,78 @@
+"""The gateway as a process of its own, beside a pipeline and as part of `up`."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from nano_inference.config import Config
+
+from .test_up import free_port
+
+LIMIT_S = 60
+
+BODY = {"text": "98 + 25 =", "sampling_params": {"temperature": 0}}
+
+
+@contextmanager
+def running(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def wait_until_healthy(process: subprocess.Popen[bytes], url: str) -> None:
+    """As slime waits for a server: refused connections, then 503, then a token."""
+    for _ in range(LIMIT_S * 10):
+        assert process.poll() is None
+        try:
+            if httpx.get(f"{url}/health_generate", timeout=LIMIT_S).status_code == 200:
+                return
+        except httpx.ConnectError:
+            pass
+        time.sleep(0.1)
+    raise AssertionError(f"{url} never became healthy")
+
+
+@pytest.mark.slow
+def test_beside_a_pipeline(on_served: Config, program: list[str], tmp_path: Path) -> None:
+    port = free_port()
+    with running([*program, "gateway", "--port", str(port)], tmp_path / "log") as gateway:
+        url = f"http://127.0.0.1:{port}"
+        wait_until_healthy(gateway, url)
+        answer = httpx.post(f"{url}/generate", json=BODY, timeout=LIMIT_S).json()
+        assert answer["text"] == " 123"
+        info = httpx.get(f"{url}/server_info").json()
+        assert info["port"] == port
+        gateway.terminate()
+        assert gateway.wait(LIMIT_S) == 0
+    log = (tmp_path / "log").read_text()
+    assert "gateway_listens" in log
+    assert "Traceback" not in log
+
+
+@pytest.mark.slow
+def test_as_part_of_up(program: list[str], tmp_path: Path) -> None:
+    port = free_port()
+    command = [*program, "up", "--port", str(free_port()), "--gateway", str(port)]
+    with running(command, tmp_path / "log") as up:
+        url = f"http://127.0.0.1:{port}"
+        wait_until_healthy(up, url)
+        answer = httpx.post(f"{url}/generate", json=BODY, timeout=LIMIT_S).json()
+        assert answer["text"] == " 123"
+        up.terminate()
+        assert up.wait(LIMIT_S) == 0
+    log = (tmp_path / "log").read_text()
+    assert "starting six processes" in log
+    assert "Traceback" not in log

@@ -1,0 +1,332 @@
+"""A trainer that knows SGLang's interface, and nothing of ours, drives a whole round.
+
+The calls, their order and the fields read are those of slime's and miles' clients
+(backends/sglang_utils/sglang_engine.py, rollout/sglang_rollout.py of slime; miles' have the same
+names), as far as they are HTTP. What the broadcast group carries is tested with the transport.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from base64 import b64encode
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import safetensors.torch
+from torch import Tensor
+
+from nano_inference.config import ConfigError, load_config
+from nano_inference.pipeline.gateway import Gateway
+from nano_inference.pipeline.pipeline import Pipeline
+
+from ..oracle import announcing, token_of
+from ..servers import until
+from .conftest import MakeConfig
+
+LIMIT_S = 60
+
+pytestmark = pytest.mark.parametrize("make_config", ["memory", "redis-links"], indirect=True)
+
+
+class Trainer:
+    """The HTTP calls of slime's SGLangEngine, by their names there."""
+
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self.http = http
+
+    async def make_request(self, endpoint: str, payload: dict[str, Any]) -> Any:
+        response = await self.http.post(f"/{endpoint}", json=payload)
+        response.raise_for_status()
+        return response.json()
+
+    async def wait_server_healthy(self) -> None:
+        for path in ("/health_generate", "/flush_cache"):
+            response = await self.http.get(path)
+            response.raise_for_status()
+
+    async def flush_cache(self) -> None:
+        (await self.http.get("/flush_cache")).raise_for_status()
+
+    async def pause_generation(self, mode: str) -> None:
+        """miles gives the mode; slime posts an empty object."""
+        await self.make_request("pause_generation", {"mode": mode})
+
+    async def continue_generation(self) -> None:
+        await self.make_request("continue_generation", {})
+
+    async def get_weight_version(self) -> str:
+        response = await self.http.get("/get_weight_version")
+        response.raise_for_status()
+        return str(response.json()["weight_version"])
+
+    async def update_weights_from_disk(self, model_path: str, weight_version: str) -> Any:
+        payload = {"model_path": model_path, "weight_version": weight_version}
+        return await self.make_request("update_weights_from_disk", payload)
+
+    async def generate(self, prompt_ids: list[int], max_new_tokens: int) -> dict[str, Any]:
+        """With slime's payload, and what it makes of the answer."""
+        payload = {
+            "sampling_params": {
+                "temperature": 0.0,
+                "top_p": 1.0,
+                "top_k": -1,
+                "max_new_tokens": max_new_tokens,
+                "stop": None,
+                "stop_token_ids": None,
+                "skip_special_tokens": False,
+                "no_stop_trim": True,
+                "spaces_between_special_tokens": False,
+            },
+            "return_logprob": True,
+            "input_ids": prompt_ids,
+        }
+        output = await self.make_request("generate", payload)
+        meta = output["meta_info"]
+        status = {"length": "truncated", "abort": "aborted", "stop": "completed"}
+        return {
+            "text": output["text"],
+            "tokens": [item[1] for item in meta["output_token_logprobs"]],
+            "log_probs": [item[0] for item in meta["output_token_logprobs"]],
+            "weight_version": meta.get("weight_version"),
+            "status": status[meta["finish_reason"]["type"]],
+            "cached": meta["cached_tokens"],
+            "prompt": meta["prompt_tokens"],
+        }
+
+    async def abort_until_idle(self) -> None:
+        while True:
+            (await self.http.post("/abort_request", json={"abort_all": True})).raise_for_status()
+            response = await self.http.get("/v1/loads?include=core,disagg,queues")
+            loads = response.json()["loads"]
+            if sum(load["num_total_reqs"] for load in loads) <= 0:
+                return
+            await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+async def pipeline(make_config: MakeConfig) -> AsyncIterator[Pipeline]:
+    async with asyncio.timeout(LIMIT_S), Pipeline(make_config()) as running:
+        yield running
+
+
+@pytest.fixture
+async def http(pipeline: Pipeline) -> AsyncIterator[httpx.AsyncClient]:
+    async with (
+        Gateway(pipeline.client, pipeline.config) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+def trainer(http: httpx.AsyncClient) -> Trainer:
+    return Trainer(http)
+
+
+@pytest.fixture
+def weights(pipeline: Pipeline) -> Mapping[str, Tensor]:
+    """Those of the bundled model."""
+    return safetensors.torch.load_file(pipeline.config.engine.model_folder / "model.safetensors")
+
+
+@pytest.fixture
+def spell(weights: Mapping[str, Tensor], tmp_path: Path) -> Callable[[int], str]:
+    """Writes weights that spell a version to a folder."""
+
+    def write(version: int) -> str:
+        folder = tmp_path / f"v{version}"
+        folder.mkdir()
+        tensors = announcing(weights, version)
+        safetensors.torch.save_file(tensors, folder / "model.safetensors")
+        return str(folder)
+
+    return write
+
+
+async def in_flight(pipeline: Pipeline) -> int:
+    """Requests that admission holds."""
+    reports = {report.stage: report for report in pipeline.stages()}
+    return int(reports["admission"].load["in_flight"])
+
+
+async def at_rest(pipeline: Pipeline) -> bool:
+    return not await in_flight(pipeline)
+
+
+async def test_rounds_of_a_trainer(trainer: Trainer, spell: Callable[[int], str]) -> None:
+    """Pause, flush, new weights, continue, generate: the version is that of the tokens."""
+    await trainer.wait_server_healthy()
+    before = await trainer.generate([20, 21, 22], 4)
+    assert before["weight_version"] == await trainer.get_weight_version() == "0"
+    for version in (1, 2):
+        await trainer.pause_generation("retract")
+        await trainer.flush_cache()
+        await trainer.update_weights_from_disk(spell(version), str(version))
+        assert await trainer.get_weight_version() == str(version - 1)
+        await trainer.continue_generation()
+        assert await trainer.get_weight_version() == str(version)
+        sample = await trainer.generate([20, 21, 22], 4)
+        assert sample["tokens"] == [token_of(version)] * 4
+        assert len(sample["log_probs"]) == 4
+        assert (sample["weight_version"], sample["status"]) == (str(version), "truncated")
+        assert (sample["cached"], sample["prompt"]) == (0, 3)
+
+
+async def test_buckets_become_visible_together(
+    trainer: Trainer, weights: Mapping[str, Tensor], tmp_path: Path
+) -> None:
+    """Half of the new weights are refused a place, whatever way generation goes on."""
+    new = announcing(weights, 1)
+    names = sorted(new)
+    folders = []
+    for part, own in enumerate((names[::2], names[1::2])):
+        folder = tmp_path / str(part)
+        folder.mkdir()
+        safetensors.torch.save_file({name: new[name] for name in own}, folder / "x.safetensors")
+        folders.append(str(folder))
+    before = await trainer.generate([20, 21, 22], 4)
+    await trainer.pause_generation("in_place")
+    waiting = asyncio.create_task(trainer.generate([20, 21, 22], 4))
+    await trainer.update_weights_from_disk(folders[0], "1")
+    with pytest.raises(httpx.HTTPStatusError) as refused:
+        await trainer.update_weights_from_disk(str(tmp_path / "none"), "1")
+    assert refused.value.response.status_code == 400
+    with pytest.raises(httpx.HTTPStatusError):
+        await trainer.continue_generation()
+    sample = await waiting
+    assert sample["tokens"] == before["tokens"]
+    assert sample["weight_version"] == await trainer.get_weight_version() == "0"
+
+    await trainer.pause_generation("in_place")
+    for folder in folders:
+        await trainer.update_weights_from_disk(folder, "1")
+    await trainer.continue_generation()
+    sample = await trainer.generate([20, 21, 22], 4)
+    assert sample["tokens"] == [token_of(1)] * 4
+    assert sample["weight_version"] == "1"
+
+
+async def test_a_session_without_a_pause(trainer: Trainer, spell: Callable[[int], str]) -> None:
+    await trainer.make_request("begin_weight_update", {"selector": "all"})
+    await trainer.update_weights_from_disk(spell(1), "step-1")
+    assert (await trainer.generate([20, 21], 2))["weight_version"] == "0"
+    await trainer.make_request("end_weight_update", {})
+    sample = await trainer.generate([20, 21], 2)
+    assert (sample["tokens"], sample["weight_version"]) == ([token_of(1)] * 2, "step-1")
+
+
+async def test_tensors_in_the_body(
+    http: httpx.AsyncClient, trainer: Trainer, weights: Mapping[str, Tensor]
+) -> None:
+    parts = [b64encode(safetensors.torch.save(announcing(weights, 3))).decode()]
+    payload = {"serialized_named_tensors": parts, "load_format": "safetensors"}
+    assert (await trainer.make_request("update_weights_from_tensor", payload))["success"]
+    assert (await trainer.generate([20, 21], 2))["tokens"] == [token_of(3)] * 2
+
+
+async def test_weights_that_do_not_fit_change_nothing(
+    trainer: Trainer, weights: Mapping[str, Tensor], tmp_path: Path
+) -> None:
+    safetensors.torch.save_file(
+        {"model.norm.weight": weights["model.norm.weight"]}, tmp_path / "x.safetensors"
+    )
+    response = await trainer.http.post(
+        "/update_weights_from_disk", json={"model_path": str(tmp_path)}
+    )
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "weights_refused"
+    assert await trainer.get_weight_version() == "0"
+
+
+async def test_aborted_requests_return_what_they_have(trainer: Trainer, pipeline: Pipeline) -> None:
+    """As slime stops a rollout: it aborts until nothing runs, and keeps the partial samples."""
+    body = {
+        "input_ids": [20, 21, 22],
+        "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True},
+        "return_logprob": True,
+        "stream": True,
+    }
+    async with trainer.http.stream("POST", "/generate", json=body) as response:
+        lines = response.aiter_lines()
+        assert (await anext(lines)).startswith("data: ")
+        await trainer.abort_until_idle()
+        events = [line async for line in lines if line]
+    assert events[-1] == "data: [DONE]"
+    meta = json.loads(events[-2].removeprefix("data: "))["meta_info"]
+    assert meta["finish_reason"]["type"] == "abort"
+    assert 0 < len(meta["output_token_logprobs"]) == meta["completion_tokens"] < 1500
+
+
+async def test_pausing_to_abort(trainer: Trainer, pipeline: Pipeline) -> None:
+    await trainer.pause_generation("in_place")
+    stuck = asyncio.create_task(trainer.generate([20, 21, 22], 4))
+    await until(lambda: in_flight(pipeline), "the request in flight")
+    await trainer.pause_generation("abort")
+    assert (await stuck)["status"] == "aborted"
+    await trainer.continue_generation()
+    assert (await trainer.generate([20, 21, 22], 4))["status"] != "aborted"
+
+
+async def test_a_dropped_connection_frees_the_lane(trainer: Trainer, pipeline: Pipeline) -> None:
+    """While generation is paused, so that the request can't end by itself."""
+    await trainer.pause_generation("in_place")
+    generating = asyncio.create_task(trainer.generate([20, 21, 22], 4))
+    await until(lambda: in_flight(pipeline), "the request in flight")
+    generating.cancel()
+    await until(lambda: at_rest(pipeline), "a lane at rest")
+    await trainer.continue_generation()
+
+
+async def test_scores_of_a_text_are_those_that_generation_reported(trainer: Trainer) -> None:
+    """As a teacher's are asked for: the prompt and the answer go in, no token comes out."""
+    made = await trainer.generate([20, 21, 22], 6)
+    payload = {
+        "input_ids": [20, 21, 22, *made["tokens"]],
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    output = await trainer.make_request("generate", payload)
+    scores = output["meta_info"]["input_token_logprobs"]
+    assert output["output_ids"] == []
+    assert [entry[1] for entry in scores] == payload["input_ids"]
+    assert scores[0][0] is None
+    assert all(entry[0] <= 0 for entry in scores[1:])
+
+
+async def test_texts_and_stops_of_the_model(trainer: Trainer) -> None:
+    payload = {
+        "text": "98 + 25 =",
+        "sampling_params": {"temperature": 0, "stop": ["23"], "max_new_tokens": 16},
+    }
+    output = await trainer.make_request("generate", payload)
+    assert output["text"] == " 1"
+    assert output["meta_info"]["finish_reason"] == {"type": "stop", "matched": "23"}
+    payload["sampling_params"] = {
+        "temperature": 0,
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
+    }
+    output = await trainer.make_request("generate", payload)
+    assert output["text"] == " 123<|endoftext|>"
+    assert output["meta_info"]["finish_reason"] == {
+        "type": "stop",
+        "matched": output["output_ids"][-1],
+    }
+
+
+async def test_what_the_engine_refuses(http: httpx.AsyncClient) -> None:
+    response = await http.post("/generate", json={"input_ids": [10**6]})
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "invalid_token_ids"
+
+
+async def test_a_port_that_is_taken(pipeline: Pipeline) -> None:
+    async with Gateway(pipeline.client, pipeline.config) as gateway:
+        config = load_config(env={}, overrides={"gateway.port": gateway.port})
+        with pytest.raises(ConfigError, match=f"port {gateway.port}"):
+            await Gateway(pipeline.client, config).__aenter__()

@@ -1,0 +1,196 @@
+"""An engine that answers as it is told to, and remembers what it was asked."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import anyio
+
+from nano_inference.bus import StageReport
+from nano_inference.bus.messages import (
+    Completion,
+    CompletionSample,
+    ErrorInfo,
+    GenerateRequest,
+    Output,
+    Timings,
+    Usage,
+)
+from nano_inference.bus.weights import StagedWeights, WeightsSource
+from nano_inference.config import NanoInferenceError
+
+Outputs = Callable[[GenerateRequest], list[Output]]
+
+
+class FakeEngine:
+    """Stands for BusClient.
+
+    Attributes:
+        calls: (method, its arguments) of all but `submit` and `reports`, in order.
+        requests: What was submitted.
+        outputs: What a request is answered with; without a Completion it hangs.
+        left: Ids of requests whose output was not read to the end.
+        failures: What a method raises.
+        version: Of the weights in place.
+        parts: Staged, by the update's name.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.requests: list[GenerateRequest] = []
+        self.outputs: Outputs = lambda request: [completion(request)]
+        self.left: list[str] = []
+        self.failures: dict[str, NanoInferenceError] = {}
+        self.version = 0
+        self.parts: dict[str, int] = {}
+        self.told: list[StageReport] = []
+        self.why_not = ""
+        self._changed = anyio.Event()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Waits until requests have come or were left so that this holds."""
+        while not holds():
+            self._changed = anyio.Event()
+            await self._changed.wait()
+
+    @property
+    def names(self) -> list[str]:
+        """The methods called, but for questions."""
+        return [name for name, _ in self.calls if name not in ("weight_version", "trouble")]
+
+    def last(self, name: str) -> dict[str, Any]:
+        return next(given for called, given in reversed(self.calls) if called == name)
+
+    def _called(self, name: str, **given: Any) -> None:
+        self.calls.append((name, given))
+        if name in self.failures:
+            raise self.failures[name]
+
+    async def submit(self, request: GenerateRequest) -> AsyncGenerator[Output, None]:
+        self.requests.append(request)
+        self._changed.set()
+        done = False
+        try:
+            for output in self.outputs(request):
+                done = isinstance(output, Completion)
+                yield output
+            if not done:
+                await anyio.sleep_forever()
+        finally:
+            if not done:
+                self.left.append(request.request_id)
+                self._changed.set()
+
+    async def cancel(self, request_id: str) -> None:
+        self._called("cancel", request_id=request_id)
+
+    async def cancel_all(self) -> None:
+        self._called("cancel_all")
+
+    async def pause(self, in_flight: str) -> None:
+        self._called("pause", in_flight=in_flight)
+
+    async def resume(self) -> None:
+        self._called("resume")
+
+    async def flush_cache(self) -> None:
+        self._called("flush_cache")
+
+    async def weight_version(self) -> int:
+        self._called("weight_version")
+        return self.version
+
+    async def update_weights(
+        self,
+        weights: WeightsSource,
+        *,
+        in_flight: str,
+        version: int | None,
+        partial: bool,
+        timeout_s: float,
+    ) -> int:
+        self._called(
+            "update_weights",
+            weights=weights,
+            in_flight=in_flight,
+            version=version,
+            partial=partial,
+        )
+        if isinstance(weights, StagedWeights):
+            assert self.parts.pop(weights.update) == weights.parts
+        self.version = self.version + 1 if version is None else version
+        return self.version
+
+    async def stage_weights(self, update: str, weights: WeightsSource, *, timeout_s: float) -> None:
+        self._called("stage_weights", weights=weights)
+        self.parts = {update: self.parts.get(update, 0) + 1}
+
+    async def join_weights_group(
+        self,
+        group: str,
+        address: str,
+        world_size: int,
+        *,
+        rank_offset: int,
+        backend: str,
+        timeout_s: float,
+    ) -> None:
+        self._called(
+            "join_weights_group",
+            group=group,
+            address=address,
+            world_size=world_size,
+            rank_offset=rank_offset,
+            backend=backend,
+        )
+
+    async def leave_weights_group(self, group: str) -> None:
+        self._called("leave_weights_group", group=group)
+
+    async def reports(self) -> list[StageReport]:
+        return self.told
+
+    async def trouble(self) -> str:
+        self._called("trouble")
+        return self.why_not
+
+
+def sample(token_ids: tuple[int, ...] = (5, 6), **changed: Any) -> CompletionSample:
+    """One that ended by its length; `changed` replaces fields."""
+    fields: dict[str, Any] = {
+        "sample_index": 0,
+        "text": "five six",
+        "token_ids": token_ids,
+        "logprobs": tuple(-0.5 - place for place in range(len(token_ids))),
+        "finish_reason": "length",
+        "weight_version": 3,
+        "weight_versions": ((3, 0),),
+    }
+    return CompletionSample(**fields | changed)
+
+
+def completion(request: GenerateRequest, *samples: CompletionSample, **changed: Any) -> Completion:
+    """The answer to a request: as many samples as it wants, unless some are given."""
+    made = samples or tuple(sample(sample_index=index) for index in range(request.n))
+    fields: dict[str, Any] = {
+        "request_id": request.request_id,
+        "entry_id": "1-0",
+        "status": "done",
+        "samples": made,
+        "usage": Usage(
+            prompt_tokens=4,
+            cached_tokens=3,
+            completion_tokens=sum(len(each.token_ids) for each in made),
+        ),
+        "timings": Timings(received_ns=10**9, finished_ns=3 * 10**9),
+    }
+    return Completion(**fields | changed)
+
+
+def refused(code: str, message: str = "no", retry_after_s: float | None = None) -> Outputs:
+    """Answers every request with an error."""
+    error = ErrorInfo(code=code, message=message, retry_after_s=retry_after_s)
+    return lambda request: [
+        Completion(request_id=request.request_id, entry_id="1-0", status="error", error=error)
+    ]

@@ -108,7 +108,7 @@ class ExactForward:
                 output.logits[0].float(), torch.full((len(inputs),), float(temperature))
             )
             found = scaled.logprobs(targets[:, None])[:, 0]
-        return found.split(counts.tolist())
+        return tuple(torch.split(found, counts.tolist()))
 
     def _rows(self, counts: np.ndarray[Any, np.dtype[np.int64]]) -> Rows:
         """One row per sequence, each with blocks of its own in a cache that is large enough."""
@@ -174,9 +174,12 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.lengths, ctx.window, ctx.scale = batch.rows.num_tokens.tolist(), window, scale
+        queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         output = tiled_attention(
             batch,
-            *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),
+            queries,
+            keys,
+            values,
             cache,
             layer,
             window=window,
@@ -191,7 +194,7 @@ class _Attention(torch.autograd.Function):
         inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
         with torch.enable_grad():
             parts = zip(*(tensor.split(ctx.lengths, dim=2) for tensor in inputs), strict=True)
-            outputs = [_attend(*part, ctx.window, ctx.scale) for part in parts]
+            outputs = [_attend(q, k, v, ctx.window, ctx.scale) for q, k, v in parts]
             output = torch.cat(outputs, dim=2).transpose(1, 2)
         found = torch.autograd.grad(output, inputs, gradients)
         return (*found, None, None, None, None, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from ...bus.weights import FolderWeights, GroupWeights, LocalWeights, StagedWeig
 from ...config import WeightsError
 from ...telemetry import instruments, names, now_ns
 from ..actor import Actor
+from .naming import PartsMissing
 from .parts import WeightParts
 from .transports import Background, WeightGroups, fetch
 from .weights import WeightSyncManager
@@ -42,6 +43,10 @@ def _stay_single() -> None:
     undoing = threading.Thread(target=torch.set_num_threads, args=(threads,))
     undoing.start()
     undoing.join()
+
+
+class _Unconverted(dict[str, Tensor]):
+    """Tensors of an update's part, by a checkpoint's names, that take other parts to convert."""
 
 
 class WeightUpdates:
@@ -122,7 +127,8 @@ class WeightUpdates:
         async with self._fetching:
             try:
                 tensors = await self._receive(update, weights)
-                await self._on_torch(partial(weights.check, partial=True), tensors)
+                if not isinstance(tensors, _Unconverted):
+                    await self._on_torch(partial(weights.check, partial=True), tensors)
             except WeightsError:
                 self._parts.drop()  # they will never be all
                 raise
@@ -143,18 +149,25 @@ class WeightUpdates:
             self._staged = update, version
         await self.stage()
 
-    def _prepare(self, update: UpdateWeights, weights: WeightSyncManager) -> Mapping[str, Tensor]:
+    def _prepare(self, update: UpdateWeights, weights: WeightSyncManager) -> dict[str, Tensor]:
         tensors = fetch(update.source, self._groups, update.timeout_s)
-        return weights.prepare(tensors, checkpoint=isinstance(update.source, FolderWeights))
+        try:
+            return weights.prepare(tensors, checkpoint=isinstance(update.source, FolderWeights))
+        except PartsMissing:
+            if not update.part_of:
+                raise
+            return _Unconverted(tensors)
 
     async def _receive(
         self, update: UpdateWeights, weights: WeightSyncManager
-    ) -> Mapping[str, Tensor]:
+    ) -> dict[str, Tensor]:
         if isinstance(update.source, StagedWeights):
-            return self._parts.take(update.source)
+            # Now that all are there, what could not be converted by itself can be.
+            parts = self._parts.take(update.source)
+            whole: dict[str, Tensor] = await self._fetch(weights.prepare, parts)
+            return whole
         started = now_ns()
-        tensors: Mapping[str, Tensor]
-        tensors = await self._fetch(self._prepare, update, weights)
+        tensors: dict[str, Tensor] = await self._fetch(self._prepare, update, weights)
         self._actor.metrics.record(instruments.WEIGHT_FETCH, (now_ns() - started) / 1e9)
         return tensors
 

@@ -44,8 +44,9 @@ class ExactForward:
     ```
 
     Forward, the bits are the engine's where weights, dtype, number of threads and machine are the
-    same, of requests without penalties, bias and `min_tokens`. Backward is torch's own but for attention, whose gradient is that of
-    `scaled_dot_product_attention` on the same inputs: right within rounding.
+    same, of requests without penalties, bias and `min_tokens`. Backward is torch's own but for
+    attention, whose gradient is that of `scaled_dot_product_attention` on the same inputs: right
+    within rounding.
 
     While it is in use the model can only be called through it, since its attention is replaced.
     """

@@ -318,15 +318,16 @@ def summary(rollouts: Rollouts, record: Record, start: int, end: int) -> dict[st
         "longest_pause_ms": max(gaps) / 1e6,
         "rewards": [round(facts["reward"], 4) for facts in record.facts],
         "facts_last": record.facts[-1],
-        "time_line": time_line(busy, record.training, (start + end) // 2),
+        "time_line": time_line(busy, record.training),
     }
 
 
 def time_line(
-    busy: list[tuple[int, int]], training: list[tuple[int, int]], start: int, seconds: float = 4.0
+    busy: list[tuple[int, int]], training: list[tuple[int, int]], steps: int = 5
 ) -> dict[str, Any]:
-    """Calls of the engine and training steps in a window, as (start, end) in s from its start."""
-    end = start + int(seconds * 1e9)
+    """Calls of the engine and training steps, as (start, end) in s, around some steps half-way."""
+    middle = training[len(training) // 2 :][: steps + 1]
+    start, end = middle[0][0], middle[-1][1]
 
     def within(spans: list[tuple[int, int]]) -> list[tuple[float, float]]:
         return [
@@ -335,7 +336,7 @@ def time_line(
             if first < end and last > start
         ]
 
-    return {"seconds": seconds, "engine": within(busy), "trainer": within(training)}
+    return {"seconds": (end - start) / 1e9, "engine": within(busy), "trainer": within(training)}
 
 
 def curve(rewards: list[float], width: int = 72, height: int = 10) -> str:

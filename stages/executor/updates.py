@@ -123,11 +123,11 @@ class WeightUpdates:
         await self.stage()
 
     async def _receive(self, update: UpdateWeights) -> Mapping[str, Tensor]:
-        if isinstance(update.source, StagedWeights):
-            return self._parts.take(update.source)
+        source = update.source
+        if isinstance(source, StagedWeights):
+            return self._parts.take(source)
         started = now_ns()
-        tensors: Mapping[str, Tensor]
-        tensors = await self._fetch(fetch, update.source, update.timeout_s)
+        tensors: Mapping[str, Tensor] = await self._fetch(fetch, source, update.timeout_s)
         self._actor.metrics.record(instruments.WEIGHT_FETCH, (now_ns() - started) / 1e9)
         return tensors
 

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import gc
 import json
+import math
 import multiprocessing
 import random
 import statistics
@@ -48,27 +49,36 @@ LIMIT_S = 120.0
 BUCKETS = {"group, buckets of 64 MiB": 64 << 20, "group, one by one": 0}
 
 
-def make_weights(megabytes: int) -> dict[str, Tensor]:
-    """bfloat16 matrices like those of shape S, of about so many bytes."""
+def plan_weights(megabytes: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of matrices like those of shape S, of about so many bytes in bfloat16."""
     shape = SHAPES["S"]
     width, inner = shape["hidden_size"], shape["intermediate_size"]
-    layer = {"q": (width, width), "o": (width, width), "gate": (inner, width)}
-    layer |= {"up": (inner, width), "down": (width, inner), "norm": (width,)}
-    weights: dict[str, Tensor] = {}
-    total = 0
-    while total < megabytes * 1_000_000:
-        number = len(weights) // len(layer)
-        for name, size in layer.items():
-            tensor = torch.full(size, 0.5, dtype=torch.bfloat16)
-            weights[f"layers.{number}.{name}"] = tensor
-            total += tensor.nbytes
-    return weights
+    layer: dict[str, tuple[int, ...]] = {"q": (width, width), "o": (width, width)}
+    layer |= {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
+    layer["norm"] = (width,)
+    each = 2 * sum(math.prod(size) for size in layer.values())
+    count = max(round(megabytes * 1e6 / each), 1)
+    return {f"{name}_{i}": size for i in range(count) for name, size in layer.items()}
+
+
+def make_weights(megabytes: int) -> tuple[np.ndarray[Any, Any], dict[str, Tensor]]:
+    """All bytes, and the tensors that they are."""
+    shapes = plan_weights(megabytes)
+    data = np.ones(2 * sum(math.prod(size) for size in shapes.values()), np.uint8)
+    parts = (
+        torch.from_numpy(data)
+        .view(torch.bfloat16)
+        .split([math.prod(size) for size in shapes.values()])
+    )
+    return data, {
+        name: part.view(size) for (name, size), part in zip(shapes.items(), parts, strict=True)
+    }
 
 
 def send_on_demand(commands: Connection, megabytes: int) -> None:
     """The trainer's process: broadcasts once for each size of buckets that it is told."""
     torch.set_num_threads(1)
-    weights = make_weights(megabytes)
+    _, weights = make_weights(megabytes)
     with WeightsGroup("127.0.0.1:0", 2, timeout_s=LIMIT_S) as group:
         commands.send(group.address)
         while (bucket_bytes := commands.recv()) is not None:
@@ -102,14 +112,13 @@ def timed(function: Callable[[], Any]) -> float:
 
 def measure_transports(megabytes: int, repeat: int) -> tuple[int, dict[str, list[float]]]:
     """Bytes, and seconds by what was done; a round of everything for each repetition."""
-    weights = make_weights(megabytes)
-    size = sum(tensor.nbytes for tensor in weights.values())
-    source = np.ones(size, np.uint8)
-    target = np.ones(size, np.uint8)
-    module = torch.nn.ParameterDict({k.replace(".", "_"): v.clone() for k, v in weights.items()})
-    module.requires_grad_(False)
+    source, weights = make_weights(megabytes)
+    target, own = make_weights(megabytes)
+    size = source.nbytes
+    module = torch.nn.Module()
+    for name, tensor in own.items():
+        module.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
     manager = WeightSyncManager(module)
-    renamed = {name.replace(".", "_"): tensor for name, tensor in weights.items()}
     groups = WeightGroups()
 
     def broadcast(bucket_bytes: int) -> object:
@@ -128,7 +137,7 @@ def measure_transports(megabytes: int, repeat: int) -> tuple[int, dict[str, list
         steps: dict[str, Callable[[], object]] = {
             "memcpy": lambda: np.copyto(target, source),
             "memcpy to new memory": source.copy,
-            "written in place (the pause)": lambda: manager.sync_blocking(renamed),
+            "written in place (the pause)": lambda: manager.sync_blocking(weights),
             "shared memory, read": lambda: fetch(shared.source, groups, LIMIT_S),
             "shared memory, filled by the trainer": shared.update,
             **{name: (lambda most=most: broadcast(most)) for name, most in BUCKETS.items()},

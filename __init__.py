@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .config.errors import NanoInferenceError, RequestError, WeightsError
     from .pipeline.client import BusClient
     from .pipeline.engine import InferenceEngine, TrainingSample
+    from .pipeline.exact_forward import ExactForward
     from .pipeline.gateway import Gateway
     from .pipeline.pipeline import Pipeline
     from .stages.batching import (
@@ -41,6 +42,7 @@ _HOME = {
     "Config": ".config",
     "EngineConfig": ".config",
     "Gateway": ".pipeline.gateway",
+    "ExactForward": ".pipeline.exact_forward",
     "GenerateRequest": ".bus.messages",
     "InferenceEngine": ".pipeline.engine",
     "KVCacheManager": ".stages.batching",
@@ -72,6 +74,7 @@ __all__ = [
     "CompletionChunk",
     "Config",
     "EngineConfig",
+    "ExactForward",
     "Gateway",
     "GenerateRequest",
     "InferenceEngine",

@@ -1,9 +1,9 @@
 """What tracing and metrics cost: the same load on pipelines that differ in nothing else.
 
 The bundled model's steps are the shortest there are, and the batch is full, so this is the worst
-case. Pipelines in memory, in this process; spans go to an exporter that encodes them as for an OTLP
-endpoint and throws the bytes away. Repetitions are interleaved, and each pass is compared with that
-of the pipeline without telemetry in the same repetition.
+case. Pipelines in memory, in this process; spans go over OTLP and HTTP to a receiver in another
+one, and those of a pass are sent within it. Repetitions are interleaved, and each pass is compared
+with that of the pipeline without telemetry in the same repetition.
 """
 
 from __future__ import annotations
@@ -16,40 +16,46 @@ import os
 import random
 import socket
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import urllib.request
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote
 
 import torch
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from nano_inference import SamplingParams
 from nano_inference.bus.messages import GenerateRequest
 from nano_inference.config import Config, EngineConfig, TelemetryConfig
 from nano_inference.pipeline.pipeline import Pipeline
-from nano_inference.telemetry import setup_logging, setup_tracing
+from nano_inference.telemetry import setup_logging
 
 OFF = "off"
 
 
-class Sink(SpanExporter):
-    """Encodes spans, and throws the bytes away."""
+class Receiver:
+    """A process that takes spans."""
 
     def __init__(self) -> None:
-        self.spans = 0
+        command = [sys.executable, str(Path(__file__).with_name("otlp_receiver.py"))]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self._url = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
 
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        encode_spans(spans).SerializeToString()
-        self.spans += len(spans)
-        return SpanExportResult.SUCCESS
+    def endpoint(self, variant: str) -> str:
+        return f"{self._url}/{quote(variant, safe='')}"
 
-    def shutdown(self) -> None:
-        """Has nothing to close."""
+    def spans(self, variant: str) -> int:
+        """How many have come."""
+        with urllib.request.urlopen(self.endpoint(variant)) as reply:
+            return int(reply.read())
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
 
 def free_port() -> int:
@@ -59,17 +65,15 @@ def free_port() -> int:
 
 
 async def open_pipeline(
-    stack: AsyncExitStack, engine: EngineConfig, sink: Sink, ratio: float | None, metrics: bool
+    stack: AsyncExitStack, engine: EngineConfig, endpoint: str, ratio: float | None, metrics: bool
 ) -> Pipeline:
     telemetry = TelemetryConfig(
+        otlp_endpoint="" if ratio is None else endpoint,
         trace_ratio=1.0 if ratio is None else ratio,
         metrics_port=free_port() if metrics else 0,
     )
-    tracing = None if ratio is None else setup_tracing(telemetry, "benchmark", sink)
-    if tracing is not None:
-        stack.callback(tracing.shutdown)
     config = Config(engine=engine, telemetry=telemetry)
-    return await stack.enter_async_context(Pipeline(config, tracing=tracing))
+    return await stack.enter_async_context(Pipeline(config))
 
 
 class Pass(NamedTuple):
@@ -94,7 +98,7 @@ async def one_pass(pipeline: Pipeline, arguments: argparse.Namespace, seed: int)
     gc.collect()
     start, cpu = time.perf_counter(), time.process_time()
     done = await asyncio.gather(*(pipeline.complete(request) for request in requests))
-    # What is left to be encoded counts as well.
+    # What is left to be encoded and sent counts as well.
     await asyncio.to_thread(pipeline.tracing.flush)
     found = Pass(time.perf_counter() - start, time.process_time() - cpu)
     assert all(completion.status == "done" for completion in done)
@@ -112,10 +116,11 @@ async def measure(arguments: argparse.Namespace) -> tuple[dict[str, list[Pass]],
         "traces, 10 %, and metrics": (0.1, True),
     }
     results: dict[str, list[Pass]] = {name: [] for name in kinds}
-    sinks = {name: Sink() for name in kinds}
     async with AsyncExitStack() as stack:
+        receiver = Receiver()
+        stack.callback(receiver.close)
         pipelines = {
-            name: await open_pipeline(stack, engine, sinks[name], ratio, metrics)
+            name: await open_pipeline(stack, engine, receiver.endpoint(name), ratio, metrics)
             for name, (ratio, metrics) in kinds.items()
         }
         torch.set_num_threads(1)
@@ -127,7 +132,7 @@ async def measure(arguments: argparse.Namespace) -> tuple[dict[str, list[Pass]],
                 if repetition:  # the first one warms up
                     results[name].append(found)
             print(f"repetition {repetition} of {arguments.repeat}", file=sys.stderr)
-    return results, {name: sink.spans for name, sink in sinks.items()}
+        return results, {name: receiver.spans(name) for name in kinds}
 
 
 def summary(

@@ -18,8 +18,12 @@ from .memory import MemoryBus
 from .replies import Outcome, Replies
 
 
-def open_bus(config: BusConfig, local_stages: frozenset[str] = frozenset()) -> Bus:
-    """The bus that `config.url` names. `local_stages`: the stages that run in this process.
+def open_bus(
+    config: BusConfig, local_stages: frozenset[str] = frozenset(), replicas: int = 1
+) -> Bus:
+    """The bus that `config.url` names, for a pipeline with so many replicas.
+
+    `local_stages`: the roles of the stages that run in this process.
 
     Call it with an event loop running. On Redis it connects on first use; `ping` tells whether
     it can.
@@ -31,7 +35,7 @@ def open_bus(config: BusConfig, local_stages: frozenset[str] = frozenset()) -> B
         return MemoryBus(config)
     from .redis import RedisBus  # only here, so that the memory bus needs no Redis client
 
-    return RedisBus(config, local_stages)
+    return RedisBus(config, local_stages, replicas)
 
 
 __all__ = [

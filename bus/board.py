@@ -23,7 +23,7 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         lane: Of which lane it is a part.
-        stage: Its name.
+        stage: Its role: "executor", of replica 1 "executor.1".
         incarnation: The stage object; a restart within the process gives a new one.
         host: Where it runs.
         pid: The process.

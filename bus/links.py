@@ -9,6 +9,9 @@
 
     control: anyone ──► any stage
 
+Batching and executor may be there several times (replicas): then each pair has its own of the links
+that begin or end there, named `dispatch.1` and so on for replica 1, see `at`.
+
 A link has one receiver. `steps` goes to two, so it is two links. The links that close a circle
 (finished, credits, halts, steps) carry at most a fixed number of messages for each request or
 sequence in flight, or for each step that these still take; their capacity is above that number, so
@@ -17,9 +20,10 @@ that no circle of full links can stall.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
-from ..config import STAGES
+from ..config import STAGES, role_of
 
 
 class Link(NamedTuple):
@@ -61,7 +65,35 @@ LINKS = (
     *CONTROL.values(),
 )
 
+PER_REPLICA = (
+    DISPATCH,
+    CREDITS,
+    PLANS,
+    STEPS_BATCHING,
+    STEPS_STREAMING,
+    HALTS,
+    CONTROL["batching"],
+    CONTROL["executor"],
+)
 
-def links_to(stage: str) -> tuple[Link, ...]:
+
+@cache
+def at(link: Link, replica: int) -> Link:
+    """The link of a replica, given that of replica 0, in `PER_REPLICA`."""
+    if not replica:
+        return link
+    senders = tuple(role_of(stage, replica) for stage in link.senders)
+    receiver = role_of(link.receiver, replica)
+    return Link(f"{link.name}.{replica}", senders, receiver, link.closes_circle)
+
+
+@cache
+def all_links(replicas: int) -> tuple[Link, ...]:
+    """Every link of a pipeline with so many replicas."""
+    further = (at(link, replica) for replica in range(1, replicas) for link in PER_REPLICA)
+    return (*LINKS, *further)
+
+
+def links_to(role: str, replicas: int = 1) -> tuple[Link, ...]:
     """The links that end at a stage."""
-    return tuple(link for link in LINKS if link.receiver == stage)
+    return tuple(link for link in all_links(replicas) if link.receiver == role)

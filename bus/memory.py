@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ..config import STAGES, BusConfig, BusError
+from ..config import STAGES, BusConfig, BusError, role_of_sender, split_role
 from .board import MemoryBoard
 from .channel import Backlog, DeadLetter, Inbox, RequestEntry, Sender, dead_letter
 from .codec import check_request
@@ -46,7 +46,7 @@ class MemoryInbox:
         Raises:
             ChannelClosed: The inbox was closed.
         """
-        if link.closes_circle and envelope.sender.partition("-")[0] not in STAGES:
+        if link.closes_circle and _stage_of(envelope.sender) not in STAGES:
             await self._line.put(envelope, f"{link.name} of clients", self._link_capacity)
         else:
             capacity = None if link.closes_circle else self._link_capacity
@@ -64,6 +64,10 @@ class MemoryInbox:
     async def aclose(self) -> None:
         """See `Inbox.aclose`."""
         self.close()
+
+
+def _stage_of(sender: str) -> str:
+    return split_role(role_of_sender(sender))[0]
 
 
 class Inboxes:

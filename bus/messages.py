@@ -364,6 +364,8 @@ class Credit(Internal, frozen=True, array_like=True, tag="credit", tag_field="ty
         ended: Sequences that will not run again.
         step_ns: What the shortest of the steps took on the device; 0 when there is none.
         kv_free: Tokens for which KV is free, with that which only the prefix cache has.
+        keeps_cache: What the prefix cache has been sent before may still be there. False when
+            it begins with nothing.
     """
 
     sequences: int
@@ -373,6 +375,7 @@ class Credit(Internal, frozen=True, array_like=True, tag="credit", tag_field="ty
     ended: tuple[int, ...] = ()
     step_ns: int = 0
     kv_free: int = 0
+    keeps_cache: bool = True
 
 
 class NewSequence(Part, frozen=True, array_like=True):

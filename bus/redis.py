@@ -8,7 +8,7 @@ import socket
 import uuid
 from functools import partial
 
-from ..config import STAGES, BusConfig
+from ..config import STAGES, BusConfig, role_of_sender, split_role
 from .channel import Inbox, Sender
 from .keys import Keys
 from .line import bus_closed
@@ -52,9 +52,12 @@ class RedisBus:
     stages: RedisBoard
     replies: RedisReplies
 
-    def __init__(self, config: BusConfig, local_stages: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, config: BusConfig, local_stages: frozenset[str] = frozenset(), replicas: int = 1
+    ) -> None:
         """Does not connect yet. Raises BusError when the URL can't be used."""
         self._config = config
+        self._replicas = replicas
         self._local = local_stages if config.links == "auto" else frozenset()
         self._keys = Keys(config.prefix, config.lane)
         self._server = Server(config.url, _client_name(local_stages))
@@ -80,7 +83,7 @@ class RedisBus:
         if older is not None:
             await older.aclose()
         inbox = MemoryInbox(stage, self._config.link_capacity)
-        links = [link for link in links_to(stage) if not self._is_local(link)]
+        links = [link for link in links_to(stage, self._replicas) if not self._is_local(link)]
         if links:
             capacity = self._config.link_capacity
             reader = LinkReader(self._server, self._keys, links, inbox, self._seen, capacity)
@@ -94,7 +97,7 @@ class RedisBus:
         """See `Bus.sender`. `sender` begins with its stage's name and a hyphen."""
         lane = self._config.lane if lane is None else lane
         local = link.receiver in self._local and lane == self._config.lane
-        if local and sender.partition("-")[0] in self._local:
+        if local and role_of_sender(sender) in self._local:
             return MemorySender(self._inboxes, self._numbering, link, sender)
         return RedisSender(partial(self._writer, lane=lane), self._numbering, link, sender)
 
@@ -176,5 +179,6 @@ class RedisBus:
 
 def _client_name(stages: frozenset[str]) -> str:
     """What tells this process's connections from others in CLIENT LIST; without spaces."""
-    role = "+".join(stage for stage in STAGES if stage in stages) or "client"
+    ordered = sorted(stages, key=lambda role: (STAGES.index(split_role(role)[0]), role))
+    role = "+".join(ordered) or "client"
     return f"{role}.{socket.gethostname()}-{os.getpid()}"

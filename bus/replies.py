@@ -17,12 +17,14 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         lane: Which one.
+        role: Of the stage that did it.
         code: An error's stable code; "" when it was done.
         message: The error's sentence.
         weight_version: Of the weights in place afterwards, where weights are concerned.
     """
 
     lane: str
+    role: str
     code: str = ""
     message: str = ""
     weight_version: int = 0

@@ -54,11 +54,14 @@ class GroupWeights(msgspec.Struct, frozen=True, array_like=True, tag="group"):
         tensors: What is broadcast.
         bucket_bytes: Tensors are flattened together into broadcasts of about so many bytes, never
             of several dtypes; 0 broadcasts each tensor by itself.
+        first: How many broadcasts the group has made before these, so that weights can't be taken
+            for later ones; None when the trainer does not say.
     """
 
     group: str
     tensors: tuple[TensorMeta, ...]
     bucket_bytes: int = 0
+    first: int | None = None
 
 
 class LocalWeights(msgspec.Struct, frozen=True, array_like=True, tag="local"):

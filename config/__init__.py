@@ -11,6 +11,7 @@ from .errors import (
     WeightsError,
 )
 from .load import load_config, nearest, parse_value
+from .roles import REPLICATED, all_roles, role_of, role_of_sender, roles_here, split_role
 from .settings import (
     BUNDLED_MODEL,
     DEFAULT_URL,
@@ -31,6 +32,7 @@ from .settings import (
 __all__ = [
     "BUNDLED_MODEL",
     "DEFAULT_URL",
+    "REPLICATED",
     "STAGES",
     "AdmissionConfig",
     "BusConfig",
@@ -51,7 +53,12 @@ __all__ = [
     "Stage",
     "TelemetryConfig",
     "WeightsError",
+    "all_roles",
     "load_config",
     "nearest",
     "parse_value",
+    "role_of",
+    "role_of_sender",
+    "roles_here",
+    "split_role",
 ]

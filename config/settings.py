@@ -15,6 +15,9 @@ Stage = Literal["admission", "fairness", "batching", "executor", "streaming"]
 STAGES: tuple[Stage, ...] = ("admission", "fairness", "batching", "executor", "streaming")
 """The five stages, in the order in which a request meets them."""
 
+MOST_REPLICAS = 64
+"""Largest `pipeline.replicas`."""
+
 BUNDLED_MODEL = "tiny"
 """The `model_path` that names the model shipped inside the package."""
 
@@ -312,6 +315,9 @@ class PipelineConfig(Settings, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         stages: The stages of this process.
+        replicas: How many pairs of batching and executor the pipeline has, behind one admission,
+            one fairness and one streaming stage. All of its processes must agree on it.
+        replica: Which of them this process runs, from 0; all that there are when None.
         max_restarts: Restarts of one stage within `restart_window_s` before the process gives up.
         restart_window_s: Failures longer ago than this are forgotten.
         restart_backoff_s: Wait before the first restart; doubles with each further one, up to 10 s.
@@ -321,6 +327,8 @@ class PipelineConfig(Settings, frozen=True, forbid_unknown_fields=True):
     SECTION: ClassVar[str] = "pipeline"
 
     stages: tuple[Stage, ...] = STAGES
+    replicas: int = 1
+    replica: int | None = None
     max_restarts: int = 5
     restart_window_s: float = 60.0
     restart_backoff_s: float = 0.2
@@ -329,6 +337,12 @@ class PipelineConfig(Settings, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         self.require("stages", bool(self.stages), f"some of {', '.join(STAGES)}")
         self.require("stages", len(set(self.stages)) == len(self.stages), "without repetition")
+        self.require("replicas", 1 <= self.replicas <= MOST_REPLICAS, f"from 1 to {MOST_REPLICAS}")
+        self.require(
+            "replica",
+            self.replica is None or 0 <= self.replica < self.replicas,
+            f"from 0 to pipeline.replicas - 1, which is {self.replicas - 1}",
+        )
         self.require("max_restarts", self.max_restarts >= 0, "at least 0")
         for name in ("restart_window_s", "restart_backoff_s", "drain_timeout_s"):
             value = getattr(self, name)
@@ -353,7 +367,8 @@ class TelemetryConfig(Settings, frozen=True, forbid_unknown_fields=True):
         steps_per_s: At most so many steps of the lane a second get a span of their own.
         service_name: The `service.name` of the spans; the stage is an attribute of its own.
         metrics_port: Where Prometheus reads this process's metrics; 0 is off. `up` gives each of
-            its processes a port of its own: this one to admission, the next four to the others.
+            its processes a port of its own: this one to admission, the next four to the others, two
+            more to each further replica.
         metrics_host: The address on which that port listens.
     """
 
@@ -429,6 +444,11 @@ class Config(Settings, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(
                 f"the memory bus stays within one process, so it needs all five stages there; "
                 f"missing: {missing}. Set bus.url to a Redis URL to split them"
+            )
+        if self.bus.url == "memory" and self.pipeline.replica is not None:
+            raise ConfigError(
+                "the memory bus stays within one process, which then runs all replicas; leave "
+                "pipeline.replica out, or set bus.url to a Redis URL to split them"
             )
         if self.bus.url == "memory" and self.bus.links == "redis":
             raise ConfigError("bus.links is 'redis', which needs bus.url to be a Redis URL")

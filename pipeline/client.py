@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import msgspec
 
 from ..bus import Bus, StageReport, open_bus
-from ..bus.links import CONTROL
+from ..bus.links import CONTROL, at
 from ..bus.messages import (
     Cancel,
     CancelAll,
     Completion,
     FlushCache,
     GenerateRequest,
+    JoinWeightsGroup,
+    LeaveWeightsGroup,
     Message,
     Output,
     Pause,
@@ -35,9 +37,17 @@ from ..bus.weights import (
     lay_down,
     pick_up,
 )
-from ..config import BusConfig, BusError, ConfigError, FairnessConfig, WeightsError
+from ..config import (
+    REPLICATED,
+    BusConfig,
+    BusError,
+    ConfigError,
+    FairnessConfig,
+    WeightsError,
+    role_of,
+)
 from ..telemetry import TraceContext, Tracing, names, now_ns
-from .health import lanes_of, verdict
+from .health import lanes_of, replicas_of, verdict
 
 Request = GenerateRequest | dict[str, Any]
 
@@ -221,6 +231,45 @@ class BusClient:
             if isinstance(source, LocalWeights):
                 pick_up(source.key)
 
+    async def join_weights_group(
+        self,
+        group: str,
+        address: str,
+        world_size: int,
+        *,
+        rank_offset: int = 1,
+        backend: Literal["gloo", "nccl"] = "gloo",
+        timeout_s: float = 60.0,
+    ) -> None:
+        """Lets every lane's executor join a torch.distributed group that a trainer broadcasts to.
+
+        Args:
+            group: Its name; one of this name that was joined before is left.
+            address: host:port of the group's TCP store, which rank 0 keeps.
+            world_size: How many there are, rank 0 included.
+            rank_offset: The rank of the first lane's executor; the others follow it.
+            backend: "gloo", or "nccl" where trainer and executors have GPUs.
+            timeout_s: How long to wait for the others.
+
+        Raises:
+            WeightsError: An executor could not join.
+            BusError: A lane did not answer.
+        """
+
+        def wish(index: int) -> Message:
+            rank = rank_offset + index
+            return JoinWeightsGroup(group, address, rank, world_size, backend, timeout_s)
+
+        await self._operate("executor", wish, timeout_s + ANSWER_S)
+
+    async def leave_weights_group(self, group: str) -> None:
+        """Lets every lane's executor leave a group, also one that broadcasts and hangs.
+
+        Raises:
+            BusError: A lane did not answer.
+        """
+        await self._operate("executor", LeaveWeightsGroup(group))
+
     async def stage_weights(
         self, update: str, weights: WeightsSource, *, timeout_s: float = 300.0
     ) -> None:
@@ -277,42 +326,70 @@ class BusClient:
         """
         await self._control("fairness", UpdateFairness(config), lane)
 
-    async def _operate(self, stage: str, body: Message, timeout_s: float = ANSWER_S) -> int:
+    async def _operate(
+        self, stage: str, body: Message | Callable[[int], Message], timeout_s: float = ANSWER_S
+    ) -> int:
         """Tells every lane and waits until all have done it; returns the least weight version.
+
+        Args:
+            stage: Which stage of the lanes does it.
+            body: What to tell it; where it depends on the lane, by the lane's index.
+            timeout_s: How long to wait for the answers.
 
         Raises:
             WeightsError: A lane refused.
             BusError: A lane did not answer.
         """
         operation_id = uuid.uuid4().hex
-        named = msgspec.structs.replace(body, operation_id=operation_id)
-        lanes = await self._control(stage, named)
-        outcomes = await self.bus.replies.outcomes(operation_id, len(lanes), timeout_s)
+
+        def named(index: int) -> Message:
+            wish = body(index) if callable(body) else body
+            return msgspec.structs.replace(wish, operation_id=operation_id)
+
+        told = await self._control(stage, named)
+        outcomes = await self.bus.replies.outcomes(operation_id, len(told), timeout_s)
         for outcome in outcomes:
             if outcome.code:
-                where = f"lane {outcome.lane}: " if len(lanes) > 1 else ""
+                where = f"lane {outcome.lane}, {outcome.role}: " if len(told) > 1 else ""
                 raise WeightsError(where + outcome.message, code=outcome.code)
-        if silent := sorted(set(lanes) - {outcome.lane for outcome in outcomes}):
-            raise BusError(
-                f"lane {silent[0]} did not answer within {timeout_s:.0f} s; look at "
-                "`nano-inference status`",
-                code="no_answer",
-            )
+        answered = {(outcome.lane, outcome.role) for outcome in outcomes}
+        for lane, role in told:
+            if (lane, role) not in answered:
+                raise BusError(
+                    f"{role} of lane {lane} did not answer within {timeout_s:.0f} s; look at "
+                    "`nano-inference status`",
+                    code="no_answer",
+                )
         return min(outcome.weight_version for outcome in outcomes)
 
-    async def _control(self, stage: str, body: Message, only: str | None = None) -> list[str]:
-        """Tells every lane that lives: whose a request is, only they know. Or `only` one.
+    async def _control(
+        self, stage: str, body: Message | Callable[[int], Message], only: str | None = None
+    ) -> list[tuple[str, str]]:
+        """Tells every lane that lives: whose a request is, only they know. Or `only` one. Where a
+        lane has several replicas, each is told.
+
+        The message may depend on the index of who is told.
 
         Returns:
-            The lanes that were told.
+            (lane, role) of all who were told.
         """
-        lanes = await self.bus.lanes() if only is None else [only]
-        senders = [self.bus.sender(CONTROL[stage], self._name, lane) for lane in lanes]
-        for sender in senders:
-            await sender.send(body)
+        lanes = sorted(await self.bus.lanes()) if only is None else [only]
+        told = [(lane, each) for lane in lanes for each in await self._replicas_of(stage, lane)]
+        senders = [
+            self.bus.sender(at(CONTROL[stage], replica), self._name, lane) for lane, replica in told
+        ]
+        for index, sender in enumerate(senders):
+            await sender.send(body(index) if callable(body) else body)
         for sender in senders:
             await sender.flush()
-        return lanes
+        return [(lane, role_of(stage, replica)) for lane, replica in told]
+
+    async def _replicas_of(self, stage: str, lane: str) -> list[int]:
+        """The replicas of a stage, as far as has been heard of them lately; 0 in any case."""
+        if stage not in REPLICATED:
+            return [0]
+        reports = await self.bus.stages.read()
+        return replicas_of(report.stage for report in reports if report.lane == lane)
 
     def _published_span(self, request: Request | bytes) -> TraceContext:
         if not self._tracing.enabled:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from ..bus import StageReport
-from ..config import STAGES
+from ..config import REPLICATED, STAGES, all_roles, role_of, split_role
 
 LATE_S = 5.0
 """A process reports every second. One that is later than this is very busy or has been killed; it
@@ -20,8 +20,8 @@ class LaneHealth(msgspec.Struct, frozen=True):
     Attributes:
         lane: Its name.
         epoch: The newest that one of its stages has heard of.
-        reason: Why it serves no requests; "" when it does.
-        stages: For each stage the report of the process that was heard of last.
+        reason: Why it serves no requests; "" when it does. One replica is enough for that.
+        stages: For each role the report of the process that was heard of last.
         rivals: Stages that more than one process runs, while there shall be one of each.
     """
 
@@ -33,7 +33,7 @@ class LaneHealth(msgspec.Struct, frozen=True):
 
     @property
     def ready(self) -> bool:
-        """Whether all of its stages take part in the same epoch."""
+        """Whether all of its stages take part in the same epoch, or of replicas at least one."""
         return not self.reason
 
 
@@ -76,11 +76,26 @@ def _lane(lane: str, reports: Sequence[StageReport]) -> LaneHealth:
         if youngest is not report and report.age_s - youngest.age_s < 1.5:
             rivals.add(report.stage)
     epoch = max(report.epoch for report in reports)
-    missing = [stage for stage in STAGES if stage not in stages]
-    problems = [problem_of(stages[stage], epoch) for stage in STAGES if stage in stages]
-    if missing:
-        reason = f"no process runs {', '.join(missing)}"
-    else:
-        reason = next(filter(None, problems), "")
-    ordered: dict[str, StageReport] = {stage: stages[stage] for stage in STAGES if stage in stages}
+    by_replica: dict[int, list[str]] = {}
+    for replica in replicas_of(stages):
+        by_replica[replica] = [role_of(stage, replica) for stage in REPLICATED]
+    front = [stage for stage in STAGES if stage not in REPLICATED]
+    reasons = [_reason([*front, *roles], stages, epoch) for roles in by_replica.values()]
+    reason = "" if "" in reasons else reasons[0]
+    order = all_roles(1 + max(by_replica))
+    ordered: dict[str, StageReport] = {role: stages[role] for role in order if role in stages}
     return LaneHealth(lane, epoch, reason, ordered, tuple(sorted(rivals)))
+
+
+def replicas_of(roles: Iterable[str]) -> list[int]:
+    """Which replicas these roles are of; 0 is always among them."""
+    return sorted({0, *(split_role(role)[1] for role in roles)})
+
+
+def _reason(roles: Sequence[str], stages: Mapping[str, StageReport], epoch: int) -> str:
+    """Why these do not work together; "" when they do."""
+    ordered = sorted(roles, key=lambda role: STAGES.index(split_role(role)[0]))
+    missing = [role for role in ordered if role not in stages]
+    if missing:
+        return f"no process runs {', '.join(missing)}"
+    return next(filter(None, (problem_of(stages[role], epoch) for role in ordered)), "")

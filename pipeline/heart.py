@@ -12,7 +12,7 @@ import anyio
 import structlog
 
 from ..bus import Bus, StageReport, StageState
-from ..config import Config, NanoInferenceError, Stage
+from ..config import Config, NanoInferenceError, roles_here
 from ..stages.actor import Actor
 from ..telemetry import Metrics, instruments, names
 
@@ -28,22 +28,23 @@ class Heart:
         self,
         config: Config,
         bus: Bus,
-        actors: Mapping[Stage, Actor],
+        actors: Mapping[str, Actor],
         metrics: Metrics | None = None,
     ) -> None:
         """`actors`: the stage objects as they are now, which may change."""
         self._config = config
+        self._roles = roles_here(config.pipeline)
         self._bus = bus
         self._actors = actors
         self._metrics = metrics or Metrics()
         self._reconnects = 0
         self._host = socket.gethostname()
         # What each stage was last seen in, and since when.
-        self._seen: dict[Stage, tuple[tuple[str, str], float]] = {}
+        self._seen: dict[str, tuple[tuple[str, str], float]] = {}
 
     def reports(self) -> list[StageReport]:
         """How the stages of this process are now."""
-        return [self._report(stage) for stage in self._config.pipeline.stages]
+        return [self._report(role) for role in self._roles]
 
     async def beat_forever(self) -> None:
         """Tells, about once a second. While the bus is away nobody can be told."""
@@ -61,43 +62,44 @@ class Heart:
         reconnects = self._bus.reconnects
         self._metrics.record(instruments.RECONNECTS, reconnects - self._reconnects)
         self._reconnects = reconnects
-        for stage, actor in list(self._actors.items()):
+        for actor in list(self._actors.values()):
             ready = actor.condition()[0] == "ready"
-            self._metrics.record(instruments.STAGE_READY, int(ready), {names.STAGE: stage})
+            labels = {names.STAGE: actor.name, **actor.labels}
+            self._metrics.record(instruments.STAGE_READY, int(ready), labels)
             if actor.opened:
                 await actor.measure()
 
     async def last_word(self) -> None:
         """The stages of this process have left."""
-        gone = [self._report(stage, ("gone", "")) for stage in self._config.pipeline.stages]
+        gone = [self._report(role, ("gone", "")) for role in self._roles]
         try:
             with anyio.move_on_after(_LAST_WORD_S):
                 await self._bus.stages.report(gone)
         except NanoInferenceError as error:
             structlog.get_logger().debug("heartbeat_not_told", error=error.message)
 
-    def _report(self, stage: Stage, condition: tuple[StageState, str] | None = None) -> StageReport:
-        actor = self._actors.get(stage)
+    def _report(self, role: str, condition: tuple[StageState, str] | None = None) -> StageReport:
+        actor = self._actors.get(role)
         loading: tuple[StageState, str] = ("starting", "it is loading")
         state, reason = condition or (actor.condition() if actor else loading)
         incarnation = actor.incarnation if actor else ""
         load: dict[str, Any] = actor.load() if actor and actor.opened else {}
         return StageReport(
             lane=self._config.bus.lane,
-            stage=stage,
+            stage=role,
             incarnation=incarnation,
             host=self._host,
             pid=os.getpid(),
             epoch=actor.epoch if actor else 0,
             state=state,
             reason=reason,
-            since_s=round(self._in_state_s(stage, incarnation, state), 3),
+            since_s=round(self._in_state_s(role, incarnation, state), 3),
             load=load,
         )
 
-    def _in_state_s(self, stage: Stage, incarnation: str, state: StageState) -> float:
+    def _in_state_s(self, role: str, incarnation: str, state: StageState) -> float:
         now = time.monotonic()
-        seen = self._seen.get(stage)
+        seen = self._seen.get(role)
         if seen is None or seen[0] != (incarnation, state):
-            self._seen[stage] = seen = ((incarnation, state), now)
+            self._seen[role] = seen = ((incarnation, state), now)
         return now - seen[1]

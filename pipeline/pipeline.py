@@ -15,7 +15,7 @@ import structlog
 from ..bus import Bus, StageReport, open_bus
 from ..bus.links import CONTROL
 from ..bus.messages import Completion, Drain, Output
-from ..config import STAGES, Config, NanoInferenceError, Stage
+from ..config import STAGES, Config, NanoInferenceError, roles_here, split_role
 from ..stages.actor import Actor, StageContext
 from ..telemetry import Metrics, Tracing, setup_metrics, setup_tracing
 from .client import BusClient, Request
@@ -55,8 +55,9 @@ class Pipeline:
         self.metrics: Metrics
         self._client: BusClient
         self._given_tracing = tracing
-        self._actors: dict[Stage, Actor] = {}
-        self._ready: dict[Stage, asyncio.Event] = {}
+        self._roles = roles_here(self.config.pipeline)
+        self._actors: dict[str, Actor] = {}
+        self._ready: dict[str, asyncio.Event] = {}
         self._drained = asyncio.Event()
         self._house: asyncio.Task[None]
         self._heart: Heart
@@ -72,9 +73,9 @@ class Pipeline:
             ConfigError: The port for the metrics is taken.
             ModelError: The model can't be loaded.
         """
-        stages = self.config.pipeline.stages
-        self._ready = {stage: asyncio.Event() for stage in stages}
-        self.bus = open_bus(self.config.bus, frozenset(stages))
+        stages, replicas = self.config.pipeline.stages, self.config.pipeline.replicas
+        self._ready = {role: asyncio.Event() for role in self._roles}
+        self.bus = open_bus(self.config.bus, frozenset(self._roles), replicas)
         instance = f"{socket.gethostname()}-{os.getpid()}"
         try:
             if not self._wait_for_bus:
@@ -182,8 +183,8 @@ class Pipeline:
     async def _run_stages(self) -> None:
         try:
             async with anyio.create_task_group() as group:
-                for stage in self.config.pipeline.stages:
-                    group.start_soon(self._supervise, stage)
+                for role in self._roles:
+                    group.start_soon(self._supervise, role)
                 group.start_soon(self._heart.beat_forever)
         except BaseExceptionGroup as failures:
             self._failure = _clearest(failures)
@@ -192,19 +193,21 @@ class Pipeline:
             await self.bus.aclose()
             raise self._failure from None
 
-    async def _supervise(self, stage: Stage) -> None:
+    async def _supervise(self, role: str) -> None:
+        stage, replica = split_role(role)
         context = StageContext(
             self.config,
             self.bus,
             self.tracing,
-            on_ready=lambda name: self._ready[stage].set(),
+            on_ready=lambda name: self._ready[role].set(),
             on_drained=self._drained.set,
             metrics=self.metrics,
+            replica=replica,
         )
 
         def make() -> Actor:
-            self._actors[stage] = actor_class(stage)(context)
-            return self._actors[stage]
+            self._actors[role] = actor_class(stage)(context)
+            return self._actors[role]
 
         await supervise(make, self.config.pipeline)
 

@@ -11,10 +11,10 @@ import anyio
 import structlog
 
 from ..bus import Bus, Inbox, Outcome, Sender, StageState
-from ..bus.links import CONTROL, Link
+from ..bus.links import CONTROL, Link, at
 from ..bus.messages import Envelope, Message, Reset, StageReady, StageStarted, StageStopped
-from ..config import BusError, Config, NanoInferenceError
-from ..telemetry import Attributes, Metrics, TraceContext, Tracing, names, now_ns
+from ..config import REPLICATED, BusError, Config, NanoInferenceError, role_of
+from ..telemetry import Attributes, Metrics, TraceContext, Tracing, is_sampled, names, now_ns
 
 FAILED = "failed: "
 """What the reason of a StageStopped begins with when the stage failed by itself."""
@@ -31,15 +31,17 @@ class StageContext:
         on_ready: Callable[[str], None] = lambda stage: None,
         on_drained: Callable[[], None] = lambda: None,
         metrics: Metrics | None = None,
+        replica: int = 0,
     ) -> None:
         """Args: besides the obvious, what to call when a stage takes part in an epoch, and when
-        admission has drained."""
+        admission has drained; of which replica it is, where there are several."""
         self.config = config
         self.bus = bus
         self.tracing = tracing
         self.on_ready = on_ready
         self.on_drained = on_drained
         self.metrics = metrics or Metrics()
+        self.replica = replica
 
 
 class Actor(ABC):
@@ -50,6 +52,10 @@ class Actor(ABC):
     are still on their way are dropped when they arrive. The Reset itself may be overtaken by the
     first message of the new epoch on another link, so a larger epoch on any message has the same
     effect.
+
+    Attributes:
+        name: Which of the five stages.
+        role: The same, and of which replica; others know it by this name.
     """
 
     name: ClassVar[str]
@@ -58,12 +64,20 @@ class Actor(ABC):
         self.config = context.config
         self.bus = context.bus
         self.tracing = context.tracing
-        self.metrics = context.metrics
-        self.incarnation = f"{self.name}-{uuid.uuid4().hex[:8]}"
+        self.replica = context.replica
+        self.role = role_of(self.name, self.replica)
+        # Tell the replicas apart in metrics and spans, where there are several.
+        self.labels: dict[str, str] = {}
+        if self.config.pipeline.replicas > 1 and self.name in REPLICATED:
+            self.labels = {names.REPLICA: str(self.replica)}
+        self.metrics = context.metrics.labelled(self.labels)
+        self.incarnation = f"{self.role}-{uuid.uuid4().hex[:8]}"
         self.epoch = 0
+        # The incarnation of admission that has asked last for a part in its epoch.
+        self.leader = ""
         self.opened = False
         self.failed = False
-        self.log = structlog.get_logger().bind(stage=self.name)
+        self.log = structlog.get_logger().bind(stage=self.role)
         self._on_ready = context.on_ready
         # The epoch in which this stage takes part; 0 before the first.
         self._part_of = 0
@@ -91,13 +105,13 @@ class Actor(ABC):
 
     async def announce(self) -> None:
         """Tells admission that the stage takes part in the current epoch."""
-        await self.send(CONTROL["admission"], StageReady(self.name, self.incarnation))
+        await self.send(CONTROL["admission"], StageReady(self.role, self.incarnation))
         self.takes_part()
 
     def takes_part(self) -> None:
         """From now on the stage counts as ready, until a new epoch begins."""
         self._part_of = self.epoch
-        self._on_ready(self.name)
+        self._on_ready(self.role)
 
     def condition(self) -> tuple[StageState, str]:
         """How the stage is, and if it is not ready, what it waits for."""
@@ -131,8 +145,8 @@ class Actor(ABC):
         self.opened = True
         # It stays open when this stage fails, or senders would fail with it. The next incarnation
         # opens its own, which closes this one.
-        inbox = await self.bus.open_inbox(self.name)
-        await self.send(CONTROL["admission"], StageStarted(self.name, self.incarnation), epoch=0)
+        inbox = await self.bus.open_inbox(self.role)
+        await self.send(CONTROL["admission"], StageStarted(self.role, self.incarnation), epoch=0)
         await self.receive_forever(inbox)
 
     async def receive_forever(self, inbox: Inbox) -> None:
@@ -153,7 +167,7 @@ class Actor(ABC):
 
     async def leave(self, reason: str) -> None:
         """Tells admission that what this stage held is lost."""
-        stopped = StageStopped(self.name, self.incarnation, reason)
+        stopped = StageStopped(self.role, self.incarnation, reason)
         await self.send(CONTROL["admission"], stopped, epoch=0)
 
     async def _dispatch(self, envelope: Envelope) -> None:
@@ -168,9 +182,18 @@ class Actor(ABC):
                 self.epoch = envelope.epoch
                 await self.reset()
         if isinstance(envelope.body, Reset):
+            self.leader = envelope.sender
             await self.announce()
         else:
             await self.handle(envelope)
+
+    def own(self, link: Link) -> Link:
+        """This replica's, of a link that each has."""
+        return at(link, self.replica)
+
+    async def flush(self, link: Link) -> None:
+        """Waits until what was sent on a link has left this process."""
+        await self._sender(link).flush()
 
     async def send(
         self,
@@ -182,10 +205,7 @@ class Actor(ABC):
         budget_ns: int | None = None,
     ) -> None:
         """Sends a message in the current epoch."""
-        sender = self._senders.get(link)
-        if sender is None:
-            sender = self._senders[link] = self.bus.sender(link, self.incarnation)
-        await sender.send(
+        await self._sender(link).send(
             body,
             epoch=self.epoch if epoch is None else epoch,
             traceparent=trace.traceparent if trace else "",
@@ -199,6 +219,7 @@ class Actor(ABC):
         """Tells whoever sent a control message that it is done, or why not."""
         outcome = Outcome(
             lane=self.config.bus.lane,
+            role=self.role,
             code=error.code if error else "",
             message=error.message if error else "",
             weight_version=weight_version,
@@ -209,12 +230,32 @@ class Actor(ABC):
             # Nobody loses a request by it: whoever waits finds that no answer came in time.
             self.log.warning("answer_lost", operation=operation_id, reason=reason.message)
 
+    def _sender(self, link: Link) -> Sender:
+        sender = self._senders.get(link)
+        if sender is None:
+            sender = self._senders[link] = self.bus.sender(link, self.incarnation)
+        return sender
+
     def log_of(self, request_id: str, trace: TraceContext) -> structlog.typing.FilteringBoundLogger:
         """The log for lines about a request: with its id, and where its trace is."""
         bound: structlog.typing.FilteringBoundLogger = self.log.bind(
             request_id=request_id, **trace.log_ids
         )
         return bound
+
+    def records(self, traceparent: str) -> bool:
+        """Whether spans are made of a request. What is only for spans is done behind this."""
+        return self.tracing.enabled and is_sampled(traceparent)
+
+    def first_context(self, entry_id: str) -> TraceContext:
+        """Of the trace of a request whose client gave none: the ids of admission's span.
+
+        They follow from the entry, so that a successor goes on with its predecessor's trace. In
+        memory, where the ids of entries repeat, they are new each time.
+        """
+        bus = self.config.bus
+        root = "" if bus.url == "memory" else f"{bus.url}/{bus.prefix}/{entry_id}"
+        return self.tracing.begin(root)
 
     def span(
         self,
@@ -226,7 +267,7 @@ class Actor(ABC):
         name: str = "",
         error: str = "",
         events: tuple[tuple[str, int], ...] = (),
-        root: str = "",
+        own: TraceContext | None = None,
     ) -> TraceContext:
         """This stage's span of a request that leaves it now; see `Tracing.span`.
 
@@ -243,11 +284,12 @@ class Actor(ABC):
                 names.STAGE: self.name,
                 names.REQUEST_ID: request_id,
                 names.EPOCH: self.epoch,
+                **self.labels,
                 **(attributes or {}),
             },
             events=events,
             error=error,
-            root=root,
+            own=own,
         )
 
 

@@ -2,9 +2,11 @@
 
 from . import instruments, names
 from .clock import now_ns
+from .context import TraceContext, is_sampled
 from .logs import setup_logging
 from .metrics import Metrics, setup_metrics
-from .tracing import Attributes, TraceContext, Tracing, endpoint_of, setup_tracing
+from .spans import Attributes
+from .tracing import Tracing, endpoint_of, setup_tracing
 
 __all__ = [
     "Attributes",
@@ -13,6 +15,7 @@ __all__ = [
     "Tracing",
     "endpoint_of",
     "instruments",
+    "is_sampled",
     "names",
     "now_ns",
     "setup_logging",

@@ -5,6 +5,7 @@ Without a port there is no meter, and a call costs one look into an empty dict.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ class Metrics:
         """Args: where to record to; None: nowhere. And what ends the reading of it."""
         self._provider = provider
         self._close = close
+        self._always: Labels = _NO_LABELS
         self._record: dict[str, Callable[[float, Labels], None]] = {}
         if provider is not None:
             meter = provider.get_meter("nano_inference")
@@ -47,7 +49,15 @@ class Metrics:
         """
         record = self._record.get(instrument.name)
         if record is not None:
-            record(value, labels)
+            record(value, {**self._always, **labels} if self._always else labels)
+
+    def labelled(self, labels: Labels) -> Metrics:
+        """The same, where each measurement has these labels besides its own."""
+        if not labels or not self.enabled:
+            return self
+        other = copy.copy(self)
+        other._always = {**self._always, **labels}
+        return other
 
     def shutdown(self) -> None:
         """Nothing can be read from now on."""

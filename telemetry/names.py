@@ -28,6 +28,7 @@ ERROR_TYPE = "error.type"
 
 # Ours.
 STAGE = "nano.stage"
+REPLICA = "nano.replica"
 REQUEST_ID = "nano.request.id"
 SAMPLES = "nano.request.samples"
 TENANT = "nano.request.tenant"

@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-from opentelemetry.trace import StatusCode
 
-_STATUS = {StatusCode.UNSET: 0, StatusCode.OK: 1, StatusCode.ERROR: 2}
-_INTERNAL = 1
+from .spans import SCOPE, FinishedSpan
+
+_INTERNAL, _ERROR = 1, 2
 
 Value = str | int | float | bool | list[str]
 
@@ -33,11 +33,16 @@ class FileExporter(SpanExporter):
         """Raises OSError when the file can't be written."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        # All spans of a process have the same; encoded once.
+        self._resource = msgspec.Raw()
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """See SpanExporter. A full disk loses spans, and nothing else."""
+        if not self._resource:
+            attributes = _attributes(spans[0].resource.attributes)
+            self._resource = msgspec.Raw(msgspec.json.encode({"attributes": attributes}))
         try:
-            os.write(self._file, msgspec.json.encode(_encoded(spans)) + b"\n")
+            os.write(self._file, msgspec.json.encode(_encoded(spans, self._resource)) + b"\n")
         except OSError:
             return SpanExportResult.FAILURE
         return SpanExportResult.SUCCESS
@@ -98,48 +103,38 @@ def read_spans(path: Path) -> Iterator[Span]:
                         yield _decoded(span, resource)
 
 
-def _encoded(spans: Sequence[ReadableSpan]) -> dict[str, Any]:
-    resource = spans[0].resource.attributes
-    scope = {"name": "nano_inference"}
+def _encoded(spans: Sequence[ReadableSpan], resource: msgspec.Raw) -> dict[str, Any]:
+    ours = [_span(span) for span in spans if isinstance(span, FinishedSpan)]
     return {
         "resourceSpans": [
             {
-                "resource": {"attributes": _attributes(resource)},
-                "scopeSpans": [{"scope": scope, "spans": [_span(span) for span in spans]}],
+                "resource": resource,
+                "scopeSpans": [{"scope": {"name": SCOPE.name}, "spans": ours}],
             }
         ]
     }
 
 
-def _span(span: ReadableSpan) -> dict[str, Any]:
-    context = span.get_span_context()
-    assert context is not None, "a span that has ended has a context"
+def _span(span: FinishedSpan) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "traceId": format(context.trace_id, "032x"),
-        "spanId": format(context.span_id, "016x"),
-        "name": span.name,
+        "traceId": span.own.trace_id,
+        "spanId": span.own.span_id,
+        "name": span.title,
         "kind": _INTERNAL,
-        "startTimeUnixNano": str(span.start_time),
-        "endTimeUnixNano": str(span.end_time),
-        "attributes": _attributes(span.attributes or {}),
+        "startTimeUnixNano": str(span.began_ns),
+        "endTimeUnixNano": str(span.ended_ns),
+        "attributes": _attributes(span.given),
     }
-    if span.parent is not None:
-        found["parentSpanId"] = format(span.parent.span_id, "016x")
-    if span.events:
-        found["events"] = [
-            {"timeUnixNano": str(event.timestamp), "name": event.name} for event in span.events
-        ]
-    if span.links:
+    if span.within is not None:
+        found["parentSpanId"] = span.within.span_id
+    if span.moments:
+        found["events"] = [{"timeUnixNano": str(at), "name": name} for name, at in span.moments]
+    if span.linked:
         found["links"] = [
-            {
-                "traceId": format(link.context.trace_id, "032x"),
-                "spanId": format(link.context.span_id, "016x"),
-            }
-            for link in span.links
+            {"traceId": each.trace_id, "spanId": each.span_id} for each in span.linked
         ]
-    if span.status.status_code is not StatusCode.UNSET:
-        code = _STATUS[span.status.status_code]
-        found["status"] = {"code": code, "message": span.status.description or ""}
+    if span.error:
+        found["status"] = {"code": _ERROR, "message": span.error}
     return found
 
 
@@ -173,7 +168,7 @@ def _decoded(span: dict[str, Any], resource: dict[str, Value]) -> Span:
             SpanEvent(event["name"], int(event["timeUnixNano"])) for event in span.get("events", ())
         ),
         links=tuple(link["traceId"] for link in span.get("links", ())),
-        error=(status.get("message") or "error") if status.get("code") == 2 else "",
+        error=(status.get("message") or "error") if status.get("code") == _ERROR else "",
         resource=resource,
     )
 

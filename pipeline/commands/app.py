@@ -26,6 +26,8 @@ from .terminal import PROGRAM, complain
 from .top import top
 from .trace import trace
 from .up import up
+from .weights import app as weights
+from .weights import flush_cache, pause, resume
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
@@ -52,6 +54,11 @@ app.command(rich_help_panel=_KEEP)(top)
 app.command(rich_help_panel=_KEEP)(trace)
 app.add_typer(dlq, name="dlq", rich_help_panel=_KEEP)
 app.add_typer(fairness, name="fairness", rich_help_panel=_KEEP)
+_TRAIN = "Train with it"
+app.add_typer(weights, name="weights", rich_help_panel=_TRAIN)
+app.command(rich_help_panel=_TRAIN)(pause)
+app.command(rich_help_panel=_TRAIN)(resume)
+app.command("flush-cache", rich_help_panel=_TRAIN)(flush_cache)
 
 
 def _print_version(wanted: bool) -> None:

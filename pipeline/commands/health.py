@@ -10,7 +10,7 @@ import typer
 
 from ...bus import StageReport, open_bus
 from ...bus.board import STALE_AFTER_S
-from ...config import STAGES, BusConfig, BusError, ConfigError, nearest
+from ...config import STAGES, BusConfig, BusError, ConfigError, nearest, split_role
 from ...telemetry import setup_logging
 from ..health import lanes_of, problem_of
 from .options import BusUrl, ConfigFile, LogLevel, Settings, build_client_config
@@ -49,7 +49,7 @@ def health(
     since starting it again would not bring Redis back, and as not ready.
     """
     for name in stage or ():
-        if name not in STAGES:
+        if split_role(name)[0] not in STAGES:
             raise ConfigError(f"there is no stage {name!r}{nearest(name, STAGES)}")
     config = build_client_config(config_file, bus, settings, log_level or "error")
     setup_logging(config.telemetry)

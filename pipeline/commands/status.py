@@ -16,10 +16,10 @@ from rich.text import Text
 
 from ...bus import StageReport
 from ...bus.keys import Keys
-from ...bus.links import LINKS
+from ...bus.links import all_links
 from ...config import STAGES, BusConfig, BusError
 from ...telemetry import setup_logging
-from ..health import LATE_S, LaneHealth, lanes_of, problem_of, verdict
+from ..health import LATE_S, LaneHealth, lanes_of, problem_of, replicas_of, verdict
 from .connection import unreachable
 from .options import BusUrl, ConfigFile, LogLevel, Settings, build_client_config
 from .terminal import stdout
@@ -107,11 +107,15 @@ async def look(config: BusConfig) -> BusStatus:
     try:
         lanes = lanes_of(await bus.stages.read())
         names = sorted({lane.lane for lane in lanes} | set(await bus.lanes()))
+        replicas = {lane.lane: 1 + replicas_of(lane.stages)[-1] for lane in lanes}
+        links_of = [
+            (name, link.name) for name in names for link in all_links(replicas.get(name, 1))
+        ]
     except BusError as error:
         raise unreachable(config, error) from None
     finally:
         await bus.aclose()
-    info, length, dead, results, pending, consumers, clients, *links = await _ask(config, names)
+    info, length, dead, results, pending, consumers, clients, *links = await _ask(config, links_of)
     # These two fail while no pipeline has ever run here and made the group.
     in_flight = 0 if isinstance(pending, Exception) else int(pending["pending"])
     idle_ms = [] if isinstance(consumers, Exception) else [int(c[b"idle"]) for c in consumers]
@@ -130,7 +134,7 @@ async def look(config: BusConfig) -> BusStatus:
         last_taken_s=min(idle_ms) / 1000 if idle_ms else None,
         results=int(results),
         lanes=lanes,
-        links=dict(zip(_link_names(names), map(int, links), strict=True)),
+        links=dict(zip(map(_link_name, links_of), map(int, links), strict=True)),
         connections=_connections(clients),
     )
 
@@ -141,12 +145,13 @@ def _address(config: BusConfig) -> str:
     return redact(config.url)
 
 
-def _link_names(lanes: list[str]) -> list[str]:
-    return [link.name if lane == "0" else f"{lane}:{link.name}" for lane in lanes for link in LINKS]
+def _link_name(link: tuple[str, str]) -> str:
+    lane, name = link
+    return name if lane == "0" else f"{lane}:{name}"
 
 
-async def _ask(config: BusConfig, lanes: list[str]) -> list[Any]:
-    """The replies to what the board does not tell."""
+async def _ask(config: BusConfig, links: list[tuple[str, str]]) -> list[Any]:
+    """The replies to what the board does not tell. `links`: (lane, name) of each."""
     from redis import exceptions
 
     from ...bus.redis_client import Server, execute_all, on_each
@@ -154,7 +159,7 @@ async def _ask(config: BusConfig, lanes: list[str]) -> list[Any]:
     server = Server(config.url, _OWN_NAME)
     redis = server.client(1)
     keys = Keys(config.prefix, config.lane)
-    lengths = [keys.link(link.name, lane) for lane in lanes for link in LINKS]
+    lengths = [keys.link(name, lane) for lane, name in links]
     commands = [
         ("XLEN", keys.requests),
         ("XLEN", keys.dead),

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ...config import BusConfig, BusError
+from ...config import BusConfig, BusError, split_role
 from ...telemetry import setup_logging
 from ..health import LaneHealth
 from .options import BusUrl, ConfigFile, LogLevel, Settings, build_client_config
@@ -102,9 +102,12 @@ def view(found: BusStatus, history: History) -> Group:
 
 def _numbers(lane: LaneHealth, history: History) -> Table:
     def load(stage: str, name: str) -> float:
-        report = lane.stages.get(stage)
-        value = report.load.get(name, 0) if report is not None else 0
-        return value if isinstance(value, int | float) else 0
+        values = (
+            report.load.get(name, 0)
+            for role, report in lane.stages.items()
+            if split_role(role)[0] == stage
+        )
+        return sum(value for value in values if isinstance(value, int | float))
 
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True, width=12)

@@ -19,8 +19,18 @@ from rich.console import Console
 from rich.text import Text
 
 from ...bus import open_bus
-from ...config import DEFAULT_URL, STAGES, Config, NanoInferenceError
-from ..supervisor import RestartBudget
+from ...bus.links import CONTROL
+from ...bus.messages import StageStopped
+from ...config import (
+    DEFAULT_URL,
+    REPLICATED,
+    BusError,
+    Config,
+    NanoInferenceError,
+    all_roles,
+    split_role,
+)
+from ..supervisor import RestartBudget, StageFailed
 from .embedded import embedded_server
 from .gateway import GatewayPort
 from .options import BusUrl, ConfigFile, LogLevel, ModelPath, Settings, build_config
@@ -41,6 +51,8 @@ _CAN_NOT_START = 2
 # What it exits with when somebody told it to leave, by SIGTERM: before it could answer the signal,
 # or in good order.
 _LEFT = (-signal.SIGTERM, 0)
+# For telling admission that a process has ended.
+_TELL_S = 1.0
 # From SIGTERM to SIGKILL, for children that have nothing to drain.
 _STOP_S = 10.0
 
@@ -54,6 +66,12 @@ def up(
     port: Annotated[
         int, typer.Option(help="Port of the embedded server, when no --bus is given.")
     ] = urlsplit(DEFAULT_URL).port or 0,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Pairs of batching and executor; 1 by default.", show_default=False
+        ),
+    ] = None,
     gateway: GatewayPort = None,
 ) -> None:
     """Run each stage as a process of its own, over Redis.
@@ -64,10 +82,16 @@ def up(
 
         nano-inference submit "98 + 25 ="        (in another terminal)
 
+    With --replicas 2 there are two executors, each with its batching stage, behind one queue:
+
+        nano-inference up --replicas 2
+
     A process that dies is started again, within a budget. One that you end with SIGTERM is
     replaced at once, and its requests go on. Ctrl-C or SIGTERM to this process lets requests in
     flight finish, within `pipeline.drain_timeout_s`, and stops all.
     """
+    if replicas is not None:
+        settings = [*(settings or ()), f"pipeline.replicas={replicas}"]
     if gateway is not None:
         settings = [*(settings or ()), f"gateway.port={gateway}"]
     config = build_config(config_file, bus, model, settings, log_level)
@@ -111,13 +135,17 @@ def _child_arguments(
 
 
 class _House:
-    """The five processes, and the gateway's where one is wanted."""
+    """The processes: five, two for each further replica, and the gateway's where one is wanted."""
 
     def __init__(self, config: Config, arguments: list[str]) -> None:
         self._config = config
         self._arguments = arguments
-        self._members = (*STAGES, _GATEWAY) if config.gateway.port else STAGES
+        self._roles = all_roles(config.pipeline.replicas)
+        if config.gateway.port:
+            self._roles = (*self._roles, _GATEWAY)
         self._children: dict[str, anyio.abc.Process] = {}
+        # Replicas of which a stage has used up its restarts.
+        self._given_up: set[int] = set()
         self._stopping = False
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -125,19 +153,19 @@ class _House:
         """Runs until a signal comes.
 
         Raises:
-            StageFailed: A child has used up its restarts.
+            StageFailed: A child has used up its restarts, and no replica can do without it.
             NanoInferenceError: A child can't start; it has said why.
         """
         # redis-py is loaded only here, so that `--help` stays fast.
         from ...bus.redis_client import redact
 
-        number = "six" if _GATEWAY in self._members else "five"
+        number = {5: "five", 6: "six", 7: "seven"}.get(len(self._roles), str(len(self._roles)))
         self._say(f"starting {number} processes over {redact(self._config.bus.url)}")
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             try:
                 async with anyio.create_task_group() as group:
-                    for stage in self._members:
-                        group.start_soon(self._keep_running, stage)
+                    for role in self._roles:
+                        group.start_soon(self._keep_running, role)
                     await anext(signals)
                     self._say("stopping: requests in flight may finish; a second Ctrl-C kills")
                     group.start_soon(self._kill_on_second, signals)
@@ -149,24 +177,54 @@ class _House:
                 with anyio.CancelScope(shield=True):
                     await self._stop_all()
 
-    async def _keep_running(self, stage: str) -> None:
-        budget = RestartBudget(stage, self._config.pipeline)
+    async def _keep_running(self, role: str) -> None:
+        budget = RestartBudget(role, self._config.pipeline)
         while not self._stopping:
-            status = await self._run_once(stage)
+            status = await self._run_once(role)
             if self._stopping:
                 return
             if status in _LEFT:
-                self._say(f"{stage} was told to leave; starting its successor")
+                self._say(f"{role} was told to leave; starting its successor")
                 continue
             if status == _CAN_NOT_START:
-                raise NanoInferenceError(f"the {stage} stage can't start; it says why above")
-            wait_s = budget.failed(time.monotonic())
-            self._say(f"{stage} ended with status {status}; starting it again in {wait_s:g} s")
+                raise NanoInferenceError(f"the {role} stage can't start; it says why above")
+            try:
+                wait_s = budget.failed(time.monotonic())
+            except StageFailed as error:
+                self._give_up(role, error)
+                await self._tell_of_end(role)
+                return
+            self._say(f"{role} ended with status {status}; starting it again in {wait_s:g} s")
+            await self._tell_of_end(role)
             await anyio.sleep(wait_s)
 
-    async def _run_once(self, stage: str) -> int:
+    def _give_up(self, role: str, error: StageFailed) -> None:
+        """Goes on without a replica, as long as there are others. Raises the error if not."""
+        stage, replica = split_role(role)
+        self._given_up.add(replica)
+        if stage not in REPLICATED or len(self._given_up) == self._config.pipeline.replicas:
+            raise error
+        self._say(f"{error.message}; the other replicas go on without it")
+
+    async def _tell_of_end(self, role: str) -> None:
+        """Tells admission what a process that was killed could not: others take over its work."""
+        if self._config.pipeline.replicas == 1 or role == _GATEWAY:
+            return  # nobody could; and its successor says that it has come
+        bus = open_bus(self._config.bus)
+        try:
+            with anyio.move_on_after(_TELL_S):
+                sender = bus.sender(CONTROL["admission"], "up")
+                await sender.send(StageStopped(role, "", "its process ended"))
+                await sender.flush()
+        except BusError as error:
+            self._say(f"admission could not be told: {error.message}")
+        finally:
+            with anyio.move_on_after(_TELL_S):
+                await bus.aclose()
+
+    async def _run_once(self, role: str) -> int:
         child = await anyio.open_process(
-            self._command(stage),
+            self._command(role),
             # It takes the word to drain. It closes when this process dies in whatever way, and the
             # child then leaves.
             stdin=subprocess.PIPE,
@@ -175,23 +233,26 @@ class _House:
             # Ctrl-C goes to this process alone, which stops the children in order.
             start_new_session=True,
         )
-        self._children[stage] = child
+        self._children[role] = child
         assert child.stdout is not None
         lines = BufferedByteReceiveStream(child.stdout)
         with contextlib.suppress(anyio.IncompleteRead, anyio.EndOfStream):
             while True:
                 line = await lines.receive_until(b"\n", 1 << 20)
-                self._print(stage, line.decode(errors="replace"))
+                self._print(role, line.decode(errors="replace"))
         return await child.wait()
 
-    def _command(self, stage: str) -> list[str]:
+    def _command(self, role: str) -> list[str]:
         program = [sys.executable, "-m", "nano_inference"]
-        if stage == _GATEWAY:
+        if role == _GATEWAY:
             return [*program, "gateway", *self._arguments]
+        stage, replica = split_role(role)
         command = [*program, "run", *self._arguments, "--stages", stage]
+        if stage in REPLICATED:
+            command += ["--set", f"pipeline.replica={replica}"]
         if port := self._config.telemetry.metrics_port:
             # Metrics of each process on a port of its own.
-            number = port + self._members.index(stage)
+            number = port + self._roles.index(role)
             command += ["--set", f"telemetry.metrics_port={number}"]
         return command
 
@@ -201,11 +262,11 @@ class _House:
         limit_s = self._config.pipeline.drain_timeout_s + _STOP_S
         await self._stop("admission", limit_s, drain=True)
         async with anyio.create_task_group() as group:
-            for stage in self._members[1:]:
-                group.start_soon(self._stop, stage, _STOP_S)
+            for role in self._roles[1:]:
+                group.start_soon(self._stop, role, _STOP_S)
 
-    async def _stop(self, stage: str, limit_s: float, *, drain: bool = False) -> None:
-        child = self._children.get(stage)
+    async def _stop(self, role: str, limit_s: float, *, drain: bool = False) -> None:
+        child = self._children.get(role)
         if child is None or child.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -217,7 +278,7 @@ class _House:
             with anyio.move_on_after(limit_s):
                 await child.wait()
                 return
-            self._say(f"{stage} does not stop; killing it")
+            self._say(f"{role} does not stop; killing it")
             child.kill()
             await child.wait()
 
@@ -230,6 +291,6 @@ class _House:
     def _say(self, text: str) -> None:
         self._console.print(Text("up         ", style="bold") + Text(text))
 
-    def _print(self, stage: str, line: str) -> None:
-        prefix = Text(f"{stage:<10} ", style=_COLOURS[stage])
+    def _print(self, role: str, line: str) -> None:
+        prefix = Text(f"{role:<10} ", style=_COLOURS[split_role(role)[0]])
         self._console.print(prefix + Text.from_ansi(line))

@@ -3,6 +3,11 @@
 A new epoch goes through these states: some stages are missing; streaming is asked what it has of
 each unanswered request; all have been resumed, those under suspicion one after the other; open,
 that is new requests are let in.
+
+Where there are several replicas, an epoch waits for those that are known to live, and for the
+others no longer than `PATIENCE_S`; one is enough. What a replica had is lost with it, and a new
+epoch begins, in which the others take that up. A replica that comes later takes part in the epoch
+that there is: it has no part in what is under way.
 """
 
 from __future__ import annotations
@@ -10,23 +15,24 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
 
 from ...bus import RequestEntry
-from ...bus.links import ADMITTED, CONTROL, REFUSED
+from ...bus.links import ADMITTED, CONTROL, REFUSED, at
 from ...bus.messages import (
     AdmittedRequest,
     Cancel,
     ErrorInfo,
+    LaneCapacity,
     Recover,
     RecoveredSample,
     Reset,
     StageReady,
 )
-from ...config import STAGES
+from ...config import REPLICATED, all_roles, role_of, split_role
 from ...telemetry import TraceContext, names, now_ns
 from ..actor import Actor, StageContext, budget_of
 from .checks import MAX_INT64
@@ -35,7 +41,8 @@ from .ledger import Ledger, Unanswered
 
 T = TypeVar("T")
 
-OTHERS = tuple(stage for stage in STAGES if stage != "admission")
+# How long an epoch waits for replicas of which it is not known whether they live.
+PATIENCE_S = 1.0
 
 # Requests that streaming is asked about with one message.
 RECOVER_BATCH = 64
@@ -53,7 +60,16 @@ class RecoveringStage(Actor):
         super().__init__(context)
         self._core: AdmissionCore
         self._ledger = Ledger(self.config.admission.max_lane_deaths)
-        self._missing: set[str] = set(OTHERS)
+        self._replicas = self.config.pipeline.replicas
+        self._others = all_roles(self._replicas)[1:]
+        # Of this epoch: roles that it waits for, roles that take part, and until when it waits
+        # for replicas that may not be there.
+        self._missing: set[str] = set(self._others)
+        self._heard: set[str] = set()
+        self._patient_until_ns = 0
+        # Roles that have left and not come back, as far as is known here.
+        self._left: set[str] = set()
+        self._capacities: dict[str, LaneCapacity] = {}
         # Taken by a predecessor or another lane, each with the time at which it came, and not
         # looked at yet: that takes the lane's capacity.
         self._inherited: list[tuple[RequestEntry, int]] = []
@@ -93,26 +109,92 @@ class RecoveringStage(Actor):
             self._down_since_ns = now_ns()
         self._open.clear()
         self._asked_all = self._resumed = False
-        self._missing = set(OTHERS)
+        self._missing = set(self._others)
+        self._heard.clear()
+        self._capacities.clear()
+        self._patient_until_ns = now_ns() + int(PATIENCE_S * 1e9)
         self._asked.clear()
         self._answers.clear()
         self._alone.clear()
         self.epoch = await self.bus.next_epoch()
         self._epochs_begun += 1
         self.log.debug("epoch_begins", epoch=self.epoch, reason=reason)
-        for stage in OTHERS:
-            await self.send(CONTROL[stage], Reset())
+        for role in self._others:
+            await self._send_reset(role)
+
+    async def _send_reset(self, role: str) -> None:
+        stage, replica = split_role(role)
+        await self.send(at(CONTROL[stage], replica), Reset())
 
     async def _take_part(self, ready: StageReady, epoch: int) -> None:
-        if epoch != self.epoch or ready.stage not in self._missing:
+        if epoch != self.epoch:
             return
-        self._missing.discard(ready.stage)
+        role = ready.stage
+        self._heard.add(role)
+        self._left.discard(role)
         if ready.capacity is not None:
-            self._core.set_capacity(ready.capacity)
-        if not self._missing:
-            await self._ask_streaming()
-        elif ready.stage == "streaming":
+            # A request may come to any replica, so it has to fit the smallest.
+            self._capacities[role] = ready.capacity
+            self._core.set_capacity(smallest(self._capacities.values()))
+        if role not in self._missing:
+            return
+        self._missing.discard(role)
+        await self._go_on()
+        if role == "streaming":
             await self._ask_early(item for item in self._ledger if item.end is not None)
+
+    async def _go_on(self) -> None:
+        """Takes up what there is, once there is nobody left to wait for."""
+        if self._asked_all or not self._are_enough(now_ns()):
+            return
+        if self._missing:
+            self.log.warning("replicas_missing", missing=sorted(self._missing))
+            self._missing.clear()
+        await self._ask_streaming()
+
+    def _are_enough(self, now: int) -> bool:
+        """Whether all stages take part, but for replicas that are not there, while one is."""
+        if not self._missing:
+            return True
+        replicas = {split_role(role)[1] for role in self._missing if is_replicated(role)}
+        if len(replicas) == self._replicas or not all(map(is_replicated, self._missing)):
+            return False
+        left = {split_role(role)[1] for role in self._left}
+        return replicas <= left or now >= self._patient_until_ns
+
+    def _replicas_there(self) -> int:
+        """How many replicas take part."""
+        return sum(role_of("batching", each) in self._heard for each in range(self._replicas))
+
+    def _is_apart(self, role: str) -> bool:
+        """Whether a stage is of a replica that has no part in this epoch, which goes on without.
+
+        Batching says that it takes part before fairness hears of it, and the executor before
+        batching does; so nothing has been sent to a replica of which nothing was heard.
+        """
+        if not is_replicated(role) or not self._asked_all:
+            return False
+        batching = role_of("batching", split_role(role)[1])
+        return role not in self._heard and batching not in self._heard
+
+    async def _come(self, role: str) -> None:
+        """A stage is up, and holds nothing."""
+        self._left.discard(role)
+        if not self._is_apart(role):
+            await self._begin_epoch(f"{role} started")
+            return
+        self.log.info("replica_joins", started=role)
+        for stage in REPLICATED:
+            await self._send_reset(role_of(stage, split_role(role)[1]))
+
+    async def _leave(self, role: str, *, suspicious: bool) -> None:
+        """What a stage held is lost. `suspicious`: it failed by itself."""
+        self._left.add(role)
+        if self._is_apart(role):
+            return
+        if suspicious:
+            self._ledger.suspect(self._alone)
+        await self._begin_epoch(f"{role} stopped")
 
     async def _ask_streaming(self) -> None:
         # What has gone to another lane must not be written to from here.
@@ -260,6 +342,12 @@ class RecoveringStage(Actor):
 
     # --- time that runs out while nobody else looks -------------------------------------------
 
+    def _patience_ends_ns(self) -> int | None:
+        """When it no longer waits for replicas, while others are there; None if that is not so."""
+        if self._asked_all or not self._are_enough(self._patient_until_ns):
+            return None
+        return self._patient_until_ns
+
     def _next_deadline_ns(self) -> int | None:
         """Of the requests that are not in the lane, where others look at their time."""
         if self._resumed and not self._alone:
@@ -334,6 +422,21 @@ class RecoveringStage(Actor):
         mine = [entry_id for entry_id in entry_ids if entry_id in self._ledger]
         if mine:
             await self._begin_epoch(f"{len(mine)} streams were taken by a lane that has not them")
+
+
+def is_replicated(role: str) -> bool:
+    """Whether it is a stage of a replica."""
+    return split_role(role)[0] in REPLICATED
+
+
+def smallest(capacities: Collection[LaneCapacity]) -> LaneCapacity:
+    """What fits each of several executors. They run one model, so that all else is the same."""
+    first, *_ = capacities
+    return msgspec.structs.replace(
+        first,
+        num_blocks=min(each.num_blocks for each in capacities),
+        max_model_len=min(each.max_model_len for each in capacities),
+    )
 
 
 def deadline_of(entry: RequestEntry, received_ns: int) -> int | None:

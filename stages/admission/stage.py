@@ -33,7 +33,7 @@ from ..tokenizer import load_tokenizer, stop_token_ids_of
 from .core import AdmissionCore, request_id_of, status_of
 from .ledger import Unanswered
 from .overload import FinishRate, overloaded
-from .recovery import OTHERS, RecoveringStage, deadline_of
+from .recovery import RecoveringStage, deadline_of
 
 # Cancellations of entries not seen yet that are kept.
 REMEMBERED_CANCELS = 4096
@@ -81,6 +81,8 @@ class AdmissionStage(RecoveringStage):
         folder = self.config.engine.model_folder
         tokenizer = await anyio.to_thread.run_sync(load_tokenizer, folder)
         self._core = AdmissionCore(self.config, tokenizer, stop_token_ids_of(folder, tokenizer))
+        # Prometheus sees a counter rise only if it has seen it before.
+        self._count_refused(0)
 
     async def receive_forever(self, inbox: Inbox) -> None:
         pending = await self.bus.requests.pending()
@@ -122,13 +124,11 @@ class AdmissionStage(RecoveringStage):
                     await self.answer(operation_id)
                 case StageStarted(self.name, incarnation) if incarnation != self.incarnation:
                     await self._renew()  # is it our successor, or an echo of a predecessor?
-                case StageStarted(stage) if stage != self.name:
-                    await self._begin_epoch(f"{stage} started")
-                case StageStopped(stage, _, reason) if stage != self.name:
-                    self.log.warning("stage_lost", lost=stage, reason=reason)
-                    if reason.startswith(FAILED):
-                        self._ledger.suspect(self._alone)
-                    await self._begin_epoch(f"{stage} stopped")
+                case StageStarted(role) if role != self.name:
+                    await self._come(role)
+                case StageStopped(role, _, reason) if role != self.name:
+                    self.log.warning("stage_lost", lost=role, reason=reason)
+                    await self._leave(role, suspicious=reason.startswith(FAILED))
                 case ServerRestarted():
                     self.bus.requests.distrust()
                     await self._begin_epoch("the server of the bus was restarted")
@@ -144,14 +144,16 @@ class AdmissionStage(RecoveringStage):
     async def settle(self) -> None:
         async with self._turn:
             await self._expire(now_ns())
+            if self._patience_ends_ns() is not None:
+                await self._go_on()
             if self._draining:
                 await self._drain()
 
     def wake_at_ns(self) -> int | None:
-        wake_at = self._next_deadline_ns()
+        wake_at = [self._next_deadline_ns(), self._patience_ends_ns()]
         if self._draining and not self._overdue:
-            return min(self._drain_until_ns, wake_at or self._drain_until_ns)
-        return wake_at
+            wake_at.append(self._drain_until_ns)
+        return min((each for each in wake_at if each is not None), default=None)
 
     # --- what it tells of itself --------------------------------------------------------------
 
@@ -165,7 +167,7 @@ class AdmissionStage(RecoveringStage):
 
     def waits_for(self) -> str:
         if self._missing:
-            missing = [stage for stage in OTHERS if stage in self._missing]
+            missing = [role for role in self._others if role in self._missing]
             return f"{', '.join(missing)} not ready"
         if self._asked:
             return f"streaming looks for {len(self._asked)} requests"
@@ -173,7 +175,13 @@ class AdmissionStage(RecoveringStage):
 
     def load(self) -> dict[str, int | float | str]:
         recovering = len(self._alone) if self._resumed else len(self._ledger) + len(self._inherited)
-        return {"in_flight": len(self._ledger), "recovering": recovering}
+        load: dict[str, int | float | str] = {
+            "in_flight": len(self._ledger),
+            "recovering": recovering,
+        }
+        if self._replicas > 1:
+            load["replicas"] = f"{self._replicas_there()} of {self._replicas}"
+        return load
 
     async def measure(self) -> None:
         record = self.metrics.record
@@ -225,9 +233,12 @@ class AdmissionStage(RecoveringStage):
         )
         if number:
             self.log.warning("requests_refused_as_overloaded", requests=number)
-            labels = {names.STATUS: "error", names.ERROR_TYPE: "overloaded"}
-            self.metrics.record(instruments.REQUESTS, number, labels)
+            self._count_refused(number)
         return number
+
+    def _count_refused(self, number: int) -> None:
+        labels = {names.STATUS: "error", names.ERROR_TYPE: "overloaded"}
+        self.metrics.record(instruments.REQUESTS, number, labels)
 
     # --- the way in ---------------------------------------------------------------------------
 
@@ -400,6 +411,12 @@ class AdmissionStage(RecoveringStage):
         They are siblings below the client's span, or, if the client gave none, below ours.
         """
         given = TraceContext(entry.traceparent, entry.tracestate)
+        own = None
+        if not given.is_valid:
+            given = TraceContext()
+            own = self.first_context(entry.entry_id)
+        if not self.records((own or given).traceparent):
+            return own or given
         attributes: dict[str, str | int | float] = {names.MESSAGE_ID: entry.entry_id}
         if request is not None:
             attributes |= {
@@ -410,13 +427,5 @@ class AdmissionStage(RecoveringStage):
                 names.PRIORITY: request.priority,
             }
         request_id = request_id_of(entry)
-        own = self.span(
-            request_id, given, received_ns, attributes, error=error, root=self._root_of(entry)
-        )
-        return given if given.trace_id else own
-
-    def _root_of(self, entry: RequestEntry) -> str:
-        """What a trace that begins here gets its ids from: a successor of this process goes on
-        with it, though its first span may have been lost. In memory the ids of entries repeat."""
-        bus = self.config.bus
-        return "" if bus.url == "memory" else f"{bus.url}/{bus.prefix}/{entry.entry_id}"
+        self.span(request_id, given, received_ns, attributes, error=error, own=own)
+        return own or given

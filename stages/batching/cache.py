@@ -247,7 +247,7 @@ class KVCacheManager(ABC):
         if num_tokens > min(len(lease.token_ids), len(lease.block_ids) * self.block_size):
             raise ValueError(f"{num_tokens} tokens can't be computed without a block for each")
         new = lease.block_ids[lease.num_known : -(-num_tokens // self.block_size)]
-        if not all(self._ref_counts[block_id] for block_id in new):
+        if not all(map(self._ref_counts.__getitem__, new)):
             raise ValueError("a block that nobody holds can't have been computed")
         self._drop_source(lease)
         if lease.generation == self._generation:

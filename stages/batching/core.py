@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import deque
 from collections.abc import Iterable
+from itertools import compress
 
 import msgspec
 
@@ -21,11 +21,13 @@ from ...bus.messages import (
 from ...bus.weights import InFlight
 from ...config import EngineConfig, SchedulerConfig
 from .cache import KVCacheManager
+from .counters import Counters
 from .deadlines import Deadlines
 from .paged import PagedKVCache
 from .radix import RadixKVCache
 from .report import Report
-from .schedule import SchedulerOutput, schedule
+from .running import RunningBatch
+from .schedule import SchedulerOutput, schedule, schedule_prefills
 from .sequence import Sequence, SequenceStatus
 from .startable import startable
 
@@ -34,36 +36,16 @@ NOTHING = SchedulerOutput((), (), (), {})
 CACHES: dict[str, type[KVCacheManager]] = {"paged": PagedKVCache, "radix": RadixKVCache}
 
 
-class Counters(msgspec.Struct):
-    """What was done since the last `BatchingCore.take_counters`.
+class SentPlan(msgspec.Struct, frozen=True):
+    """A plan whose result is not back.
 
     Attributes:
-        prefilled: Tokens planned of prompts, and of what is computed again.
-        decoded: Rows planned that compute one token each.
-        cached: Tokens that needed no computing.
-        recomputed: Of those prefilled, those that a preemption or a failure had lost.
-        wasted: Tokens computed for sequences that had ended.
-        lookups: Sequences that started.
-        hits: Those of them that found some of their tokens in the prefix cache.
-        preemptions: Sequences that gave up their blocks for others.
-        resumes: Sequences that started behind tokens which they had generated before.
+        in_step: Whether it is a step of the running batch.
+        rows: Its other rows: their tokens, and whether they sample.
     """
 
-    prefilled: int = 0
-    decoded: int = 0
-    cached: int = 0
-    recomputed: int = 0
-    wasted: int = 0
-    lookups: int = 0
-    hits: int = 0
-    preemptions: int = 0
-    resumes: int = 0
-
-
-class SentPlan(msgspec.Struct, frozen=True):
-    """A plan whose result is not back: its rows, and which of them will have sampled."""
-
     step_id: int
+    in_step: bool
     rows: tuple[tuple[Sequence, int, bool], ...]
     ended: tuple[Cancel, ...]
 
@@ -96,7 +78,7 @@ class BatchingCore:
         self._sequences: dict[int, Sequence] = {}
         self._by_request: dict[str, set[int]] = {}
         self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
+        self._running = RunningBatch(capacity.block_size)
         # Finished, but a plan under way still names them.
         self._leaving: dict[int, Sequence] = {}
         self._sent: deque[SentPlan] = deque()
@@ -226,9 +208,8 @@ class BatchingCore:
         for seq in list(self._yielding.values()):
             self._give_up(seq)
             self._set_aside(seq)
-        for seq in reversed(self._running):
+        for seq in reversed(self._running.clear()):
             self._back_to_waiting(seq)
-        self._running.clear()
         self._forget.clear()
 
     def clear(self) -> None:
@@ -257,19 +238,23 @@ class BatchingCore:
         if not self._sent or self._sent[0].step_id != result.step_id:
             raise ValueError(f"step {result.step_id} came back out of order")
         sent = self._sent.popleft()
-        sampled = {seq_id: row for row, seq_id in enumerate(result.seq_ids)}
-        for seq, num_tokens, samples in sent.rows:
+        tokens = dict(zip(result.seq_ids, result.token_ids, strict=True))
+        ended = set(compress(result.seq_ids, result.finish_reasons))
+        rows = list(sent.rows)
+        if sent.in_step:
+            ends = filter(None, map(self._sequences.get, ended))
+            rows[:0] = [(seq, 1, True) for seq in self._running.absorb(tokens, ends)]
+        for seq, num_tokens, samples in rows:
             if seq.status is SequenceStatus.FINISHED:
                 self._counters.wasted += num_tokens
                 continue
             seq.num_computed += num_tokens
             if samples:
-                row = sampled[seq.seq_id]
                 seq.num_pending -= 1
-                seq.append_token(result.token_ids[row])
+                seq.append_token(tokens[seq.seq_id])
             if seq.num_computed >= seq.next_commit:
                 self._commit(seq)
-            if samples and result.finish_reasons[row]:
+            if samples and seq.seq_id in ended:
                 self._finish(seq)
         self._report.step(result)
         for seq in [s for s in self._leaving.values() if s.last_step <= result.step_id]:
@@ -295,7 +280,7 @@ class BatchingCore:
             # Blocks in use by a plan under way can't change hands; wait until it is back.
             decision = NOTHING
         self._preempt(decision.preempted_seqs)
-        if not decision.num_tokens and not self._ended and not self._new_version:
+        if not (decision.decode_seqs or decision.prefill_seqs or self._ended or self._new_version):
             return None
         return self._build(decision, now_ns)
 
@@ -344,6 +329,7 @@ class BatchingCore:
         """
         holders = [*self._running, *self._leaving.values(), *self._yielding.values()]
         self.cache.check(seq.lease for seq in holders)
+        self._running.check()
         alive = [*self._waiting, *self._running, *self._yielding.values(), *self._aside.values()]
         assert len(alive) == len(self._sequences), "a sequence is lost, or in two places"
         assert set(self._sequences) == {seq.seq_id for seq in alive}
@@ -361,22 +347,34 @@ class BatchingCore:
                 self.cancel(Cancel(request_id, entry_id, "expired", "expired", message))
 
     def _decide(self) -> SchedulerOutput:
-        num_free = self.cache.num_free_blocks()
-        if num_free < len(self._running):
-            for seq in self._running:
-                seq.num_reclaimable = self.cache.num_reclaimable(seq.lease)
-        room = self.limits.max_batch_size - len(self._running)
+        """What `schedule` says of all sequences; it is asked only where blocks are short.
+
+        Else those in step get one token each, which `num_tokens` does not say: the step has one for
+        each place in the batch. Then only the second half is left to be decided.
+        """
+        running, limits = self._running, self.limits
+        num_free, room = self.cache.num_free_blocks(), limits.max_batch_size - len(running)
         waiting: list[Sequence] = []
         if self._waiting and room > 0:
-            waiting = startable(self._waiting, self._running, self.cache, num_free, self.limits)
-        return schedule(waiting, self._running, num_free, self.limits)
+            prefilling = running.prefilling()
+            waiting = startable(self._waiting, prefilling, room, self.cache, num_free, limits)
+        if running.gather() and len(running.growing()) <= num_free:
+            decodes, num_free = running.in_step, num_free - len(running.growing())
+            prefills = schedule_prefills(
+                waiting, running.others, len(running), len(decodes), num_free, limits
+            )
+            return SchedulerOutput(tuple(prefills), decodes, (), prefills)
+        running.settle_all()
+        if num_free < len(running):
+            for seq in running:
+                seq.num_reclaimable = self.cache.num_reclaimable(seq.lease)
+        return schedule(waiting, list(running), num_free, limits)
 
     def _retract_running(self) -> None:
         self._retracting = False
-        for seq in reversed(self._running):
+        for seq in reversed(self._running.clear()):
             self._forget.append(seq.seq_id)
             self._back_to_waiting(seq)
-        self._running.clear()
 
     def _preempt(self, seq_ids: tuple[int, ...]) -> None:
         self._counters.preemptions += len(seq_ids)
@@ -422,7 +420,12 @@ class BatchingCore:
         new: list[NewSequence] = []
         grown: list[tuple[int, tuple[int, ...]]] = []
         copies: list[tuple[int, int]] = []
-        for seq_id in (*decision.decode_seqs, *decision.prefill_seqs):
+        in_step = decision.decode_seqs if self._running.in_step else ()
+        by_hand = (*decision.decode_seqs, *decision.prefill_seqs)[len(in_step) :]
+        if in_step:
+            growing = self._running.advance(self._step_id)
+            grown += [(seq.seq_id, (self.cache.extend(seq.lease),)) for seq in growing]
+        for seq_id in by_hand:
             seq = self._sequences[seq_id]
             num_tokens = decision.num_tokens[seq_id]
             if seq.status is SequenceStatus.WAITING:
@@ -435,14 +438,14 @@ class BatchingCore:
             seq.last_step = self._step_id
             rows.append((seq, num_tokens, samples))
         ended, self._ended = tuple(self._ended), []
-        self._sent.append(SentPlan(self._step_id, tuple(rows), ended))
+        self._sent.append(SentPlan(self._step_id, bool(in_step), tuple(rows), ended))
         forget, self._forget = tuple(self._forget), []
         new_version, self._new_version = self._new_version, 0
         return StepPlan(
             step_id=self._step_id,
             new=tuple(new),
-            seq_ids=tuple(seq.seq_id for seq, _, _ in rows),
-            num_tokens=tuple(num_tokens for _, num_tokens, _ in rows),
+            seq_ids=in_step + by_hand,
+            num_tokens=(1,) * len(in_step) + tuple(num_tokens for _, num_tokens, _ in rows),
             grown=tuple(grown),
             copies=tuple(copies),
             finished=forget,
@@ -458,7 +461,7 @@ class BatchingCore:
         self._waiting.remove(seq)
         seq.start(allocation.cached_length)
         self._report.started.append((seq.seq_id, len(seq.token_ids) - allocation.cached_length))
-        self._insert_running(seq)
+        self._running.add(seq)
         return NewSequence(
             seq_id=seq.seq_id,
             token_ids=tuple(seq.token_ids),
@@ -478,10 +481,6 @@ class BatchingCore:
         if seq.started or seq.num_generated:
             counters.resumes += 1
             counters.recomputed += len(seq.token_ids) - num_cached
-
-    def _insert_running(self, seq: Sequence) -> None:
-        """Keeps `_running` sorted, most deserving first: preemption takes the last."""
-        insort(self._running, seq, key=lambda other: (other.rank, -other.priority, other.seq_id))
 
     def _commit(self, seq: Sequence) -> None:
         """Makes what is computed known to the prefix cache.

@@ -71,11 +71,8 @@ def schedule(
         num_free_blocks: Blocks that nobody holds.
         config: The limits.
     """
-    budget = _Budget(config.max_tokens_per_batch)
     free = num_free_blocks
-    num_tokens: dict[int, int] = {}
     decodes: list[int] = []
-    prefills: list[int] = []
     preempted: list[int] = []
 
     stays = list(running)
@@ -83,7 +80,9 @@ def schedule(
     while index < len(stays):
         seq = stays[index]
         index += 1
-        if seq.num_remaining != 1 or not seq.may_sample or budget.tokens == 0:
+        if len(decodes) == config.max_tokens_per_batch:
+            break
+        if seq.num_remaining != 1 or not seq.may_sample:
             continue
         needs_block = seq.num_scheduled == len(seq.block_ids) * config.block_size
         while needs_block and free == 0:
@@ -94,27 +93,50 @@ def schedule(
                 break
         else:
             free -= needs_block
-            budget.tokens -= 1
             decodes.append(seq.seq_id)
-            num_tokens[seq.seq_id] = 1
 
-    for seq in stays:
-        if seq.num_remaining > 1 and (count := budget.take(seq, seq.num_remaining)):
-            num_tokens[seq.seq_id] = count
-            prefills.append(seq.seq_id)
-
-    if not preempted:
-        # What those that run may need in the next step, on average, stays free for them: to start
-        # a sequence and preempt it in the next step would only cost.
-        free -= -(-len(stays) // config.block_size)
-        room = config.max_batch_size - len(stays)
-        for seq in waiting[: max(room, 0)]:
-            if budget.tokens == 0 or seq.num_to_allocate > free:
-                break
-            # Where only the budget of prompts to be scored is used up, those behind may start.
-            if count := budget.take(seq, len(seq.token_ids) - seq.num_cached):
-                free -= seq.num_to_allocate
-                num_tokens[seq.seq_id] = count
-                prefills.append(seq.seq_id)
-
+    startable = () if preempted else waiting
+    prefills = schedule_prefills(startable, stays, len(stays), len(decodes), free, config)
+    num_tokens = dict.fromkeys(decodes, 1) | prefills
     return SchedulerOutput(tuple(prefills), tuple(decodes), tuple(preempted), num_tokens)
+
+
+def schedule_prefills(
+    waiting: Seq[Sequence],
+    running: Seq[Sequence],
+    num_running: int,
+    num_decodes: int,
+    num_free_blocks: int,
+    config: SchedulerConfig,
+) -> dict[int, int]:
+    """The second half of `schedule`: what computes its prompt beside the decodes.
+
+    Args:
+        waiting: As in `schedule`.
+        running: Those that may have a prompt to compute, most deserving first.
+        num_running: All that run.
+        num_decodes: Those that decode, with a token each.
+        num_free_blocks: What the decodes leave of them.
+        config: The limits.
+
+    Returns:
+        The number of tokens of each that is scheduled, by sequence id, in order.
+    """
+    budget = _Budget(config.max_tokens_per_batch - num_decodes)
+    prefills: dict[int, int] = {}
+    for seq in running:
+        if seq.num_remaining > 1 and (count := budget.take(seq, seq.num_remaining)):
+            prefills[seq.seq_id] = count
+
+    # What those that run may need in the next step, on average, stays free for them: to start a
+    # sequence and preempt it in the next step would only cost.
+    free = num_free_blocks - -(-num_running // config.block_size)
+    room = config.max_batch_size - num_running
+    for seq in waiting[: max(room, 0)]:
+        if budget.tokens == 0 or seq.num_to_allocate > free:
+            break
+        # Where only the budget of prompts to be scored is used up, those behind may start.
+        if count := budget.take(seq, len(seq.token_ids) - seq.num_cached):
+            free -= seq.num_to_allocate
+            prefills[seq.seq_id] = count
+    return prefills

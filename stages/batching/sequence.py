@@ -40,6 +40,11 @@ class Sequence:
         num_reclaimable: Blocks that preempting it would free; set when blocks are short.
         num_to_allocate: Free blocks that starting it takes; set while it waits.
         num_cached: Leading tokens found in the cache; while it waits, those that would be found.
+        order: Sorts those that run, most deserving first.
+        leaves_at: The first step of the RunningBatch that is not to have it any more; 0 while it is
+            not in step. The counts above and `token_ids` are then as of the steps counted.
+        plans_counted: Steps of the RunningBatch whose plans are in `num_scheduled`.
+        results_counted: Steps of it whose results are in `num_computed` and `token_ids`.
     """
 
     __slots__ = (
@@ -47,6 +52,7 @@ class Sequence:
         "info",
         "last_step",
         "lease",
+        "leaves_at",
         "next_commit",
         "num_cached",
         "num_computed",
@@ -56,8 +62,11 @@ class Sequence:
         "num_scheduled",
         "num_to_allocate",
         "num_to_prefill",
+        "order",
+        "plans_counted",
         "priority",
         "rank",
+        "results_counted",
         "sampling",
         "seq_id",
         "spec",
@@ -99,6 +108,10 @@ class Sequence:
         self.last_step = 0
         self.num_reclaimable = 0
         self.num_to_allocate = 0
+        self.order = (0, 0, 0)
+        self.leaves_at = 0
+        self.plans_counted = 0
+        self.results_counted = 0
 
     @property
     def num_generated(self) -> int:
@@ -111,9 +124,14 @@ class Sequence:
         return len(self.token_ids) + self.num_pending - self.num_scheduled
 
     @property
+    def num_unplanned(self) -> int:
+        """Tokens that may still be planned: the length limit is known ahead of results."""
+        return self.sampling.max_tokens - self.num_generated - self.num_pending
+
+    @property
     def may_sample(self) -> bool:
-        """Whether another token may be planned: the length limit is known ahead of results."""
-        return self.num_generated + self.num_pending < self.sampling.max_tokens
+        """Whether another token may be planned."""
+        return self.num_unplanned > 0
 
     @property
     def scores_prompt(self) -> bool:
@@ -143,6 +161,7 @@ class Sequence:
         self.num_cached = self.num_computed = self.num_scheduled = num_cached
         self.num_to_prefill = len(self.token_ids)
         self.next_commit = 0
+        self.order = (self.rank, -self.priority, self.seq_id)
 
     def preempt(self) -> None:
         """RUNNING to WAITING: it keeps its tokens and gives up its blocks; nothing is in flight."""

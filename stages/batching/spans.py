@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...bus.messages import RequestInfo, StepPlan, StepResult
@@ -32,13 +33,17 @@ class BatchingSpans:
     """One span for each time that a request waits here, and spans of some steps.
 
     A step's span is the first of a trace of its own, linked to the requests that are in the step
-    and are recorded. There are no more of them than `telemetry.steps_per_s`: with its links, one
-    costs as much as many others.
+    and are recorded, and is recorded for their sake. There are no more of them than
+    `telemetry.steps_per_s`: with its links, one costs as much as many others.
+
+    Of requests that are not recorded nothing is kept.
     """
 
     def __init__(self, stage: Actor) -> None:
         self._stage = stage
         self._waiting: dict[str, Wait] = {}
+        # Sequences in the batch whose requests are recorded.
+        self._running: dict[int, RequestInfo] = {}
         self._steps: dict[int, Step] = {}
         rate = stage.config.telemetry.steps_per_s
         self._pause_ns = int(1e9 / rate) if rate else 0
@@ -47,11 +52,12 @@ class BatchingSpans:
     def clear(self) -> None:
         """A new epoch: what waits and what is under way is gone."""
         self._waiting.clear()
+        self._running.clear()
         self._steps.clear()
 
     def arrived(self, info: RequestInfo, now: int) -> None:
         """Some of a request's sequences have come."""
-        if self._stage.tracing.enabled:
+        if self._stage.records(info.traceparent):
             self._waiting.setdefault(info.request_id, Wait(info, now))
 
     def ended(self, request_id: str) -> None:
@@ -64,18 +70,23 @@ class BatchingSpans:
             return
         for cancel in plan.ended:
             self.ended(cancel.request_id)
-        for new in plan.new:
-            if (wait := self._waiting.pop(new.info.request_id, None)) is not None:
-                self._started(wait)
-        for seq_id in plan.finished:
-            info = core.info_of(seq_id)
-            if info is not None:  # the executor forgets it, and it has not ended
+        for seq_id in plan.finished if self._running else ():
+            info = self._running.pop(seq_id, None)
+            if info is not None and core.info_of(seq_id) is not None:  # it has not ended
                 self._waiting.setdefault(info.request_id, Wait(info, now_ns(), preempted=True))
-        if self._pause_ns and plan.seq_ids and plan.made_ns >= self._next_step_ns:
+        for new in plan.new:
+            if self._stage.records(new.info.traceparent):
+                self._running[new.seq_id] = new.info
+                if (wait := self._waiting.pop(new.info.request_id, None)) is not None:
+                    self._started(wait)
+        if self._running and self._pause_ns and plan.made_ns >= self._next_step_ns:
             self._note(plan, core)
 
     def step_done(self, result: StepResult) -> None:
         """A result is back."""
+        if self._running:
+            for seq_id in compress(result.seq_ids, result.finish_reasons):
+                self._running.pop(seq_id, None)
         step = self._steps.pop(result.step_id, None)
         if step is None:
             return
@@ -87,11 +98,13 @@ class BatchingSpans:
             now_ns(),
             {
                 names.STAGE: self._stage.name,
+                **self._stage.labels,
                 names.EPOCH: self._stage.epoch,
                 names.DEVICE_TIME_S: device_time_s,
                 **step.attributes,
             },
             links=step.requests,
+            own=self._stage.tracing.begin(sampled=True),
         )
 
     def _started(self, wait: Wait) -> None:
@@ -103,11 +116,8 @@ class BatchingSpans:
         self._stage.span(info.request_id, trace, wait.since_ns, events=events)
 
     def _note(self, plan: StepPlan, core: BatchingCore) -> None:
-        infos = [info for seq_id in plan.seq_ids if (info := core.info_of(seq_id)) is not None]
-        contexts = {
-            info.traceparent: TraceContext(info.traceparent, info.tracestate) for info in infos
-        }
-        sampled = [context for context in contexts.values() if context.sampled]
+        infos = [info for seq_id in plan.seq_ids if (info := self._running.get(seq_id))]
+        sampled = {i.traceparent: TraceContext(i.traceparent, i.tracestate) for i in infos}
         if not sampled:
             return
         self._next_step_ns = plan.made_ns + self._pause_ns
@@ -120,4 +130,4 @@ class BatchingSpans:
             names.DECODE_TOKENS: decode,
             names.BLOCKS_FREE: core.cache.num_free_blocks(),
         }
-        self._steps[plan.step_id] = Step(plan.made_ns, sampled, attributes)
+        self._steps[plan.step_id] = Step(plan.made_ns, [*sampled.values()], attributes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ...bus.links import CREDITS, PLANS
+from ...bus.links import CONTROL, CREDITS, PLANS
 from ...bus.messages import (
     Cancel,
     Continue,
@@ -153,9 +153,9 @@ class BatchingStage(Actor):
                 self.metrics.record(instruments.SCHEDULE_TIME, (now_ns() - started) / 1e9)
                 self.metrics.record(instruments.BATCH_SIZE, len(plan.seq_ids))
             self._spans.planned(plan, core)
-            await self.send(PLANS, plan)
+            await self.send(self.own(PLANS), plan)
         if (report := core.take_report()) is not None:
-            await self.send(CREDITS, report)
+            await self.send(self.own(CREDITS), report)
         if core.idle:
             core.check()
         if self._pausing and core.at_rest:
@@ -168,7 +168,8 @@ class BatchingStage(Actor):
     async def _meet_executor(self, ready: StageReady) -> None:
         if ready.capacity is None or self._core is not None:
             return
-        if self._last is not None and self._last[1] == ready.incarnation:
+        keeps_cache = self._last is not None and self._last[1] == ready.incarnation
+        if self._last is not None and keeps_cache:
             self._core = self._last[0]
         else:
             self._core = BatchingCore(self.config.engine, ready.capacity)
@@ -178,5 +179,8 @@ class BatchingStage(Actor):
         self._core.paused = self._paused
         self._executor = ready.incarnation
         self._last = None
-        await self.send(CREDITS, Credit(self.config.engine.max_batch_size))
         await self.announce()
+        # Admission must know that this replica takes part before anything can be sent to it.
+        await self.flush(CONTROL["admission"])
+        places = self.config.engine.max_batch_size
+        await self.send(self.own(CREDITS), Credit(places, keeps_cache=keeps_cache))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from collections.abc import Sequence as Seq
 
 from ...config import SchedulerConfig
 from .cache import KVCacheManager
@@ -15,7 +14,8 @@ _MOST_LOOKS = 2
 
 def startable(
     waiting: Iterable[Sequence],
-    running: Seq[Sequence],
+    prefilling: Iterable[Sequence],
+    room: int,
     cache: KVCacheManager,
     num_free: int,
     limits: SchedulerConfig,
@@ -26,13 +26,18 @@ def startable(
     many wait for a prompt that they share: else each step would look through the whole queue.
     A sequence waits while another computes what it could share, and siblings that come
     together wait for the first of them: a shared prompt is computed once.
+
+    Args:
+        waiting: In order.
+        prefilling: Running sequences whose prompt is not computed.
+        room: How many may start.
+        cache: Where their prefixes are looked for.
+        num_free: Its free blocks.
+        limits: The scheduler's.
     """
-    room = limits.max_batch_size - len(running)
     found: list[Sequence] = []
     num_blocks = num_tokens = 0
-    computing = {
-        cache.next_run(seq.lease) for seq in running if seq.num_computed < seq.num_to_prefill
-    }
+    computing = {cache.next_run(seq.lease) for seq in prefilling}
     for looked_at, seq in enumerate(waiting):
         if (
             looked_at == _MOST_LOOKS * limits.max_batch_size

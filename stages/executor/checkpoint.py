@@ -29,7 +29,7 @@ def check_checkpoint(folder: Path) -> None:
 
 
 def _check_shards(folder: Path) -> None:
-    index = _read_index(folder / INDEX)
+    index = read_index(folder / INDEX)
     by_shard: dict[str, list[str]] = {}
     for tensor, shard in index.items():
         by_shard.setdefault(shard, []).append(tensor)
@@ -48,7 +48,8 @@ def _check_shards(folder: Path) -> None:
             )
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def read_index(path: Path) -> dict[str, str]:
+    """The file that each tensor is in. Raises ModelError when the index can't be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

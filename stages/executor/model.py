@@ -173,7 +173,7 @@ def _load_weights(folder: Path, dtype_name: str) -> nn.Module:
     dtype = "auto" if dtype_name == "auto" else getattr(torch, dtype_name)
     check_checkpoint(folder)
     try:
-        with _no_progress_bars():
+        with no_progress_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=dtype,
@@ -244,7 +244,8 @@ def _probe_layers(
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
+def no_progress_bars() -> Iterator[None]:
+    """Within it, Transformers draws none."""
     log: Any = transformers_logging
     shown = log.is_progress_bar_enabled()
     log.disable_progress_bar()

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import anyio
+import msgspec
 import torch
 from anyio.abc import TaskGroup
 
@@ -17,7 +18,6 @@ from ...bus.messages import (
     Envelope,
     JoinWeightsGroup,
     LeaveWeightsGroup,
-    RequestInfo,
     StageReady,
     StepPlan,
     StepResult,
@@ -25,9 +25,10 @@ from ...bus.messages import (
     UpdateWeights,
 )
 from ...config import EngineConfig
-from ...telemetry import TraceContext, instruments, names, now_ns
+from ...telemetry import instruments, now_ns
 from ..actor import Actor, StageContext
 from .core import ExecutorCore
+from .spans import ExecutorSpans
 from .unread import LaunchedStep
 from .updates import WeightUpdates
 
@@ -48,8 +49,12 @@ _PARTING_S = 2.0
 _SMALL_MODEL_PARAMETERS = 30_000_000
 
 
-def _load(config: EngineConfig) -> ExecutorCore:
-    """Runs on the torch thread, like all that follows."""
+def _load(config: EngineConfig, device: int | None) -> ExecutorCore:
+    """Runs on the torch thread, like all that follows. `device`: which of several CUDA devices."""
+    if device is not None and config.device in ("auto", "cuda") and torch.cuda.device_count() > 1:
+        index = device % torch.cuda.device_count()
+        torch.cuda.set_device(index)
+        config = msgspec.structs.replace(config, device=f"cuda:{index}")
     core = ExecutorCore(config, now_ns=now_ns)
     if core.model.device.type == "cpu":
         size = sum(parameter.numel() for parameter in core.model.module.parameters())
@@ -63,21 +68,6 @@ _OPERATIONS = (UpdateWeights, JoinWeightsGroup, LeaveWeightsGroup, TellWeightVer
 
 async def _on_torch(function: Callable[..., Any], *args: Any) -> Any:
     return await asyncio.wrap_future(_TORCH_THREAD.submit(function, *args))
-
-
-class Execution:
-    """A request's stay in the executor, for its spans: after a preemption it has another one."""
-
-    __slots__ = ("first_token_ns", "info", "open", "resumed", "start_ns", "tokens", "trace")
-
-    def __init__(self, info: RequestInfo, start_ns: int, trace: TraceContext) -> None:
-        self.info = info
-        self.start_ns = start_ns
-        self.trace = trace
-        self.resumed = False
-        self.first_token_ns = 0
-        self.tokens = 0
-        self.open: set[int] = set()
 
 
 class ExecutorStage(Actor):
@@ -97,13 +87,16 @@ class ExecutorStage(Actor):
         self._weight_version = 0
         self._updates = WeightUpdates(self, _on_torch)
         self._group: TaskGroup
-        self._of_sequence: dict[int, Execution] = {}
-        self._of_request: dict[str, Execution] = {}
+        self._spans = ExecutorSpans(self)
 
     async def open(self) -> None:
         self.log.info("model_loading", path=str(self.config.engine.model_folder))
         started = now_ns()
-        self._core = await asyncio.wrap_future(_TORCH_THREAD.submit(_load, self.config.engine))
+        # Replicas in one process share its torch thread, and so its device.
+        device = self.config.pipeline.replica
+        self._core = await asyncio.wrap_future(
+            _TORCH_THREAD.submit(_load, self.config.engine, device)
+        )
         capacity = self._core.capacity()
         self._device = capacity.device
         self.log.info(
@@ -123,22 +116,23 @@ class ExecutorStage(Actor):
                 self._group.start_soon(self._report_forever)
                 await super().receive_forever(inbox)
         finally:
+            self._updates.close()
             with anyio.move_on_after(_PARTING_S, shield=True):
                 await self._updates.abandon(self._core.weights)
 
     async def reset(self) -> None:
-        # What is in the batch goes on in another slice, when its request is sent again.
-        for seq_id in list(self._of_sequence):
-            self._close(seq_id, now_ns())
+        self._spans.clear()
         # In order behind the plans that are under way, whose results nobody waits for any more.
         _TORCH_THREAD.submit(self._core.reset)
 
     async def announce(self) -> None:
         # Behind those plans, too: one of them may put new weights in place.
         capacity = await _on_torch(self._core.capacity)
-        ready = StageReady(self.name, self.incarnation, capacity)
-        await self.send(CONTROL["batching"], ready)
+        ready = StageReady(self.role, self.incarnation, capacity)
         await self.send(CONTROL["admission"], ready)
+        # Should this stage be lost from here on, admission knows that batching may rely on it.
+        await self.flush(CONTROL["admission"])
+        await self.send(self.own(CONTROL["batching"]), ready)
         self.takes_part()
         await self._updates.in_place(capacity.weight_version)
         await self._updates.stage()
@@ -167,15 +161,15 @@ class ExecutorStage(Actor):
             result = await self._result(future)
             self._plans -= 1
             self._steps += 1
-            await self.send(STEPS_BATCHING, result, epoch=epoch)
-            await self.send(STEPS_STREAMING, result, epoch=epoch)
+            await self.send(self.own(STEPS_BATCHING), result, epoch=epoch)
+            await self.send(self.own(STEPS_STREAMING), result, epoch=epoch)
             self._weight_version = result.weight_version
             await self._updates.in_place(result.weight_version)
             if plan.seq_ids:
                 seconds = (result.end_ns - result.start_ns) / 1e9
                 self.metrics.record(instruments.DEVICE_TIME, seconds)
             if self.tracing.enabled and epoch == self.epoch:
-                self._trace(plan, result)
+                self._spans.step(plan, result)
 
     async def _result(self, future: Future[StepResult | LaunchedStep]) -> StepResult:
         """What a plan gave. Plans that come meanwhile are launched before it is read."""
@@ -184,51 +178,3 @@ class ExecutorStage(Actor):
             return outcome
         await asyncio.wrap_future(_WAITING_THREAD.submit(outcome.wait))
         return await asyncio.wrap_future(_TORCH_THREAD.submit(self._core.finish, outcome))
-
-    # --- spans --------------------------------------------------------------------------------
-
-    def _trace(self, plan: StepPlan, result: StepResult) -> None:
-        for new in plan.new:
-            request = self._of_request.get(new.info.request_id)
-            if request is None:
-                trace = TraceContext(new.info.traceparent, new.info.tracestate)
-                if not trace.sampled:
-                    continue
-                request = Execution(new.info, result.start_ns, trace)
-                self._of_request[new.info.request_id] = request
-            request.resumed |= new.num_generated > 0
-            request.open.add(new.seq_id)
-            self._of_sequence[new.seq_id] = request
-        if not self._of_sequence:
-            return
-        for seq_id, reason in zip(result.seq_ids, result.finish_reasons, strict=True):
-            request = self._of_sequence.get(seq_id)
-            if request is None:
-                continue
-            request.tokens += 1
-            request.first_token_ns = request.first_token_ns or result.end_ns
-            if reason:
-                self._close(seq_id, result.end_ns)
-        for seq_id in plan.finished:
-            self._close(seq_id, result.start_ns)
-
-    def _close(self, seq_id: int, end_ns: int) -> None:
-        request = self._of_sequence.pop(seq_id, None)
-        if request is None:
-            return
-        request.open.discard(seq_id)
-        if request.open:
-            return
-        request_id = request.info.request_id
-        del self._of_request[request_id]
-        start, first_token = request.start_ns, request.first_token_ns
-        events: tuple[tuple[str, int], ...] = ((names.RESUMED, start),) if request.resumed else ()
-        if first_token:
-            events += ((names.FIRST_TOKEN, first_token),)
-        own = self.span(
-            request_id, request.trace, start, {names.OUTPUT_TOKENS: request.tokens}, events=events
-        )
-        part = {names.STAGE: self.name, names.REQUEST_ID: request_id}
-        self.tracing.span("prefill", own, start, first_token or end_ns, part)
-        if first_token:
-            self.tracing.span("decode", own, first_token, end_ns, part)

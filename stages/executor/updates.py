@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...bus.links import CONTROL
@@ -18,19 +19,35 @@ from ...bus.messages import (
     UpdateWeights,
     WeightsStaged,
 )
-from ...bus.weights import LocalWeights, StagedWeights
+from ...bus.weights import (
+    FolderWeights,
+    GroupWeights,
+    LocalWeights,
+    StagedWeights,
+    WeightsSource,
+)
 from ...config import WeightsError
 from ...telemetry import instruments, names, now_ns
 from ..actor import Actor
 from .parts import WeightParts
-from .transports import fetch
+from .transports import Background, WeightGroups, fetch
 from .weights import WeightSyncManager
 
 Operation = UpdateWeights | JoinWeightsGroup | LeaveWeightsGroup | TellWeightVersion
 
-# Waits for bytes while the torch thread runs steps. It allocates and copies, and starts none of
-# OpenMP's parallel regions, of which two threads can't have one each without loss.
-_FETCHING_THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
+
+def _stay_single() -> None:
+    """Lets torch's functions start no parallel regions on this thread.
+
+    Steps run on another one meanwhile, and two threads can't have a team of OpenMP's workers each
+    without loss.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    # That was for this thread, and for all that have not used torch yet. For those it is undone.
+    undoing = threading.Thread(target=torch.set_num_threads, args=(threads,))
+    undoing.start()
+    undoing.join()
 
 
 class WeightUpdates:
@@ -48,6 +65,9 @@ class WeightUpdates:
         self._actor = actor
         self._on_torch = on_torch
         self._fetching = asyncio.Lock()
+        self._groups = WeightGroups()
+        # Waits for bytes and makes tensors of them while the torch thread runs steps.
+        self._thread = Background("weights", _stay_single)
         self._unanswered: dict[int, Operation] = {}
         # What batching has been told of, with the version that it will have.
         self._staged: tuple[UpdateWeights, int] | None = None
@@ -64,6 +84,10 @@ class WeightUpdates:
                 case UpdateWeights():
                     await self._update(operation, weights)
                     done = False
+                case JoinWeightsGroup():
+                    await self._fetch(self._groups.join, operation, weights.device)
+                case LeaveWeightsGroup(group):
+                    self._groups.leave(group)
         except WeightsError as error:
             self._actor.log.warning("weights_refused", code=error.code, reason=error.message)
             await self._answer(operation, weights.version, error)
@@ -75,7 +99,8 @@ class WeightUpdates:
         """Tells batching of an update that is still to be put in place, if there is one."""
         if self._staged is not None:
             update, version = self._staged
-            await self._actor.send(CONTROL["batching"], WeightsStaged(version, update.in_flight))
+            staged = WeightsStaged(version, update.in_flight)
+            await self._actor.send(self._actor.own(CONTROL["batching"]), staged)
 
     async def in_place(self, version: int) -> None:
         """The weights of this version made the last step."""
@@ -102,7 +127,7 @@ class WeightUpdates:
             )
         async with self._fetching:
             try:
-                tensors = await self._receive(update)
+                tensors = await self._receive(update, weights)
                 await self._on_torch(partial(weights.check, partial=True), tensors)
             except WeightsError:
                 self._parts.drop()  # they will never be all
@@ -111,28 +136,44 @@ class WeightUpdates:
 
     async def _update(self, update: UpdateWeights, weights: WeightSyncManager) -> None:
         if self._fetching.locked() or self._staged is not None:
+            if isinstance(update.source, GroupWeights):
+                self._groups.skip(update.source.group)
             raise WeightsError(
                 "a weight update is under way already; wait until it is in place",
                 code="weights_busy",
             )
         async with self._fetching:
-            tensors = await self._receive(update)
+            tensors = await self._receive(update, weights)
             start = partial(weights.start_sync, partial=update.partial)
             version = await self._on_torch(start, tensors, update.version)
             self._staged = update, version
         await self.stage()
 
-    async def _receive(self, update: UpdateWeights) -> Mapping[str, Tensor]:
+    def _prepare(
+        self, source: WeightsSource, timeout_s: float, weights: WeightSyncManager
+    ) -> Mapping[str, Tensor]:
+        tensors = fetch(source, self._groups, timeout_s)
+        return weights.prepare(tensors, checkpoint=isinstance(source, FolderWeights))
+
+    async def _receive(
+        self, update: UpdateWeights, weights: WeightSyncManager
+    ) -> Mapping[str, Tensor]:
         source = update.source
         if isinstance(source, StagedWeights):
             return self._parts.take(source)
         started = now_ns()
-        tensors: Mapping[str, Tensor] = await self._fetch(fetch, source, update.timeout_s)
+        tensors: Mapping[str, Tensor]
+        tensors = await self._fetch(self._prepare, source, update.timeout_s, weights)
         self._actor.metrics.record(instruments.WEIGHT_FETCH, (now_ns() - started) / 1e9)
         return tensors
 
     async def _fetch(self, function: Callable[..., Any], *args: Any) -> Any:
-        return await asyncio.wrap_future(_FETCHING_THREAD.submit(function, *args))
+        return await asyncio.wrap_future(self._thread.submit(function, *args))
+
+    def close(self) -> None:
+        """Leaves all groups, so that nothing waits for a trainer any more."""
+        self._groups.close()
+        self._thread.close()
 
     async def _answer(
         self, operation: Operation, version: int, error: WeightsError | None = None

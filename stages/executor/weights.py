@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...config import WeightsError
+from .naming import as_parameters
 
 
 class WeightSyncManager:
@@ -31,6 +32,33 @@ class WeightSyncManager:
         """Of the weights that wait for `maybe_finish_sync`; 0 when none do."""
         return 0 if self._pending is None else self._pending[1]
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self._module.parameters()).device
+
+    @torch.no_grad()
+    def prepare(
+        self, new_weights: Mapping[str, Tensor], *, checkpoint: bool = False
+    ) -> Mapping[str, Tensor]:
+        """New weights under the module's own names and in its dtypes, so that only copying is left.
+
+        May run on another thread, beside the forward pass.
+
+        Args:
+            new_weights: By name, as `start_sync` takes them.
+            checkpoint: They come from a checkpoint and not from a module; see `as_parameters`.
+
+        Raises:
+            WeightsError: They are not those of this model.
+        """
+        named = as_parameters(self._module, new_weights, checkpoint=checkpoint)
+        own = self._module.state_dict()
+        return {
+            name: tensor.to(own[name].dtype) if _castable(tensor, own.get(name)) else tensor
+            for name, tensor in named.items()
+        }
+
     def start_sync(
         self,
         new_weights: Mapping[str, Tensor],
@@ -41,8 +69,9 @@ class WeightSyncManager:
         """Takes new weights, to be put in place between two steps. They must not change till then.
 
         Args:
-            new_weights: By parameter name, as `state_dict` gives them, on any device and in any
-                dtype. One of several names of a tied parameter is enough.
+            new_weights: By parameter name, as `state_dict` gives them, or by the names of a
+                checkpoint, on any device and in any dtype. One of several names of a tied
+                parameter is enough.
             version: What to count from then on, above the present version; None for the next.
             partial: Whether parameters that are not among them stay as they are.
 
@@ -64,6 +93,7 @@ class WeightSyncManager:
                 f"version {version} is not above that of the weights in place, {self.version}; "
                 "give a larger one, or none"
             )
+        new_weights = as_parameters(self._module, new_weights)
         self.check(new_weights, partial=partial)
         self._pending = new_weights, version
         return version
@@ -122,7 +152,7 @@ class WeightSyncManager:
                     f"{own[name].dtype}"
                 )
             first = first_of.setdefault(id(own[name]), name)
-            if first != name and not torch.equal(tensor, new_weights[first]):
+            if first != name and not _same(tensor, new_weights[first]):
                 raise WeightsError(
                     f"the new weights don't fit: {first!r} and {name!r} are one tensor in this "
                     "model, and differ; tie them in the trainer too"
@@ -133,3 +163,18 @@ class WeightSyncManager:
         own = self._module.state_dict(keep_vars=True)
         for name, tensor in new_weights.items():
             own[name].data.copy_(tensor)
+
+
+def _castable(tensor: object, own: Tensor | None) -> bool:
+    """Whether the module's dtype is another, and one that is no other kind of number."""
+    return (
+        isinstance(tensor, Tensor)
+        and own is not None
+        and tensor.dtype != own.dtype
+        and tensor.is_floating_point() == own.is_floating_point()
+    )
+
+
+def _same(left: Tensor, right: Tensor) -> bool:
+    alike = (left.data_ptr(), left.stride()) == (right.data_ptr(), right.stride())
+    return alike or torch.equal(left, right)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from itertools import count
 from math import ceil
 
@@ -12,7 +13,7 @@ import msgspec
 from ...bus.messages import AdmittedRequest, Cancel, Continue, Credit, Dispatch, StageTime
 from ...config import FairnessConfig
 from .lanes import Lane, Running, choose_lane
-from .locality import Trail, trail_of
+from .locality import PrefixIndex, Trail, trail_of
 from .pace import Pace, least_tokens
 from .queue import FairQueue, Next
 from .tenants import Flow, PriorityClass, Waiting
@@ -61,9 +62,18 @@ class FairnessCore:
     nothing, then `make_room`, and `expire`. Times are on the caller's clock, which never goes back.
     """
 
-    def __init__(self, config: FairnessConfig) -> None:
+    def __init__(
+        self,
+        config: FairnessConfig,
+        *,
+        lanes: int = 1,
+        prefixes: Mapping[str, PrefixIndex] | None = None,
+    ) -> None:
+        """Args: the settings; how many lanes there may be; what each has probably cached."""
         self.counts = Counts()
         self.config = config
+        self._several = lanes > 1
+        self._prefixes = dict(prefixes or {})
         self._queue = FairQueue(config)
         self._lanes: dict[str, Lane] = {}
         self._of_request: dict[str, list[Waiting]] = {}
@@ -77,7 +87,7 @@ class FairnessCore:
     def push(self, request: AdmittedRequest, now_ns: int, deadline_ns: int | None = None) -> None:
         """Puts a request in the queue."""
         trail: Trail = ()
-        if self.config.locality_tokens or len(self._lanes) > 1:
+        if self.config.locality_tokens or self._several:
             trail = trail_of(request.token_ids, request.cache_salt)
         waiting = Waiting(request, deque(request.sequences), now_ns, deadline_ns, trail=trail)
         self._add(waiting, now_ns)
@@ -89,7 +99,9 @@ class FairnessCore:
 
     def absorb(self, report: Credit, now_ns: int, lane: str = "") -> list[Running]:
         """Takes a lane's report; returns the sequences that have made room."""
-        of = self._lanes.setdefault(lane, Lane(lane))
+        of = self._lane(lane)
+        if not report.keeps_cache:
+            of.prefixes.clear()
         of.credits += report.sequences
         of.kv_free = report.kv_free
         if report.step_ns:
@@ -106,7 +118,10 @@ class FairnessCore:
         return [running for running in paused if running is not None]
 
     def cancel(self, cancel: Cancel) -> Cancel:
-        """Drops what waits of a request; returns the cancellation to be passed on."""
+        """Drops what waits of a request; returns the cancellation to be passed on.
+
+        Each of `lanes_of` the request is to get it.
+        """
         all_waiting = self._of_request.pop(cancel.request_id, None)
         if all_waiting is None:
             return cancel
@@ -114,6 +129,14 @@ class FairnessCore:
         for waiting in all_waiting:
             self._queue.drop(waiting)
         return msgspec.structs.replace(cancel, unstarted=untouched)
+
+    def lanes_of(self, request_id: str) -> list[str]:
+        """The lanes that have sequences of a request; if none has, any one; [] if there is none."""
+        if len(self._lanes) < 2:
+            return list(self._lanes)
+        return [lane.name for lane in self._lanes.values() if lane.has(request_id)] or [
+            next(iter(self._lanes))
+        ]
 
     def configure(self, config: FairnessConfig) -> None:
         """Takes new settings, for what waits and runs too. What was served stays served."""
@@ -133,26 +156,31 @@ class FairnessCore:
             return None
         for lane in self._lanes.values():
             self._count(lane)
-        while (chosen := self._queue.next(self._cached)) is not None:
+        while (chosen := self._next()) is not None:
             if self._is_hopeless(chosen.waiting, now_ns):
                 self.counts.hopeless += 1
                 self._expire(chosen.waiting, HOPELESS)
                 continue
             to = self._lane_of(chosen.waiting)
-            return self._start(chosen, to, now_ns) if to is not None else None
+            assert to is not None, "what is next has no lane to go to"
+            return self._start(chosen, to, now_ns)
         return None
 
     def make_room(self, now_ns: int) -> list[tuple[str, Running]]:
-        """Sequences that must make room, each with its lane, for what waits and goes first."""
-        if not self._queue.num_sequences or self.credits:
+        """Sequences that must make room, each with its lane, for what waits and goes first.
+
+        To be called when `pop` has given nothing: then what waits can only go to full lanes.
+        """
+        full = [lane for lane in self._lanes.values() if not lane.credits]
+        if not self._queue.num_sequences or not full:
             return []
         asked: list[tuple[str, Running]] = []
         first = self._queue.first_class()
         assert first is not None, "sequences wait in no class"
         if self.config.enable_preemption:
-            asked += self._preempt(first, now_ns)
+            asked += self._preempt(full, first, now_ns)
         if self.config.max_timeslice_tokens:
-            for lane in self._lanes.values():
+            for lane in full:
                 self._count(lane)
                 asked += self._end_slices(lane, first, now_ns)
         return asked
@@ -189,6 +217,10 @@ class FairnessCore:
         """Sequences that the lanes can take."""
         return sum(lane.credits for lane in self._lanes.values())
 
+    def prefixes(self) -> dict[str, PrefixIndex]:
+        """What each lane has probably cached, by lane: for another core with the same lanes."""
+        return self._prefixes
+
     def served(self) -> dict[tuple[int, str], float]:
         """The counters of all tenants that wait, run or are ahead, by priority and tenant."""
         for lane in self._lanes.values():
@@ -201,12 +233,32 @@ class FairnessCore:
 
     # --- inside: dispatching ------------------------------------------------------------------
 
+    def _lane(self, name: str) -> Lane:
+        lane = self._lanes.get(name)
+        if lane is None:
+            prefixes = self._prefixes.setdefault(name, PrefixIndex())
+            lane = self._lanes[name] = Lane(name, prefixes)
+        return lane
+
     def _add(self, waiting: Waiting, now_ns: int) -> None:
         self._queue.add(waiting, now_ns)
         self._of_request.setdefault(waiting.request.info.request_id, []).append(waiting)
 
     def _cached(self, waiting: Waiting) -> int:
         return max((lane.prefixes.match(waiting.trail) for lane in self._lanes.values()), default=0)
+
+    def _next(self) -> Next | None:
+        """What leaves next; None when nothing that waits has a lane to go to.
+
+        What made room goes on where it was. While that lane is full it is passed by.
+        """
+        chosen = self._queue.next(self._cached)
+        if chosen is None or self._can_go(chosen.waiting):
+            return chosen
+        return self._queue.next_of(self._can_go)
+
+    def _can_go(self, waiting: Waiting) -> bool:
+        return not waiting.resumed or self._lane_of(waiting) is not None
 
     def _lane_of(self, waiting: Waiting) -> Lane | None:
         if not waiting.resumed:
@@ -340,14 +392,16 @@ class FairnessCore:
         low = running.request.priority < config.high_priority_threshold
         return config.enable_preemption and low and running.preemptions < config.max_preemptions
 
-    def _preempt(self, first: PriorityClass, now_ns: int) -> list[tuple[str, Running]]:
+    def _preempt(
+        self, lanes: Sequence[Lane], first: PriorityClass, now_ns: int
+    ) -> list[tuple[str, Running]]:
         """Room for requests of high priority, at the cost of strictly lower effective ones."""
         asked: list[tuple[str, Running]] = []
         if first.priority < self.config.high_priority_threshold:
             return asked
         level = first.level(now_ns)
         while self._num_leaving < first.num_sequences:
-            lowest = ((lane, lane.lowest()) for lane in self._lanes.values())
+            lowest = ((lane, lane.lowest()) for lane in lanes)
             able = [(lane, each) for lane, each in lowest if each and each.level < level]
             if not able:
                 break

@@ -96,7 +96,7 @@ class Lane:
         prefixes: What its prefix cache probably holds.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, prefixes: PrefixIndex | None = None) -> None:
         self.name = name
         self.credits = 0
         self.running: dict[int, Running] = {}
@@ -105,7 +105,7 @@ class Lane:
         self.num_leaving = 0
         self.aside_tokens = 0
         self.kv_free = 0
-        self.prefixes = PrefixIndex()
+        self.prefixes = prefixes if prefixes is not None else PrefixIndex()
         self._steps: list[tuple[int, ...]] = []
         self._victims: list[tuple[float, int, Running]] = []
 
@@ -113,6 +113,11 @@ class Lane:
     def load(self) -> int:
         """Sequences that it has."""
         return len(self.running)
+
+    def has(self, request_id: str) -> bool:
+        """Whether sequences of a request run or are set aside here."""
+        here = chain(self.running.values(), self.paused.values())
+        return any(running.request.info.request_id == request_id for running in here)
 
     def start(self, running: Running, level: float, order: int, *, preemptible: bool) -> None:
         """A sequence is dispatched to this lane; `order` grows with each one."""

@@ -46,6 +46,10 @@ class PrefixIndex:
                 return number * CHUNK_TOKENS
         return len(trail) * CHUNK_TOKENS
 
+    def clear(self) -> None:
+        """The lane has lost all that it had cached."""
+        self._known.clear()
+
     def add(self, trail: Trail) -> None:
         """The lane is about to compute these."""
         for name in trail:

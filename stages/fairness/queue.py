@@ -73,6 +73,18 @@ class FairQueue:
             least = max(near, key=lambda flow: cached(flow.first()))
         return Next(least.first(), of)
 
+    def next_of(self, able: Callable[[Waiting], bool]) -> Next | None:
+        """What leaves next of those that are able to; None when none is.
+
+        For when the first is not. It looks at one after the other, so it takes as long as there
+        are others that are not able either, besides putting the tenants in order.
+        """
+        for of in sorted(self._classes.values(), key=lambda each: each.key if each.turns else 0):
+            for flow in sorted(of.flows(), key=lambda each: each.key):
+                if (waiting := flow.first_of(able)) is not None:
+                    return Next(waiting, of)
+        return None
+
     def take(self, chosen: Next, number: int, now_ns: int) -> tuple[SequenceSpec, ...]:
         """Takes so many of its sequences out; they run from now on."""
         self._dispatched += 1

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import msgspec
 
-from ...bus.links import DISPATCH
+from ...bus.links import DISPATCH, Link, at
 from ...bus.messages import (
     AdmittedRequest,
     Cancel,
@@ -16,6 +16,7 @@ from ...bus.messages import (
     UpdateFairness,
     Yield,
 )
+from ...config import role_of_sender, split_role
 from ...telemetry import Attributes, TraceContext, instruments, names, now_ns
 from ..actor import Actor, StageContext, budget_of, deadline_of
 from .core import Counts, Dispatched, FairnessCore
@@ -30,13 +31,17 @@ class FairnessStage(Actor):
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
         self._settings = self.config.fairness
-        self._core = FairnessCore(self._settings)
+        self._replicas = self.config.pipeline.replicas
+        self._core = FairnessCore(self._settings, lanes=self._replicas)
+        # Cancellations that wait for the first lane.
+        self._early: list[Cancel] = []
         self._measured = Counts()
 
     async def reset(self) -> None:
-        counts = self._core.counts
-        self._core = FairnessCore(self._settings)
-        self._core.counts = counts
+        before = self._core
+        self._core = FairnessCore(self._settings, lanes=self._replicas, prefixes=before.prefixes())
+        self._core.counts = before.counts
+        self._early.clear()
 
     async def handle(self, envelope: Envelope) -> None:
         match envelope.body:
@@ -44,10 +49,10 @@ class FairnessStage(Actor):
                 now = now_ns()
                 self._core.push(request, now, deadline_of(envelope, now))
             case Credit() as report:
-                for running in self._core.absorb(report, now_ns(), envelope.sender):
+                for running in self._core.absorb(report, now_ns(), role_of_sender(envelope.sender)):
                     self._trace_yield(running)
             case Cancel() as cancel:
-                await self.send(DISPATCH, self._core.cancel(cancel))
+                await self._pass_on(self._core.cancel(cancel))
             case UpdateFairness(config):
                 self._settings = config
                 self._core.configure(config)
@@ -58,11 +63,14 @@ class FairnessStage(Actor):
     async def settle(self) -> None:
         while (dispatched := self._core.pop(now_ns())) is not None:
             await self._send(dispatched)
-        if asked := self._core.make_room(now_ns()):
-            # One batching stage receives what fairness dispatches, so all of them are its own.
-            await self.send(DISPATCH, Yield(tuple(each.spec.seq_id for _, each in asked)))
-        for cancel in self._core.expire(now_ns()):
-            await self.send(DISPATCH, cancel)
+        asked: dict[str, tuple[int, ...]] = {}
+        for lane, running in self._core.make_room(now_ns()):
+            asked[lane] = (*asked.get(lane, ()), running.spec.seq_id)
+        for lane, seq_ids in asked.items():
+            await self.send(_dispatch_to(lane), Yield(seq_ids))
+        early, self._early = self._early, []
+        for cancel in (*early, *self._core.expire(now_ns())):
+            await self._pass_on(cancel)
 
     def wake_at_ns(self) -> int | None:
         return self._core.next_deadline_ns()
@@ -95,9 +103,26 @@ class FairnessStage(Actor):
             )
         self._measured = copy.deepcopy(counts)
 
+    async def _pass_on(self, cancel: Cancel) -> None:
+        lanes = self._core.lanes_of(cancel.request_id)
+        for lane in lanes:
+            await self.send(_dispatch_to(lane), cancel)
+        if not lanes:
+            self._early.append(cancel)
+
     async def _send(self, dispatched: Dispatched) -> None:
         info = dispatched.request.info
         trace = TraceContext(info.traceparent, info.tracestate)
+        if dispatched.last and dispatched.resumed is None:
+            self.metrics.record(instruments.QUEUE_WAIT, (now_ns() - dispatched.arrived_ns) / 1e9)
+        if self.records(info.traceparent):
+            self._trace_dispatch(dispatched, trace)
+        budget = budget_of(dispatched.deadline_ns, now_ns())
+        await self.send(
+            _dispatch_to(dispatched.lane), dispatched.message, trace=trace, budget_ns=budget
+        )
+
+    def _trace_dispatch(self, dispatched: Dispatched, trace: TraceContext) -> None:
         other_priorities, other_tenants, own = dispatched.passed_by
         passed_by: dict[str, int] = {
             names.PASSED_BY_PRIORITIES: other_priorities,
@@ -108,11 +133,9 @@ class FairnessStage(Actor):
             resumed = dispatched.resumed
             self._trace(names.FAIRNESS_RESUME, resumed, resumed.paused_ns, passed_by)
         elif dispatched.last:
-            self.metrics.record(instruments.QUEUE_WAIT, (now_ns() - dispatched.arrived_ns) / 1e9)
             attributes = {names.PRIORITY: dispatched.request.priority, **passed_by}
+            info = dispatched.request.info
             self.span(info.request_id, trace, dispatched.arrived_ns, attributes)
-        budget = budget_of(dispatched.deadline_ns, now_ns())
-        await self.send(DISPATCH, dispatched.message, trace=trace, budget_ns=budget)
 
     def _trace_yield(self, running: Running) -> None:
         reason = "preempted" if running.preempted else "time slice"
@@ -120,9 +143,9 @@ class FairnessStage(Actor):
 
     def _trace(self, name: str, running: Running, start_ns: int, attributes: Attributes) -> None:
         """A span of its own, from asking for room to having it, or from then to going on."""
-        if not self.tracing.enabled:
-            return
         info = running.request.info
+        if not self.records(info.traceparent):
+            return
         common: Attributes = {
             names.STAGE: self.name,
             names.REQUEST_ID: info.request_id,
@@ -132,3 +155,8 @@ class FairnessStage(Actor):
         }
         trace = TraceContext(info.traceparent, info.tracestate)
         self.tracing.span(name, trace, start_ns, now_ns(), {**common, **attributes})
+
+
+def _dispatch_to(lane: str) -> Link:
+    """The link to a lane, which has the role of its batching stage for a name."""
+    return at(DISPATCH, split_role(lane)[1])

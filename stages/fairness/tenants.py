@@ -153,6 +153,12 @@ class Flow:
             heapq.heappop(self._heap)
         return self._heap[0][2]
 
+    def first_of(self, able: Callable[[Waiting], bool]) -> Waiting | None:
+        """The request that leaves next of those that are able to; None when none is."""
+        entries = (entry for entry in self._heap if entry[2].specs and able(entry[2]))
+        first = min(entries, default=None)
+        return first[2] if first is not None else None
+
     def reorder(self, key_of: Callable[[Waiting], int]) -> None:
         """Puts what waits in another order; those with equal keys stay as they are."""
         waiting = [each for _, _, each in sorted(self._heap) if each.specs]

@@ -10,7 +10,7 @@ known from its first StartedSequence until its Completion.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,9 @@ from .samples import NewToken, RequestState, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+REMEMBERED_ENDS = 4096
+"""Requests that were cut short and are remembered, the last ones."""
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-")
 
@@ -77,6 +80,9 @@ class StreamingCore:
         self._pieces = TokenPieces(tokenizer.backend_tokenizer)
         self._requests: dict[str, RequestState] = {}
         self._running: dict[int, Sample] = {}
+        # Entries of requests that were cut short in this epoch: a request may be in several
+        # replicas, and what comes from the slower ones counts for nothing.
+        self._cut_short: OrderedDict[str, None] = OrderedDict()
 
     def __len__(self) -> int:
         """Requests that are known and have not ended."""
@@ -127,6 +133,7 @@ class StreamingCore:
         behind the tokens that `recovered` tells.
         """
         self._running.clear()
+        self._cut_short.clear()
 
     def knows(self, item: RecoveryItem) -> bool:
         """Whether the request has begun and not ended, as far as this object can tell."""
@@ -170,6 +177,8 @@ class StreamingCore:
     def _start(self, started: StartedSequence, end_ns: int) -> None:
         """Adds a sequence, or lets it go on after a preemption, when nothing is counted again."""
         info = started.info
+        if info.entry_id in self._cut_short:
+            return
         request = self._requests.get(info.request_id)
         sample = request.samples.get(started.sample_index) if request is not None else None
         if sample is None:
@@ -234,13 +243,17 @@ class StreamingCore:
         if cancel.elsewhere:
             self.forget(cancel.request_id, cancel.entry_id)
             return
+        if cancel.entry_id in self._cut_short:
+            return
         request = self._requests.get(cancel.request_id)
         if request is not None and cancel.entry_id in ("", request.info.entry_id):
             for sample in request.samples.values():
                 if sample.finish_reason is None:
                     self._abort(sample, batch)
             self._complete(request, batch, cancel)
+            self._remember_end(request.info.entry_id)
         elif cancel.unstarted:
+            self._remember_end(cancel.entry_id)
             completion = Completion(
                 request_id=cancel.request_id,
                 entry_id=cancel.entry_id,
@@ -249,6 +262,11 @@ class StreamingCore:
                 timings=Timings(finished_ns=batch.now_ns),
             )
             batch.finish(cancel.result_key, None, completion)
+
+    def _remember_end(self, entry_id: str) -> None:
+        self._cut_short[entry_id] = None
+        if len(self._cut_short) > REMEMBERED_ENDS:
+            self._cut_short.popitem(last=False)
 
     def _abort(self, sample: Sample, batch: _Batch) -> None:
         """Ends a sample where it is; a streaming client gets the text that was held back."""

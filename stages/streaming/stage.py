@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import anyio.to_thread
 
-from ...bus.links import FINISHED, HALTS
+from ...bus.links import FINISHED, HALTS, at
 from ...bus.messages import (
     Cancel,
     Completion,
@@ -21,12 +21,14 @@ from ...bus.messages import (
     StepResult,
     StopSequences,
 )
+from ...config import role_of_sender, split_role
 from ...telemetry import TraceContext, instruments, names, now_ns
 from ..actor import Actor, StageContext
 from ..tokenizer import load_tokenizer
 from .core import Deliveries, EndedRequest, StreamingCore
 from .intervals import TokenIntervals
 from .pace import Pace
+from .spans import StreamingSpans
 
 
 class StreamingStage(Actor):
@@ -37,7 +39,8 @@ class StreamingStage(Actor):
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
         self._core: StreamingCore
-        self._deliveries: list[Deliveries] = []
+        # Each with the replica whose step it comes from.
+        self._deliveries: list[tuple[int, Deliveries]] = []
         # In which `_deliveries` were made.
         self._made_in = 0
         # Streams that another lane goes on with, as far as this one can tell.
@@ -46,6 +49,7 @@ class StreamingStage(Actor):
         self._pace = Pace(now_ns())
         # Of the weights that made the last step.
         self._weight_version = 0
+        self._spans = StreamingSpans(self)
 
     async def open(self) -> None:
         folder = self.config.engine.model_folder
@@ -59,13 +63,18 @@ class StreamingStage(Actor):
         self._core.reset()
         self._intervals.clear()
 
+    async def announce(self) -> None:
+        self._spans.begun_by(self.leader)
+        await super().announce()
+
     def load(self) -> dict[str, int | float | str]:
         return {"open": len(self._core), **self._pace.load(now_ns())} if self.opened else {}
 
     async def handle(self, envelope: Envelope) -> None:
         match envelope.body:
             case StepResult() as result:
-                self._deliveries.append(self._core.absorb(result, now_ns()))
+                replica = split_role(role_of_sender(envelope.sender))[1]
+                self._deliveries.append((replica, self._core.absorb(result, now_ns())))
                 self._pace.add(len(result.seq_ids))
                 self._weight_version = result.weight_version
                 if self.metrics.enabled:
@@ -76,7 +85,7 @@ class StreamingStage(Actor):
             case Cancel() as cancel:
                 if cancel.elsewhere:
                     self._fenced.discard(cancel.request_id)
-                self._deliveries.append(self._core.end(cancel, now_ns()))
+                self._deliveries.append((0, self._core.end(cancel, now_ns())))
             case other:
                 self.log.warning("message_not_understood", type=type(other).__name__)
 
@@ -85,10 +94,15 @@ class StreamingStage(Actor):
         await self._write(self.epoch)
 
     async def _write(self, epoch: int) -> None:
-        deliveries, self._deliveries = self._deliveries, []
+        made, self._deliveries = self._deliveries, []
         # First, since it frees the device from work that nobody needs.
-        if halts := tuple(seq_id for delivery in deliveries for seq_id in delivery.halts):
-            await self.send(HALTS, StopSequences(halts), epoch=epoch)
+        halts: dict[int, tuple[int, ...]] = {}
+        for replica, delivery in made:
+            if delivery.halts:
+                halts[replica] = (*halts.get(replica, ()), *delivery.halts)
+        for replica, seq_ids in halts.items():
+            await self.send(at(HALTS, replica), StopSequences(seq_ids), epoch=epoch)
+        deliveries = [delivery for _, delivery in made]
         for delivery in deliveries:
             for ended in delivery.ended:
                 timings = ended.completion.timings
@@ -102,7 +116,7 @@ class StreamingStage(Actor):
                 if finished.entry_id not in lost:
                     await self.send(FINISHED, finished, epoch=0)
             for ended in delivery.ended:
-                self._trace(ended)
+                self._spans.ended(ended)
                 if self.metrics.enabled and ended.completion.entry_id not in lost:
                     self._measure_end(ended)
 
@@ -147,33 +161,6 @@ class StreamingStage(Actor):
                 trace = TraceContext(item.info.traceparent, item.info.tracestate)
                 self.log_of(item.info.request_id, trace).info("request_restored")
             await self.send(FINISHED, self._core.recovered(item))
-
-    def _trace(self, ended: EndedRequest) -> None:
-        info, completion = ended.info, ended.completion
-        if info is None or not self.tracing.enabled:
-            return
-        timings = completion.timings
-        held = next((time for time in timings.stages if time.stage == self.name), None)
-        events: tuple[tuple[str, int], ...] = ()
-        if timings.first_token_ns:
-            events = ((names.FIRST_TOKEN, timings.first_token_ns),)
-        if completion.status == "cancelled":
-            events += ((names.CANCELLED, timings.finished_ns),)
-        self.span(
-            info.request_id,
-            TraceContext(info.traceparent, info.tracestate),
-            held.start_ns if held else timings.finished_ns,
-            {
-                names.REQUEST_MODEL: info.model,
-                names.STATUS: completion.status,
-                names.INPUT_TOKENS: completion.usage.prompt_tokens,
-                names.CACHED_TOKENS: completion.usage.cached_tokens,
-                names.OUTPUT_TOKENS: completion.usage.completion_tokens,
-                names.FINISH_REASONS: [sample.finish_reason for sample in completion.samples],
-            },
-            events=events,
-            error=completion.error.code if completion.error else "",
-        )
 
     def _measure_end(self, ended: EndedRequest) -> None:
         completion, record = ended.completion, self.metrics.record

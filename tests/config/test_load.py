@@ -41,6 +41,9 @@ def test_later_sources_win(tmp_path: Path) -> None:
         ({"pipeline.stages": ["executor"]}, "missing: admission, fairness, batching, streaming"),
         ({"pipeline.stages": ["exec"]}, "Invalid enum value 'exec'"),
         ({"bus.url": "redis://h", "pipeline.stages": ["executor", "executor"]}, "repetition"),
+        ({"pipeline.replicas": 0}, "pipeline.replicas is 0; it must be from 1 to 64"),
+        ({"bus.url": "redis://h", "pipeline.replica": 1}, "from 0 to pipeline.replicas - 1"),
+        ({"pipeline.replicas": 2, "pipeline.replica": 0}, "runs all replicas"),
     ],
 )
 def test_bad_settings_are_refused(overrides: dict[str, object], words: str) -> None:

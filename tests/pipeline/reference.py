@@ -25,10 +25,15 @@ def tokenizer():  # type: ignore[no-untyped-def]
 
 def generate(prompt_ids: list[int], max_tokens: int, *, ignore_eos: bool = False) -> list[int]:
     """The generated token ids, the stop token included."""
+    return list(_generated(tuple(prompt_ids), max_tokens, ignore_eos))
+
+
+@cache
+def _generated(prompt_ids: tuple[int, ...], max_tokens: int, ignore_eos: bool) -> list[int]:
     stop = {"eos_token_id": None} if ignore_eos else {}
     with torch.inference_mode():
         output = model().generate(
-            torch.tensor([prompt_ids]),
+            torch.tensor([list(prompt_ids)]),
             attention_mask=torch.ones(1, len(prompt_ids), dtype=torch.long),
             do_sample=False,
             max_new_tokens=max_tokens,

@@ -53,6 +53,35 @@ def test_one_that_is_not_ready(reports: list[StageReport], reason: str) -> None:
     assert verdict(found) == reason
 
 
+def replica(number: int, **changed: dict[str, Any]) -> list[StageReport]:
+    """The stages of a further replica."""
+    return [
+        report(f"{stage}.{number}", **changed.get(stage, {})) for stage in ("batching", "executor")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reports", "reason"),
+    [
+        ([*lane(), *replica(1)], ""),
+        ([*lane(), *replica(1, executor={"epoch": 4})], ""),
+        ([*lane(executor={"state": "starting", "reason": "it is loading"}), *replica(1)], ""),
+        ([each for each in lane() if each.stage not in ("batching", "executor")], "0"),
+        ([*(each for each in lane() if each.stage != "executor"), *replica(2)], ""),
+        ([*lane(streaming={"epoch": 4}), *replica(1)], "streaming has not come into the"),
+        ([*lane(executor={"epoch": 4}), *replica(1, batching={"epoch": 4})], "executor has not"),
+    ],
+)
+def test_one_replica_is_enough(reports: list[StageReport], reason: str) -> None:
+    (found,) = lanes_of(reports)
+    if reason == "0":
+        assert found.reason == "no process runs batching, executor"
+    else:
+        assert found.ready == (not reason)
+        assert found.reason.startswith(reason)
+    assert {each.stage for each in reports} == set(found.stages)
+
+
 def test_one_lane_is_enough() -> None:
     found = lanes_of([*lane("a")[1:], *lane("b")])
     assert [each.ready for each in found] == [False, True]

@@ -7,61 +7,43 @@ Who makes the hot path shorter lowers the bounds.
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+from nano_inference.bus.messages import (
+    Dispatch,
+    LaneCapacity,
+    RequestInfo,
+    SequenceSpec,
+    StepPlan,
+    StepResult,
+)
+from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.kernels import cpu
 from nano_inference.stages.executor.kernels.compile import KernelsUnavailable
 from nano_inference.stages.executor.model import wrap_model
 
+from ..instructions import instructions
 from ..stages.executor.models import make_model
 from ..stages.executor.plans import new_sequence, step_plan
-
-ROOT = str(Path(__file__).parent.parent.parent)
 
 STEPS = 16
 """One for each place in a block, so that a block's cost is shared among its tokens."""
 
-INSTRUCTIONS_PER_SEQUENCE = 640
+INSTRUCTIONS_PER_SEQUENCE = 320
 INSTRUCTIONS_PER_STEP = 14_000
-BATCHING_PER_SEQUENCE = 330
+BATCHING_PER_SEQUENCE = 45
+"""Of them, the most are for naming a block's tokens once it is full."""
+BATCHING_256_OVER_16 = 9
 KERNELS_PER_LAYER, KERNELS_PER_STEP = 9, 3
 OPERATIONS_PER_LAYER, OPERATIONS_PER_STEP = 16, 75
-
-
-def instructions(work: Callable[[], object]) -> Counter[str]:
-    """Bytecode instructions that our own files execute, by file."""
-    counts: Counter[str] = Counter()
-
-    def in_frame(frame: FrameType, event: str, _: Any) -> Any:
-        if event == "opcode":
-            counts[frame.f_code.co_filename.removeprefix(ROOT)] += 1
-        return in_frame
-
-    def on_call(frame: FrameType, event: str, _: Any) -> Any:
-        name = frame.f_code.co_filename
-        if not name.startswith(ROOT) or "/site-packages/" in name or "/tests/" in name:
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return in_frame
-
-    before = sys.gettrace()
-    sys.settrace(on_call)
-    try:
-        work()
-    finally:
-        sys.settrace(before)
-    return counts
 
 
 def decode_steps(number: int) -> Counter[str]:
@@ -86,6 +68,49 @@ def test_instructions_per_sequence_and_step() -> None:
     assert 1_000 < fixed < INSTRUCTIONS_PER_STEP, few.most_common(6)
     batching = sum(value for name, value in growth.items() if "/batching/" in name)
     assert 20 < batching < BATCHING_PER_SEQUENCE, found
+
+
+def batching_steps(number: int, cache_type: Literal["paged", "radix"]) -> float:
+    """As `decode_steps`, batching alone; in each step another sixteenth fills a block."""
+    config = EngineConfig(
+        max_batch_size=number,
+        max_tokens_per_batch=2 * STEPS * number,
+        block_size=STEPS,
+        cache_type=cache_type,
+    )
+    core = BatchingCore(config, LaneCapacity(8 * number, STEPS, 4096, 50, "none"))
+    for seq_id in range(number):
+        prompt = (seq_id,) * (1 + seq_id % STEPS)
+        info = RequestInfo(f"r{seq_id}", "e", "m", 1, False, (), len(prompt), "", "", 0)
+        core.add(Dispatch(info, prompt, SamplingParams(), (SequenceSpec(seq_id, 0, 0),), 0))
+    plans: deque[StepPlan] = deque()
+
+    def step() -> None:
+        while (plan := core.plan(0)) is not None:
+            plans.append(plan)
+        core.absorb(sampled(plans.popleft()))
+        core.take_report()
+
+    for _ in range(4):
+        step()
+    counts = instructions(lambda: [step() for _ in range(STEPS)])
+    assert {len(plan.seq_ids) for plan in plans} == {number}, "all decode in every step"
+    return counts.total() / STEPS
+
+
+def sampled(plan: StepPlan) -> StepResult:
+    """A result in which every row samples and goes on."""
+    rows = len(plan.seq_ids)
+    tokens, logprobs, reasons = range(rows), (0.0,) * rows, ("",) * rows
+    return StepResult(plan.step_id, (), plan.seq_ids, tuple(tokens), logprobs, reasons, (), 0, 0, 0)
+
+
+@pytest.mark.parametrize("cache_type", ["paged", "radix"])
+def test_batching_hardly_grows_with_the_batch(cache_type: Literal["paged", "radix"]) -> None:
+    few, many = batching_steps(16, cache_type), batching_steps(256, cache_type)
+    assert few > 100
+    assert many < BATCHING_256_OVER_16 * few
+    assert (many - few) / 240 < BATCHING_PER_SEQUENCE
 
 
 class CountedLibrary:

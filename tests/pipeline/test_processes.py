@@ -81,6 +81,7 @@ class House:
         endpoint: str,
         log: Path,
         settings: dict[str, object] | None = None,
+        environment: dict[str, str] | None = None,
     ) -> None:
         self.bus = BusConfig(url=url, prefix=prefix)
         self.log = log
@@ -89,10 +90,10 @@ class House:
         command += ["--set", "pipeline.restart_backoff_s=0.05"]
         for name, value in (settings or {}).items():
             command += ["--set", f"{name}={value}"]
-        environment = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint}
+        variables = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, **(environment or {})}
         with log.open("wb") as file:
             self.process = subprocess.Popen(
-                command, stderr=file, stdout=file, env=environment, start_new_session=True
+                command, stderr=file, stdout=file, env=variables, start_new_session=True
             )
 
     def has_torch(self, stage: str) -> bool:
@@ -317,6 +318,54 @@ async def test_every_request_above_has_a_complete_trace_without_orphans(house: H
     steps = [span for spans in traces.values() for span in spans if span.name == "step"]
     assert steps
     assert {link for step in steps for link in step.links} <= {c["trace_id"] for c in completions}
+
+
+async def test_over_otlp_no_span_has_a_parent_that_never_came(house: House, spans: Spans) -> None:
+    """A killed process takes the last spans that it made with it, and the first span of a trace may
+    be among them: then others make it again."""
+    with redis.from_url(house.bus.url, decode_responses=True) as foreign:
+        entries = foreign.xrange(f"{house.bus.prefix}:results")
+    completions = [json.loads(fields["json"]) for _, fields in entries]
+    traces = [spans.by_trace[done["trace_id"]] for done in completions if done["status"] == "done"]
+    assert len(traces) >= 15
+    for rows in traces:
+        assert {"executor", "streaming"} & {name for name, *_ in rows}
+        ids = {span_id for _, span_id, _, _ in rows}
+        assert {parent for _, _, parent, _ in rows if parent} <= ids
+    assert any(len({name for name, *_ in rows} & set(STAGES)) == 5 for rows in traces)
+
+
+async def test_a_killed_admission_s_last_traces_have_their_first_span(
+    redis_url: str, tmp_path: Path
+) -> None:
+    """What it had not exported when it was killed, and had acknowledged, others make again."""
+    receiver = Spans()
+    prefix = f"first-{uuid.uuid4().hex[:8]}"
+    # So that nothing is exported before it is killed.
+    environment = {"OTEL_BSP_SCHEDULE_DELAY": "600000"}
+    house = House(
+        *(redis_url, prefix), endpoint=receiver.url, log=tmp_path / "log", environment=environment
+    )
+    try:
+        done = [await complete(house, GOOD) for _ in range(3)]
+        os.kill(house.child("admission"), signal.SIGKILL)
+        after = await complete(house, GOOD)
+        house.stop()
+        for completion in done:
+            rows = receiver.by_trace[completion.trace_id]
+            (first,) = (row for row in rows if not row[2])
+            instances = {name: instance for name, _, _, instance in rows}
+            assert first[0] == "admission"
+            assert first[3] == instances["streaming"], "the killed process has exported nothing"
+            names = ["batching", "decode", "executor", "fairness", "prefill", "streaming"]
+            assert sorted(name for name, _, parent, _ in rows if parent) == names
+            assert {row[2] for row in rows if row[2]} <= {row[1] for row in rows}
+        instances = {name: row[-1] for name, *row in receiver.by_trace[after.trace_id]}
+        assert len(set(instances.values())) == 5, "admission's successor makes its own"
+    finally:
+        if house.process.poll() is None:
+            house.stop()
+        receiver.server.shutdown()
 
 
 async def test_children_leave_when_their_parent_is_killed(redis_url: str, tmp_path: Path) -> None:

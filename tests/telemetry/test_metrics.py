@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 import socket
+import subprocess
 import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -35,8 +37,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def config_with(port: int) -> Config:
-    overrides = {"telemetry.metrics_port": port, "engine.dtype": "float32"}
+def config_with(port: int, **settings: object) -> Config:
+    overrides = {"telemetry.metrics_port": port, "engine.dtype": "float32", **settings}
     return load_config(env={}, overrides=overrides)
 
 
@@ -120,6 +122,20 @@ async def test_a_running_pipeline_shows_what_it_did(pipeline: Pipeline) -> None:
     assert value("nano_requests_replayed_total") == 0
 
 
+async def test_replicas_are_told_apart() -> None:
+    config = config_with(free_port(), **{"pipeline.replicas": 2, "engine.max_batch_size": 2})
+    async with Pipeline(config) as running:
+        requests = [{"prompt": f"{i} + 1 =", "sampling": {"max_tokens": 4}} for i in range(8)]
+        await asyncio.gather(*map(running.complete, requests))
+        scraped = await scraped_when(running, "nano_prefix_lookups_total", 8)
+        lookups = [
+            scraped.value("nano_prefix_lookups_total", nano_replica=str(each)) for each in (0, 1)
+        ]
+        assert sum(lookups) == 8
+        assert min(lookups) > 0
+        await scraped_when(running, "nano_stage_ready", 7)
+
+
 async def test_every_instrument_is_shown(pipeline: Pipeline) -> None:
     await pipeline.complete({"prompt": "1 + 1 =", "sampling": {"max_tokens": 4}})
     await pipeline.client.update_weights(FolderWeights(str(EngineConfig().model_folder)))
@@ -148,6 +164,7 @@ def queries() -> list[tuple[str, str]]:
 
 async def test_dashboard_and_alerts_ask_for_what_there_is(pipeline: Pipeline) -> None:
     await pipeline.complete({"prompt": "1 + 1 =", "sampling": {"max_tokens": 4}})
+    await pipeline.client.update_weights(FolderWeights(str(EngineConfig().model_folder)))
     samples = (await scraped_when(pipeline, "nano_kv_blocks", 1)).samples()
     asked = [
         (where, name)
@@ -158,6 +175,25 @@ async def test_dashboard_and_alerts_ask_for_what_there_is(pipeline: Pipeline) ->
     ]
     assert len(asked) > 30
     assert [(where, name) for where, name in asked if name not in samples] == []
+
+
+async def test_each_alert_has_a_test_of_when_it_fires() -> None:
+    rules = [where.removeprefix("alert: ") for where, _ in queries() if where.startswith("alert")]
+    tests = yaml.safe_load((ROOT / "deploy" / "alerts-test.yaml").read_text())["tests"]
+    fires = {
+        case["alertname"]
+        for test in tests
+        for case in test["alert_rule_test"]
+        if case["exp_alerts"]
+    }
+    assert sorted(fires) == sorted(rules)
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
+async def test_alerts_fire_when_they_should() -> None:
+    command = ["promtool", "test", "rules", str(ROOT / "deploy" / "alerts-test.yaml")]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def labels_of(query: str) -> set[str]:

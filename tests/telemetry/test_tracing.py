@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import grpc
 import pytest
+from opentelemetry.exporter.otlp.proto.common import trace_encoder
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
@@ -23,10 +25,13 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     TraceServiceServicer,
     add_TraceServiceServicer_to_server,
 )
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from nano_inference.config import ConfigError, TelemetryConfig
 from nano_inference.telemetry import TraceContext, Tracing, endpoint_of, names, setup_tracing
+from nano_inference.telemetry.otlp import encode_spans, otlp_exporter
 from nano_inference.telemetry.trace_file import Span, SpanEvent, read_spans
 
 PARENT = TraceContext("00-" + "a" * 32 + "-" + "b" * 16 + "-01", "vendor=1")
@@ -124,7 +129,8 @@ def test_settings_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_share_of_the_traces_begun_here_is_recorded(exporter: InMemorySpanExporter) -> None:
     tracing = setup_tracing(TelemetryConfig(trace_ratio=0.25), "here", exporter)
     for number in range(400):
-        root = tracing.span("root", TraceContext(), 1, 2, {}, root=f"entry-{number}")
+        own = tracing.begin(f"entry-{number}")
+        root = tracing.span("root", TraceContext(), 1, 2, {}, own=own)
         tracing.span("child", root, 1, 2, {})
     tracing.shutdown()
     spans = exporter.get_finished_spans()
@@ -144,12 +150,25 @@ def test_a_client_that_records_is_followed_whatever_the_share(
     assert len(exporter.get_finished_spans()) == 1
 
 
+@pytest.mark.parametrize(("sampler", "number"), [("always_off", 0), ("parentbased_always_off", 1)])
+def test_a_sampler_of_the_environment_decides(
+    exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch, sampler: str, number: int
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    tracing = setup_tracing(TelemetryConfig(), "here", exporter)
+    tracing.span("root", TraceContext(), 1, 2, {})
+    tracing.span("child", PARENT, 1, 2, {})
+    tracing.shutdown()
+    assert len(exporter.get_finished_spans()) == number
+
+
 def test_who_makes_a_root_again_goes_on_with_the_same_trace() -> None:
     contexts = []
     for _ in range(2):
         tracing = setup_tracing(TelemetryConfig(), "here", InMemorySpanExporter())
-        contexts.append(tracing.span("root", TraceContext(), 1, 2, {}, root="entry"))
-        contexts.append(tracing.span("root", TraceContext(), 1, 2, {}, root="other"))
+        for name in ("entry", "other"):
+            own = tracing.begin(name)
+            contexts.append(tracing.span("root", TraceContext(), 1, 2, {}, own=own))
         tracing.shutdown()
     first, other, again, _ = (context.traceparent for context in contexts)
     assert first == again != other
@@ -246,6 +265,85 @@ def test_the_protocol_of_the_environment_counts(
     tracing.span("queue", PARENT, 1_000, 5_000, {}, events=[("first", 3_000)], error="expired")
     tracing.shutdown()
     receiver.check()
+
+
+def rich_spans(tracing: Tracing, exporter: InMemorySpanExporter) -> Sequence[ReadableSpan]:
+    attributes = {names.STAGE: "é", names.SAMPLES: -3, "share": 0.5, names.FINISH_REASONS: ["a"]}
+    plain = tracing.span("root", TraceContext(), 5, 9, {"yes": True})
+    tracing.span("child", plain, 1_000, 5_000, attributes, events=[("first", 3_000)], error="late")
+    tracing.span("far", PARENT, 1_000, 2_000, {}, links=[PARENT, plain])
+    tracing.shutdown()
+    return exporter.get_finished_spans()
+
+
+def test_the_encoder_says_what_opentelemetry_s_says(
+    tracing: Tracing, exporter: InMemorySpanExporter
+) -> None:
+    spans = rich_spans(tracing, exporter)
+    theirs = trace_encoder.encode_spans(spans)
+    for span in theirs.resource_spans[0].scope_spans[0].spans:
+        if not span.status.code:
+            span.ClearField("status")  # which says as much
+    assert encode_spans(spans) == theirs
+
+
+def test_other_exporters_find_all_that_a_span_of_the_sdk_has(
+    tracing: Tracing, exporter: InMemorySpanExporter
+) -> None:
+    _, child, far = (json.loads(span.to_json()) for span in rich_spans(tracing, exporter))
+    assert child["status"] == {"status_code": "ERROR", "description": "late"}
+    assert child["attributes"][names.ERROR_TYPE] == "late"
+    assert child["events"][0]["name"] == "first"
+    assert far["parent_id"] == "0x" + "b" * 16
+    assert far["links"][0]["context"]["trace_id"] == "0x" + "a" * 32
+    assert far["resource"]["attributes"][names.SERVICE_NAME] == "s"
+
+
+def test_a_span_that_protobuf_cannot_hold_is_left_out_alone(
+    tracing: Tracing, exporter: InMemorySpanExporter
+) -> None:
+    for name, value in (("one", 1), ("two", 2**70), ("three", "\ud800"), ("four", 4)):
+        tracing.span(name, PARENT, 1, 2, {"value": value})
+    tracing.shutdown()
+    request = encode_spans(exporter.get_finished_spans())
+    (scope,) = request.resource_spans[0].scope_spans
+    assert [span.name for span in scope.spans] == ["one", "four"]
+    assert request.resource_spans[0].resource.attributes
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_the_exporters_take_our_encoder_and_everybody_else_s_keep_theirs(protocol: str) -> None:
+    name = f"opentelemetry.exporter.otlp.proto.{protocol}.trace_exporter"
+    everybodys = vars(importlib.import_module(name))
+    assert everybodys["encode_spans"] is trace_encoder.encode_spans, "the name is as it was"
+    config = TelemetryConfig(otlp_endpoint="http://127.0.0.1:1", otlp_protocol=protocol)
+    exporter = otlp_exporter(config)
+    ours = type(exporter).export.__globals__
+    assert ours is not everybodys
+    assert ours["encode_spans"] is encode_spans
+    exporter.shutdown()
+
+
+def test_what_is_buffered_until_it_is_exported_is_bounded_by_the_variables_or_by_us(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "4")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")
+    held = threading.Event()
+
+    class Slow(InMemorySpanExporter):
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            held.wait(10)
+            return super().export(spans)
+
+    exporter = Slow()
+    tracing = setup_tracing(TelemetryConfig(), "here", exporter)
+    for number in range(20):
+        tracing.span(str(number), PARENT, 1, 2, {})
+    held.set()
+    tracing.shutdown()
+    assert 4 <= len(exporter.get_finished_spans()) <= 8
 
 
 def test_a_file_gives_back_what_was_made(tmp_path: Path) -> None:

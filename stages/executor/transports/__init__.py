@@ -6,15 +6,25 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ....bus.weights import FolderWeights, LocalWeights, WeightsSource, pick_up
+from ....bus.weights import (
+    FolderWeights,
+    GroupWeights,
+    LocalWeights,
+    SharedMemoryWeights,
+    WeightsSource,
+    pick_up,
+)
 from ....config import WeightsError
+from .background import Background
 from .folder import read_folder
+from .group import Sending, WeightGroups, WeightsGroup
+from .shared_memory import SharedWeights, read_shared_memory
 
 
-def fetch(source: WeightsSource, timeout_s: float) -> Mapping[str, Tensor]:
+def fetch(source: WeightsSource, groups: WeightGroups, timeout_s: float) -> Mapping[str, Tensor]:
     """The tensors of a source, by name, in memory that nobody else writes to.
 
-    Blocks, at most about `timeout_s`. What fails leaves nothing behind.
+    Blocks; where it waits for others, at most about `timeout_s`. What fails leaves nothing behind.
 
     Raises:
         WeightsError: They are not there, are not what the source says, or did not come in time.
@@ -29,8 +39,10 @@ def fetch(source: WeightsSource, timeout_s: float) -> Mapping[str, Tensor]:
                     "memory, a group or a folder"
                 )
             return weights
-        case _:
-            raise WeightsError("no such source")
+        case SharedMemoryWeights():
+            return read_shared_memory(source)
+        case GroupWeights():
+            return groups.receive(source, timeout_s)
 
 
-__all__ = ["fetch"]
+__all__ = ["Background", "Sending", "SharedWeights", "WeightGroups", "WeightsGroup", "fetch"]

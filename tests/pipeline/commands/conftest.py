@@ -59,8 +59,8 @@ def run(
         yield call
 
 
-@pytest.fixture(scope="session")
-def served(redis_url: str) -> Iterator[Config]:
+@contextlib.contextmanager
+def serving(redis_url: str) -> Iterator[Config]:
     """The settings of a pipeline that runs in another thread, on keys of its own."""
     config = load_config(
         env={},
@@ -75,6 +75,13 @@ def served(redis_url: str) -> Iterator[Config]:
         with _logging_as_before():  # the stages keep what is set while they start
             setup_logging(config.telemetry)
             stack.enter_context(portal.wrap_async_context_manager(Pipeline(config)))
+        yield config
+
+
+@pytest.fixture(scope="session")
+def served(redis_url: str) -> Iterator[Config]:
+    """A pipeline that all tests share, so they leave it as it was."""
+    with serving(redis_url) as config:
         yield config
 
 

@@ -11,17 +11,8 @@ import pytest
 from .conftest import Run
 
 COMMANDS = (
-    "demo",
-    "dlq",
-    "doctor",
-    "fairness",
-    "gateway",
-    "health",
-    "run",
-    "status",
-    "submit",
-    "tail",
-    "up",
+    *("demo", "dlq", "doctor", "fairness", "flush-cache", "gateway", "health", "pause", "resume"),
+    *("run", "status", "submit", "tail", "up", "weights"),
 )
 
 

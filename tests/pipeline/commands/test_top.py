@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from io import StringIO
 
+import msgspec
 from rich.console import Console
 
 from nano_inference.bus import StageReport
-from nano_inference.config import STAGES, Config
+from nano_inference.config import REPLICATED, STAGES, Config, all_roles
 from nano_inference.pipeline.commands.status import BusStatus
 from nano_inference.pipeline.commands.top import History, view
 from nano_inference.pipeline.health import lanes_of
@@ -87,6 +88,21 @@ def test_the_rate_leaves_a_track() -> None:
     for _ in range(100):
         text = rendered(look(100), history)
     assert max(map(len, text.splitlines())) <= 80, "of the last looks only"
+
+
+def test_replicas_are_summed_and_each_has_its_rows() -> None:
+    one = look()
+    further = [
+        msgspec.structs.replace(report, stage=f"{report.stage}.1")
+        for report in one.lanes[0].stages.values()
+        if report.stage in REPLICATED
+    ]
+    lanes = lanes_of([*one.lanes[0].stages.values(), *further])
+    text = rendered(msgspec.structs.replace(one, lanes=lanes), History())
+    for words in ("80 of 108 samples", "1,500 of 2,000 used", "7 in fairness, 8 in batching"):
+        assert words in text
+    rows = [line.split()[:2] for line in text.splitlines()]
+    assert all([role, "ready"] in rows for role in all_roles(2))
 
 
 def test_a_stage_that_is_missing_is_named() -> None:

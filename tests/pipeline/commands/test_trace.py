@@ -32,7 +32,9 @@ def file(tmp_path: Path) -> Path:
 
     for _ in range(2):  # its successor made it again
         attributes = of("admission") | {names.MESSAGE_ID: "17-0"}
-        root = first.span("admission", TraceContext(), at(0), at(1), attributes, root="17-0")
+        root = first.span(
+            *("admission", TraceContext(), at(0), at(1), attributes), own=first.begin("17-0")
+        )
     first.span("replay", root, at(4), at(6), of("admission"), events=[(names.REPLAYED, at(6))])
     second.span("fairness", root, at(1), at(3), of("fairness"))
     executor = second.span("executor", root, at(6), at(9), of("executor"))

@@ -15,6 +15,10 @@ from redis import Redis
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
+from nano_inference.config import load_config
+from nano_inference.pipeline.commands.up import _House
+from nano_inference.pipeline.supervisor import StageFailed
+
 from .conftest import Run
 from .test_errors import assert_refused
 
@@ -62,3 +66,18 @@ def test_the_embedded_server_ends_with_a_killed_parent(patient: Retry, tmp_path:
     assert gone
     with socket.create_server(("127.0.0.1", port)):
         pass  # the next one can have the port
+
+
+def test_it_goes_on_without_a_replica_while_there_is_another() -> None:
+    config = load_config(env={}, overrides={"pipeline.replicas": 3})
+    error = StageFailed("it failed too often")
+    house = _House(config, [])
+    house._give_up("executor.2", error)
+    house._give_up("batching.2", error)
+    house._give_up("executor", error)
+    with pytest.raises(StageFailed):
+        house._give_up("batching.1", error)
+    with pytest.raises(StageFailed):
+        _House(config, [])._give_up("streaming", error)
+    with pytest.raises(StageFailed):
+        _House(load_config(env={}), [])._give_up("executor", error)

@@ -51,16 +51,71 @@ def test_a_lane_takes_part_from_its_first_credit_on() -> None:
 
 
 def test_requests_that_share_a_prompt_go_where_it_is() -> None:
-    core = FairnessCore(FairnessConfig())
+    core = FairnessCore(FairnessConfig(), lanes=2)
     core.absorb(Credit(8), 0, "west")
     core.absorb(Credit(8), 0, "east")
     for number in range(8):
-        prompt = tuple(range(number % 2 * 1000, number % 2 * 1000 + 5 * CHUNK_TOKENS))
+        prompt = tuple(range(number // 4 * 1000, number // 4 * 1000 + 5 * CHUNK_TOKENS))
         core.push(request(str(number), prompt=(*prompt, number)), number)
     went = dict(sent(core, swap=True))
-    assert {went[str(number)] for number in (0, 2, 4, 6)} == {went["0"]}
-    assert {went[str(number)] for number in (1, 3, 5, 7)} == {went["1"]}
-    assert went["0"] != went["1"], "the second prompt went to the lane with less to do"
+    assert {went[str(number)] for number in (0, 1, 2, 3)} == {went["0"]}
+    assert {went[str(number)] for number in (4, 5, 6, 7)} == {went["4"]}
+    assert went["0"] != went["4"], "the second prompt went to the lane with less to do"
+
+
+@pytest.mark.parametrize("keeps_cache", [True, False])
+def test_after_a_failure_requests_go_where_their_prompt_still_is(keeps_cache: bool) -> None:
+    before = FairnessCore(FairnessConfig(), lanes=2)
+    before.absorb(Credit(8), 0, "west")
+    before.push(request("first", prompt=PROMPT), 0)
+    assert sent(before) == [("west", "first")]
+    core = FairnessCore(FairnessConfig(), lanes=2, prefixes=before.prefixes())
+    core.absorb(Credit(8), 0, "east")
+    core.absorb(Credit(4, keeps_cache=keeps_cache), 0, "west")
+    core.push(request("again", prompt=PROMPT), 1)
+    assert sent(core) == [("west" if keeps_cache else "east", "again")]
+
+
+def test_a_cancellation_goes_to_every_lane_that_has_a_part() -> None:
+    core = FairnessCore(FairnessConfig())
+    assert core.lanes_of("any") == [], "no lane has come yet"
+    for name in ("west", "east", "north"):
+        core.absorb(Credit(2), 0, name)
+    core.push(request("wide", samples=4), 0)
+    core.push(request("narrow"), 1)
+    went = sent(core)
+    assert sorted(core.lanes_of("wide")) == sorted(lane for lane, name in went if name == "wide")
+    assert core.lanes_of("narrow") == [lane for lane, name in went if name == "narrow"]
+    assert len(core.lanes_of("unknown")) == 1, "any one passes it on to streaming"
+
+
+def test_what_waits_for_a_full_lane_keeps_no_other_lane_idle() -> None:
+    """What made room goes on where it was; places elsewhere go to those that wait behind it."""
+    core = FairnessCore(FairnessConfig(max_timeslice_tokens=4))
+    core.absorb(Credit(1, kv_free=10**9), 0, "west")
+    core.push(request("a", tenant="a"), 0)
+    assert sent(core) == [("west", "a")]
+    core.push(request("b", tenant="b"), 1)
+    (first,) = core._lanes["west"].running
+    core.absorb(Credit(0, steps=((first,),) * 8, kv_free=10**9), 2, "west")
+    ((name, running),) = core.make_room(3)
+    assert (name, running.spec.seq_id) == ("west", first)
+    core.absorb(Credit(1, yielded=(first,), kv_free=10**9), 4, "west")
+    assert sent(core) == [("west", "b")]
+    # "a" has been served less by now, so it is the first of those that wait.
+    (second,) = core._lanes["west"].running
+    core.absorb(Credit(0, steps=((second,),) * 30, kv_free=10**9), 5, "west")
+    core.absorb(Credit(1, kv_free=10**9), 6, "east")
+    core.push(request("c", tenant="b"), 7)
+    assert core.pop(8) is not None, "a place is free in the east"
+    assert core._lanes["east"].load == 1
+    assert core.pop(9) is None
+    ((name, running),) = core.make_room(10)
+    assert (name, running.spec.seq_id) == ("west", second), "for what goes on there"
+    core.absorb(Credit(1, yielded=(second,), kv_free=10**9), 11, "west")
+    dispatched = core.pop(12)
+    assert dispatched is not None
+    assert (dispatched.lane, dispatched.request.info.request_id) == ("west", "a")
 
 
 def test_what_made_room_goes_on_where_it_was() -> None:

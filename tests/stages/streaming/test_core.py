@@ -428,6 +428,31 @@ def test_a_request_that_went_to_another_lane_is_forgotten_without_a_word(client:
     assert client.outputs == before
 
 
+def test_what_a_slower_replica_says_of_a_request_that_was_cut_short_counts_for_nothing(
+    client: Client,
+) -> None:
+    """One replica had not begun with it; the other began and tells so later, then ends it too."""
+    client.end(cancel_of(unstarted=True))
+    assert client.completion().samples == ()
+    before = list(client.outputs)
+    client.step([(5, 40, "")], new=[started(5, info_of())])
+    client.end(cancel_of())
+    client.end(cancel_of(unstarted=True))
+    assert client.outputs == before
+    assert len(client.core) == 0
+
+
+def test_a_request_that_was_cut_short_in_one_replica_begins_in_no_other(client: Client) -> None:
+    info = info_of(n=2)
+    client.step([(5, 40, "")], new=[started(5, info, 0)])
+    client.end(cancel_of())
+    assert client.completion().status == "cancelled"
+    before = list(client.outputs)
+    client.step([(6, 40, "")], new=[started(6, info, 1)])
+    client.end(cancel_of())
+    assert client.outputs == before
+
+
 def test_a_refused_duplicate_leaves_the_first_alone(client: Client) -> None:
     client.step([(5, 40, "")], new=[started(5, info_of())])
     client.end(

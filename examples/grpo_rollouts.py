@@ -1,0 +1,204 @@
+"""Rollouts for GRPO on arithmetic: the prompts, their rewards, and what the engine generates."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_trainer import Group
+from transformers import AutoTokenizer
+
+from nano_inference import InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.models import tasks
+
+Kind = tuple[str, bool]
+"""A task of models/tasks.py, and whether in its chat form."""
+
+KINDS: dict[str, Kind] = {
+    "add": ("add2", False),
+    "sub": ("sub2", False),
+    "add-chat": ("add2", True),
+    "sub-chat": ("sub2", True),
+}
+"""`98 + 25 =`, `38 - 21 =`, and the same as questions to the chat template."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A prompt as the engine takes it, and its only right answer."""
+
+    example: tasks.Example
+    token_ids: tuple[int, ...]
+
+
+class Arithmetic:
+    """Problems from one split, and their grades.
+
+    The split of a sum is decided by its operands (models/tasks.py), so no sum of one split occurs
+    in another, in any wording or order.
+    """
+
+    def __init__(self, model_folder: Path, kinds: Sequence[str]) -> None:
+        """Loads the tokenizer."""
+        self._kinds = [KINDS[kind] for kind in kinds]
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(model_folder, local_files_only=True)
+
+    def stream(self, seed: int) -> Iterator[Problem]:
+        """Problems to train on, for ever, the kinds in turn."""
+        rng = random.Random(f"grpo/{seed}")
+        while True:
+            for task, chat in self._kinds:
+                yield self._problem(tasks.draw(task, "train", rng, chat=chat))
+
+    def chosen(self, split: tasks.Split, count: int) -> list[Problem]:
+        """The same `count` different problems of each kind every time."""
+        return [
+            self._problem(example)
+            for task, chat in self._kinds
+            for example in tasks.distinct(task, split, count, seed=0, chat=chat)
+        ]
+
+    def reward(self, problem: Problem, sample: TrainingSample) -> float:
+        """1 for exactly the answer and its end, else 0."""
+        text = self._tokenizer.decode(sample.completion_tokens, skip_special_tokens=True)
+        return float(sample.finish_reason == "stop" and tasks.grade(problem.example, text))
+
+    def _problem(self, example: tasks.Example) -> Problem:
+        text = example.prompt
+        if example.chat:
+            text = self._tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+            )
+        return Problem(example, tuple(self._tokenizer.encode(text, add_special_tokens=False)))
+
+
+@dataclass
+class Counts:
+    """What has been generated so far.
+
+    Attributes:
+        tokens: Sampled tokens of finished requests.
+        groups: Finished requests.
+        used: Groups that were trained on.
+        rewards: Sum of their groups' mean rewards, since the last call of `take_reward`.
+        rewarded: How many groups that sum is of.
+    """
+
+    tokens: int = 0
+    groups: int = 0
+    used: int = 0
+    rewards: float = 0.0
+    rewarded: int = 0
+
+    def add(self, group: Group) -> None:
+        """Counts a finished request."""
+        self.tokens += sum(len(sample.completion_tokens) for sample in group.samples)
+        self.groups += 1
+        self.rewards += sum(group.rewards) / len(group.rewards)
+        self.rewarded += 1
+
+    def take_reward(self) -> float:
+        """Mean reward of all groups since the last call."""
+        mean = self.rewards / max(self.rewarded, 1)
+        self.rewards, self.rewarded = 0.0, 0
+        return mean
+
+
+@dataclass
+class Rollouts:
+    """Generates groups, in batches or without end.
+
+    Attributes:
+        engine: Generates.
+        task: Makes the problems and grades the answers.
+        problems: What to ask next.
+        samples: Of each prompt.
+        params: How to sample; each request gets a seed of its own.
+        seed: Base of the requests' seeds.
+        counts: What was generated.
+        busy: (start, end) of every call of the engine, in ns of `time.monotonic_ns`.
+    """
+
+    engine: InferenceEngine
+    task: Arithmetic
+    problems: Iterator[Problem]
+    samples: int
+    params: SamplingParams
+    seed: int
+    counts: Counts = field(default_factory=Counts)
+    busy: list[tuple[int, int]] = field(default_factory=list)
+    _asked: dict[tuple[int, ...], Problem] = field(default_factory=dict)
+    _added: int = 0
+
+    def batch(self, size: int) -> list[Group]:
+        """Asks `size` problems and waits for all answers."""
+        problems = [next(self.problems) for _ in range(size)]
+        params = [self._next_params() for _ in problems]
+        prompts = [problem.token_ids for problem in problems]
+        found = self._timed(lambda: self.engine.generate(prompts, params, self.samples))
+        return [
+            self._group(problem, found[index * self.samples : (index + 1) * self.samples])
+            for index, problem in enumerate(problems)
+        ]
+
+    def step(self, concurrency: int) -> list[Group]:
+        """One step of the engine with so many requests under way; the groups that it finished."""
+        while self._added - self.counts.groups < concurrency:
+            problem = next(self.problems)
+            self._asked[problem.token_ids] = problem
+            self.engine.add_request(problem.token_ids, self._next_params(), self.samples)
+        found = self._timed(self.engine.step)
+        # The samples of a request come together.
+        return [
+            self._group(self._asked[found[at].prompt_tokens], found[at : at + self.samples])
+            for at in range(0, len(found), self.samples)
+        ]
+
+    def drain(self) -> None:
+        """Lets what is under way end, unseen."""
+        while self.engine.has_pending():
+            self.engine.step()
+
+    def accuracy(self, problems: Sequence[Problem]) -> float:
+        """Share of right answers, greedy. Nothing else may be under way."""
+        prompts = [problem.token_ids for problem in problems]
+        params = SamplingParams(temperature=0.0, max_tokens=self.params.max_tokens)
+        answers = self.engine.generate(prompts, params)
+        pairs = zip(problems, answers, strict=True)
+        return sum(self.task.reward(problem, answer) for problem, answer in pairs) / len(prompts)
+
+    def _next_params(self) -> SamplingParams:
+        self._added += 1
+        return SamplingParams(
+            temperature=self.params.temperature,
+            max_tokens=self.params.max_tokens,
+            seed=(self.seed << 32) + self._added,
+        )
+
+    def _group(self, problem: Problem, samples: Sequence[TrainingSample]) -> Group:
+        rewards = tuple(self.task.reward(problem, sample) for sample in samples)
+        group = Group(tuple(samples), rewards)
+        self.counts.add(group)
+        return group
+
+    def _timed(self, call: Callable[[], list[TrainingSample]]) -> list[TrainingSample]:
+        start = time.monotonic_ns()
+        found = call()
+        self.busy.append((start, time.monotonic_ns()))
+        return found
+
+
+def staleness(groups: Sequence[Group], version: int) -> list[int]:
+    """For each sampled token, how many versions older than `version` its weights are."""
+    ages: list[int] = []
+    for group in groups:
+        for sample in group.samples:
+            starts = [start for _, start in sample.weight_versions]
+            ends = [*starts[1:], len(sample.completion_tokens)]
+            for (made_by, start), end in zip(sample.weight_versions, ends, strict=True):
+                ages += [version - made_by] * (end - start)
+    return ages

@@ -1,0 +1,314 @@
+"""GRPO in plain torch: advantages within a group, PPO's clipped loss on the rollout's logprobs.
+
+The behaviour policy of the loss is the one that the engine reports with each token, whichever
+weights made it. So the same loss corrects for samples that are some updates old, and for those of
+which the first half was made by older weights than the second.
+
+Sources: GRPO, arXiv:2402.03300; the loss per token and the wider upper clip, DAPO,
+arXiv:2503.14476; the estimate of the KL divergence, http://joschu.net/blog/kl-approx.html (k3).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import multiprocessing
+import statistics
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from nano_inference import TrainingSample
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """How a batch becomes an update.
+
+    Attributes:
+        model_folder: Where the weights of the beginning are, in Transformers' format.
+        steps: Optimizer steps of the whole run; the learning rate falls over the second half.
+        learning_rate: AdamW's, after the warm-up.
+        warmup: Steps in which the learning rate rises.
+        temperature: That of the rollouts; the loss is of the same distribution.
+        clip_low: The probability ratio counts down to 1 - clip_low.
+        clip_high: The probability ratio counts up to 1 + clip_high.
+        kl_weight: Of the KL divergence from the first weights, in the loss; 0 keeps no copy.
+        max_grad_norm: Longer gradients are shortened to this.
+    """
+
+    model_folder: Path
+    steps: int
+    learning_rate: float = 3e-4
+    warmup: int = 5
+    temperature: float = 1.0
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    kl_weight: float = 0.0
+    max_grad_norm: float = 1.0
+
+
+@dataclass(frozen=True)
+class Group:
+    """The samples of one prompt, with a reward for each."""
+
+    samples: tuple[TrainingSample, ...]
+    rewards: tuple[float, ...]
+
+    @property
+    def informative(self) -> bool:
+        """Whether some samples did better than others; else all advantages are 0."""
+        return len(set(self.rewards)) > 1
+
+    def advantages(self) -> list[float]:
+        """Rewards relative to the group's mean, in its standard deviations."""
+        mean = statistics.fmean(self.rewards)
+        scale = statistics.pstdev(self.rewards) + 1e-6
+        return [(reward - mean) / scale for reward in self.rewards]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one step trains on. Rows are prompt and completion, padded on the right.
+
+    Attributes:
+        tokens: `[rows, length]`.
+        learn: `[rows, length - 1]`, where the next token is one that the policy sampled.
+        behaviour: `[rows, length - 1]`, the rollout's logprob of the next token, where `learn`.
+        advantages: `[rows, 1]`.
+        counts: `[rows, 1]`, how many samples the row stands for.
+    """
+
+    tokens: Tensor
+    learn: Tensor
+    behaviour: Tensor
+    advantages: Tensor
+    counts: Tensor
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean of `[rows, length - 1]` over all sampled tokens."""
+        weights = self.learn * self.counts
+        return (values * weights).sum() / weights.sum()
+
+
+def pack(groups: Sequence[Group]) -> Batch:
+    """Makes a batch of all samples of these groups.
+
+    Samples that are equal in all that the loss sees are one row: short answers often are.
+    """
+    rows: dict[tuple[object, ...], tuple[TrainingSample, float]] = {}
+    counts: Counter[tuple[object, ...]] = Counter()
+    for group in groups:
+        for sample, advantage in zip(group.samples, group.advantages(), strict=True):
+            key = (sample.prompt_tokens, sample.completion_tokens, sample.logprobs, advantage)
+            rows[key] = (sample, advantage)
+            counts[key] += 1
+    samples = [sample for sample, _ in rows.values()]
+    tokens = [torch.tensor((*s.prompt_tokens, *s.completion_tokens)) for s in samples]
+    before = [torch.zeros(len(s.prompt_tokens) - 1) for s in samples]
+    logprobs = [torch.tensor(s.logprobs) for s in samples]
+    pairs = list(zip(before, logprobs, strict=True))
+    learn = [torch.cat((zeros, torch.ones_like(logprob))) for zeros, logprob in pairs]
+    return Batch(
+        tokens=pad_sequence(tokens, batch_first=True),
+        learn=pad_sequence(learn, batch_first=True).bool(),
+        behaviour=pad_sequence([torch.cat(pair) for pair in pairs], batch_first=True),
+        advantages=torch.tensor([advantage for _, advantage in rows.values()])[:, None],
+        counts=torch.tensor([float(counts[key]) for key in rows])[:, None],
+    )
+
+
+def token_logprobs(model: Any, tokens: Tensor, temperature: float) -> Tensor:
+    """`[rows, length]` to the logprobs of each row's tokens but the first, `[rows, length - 1]`.
+
+    No mask is needed: a token sees those before it, and padding comes after.
+    """
+    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits.float() / temperature
+    logprobs = F.log_softmax(logits, dim=-1)
+    return logprobs.gather(-1, tokens[:, 1:, None])[:, :, 0]
+
+
+def policy_loss(
+    logprobs: Tensor, batch: Batch, settings: TrainerSettings
+) -> tuple[Tensor, dict[str, float]]:
+    """The clipped loss, a mean over the sampled tokens, and what to know of it.
+
+    Args:
+        logprobs: `[rows, length - 1]`, of the policy in training.
+        batch: The rollouts.
+        settings: For the clip.
+    """
+    ratio = torch.exp(torch.where(batch.learn, logprobs - batch.behaviour, 0.0))
+    clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    gains = torch.minimum(ratio * batch.advantages, clipped * batch.advantages)
+    used = ratio.detach()
+    facts = {
+        "ratio_max": used[batch.learn].max().item(),
+        "clipped": batch.mean((clipped != ratio).float()).item(),
+        "kl_behaviour": batch.mean(used - 1 - used.log()).item(),
+    }
+    return -batch.mean(gains), facts
+
+
+class Trainer:
+    """The model in training, its optimizer, and the reference where the loss wants one.
+
+    Attributes:
+        model: Transformers' own, in float32.
+        steps: Optimizer steps made.
+    """
+
+    def __init__(self, settings: TrainerSettings) -> None:
+        """Loads the model."""
+        self.settings = settings
+        transformers_logging.disable_progress_bar()  # ours is there already
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            settings.model_folder, dtype=torch.float32, local_files_only=True
+        )
+        self.steps = 0
+        self._reference = None
+        if settings.kl_weight:
+            self._reference = copy.deepcopy(self.model).requires_grad_(False)
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.0
+        )
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights by name, as `InferenceEngine.update_weights` takes them; not copies."""
+        weights: dict[str, Tensor] = self.model.state_dict()
+        return weights
+
+    def step(self, groups: Sequence[Group]) -> dict[str, float]:
+        """One optimizer step on these groups; returns what to know of it.
+
+        Raises:
+            FloatingPointError: The gradient is not a number; the weights are as they were.
+        """
+        batch = pack(groups)
+        logprobs = token_logprobs(self.model, batch.tokens, self.settings.temperature)
+        loss, facts = policy_loss(logprobs, batch, self.settings)
+        if self._reference is not None:
+            kl = self._divergence(logprobs, batch)
+            facts["kl_reference"] = kl.item()
+            loss = loss + self.settings.kl_weight * kl
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.model.parameters(), self.settings.max_grad_norm
+        ).item()
+        if not math.isfinite(norm):
+            raise FloatingPointError("the gradient is not finite; try a smaller learning rate")
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.settings.learning_rate * self._rate()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.steps += 1
+        return {"loss": loss.item(), "grad_norm": norm, **facts}
+
+    def _divergence(self, logprobs: Tensor, batch: Batch) -> Tensor:
+        """Estimated KL divergence of the policy from the reference, per sampled token."""
+        with torch.no_grad():
+            wanted = token_logprobs(self._reference, batch.tokens, self.settings.temperature)
+        difference = torch.where(batch.learn, wanted - logprobs, 0.0)
+        return batch.mean(difference.exp() - 1 - difference)
+
+    def _rate(self) -> float:
+        """The share of the learning rate that is due: up, level, and down over the second half."""
+        rise = (self.steps + 1) / self.settings.warmup if self.settings.warmup else 1.0
+        half = self.settings.steps / 2
+        fall = 1.0 if self.steps < half else 0.1 + 0.9 * (self.settings.steps - self.steps) / half
+        return min(rise, fall, 1.0)
+
+
+class Trained(NamedTuple):
+    """One optimizer step, whose weights lie in the shared tensors. The trainer waits for groups.
+
+    Attributes:
+        facts: Of the step.
+        start_ns: By `time.monotonic_ns`, which is the same clock in all processes (Linux).
+        end_ns: When the weights were in the shared tensors.
+    """
+
+    facts: dict[str, float]
+    start_ns: int
+    end_ns: int
+
+
+def train_groups(
+    connection: Connection, shared: Mapping[str, Tensor], settings: TrainerSettings, threads: int
+) -> None:
+    """The trainer's process: groups come in, `Trained` goes out, until None comes in."""
+    torch.set_num_threads(threads)
+    trainer = Trainer(settings)
+    connection.send(None)  # ready
+    while (groups := connection.recv()) is not None:
+        start = time.monotonic_ns()
+        facts = trainer.step(groups)
+        for name, weight in trainer.weights().items():
+            shared[name].copy_(weight)
+        connection.send(Trained(facts, start, time.monotonic_ns()))
+
+
+class TrainerProcess:
+    """The trainer, beside the engine.
+
+    `submit` and `poll` take turns: the shared tensors are rewritten only after the next `submit`,
+    and before that the engine has put the last weights in place.
+
+    Attributes:
+        weights: The shared tensors by name, for `InferenceEngine.update_weights`.
+    """
+
+    def __init__(self, settings: TrainerSettings, like: Mapping[str, Tensor], threads: int) -> None:
+        """Starts it, and waits until its model is loaded.
+
+        Args:
+            settings: The trainer's.
+            like: Weights with the names and shapes of the model's.
+            threads: Of torch, in the process.
+        """
+        self.weights = {name: weight.clone().share_memory_() for name, weight in like.items()}
+        context = multiprocessing.get_context("spawn")
+        self._connection, other = context.Pipe()
+        arguments = (other, self.weights, settings, threads)
+        self._process = context.Process(target=train_groups, args=arguments, daemon=True)
+        self._process.start()
+        other.close()
+        self._receive()
+
+    def submit(self, groups: list[Group]) -> None:
+        """Begins a step."""
+        self._connection.send(groups)
+
+    def poll(self) -> Trained | None:
+        """The step that was begun, if it has ended.
+
+        Raises:
+            RuntimeError: The trainer has failed; it printed why.
+        """
+        trained: Trained | None = self._receive() if self._connection.poll() else None
+        return trained
+
+    def close(self) -> None:
+        """Ends the process, after the step that it may be in."""
+        with contextlib.suppress(BrokenPipeError):  # it has ended by itself
+            self._connection.send(None)
+        self._process.join()
+        self._connection.close()
+
+    def _receive(self) -> Any:
+        try:
+            return self._connection.recv()
+        except EOFError:
+            raise RuntimeError("the trainer's process has failed; it printed why") from None

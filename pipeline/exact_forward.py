@@ -1,0 +1,211 @@
+"""A trainer's forward pass that gives the very logprobs that a deterministic engine reported.
+
+The trainer's model is Transformers' own code, as the engine's is. What makes the two differ are the
+shapes: the engine computes a token alone, beside strangers, from cached keys and values, and the
+trainer whole sequences at once. In deterministic mode (docs/determinism.md) the engine's results
+don't depend on shapes, so a trainer that keeps to the same arithmetic gets the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ..config import ModelError
+from ..stages.executor.attention import probe_mask
+from ..stages.executor.batch import Rows
+from ..stages.executor.fixed_tiles import FixedTiles, require_cpu
+from ..stages.executor.inputs import InputBuilder
+from ..stages.executor.kv_cache import KVCache
+from ..stages.executor.logprobs import scale_logits
+from ..stages.executor.model import wrap_model
+from ..stages.executor.tiled_attention import TiledBatch, tiled_attention
+
+IMPLEMENTATION = "nano_exact"
+"""The name for `attn_implementation`."""
+
+_BLOCK_SIZE = 64
+"""Positions per block of the scratch cache. The bits don't depend on it."""
+
+
+class ExactForward:
+    """Logprobs of whole sequences, the bits of a deterministic engine, with gradients (CPU).
+
+    ```python
+    exact = ExactForward(model)  # the trainer's; EngineConfig(deterministic=True) for the engine
+    (logprobs,) = exact.logprobs([sample.prompt_tokens + sample.completion_tokens])
+    (-logprobs[-len(sample.completion_tokens):].sum()).backward()
+    ```
+
+    Forward, the bits are the engine's where weights, dtype, number of threads and machine are the
+    same. Backward is torch's own but for attention, whose gradient is that of
+    `scaled_dot_product_attention` on the same inputs: right within rounding.
+
+    While it is in use the model can only be called through it, since its attention is replaced.
+    """
+
+    def __init__(self, module: nn.Module, max_model_len: int = 1 << 20) -> None:
+        """Puts its attention into the model, and sets it to eval mode: dropout can't be exact.
+
+        Args:
+            module: A Transformers causal language model, on CPU.
+            max_model_len: Longer sequences are refused; the model's own limit applies too.
+
+        Raises:
+            ModelError: A model of this kind can't be run like this.
+        """
+        self._model = wrap_model(module, max_model_len)
+        require_cpu(self._model.device)
+        for options in self._model.attention_options:
+            if options.get("softcap") is not None or options.get("sinks") is not None:
+                raise ModelError("attention with a soft cap or sinks has no exact training pass")
+        AttentionInterface.register(IMPLEMENTATION, exact_attention)
+        AttentionMaskInterface.register(IMPLEMENTATION, probe_mask)
+        self._model.module.set_attn_implementation(IMPLEMENTATION)  # type: ignore[operator]
+        self._builder = InputBuilder(self._model, _BLOCK_SIZE, deterministic=True)
+        self._tiles = FixedTiles()
+        self._cache = KVCache(self._model, 1, _BLOCK_SIZE)
+
+    def logprobs(
+        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0
+    ) -> tuple[Tensor, ...]:
+        """The logprobs of each sequence's tokens but the first, given those before them.
+
+        Args:
+            sequences: Token ids, at least two each; they don't see one another.
+            temperature: Logits are divided by it, as in sampling; 0 counts as 1.
+
+        Returns:
+            `[len(sequence) - 1]` float32 for each sequence.
+
+        Raises:
+            ValueError: A sequence is too short or too long.
+        """
+        counts = np.array([len(sequence) - 1 for sequence in sequences])
+        if counts.min(initial=1) < 1 or counts.max(initial=1) > self._model.max_model_len:
+            limit = self._model.max_model_len
+            raise ValueError(f"sequences must have 2 to {limit + 1} tokens")
+        inputs = np.concatenate([np.array(sequence[:-1]) for sequence in sequences])
+        targets = torch.tensor([token for sequence in sequences for token in sequence[1:]])
+        rows = self._rows(counts)
+        step = self._builder.build(rows, inputs, np.arange(len(inputs)))
+        with self._tiles:
+            output = self._model.module(
+                input_ids=step.input_ids,
+                position_ids=step.position_ids,
+                attention_mask=step.position_ids.new_empty(1, 1, 1, 1),
+                use_cache=False,
+                attention_batch=step.attention,
+                kv_cache=self._cache,
+            )
+            scaled = scale_logits(
+                output.logits[0].float(), torch.full((len(inputs),), float(temperature))
+            )
+            found = scaled.logprobs(targets[:, None])[:, 0]
+        return tuple(torch.split(found, counts.tolist()))
+
+    def _rows(self, counts: np.ndarray[Any, np.dtype[np.int64]]) -> Rows:
+        """One row per sequence, each with blocks of its own in a cache that is large enough."""
+        blocks = -(-counts // _BLOCK_SIZE)
+        ends = np.cumsum(blocks)
+        if ends[-1] > self._cache.num_blocks:
+            self._cache = KVCache(self._model, int(ends[-1]), _BLOCK_SIZE)
+        columns = np.minimum(np.arange(blocks.max()), blocks[:, None] - 1)
+        tables = (ends - blocks)[:, None] + columns
+        return Rows(np.zeros_like(counts), counts, tables, 0)
+
+
+def exact_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    *,
+    attention_batch: TiledBatch,
+    kv_cache: KVCache,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Deterministic mode's attention over whole sequences, for Transformers' interface.
+
+    Args:
+        module: The attention layer.
+        query: `[1, heads, tokens, dim]`.
+        key: `[1, kv_heads, tokens, dim]`.
+        value: `[1, kv_heads, tokens, value_dim]`.
+        attention_mask: Ignored; the batch says what may be seen.
+        attention_batch: The sequences.
+        kv_cache: Scratch memory.
+        scaling: Factor of the scores; 1/sqrt(dim) when None.
+        sliding_window: The layer's window, None for full attention.
+
+    Returns:
+        `[1, tokens, heads, value_dim]`, and None for the weights.
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    output: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+        query, key, value, attention_batch, kv_cache, module.layer_idx, sliding_window, scale
+    )
+    return output, None
+
+
+class _Attention(torch.autograd.Function):
+    """Forward tile by tile, backward through `scaled_dot_product_attention`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        batch: TiledBatch,
+        cache: KVCache,
+        layer: int,
+        window: int | None,
+        scale: float,
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.lengths, ctx.window, ctx.scale = batch.rows.num_tokens.tolist(), window, scale
+        queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        output = tiled_attention(
+            batch,
+            queries,
+            keys,
+            values,
+            cache,
+            layer,
+            window=window,
+            scale=scale,
+            softcap=None,
+            sinks=None,
+        )
+        return output[None]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+        with torch.enable_grad():
+            parts = zip(*(tensor.split(ctx.lengths, dim=2) for tensor in inputs), strict=True)
+            outputs = [_attend(q, k, v, ctx.window, ctx.scale) for q, k, v in parts]
+            output = torch.cat(outputs, dim=2).transpose(1, 2)
+        found = torch.autograd.grad(output, inputs, gradients)
+        return (*found, None, None, None, None, None)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float) -> Tensor:
+    """One sequence, `[1, heads, tokens, dim]` each."""
+    mask = None
+    if window is not None and window < query.shape[2]:
+        ones = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool)
+        mask = ones.tril() & ones.triu(1 - window)
+    return F.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=True
+    )

@@ -1,0 +1,89 @@
+"""Checkpoint names to parameter names, by Transformers' own rules for loading a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...config import WeightsError
+from .model import no_progress_bars
+
+
+def as_parameters(
+    module: nn.Module, tensors: Mapping[str, Tensor], *, checkpoint: bool = False
+) -> Mapping[str, Tensor]:
+    """Tensors by the names that the module has for them: renamed, fused, cut and turned.
+
+    May run beside the module's forward pass: the module is only looked at.
+
+    Args:
+        module: A Transformers model.
+        tensors: By the names of its parameters, or of a checkpoint for it.
+        checkpoint: They come from a checkpoint. Then a name that the model has too may still mean
+            a tensor of another layout there. Otherwise the names tell.
+
+    Returns:
+        As many parameters as there are tensors for; the same tensors where nothing had to be done.
+
+    Raises:
+        WeightsError: Some don't belong to this model, or are parts of a parameter whose other
+            parts are missing.
+    """
+    known = module.state_dict()
+    if not tensors or (not checkpoint and tensors.keys() <= known.keys()):
+        return tensors
+    if not hasattr(module, "config"):
+        return tensors  # none of Transformers' models, so there are no other names
+    return _load(_hull(module, tensors), tensors)
+
+
+def _hull(module: nn.Module, tensors: Mapping[str, Tensor]) -> Any:
+    """A copy of the module without any numbers, to be loaded into."""
+    # Casts are made elsewhere, not in the threads that Transformers starts for them.
+    dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    dtype = dtypes.pop() if len(dtypes) == 1 else None
+
+    def empty(tensor: Tensor) -> Tensor:
+        wanted = dtype if tensor.is_floating_point() else None
+        return torch.empty_like(tensor, dtype=wanted, device="meta")
+
+    hollow: dict[int, Any] = {
+        id(each): nn.Parameter(empty(each), requires_grad=False) for each in module.parameters()
+    }
+    hollow |= {id(buffer): empty(buffer) for buffer in module.buffers()}
+    return copy.deepcopy(module, hollow)
+
+
+def _load(hull: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    # Only here, as it is no part of Transformers' public interface: whoever sends parameters by
+    # their names does not depend on it.
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    mapping: Any = get_model_conversion_mapping(hull)
+    rules = LoadStateDictConfig(weight_mapping=mapping)
+    shapes = {name: tuple(tensor.shape) for name, tensor in hull.state_dict().items()}
+    with no_progress_bars():
+        info, _ = convert_and_load_state_dict_in_model(hull, dict(tensors), rules)
+    hull._adjust_missing_and_unexpected_keys(info)
+    parts = "all parts of a parameter that the model has fused must come in one update"
+    for name in sorted(info.conversion_errors):
+        raise WeightsError(f"the new weights don't fit: {name!r} can't be put together; {parts}")
+    for name, shape, _ in sorted(info.mismatched_keys):
+        raise WeightsError(
+            f"the new weights don't fit: {name!r} is made {tuple(shape)}, and the model's is "
+            f"{shapes[name]}; {parts}"
+        )
+    if unknown := sorted(info.unexpected_keys):
+        raise WeightsError(
+            f"the new weights don't fit: {len(unknown)} tensors that the model does not have, "
+            f"such as {unknown[0]!r}; pass those of the same architecture"
+        )
+    return {
+        name: tensor.detach() for name, tensor in hull.state_dict().items() if not tensor.is_meta
+    }

@@ -1,0 +1,195 @@
+"""Both ways to train go right: rewards, versions, staleness; the final reward is for long runs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import grpo_arithmetic
+import pytest
+import torch
+from grpo_arithmetic import (
+    NothingToLearn,
+    Record,
+    Settings,
+    curve,
+    run,
+    run_blocking,
+    start_trainer,
+)
+from grpo_rollouts import KINDS, Arithmetic, Rollouts, staleness
+from grpo_trainer import Group, Trainer, TrainerProcess
+from rich.console import Console
+
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+
+SETTINGS = Settings(steps=3, groups=4, samples=4, prompts=8, held_out=5)
+
+
+@pytest.fixture
+def console() -> Console:
+    return Console(quiet=True)
+
+
+def make_rollouts(engine: InferenceEngine, seed: int = 1) -> Rollouts:
+    task = Arithmetic(engine.config.model_folder, ("add", "sub"))
+    params = SamplingParams(max_tokens=8)
+    return Rollouts(engine, task, task.stream(seed), samples=4, params=params, seed=seed)
+
+
+@pytest.fixture
+def engine() -> Iterator[InferenceEngine]:
+    with InferenceEngine(EngineConfig(dtype="float32")) as engine:
+        yield engine
+
+
+def test_what_is_held_out_is_never_trained_on() -> None:
+    task = Arithmetic(EngineConfig().model_folder, tuple(KINDS))
+
+    def operands(text: str) -> tuple[str, ...]:
+        words = text.strip("?.=").split()
+        (at,) = (place for place, word in enumerate(words) if word in "+-")
+        pair = (words[at - 1], words[at + 1])
+        return (words[at], *(sorted(pair) if words[at] == "+" else pair))
+
+    seen = {operands(p.example.prompt) for p in itertools.islice(task.stream(1), 20_000)}
+    held_out = [operands(p.example.prompt) for p in task.chosen("heldout", 200)]
+    assert len(held_out) == 800
+    assert len(seen) > 5_000
+    assert not seen & set(held_out)
+
+
+def test_a_reward_is_for_the_whole_answer_and_its_end(engine: InferenceEngine) -> None:
+    rollouts = make_rollouts(engine)
+    problem = next(rollouts.problems)
+    (sample,) = engine.generate([problem.token_ids], SamplingParams(temperature=0, max_tokens=8))
+    encode = rollouts.task._tokenizer.encode
+    end = sample.completion_tokens[-1]
+    right = (*encode(problem.example.answer), end)
+
+    def reward(tokens: tuple[int, ...], reason: Any = "stop") -> float:
+        changed = TrainingSample(
+            sample.prompt_tokens, tokens, (0.0,) * len(tokens), None, 0, finish_reason=reason
+        )
+        return rollouts.task.reward(problem, changed)
+
+    assert reward(right) == 1.0
+    assert reward(right, "length") == 0.0
+    assert reward((*right[:-1], right[-2], end)) == 0.0
+
+
+def test_staleness_is_counted_by_the_token() -> None:
+    sample = TrainingSample(
+        (1,), (2, 3, 4), (0.0,) * 3, None, 4, finish_reason="stop", weight_versions=((4, 0), (6, 2))
+    )
+    assert staleness([Group((sample,), (1.0,))], version=7) == [3, 3, 1]
+
+
+def test_an_update_in_flight_reaches_sequences_that_are_under_way(engine: InferenceEngine) -> None:
+    rollouts = make_rollouts(engine)
+    groups: list[Group] = []
+    for step in range(12):
+        if step == 3:
+            engine.update_weights(
+                {name: weight * 1.01 for name, weight in engine.state_dict().items()}
+            )
+        groups += rollouts.step(concurrency=6)
+    versions = {sample.weight_versions for group in groups for sample in group.samples}
+    assert {((0, 0),), ((1, 0),)} < versions
+    mixed = [each for each in versions if len(each) == 2]
+    assert mixed
+    assert all(first == (0, 0) and version == 1 for first, (version, _) in mixed)
+    assert rollouts.counts.groups == len(groups)
+
+
+def blocking(seed: int) -> tuple[Record, dict[str, torch.Tensor], int]:
+    settings = replace(SETTINGS, seed=seed)
+    record = Record()
+    with InferenceEngine(EngineConfig(dtype="float32", seed=seed)) as engine:
+        before = {name: weight.clone() for name, weight in engine.state_dict().items()}
+        with start_trainer(settings, engine) as trainer:
+            assert isinstance(trainer, Trainer)
+            run_blocking(
+                settings, make_rollouts(engine, seed), trainer, record, record.facts.append
+            )
+        after = {name: weight.clone() for name, weight in engine.state_dict().items()}
+        assert any(not torch.equal(before[name], after[name]) for name in before)
+        return record, after, engine.get_weight_version()
+
+
+def test_blocking_mode_is_repeatable_bit_for_bit() -> None:
+    record, weights, version = blocking(seed=1)
+    again, same, _ = blocking(seed=1)
+    assert version == len(record.facts) == 3
+    assert record.facts == again.facts
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+    assert [each[2] for each in record.ages] == [0, 0, 0]
+    assert record.mixed == 0
+    other, different, _ = blocking(seed=2)
+    assert other.facts != record.facts
+    assert any(not torch.equal(weights[name], different[name]) for name in weights)
+
+
+def test_nothing_to_learn_ends_the_run(console: Console) -> None:
+    """Nearly greedy, all samples of a prompt are alike."""
+    with pytest.raises(NothingToLearn):
+        run(replace(SETTINGS, temperature=0.0001, most_prompts=8), console)
+
+
+def check_figures(found: dict[str, Any]) -> None:
+    assert len(found["rewards"]) == 3
+    assert all(0 <= reward <= 1 for reward in found["rewards"])
+    assert 0 <= found["before"] <= 1
+    assert 0 <= found["after"] <= 1
+    assert found["groups_trained_on"] == 12
+    assert found["weight_version"] == 3
+    assert found["groups"] >= 12
+    assert 0 < found["generating"] <= 1
+    assert 0 < found["training"] <= 1
+
+
+def test_blocking_run_reports_what_it_did(console: Console) -> None:
+    found = run(SETTINGS, console)
+    check_figures(found)
+    assert found["staleness_max"] == 0
+    assert found["samples_of_several_versions"] == 0
+    assert found["generating"] + found["training"] <= 1
+
+
+@pytest.mark.slow
+def test_in_flight_run_generates_while_it_trains(
+    console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records: list[tuple[Rollouts, Record]] = []
+    loop = grpo_arithmetic.run_in_flight
+
+    def watched(
+        settings: Settings,
+        rollouts: Rollouts,
+        trainer: TrainerProcess,
+        record: Record,
+        report: Any,
+    ) -> None:
+        records.append((rollouts, record))
+        loop(settings, rollouts, trainer, record, report)
+
+    monkeypatch.setattr(grpo_arithmetic, "run_in_flight", watched)
+    found = run(replace(SETTINGS, mode="in-flight"), console)
+    check_figures(found)
+    ((rollouts, record),) = records
+    assert rollouts.engine is not None
+    assert found["staleness_max"] >= 0
+    assert all(total >= 0 for _, total, _ in record.ages)
+    for (_, ended), (started, _) in itertools.pairwise(record.training):
+        assert ended <= started
+    # While each training step ran, the engine was called.
+    for start, end in record.training:
+        assert any(start < first and last < end for first, last in rollouts.busy)
+
+
+def test_the_curve_shows_where_the_rewards_are() -> None:
+    *rows, axis = curve([0.0] * 5 + [1.0] * 5, height=4).split("\n")
+    assert [row.split("|")[1] for row in rows] == ["     " + "█" * 5] * 4
+    assert "10 steps" in axis

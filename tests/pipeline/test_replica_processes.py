@@ -1,0 +1,87 @@
+"""`up` with two executors: one is killed, and the other goes on at once with what it had."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from nano_inference import BusClient
+from nano_inference.bus import StageReport
+from nano_inference.config import all_roles
+
+from .test_lanes import Streams
+from .test_processes import House
+
+pytestmark = pytest.mark.slow
+
+LIMIT_S = 120
+
+
+async def ready(client: BusClient) -> dict[str, StageReport]:
+    """The stages that take part, by role."""
+    reports = await client.bus.stages.read()
+    return {report.stage: report for report in reports if report.state == "ready"}
+
+
+async def until_all_ready(client: BusClient) -> dict[str, StageReport]:
+    while set(found := await ready(client)) != set(all_roles(2)):  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    return found
+
+
+async def test_a_killed_executor_leaves_its_work_to_the_other(
+    redis_url: str, tmp_path: Path
+) -> None:
+    prefix = f"up-{uuid.uuid4().hex[:8]}"
+    # Long enough that its successor can't be what goes on.
+    settings = {"pipeline.replicas": 2, "pipeline.restart_backoff_s": 8}
+    log = tmp_path / "log"
+    house = House(redis_url, prefix, endpoint="", log=log, settings=settings)
+    try:
+        async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
+            before = await until_all_ready(client)
+            assert len({report.pid for report in before.values()}) == 7
+            streams = Streams(client)
+            await streams.begin()
+            os.kill(before["executor.1"].pid, signal.SIGKILL)
+            await streams.finish()
+            assert "executor" in await ready(client)
+            assert "executor.1" not in await ready(client)
+            assert not await client.bus.requests.dead_letters()
+            after = await until_all_ready(client)
+            assert after["executor.1"].pid != before["executor.1"].pid
+            assert after["executor"].pid == before["executor"].pid
+            await asyncio.to_thread(check_status, house)
+        assert house.stop() == 0
+    finally:
+        if house.process.poll() is None:
+            house.stop()
+
+
+def check_status(house: House) -> None:
+    """`status` and `top` show every replica."""
+    for command in (["status", "--json"], ["status"], ["top", "--once"]):
+        shown = subprocess.run(
+            [
+                *(sys.executable, "-m", "nano_inference", *command),
+                *("--bus", house.bus.url, "--set", f"bus.prefix={house.bus.prefix}"),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+        for role in all_roles(2):
+            assert role in shown
+        if "--json" in command:
+            found = json.loads(shown)
+            assert list(found["lanes"][0]["stages"]) == list(all_roles(2))
+            assert "plans.1" in found["links"]

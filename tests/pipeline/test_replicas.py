@@ -1,0 +1,342 @@
+"""Several replicas of batching and executor behind one queue: they share it, come and go."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from nano_inference import BusClient, Completion, Config, GenerateRequest, Pipeline
+from nano_inference.stages.admission.stage import AdmissionStage
+from nano_inference.stages.batching.core import BatchingCore
+from nano_inference.stages.batching.stage import BatchingStage
+from nano_inference.stages.executor.stage import ExecutorStage
+from nano_inference.stages.fairness.stage import FairnessStage
+
+from . import reference
+from .conftest import MakeConfig, config_maker
+from .test_exactness import mixed_requests
+from .test_lanes import Streams, begin, kill
+from .test_life import GOOD, LONG, Boom, until, whole_streams
+
+LIMIT_S = 120
+FRONT = ["admission", "fairness", "streaming"]
+REPLICA = ["batching", "executor"]
+
+
+@pytest.fixture(params=["memory", "redis-links"])
+def make_config(request: pytest.FixtureRequest) -> MakeConfig:
+    """What is between these two kinds is held for one replica."""
+    return config_maker(request)
+
+
+@pytest.fixture(params=["redis", "redis-links", "cluster"])
+def over_redis(request: pytest.FixtureRequest) -> MakeConfig:
+    """For replicas in processes of their own, or in what stands for them."""
+    return config_maker(request)
+
+
+def replicated(make_config: MakeConfig, **settings: Any) -> Config:
+    return make_config(pipeline__replicas=2, pipeline__restart_backoff_s=0.01, **settings)
+
+
+def batching_of(pipeline: Pipeline, replica: int) -> BatchingCore:
+    stage = pipeline._actors[f"batching.{replica}" if replica else "batching"]
+    assert isinstance(stage, BatchingStage)
+    assert stage._core is not None
+    return stage._core
+
+
+def fairness_of(pipeline: Pipeline) -> FairnessStage:
+    stage = pipeline._actors["fairness"]
+    assert isinstance(stage, FairnessStage)
+    return stage
+
+
+def lanes_of(pipeline: Pipeline) -> list[str]:
+    return sorted(fairness_of(pipeline)._core._lanes)
+
+
+def epoch_of(pipeline: Pipeline) -> int:
+    stage = pipeline._actors["admission"]
+    assert isinstance(stage, AdmissionStage)
+    return stage.epoch
+
+
+async def check_at_rest(pipeline: Pipeline) -> None:
+    """Nothing is lost: every place is free again, and every block is accounted for."""
+    places = 2 * pipeline.config.engine.max_batch_size
+    await until(lambda: fairness_of(pipeline)._core.credits == places)
+    for replica in range(2):
+        await until(lambda replica=replica: batching_of(pipeline, replica).idle)  # type: ignore[misc]
+        batching_of(pipeline, replica).check()
+
+
+def wanted_of(request: GenerateRequest) -> list[int]:
+    sampling, prompt_ids = request.sampling, reference.tokenizer().encode(request.prompt)
+    return reference.generate(prompt_ids, sampling.max_tokens, ignore_eos=sampling.ignore_eos)
+
+
+# --- shared work ------------------------------------------------------------------------------
+
+
+async def test_200_requests_over_two_replicas_equal_transformers_token_for_token(
+    make_config: MakeConfig,
+) -> None:
+    requests = mixed_requests(200)
+    config = replicated(
+        make_config,
+        engine__max_batch_size=24,
+        engine__max_tokens_per_batch=96,
+        engine__kv_cache_bytes=6 << 20,
+    )
+    async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
+        completions = await asyncio.gather(*map(pipeline.complete, requests))
+        steps = [s.load["steps"] for s in pipeline.stages() if s.stage.startswith("executor")]
+        await check_at_rest(pipeline)
+    for request, completion in zip(requests, completions, strict=True):
+        assert completion.status == "done", completion.error
+        assert list(completion.samples[0].token_ids) == wanted_of(request), request.prompt
+    assert len(steps) == 2
+    assert min(map(int, steps)) * 3 > max(map(int, steps)), "both have worked"
+
+
+async def test_requests_go_to_the_replica_that_has_their_prefix(make_config: MakeConfig) -> None:
+    config = replicated(make_config, engine__max_batch_size=16)
+    prefixes = [f"{name} is 31 years old and lives in Oslo. " * 12 for name in ("Ana", "Ben")]
+    sampling = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
+    async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
+        # The second one goes to the replica that does nothing.
+        await pipeline.client.pause()
+        first = [
+            asyncio.create_task(pipeline.complete({"prompt": prefix, "sampling": sampling}))
+            for prefix in prefixes
+        ]
+        await until(lambda: not fairness_of(pipeline)._core.num_queued)
+        await until(
+            lambda: [batching_of(pipeline, each).load()["waiting"] for each in (0, 1)] == [1, 1]
+        )
+        await pipeline.client.resume()
+        lengths = [(await task).usage.prompt_tokens for task in first]
+        rest = [
+            {"prompt": f"{prefixes[index % 2]} {index}", "sampling": sampling}
+            for index in (0, 2, 4, 1, 3, 5, 6, 7)
+        ]
+        for index, completion in enumerate(await asyncio.gather(*map(pipeline.complete, rest))):
+            least = min(lengths) - 2 * config.engine.block_size
+            assert completion.usage.cached_tokens >= least, index
+
+
+async def test_what_shares_no_prefix_goes_where_least_is_to_do(make_config: MakeConfig) -> None:
+    config = replicated(make_config, engine__max_batch_size=8)
+    async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
+        await pipeline.client.pause()
+        tasks = [asyncio.create_task(pipeline.complete(GOOD)) for _ in range(10)]
+        loads = [0, 0]
+
+        def all_there() -> bool:
+            loads[:] = [batching_of(pipeline, each).load()["waiting"] for each in (0, 1)]
+            return sum(loads) == 10
+
+        await until(all_there)
+        assert loads == [5, 5]
+        await pipeline.client.resume()
+        assert {(await task).status for task in tasks} == {"done"}
+
+
+async def test_a_request_in_two_replicas_is_whole_and_can_be_cut_short(
+    make_config: MakeConfig,
+) -> None:
+    """It has more samples than either has places; a stop string ends some in each of them."""
+    config = replicated(make_config, engine__max_batch_size=4)
+    body = {
+        "prompt": "Story about Ana, a cat and 3 balls:",
+        "n": 8,
+        "sampling": {"temperature": 1.0, "seed": 3, "max_tokens": 60, "ignore_eos": True},
+    }
+    stopped = {**body, "sampling": {**body["sampling"], "stop": ["a"]}}  # type: ignore[dict-item]
+    async with Pipeline(make_config()) as alone, asyncio.timeout(LIMIT_S):
+        expected = [await alone.complete(each) for each in (body, stopped)]
+    async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
+        for each, undisturbed in zip((body, stopped), expected, strict=True):
+            completion = await pipeline.complete(each)
+            tokens = [sample.token_ids for sample in completion.samples]
+            assert tokens == [sample.token_ids for sample in undisturbed.samples]
+            await check_at_rest(pipeline)
+        for attempt in range(6):
+            long = {**LONG, "n": 8, "request_id": f"long-{attempt}"}
+            stream = pipeline.submit(long)
+            await anext(stream)
+            if attempt % 2:  # also while it runs in both for sure
+                busy = lambda: all(batching_of(pipeline, i).load()["running"] for i in (0, 1))  # noqa: E731
+                await until(busy)
+            await pipeline.client.cancel(f"long-{attempt}")
+            last = [output async for output in stream]
+            assert isinstance(last[-1], Completion)
+            assert last[-1].status == "cancelled"
+            await check_at_rest(pipeline)
+        tail = await pipeline.complete(GOOD)
+        assert tail.status == "done"
+
+
+async def test_tenants_share_all_replicas_evenly(make_config: MakeConfig) -> None:
+    """Whoever comes second is served as much as the one that has a long queue already."""
+    config = replicated(make_config, engine__max_batch_size=2)
+    ended: list[str] = []
+
+    async def ask(pipeline: Pipeline, tenant: str, index: int) -> None:
+        sampling = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
+        body = {"prompt": f"{index} + 4 =", "tenant": tenant, "sampling": sampling}
+        assert (await pipeline.complete(body)).status == "done"
+        ended.append(tenant)
+
+    async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
+        many = [asyncio.create_task(ask(pipeline, "many", i)) for i in range(60)]
+        await until(lambda: len(ended) >= 4)
+        before = len(ended)
+        await asyncio.gather(*(ask(pipeline, "few", i) for i in range(12)))
+        meanwhile = ended[before:].count("many")
+        await asyncio.gather(*many)
+    # As many as of the other, what ran before, and what ended in the same moments.
+    assert meanwhile <= 12 + 4 + 8
+    assert ended.count("few") == 12
+
+
+# --- replicas come and go ---------------------------------------------------------------------
+
+
+def break_once(monkeypatch: pytest.MonkeyPatch, core: Any, method: str, after: int) -> None:
+    """Makes the given call of one object's method fail, and only that one."""
+    original = getattr(core, method)
+    calls = 0
+
+    def wrapper(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == after:
+            raise Boom(f"{method} was told to fail")
+        return original(*args)
+
+    monkeypatch.setattr(core, method, wrapper)
+
+
+def core_of(pipeline: Pipeline, role: str) -> Any:
+    stage = pipeline._actors[role]
+    assert isinstance(stage, ExecutorStage | BatchingStage)
+    return stage._core
+
+
+@pytest.mark.parametrize(
+    ("role", "method"),
+    [
+        ("executor", "execute"),
+        ("executor.1", "execute"),
+        ("batching", "absorb"),
+        ("batching.1", "absorb"),
+    ],
+)
+async def test_a_replica_that_fails_loses_nothing_and_joins_again(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, role: str, method: str
+) -> None:
+    async with asyncio.timeout(LIMIT_S), Pipeline(replicated(make_config)) as pipeline:
+        await until(lambda: len(lanes_of(pipeline)) == 2)
+        before = epoch_of(pipeline)
+        break_once(monkeypatch, core_of(pipeline, role), method, after=15)
+        await whole_streams(pipeline)
+        assert epoch_of(pipeline) > before, "one has failed"
+        await until(lambda: lanes_of(pipeline) == ["batching", "batching.1"])
+        await whole_streams(pipeline)
+        await check_at_rest(pipeline)
+        assert not await pipeline.bus.requests.dead_letters()
+
+
+async def test_the_others_go_on_while_a_replica_is_away(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replicated(make_config)
+    gone = asyncio.Event()
+    loading = asyncio.Event()
+    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
+        await until(lambda: len(lanes_of(pipeline)) == 2)
+        original = ExecutorStage.open
+
+        async def open_late(self: ExecutorStage) -> None:
+            gone.set()
+            await loading.wait()
+            await original(self)
+
+        monkeypatch.setattr(ExecutorStage, "open", open_late)
+        break_once(monkeypatch, core_of(pipeline, "executor.1"), "execute", after=15)
+        await whole_streams(pipeline)
+        assert gone.is_set()
+        assert (await pipeline.complete(GOOD)).status == "done"
+        assert lanes_of(pipeline) == ["batching"]
+        before = epoch_of(pipeline)
+        loading.set()
+        await until(lambda: lanes_of(pipeline) == ["batching", "batching.1"])
+        await whole_streams(pipeline)
+        assert epoch_of(pipeline) == before, "who joins disturbs nobody"
+
+
+# --- replicas in processes of their own -------------------------------------------------------
+
+
+def parts(make_config: MakeConfig) -> tuple[Config, Config, Config]:
+    """Settings of one pipeline in three: what is there once, and two replicas."""
+    front = replicated(make_config, pipeline__stages=FRONT)
+
+    def replica(number: int) -> Config:
+        stages = {"stages": REPLICA, "replica": number}
+        settings = {f"pipeline__{name}": value for name, value in stages.items()}
+        return replicated(make_config, bus__prefix=front.bus.prefix, **settings)
+
+    return front, replica(0), replica(1)
+
+
+async def test_one_replica_is_enough_and_the_other_may_come_and_leave(
+    over_redis: MakeConfig,
+) -> None:
+    front, first, second = parts(over_redis)
+    async with (
+        asyncio.timeout(LIMIT_S),
+        BusClient.connect(front.bus) as client,
+        Pipeline(front) as pipeline,
+        Pipeline(second) as here,
+    ):
+        assert (await client.complete(GOOD)).status == "done", "replica 0 is not there"
+        assert lanes_of(pipeline) == ["batching.1"]
+        streams = Streams(client)
+        await streams.begin()
+        before = epoch_of(pipeline)
+        other = await begin(Pipeline(first))
+        await until(lambda: len(lanes_of(pipeline)) == 2)
+        assert epoch_of(pipeline) == before, "who joins disturbs nobody"
+        await streams.finish()
+        streams = Streams(client)
+        await streams.begin()
+        await here.ready()
+        await other.__aexit__(None, None, None)
+        await streams.finish()
+        assert lanes_of(pipeline) == ["batching.1"]
+        assert epoch_of(pipeline) > before
+
+
+async def test_a_replica_that_dies_without_a_word_is_replaced(over_redis: MakeConfig) -> None:
+    """Until its successor comes nobody knows; then all that it had goes on."""
+    front, first, second = parts(over_redis)
+    async with (
+        asyncio.timeout(LIMIT_S),
+        BusClient.connect(front.bus) as client,
+        Pipeline(front) as pipeline,
+        Pipeline(first),
+    ):
+        dying = await begin(Pipeline(second))
+        await until(lambda: len(lanes_of(pipeline)) == 2)
+        streams = Streams(client)
+        await streams.begin()
+        await kill(dying)
+        async with Pipeline(second):
+            await streams.finish()
+            await until(lambda: len(lanes_of(pipeline)) == 2)
+            assert not await client.bus.requests.dead_letters()

@@ -1,0 +1,103 @@
+"""The executor's spans: how long, how many tokens, how many slices; of recorded requests alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from nano_inference.bus import open_bus
+from nano_inference.bus.messages import NewSequence, StepResult
+from nano_inference.config import BusConfig, Config, SamplingParams, TelemetryConfig
+from nano_inference.stages.actor import StageContext
+from nano_inference.stages.executor.spans import ExecutorSpans
+from nano_inference.stages.executor.stage import ExecutorStage
+from nano_inference.telemetry import names, setup_tracing
+
+from .plans import new_sequence, step_plan
+
+RECORDED = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
+NOT_RECORDED = RECORDED[:-1] + "0"
+
+
+class Rig:
+    """An executor's spans, told of steps that nobody has run: each takes ten nanoseconds."""
+
+    def __init__(self) -> None:
+        self._exporter = InMemorySpanExporter()
+        self.tracing = setup_tracing(TelemetryConfig(), "here", self._exporter)
+        context = StageContext(Config(), open_bus(BusConfig()), self.tracing)
+        self.spans = ExecutorSpans(ExecutorStage(context))
+        self._steps = 0
+
+    def step(self, *, ends: tuple[int, ...] = (), **plan: object) -> None:
+        """Each row of `rows` samples a token; those in `ends` their last one."""
+        self._steps += 1
+        rows: dict[int, int] = plan.get("rows", {})  # type: ignore[assignment]
+        result = StepResult(
+            *(self._steps, (), tuple(rows), (5,) * len(rows), (0.0,) * len(rows)),
+            tuple("stop" if seq_id in ends else "" for seq_id in rows),
+            *((), 0, self._steps * 10, self._steps * 10 + 10),
+        )
+        self.spans.step(step_plan(self._steps, **plan), result)
+
+    def made(self) -> list[ReadableSpan]:
+        self.tracing.flush()
+        return list(self._exporter.get_finished_spans())
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.tracing.shutdown()
+
+
+def new(seq_id: int, request_id: str, traceparent: str, generated: int = 0) -> NewSequence:
+    made = new_sequence(seq_id, [1, 2], [0], SamplingParams(), num_generated=generated)
+    changed = msgspec.structs.replace(made.info, request_id=request_id, traceparent=traceparent)
+    return msgspec.structs.replace(made, info=changed)
+
+
+def test_a_slice_lasts_from_the_first_sample_s_start_to_the_last_one_s_end(rig: Rig) -> None:
+    rig.step(new=(new(1, "r", RECORDED), new(2, "r", RECORDED), new(3, "other", NOT_RECORDED)))
+    rig.step(rows={1: 1, 3: 1})
+    rig.step(rows={1: 1, 2: 1, 3: 1}, ends=(1,))
+    assert rig.made() == []
+    rig.step(rows={2: 1, 3: 1}, ends=(2, 3))
+    executor, prefill, decode = rig.made()
+    assert [span.name for span in rig.made()] == ["executor", "prefill", "decode"]
+    assert executor.attributes is not None
+    assert executor.attributes[names.OUTPUT_TOKENS] == 4
+    assert (prefill.start_time, prefill.end_time) == (10, 30)
+    assert (decode.start_time, decode.end_time) == (30, 50)
+    assert [(event.name, event.timestamp) for event in executor.events] == [(names.FIRST_TOKEN, 30)]
+
+
+def test_what_gives_up_its_blocks_and_comes_back_in_one_plan_has_two_slices(rig: Rig) -> None:
+    rig.step(new=(new(1, "r", RECORDED),), rows={1: 2})
+    rig.step(finished=(1,), new=(new(1, "r", RECORDED, generated=1),), rows={1: 3})
+    rig.step(rows={1: 1}, ends=(1,))
+    slices = [span for span in rig.made() if span.name == "executor"]
+    assert [(span.attributes or {})[names.OUTPUT_TOKENS] for span in slices] == [1, 2]
+    assert [event.name for event in slices[1].events] == [names.RESUMED, names.FIRST_TOKEN]
+
+
+def test_a_new_epoch_ends_every_slice(rig: Rig) -> None:
+    rig.step(new=(new(1, "r", RECORDED), new(2, "s", RECORDED)), rows={1: 2})
+    rig.spans.clear()
+    found = [((span.attributes or {})[names.REQUEST_ID], span.name) for span in rig.made()]
+    assert found == [
+        *(("r", name) for name in ("executor", "prefill", "decode")),
+        *(("s", name) for name in ("executor", "prefill")),
+    ]
+
+
+def test_of_what_is_not_recorded_nothing_is_made(rig: Rig) -> None:
+    rig.step(new=(new(1, "r", NOT_RECORDED),), rows={1: 2})
+    rig.step(rows={1: 1}, ends=(1,))
+    rig.spans.clear()
+    assert rig.made() == []

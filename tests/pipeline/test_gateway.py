@@ -2,7 +2,7 @@
 
 The calls, their order and the fields read are those of slime's and miles' clients
 (backends/sglang_utils/sglang_engine.py, rollout/sglang_rollout.py of slime; miles' have the same
-names), as far as they are HTTP. What the broadcast group carries is tested with the transport.
+names), as far as they are HTTP. `test_gateway_group.py` has the broadcast group.
 """
 
 from __future__ import annotations

@@ -1,102 +1,156 @@
-"""A trainer with no code of ours broadcasts weights, and tells SGLang's interface of them.
+"""A trainer in another process broadcasts its weights, and tells of them over HTTP.
 
-The HTTP calls and their order are those of slime's `UpdateWeightFromDistributed`, and the group is
-made as it makes it (see `peer.py`).
+The program is made by what slime and SGLang document (`peer.py`), the calls are slime's.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from safetensors.torch import load_file, save_file
+import safetensors.torch
+from torch import Tensor
 
-from nano_inference.config import load_config
 from nano_inference.pipeline.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
 
 from ..oracle import announcing, token_of
 from ..stages.executor.transports.peers import Peer
-from . import reference
+from .conftest import MakeConfig
 
-LIMIT_S = 120.0
+LIMIT_S = 120
+GROUP = "slime-pp_0"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.parametrize("make_config", ["memory", "redis-links"], indirect=True),
+]
 
 
 @pytest.fixture
-async def http() -> AsyncIterator[httpx.AsyncClient]:
-    overrides = {"engine.dtype": "float32", "gateway.port": 0}
-    config = load_config(env={}, overrides=overrides)
+async def pipeline(make_config: MakeConfig) -> AsyncIterator[Pipeline]:
+    config = make_config(gateway__sync_timeout_s=20.0)
+    async with asyncio.timeout(LIMIT_S), Pipeline(config) as running:
+        yield running
+
+
+@pytest.fixture
+async def http(pipeline: Pipeline) -> AsyncIterator[httpx.AsyncClient]:
     async with (
-        asyncio.timeout(2 * LIMIT_S),
-        Pipeline(config) as pipeline,
         Gateway(pipeline.client, pipeline.config) as gateway,
         httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as client,
     ):
         yield client
 
 
-async def call(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
-    response = await http.post(path, json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
+@pytest.fixture
+def weights(pipeline: Pipeline) -> Mapping[str, Tensor]:
+    return safetensors.torch.load_file(pipeline.config.engine.model_folder / "model.safetensors")
 
 
-async def send_bucket(http: httpx.AsyncClient, peer: Peer, file: Path, version: int) -> Any:
-    """Tells of a bucket, and broadcasts it meanwhile."""
-    tensors = sorted(load_file(file).items())
-    peer.tell("send", file)
-    return await call(
+async def post(http: httpx.AsyncClient, path: str, **payload: Any) -> httpx.Response:
+    return await http.post(path, json=payload)
+
+
+async def joined(http: httpx.AsyncClient, peer: Peer) -> None:
+    host, port = peer.address.split(":")
+    answer = await post(
+        http,
+        "/init_weights_update_group",
+        master_address=host,
+        master_port=int(port),
+        rank_offset=1,
+        world_size=2,
+        group_name=GROUP,
+        backend="gloo",
+    )
+    assert answer.json()["success"], answer.text
+    assert await asyncio.to_thread(peer.hear) == "joined"
+
+
+async def bucket(
+    http: httpx.AsyncClient, peer: Peer, file: Path, version: str, command: str = "send"
+) -> httpx.Response:
+    """As slime sends one: the call is on its way while rank 0 broadcasts."""
+    tensors = sorted(safetensors.torch.load_file(file).items())
+    peer.tell(command, file)
+    return await post(
         http,
         "/update_weights_from_distributed",
-        {
-            "names": [name for name, _ in tensors],
-            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
-            "shapes": [list(tensor.shape) for _, tensor in tensors],
-            "group_name": peer.group,
-            "weight_version": str(version),
-        },
+        names=[name for name, _ in tensors],
+        dtypes=[str(each.dtype).removeprefix("torch.") for _, each in tensors],
+        shapes=[list(each.shape) for _, each in tensors],
+        group_name=GROUP,
+        flush_cache=False,
+        weight_version=version,
     )
 
 
-async def test_rounds_of_slime(http: httpx.AsyncClient, tmp_path: Path) -> None:
-    loaded = dict(reference.model().state_dict())
-    with Peer("slime-pp_0") as peer:
-        host, _, port = peer.address.partition(":")
-        group = {
-            "master_address": host,
-            "master_port": int(port),
-            "rank_offset": 1,
-            "world_size": 2,
-            "group_name": peer.group,
-            "backend": "gloo",
-        }
-        assert (await call(http, "/init_weights_update_group", group))["success"]
-        assert await asyncio.to_thread(peer.hear) == "joined"
+def in_buckets(new: Mapping[str, Tensor], folder: Path) -> list[Path]:
+    names = sorted(new)
+    files = []
+    for number, own in enumerate((names[::2], names[1::2])):
+        files.append(folder / f"{number}.safetensors")
+        safetensors.torch.save_file({name: new[name] for name in own}, files[-1])
+    return files
+
+
+async def sample(http: httpx.AsyncClient) -> tuple[list[int], str]:
+    body = {"input_ids": [20, 21], "sampling_params": {"temperature": 0, "max_new_tokens": 3}}
+    answer = (await http.post("/generate", json=body)).json()
+    return answer["output_ids"], answer["meta_info"]["weight_version"]
+
+
+async def test_a_full_round(
+    http: httpx.AsyncClient, weights: Mapping[str, Tensor], tmp_path: Path
+) -> None:
+    with Peer(GROUP) as peer:
+        await joined(http, peer)
         for version in (1, 2):
-            await call(http, "/pause_generation", {})
-            (await http.get("/flush_cache")).raise_for_status()
-            weights = sorted(announcing(loaded, version).items())
-            for half in range(2):
-                file = tmp_path / f"{version}-{half}.safetensors"
-                save_file(dict(weights[half::2]), file)
-                assert (await send_bucket(http, peer, file, version))["success"]
+            assert (await post(http, "/pause_generation", mode="retract")).status_code == 200
+            assert (await http.get("/flush_cache")).status_code == 200
+            for file in in_buckets(announcing(weights, version), tmp_path):
+                answer = await bucket(http, peer, file, str(version))
+                assert answer.json()["success"], answer.text
                 assert await asyncio.to_thread(peer.hear) == "send"
-            await call(http, "/continue_generation", {})
-            answer = await call(
-                http,
-                "/generate",
-                {
-                    "input_ids": [5, 6, 7],
-                    "sampling_params": {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True},
-                    "return_logprob": True,
-                },
-            )
-            found = [each[1] for each in answer["meta_info"]["output_token_logprobs"]]
-            assert found == [token_of(version)] * 2
-            assert answer["meta_info"]["weight_version"] == str(version)
-        left = await call(http, "/destroy_weights_update_group", {"group_name": peer.group})
-        assert left["success"]
+            told = (await http.get("/get_weight_version")).json()["weight_version"]
+            assert told == str(version - 1)
+            assert (await post(http, "/continue_generation")).status_code == 200
+            assert await sample(http) == ([token_of(version)] * 3, str(version))
+        answer = await post(http, "/destroy_weights_update_group", group_name=GROUP)
+        assert answer.json()["success"]
+
+
+async def test_a_trainer_that_is_killed_in_the_middle(
+    http: httpx.AsyncClient, weights: Mapping[str, Tensor], tmp_path: Path
+) -> None:
+    before = await sample(http)
+    with Peer(GROUP) as peer:
+        await joined(http, peer)
+        await post(http, "/pause_generation", mode="in_place")
+        first, second = in_buckets(announcing(weights, 1), tmp_path)
+        assert (await bucket(http, peer, first, "1")).json()["success"]
+        assert await asyncio.to_thread(peer.hear) == "send"
+        sending = asyncio.create_task(bucket(http, peer, second, "1", "half"))
+        assert await asyncio.to_thread(peer.hear) == "half"
+        peer.kill()
+        answer = await sending
+    assert answer.status_code >= 400
+    assert not answer.json()["success"]
+    assert (await post(http, "/continue_generation")).json()["error"]["code"] == (
+        "weights_incomplete"
+    )
+    assert await sample(http) == before
+
+    with Peer(GROUP) as peer:
+        await joined(http, peer)
+        await post(http, "/pause_generation", mode="in_place")
+        for file in (first, second):
+            assert (await bucket(http, peer, file, "1")).json()["success"]
+            assert await asyncio.to_thread(peer.hear) == "send"
+        assert (await post(http, "/continue_generation")).status_code == 200
+        assert await sample(http) == ([token_of(1)] * 3, "1")

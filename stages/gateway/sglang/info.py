@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from ....bus import StageReport
 from ....bus.messages import Completion, GenerateRequest
-from ....config import Config, NanoInferenceError, RequestError, SamplingParams
+from ....config import Config, NanoInferenceError, RequestError, SamplingParams, split_role
 from ..engine import EngineClient
 from ..http import EngineError, JsonResponse, answer_while_connected, read_object
 from .fields import read_fields
@@ -202,8 +202,9 @@ def _by_lane(reports: list[StageReport]) -> dict[str, Told]:
 
 
 def _number(told: Told, stage: str, name: str) -> int:
-    value = told[stage].load.get(name, 0) if stage in told else 0
-    return int(value)
+    """Of all replicas together."""
+    loads = [report.load for role, report in told.items() if split_role(role)[0] == stage]
+    return sum(int(load.get(name, 0)) for load in loads)
 
 
 def _load(rank: int, told: Told) -> dict[str, Any]:

@@ -95,7 +95,8 @@ async def test_loads_by_lane(http: httpx.AsyncClient, engine: FakeEngine) -> Non
     engine.told = [
         told("admission", in_flight=5),
         told("admission", age_s=3.0, in_flight=9),
-        told("batching", running=2),
+        told("batching", running=1),
+        told("batching.1", running=1),
         told("admission", lane="1", in_flight=1),
     ]
     found = (await http.get("/v1/loads")).json()["loads"]

@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from ..config import FairnessConfig, SamplingParams
-from .weights import InFlight, WeightsSource
+from .weights import InFlight, StagedWeights, WeightsSource
 
 FinishReason = Literal["stop", "length", "abort"]
 Status = Literal["done", "error", "cancelled", "expired"]
@@ -643,7 +643,7 @@ class UpdateWeights(Internal, frozen=True, array_like=True, tag="weights", tag_f
             all of them in place. What was kept under another name is dropped.
     """
 
-    source: WeightsSource
+    source: WeightsSource | StagedWeights
     in_flight: InFlight = "keep"
     version: int | None = None
     partial: bool = False

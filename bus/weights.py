@@ -70,6 +70,9 @@ class LocalWeights(msgspec.Struct, frozen=True, array_like=True, tag="local"):
     key: str
 
 
+WeightsSource = FolderWeights | SharedMemoryWeights | GroupWeights | LocalWeights
+
+
 class StagedWeights(msgspec.Struct, frozen=True, array_like=True, tag="staged"):
     """What the executor has kept of an update that came in parts (`UpdateWeights.part_of`).
 
@@ -81,8 +84,6 @@ class StagedWeights(msgspec.Struct, frozen=True, array_like=True, tag="staged"):
     update: str
     parts: int
 
-
-WeightsSource = FolderWeights | SharedMemoryWeights | GroupWeights | LocalWeights | StagedWeights
 
 _LAID_DOWN: dict[str, Mapping[str, Any]] = {}
 

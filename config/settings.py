@@ -400,6 +400,7 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
         port: Where it listens; 0 is off, and `nano-inference gateway` then takes 30000.
         host: The address on which that port listens. There are no keys and no TLS yet: whoever
             reaches it may replace the weights.
+        max_connections: More clients than that are told to come again later, with status 503.
         max_body_bytes: A larger request is refused with status 413.
         max_weights_bytes: The same for the one call that carries tensors in its body.
         sync_timeout_s: How long a part of a weight update may take to arrive.
@@ -410,6 +411,7 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
 
     port: int = 0
     host: str = "127.0.0.1"
+    max_connections: int = 4096
     max_body_bytes: int = 16 << 20
     max_weights_bytes: int = 256 << 20
     sync_timeout_s: float = 300.0
@@ -418,7 +420,7 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         self.require("port", 0 <= self.port <= 65_535, "a port, or 0")
         self.require("host", bool(self.host), "an address of this machine")
-        for name in ("max_body_bytes", "max_weights_bytes"):
+        for name in ("max_connections", "max_body_bytes", "max_weights_bytes"):
             self.require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("sync_timeout_s", "health_timeout_s"):
             value = getattr(self, name)

@@ -29,7 +29,14 @@ from ..bus.messages import (
     UpdateFairness,
     UpdateWeights,
 )
-from ..bus.weights import InFlight, LocalWeights, WeightsSource, lay_down, pick_up
+from ..bus.weights import (
+    InFlight,
+    LocalWeights,
+    StagedWeights,
+    WeightsSource,
+    lay_down,
+    pick_up,
+)
 from ..config import (
     REPLICATED,
     BusConfig,
@@ -187,7 +194,7 @@ class BusClient:
 
     async def update_weights(
         self,
-        weights: WeightsSource | Mapping[str, Any],
+        weights: WeightsSource | StagedWeights | Mapping[str, Any],
         *,
         in_flight: InFlight = "keep",
         version: int | None = None,
@@ -201,7 +208,7 @@ class BusClient:
 
         Args:
             weights: Where they are, or, when the executor runs in this process, a state dict,
-                which must not change until this returns.
+                which must not change until this returns, or the parts of `stage_weights`.
             in_flight: As for `pause`, applied when the weights change: "abort" ends what runs or
                 waits to run in a lane, and lets what is still queued run with the new weights.
             version: What to count from then on, above the present version; None for the next.
@@ -215,7 +222,7 @@ class BusClient:
             WeightsError: They could not be taken; the old ones are in place in that lane.
             BusError: A lane did not answer; its tokens tell their version.
         """
-        source: WeightsSource
+        source: WeightsSource | StagedWeights
         source = lay_down(uuid.uuid4().hex, weights) if isinstance(weights, Mapping) else weights
         try:
             update = UpdateWeights(source, in_flight, version, partial, timeout_s)

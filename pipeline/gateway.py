@@ -61,7 +61,7 @@ class Gateway:
         own = msgspec.structs.replace(self._config.gateway, port=self.port)
         config = msgspec.structs.replace(self._config, gateway=own)
         app = make_app(self._client, config)
-        self._server = HttpServer(app)
+        self._server = HttpServer(app, config.gateway.max_connections)
         self._task = asyncio.create_task(self._server.serve([listener]), name="gateway")
         return self
 

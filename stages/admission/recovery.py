@@ -159,7 +159,7 @@ class RecoveringStage(Actor):
         replicas = {split_role(role)[1] for role in self._missing if is_replicated(role)}
         if len(replicas) == self._replicas or not all(map(is_replicated, self._missing)):
             return False
-        left = {split_role(role)[1] for role in self._left}
+        left = {split_role(role)[1] for role in self._left if is_replicated(role)}
         return replicas <= left or now >= self._patient_until_ns
 
     def _replicas_there(self) -> int:

@@ -19,7 +19,13 @@ from ...bus.messages import (
     UpdateWeights,
     WeightsStaged,
 )
-from ...bus.weights import FolderWeights, GroupWeights, LocalWeights, StagedWeights
+from ...bus.weights import (
+    FolderWeights,
+    GroupWeights,
+    LocalWeights,
+    StagedWeights,
+    WeightsSource,
+)
 from ...config import WeightsError
 from ...telemetry import instruments, names, now_ns
 from ..actor import Actor
@@ -149,10 +155,12 @@ class WeightUpdates:
             self._staged = update, version
         await self.stage()
 
-    def _prepare(self, update: UpdateWeights, weights: WeightSyncManager) -> dict[str, Tensor]:
-        tensors = fetch(update.source, self._groups, update.timeout_s)
+    def _prepare(
+        self, source: WeightsSource, update: UpdateWeights, weights: WeightSyncManager
+    ) -> dict[str, Tensor]:
+        tensors = fetch(source, self._groups, update.timeout_s)
         try:
-            return weights.prepare(tensors, checkpoint=isinstance(update.source, FolderWeights))
+            return weights.prepare(tensors, checkpoint=isinstance(source, FolderWeights))
         except PartsMissing:
             if not update.part_of:
                 raise
@@ -161,13 +169,14 @@ class WeightUpdates:
     async def _receive(
         self, update: UpdateWeights, weights: WeightSyncManager
     ) -> dict[str, Tensor]:
-        if isinstance(update.source, StagedWeights):
+        source = update.source
+        if isinstance(source, StagedWeights):
             # Now that all are there, what could not be converted by itself can be.
-            parts = self._parts.take(update.source)
+            parts = self._parts.take(source)
             whole: dict[str, Tensor] = await self._fetch(weights.prepare, parts)
             return whole
         started = now_ns()
-        tensors: dict[str, Tensor] = await self._fetch(self._prepare, update, weights)
+        tensors: dict[str, Tensor] = await self._fetch(self._prepare, source, update, weights)
         self._actor.metrics.record(instruments.WEIGHT_FETCH, (now_ns() - started) / 1e9)
         return tensors
 

@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 from ...bus import StageReport
 from ...bus.messages import GenerateRequest, Output
-from ...bus.weights import InFlight, WeightsSource
+from ...bus.weights import InFlight, StagedWeights, WeightsSource
 
 
 class EngineClient(Protocol):
@@ -29,7 +29,7 @@ class EngineClient(Protocol):
 
     async def update_weights(
         self,
-        weights: WeightsSource,
+        weights: WeightsSource | StagedWeights,
         *,
         in_flight: InFlight,
         version: int | None,

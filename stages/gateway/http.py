@@ -30,6 +30,7 @@ _STATUS = {
     "shutting_down": 503,
     "not_ready": 503,
     "weights_interrupted": 503,
+    "weights_timeout": 504,
     "expired": 504,
     "lane_failed": 500,
     "out_of_blocks": 500,

@@ -15,13 +15,15 @@ _LEAVE_S = 5
 class HttpServer(uvicorn.Server):
     """uvicorn, which leaves the process's signals and its logs alone."""
 
-    def __init__(self, app: Starlette) -> None:
+    def __init__(self, app: Starlette, max_connections: int) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
                 log_config=None,
                 access_log=False,
                 lifespan="off",
+                # uvicorn counts the connection that asks.
+                limit_concurrency=max_connections + 1,
                 timeout_graceful_shutdown=_LEAVE_S,
             )
         )

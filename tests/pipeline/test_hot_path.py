@@ -25,6 +25,7 @@ from nano_inference.bus.messages import (
     StepResult,
 )
 from nano_inference.stages.batching import BatchingCore
+from nano_inference.stages.executor import batch
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.kernels import cpu
 from nano_inference.stages.executor.kernels.compile import KernelsUnavailable
@@ -38,12 +39,13 @@ STEPS = 16
 """One for each place in a block, so that a block's cost is shared among its tokens."""
 
 INSTRUCTIONS_PER_SEQUENCE = 320
-INSTRUCTIONS_PER_STEP = 14_000
+INSTRUCTIONS_PER_STEP = 6_000
 BATCHING_PER_SEQUENCE = 45
 """Of them, the most are for naming a block's tokens once it is full."""
 BATCHING_256_OVER_16 = 9
-KERNELS_PER_LAYER, KERNELS_PER_STEP = 9, 3
-OPERATIONS_PER_LAYER, OPERATIONS_PER_STEP = 16, 75
+INSTRUCTIONS_PER_LAYER = 400
+KERNELS_PER_LAYER, KERNELS_PER_STEP = 9, 4
+OPERATIONS_PER_LAYER, OPERATIONS_PER_STEP = 39, 75
 
 
 def decode_steps(number: int) -> Counter[str]:
@@ -142,27 +144,62 @@ class CountedOperations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("rows", [1, 3, 40])
-def test_kernels_and_operations_per_layer(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def count_in_step(
+    library: CountedLibrary, layers: int, prompts: int, decodes: int
+) -> tuple[Counter[str], int]:
+    """Calls of kernels, and operations, in a step of so many rows of two tokens and of one."""
+    model = make_model("qwen2", head_dim=32, num_hidden_layers=layers, layer_types=None)
+    loaded = wrap_model(model.to(torch.bfloat16), 256)
+    core = ExecutorCore(EngineConfig(max_model_len=256), model=loaded)
+    sampling = SamplingParams(temperature=0, max_tokens=9)
+    new = tuple(new_sequence(i, [5 + i, 6, 7], [i], sampling) for i in range(prompts + decodes))
+    first = {i: 1 if i < prompts else 3 for i in range(prompts + decodes)}
+    core.execute(step_plan(1, new=new, rows=first))
+    library.calls.clear()
+    with CountedOperations() as operations:
+        core.execute(step_plan(2, rows={i: 2 if i < prompts else 1 for i in first}))
+    return library.calls.copy(), operations.number
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> CountedLibrary:
     try:
-        library = CountedLibrary()
+        counted = CountedLibrary()
     except KernelsUnavailable as error:
         pytest.skip(f"no kernels on this machine: {error}")
-    monkeypatch.setattr(cpu, "library", lambda: library)
-    per_size = {}
+    monkeypatch.setattr(cpu, "library", lambda: counted)
+    return counted
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_a_step_of_single_tokens_takes_all_layers_in_one_call(
+    rows: int, library: CountedLibrary
+) -> None:
+    (few, operations), more = (count_in_step(library, layers, 0, rows) for layers in (2, 6))
+    assert few["decoder_layers"] == 1
+    assert few.total() <= KERNELS_PER_STEP
+    assert 0 < operations <= OPERATIONS_PER_STEP
+    assert more == (few, operations)
+
+
+def test_kernels_and_operations_per_layer_beside_a_prompt(
+    library: CountedLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch, "SHORT_CONTEXT", 0)
+    (few, at_two), (more, at_six) = (count_in_step(library, layers, 1, 3) for layers in (2, 6))
+    assert few["decoder_layers"] == 0
+    assert 5 <= (more.total() - few.total()) / 4 <= KERNELS_PER_LAYER
+    assert 0 < (at_six - at_two) / 4 <= OPERATIONS_PER_LAYER
+
+
+def test_looking_for_the_weights_is_a_small_part_of_a_layer(library: CountedLibrary) -> None:
+    counts = []
     for layers in (2, 6):
         model = make_model("qwen2", head_dim=32, num_hidden_layers=layers, layer_types=None)
         loaded = wrap_model(model.to(torch.bfloat16), 256)
         core = ExecutorCore(EngineConfig(max_model_len=256), model=loaded)
         sampling = SamplingParams(temperature=0, max_tokens=9)
-        new = tuple(new_sequence(i, [5 + i, 6, 7], [i], sampling) for i in range(rows))
-        core.execute(step_plan(1, new=new, rows=dict.fromkeys(range(rows), 3)))
-        library.calls.clear()
-        with CountedOperations() as operations:
-            core.execute(step_plan(2, rows=dict.fromkeys(range(rows), 1)))
-        per_size[layers] = (library.calls.total(), operations.number)
-    kernels, torch_operations = ((per_size[6][which] - per_size[2][which]) / 4 for which in (0, 1))
-    assert 5 <= kernels <= KERNELS_PER_LAYER
-    assert per_size[2][0] - 2 * kernels <= KERNELS_PER_STEP
-    assert 0 < torch_operations <= OPERATIONS_PER_LAYER
-    assert per_size[2][1] - 2 * torch_operations <= OPERATIONS_PER_STEP
+        core.execute(step_plan(1, new=(new_sequence(0, [5, 6], [0], sampling),), rows={0: 2}))
+        counts.append(instructions(lambda core=core: core.execute(step_plan(2, rows={0: 1}))))
+    growth = (counts[1].total() - counts[0].total()) / 4
+    assert 0 < growth <= INSTRUCTIONS_PER_LAYER, (counts[1] - counts[0]).most_common(4)

@@ -11,7 +11,6 @@ from ....bus.weights import (
     GroupWeights,
     LocalWeights,
     SharedMemoryWeights,
-    StagedWeights,
     WeightsSource,
     pick_up,
 )
@@ -44,8 +43,6 @@ def fetch(source: WeightsSource, groups: WeightGroups, timeout_s: float) -> Mapp
             return read_shared_memory(source)
         case GroupWeights():
             return groups.receive(source, timeout_s)
-        case StagedWeights():
-            raise ValueError("parts that are here already are not fetched")
 
 
 __all__ = ["Background", "Sending", "SharedWeights", "WeightGroups", "WeightsGroup", "fetch"]

@@ -7,7 +7,7 @@ import uuid
 import anyio
 import structlog
 
-from ....bus.weights import InFlight, StagedWeights, WeightsSource
+from ....bus.weights import GroupWeights, InFlight, StagedWeights, WeightsSource
 from ....config import NanoInferenceError, WeightsError
 from ..engine import EngineClient
 from .labels import VersionLabels, number_of
@@ -137,6 +137,9 @@ class WeightSync:
                 )
             parts = self._parts
             if parts.failure:
+                if isinstance(weights, GroupWeights):
+                    # So that whoever broadcasts to it does not wait for the executors.
+                    await self._engine.leave_weights_group(weights.group)
                 raise WeightsError(
                     f"a part of this update has failed ({parts.failure}); begin anew with "
                     "pause_generation or begin_weight_update, and send all parts",
@@ -177,7 +180,12 @@ class WeightSync:
         return await self._update_weights(staged, parts.label, parts.in_flight, partial=True)
 
     async def _update_weights(
-        self, weights: WeightsSource, label: str | None, in_flight: InFlight, *, partial: bool
+        self,
+        weights: WeightsSource | StagedWeights,
+        label: str | None,
+        in_flight: InFlight,
+        *,
+        partial: bool,
     ) -> int:
         number = None
         if label is not None:

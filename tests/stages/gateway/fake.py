@@ -103,7 +103,7 @@ class FakeEngine:
 
     async def update_weights(
         self,
-        weights: WeightsSource,
+        weights: WeightsSource | StagedWeights,
         *,
         in_flight: str,
         version: int | None,

@@ -7,7 +7,13 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from nano_inference.config import BusError, ModelError, NanoInferenceError, RequestError
+from nano_inference.config import (
+    BusError,
+    ModelError,
+    NanoInferenceError,
+    RequestError,
+    WeightsError,
+)
 from nano_inference.stages.gateway.http import status_of
 
 from .fake import FakeEngine, refused
@@ -69,6 +75,8 @@ async def test_a_defect_is_an_answer_too(http: httpx.AsyncClient, engine: FakeEn
         (RequestError("r"), 400),
         (RequestError("r", code="overloaded"), 503),
         (RequestError("r", code="lane_failed"), 500),
+        (WeightsError("w"), 400),
+        (WeightsError("w", code="weights_interrupted"), 503),
         (BusError("b"), 503),
         (ModelError("m"), 500),
         (NanoInferenceError("n"), 500),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import pytest
@@ -11,6 +12,7 @@ from nano_inference.config import EngineConfig
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.kernels import cpu
 from nano_inference.stages.executor.kernels.compile import KernelsUnavailable
+from nano_inference.stages.executor.kernels.decoder import DecoderLayers
 from nano_inference.stages.executor.model import wrap_model
 
 from ..lane import Lane
@@ -36,10 +38,13 @@ def core_of(model: Any, **changes: Any) -> ExecutorCore:
     return ExecutorCore(EngineConfig(max_model_len=256, **changes), model=wrap_model(model, 256))
 
 
+JOINED = ("llama", "qwen2", "qwen3", "mistral")
+"""Whose layers are taken in one call."""
+
 EVERY = {"DecoderLayer", "Attention", "MLP", "RMSNorm"}
 
 TAKEN = {
-    **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral"), EVERY),
+    **dict.fromkeys(JOINED, EVERY),
     **dict.fromkeys(("gemma2", "gemma3_text"), EVERY - {"DecoderLayer"}),
     "phi3": {"RMSNorm"},
     "olmo2": {"MLP", "RMSNorm"},
@@ -55,6 +60,9 @@ def test_the_patterns_find_what_they_are_for(name: str) -> None:
     assert core.fast_modules.count["Linear"]
     found = {part for part in EVERY if any(each.endswith(part) for each in core.fast_modules.count)}
     assert found == TAKEN[name]
+    joined = [each for each in core.fast_modules.count if each.endswith("Model")]
+    assert len(joined) == (name in JOINED)
+    assert not any(each.endswith("Model") for each in core.fast_modules.refused)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -87,6 +95,92 @@ def test_a_module_that_computes_something_else_stays_as_it_is() -> None:
     assert core.fast_modules.count["LlamaDecoderLayer"] == 2
     assert core.fast_modules.count["LlamaRMSNorm"] == 6
     assert core.fast_modules.refused.keys() == {"LlamaDecoderLayer", "LlamaRMSNorm"}
+
+
+def answers(model: Any) -> list[tuple[list[int], list[float]]]:
+    lane = Lane(wrap_model(model, 256))
+    return [(each.token_ids, each.logprobs) for each in lane.run(PROMPTS, NEW_TOKENS)]
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_layers_in_one_call_give_the_bits_of_single_passes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a window that the longest prompt has outgrown, where the model has one."""
+    model = bfloat16(name, head_dim=32)
+    taken: list[int] = []
+    call = DecoderLayers.__call__
+
+    def counted(self: DecoderLayers, rows: torch.Tensor, *args: Any) -> None:
+        taken.append(len(rows))
+        call(self, rows, *args)
+
+    monkeypatch.setattr(DecoderLayers, "__call__", counted)
+    in_one_call = answers(model)
+    assert taken.count(len(PROMPTS)) >= NEW_TOKENS - 1
+    monkeypatch.setattr(DecoderLayers, "handles", lambda batch: False)
+    taken.clear()
+    assert answers(bfloat16(name, head_dim=32)) == in_one_call
+    assert not taken
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_threads_that_go_through_the_layers_together_change_no_bit(
+    threads: Callable[[int], None],
+) -> None:
+    found = []
+    for number in (1, 2, 3):
+        threads(number)
+        # So large that the work is shared.
+        model = bfloat16("qwen3", head_dim=32, hidden_size=256, intermediate_size=704)
+        found.append(answers(model))
+    assert found[0] == found[1] == found[2]
+
+
+def put_others_in(model: Any) -> None:
+    """New tensors elsewhere for all parameters of layers; the old ones stay alive with `model`."""
+    generator = torch.Generator().manual_seed(1)
+    layers = model.model.layers
+    model.old = dict(layers.named_parameters())
+    for name, old in model.old.items():
+        scale = 1 + torch.rand(old.shape, generator=generator)
+        owner, _, attribute = name.rpartition(".")
+        new = (old.float() * scale).to(old.dtype)
+        setattr(layers.get_submodule(owner), attribute, torch.nn.Parameter(new, False))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_layers_in_one_call_use_the_weights_that_the_model_has_now(name: str) -> None:
+    model, other = bfloat16(name, head_dim=32), bfloat16(name, head_dim=32)
+    lane = Lane(wrap_model(model, 256))
+    before = [each.logprobs for each in lane.run(PROMPTS, NEW_TOKENS)]
+    put_others_in(model)
+    put_others_in(other)
+    lane.batching.cache.flush()
+    after = [each.logprobs for each in lane.run(PROMPTS, NEW_TOKENS)]
+    assert after == [logprobs for _, logprobs in answers(other)] != before
+
+
+def test_a_decoder_that_does_more_than_its_parts_is_left_as_it_is() -> None:
+    model = bfloat16("llama", head_dim=32)
+    decoder = model.model
+    plain = decoder.forward
+
+    def scaled(**kwargs: Any) -> Any:
+        output = plain(**kwargs)
+        output.last_hidden_state = output.last_hidden_state * 1.01
+        return output
+
+    decoder.forward = scaled
+    core = core_of(model)
+    assert core.fast_modules.count["LlamaDecoderLayer"] == 3
+    assert core.fast_modules.refused == {"LlamaModel": "it computes something else"}
 
 
 def test_whoever_else_calls_the_model_runs_transformers_own_code() -> None:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from nano_inference.bus.messages import CompletionChunk, GenerateRequest, Output
 from nano_inference.config import Config, load_config
 from nano_inference.stages.gateway import make_app
-from nano_inference.stages.gateway.server import HttpServer
 
 from ..fake import FakeEngine, completion, refused, sample
 from ..test_http import error_of
@@ -152,26 +149,6 @@ async def test_abort_finds_a_batch_by_the_id_of_the_whole(
     assert cancelled == ["r", "r_0", "r_1"]
     generating.cancel()
     await asyncio.gather(generating, return_exceptions=True)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_dropped_connection_cancels(engine: FakeEngine, stream: bool) -> None:
-    """With a real server and a real connection."""
-    engine.outputs = hanging
-    server = HttpServer(make_app(engine, Config()))
-    bound = socket.create_server(("127.0.0.1", 0))
-    port = bound.getsockname()[1]
-    serving = asyncio.create_task(server.serve([bound]))
-    body = json.dumps({"input_ids": [[3], [4]], "rid": "r", "stream": stream}).encode()
-    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-    async with asyncio.timeout(LIMIT_S):
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(head.encode() + body)
-        await engine.until(lambda: len(engine.requests) == 2)
-        writer.close()
-        await engine.until(lambda: set(engine.left) == {"r_0", "r_1"})
-        server.should_exit = True
-        await serving
 
 
 async def test_a_client_that_goes_while_an_event_is_sent(engine: FakeEngine) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nano_inference.bus.weights import FolderWeights
+from nano_inference.bus.weights import FolderWeights, GroupWeights
 from nano_inference.config import BusError, WeightsError
 from nano_inference.stages.gateway.sglang.labels import VersionLabels
 from nano_inference.stages.gateway.sglang.sync import WeightSync
@@ -91,6 +91,16 @@ async def test_a_failed_part_changes_nothing(sync: WeightSync, engine: FakeEngin
     with pytest.raises(WeightsError, match="old weights stay"):
         await sync.resume()
     assert (engine.version, engine.names[-1], sync.paused) == (0, "resume", False)
+
+
+async def test_nobody_broadcasts_to_a_group_in_vain(sync: WeightSync, engine: FakeEngine) -> None:
+    await sync.pause("keep")
+    engine.failures["stage_weights"] = BAD
+    with pytest.raises(WeightsError, match="torn"):
+        await sync.take(PART, None)
+    with pytest.raises(WeightsError, match="begin anew"):
+        await sync.take(GroupWeights("g", ()), None)
+    assert engine.last("leave_weights_group") == {"group": "g"}
 
 
 async def test_after_a_failure_the_next_update_works(sync: WeightSync, engine: FakeEngine) -> None:

@@ -40,8 +40,8 @@ def as_parameters(
     known = module.state_dict()
     if not tensors or (not checkpoint and tensors.keys() <= known.keys()):
         return tensors
-    if not hasattr(module, "config"):
-        return tensors  # none of Transformers' models, so there are no other names
+    if not hasattr(module, "config") or not all(isinstance(v, Tensor) for v in tensors.values()):
+        return tensors  # nothing that could be converted, which whoever checks it will say
     return _load(_hull(module, tensors), tensors)
 
 

@@ -164,3 +164,21 @@ def test_a_module_that_is_not_transformers_own() -> None:
     module = nn.Linear(2, 2)
     with pytest.raises(WeightsError, match="does not have, such as 'weights'"):
         WeightSyncManager(module).sync_blocking({"weights": torch.ones(2, 2)})
+
+
+STRANGE = [
+    *("", ".", "..", "model", "model.", "model..norm", "lm_head.weight.", "é\n*[(", "x" * 10_000),
+    *("model.layers.0.mlp.experts", "model.layers.99.mlp.experts.0.gate_proj.weight"),
+    *("model.layers.0.mlp.experts.x.gate_proj.weight", "model.layers.0.mlp.experts..weight"),
+]
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_strange_names_are_refused(name: str) -> None:
+    model = make_model("qwen3_moe")
+    before, weights = copied(model), WeightSyncManager(model)
+    for value in (torch.ones(3), torch.ones(()), [1.0]):
+        with pytest.raises(WeightsError):
+            weights.prepare({name: value})  # type: ignore[dict-item]
+            weights.start_sync({name: value}, partial=True)  # type: ignore[dict-item]
+    assert same(model, before)

@@ -102,11 +102,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Pictures and a table of GRPO runs.")
     parser.add_argument("runs", type=Path, nargs="+", metavar="FILE")
     parser.add_argument("--out", type=Path, required=True, help="folder for the pictures")
+    parser.add_argument(
+        "--time", type=Path, nargs="*", metavar="FILE", help="runs for the time line, if others"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all runs")
     args = parser.parse_args()
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in args.runs]
     runs.sort(key=lambda run: (run["settings"]["mode"], run["settings"]["seed"]))
-    first = {run["settings"]["mode"]: run for run in reversed(runs)}
+    timed = [json.loads(path.read_text(encoding="utf-8")) for path in args.time or args.runs]
+    first = {run["settings"]["mode"]: run for run in reversed(timed)}
     draw_rewards(runs, args.out / "grpo-rewards.png")
     draw_time_line([first[mode] for mode in COLOURS if mode in first], args.out / "grpo-time.png")
     print(table(runs))

@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer with rollouts from this engine: the bundled model learns to add and subtract.
 
     pip install 'nano-inference[trl]'
-    python examples/trl_grpo.py --steps 30
+    python examples/trl_grpo.py --steps 20
 
 TRL has two places for that. `rollout_func` generates: it gets the prompts of a batch, each as often
 as the group has samples, and gives back token ids and logprobs. A callback brings the weights over
@@ -158,7 +158,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="TRL's GRPOTrainer with rollouts from the engine.")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--groups", type=int, default=32, help="prompts of a step")
     parser.add_argument("--samples", type=int, default=8, help="completions of each prompt")

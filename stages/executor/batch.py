@@ -234,7 +234,8 @@ def _paged_rows(rows: Rows, tables: Tensor, contexts: Tensor) -> DecodeRows:
     A matrix product for so few keys costs more than it saves.
     """
     longest = int(rows.contexts.max(initial=0))
-    if tables.device.type != "cpu" or longest > SHORT_CONTEXT:
+    all_decode = rows.num_decodes == rows.starts.size
+    if all_decode or tables.device.type != "cpu" or longest > SHORT_CONTEXT:
         return DecodeRows(rows.num_decodes, tables, contexts)
     row_of_token, positions = flatten_rows(rows.starts, rows.num_tokens)
     return DecodeRows(

@@ -43,12 +43,16 @@ def choose_tokens(
         return torch.from_numpy(array).to(device)
 
     logits = adjust_logits(model_logits, table, rows)
-    temperatures = upload(table.temperature[rows])
+    temperature = table.temperature[rows]
+    temperatures = upload(temperature)
+    numbers = None
+    if temperature.any():
+        numbers = upload(uniforms(table.seed[rows], table.num_generated[rows]))
     top_k, top_p, min_p = table.top_k[rows], table.top_p[rows], table.min_p[rows]
     tokens, logprobs = sample_with_logprobs(
         logits,
         temperatures,
-        uniforms=upload(uniforms(table.seed[rows], table.num_generated[rows])),
+        uniforms=numbers,
         top_k=upload(top_k) if top_k.any() else None,
         top_p=upload(top_p) if (top_p < 1).any() else None,
         min_p=upload(min_p) if min_p.any() else None,

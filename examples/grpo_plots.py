@@ -42,17 +42,18 @@ def draw_rewards(runs: Sequence[Run], path: Path, window: int = 10) -> None:
 
 
 def draw_time_line(runs: Sequence[Run], path: Path) -> None:
-    """Calls of the engine and training steps of each run in a window of some seconds."""
+    """Calls of the engine and training steps of each run, over as many seconds."""
     figure, axes = pyplot.subplots(len(runs), 1, figsize=(9, 1.5 * len(runs)), squeeze=False)
+    shown = min(run["time_line"]["seconds"] for run in runs)
     for axis, run in zip(axes[:, 0], runs, strict=True):
         rows = (("trainer", "#ccbb44"), ("engine", "#4477aa"))
         for row, (name, colour) in enumerate(rows):
             spans = [(start, end - start) for start, end in run["time_line"][name]]
             axis.broken_barh(spans, (row - 0.35, 0.7), color=colour, edgecolor="white", lw=0.2)
         axis.set_yticks(range(len(rows)), [name for name, _ in rows])
-        axis.set_xlim(0, run["time_line"]["seconds"])
+        axis.set_xlim(0, shown)
         axis.set_title(run["settings"]["mode"], fontsize=9, loc="left")
-    axes[-1, 0].set_xlabel("seconds, from the middle of the run")
+    axes[-1, 0].set_xlabel("seconds, from a training step in the middle of the run")
     _save(figure, path)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .bus.messages import ChatMessage, Completion, CompletionChunk, GenerateRequest
+    from .bus.weights import FolderWeights
     from .config import Config, EngineConfig, SamplingParams, SchedulerConfig, load_config
     from .config.errors import NanoInferenceError, RequestError, WeightsError
     from .pipeline.client import BusClient
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         schedule,
     )
     from .stages.executor import WeightSyncManager, model_forward, sample_with_logprobs
+    from .stages.executor.transports import SharedWeights, WeightsGroup
 
 __version__ = "0.1.0"
 
@@ -43,6 +45,7 @@ _HOME = {
     "EngineConfig": ".config",
     "Gateway": ".pipeline.gateway",
     "ExactForward": ".pipeline.exact_forward",
+    "FolderWeights": ".bus.weights",
     "GenerateRequest": ".bus.messages",
     "InferenceEngine": ".pipeline.engine",
     "KVCacheManager": ".stages.batching",
@@ -56,9 +59,11 @@ _HOME = {
     "SchedulerOutput": ".stages.batching",
     "Sequence": ".stages.batching",
     "SequenceStatus": ".stages.batching",
+    "SharedWeights": ".stages.executor.transports",
     "TrainingSample": ".pipeline.engine",
     "WeightSyncManager": ".stages.executor",
     "WeightsError": ".config",
+    "WeightsGroup": ".stages.executor.transports",
     "compute_block_hash": ".stages.batching",
     "load_config": ".config",
     "model_forward": ".stages.executor",
@@ -75,6 +80,7 @@ __all__ = [
     "Config",
     "EngineConfig",
     "ExactForward",
+    "FolderWeights",
     "Gateway",
     "GenerateRequest",
     "InferenceEngine",
@@ -89,9 +95,11 @@ __all__ = [
     "SchedulerOutput",
     "Sequence",
     "SequenceStatus",
+    "SharedWeights",
     "TrainingSample",
     "WeightSyncManager",
     "WeightsError",
+    "WeightsGroup",
     "compute_block_hash",
     "load_config",
     "model_forward",

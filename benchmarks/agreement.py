@@ -7,7 +7,7 @@ its magnitude, and an estimate of KL(engine || trainer).
 
 In deterministic mode, the last rows take `ExactForward` as the trainer, and the goal is exactly 0.
 
-    python benchmarks/agreement.py [--prompts 32] [--samples 8] [--tokens 64] [--json FILE]
+    python benchmarks/agreement.py [--prompts 16] [--samples 4] [--tokens 64] [--json FILE]
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ def in_parts(forward: Forward, samples: Sequence[TrainingSample]) -> list[Tensor
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the numbers")

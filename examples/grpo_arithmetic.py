@@ -49,6 +49,7 @@ class Settings:
         seed: Of problems and samples.
         kinds: The problems, by their names in `KINDS`.
         steps: Optimizer steps.
+        minutes: Of training, after which no further step is begun.
         groups: Most prompts of a step; all with samples that differ in reward.
         samples: Completions of each prompt.
         prompts: Prompts that the engine gets at once (blocking) or works on (in-flight).
@@ -65,7 +66,8 @@ class Settings:
     mode: Mode = "blocking"
     seed: int = 1
     kinds: tuple[str, ...] = ("add", "sub")
-    steps: int = 120
+    steps: int = 70
+    minutes: float = 20.0
     groups: int = 48
     samples: int = 8
     prompts: int = 64
@@ -109,6 +111,11 @@ class Record:
 Report = Callable[[dict[str, float]], None]
 
 
+def deadline(settings: Settings) -> int:
+    """When no further step is begun, in ns of `time.monotonic_ns`."""
+    return time.monotonic_ns() + int(settings.minutes * 60e9)
+
+
 class NothingToLearn(Exception):
     """Among as many prompts as a step may take, none had answers that differ in reward."""
 
@@ -124,7 +131,8 @@ def run_blocking(
     Raises:
         NothingToLearn: All is right, or all is wrong.
     """
-    for _ in range(settings.steps):
+    end = deadline(settings)
+    while len(record.facts) < settings.steps and time.monotonic_ns() < end:
         groups: list[Group] = []
         asked = 0
         while len(groups) < settings.groups and asked < settings.most_prompts:
@@ -157,7 +165,8 @@ def run_in_flight(
     newest: deque[Group] = deque(maxlen=settings.groups)  # the oldest make room
     waits = True  # the trainer
     asked = 0
-    while len(record.facts) < settings.steps:
+    end = deadline(settings)
+    while len(record.facts) < settings.steps and time.monotonic_ns() < end:
         for group in rollouts.step(settings.prompts):
             asked += 1
             if group.informative:
@@ -309,15 +318,16 @@ def summary(rollouts: Rollouts, record: Record, start: int, end: int) -> dict[st
         "longest_pause_ms": max(gaps) / 1e6,
         "rewards": [round(facts["reward"], 4) for facts in record.facts],
         "facts_last": record.facts[-1],
-        "time_line": time_line(busy, record.training, (start + end) // 2),
+        "time_line": time_line(busy, record.training),
     }
 
 
 def time_line(
-    busy: list[tuple[int, int]], training: list[tuple[int, int]], start: int, seconds: float = 4.0
+    busy: list[tuple[int, int]], training: list[tuple[int, int]], steps: int = 5
 ) -> dict[str, Any]:
-    """Calls of the engine and training steps in a window, as (start, end) in s from its start."""
-    end = start + int(seconds * 1e9)
+    """Calls of the engine and training steps, as (start, end) in s, around some steps half-way."""
+    middle = training[len(training) // 2 :][: steps + 1]
+    start, end = middle[0][0], middle[-1][1]
 
     def within(spans: list[tuple[int, int]]) -> list[tuple[float, float]]:
         return [
@@ -326,7 +336,7 @@ def time_line(
             if first < end and last > start
         ]
 
-    return {"seconds": seconds, "engine": within(busy), "trainer": within(training)}
+    return {"seconds": (end - start) / 1e9, "engine": within(busy), "trainer": within(training)}
 
 
 def curve(rewards: list[float], width: int = 72, height: int = 10) -> str:
@@ -350,7 +360,7 @@ def main() -> None:
     for name in ("seed", "steps", "groups", "samples", "prompts", "max_tokens", "held_out"):
         value = getattr(default, name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
-    for name in ("temperature", "learning_rate", "kl_weight"):
+    for name in ("minutes", "temperature", "learning_rate", "kl_weight"):
         value = getattr(default, name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=value)
     parser.add_argument("--threads", type=int, default=default.threads, help="of torch")

@@ -44,8 +44,9 @@ class ExactForward:
     ```
 
     Forward, the bits are the engine's where weights, dtype, number of threads and machine are the
-    same. Backward is torch's own but for attention, whose gradient is that of
-    `scaled_dot_product_attention` on the same inputs: right within rounding.
+    same, of requests without penalties, bias and `min_tokens`. Backward is torch's own but for
+    attention, whose gradient is that of `scaled_dot_product_attention` on the same inputs: right
+    within rounding.
 
     While it is in use the model can only be called through it, since its attention is replaced.
     """
@@ -108,7 +109,7 @@ class ExactForward:
                 output.logits[0].float(), torch.full((len(inputs),), float(temperature))
             )
             found = scaled.logprobs(targets[:, None])[:, 0]
-        return tuple(torch.split(found, counts.tolist()))
+        return torch.split(found, counts.tolist())
 
     def _rows(self, counts: np.ndarray[Any, np.dtype[np.int64]]) -> Rows:
         """One row per sequence, each with blocks of its own in a cache that is large enough."""
@@ -174,12 +175,11 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.lengths, ctx.window, ctx.scale = batch.rows.num_tokens.tolist(), window, scale
-        queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         output = tiled_attention(
             batch,
-            queries,
-            keys,
-            values,
+            query[0].transpose(0, 1),
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
             cache,
             layer,
             window=window,
@@ -193,8 +193,11 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
         with torch.enable_grad():
-            parts = zip(*(tensor.split(ctx.lengths, dim=2) for tensor in inputs), strict=True)
-            outputs = [_attend(q, k, v, ctx.window, ctx.scale) for q, k, v in parts]
+            queries, keys, values = (torch.split(each, ctx.lengths, dim=2) for each in inputs)
+            outputs = [
+                _attend(*part, ctx.window, ctx.scale)
+                for part in zip(queries, keys, values, strict=True)
+            ]
             output = torch.cat(outputs, dim=2).transpose(1, 2)
         found = torch.autograd.grad(output, inputs, gradients)
         return (*found, None, None, None, None, None)

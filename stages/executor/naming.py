@@ -13,6 +13,10 @@ from ...config import WeightsError
 from .model import no_progress_bars
 
 
+class PartsMissing(WeightsError):
+    """Of a parameter that the model has fused, only some parts are there, or they don't fit."""
+
+
 def as_parameters(
     module: nn.Module, tensors: Mapping[str, Tensor], *, checkpoint: bool = False
 ) -> Mapping[str, Tensor]:
@@ -30,8 +34,8 @@ def as_parameters(
         As many parameters as there are tensors for; the same tensors where nothing had to be done.
 
     Raises:
-        WeightsError: Some don't belong to this model, or are parts of a parameter whose other
-            parts are missing.
+        PartsMissing: Some are parts of a parameter whose other parts are missing.
+        WeightsError: Some don't belong to this model.
     """
     known = module.state_dict()
     if not tensors or (not checkpoint and tensors.keys() <= known.keys()):
@@ -71,18 +75,18 @@ def _load(hull: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     with no_progress_bars():
         info, _ = convert_and_load_state_dict_in_model(hull, dict(tensors), rules)
     hull._adjust_missing_and_unexpected_keys(info)
-    parts = "all parts of a parameter that the model has fused must come in one update"
-    for name in sorted(info.conversion_errors):
-        raise WeightsError(f"the new weights don't fit: {name!r} can't be put together; {parts}")
-    for name, shape, _ in sorted(info.mismatched_keys):
-        raise WeightsError(
-            f"the new weights don't fit: {name!r} is made {tuple(shape)}, and the model's is "
-            f"{shapes[name]}; {parts}"
-        )
     if unknown := sorted(info.unexpected_keys):
         raise WeightsError(
             f"the new weights don't fit: {len(unknown)} tensors that the model does not have, "
             f"such as {unknown[0]!r}; pass those of the same architecture"
+        )
+    parts = "all parts of a parameter that the model has fused must come in one update"
+    for name in sorted(info.conversion_errors):
+        raise PartsMissing(f"the new weights don't fit: {name!r} can't be put together; {parts}")
+    for name, shape, _ in sorted(info.mismatched_keys):
+        raise PartsMissing(
+            f"the new weights don't fit: {name!r} is made {tuple(shape)}, and the model's is "
+            f"{shapes[name]}; {parts}"
         )
     return {
         name: tensor.detach() for name, tensor in hull.state_dict().items() if not tensor.is_meta

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from ...bus.weights import (
 from ...config import WeightsError
 from ...telemetry import instruments, names, now_ns
 from ..actor import Actor
+from .naming import PartsMissing
 from .parts import WeightParts
 from .transports import Background, WeightGroups, fetch
 from .weights import WeightSyncManager
@@ -48,6 +49,10 @@ def _stay_single() -> None:
     undoing = threading.Thread(target=torch.set_num_threads, args=(threads,))
     undoing.start()
     undoing.join()
+
+
+class _Unconverted(dict[str, Tensor]):
+    """Tensors of an update's part, by a checkpoint's names, that take other parts to convert."""
 
 
 class WeightUpdates:
@@ -128,7 +133,8 @@ class WeightUpdates:
         async with self._fetching:
             try:
                 tensors = await self._receive(update, weights)
-                await self._on_torch(partial(weights.check, partial=True), tensors)
+                if not isinstance(tensors, _Unconverted):
+                    await self._on_torch(partial(weights.check, partial=True), tensors)
             except WeightsError:
                 self._parts.drop()  # they will never be all
                 raise
@@ -150,20 +156,27 @@ class WeightUpdates:
         await self.stage()
 
     def _prepare(
-        self, source: WeightsSource, timeout_s: float, weights: WeightSyncManager
-    ) -> Mapping[str, Tensor]:
-        tensors = fetch(source, self._groups, timeout_s)
-        return weights.prepare(tensors, checkpoint=isinstance(source, FolderWeights))
+        self, source: WeightsSource, update: UpdateWeights, weights: WeightSyncManager
+    ) -> dict[str, Tensor]:
+        tensors = fetch(source, self._groups, update.timeout_s)
+        try:
+            return weights.prepare(tensors, checkpoint=isinstance(source, FolderWeights))
+        except PartsMissing:
+            if not update.part_of:
+                raise
+            return _Unconverted(tensors)
 
     async def _receive(
         self, update: UpdateWeights, weights: WeightSyncManager
-    ) -> Mapping[str, Tensor]:
+    ) -> dict[str, Tensor]:
         source = update.source
         if isinstance(source, StagedWeights):
-            return self._parts.take(source)
+            # Now that all are there, what could not be converted by itself can be.
+            parts = self._parts.take(source)
+            whole: dict[str, Tensor] = await self._fetch(weights.prepare, parts)
+            return whole
         started = now_ns()
-        tensors: Mapping[str, Tensor]
-        tensors = await self._fetch(self._prepare, source, update.timeout_s, weights)
+        tensors: dict[str, Tensor] = await self._fetch(self._prepare, source, update, weights)
         self._actor.metrics.record(instruments.WEIGHT_FETCH, (now_ns() - started) / 1e9)
         return tensors
 

@@ -40,7 +40,7 @@ class WeightSyncManager:
     @torch.no_grad()
     def prepare(
         self, new_weights: Mapping[str, Tensor], *, checkpoint: bool = False
-    ) -> Mapping[str, Tensor]:
+    ) -> dict[str, Tensor]:
         """New weights under the module's own names and in its dtypes, so that only copying is left.
 
         May run on another thread, beside the forward pass.

@@ -141,14 +141,17 @@ class StreamingCore:
         return request is not None and request.info.entry_id == item.entry_id
 
     def agrees(self, item: RecoveryItem, chunks: Sequence[CompletionChunk]) -> bool:
-        """Whether a known request's stream holds what was delivered of it, as it should."""
+        """Whether a known request's stream holds just what is known here to be delivered of it.
+
+        It may hold less, when the server has lost some. It holds more when this object is a
+        successor that was told of a sample by a step which was meant for its predecessor.
+        """
         request = self._requests[item.key]
         delivered: Counter[int] = Counter()
         for chunk in chunks:
             delivered[chunk.sample_index] += len(chunk.token_ids)
-        return not request.info.stream or all(
-            len(sample.token_ids) == delivered[sample.index] for sample in request.samples.values()
-        )
+        known = Counter({each.index: len(each.token_ids) for each in request.samples.values()})
+        return not request.info.stream or known == delivered
 
     def restore(self, info: RequestInfo, chunks: Sequence[CompletionChunk]) -> None:
         """Takes up a request again from what a predecessor delivered of it, in order."""

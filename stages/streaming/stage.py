@@ -153,8 +153,8 @@ class StreamingStage(Actor):
                 continue
             chunks = [output for output in own if isinstance(output, CompletionChunk)]
             if self._core.knows(item) and not self._core.agrees(item, chunks):
-                # The server has lost some of it, and only what readers can find counts.
-                self.log.warning("outputs_lost_by_the_bus", key=item.key)
+                # Only what readers can find counts.
+                self.log.warning("outputs_differ_from_the_stream", key=item.key)
                 self._core.forget(item.key, item.entry_id)
             if chunks and item.info is not None and not self._core.knows(item):
                 self._core.restore(item.info, chunks)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Qwen2Config
 
 from nano_inference import (
     EngineConfig,
@@ -17,6 +17,7 @@ from nano_inference import (
     SamplingParams,
     TrainingSample,
 )
+from nano_inference.config import ModelError
 
 TINY = EngineConfig().model_folder
 PROMPTS = ["98 + 25 =", "Story about Ana, a dog and a red ball:", "4", "Tara, 65, is a chef. JSON:"]
@@ -113,3 +114,18 @@ def test_sequences_too_short_or_too_long_are_refused() -> None:
     for sequence in ([1], [5] * 10):
         with pytest.raises(ValueError, match="2 to 9 tokens"):
             exact.logprobs([[1, 2], sequence])
+
+
+def test_a_soft_cap_is_refused() -> None:
+    shape = Gemma2Config(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        attn_logit_softcapping=50.0,
+    )
+    with pytest.raises(ModelError, match="soft cap"):
+        ExactForward(AutoModelForCausalLM.from_config(shape))

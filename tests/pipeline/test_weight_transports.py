@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from safetensors.torch import save_file
+import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from nano_inference import GenerateRequest, Pipeline, SamplingParams, WeightsError
-from nano_inference.bus.weights import FolderWeights, GroupWeights, TensorMeta
+from nano_inference.bus.weights import FolderWeights, GroupWeights, StagedWeights, TensorMeta
 from nano_inference.config import load_config
 from nano_inference.stages.executor.transports import SharedWeights, WeightsGroup
 
 from .. import oracle
+from ..stages.executor.models import make_model
 from ..stages.executor.transports.peers import Peer, free_address
 from . import reference
 from .test_life import until
@@ -124,6 +128,39 @@ async def test_our_own_group(running: Pipeline, loaded: State, bucket_bytes: int
             assert await running.client.update_weights(sending.source) == version
             await asyncio.to_thread(sending.result)
             assert await spells(running) == (version, oracle.token_of(version))
+
+
+async def test_experts_that_come_in_several_parts(tmp_path: Path) -> None:
+    """A checkpoint has each expert by itself, and the model has those of a layer in one tensor."""
+    folders = [tmp_path / "old", tmp_path / "new"]
+    for seed, folder in enumerate(folders):
+        shutil.copytree(reference.FOLDER, folder)
+        make_model("mixtral", seed=seed, vocab_size=4096).save_pretrained(folder)
+    config = {"engine.model_path": str(folders[0]), "engine.dtype": "float32"}
+    tensors = sorted(load_file(folders[1] / "model.safetensors").items())
+    parts = [dict(tensors[start::3]) for start in range(3)]
+    assert all(any(".experts." in name for name in part) for part in parts)
+    async with (
+        asyncio.timeout(LIMIT_S),
+        Pipeline(load_config(env={}, overrides=config)) as pipeline,
+    ):
+        client = pipeline.client
+        for count in (2, 3):  # at first one is missing
+            for part in parts[:count]:
+                with SharedWeights(part) as shared:
+                    await client.stage_weights("u", shared.source)
+                    if count == 2:
+                        with pytest.raises(WeightsError, match="all parts of a parameter"):
+                            await client.update_weights(shared.source, partial=True)
+            if count == 2:
+                with pytest.raises(WeightsError, match="all parts of a parameter"):
+                    await client.update_weights(StagedWeights("u", 2), partial=True)
+                assert await client.weight_version() == 0
+        assert await client.update_weights(StagedWeights("u", 3)) == 1
+        (sample,) = (await pipeline.complete(request(8))).samples
+    model = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32)
+    tokens = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8, do_sample=False)
+    assert list(sample.token_ids) == tokens[0, 3:].tolist()
 
 
 async def test_a_killed_trainer_and_the_next_one(

@@ -7,7 +7,10 @@
 //
 // Products are exact, sums are in float32; what Transformers' code rounds to bfloat16 in between is
 // rounded here too, in the same places. Pointers need no alignment. Nothing here checks anything:
-// the callers in cpu.py do.
+// the callers in cpu.py and decoder.py do.
+//
+// What ends in _by_team is called by all threads of a team with the same arguments, and returns when
+// all of it is done. So one team can go through many of them, and be woken once.
 
 #include <immintrin.h>
 #include <math.h>
@@ -259,23 +262,29 @@ INLINE Target at_row(Target to, long row, long width) {
     return to;
 }
 
-// x: [rows, inputs]. out: [rows, sum of outputs], or [rows, outputs] of the gated kinds. added:
-// NULL, or as out in bfloat16.
-void linear(const Linear *l, const bf16 *x, long rows, const bf16 *added, void *out) {
+// Numbers in a row of the output.
+INLINE long row_width(const Linear *l) {
+    const long parts = l->kind >= GATED_SILU ? 1 : l->parts;
+    long width = 0;
+    for (long part = 0; part < parts; part++) width += l->outputs[part];
+    return width;
+}
+
+static void linear_by_team(const Linear *l, const bf16 *x, long rows, const bf16 *added,
+                           void *out) {
     const long k = l->inputs, parts = l->kind >= GATED_SILU ? 1 : l->parts;
     const long width = l->kind == WIDE ? sizeof(float) : sizeof(bf16);
     // What a thread takes at a time: enough for the memory to stream, and little enough for the
     // threads to end together.
     const long chunk = (192 << 10) / (2 * k) / 16 * 16 + 16;
-    long stride = 0, chunks[4] = {0};
-    for (long part = 0; part < parts; part++) {
-        stride += l->outputs[part];
+    const long stride = row_width(l);
+    long chunks[4] = {0};
+    for (long part = 0; part < parts; part++)
         chunks[part + 1] = chunks[part] + (l->outputs[part] + chunk - 1) / chunk;
-    }
     // So many rows stay in the second level cache while the weights pass by.
     long block = (384 << 10) / (2 * k) / 4 * 4;
     if (block < 16) block = 16;
-#pragma omp parallel for schedule(dynamic) if (rows * k * stride > PARALLEL_WORK)
+#pragma omp for schedule(dynamic)
     for (long item = 0; item < chunks[parts]; item++) {
         long part = 0, offset = 0;
         while (item >= chunks[part + 1]) offset += l->outputs[part++];
@@ -307,6 +316,13 @@ void linear(const Linear *l, const bf16 *x, long rows, const bf16 *added, void *
     }
 }
 
+// x: [rows, inputs]. out: [rows, sum of outputs], or [rows, outputs] of the gated kinds. added:
+// NULL, or as out in bfloat16; it may be out.
+void linear(const Linear *l, const bf16 *x, long rows, const bf16 *added, void *out) {
+#pragma omp parallel if (rows * l->inputs * row_width(l) > PARALLEL_WORK)
+    linear_by_team(l, x, rows, added, out);
+}
+
 // act(gate) * up of two arrays, written over the first.
 void gate(bf16 *gates, const bf16 *ups, long count, long kind) {
 #pragma omp parallel for if (count > PARALLEL_WORK)
@@ -320,55 +336,61 @@ void gate(bf16 *gates, const bf16 *ups, long count, long kind) {
 
 // --- norms and rotary positions ----------------------------------------------------------------
 
-// RMSNorm of [rows, width] with weights [width]; x and out may be one. With `shifted` the factor is
-// 1 + weight, in float32 (Gemma).
+// RMSNorm of one row; x and out may be one. With `shifted` the factor is 1 + weight, in float32
+// (Gemma).
+INLINE void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, long width, float epsilon,
+                     long shifted) {
+    __m512 squares = _mm512_setzero_ps();
+    for (long i = 0; i < width; i += 16) {
+        __m512 v = load_wide_some(x + i, first(width - i));
+        squares = _mm512_fmadd_ps(v, v, squares);
+    }
+    const float mean = _mm512_reduce_add_ps(squares) / width;
+    const __m512 factor = _mm512_set1_ps(1.0f / sqrtf(mean + epsilon));
+    for (long i = 0; i < width; i += 16) {
+        __mmask16 mask = first(width - i);
+        __m512 v = _mm512_mul_ps(load_wide_some(x + i, mask), factor);
+        __m512 w = load_wide_some(weight + i, mask);
+        if (shifted)
+            v = _mm512_mul_ps(v, _mm512_add_ps(w, _mm512_set1_ps(1.0f)));
+        else
+            v = _mm512_mul_ps(rounded(v), w);
+        _mm256_mask_storeu_epi16(out + i, mask, narrow(v));
+    }
+}
+
+// norm_row for [rows, width], all with the same weights.
 void rms_norm(const bf16 *x, const bf16 *weight, bf16 *out, long rows, long width, float epsilon,
               long shifted) {
 #pragma omp parallel for if (rows * width > PARALLEL_WORK)
-    for (long row = 0; row < rows; row++) {
-        const bf16 *from = x + row * width;
-        bf16 *to = out + row * width;
-        __m512 squares = _mm512_setzero_ps();
-        for (long i = 0; i < width; i += 16) {
-            __m512 v = load_wide_some(from + i, first(width - i));
-            squares = _mm512_fmadd_ps(v, v, squares);
-        }
-        const float mean = _mm512_reduce_add_ps(squares) / width;
-        const __m512 factor = _mm512_set1_ps(1.0f / sqrtf(mean + epsilon));
-        for (long i = 0; i < width; i += 16) {
-            __mmask16 mask = first(width - i);
-            __m512 v = _mm512_mul_ps(load_wide_some(from + i, mask), factor);
-            __m512 w = load_wide_some(weight + i, mask);
-            if (shifted)
-                v = _mm512_mul_ps(v, _mm512_add_ps(w, _mm512_set1_ps(1.0f)));
-            else
-                v = _mm512_mul_ps(rounded(v), w);
-            _mm256_mask_storeu_epi16(to + i, mask, narrow(v));
+    for (long row = 0; row < rows; row++)
+        norm_row(x + row * width, weight, out + row * width, width, epsilon, shifted);
+}
+
+// Rotates heads that lie side by side, in place: x * cos + rotate_half(x) * sin.
+// x: [heads, width]. cos, sin: [width]. width is a multiple of 32.
+INLINE void rotate_row(bf16 *x, const bf16 *cos, const bf16 *sin, long heads, long width) {
+    const long half = width / 2;
+    for (long head = 0; head < heads; head++) {
+        bf16 *p = x + head * width;
+        for (long i = 0; i < half; i += 16) {
+            __m512 low = load_wide(p + i), high = load_wide(p + half + i);
+            __m512 a = rounded(_mm512_mul_ps(low, load_wide(cos + i)));
+            __m512 b = rounded(_mm512_mul_ps(high, load_wide(sin + i)));
+            __m512 d = rounded(_mm512_mul_ps(high, load_wide(cos + half + i)));
+            __m512 e = rounded(_mm512_mul_ps(low, load_wide(sin + half + i)));
+            _mm256_storeu_si256((__m256i *)(p + i), narrow(_mm512_sub_ps(a, b)));
+            _mm256_storeu_si256((__m256i *)(p + half + i), narrow(_mm512_add_ps(d, e)));
         }
     }
 }
 
-// Rotates the first `heads` heads of each row in place: x * cos + rotate_half(x) * sin.
-// x: rows `stride` apart, [heads, width] each. cos, sin: [rows, width]. width is a multiple of 32.
+// rotate_row for the first `heads` heads of rows `stride` apart. cos, sin: [rows, width].
 void rotate(bf16 *x, long stride, const bf16 *cos, const bf16 *sin, long rows, long heads,
             long width) {
-    const long half = width / 2;
 #pragma omp parallel for if (rows * heads * width > PARALLEL_WORK)
-    for (long row = 0; row < rows; row++) {
-        const bf16 *c = cos + row * width, *s = sin + row * width;
-        for (long head = 0; head < heads; head++) {
-            bf16 *p = x + row * stride + head * width;
-            for (long i = 0; i < half; i += 16) {
-                __m512 low = load_wide(p + i), high = load_wide(p + half + i);
-                __m512 a = rounded(_mm512_mul_ps(low, load_wide(c + i)));
-                __m512 b = rounded(_mm512_mul_ps(high, load_wide(s + i)));
-                __m512 d = rounded(_mm512_mul_ps(high, load_wide(c + half + i)));
-                __m512 e = rounded(_mm512_mul_ps(low, load_wide(s + half + i)));
-                _mm256_storeu_si256((__m256i *)(p + i), narrow(_mm512_sub_ps(a, b)));
-                _mm256_storeu_si256((__m256i *)(p + half + i), narrow(_mm512_add_ps(d, e)));
-            }
-        }
-    }
+    for (long row = 0; row < rows; row++)
+        rotate_row(x + row * stride, cos + row * width, sin + row * width, heads, width);
 }
 
 // --- attention ---------------------------------------------------------------------------------
@@ -384,16 +406,18 @@ typedef struct {
     const bf16 *sinks;                 // [kv_heads * group], or NULL
 } Attention;
 
-// Writes keys and values of tokens to their slots. The rows of keys and values are their strides
-// apart, the heads of one row lie together.
+// Writes the key and the value of one token, all heads, to its slot.
+INLINE void store_row(const Attention *a, const bf16 *key, const bf16 *value, int64_t slot) {
+    const long key_row = a->kv_heads * a->key_width, value_row = a->kv_heads * a->value_width;
+    memcpy(a->keys + slot * key_row, key, key_row * sizeof(bf16));
+    memcpy(a->values + slot * value_row, value, value_row * sizeof(bf16));
+}
+
+// store_row for tokens whose keys and values are their strides apart.
 void store(const Attention *a, const bf16 *keys, long key_stride, const bf16 *values,
            long value_stride, const int64_t *slots, long tokens) {
-    const long key_row = a->kv_heads * a->key_width, value_row = a->kv_heads * a->value_width;
-    for (long t = 0; t < tokens; t++) {
-        memcpy(a->keys + slots[t] * key_row, keys + t * key_stride, key_row * sizeof(bf16));
-        memcpy(a->values + slots[t] * value_row, values + t * value_stride,
-               value_row * sizeof(bf16));
-    }
+    for (long t = 0; t < tokens; t++)
+        store_row(a, keys + t * key_stride, values + t * value_stride, slots[t]);
 }
 
 enum { CHUNK = 64 };  // positions whose scores are held together
@@ -545,23 +569,103 @@ static void attend(const Attention *a, const bf16 *queries, bf16 *out, const int
         }
 }
 
+static void decode_attention_by_team(const Attention *a, const bf16 *queries, long stride,
+                                     bf16 *out, long rows, const int64_t *tables, long blocks,
+                                     const int64_t *contexts) {
+    const long heads = a->kv_heads * a->group, padded = (a->value_width + 31) / 32 * 32;
+    float memory[a->group * (2 + CHUNK + padded) + CHUNK / 2 * padded];
+#pragma omp for schedule(dynamic)
+    for (long item = 0; item < rows * a->kv_heads; item++) {
+        const long row = item / a->kv_heads, head = item % a->kv_heads;
+        attend(a, queries + row * stride + head * a->group * a->key_width,
+               out + (row * heads + head * a->group) * a->value_width, tables + row * blocks,
+               contexts[row], head, memory);
+    }
+}
+
 // Attention of rows with one query token each, longest context first. queries: rows `stride` apart,
 // [heads, key_width] each. out: [rows, heads, value_width]. tables: [rows, blocks]. contexts:
 // [rows], at least 1.
 void decode_attention(const Attention *a, const bf16 *queries, long stride, bf16 *out, long rows,
                       const int64_t *tables, long blocks, const int64_t *contexts) {
-    const long heads = a->kv_heads * a->group;
-#pragma omp parallel if (rows * contexts[0] * heads * a->key_width > PARALLEL_WORK)
-    {
-        const long padded = (a->value_width + 31) / 32 * 32;
-        float memory[a->group * (2 + CHUNK + padded) + CHUNK / 2 * padded];
-#pragma omp for schedule(dynamic)
-        for (long item = 0; item < rows * a->kv_heads; item++) {
-            const long row = item / a->kv_heads, head = item % a->kv_heads;
-            attend(a, queries + row * stride + head * a->group * a->key_width,
-                   out + (row * heads + head * a->group) * a->value_width, tables + row * blocks,
-                   contexts[row], head, memory);
-        }
+    const long work = rows * contexts[0] * a->kv_heads * a->group * a->key_width;
+#pragma omp parallel if (work > PARALLEL_WORK)
+    decode_attention_by_team(a, queries, stride, out, rows, tables, blocks, contexts);
+}
+
+// --- decoder layers ----------------------------------------------------------------------------
+
+typedef struct {
+    const bf16 *weight;
+    float epsilon;
+    long shifted;
+} Norm;
+
+// x += output(attention(projection(norm(x)))), then x += down(gated(norm(x))).
+typedef struct {
+    Norm first, second;
+    Norm queries, keys;  // of single heads, before rotation; weight NULL: none
+    const Linear *projection, *output, *gated, *down;
+    const Attention *attention;
+} DecoderLayer;
+
+// Rows of one token each. cos, sin: [rows, key_width]. slots: [rows], where keys and values go.
+// The others are as in decode_attention.
+typedef struct {
+    long rows;
+    const bf16 *cos, *sin;
+    const int64_t *slots, *tables;
+    long blocks;
+    const int64_t *contexts;
+} Step;
+
+static void norm_by_team(const Norm *norm, const bf16 *x, bf16 *out, long rows, long width) {
+#pragma omp for
+    for (long row = 0; row < rows; row++)
+        norm_row(x + row * width, norm->weight, out + row * width, width, norm->epsilon,
+                 norm->shifted);
+}
+
+// From what `projection` gives to queries, in place, and to keys and values in the cache.
+static void place_by_team(const DecoderLayer *l, const Step *step, bf16 *projected, long stride) {
+    const Attention *a = l->attention;
+    const long width = a->key_width, heads = a->kv_heads * a->group;
+#pragma omp for
+    for (long row = 0; row < step->rows; row++) {
+        bf16 *query = projected + row * stride, *key = query + heads * width;
+        for (long head = 0; head < heads && l->queries.weight; head++)
+            norm_row(query + head * width, l->queries.weight, query + head * width, width,
+                     l->queries.epsilon, l->queries.shifted);
+        for (long head = 0; head < a->kv_heads && l->keys.weight; head++)
+            norm_row(key + head * width, l->keys.weight, key + head * width, width,
+                     l->keys.epsilon, l->keys.shifted);
+        rotate_row(query, step->cos + row * width, step->sin + row * width, heads + a->kv_heads,
+                   width);
+        store_row(a, key, key + a->kv_heads * width, step->slots[row]);
+    }
+}
+
+// Runs x, [rows, hidden], through layers that follow one another, in place. memory: for each row as
+// many numbers as the widest layer's projection and gated put out, and output and down take in, and
+// hidden.
+void decoder_layers(const DecoderLayer *layers, long count, const Step *step, bf16 *x,
+                    bf16 *memory) {
+    const long rows = step->rows;
+    const Linear *largest = layers->gated;
+#pragma omp parallel if (rows * largest->inputs * row_width(largest) > PARALLEL_WORK)
+    for (const DecoderLayer *l = layers; l < layers + count; l++) {
+        const long hidden = l->projection->inputs, stride = row_width(l->projection);
+        bf16 *normed = memory, *projected = normed + rows * hidden;
+        bf16 *attended = projected + rows * stride, *gated = attended + rows * l->output->inputs;
+        norm_by_team(&l->first, x, normed, rows, hidden);
+        linear_by_team(l->projection, normed, rows, NULL, projected);
+        place_by_team(l, step, projected, stride);
+        decode_attention_by_team(l->attention, projected, stride, attended, rows, step->tables,
+                                 step->blocks, step->contexts);
+        linear_by_team(l->output, attended, rows, x, x);
+        norm_by_team(&l->second, x, normed, rows, hidden);
+        linear_by_team(l->gated, normed, rows, NULL, gated);
+        linear_by_team(l->down, gated, rows, x, x);
     }
 }
 

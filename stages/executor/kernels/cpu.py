@@ -69,6 +69,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
         *(c_void_p, c_void_p, c_long, c_void_p),
         *(c_long, c_void_p, c_long, c_void_p),
     ),
+    "decoder_layers": (c_void_p, c_long, c_void_p, c_void_p, c_void_p),
 }
 
 
@@ -92,39 +93,47 @@ class Linear:
 
     Their outputs come side by side. Of a gated kind there are two, gate and up, and the output is
     act(gate) * up. Kind.WIDE gives float32 whose values are those of bfloat16.
+
+    Attributes:
+        modules: The layers.
+        inputs: Numbers in a row.
+        outputs: Numbers in a row of the output.
+        argument: Where what the kernels take lies; `find_weights` brings it up to date.
     """
 
     def __init__(self, layers: Sequence[nn.Linear], kind: Kind = Kind.PLAIN) -> None:
         """Takes one to three layers; their weights are used where they are."""
-        self._layers = layers
+        self.modules = layers
         self._run = library().linear
         outputs = [layer.out_features for layer in layers]
         gated = kind in (Kind.GATED_SILU, Kind.GATED_TANH_GELU)
-        self._outputs = outputs[0] if gated else sum(outputs)
+        self.inputs = layers[0].in_features
+        self.outputs = outputs[0] if gated else sum(outputs)
         self._dtype = torch.float32 if kind == Kind.WIDE else torch.bfloat16
-        self._arguments = _Linear(parts=len(layers), inputs=layers[0].in_features, kind=kind)
+        self._arguments = _Linear(parts=len(layers), inputs=self.inputs, kind=kind)
         self._arguments.outputs[: len(layers)] = outputs
-        self._argument = ctypes.addressof(self._arguments)
+        self.argument = ctypes.addressof(self._arguments)
         self._addresses: list[int] = []
 
-    def __call__(self, rows: Tensor, added: Tensor | None = None) -> Tensor:
-        """`[rows, inputs]` to `[rows, outputs]`, plus `added` of that shape; all contiguous."""
-        # A trainer that shares the model may have put other parameters in.
+    def find_weights(self) -> None:
+        """Looks where the weights are: a trainer that shares the model may put others in."""
         addresses = []
-        for layer in self._layers:
-            parameters = (
-                layer._parameters
-            )  # found directly: this is called some hundred times a step
+        for layer in self.modules:
+            parameters = layer._parameters  # found directly: this is called for each product
             weight, bias = parameters["weight"], parameters["bias"]
             addresses += [weight.data_ptr(), 0 if bias is None else bias.data_ptr()]  # type: ignore
         if addresses != self._addresses:
             self._addresses = addresses
-            self._arguments.weight[: len(self._layers)] = addresses[0::2]
-            self._arguments.bias[: len(self._layers)] = addresses[1::2]
+            self._arguments.weight[: len(self.modules)] = addresses[0::2]
+            self._arguments.bias[: len(self.modules)] = addresses[1::2]
+
+    def __call__(self, rows: Tensor, added: Tensor | None = None) -> Tensor:
+        """`[rows, inputs]` to `[rows, outputs]`, plus `added` of that shape; all contiguous."""
+        self.find_weights()
         count = rows.shape[0]
-        output = torch.empty(count, self._outputs, dtype=self._dtype)
+        output = torch.empty(count, self.outputs, dtype=self._dtype)
         added_at = None if added is None else added.data_ptr()
-        self._run(self._argument, rows.data_ptr(), count, added_at, output.data_ptr())
+        self._run(self.argument, rows.data_ptr(), count, added_at, output.data_ptr())
         return output
 
 
@@ -134,27 +143,42 @@ def gate(gates: Tensor, ups: Tensor, kind: Kind) -> Tensor:
     return gates
 
 
-def rms_norm(rows: Tensor, weight: Tensor, epsilon: float, *, shifted: bool) -> Tensor:
-    """RMSNorm over the last dimension, `[..., width]`, contiguous.
+class RMSNorm:
+    """RMSNorm over the last dimension.
 
-    Args:
-        rows: What to normalise.
-        weight: `[width]`.
+    Attributes:
+        modules: The one module whose weight it takes.
         epsilon: Added to the mean square.
         shifted: The factor is 1 + weight, applied before rounding.
     """
-    output = torch.empty_like(rows)
-    width = rows.shape[-1]
-    library().rms_norm(
-        rows.data_ptr(),
-        weight.data_ptr(),
-        output.data_ptr(),
-        rows.numel() // width,
-        width,
-        epsilon,
-        shifted,
-    )
-    return output
+
+    def __init__(self, module: nn.Module, epsilon: float, *, shifted: bool) -> None:
+        self.modules = (module,)
+        self.epsilon = epsilon
+        self.shifted = shifted
+
+    @property
+    def weight(self) -> Tensor:
+        """`[width]`, where the module has it now."""
+        weight = self.modules[0]._parameters["weight"]
+        assert weight is not None
+        return weight
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """`[..., width]`, contiguous or made so."""
+        rows = rows.contiguous()
+        output = torch.empty_like(rows)
+        width = rows.shape[-1]
+        library().rms_norm(
+            rows.data_ptr(),
+            self.weight.data_ptr(),
+            output.data_ptr(),
+            rows.numel() // width,
+            width,
+            self.epsilon,
+            self.shifted,
+        )
+        return output
 
 
 def rotate(rows: Tensor, heads: int, cos: Tensor, sin: Tensor) -> None:
@@ -207,6 +231,9 @@ class PagedAttention:
     """One layer's paged KV cache, for queries of one token each.
 
     The cache's tensors must stay where they are.
+
+    Attributes:
+        argument: Where what the kernels take lies.
     """
 
     def __init__(
@@ -247,7 +274,7 @@ class PagedAttention:
             softcap=softcap or 0.0,
             sinks=None if sinks is None else sinks.data_ptr(),
         )
-        self._argument = ctypes.addressof(self._arguments)
+        self.argument = ctypes.addressof(self._arguments)
 
     @staticmethod
     def handles(keys: Tensor, values: Tensor) -> bool:
@@ -261,7 +288,7 @@ class PagedAttention:
         Rows may lie apart; the heads of one must lie together.
         """
         self._library.store(
-            self._argument,
+            self.argument,
             keys.data_ptr(),
             keys.stride(0),
             values.data_ptr(),
@@ -282,7 +309,7 @@ class PagedAttention:
         """
         output = torch.empty(rows.count, *self._shape, dtype=torch.bfloat16)
         self._library.decode_attention(
-            self._argument,
+            self.argument,
             queries.data_ptr(),
             queries.stride(0),
             output.data_ptr(),

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -33,6 +33,9 @@ BUCKET_BYTES = 64 << 20
 
 _IN_FLIGHT = 2
 """Broadcasts that are under way at a time: one is sent while the next is packed."""
+
+_PARTING_S = 5.0
+"""How long the end of a group may take, which is milliseconds unless torch hangs."""
 
 _CPU = torch.device("cpu")
 
@@ -133,6 +136,7 @@ class _Member:
         device: Where its buffers are.
         stop: Set when nobody waits for its broadcasts any more.
         broadcasts: How many it has made.
+        under_way: Those that are not known to be finished, oldest first.
         receiving: Whether one is being received.
         skipped: Whether there was one that nobody received.
     """
@@ -141,6 +145,7 @@ class _Member:
     device: torch.device
     stop: threading.Event = field(default_factory=threading.Event)
     broadcasts: int = 0
+    under_way: list[Any] = field(default_factory=list)
     receiving: bool = False
     skipped: bool = False
 
@@ -170,50 +175,60 @@ class _Member:
 
     def broadcast(self, buffers: Iterator[Tensor], deadline: float) -> None:
         """From rank 0 to all others, in order. `[bytes]` each, uint8."""
-        under_way: list[Any] = []
         for buffer in buffers:
-            if len(under_way) == _IN_FLIGHT:
-                self._finish(under_way.pop(0), deadline)
-            under_way.append(self._start(buffer, deadline))
+            if len(self.under_way) == _IN_FLIGHT:
+                self._finish_one(deadline)
+            self._start(buffer, deadline)
             self.broadcasts += 1
-        for work in under_way:
-            self._finish(work, deadline)
+        while self.under_way:
+            self._finish_one(deadline)
 
     def _check_time(self, deadline: float) -> None:
         if self.stop.is_set():
             raise WeightsError("the group was left", code="weights_interrupted")
         _left(deadline)
 
-    def _start(self, buffer: Tensor, deadline: float) -> Any:
+    def _start(self, buffer: Tensor, deadline: float) -> None:
         self._check_time(deadline)
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         options.timeout = _left(deadline)
         try:
-            return self.group.broadcast([buffer], options)
+            self.under_way.append(self.group.broadcast([buffer], options))
         except RuntimeError as error:
             raise _broken(error, deadline) from None
 
-    def _finish(self, work: Any, deadline: float) -> None:
+    def _finish_one(self, deadline: float) -> None:
         # Not by work.wait(): Gloo's can't be ended from outside, and whoever stops the executor
         # would have to wait for a trainer that hangs.
+        work = self.under_way[0]
         pause = 0.00005
         while not work.is_completed():
             self._check_time(deadline)
             self.stop.wait(pause)
             pause = min(2 * pause, 0.005)
+        del self.under_way[0]
         try:
             work.wait()
         except RuntimeError as error:
             raise _broken(error, deadline) from None
 
     def let_go(self) -> None:
-        """Drops the process group, whose destructor waits for broadcasts that hang: elsewhere."""
-        groups = [self.group]
-        self.group = None
+        """Drops the process group, once nothing is under way: its destructor waits for that."""
         if self.device.type == "cuda":
-            groups[0].abort()
-        threading.Thread(target=groups.clear, daemon=True, name="weights-group-end").start()
+            self.group.abort()
+        if all(work.is_completed() for work in self.under_way):
+            self.under_way, self.group = [], None
+            return
+
+        def later() -> None:
+            # Here and not in the destructor: a program may end meanwhile, and a thread that comes
+            # back to Python from C++ then would abort it.
+            while not all(work.is_completed() for work in self.under_way):
+                time.sleep(0.05)
+            self.under_way, self.group = [], None
+
+        threading.Thread(target=later, daemon=True, name="weights-group-end").start()
 
     def _empty(self, size: int) -> Tensor:
         try:
@@ -338,8 +353,10 @@ class WeightsGroup:
     def close(self) -> None:
         """Leaves the group; what is still being sent fails."""
         self._stop.set()
-        self._thread.submit(lambda: self._member.result().let_go())
+        ended = self._thread.submit(lambda: self._member.result().let_go())
         self._thread.close()
+        if self._member.done():
+            wait([ended], _PARTING_S)
 
 
 def _pack(

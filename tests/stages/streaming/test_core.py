@@ -16,6 +16,7 @@ from nano_inference.bus.messages import (
     CompletionChunk,
     ErrorInfo,
     Output,
+    RecoveryItem,
     RequestFinished,
     RequestInfo,
     StageTime,
@@ -492,6 +493,29 @@ def test_after_a_reset_a_request_may_go_on_with_new_sequences(client: Client) ->
     assert completion.samples[0].text == " the fox"
     assert completion.usage.cached_tokens == 3
     assert_chunks_match(client, completion)
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_successor_that_knows_only_a_part_of_a_request_sees_it_in_its_stream(
+    tokenizer: PreTrainedTokenizerFast, streamed: bool
+) -> None:
+    """A step that was meant for its predecessor told it of the second sample."""
+    info = info_of(n=2, stream=streamed)
+    item = RecoveryItem("r", info.entry_id, info)
+    before, after = Client(tokenizer), Client(tokenizer)
+    before.step([(5, 40, "")], new=[started(5, info, 0)])
+    chunks = [each for _, each in before.outputs if isinstance(each, CompletionChunk)]
+    assert before.core.agrees(item, chunks)
+    after.step([(5, 40, ""), (6, 40, "")], new=[started(6, info, 1)])
+    chunks += [each for _, each in after.outputs if isinstance(each, CompletionChunk)]
+    assert after.core.knows(item)
+    assert after.core.agrees(item, chunks) == (not streamed)
+    after.core.forget("r", info.entry_id)
+    after.core.restore(info, chunks)
+    assert after.core.agrees(item, chunks)
+    assert [each.sample_index for each in after.core.recovered(item).samples] == (
+        [0, 1] if streamed else []
+    )
 
 
 def test_rows_of_unequal_length_are_refused(client: Client) -> None:

@@ -133,7 +133,9 @@ def test_rms_norm(shape: tuple[int, ...], shifted: bool) -> None:
     x, weight = randn(*shape) * 3, randn(shape[-1], seed=1)
     wide = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
     wanted = (wide * (1 + weight.float())).to(BF16) if shifted else weight * wide.to(BF16)
-    assert_close(cpu.rms_norm(x, weight, 1e-6, shifted=shifted), wanted)
+    module = nn.Module()
+    module.weight = nn.Parameter(weight, requires_grad=False)
+    assert_close(cpu.RMSNorm(module, 1e-6, shifted=shifted)(x), wanted)
 
 
 @pytest.mark.parametrize("width", [32, 64, 96, 256])

@@ -1,0 +1,336 @@
+"""What modules compute, by their parts: the passes that kernels offer for them.
+
+An offer says nothing yet about whether it is right; `modules` compares it with the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from ..attention import attend
+from ..batch import AttentionBatch
+from ..kv_cache import KVCache
+from ..model import LoadedModel
+from .cpu import MOST_ROWS, Kind, Linear, PagedAttention, RMSNorm, gate, rotate
+from .decoder import DecoderLayers, LayerParts
+
+Forward = Callable[..., Any]
+
+_DECODER_PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")
+_LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
+_HEAD_NORMS = ("q_norm", "k_norm")
+
+
+def find_patterns(model: LoadedModel) -> Iterator[tuple[nn.Module, list[Forward]]]:
+    """The modules that a pattern knows, each with its offers."""
+    output = model.module.get_output_embeddings()  # type: ignore[operator]
+    for module in model.module.modules():
+        offers: list[Forward] = []
+        if type(module) is nn.Linear:
+            offers = _linear(module, Kind.WIDE if module is output else Kind.PLAIN)
+        elif "RMSNorm" in type(module).__name__:
+            offers = [*_norm(module)]
+        else:
+            patterns = (_decoder_layer(module, model), _attention(module, model))
+            offers = next(filter(None, (*patterns, _gated_mlp(module))), [])
+        if offers:
+            yield module, offers
+
+
+def _linears(module: nn.Module, *names: str) -> list[nn.Linear]:
+    """The linear layers of these names, or none if one is missing or of another kind."""
+    found = [getattr(module, name, None) for name in names]
+    linears = [
+        layer for layer in found if type(layer) is nn.Linear and _fits(layer.weight, layer.bias)
+    ]
+    return linears if len(linears) == len(names) else []
+
+
+def _fits(*tensors: Tensor | None) -> bool:
+    return all(
+        tensor is None or (tensor.dtype == torch.bfloat16 and tensor.is_contiguous())
+        for tensor in tensors
+    )
+
+
+def _linear(module: nn.Linear, kind: Kind) -> list[Forward]:
+    if not _fits(module.weight, module.bias):
+        return []
+    fast = Linear([module], kind)
+
+    def forward(x: Tensor) -> Tensor:
+        rows = _rows(x)
+        if len(rows) > MOST_ROWS:
+            return F.linear(x, module.weight, module.bias)
+        return fast(rows).view(*x.shape[:-1], module.out_features)
+
+    return [forward]
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def _norm(module: nn.Module) -> list[RMSNorm]:
+    weight = module._parameters.get("weight")
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if weight is None or not isinstance(epsilon, float) or not _fits(weight):
+        return []
+    return [RMSNorm(module, epsilon, shifted=shifted) for shifted in (False, True)]
+
+
+def _gated_mlp(module: nn.Module) -> list[Forward]:
+    """act(gate_proj(x)) * up_proj(x), through down_proj."""
+    gated = _gated(module)
+    if gated is None:
+        return []
+    down: nn.Module = module.down_proj  # type: ignore[assignment]
+
+    def forward(x: Tensor) -> Tensor:
+        output: Tensor = down(gated(_rows(x)))
+        return output.view_as(x)
+
+    return [forward]
+
+
+def _gated(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """A gated MLP's forward pass up to its last layer, on `[tokens, hidden]`."""
+    layers = _linears(module, "gate_proj", "up_proj")
+    kind = _kind_of(getattr(module, "act_fn", None))
+    if not layers or not _linears(module, "down_proj") or kind is None:
+        return None
+    if any(layer.bias is not None for layer in layers):
+        return None
+    inner = Linear(layers, kind)
+
+    def gated(rows: Tensor) -> Tensor:
+        if len(rows) <= MOST_ROWS:
+            return inner(rows)
+        gates, ups = (layer(rows) for layer in layers)
+        return gate(gates, ups, kind)
+
+    return gated
+
+
+def _kind_of(activation: object) -> Kind | None:
+    """The kind of kernel with this activation, by what it computes."""
+    if not callable(activation):
+        return None
+    x = torch.linspace(-8, 8, 257)
+    known = {Kind.GATED_SILU: F.silu(x), Kind.GATED_TANH_GELU: F.gelu(x, approximate="tanh")}
+    found = activation(x)
+    for kind, values in known.items():
+        if torch.allclose(found, values, rtol=0, atol=1e-6):
+            return kind
+    return None
+
+
+def _attention(module: nn.Module, model: LoadedModel) -> list[Forward]:
+    """Projections to queries, keys and values, norms of their heads, rotation, our attention."""
+    attended = _attended(module, model)
+    if attended is None:
+        return []
+    output: nn.Module = module.o_proj  # type: ignore[assignment]
+
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        result: Tensor = output(attended(_rows(hidden_states), *args, **kwargs))
+        return result.view(hidden_states.shape), None
+
+    return [forward]
+
+
+def _attended(module: nn.Module, model: LoadedModel) -> Forward | None:
+    """An attention module's forward pass up to its last layer, on `[tokens, hidden]`."""
+    layers = _linears(module, "q_proj", "k_proj", "v_proj")
+    index = getattr(module, "layer_idx", None)
+    if not layers or not _linears(module, "o_proj") or not isinstance(index, int):
+        return None
+    spec, options = model.layers[index], model.attention_options[index]
+    if spec.key_dim % 32:
+        return None
+    kv_heads, width = spec.num_kv_heads, spec.key_dim
+    heads = layers[0].out_features // width
+    sizes = [layer.out_features for layer in layers]
+    projection = Linear(layers)
+    norms: list[nn.Module | None] = [getattr(module, name, None) for name in _HEAD_NORMS]
+
+    def normalised(norm: nn.Module | None, rows: Tensor, count: int) -> Tensor:
+        if norm is None:
+            return rows
+        by_head: Tensor = norm(rows.reshape(-1, count, width))
+        return by_head.view(-1, count * width)
+
+    def attended(
+        rows: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        *_: Any,
+        attention_batch: Any,
+        kv_cache: Any,
+        **others: Any,
+    ) -> Tensor:
+        cos, sin = (part[0].contiguous() for part in position_embeddings)
+        if cos.shape[1] != width:
+            raise ValueError(f"{cos.shape[1]} of {width} numbers rotate")
+        together = None
+        if len(rows) > MOST_ROWS:
+            queries, keys, values = (layer(rows) for layer in layers)
+        else:
+            together = projection(rows)
+            queries, keys, values = together.split_with_sizes(sizes, 1)
+        if norms == [None, None] and together is not None:
+            rotate(together, heads + kv_heads, cos, sin)
+        else:
+            queries, keys = (
+                normalised(norms[0], queries, heads),
+                normalised(norms[1], keys, kv_heads),
+            )
+            rotate(queries, heads, cos, sin)
+            rotate(keys, kv_heads, cos, sin)
+        output = attend(
+            attention_batch,
+            kv_cache,
+            index,
+            queries.unflatten(1, (heads, width)),
+            keys.unflatten(1, (kv_heads, width)),
+            values.unflatten(1, (kv_heads, spec.value_dim)),
+            **options,
+        )
+        return output.flatten(1)
+
+    return attended
+
+
+@dataclass(frozen=True, eq=False)
+class _DecoderLayer:
+    """x += attention(norm(x)), then x += mlp(norm(x))."""
+
+    first: RMSNorm
+    second: RMSNorm
+    attention: Any
+    mlp: Any
+    attended: Forward
+    gated: Forward
+    after_attention: Forward
+    after_mlp: Forward
+
+    def __call__(self, hidden_states: Tensor, *, position_embeddings: Any, **kwargs: Any) -> Tensor:
+        rows = _rows(hidden_states)
+        attended = self.attended(self.first(rows), position_embeddings, **kwargs)
+        rows = self.after_attention(attended, rows)
+        output: Tensor = self.after_mlp(self.gated(self.second(rows)), rows)
+        return output.view(hidden_states.shape)
+
+
+def _decoder_layer(module: nn.Module, model: LoadedModel) -> list[Forward]:
+    """What most of today's models repeat."""
+    parts: dict[str, Any] = dict(module.named_children())
+    norms = [_norm(parts[name]) for name in _LAYER_NORMS if name in parts]
+    attention, mlp = parts.get("self_attn"), parts.get("mlp")
+    if len(parts) != 4 or len(norms) != 2 or attention is None or mlp is None:
+        return []
+    attended, gated = _attended(attention, model), _gated(mlp)
+    if attended is None or gated is None:
+        return []
+    return [
+        _DecoderLayer(
+            *(first, second, attention, mlp, attended, gated),
+            after_attention=_added(attention.o_proj),
+            after_mlp=_added(mlp.down_proj),
+        )
+        for first, second in zip(*norms, strict=True)
+    ]
+
+
+def _added(layer: nn.Linear) -> Callable[[Tensor, Tensor], Tensor]:
+    """layer(rows) + residual."""
+    fast = Linear([layer])
+
+    def added(rows: Tensor, residual: Tensor) -> Tensor:
+        if len(rows) > MOST_ROWS:
+            return residual.add(layer(rows))
+        return fast(rows, residual)
+
+    return added
+
+
+def join_layers(
+    module: nn.Module, model: LoadedModel, cache: KVCache, agreed: Mapping[nn.Module, Forward]
+) -> Forward | None:
+    """A decoder's forward pass with all its layers in one call, for steps of one token per row.
+
+    Args:
+        module: Any module.
+        model: The model it is of.
+        cache: What the pass will be used with.
+        agreed: The offers that are right.
+
+    Returns:
+        None if it is no decoder, or one of its layers has none of the offers.
+    """
+    parts = dict(module.named_children())
+    if sorted(parts) != sorted(_DECODER_PARTS):
+        return None
+    offers = [agreed.get(layer) for layer in parts["layers"].children()]
+    found = [_layer_parts(offer, model, cache, agreed) for offer in offers]
+    known = [layer for layer in found if layer is not None]
+    if not known or len(known) < len(found):
+        return None
+    layers, plain = DecoderLayers(known), module.forward
+    embed, rotary, norm = parts["embed_tokens"], parts["rotary_emb"], parts["norm"]
+
+    def forward(
+        *, input_ids: Tensor, position_ids: Tensor, attention_batch: AttentionBatch, **others: Any
+    ) -> BaseModelOutputWithPast:
+        if not layers.handles(attention_batch):
+            output: BaseModelOutputWithPast = plain(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                attention_batch=attention_batch,
+                **others,
+            )
+            return output
+        hidden = embed(input_ids)
+        cos, sin = (part[0].contiguous() for part in rotary(hidden, position_ids))
+        layers(hidden[0], cos, sin, attention_batch)
+        return BaseModelOutputWithPast(last_hidden_state=norm(hidden))
+
+    return forward
+
+
+def _layer_parts(
+    layer: Forward | None, model: LoadedModel, cache: KVCache, agreed: Mapping[nn.Module, Forward]
+) -> LayerParts | None:
+    """The parts of a layer that does what `_decoder_layer` offered."""
+    if not isinstance(layer, _DecoderLayer):
+        return None
+    attention, mlp = layer.attention, layer.mlp
+    norms = {"first": layer.first, "second": layer.second}
+    for role, name in zip(("queries", "keys"), _HEAD_NORMS, strict=True):
+        module = getattr(attention, name, None)
+        if module is not None:
+            norm = agreed.get(module)
+            if not isinstance(norm, RMSNorm):
+                return None
+            norms[role] = norm
+    projections = _linears(attention, "q_proj", "k_proj", "v_proj")
+    index = attention.layer_idx
+    key_width = model.layers[index].key_dim
+    heads = projections[0].out_features // key_width
+    paged = cache.paged_attention(index, heads, **model.attention_options[index])
+    kind = _kind_of(mlp.act_fn)
+    if not isinstance(paged, PagedAttention) or kind is None:
+        return None
+    linears = {
+        "projection": Linear(projections),
+        "output": Linear(_linears(attention, "o_proj")),
+        "gated": Linear(_linears(mlp, "gate_proj", "up_proj"), kind),
+        "down": Linear(_linears(mlp, "down_proj")),
+    }
+    return LayerParts(norms, linears, paged, key_width)

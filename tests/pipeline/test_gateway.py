@@ -109,7 +109,10 @@ class Trainer:
 
 @pytest.fixture
 async def pipeline(make_config: MakeConfig) -> AsyncIterator[Pipeline]:
-    async with asyncio.timeout(LIMIT_S), Pipeline(make_config()) as running:
+    async with (
+        asyncio.timeout(LIMIT_S),
+        Pipeline(make_config(engine__kv_cache_bytes=1 << 24)) as running,
+    ):
         yield running
 
 

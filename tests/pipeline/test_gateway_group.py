@@ -33,7 +33,7 @@ pytestmark = [
 
 @pytest.fixture
 async def pipeline(make_config: MakeConfig) -> AsyncIterator[Pipeline]:
-    config = make_config(gateway__sync_timeout_s=20.0)
+    config = make_config(gateway__sync_timeout_s=20.0, engine__kv_cache_bytes=1 << 24)
     async with asyncio.timeout(LIMIT_S), Pipeline(config) as running:
         yield running
 

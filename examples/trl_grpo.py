@@ -26,7 +26,7 @@ from trl import GRPOConfig, GRPOTrainer
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 
 
-class EngineRollouts(TrainerCallback):  # type: ignore[misc]
+class EngineRollouts(TrainerCallback):
     """Generates for a GRPOTrainer; give it both as `rollout_func` and among `callbacks`.
 
     Reward functions get `weight_version`, that of the weights that made each completion. One

@@ -13,13 +13,16 @@ from nano_inference.bus.links import ADMITTED, CONTROL, CREDITS, DISPATCH, FINIS
 from nano_inference.bus.messages import (
     AdmittedRequest,
     Cancel,
+    CancelAll,
     Continue,
     Credit,
     Dispatch,
     Drain,
     Fenced,
     FlushCache,
+    JoinWeightsGroup,
     LaneCapacity,
+    LeaveWeightsGroup,
     Message,
     NewSequence,
     Pause,
@@ -41,9 +44,19 @@ from nano_inference.bus.messages import (
     StepPlan,
     StepResult,
     StopSequences,
+    TellWeightVersion,
     UpdateFairness,
     UpdateWeights,
+    WeightsStaged,
     Yield,
+)
+from nano_inference.bus.weights import (
+    FolderWeights,
+    GroupWeights,
+    LocalWeights,
+    SharedMemoryWeights,
+    StagedWeights,
+    TensorMeta,
 )
 from nano_inference.config import ChannelClosed, FairnessConfig, SamplingParams
 
@@ -102,7 +115,18 @@ SAMPLES: tuple[Message, ...] = (
     StopSequences((1,)),
     Pause(),
     Resume(),
-    UpdateWeights("/weights/7", 7),
+    CancelAll("op-1"),
+    UpdateWeights(FolderWeights("/weights/7"), "retract", 7, True, 9.5, "op-2"),
+    UpdateWeights(
+        SharedMemoryWeights(("a", "b"), (TensorMeta("w", "bfloat16", (2, 3)),), ((1, 64),))
+    ),
+    UpdateWeights(GroupWeights("g", (TensorMeta("w", "float32", ()),), 1 << 20, 3)),
+    UpdateWeights(LocalWeights("here")),
+    UpdateWeights(StagedWeights("step-7", 2), part_of="step-8"),
+    WeightsStaged(8, "abort"),
+    JoinWeightsGroup("g", "127.0.0.1:1", 1, 2, "gloo", 3.5, "op-3"),
+    LeaveWeightsGroup("g", "op-4"),
+    TellWeightVersion("op-5"),
     FlushCache(),
     Drain(5),
     UpdateFairness(FairnessConfig(aging_s=3.5)),

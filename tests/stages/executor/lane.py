@@ -136,7 +136,7 @@ class Lane:
             answers[seq_id].finish_reason = reason
 
     def _preempt_last(self) -> None:
-        running = self.batching._running
+        running = list(self.batching._running)
         if not running:
             return
         self.batching._preempt((running[-1].seq_id,))

@@ -17,6 +17,7 @@ from nano_inference import BusClient, Pipeline
 from nano_inference.bus.keys import Keys
 from nano_inference.bus.messages import Output
 from nano_inference.config import Config, load_config
+from nano_inference.pipeline.health import lanes_of
 
 from ..servers import SERVICE, SLOTS, Cluster, Node, Sentinels, cluster, sentinel_group, until
 from .test_life import check_stream, stream_request
@@ -155,12 +156,18 @@ async def test_the_commands_find_the_master(group: Sentinels) -> None:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    async with asyncio.timeout(LIMIT_S), Pipeline(config):
+    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
         (await group.master()).kill()
         for sentinel in group.sentinels:
             await until(lambda each=sentinel: knows_the_new(each, group), "the failover")
         group.sentinels[0].kill()  # the others answer as well
         assert await command("submit", "12 + 30 =")
+
+        async def told() -> bool:
+            """The stages tell about once a second, and what they told before may be lost."""
+            return any(lane.ready for lane in lanes_of(await pipeline.bus.stages.read()))
+
+        await until(told, "the stages' word to the new master")
         status = json.loads(await command("status", "--json"))
         assert status["ready"] is True
         assert await command("dlq", "list", "--json") == ""

@@ -109,10 +109,12 @@ class BatchingStage(Actor):
                 if core is not None and in_flight == "retract":
                     core.recompute()
                 # An earlier pause is part of this one.
-                await self.answer(self._pausing)
+                await self._answer_pause()
                 self._pausing = operation_id
             case Resume(operation_id):
                 self._paused = False
+                # Nobody will see the rest that a pause under way waits for.
+                await self._answer_pause()
                 await self.answer(operation_id)
             case FlushCache(operation_id):
                 if core is not None:
@@ -158,12 +160,15 @@ class BatchingStage(Actor):
             await self.send(self.own(CREDITS), report)
         if core.idle:
             core.check()
-        if self._pausing and core.at_rest:
-            pausing, self._pausing = self._pausing, ""
-            await self.answer(pausing)
+        if core.at_rest:
+            await self._answer_pause()
 
     def wake_at_ns(self) -> int | None:
         return self._core.next_deadline_ns() if self._core is not None else None
+
+    async def _answer_pause(self) -> None:
+        pausing, self._pausing = self._pausing, ""
+        await self.answer(pausing)
 
     async def _meet_executor(self, ready: StageReady) -> None:
         if ready.capacity is None or self._core is not None:

@@ -21,6 +21,7 @@ from nano_inference import (
 )
 from nano_inference.bus import open_bus
 from nano_inference.bus import weights as handoff
+from nano_inference.bus.messages import NewSequence, StepPlan, StepResult
 from nano_inference.bus.weights import FolderWeights, InFlight, LocalWeights
 from nano_inference.config import BusError
 from nano_inference.pipeline import client
@@ -33,6 +34,8 @@ from .conftest import MakeConfig
 from .test_life import break_once, until, whole_stream, whole_streams
 
 LIMIT_S = 120
+# Below the time after which a client gives an answer up.
+ANSWERED_S = client.ANSWER_S - 5
 State = dict[str, Tensor]
 Spell = Callable[[Mapping[str, Tensor], int], State]
 
@@ -202,13 +205,40 @@ async def test_weights_change_while_paused(running: Pipeline, loaded: State) -> 
     assert versions_of(completion)[-1] == 2
 
 
-async def test_retracted_requests_go_on_as_if_nothing_had_been(running: Pipeline) -> None:
+async def test_retracted_requests_go_on_as_if_nothing_had_been(
+    running: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their KV is computed again, from the same weights: greedy tokens are the same."""
+    resumed: list[NewSequence] = []
+    original = ExecutorCore.execute
+
+    def execute(self: ExecutorCore, plan: StepPlan) -> StepResult:
+        resumed.extend(new for new in plan.new if new.num_generated)
+        return original(self, plan)
+
+    monkeypatch.setattr(ExecutorCore, "execute", execute)
     streams = asyncio.create_task(whole_streams(running))
+    batching = running._actors["batching"]
+    await until(lambda: batching.load().get("running") == 8)
     for _ in range(5):
         await asyncio.sleep(0.02)
         await running.client.pause("retract")
+        assert batching.load()["running"] == 0
         await running.client.flush_cache()
+        await running.client.resume()
+    await streams
+    assert len(resumed) >= 8
+    # Flushed, so a prefix is found only where another one has just computed it.
+    assert any(new.num_cached == 0 for new in resumed)
+
+
+async def test_a_pause_that_is_called_off_is_answered(running: Pipeline) -> None:
+    """By a client that resumes before the steps under way are done."""
+    streams = asyncio.create_task(whole_streams(running))
+    for _ in range(20):
+        async with asyncio.timeout(ANSWERED_S):
+            await asyncio.gather(running.client.pause(), running.client.resume())
+    async with asyncio.timeout(ANSWERED_S):
         await running.client.resume()
     await streams
 

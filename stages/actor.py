@@ -73,8 +73,6 @@ class Actor(ABC):
         self.metrics = context.metrics.labelled(self.labels)
         self.incarnation = f"{self.role}-{uuid.uuid4().hex[:8]}"
         self.epoch = 0
-        # The incarnation of admission that has asked last for a part in its epoch.
-        self.leader = ""
         self.opened = False
         self.failed = False
         self.log = structlog.get_logger().bind(stage=self.role)
@@ -192,7 +190,6 @@ class Actor(ABC):
                 self.epoch = envelope.epoch
                 await self.reset()
         if isinstance(envelope.body, Reset):
-            self.leader = envelope.sender
             await self.announce()
         else:
             await self.handle(envelope)

@@ -5,13 +5,19 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncIterator, Callable
 
+import httpx
 import pytest
 import pytest_asyncio
 
+from nano_inference.bus.messages import NewSequence, StepPlan, StepResult
 from nano_inference.config import Config, load_config
+from nano_inference.pipeline.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
+from nano_inference.stages.executor.core import ExecutorCore
 
 MakeConfig = Callable[..., Config]
+
+LIMIT_S = 120
 
 # All in memory; requests and results on Redis; every link on Redis, or on a cluster.
 BUSES = ["memory", "redis", "redis-links", "cluster"]
@@ -51,3 +57,27 @@ async def shared(request: pytest.FixtureRequest) -> AsyncIterator[Pipeline]:
     """A pipeline for all tests of a module, which must run in the module's event loop."""
     async with Pipeline(config_maker(request)()) as running:
         yield running
+
+
+@pytest.fixture
+async def http(pipeline: Pipeline) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a gateway in front of the pipeline."""
+    async with (
+        Gateway(pipeline.client, pipeline.config) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+def resumed(monkeypatch: pytest.MonkeyPatch) -> list[NewSequence]:
+    """The sequences that executors start behind tokens which were generated before, so far."""
+    found: list[NewSequence] = []
+    original = ExecutorCore.execute
+
+    def execute(self: ExecutorCore, plan: StepPlan) -> StepResult:
+        found.extend(new for new in plan.new if new.num_generated)
+        return original(self, plan)
+
+    monkeypatch.setattr(ExecutorCore, "execute", execute)
+    return found

@@ -6,8 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -15,15 +14,13 @@ from redis.crc import key_slot
 
 from nano_inference import BusClient, Pipeline
 from nano_inference.bus.keys import Keys
-from nano_inference.bus.messages import Output
-from nano_inference.config import Config, load_config
 from nano_inference.pipeline.health import lanes_of
 
 from ..servers import SERVICE, SLOTS, Cluster, Node, Sentinels, cluster, sentinel_group, until
-from .test_life import check_stream, stream_request
+from .test_life import stream_request
+from .trouble import INDICES, config_on, survive
 
 LIMIT_S = 120
-INDICES = range(0, 32, 4)  # those that stream
 
 
 @pytest.fixture
@@ -38,38 +35,6 @@ async def nodes(tmp_path: Path, pytestconfig: pytest.Config) -> AsyncIterator[Cl
     program = pytestconfig.getoption("--redis-server") or ""
     async with cluster(tmp_path / "cluster", program, replicas=True) as running:
         yield running
-
-
-def config_on(url: str) -> Config:
-    overrides = {
-        "engine.dtype": "float32",
-        "bus.url": url,
-        "bus.prefix": f"test-{uuid.uuid4().hex[:12]}",
-        "bus.links": "redis",
-    }
-    return load_config(env={}, overrides=overrides)
-
-
-async def disturbed(
-    client: BusClient, trouble: Callable[[], Awaitable[None]]
-) -> list[list[Output]]:
-    """Eight streams, and `trouble` when all have begun."""
-    begun = asyncio.Barrier(len(INDICES) + 1)
-
-    async def follow(index: int) -> list[Output]:
-        outputs: list[Output] = []
-        request = {**stream_request(index), "request_id": f"r{index}"}
-        async for output in client.submit(request):
-            outputs.append(output)
-            if len(outputs) == 3:
-                await begun.wait()
-        return outputs
-
-    async with asyncio.TaskGroup() as tasks:
-        following = [tasks.create_task(follow(index)) for index in INDICES]
-        await begun.wait()
-        await trouble()
-    return [task.result() for task in following]
 
 
 async def check_stored(holder: Callable[[str], Node], prefix: str) -> None:
@@ -100,9 +65,7 @@ async def test_every_stream_survives_a_failover_by_sentinel(group: Sentinels) ->
         Pipeline(config),
         BusClient.connect(config.bus) as client,
     ):
-        streams = await disturbed(client, trouble)
-        for index, outputs in zip(INDICES, streams, strict=True):
-            check_stream(index, outputs)
+        await survive(client, trouble)
         new = await group.master()
         assert new is not old
         for index in (98, 99):
@@ -132,9 +95,7 @@ async def test_a_master_that_is_demoted_is_left(group: Sentinels) -> None:
         BusClient.connect(config.bus) as client,
     ):
         old = await group.master()
-        streams = await disturbed(client, trouble)
-        for index, outputs in zip(INDICES, streams, strict=True):
-            check_stream(index, outputs)
+        await survive(client, trouble)
         await until(lambda: is_replica(old), "the old master's new role")
         new = next(node for node in group.nodes if node is not old)
         assert (await client.complete(stream_request(99))).status == "done"
@@ -200,9 +161,7 @@ async def test_every_stream_survives_a_failover_in_a_cluster(nodes: Cluster) -> 
         Pipeline(config),
         BusClient.connect(config.bus) as client,
     ):
-        streams = await disturbed(client, trouble)
-        for index, outputs in zip(INDICES, streams, strict=True):
-            check_stream(index, outputs)
+        await survive(client, trouble)
         for index in (98, 99):
             assert (await client.complete(stream_request(index))).status == "done"
         await check_stored(holder, config.bus.prefix)

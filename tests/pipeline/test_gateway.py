@@ -117,15 +117,6 @@ async def pipeline(make_config: MakeConfig) -> AsyncIterator[Pipeline]:
 
 
 @pytest.fixture
-async def http(pipeline: Pipeline) -> AsyncIterator[httpx.AsyncClient]:
-    async with (
-        Gateway(pipeline.client, pipeline.config) as gateway,
-        httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as client,
-    ):
-        yield client
-
-
-@pytest.fixture
 def trainer(http: httpx.AsyncClient) -> Trainer:
     return Trainer(http)
 

@@ -15,7 +15,6 @@ import pytest
 import safetensors.torch
 from torch import Tensor
 
-from nano_inference.pipeline.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
 
 from ..oracle import announcing, token_of
@@ -36,15 +35,6 @@ async def pipeline(make_config: MakeConfig) -> AsyncIterator[Pipeline]:
     config = make_config(gateway__sync_timeout_s=20.0, engine__kv_cache_bytes=1 << 24)
     async with asyncio.timeout(LIMIT_S), Pipeline(config) as running:
         yield running
-
-
-@pytest.fixture
-async def http(pipeline: Pipeline) -> AsyncIterator[httpx.AsyncClient]:
-    async with (
-        Gateway(pipeline.client, pipeline.config) as gateway,
-        httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as client,
-    ):
-        yield client
 
 
 @pytest.fixture

@@ -122,16 +122,8 @@ async def test_a_failed_stage_is_replaced_and_every_stream_goes_on(
 
 
 async def test_what_is_resumed_finds_its_beginning_while_the_executor_lives(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, resumed: list[NewSequence]
 ) -> None:
-    resumed: list[NewSequence] = []
-    original = ExecutorCore.execute
-
-    def execute(self: ExecutorCore, plan: StepPlan) -> StepResult:
-        resumed.extend(new for new in plan.new if new.num_generated)
-        return original(self, plan)
-
-    monkeypatch.setattr(ExecutorCore, "execute", execute)
     config = make_config(pipeline__restart_backoff_s=0.01)
     async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
         break_once(monkeypatch, StreamingCore, "absorb", after=20)

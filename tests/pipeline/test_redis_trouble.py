@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,12 @@ import pytest
 from redis.asyncio import Redis
 
 from nano_inference import BusClient, Pipeline
-from nano_inference.bus.messages import Output
-from nano_inference.config import Config, load_config
 
 from ..rig import mortal_server
-from .test_life import check_stream, stream_request
+from .test_life import stream_request
+from .trouble import INDICES, config_on, survive
 
 LIMIT_S = 90
-INDICES = range(0, 32, 4)  # those that stream
 IDLE_S = 4.0
 
 
@@ -30,59 +27,25 @@ async def server(tmp_path: Path) -> AsyncIterator[Any]:
         yield running
 
 
-def config_on(server: Any) -> Config:
-    overrides = {
-        "engine.dtype": "float32",
-        "bus.url": server.url,
-        "bus.prefix": f"test-{uuid.uuid4().hex[:12]}",
-        "bus.links": "redis",
-    }
-    return load_config(env={}, overrides=overrides)
-
-
-async def disturbed(
-    server: Any, client: BusClient, trouble: Callable[[], None]
-) -> list[list[Output]]:
-    """Eight streams, and the server killed when all have begun; `trouble` while it is down."""
-    begun = asyncio.Barrier(len(INDICES) + 1)
-
-    async def follow(index: int) -> list[Output]:
-        outputs: list[Output] = []
-        request = {**stream_request(index), "request_id": f"r{index}"}
-        async for output in client.submit(request):
-            outputs.append(output)
-            if len(outputs) == 3:
-                await begun.wait()
-        return outputs
-
-    async with asyncio.TaskGroup() as group:
-        following = [group.create_task(follow(index)) for index in INDICES]
-        await begun.wait()
-        server.kill()
-        trouble()
-        await server.start()
-    return [task.result() for task in following]
-
-
 @pytest.mark.parametrize(
     "last_bytes", [0, 3000, None], ids=["nothing-lost", "the-end-lost", "all-lost"]
 )
 async def test_every_stream_survives_the_server(server: Any, last_bytes: int | None) -> None:
     """With its log, with a log of which the end is missing (`everysec`), and with none."""
-    config = config_on(server)
+    config = config_on(server.url)
     async with (
         asyncio.timeout(LIMIT_S),
         Pipeline(config),
         BusClient.connect(config.bus) as client,
     ):
 
-        def trouble() -> None:
+        async def trouble() -> None:
+            server.kill()
             if last_bytes != 0:
                 server.forget(last_bytes)
+            await server.start()
 
-        streams = await disturbed(server, client, trouble)
-        for index, outputs in zip(INDICES, streams, strict=True):
-            check_stream(index, outputs)
+        await survive(client, trouble)
         assert (await client.complete(stream_request(99))).status == "done"
         await check_foreign(server.port, config.bus.prefix)
 
@@ -102,7 +65,7 @@ async def check_foreign(port: int, prefix: str) -> None:
 
 async def test_requests_wait_while_there_is_no_server(server: Any) -> None:
     """Started without a server, the stages wait for it and then work."""
-    config = config_on(server)
+    config = config_on(server.url)
     server.kill()
     async with asyncio.timeout(LIMIT_S):
         starting = asyncio.create_task(Pipeline(config, wait_for_bus=True).__aenter__())
@@ -118,7 +81,7 @@ async def test_requests_wait_while_there_is_no_server(server: Any) -> None:
 
 
 async def test_an_idle_pipeline_costs_the_server_little(server: Any) -> None:
-    config = config_on(server)
+    config = config_on(server.url)
     async with asyncio.timeout(LIMIT_S), Pipeline(config), Redis(port=server.port) as plain:
 
         async def commands() -> int:

@@ -21,7 +21,7 @@ from nano_inference import (
 )
 from nano_inference.bus import open_bus
 from nano_inference.bus import weights as handoff
-from nano_inference.bus.messages import NewSequence, StepPlan, StepResult
+from nano_inference.bus.messages import NewSequence
 from nano_inference.bus.weights import FolderWeights, InFlight, LocalWeights
 from nano_inference.config import BusError
 from nano_inference.pipeline import client
@@ -206,17 +206,9 @@ async def test_weights_change_while_paused(running: Pipeline, loaded: State) -> 
 
 
 async def test_retracted_requests_go_on_as_if_nothing_had_been(
-    running: Pipeline, monkeypatch: pytest.MonkeyPatch
+    running: Pipeline, resumed: list[NewSequence]
 ) -> None:
     """Their KV is computed again, from the same weights: greedy tokens are the same."""
-    resumed: list[NewSequence] = []
-    original = ExecutorCore.execute
-
-    def execute(self: ExecutorCore, plan: StepPlan) -> StepResult:
-        resumed.extend(new for new in plan.new if new.num_generated)
-        return original(self, plan)
-
-    monkeypatch.setattr(ExecutorCore, "execute", execute)
     streams = asyncio.create_task(whole_streams(running))
     batching = running._actors["batching"]
     await until(lambda: batching.load().get("running") == 8)

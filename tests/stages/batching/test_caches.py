@@ -164,13 +164,22 @@ def test_no_copy_without_room_for_its_source(make_cache: MakeCache) -> None:
     assert cache.start(second, 1).copies == ()
 
 
+def twins(cache: KVCacheManager, begin: list[int]) -> list[Lease]:
+    """Two that compute the same begin beside each other, and each a last token of its own.
+
+    Blocks are of two tokens; both have as many as they need.
+    """
+    leases = [Lease([*begin, tail]) for tail in (6, 7)]
+    for lease in leases:
+        cache.start(lease, len(lease.token_ids) // 2)
+    for lease in leases:
+        cache.commit(lease, len(lease.token_ids))
+    return leases
+
+
 def test_a_block_computed_twice_is_found_once(make_cache: MakeCache) -> None:
     cache = make_cache(8, 2)
-    leases = [Lease([1, 2, 3, 4, 5, tail]) for tail in (6, 7)]
-    for lease in leases:
-        cache.start(lease, 3)
-    for lease in leases:
-        cache.commit(lease, 6)
+    leases = twins(cache, [1, 2, 3, 4, 5])
     assert match(cache, [1, 2, 3, 4, 5, 6, 0]).num_cached == 6
     assert match(cache, [1, 2, 3, 4, 5, 7, 0]).num_cached == 6, "behind the other's twin"
     cache.release(leases[0])
@@ -180,11 +189,7 @@ def test_a_block_computed_twice_is_found_once(make_cache: MakeCache) -> None:
 
 def test_held_blocks_behind_a_free_one_are_not_counted_on(make_cache: MakeCache) -> None:
     cache = make_cache(8, 2)
-    leases = [Lease([1, 2, 3, tail]) for tail in (6, 7)]
-    for lease in leases:
-        cache.start(lease, 2)
-    for lease in leases:
-        cache.commit(lease, 4)
+    leases = twins(cache, [1, 2, 3])
     cache.release(leases[0])
     # The first block is the released one, which another start may take; the second is held.
     assert match(cache, [1, 2, 3, 7, 8]) == PrefixMatch(4, 3, None)
@@ -282,11 +287,7 @@ def test_held_blocks_are_never_evicted(make_cache: MakeCache) -> None:
 
 def test_evicting_a_twin_leaves_the_other_holder_alone(make_cache: MakeCache) -> None:
     cache = make_cache(4, 2)
-    leases = [Lease([1, 2, 3, tail]) for tail in (6, 7)]
-    for lease in leases:
-        cache.start(lease, 2)
-    for lease in leases:
-        cache.commit(lease, 4)
+    leases = twins(cache, [1, 2, 3])
     cache.release(leases[0])
     taken = cache.allocate([9, 9, 9, 9])
     assert not set(taken.block_ids) & set(leases[1].block_ids)
@@ -324,11 +325,7 @@ def test_radix_gives_the_name_to_whoever_computed_more_of_a_block() -> None:
 
 def test_radix_puts_an_own_block_in_the_place_of_an_evicted_twin() -> None:
     cache = RadixKVCache(5, 2)
-    leases = [Lease([1, 2, 3, tail]) for tail in (6, 7)]
-    for lease in leases:
-        cache.start(lease, 2)
-    for lease in leases:
-        cache.commit(lease, 4)
+    leases = twins(cache, [1, 2, 3])
     cache.release(leases[0])
     cache.deallocate(cache.allocate([9] * 6).block_ids)
     assert match(cache, [1, 2, 3, 7, 8]).num_cached == 0

@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from random_models import TWO_LAYERS, random_model
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from nano_inference import (
@@ -114,20 +115,8 @@ def exact_forward(module: Any) -> Forward:
 
 def random_qwen2(folder: Path) -> Path:
     """Writes a model in the shape of two layers of Qwen2.5-0.5B with random weights."""
-    torch.manual_seed(0)
-    shape = Qwen2Config(
-        vocab_size=32_768,
-        hidden_size=896,
-        intermediate_size=4_864,
-        num_hidden_layers=2,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        eos_token_id=0,
-        initializer_range=0.05,
-    )
-    module: Any = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
-    module.save_pretrained(folder)
+    shape = TWO_LAYERS | {"eos_token_id": 0, "initializer_range": 0.05}
+    random_model(shape, torch.float32).save_pretrained(folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(TINY)
     tokenizer.save_pretrained(folder)
     return folder

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from random_models import TWO_LAYERS, random_model
 
 from nano_inference.bus.messages import NewSequence, RequestInfo, SequenceSpec, StepPlan
 from nano_inference.config import EngineConfig, SamplingParams
@@ -62,18 +62,7 @@ def make_model(name: str, dtype: str) -> LoadedModel:
     if name == "tiny":
         config = EngineConfig(dtype=dtype, max_model_len=MAX_MODEL_LEN)  # type: ignore[arg-type]
         return load_model(config)
-    torch.manual_seed(0)
-    shape = Qwen2Config(
-        vocab_size=32_768,
-        hidden_size=896,
-        intermediate_size=4_864,
-        num_hidden_layers=2,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
-    module = AutoModelForCausalLM.from_config(shape, dtype=getattr(torch, dtype))
-    return wrap_model(module.requires_grad_(False), MAX_MODEL_LEN)
+    return wrap_model(random_model(TWO_LAYERS, getattr(torch, dtype)), MAX_MODEL_LEN)
 
 
 def plan(step_id: int, new: tuple[NewSequence, ...], count: int, num_tokens: int) -> StepPlan:

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_rig import Ours, Outcome, generate, generate_batch, make_model
+from gpu_rig import Ours, Outcome, generate, generate_batch
+from random_models import random_model
 from torch.profiler import ProfilerActivity, profile
 from workloads import SHAPES, WORKLOADS, Request, Workload, make_requests
 
@@ -77,13 +78,13 @@ def check(device: str) -> dict[str, Any]:
     """
     work = Workload(12, 5, 200, (20, 60))
     requests = make_requests(work, CHECKED["vocab_size"], seed=1)
-    exact = make_model(CHECKED, torch.float32, device)
+    exact = random_model(CHECKED, torch.float32, device)
     found: dict[str, Any] = {}
     for dtype in (torch.float32, torch.bfloat16):
-        reference = make_model(CHECKED, torch.float32, device).to(dtype)
+        reference = random_model(CHECKED, torch.float32, device).to(dtype)
         outcomes = {}
         for graphs in (True, False):
-            ours = Ours(make_model(CHECKED, torch.float32, device).to(dtype), graphs=graphs)
+            ours = Ours(random_model(CHECKED, torch.float32, device).to(dtype), graphs=graphs)
             if graphs and device == "cuda":
                 assert ours.core.graphs, f"no graphs: {ours.core.without_graphs}"
             outcomes[graphs] = outcome = ours.run(requests, work)
@@ -185,8 +186,8 @@ def measure(
 ) -> dict[str, Any]:
     """All workloads on one shape, ours and the peers in turn."""
     settings = SHAPES[shape]
-    peer = make_model(settings, torch.bfloat16, "cuda")
-    ours = Ours(make_model(settings, torch.bfloat16, "cuda"))
+    peer = random_model(settings, torch.bfloat16, "cuda")
+    ours = Ours(random_model(settings, torch.bfloat16, "cuda"))
     size = sum(each.nbytes for each in peer.parameters())
     if not settings["tie_word_embeddings"]:
         size -= peer.get_input_embeddings().weight.nbytes  # of which a step reads a few rows

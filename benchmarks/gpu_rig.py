@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
+from transformers import GenerationConfig
 from workloads import Request, Workload
 
 from nano_inference.bus.messages import Dispatch, RequestInfo, SequenceSpec
@@ -18,13 +18,6 @@ from nano_inference.stages.executor import ExecutorCore, wrap_model
 from nano_inference.stages.executor.unread import LaunchedStep
 
 MAX_MODEL_LEN = 2048
-
-
-def make_model(shape: dict[str, Any], dtype: torch.dtype, device: str, seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(Qwen2Config(**shape), dtype=dtype)
-    return model.to(device).eval().requires_grad_(False)
 
 
 @dataclass

@@ -80,24 +80,6 @@ class Peer:
         return json.loads(line)
 
 
-def make_model(folder: Path, shape: str) -> None:
-    """Writes a model of random weights in bfloat16, with a tokenizer of one token per id."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    settings = SHAPES[shape]
-    config = Qwen2Config(**settings, max_position_embeddings=32_768, rms_norm_eps=1e-6)
-    config.bos_token_id, config.eos_token_id = 0, 1
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    vocabulary = {f"t{number}": number for number in range(settings["vocab_size"])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
-    tokenizer.decoder = decoders.WordPiece()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t1", pad_token="t0")
-    fast.save_pretrained(folder)
-
-
 def measure(
     peers: list[Peer], workloads: list[str], repeat: int, threads: int
 ) -> tuple[dict[str, dict[str, list[dict[str, Any]]]], list[dict[str, float]]]:
@@ -196,7 +178,8 @@ def plot(figures: dict[str, dict[str, list[float]]], engines: list[str], file: P
     picture.savefig(file, dpi=120)
 
 
-def main() -> None:
+def read_options() -> argparse.Namespace:
+    """The command line; `workloads` and `engines` are lists of known names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--workloads", default="W1,W2,W3,W5")
     parser.add_argument("--shape", default="S", choices=sorted(SHAPES))
@@ -208,27 +191,69 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
-    workloads = options.workloads.split(",")
-    wanted = ["ours", *filter(None, options.peers.split(","))]
-    for name in [*(set(workloads) - WORKLOADS.keys()), *(set(wanted) - PROGRAMS.keys())]:
+    options.workloads = options.workloads.split(",")
+    options.engines = ["ours", *filter(None, options.peers.split(","))]
+    for name in (
+        *(set(options.workloads) - WORKLOADS.keys()),
+        *(set(options.engines) - PROGRAMS.keys()),
+    ):
         parser.error(
             f"{name} is unknown; workloads: {', '.join(WORKLOADS)}; peers: {', '.join(PROGRAMS)}"
         )
-    pythons = dict(choice.split("=", 1) for choice in options.python)
-    folder = options.folder / options.shape
+    return options
+
+
+def start(options: argparse.Namespace) -> tuple[list[Peer], dict[str, str]]:
+    """The engines, and why each of the others can't be started. Makes the model if need be."""
+    folder = options.folder.absolute() / options.shape
     if not (folder / "config.json").is_file():
+        # Only here: it imports torch.
+        from random_models import write_model
+
         folder.mkdir(parents=True, exist_ok=True)
-        make_model(folder, options.shape)
+        write_model(folder, options.shape)
+    pythons = dict(choice.split("=", 1) for choice in options.python)
     peers, missing = [], {}
-    for name in wanted:
+    for name in options.engines:
         try:
             python = pythons.get(name, sys.executable)
-            peers.append(Peer(name, python, folder.absolute(), options.shape, options.threads))
+            peers.append(Peer(name, python, folder, options.shape, options.threads))
         except EOFError as error:
             missing[name] = str(error)
+    return peers, missing
+
+
+def show_memory(peer: Peer, runs: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
+    """The engine's version, and the memory that it took for its work, which is noted."""
+    print(f"\n{peer.name}: {peer.about['version']}", end="")
+    if not peer.about["held_bytes"]:
+        return
+    peak = max(run["peak_bytes"] for by_engine in runs.values() for run in by_engine[peer.name])
+    working = peak - peer.about["before_bytes"] - peer.about["held_bytes"]
+    print(
+        f"; {working / 1e6:.0f} MB at the peak besides weights, KV cache and "
+        f"{peer.about['before_bytes'] / 1e6:.0f} MB of imported code",
+        end="",
+    )
+    peer.about["working_bytes"] = working
+
+
+def show_machine(states: list[dict[str, float]]) -> None:
+    """What the machine did meanwhile."""
+    for key, scale, unit in (("bytes_per_s", 1e-9, "GB/s"), ("round_trip_ns", 1, "ns")):
+        if values := sorted(state[key] * scale for state in states):
+            print(
+                f"{key}: median {statistics.median(values):.3g} {unit} "
+                f"[{values[0]:.3g} to {values[-1]:.3g}]"
+            )
+
+
+def main() -> None:
+    options = read_options()
+    peers, missing = start(options)
     started = time.time()
     try:
-        runs, states = measure(peers, workloads, options.repeat, options.threads)
+        runs, states = measure(peers, options.workloads, options.repeat, options.threads)
     finally:
         for peer in peers:
             peer.stop()
@@ -240,42 +265,22 @@ def main() -> None:
     )
     print(table(figures, engines))
     for peer in peers:
-        print(f"\n{peer.name}: {peer.about['version']}", end="")
-        if peer.about["held_bytes"]:
-            peak = max(run["peak_bytes"] for by in runs.values() for run in by[peer.name])
-            working = peak - peer.about["before_bytes"] - peer.about["held_bytes"]
-            print(
-                f"; {working / 1e6:.0f} MB at the peak besides weights, KV cache and "
-                f"{peer.about['before_bytes'] / 1e6:.0f} MB of imported code",
-                end="",
-            )
-            peer.about["working_bytes"] = working
+        show_memory(peer, runs)
     print()
     for name, reason in missing.items():
         print(f"left out: {name} ({reason})")
-    if states:
-        for key, scale, unit in (("bytes_per_s", 1e-9, "GB/s"), ("round_trip_ns", 1, "ns")):
-            values = sorted(state[key] * scale for state in states)
-            print(
-                f"{key}: median {statistics.median(values):.3g} {unit} "
-                f"[{values[0]:.3g} to {values[-1]:.3g}]"
-            )
+    show_machine(states)
     if options.json:
-        options.json.write_text(
-            json.dumps(
-                {
-                    "started": started,
-                    "shape": options.shape,
-                    "threads": options.threads,
-                    "engines": {peer.name: peer.about for peer in peers},
-                    "missing": missing,
-                    "figures": figures,
-                    "states": states,
-                },
-                indent=1,
-            )
-            + "\n"
-        )
+        content = {
+            "started": started,
+            "shape": options.shape,
+            "threads": options.threads,
+            "engines": {peer.name: peer.about for peer in peers},
+            "missing": missing,
+            "figures": figures,
+            "states": states,
+        }
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
     if options.plot:
         plot(figures, engines, options.plot)
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from run import make_model
+from random_models import write_model
 from safetensors.torch import save_file
 from torch import Tensor
 from workloads import SHAPES
@@ -272,7 +272,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = BUNDLED_MODEL
         if arguments.model != BUNDLED_MODEL:
-            make_model(Path(folder), arguments.model)
+            write_model(Path(folder), arguments.model)
             path = folder
         generation = asyncio.run(measure_generation(arguments, path))
     show_generation(generation, arguments)

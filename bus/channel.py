@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
@@ -346,6 +346,16 @@ class ResultStreams(Protocol):
 
         A reader that falls far behind misses the oldest ones: in memory more than
         `TAIL_CAPACITY` behind, on Redis more than `results_maxlen`.
+        """
+
+    def newest(self, within_s: float) -> AsyncIterator[Completion]:
+        """The last of the terminal messages that are still kept, the oldest of them first.
+
+        These are the newest one and those of the `within_s` seconds before it. In memory only the
+        messages of requests that nobody has followed to the end are kept.
+
+        Raises (while iterating):
+            BusError: The server refuses to be asked.
         """
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Self
 
 from ..config import BusError
@@ -119,6 +119,15 @@ class MemoryResults:
         tail = _Tail(self)
         self._tails.add(tail)
         return tail
+
+    async def newest(self, within_s: float) -> AsyncIterator[Completion]:
+        """See `ResultStreams.newest`."""
+        ends = [self._routes[entry_id].outputs[-1] for entry_id in self._finished]
+        kept = [end for end in ends if isinstance(end, Completion)]
+        since = kept[-1].timings.finished_ns - within_s * 1e9 if kept else 0
+        for completion in kept:
+            if completion.timings.finished_ns >= since:
+                yield completion
 
     def close(self) -> None:
         """Ends all who follow or tail, once they have read what is there."""

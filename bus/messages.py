@@ -153,6 +153,10 @@ class Timings(OutputPart, frozen=True, kw_only=True):
     finished_ns: int = 0
     stages: tuple[StageTime, ...] = ()
 
+    def of(self, stage: str) -> StageTime | None:
+        """When it was in a stage; None when it did not come there."""
+        return next((time for time in self.stages if time.stage == stage), None)
+
 
 class TokenLogprob(OutputPart, frozen=True, kw_only=True):
     """A token and its logprob."""

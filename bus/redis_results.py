@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
 from ..config import BusConfig
 from .codec import decode_output, encode_output
-from .keys import JSON, Keys, parse_id
+from .keys import JSON, Keys, id_after, parse_id
 from .messages import Completion, Output
 from .redis_client import (
     Backoff,
@@ -189,15 +189,36 @@ class RedisResults:
 
     async def tail(self) -> RedisTail:
         """See `ResultStreams.tail`."""
-        redis, key = self._commands.redis, self._keys.results
-        last = await self._commands.idempotent(
-            "tail", lambda: execute(redis, "XREVRANGE", key, "+", "-", "COUNT", 1)
-        )
-        return RedisTail(self._readers.subscribe({key: last[0][0] if last else b"0-0"}))
+        last = await self._range("XREVRANGE", "+", "-", 1)
+        start = last[0][0] if last else b"0-0"
+        return RedisTail(self._readers.subscribe({self._keys.results: start}))
+
+    async def newest(self, within_s: float) -> AsyncIterator[Completion]:
+        """See `ResultStreams.newest`. Entries that come while it reads are left out."""
+        last = await self._range("XREVRANGE", "+", "-", 1)
+        if not last:
+            return
+        until = last[0][0]
+        position = str(max(0, parse_id(until)[0] - int(within_s * 1e3)))
+        while entries := await self._range("XRANGE", position, until, KEYS_PER_FLUSH):
+            for output in _readable(entries):
+                if isinstance(output, Completion):
+                    yield output
+            position = id_after(entries[-1][0])
 
     async def aclose(self) -> None:
         """Ends all who follow or tail."""
         await self._readers.aclose()
+
+    async def _range(
+        self, command: str, start: bytes | str, end: bytes | str, count: int
+    ) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        """A part of the results stream."""
+        redis, key = self._commands.redis, self._keys.results
+        found: list[tuple[bytes, dict[bytes, bytes]]] = await self._commands.idempotent(
+            "results", lambda: execute(redis, command, key, start, end, "COUNT", count)
+        )
+        return found
 
     async def _answer(self, keys: list[str], commands: Sequence[Sequence[Any]]) -> set[str]:
         redis = self._commands.redis

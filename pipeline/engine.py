@@ -342,6 +342,7 @@ class InferenceEngine:
 
     def shutdown(self) -> None:
         """Gives the model's and the cache's memory back. The engine can't be used afterwards."""
+        self._executor.close()
         del self._executor
         if self._reference is not None:
             self._reference.shutdown()

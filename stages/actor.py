@@ -73,8 +73,6 @@ class Actor(ABC):
         self.metrics = context.metrics.labelled(self.labels)
         self.incarnation = f"{self.role}-{uuid.uuid4().hex[:8]}"
         self.epoch = 0
-        # The incarnation of admission that has asked last for a part in its epoch.
-        self.leader = ""
         self.opened = False
         self.failed = False
         self.log = structlog.get_logger().bind(stage=self.role)
@@ -87,6 +85,12 @@ class Actor(ABC):
 
     async def open(self) -> None:  # noqa: B027  (most stages have nothing to load)
         """Loads what the stage needs. Runs before any message is taken."""
+
+    async def close(self) -> None:  # noqa: B027
+        """Gives back what `open` loaded: the stage ends. Shields and bounds what it waits for.
+
+        Whoever still holds the stage, such as the traceback of what ended it, holds only little.
+        """
 
     @abstractmethod
     async def handle(self, envelope: Envelope) -> None:
@@ -143,11 +147,15 @@ class Actor(ABC):
         """Runs until cancelled. Whatever it raises means that the stage has failed."""
         await self.open()
         self.opened = True
-        # It stays open when this stage fails, or senders would fail with it. The next incarnation
-        # opens its own, which closes this one.
-        inbox = await self.bus.open_inbox(self.role)
-        await self.send(CONTROL["admission"], StageStarted(self.role, self.incarnation), epoch=0)
-        await self.receive_forever(inbox)
+        try:
+            # It stays open when this stage fails, or senders would fail with it. The next
+            # incarnation opens its own, which closes this one.
+            inbox = await self.bus.open_inbox(self.role)
+            started = StageStarted(self.role, self.incarnation)
+            await self.send(CONTROL["admission"], started, epoch=0)
+            await self.receive_forever(inbox)
+        finally:
+            await self.close()
 
     async def receive_forever(self, inbox: Inbox) -> None:
         """Takes messages one at a time, oldest first."""
@@ -182,7 +190,6 @@ class Actor(ABC):
                 self.epoch = envelope.epoch
                 await self.reset()
         if isinstance(envelope.body, Reset):
-            self.leader = envelope.sender
             await self.announce()
         else:
             await self.handle(envelope)

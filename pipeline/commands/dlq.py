@@ -14,10 +14,9 @@ from rich.table import Table
 
 from ...bus.channel import DeadLetter
 from ...config import Config, ConfigError
-from ...telemetry import setup_logging
 from ..client import BusClient
 from .connection import connected
-from .options import BusUrl, ConfigFile, LogLevel, Settings, build_client_config
+from .options import BusUrl, ConfigFile, LogLevel, Settings, client_config
 from .terminal import complain, cut, harmless, one_line, stdout
 
 T = TypeVar("T")
@@ -57,7 +56,7 @@ def list_letters(
 
     nano-inference dlq list
     """
-    config = _config(config_file, bus, settings, log_level)
+    config = client_config(config_file, bus, settings, log_level)
     letters = asyncio.run(_letters(config))
     if as_json:
         for letter in letters:
@@ -81,7 +80,7 @@ def show(
 
     nano-inference dlq show 1795185430038-0
     """
-    config = _config(config_file, bus, settings, log_level)
+    config = client_config(config_file, bus, settings, log_level)
     chosen = _chosen(asyncio.run(_letters(config)), [letter_id])
     if chosen is None:
         raise typer.Exit(1)
@@ -122,7 +121,7 @@ def retry(
     It is a new request in the old one's trace: its answer is under the id that is printed, since
     the old id may still have its old answer.
     """
-    config = _config(config_file, bus, settings, log_level)
+    config = client_config(config_file, bus, settings, log_level)
 
     async def publish_again(client: BusClient, letter: DeadLetter) -> str:
         request = msgspec.structs.replace(letter.request, request_id="")
@@ -156,7 +155,7 @@ def drop(
 
     nano-inference dlq drop 1795185430038-0
     """
-    config = _config(config_file, bus, settings, log_level)
+    config = client_config(config_file, bus, settings, log_level)
 
     async def remove(client: BusClient, letter: DeadLetter) -> bool:
         return await client.bus.requests.drop_dead_letter(letter.letter_id)
@@ -170,14 +169,6 @@ def drop(
 
 
 # --- inside ---------------------------------------------------------------------------------------
-
-
-def _config(
-    config_file: ConfigFile, bus: BusUrl, settings: Settings, log_level: LogLevel
-) -> Config:
-    config = build_client_config(config_file, bus, settings, log_level)
-    setup_logging(config.telemetry)
-    return config
 
 
 async def _letters(config: Config) -> list[DeadLetter]:

@@ -13,10 +13,9 @@ import typer
 from rich.table import Table
 
 from ...config import BusError, Config, ConfigError, FairnessConfig, nearest, parse_value
-from ...telemetry import setup_logging
 from ..client import BusClient
 from .connection import connected
-from .options import BusUrl, ConfigFile, LogLevel, Settings, build_client_config
+from .options import BusUrl, ConfigFile, LogLevel, Settings, client_config
 from .terminal import harmless, stdout
 
 app = typer.Typer(
@@ -57,7 +56,7 @@ def show(
 
     nano-inference fairness show
     """
-    config = _config(config_file, bus, settings, log_level)
+    config = client_config(config_file, bus, settings, log_level)
 
     async def look() -> dict[str, FairnessConfig]:
         async with connected(config) as client:
@@ -80,7 +79,7 @@ def set_(
 
     nano-inference fairness set aging_s=5 tenant_weights.gold=3
     """
-    config = _config(config_file, bus, settings, log_level)
+    config = client_config(config_file, bus, settings, log_level)
     _print(asyncio.run(_change(config, changes, lane)), as_json)
 
 
@@ -142,14 +141,6 @@ async def _in_force(client: BusClient, lane: str | None) -> dict[str, FairnessCo
         which = "of a pipeline" if lane is None else f"of lane {lane}"
         raise BusError(f"no fairness stage {which} has been heard of; see `nano-inference status`")
     return found
-
-
-def _config(
-    config_file: ConfigFile, bus: BusUrl, settings: Settings, log_level: LogLevel
-) -> Config:
-    config = build_client_config(config_file, bus, settings, log_level)
-    setup_logging(config.telemetry)
-    return config
 
 
 def _print(found: dict[str, FairnessConfig], as_json: bool) -> None:

@@ -11,10 +11,9 @@ import structlog
 import typer
 
 from ...config import Config
-from ...telemetry import setup_logging
 from ..gateway import DEFAULT_PORT, Gateway
 from .connection import connected
-from .options import BusUrl, ConfigFile, LogLevel, ModelPath, Settings, build_client_config
+from .options import BusUrl, ConfigFile, LogLevel, ModelPath, Settings, WithParent, client_config
 from .run import forbid_torch, hear_parent
 
 GatewayPort = Annotated[
@@ -38,12 +37,7 @@ def gateway(
     config_file: ConfigFile = None,
     settings: Settings = None,
     log_level: LogLevel = None,
-    with_parent: Annotated[
-        bool,
-        typer.Option(
-            "--with-parent", hidden=True, help="Leave when standard input closes, as `up` wants."
-        ),
-    ] = False,
+    with_parent: WithParent = False,
 ) -> None:
     """Serve HTTP in front of a running pipeline.
 
@@ -56,11 +50,10 @@ def gateway(
     Give it the pipeline's model and settings, so that it can tell of them and has the tokenizer.
     Ctrl-C or SIGTERM ends it; requests in flight have a few seconds.
     """
-    config = build_client_config(config_file, bus, settings, log_level or "info", model)
+    config = client_config(config_file, bus, settings, log_level or "info", model)
     listening = port or config.gateway.port or DEFAULT_PORT
     own = msgspec.structs.replace(config.gateway, port=listening)
     config = msgspec.structs.replace(config, gateway=own)
-    setup_logging(config.telemetry)
     forbid_torch()
     anyio.run(_serve, config, with_parent)
 

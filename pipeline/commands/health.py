@@ -11,9 +11,8 @@ import typer
 from ...bus import StageReport, open_bus
 from ...bus.board import STALE_AFTER_S
 from ...config import STAGES, BusConfig, BusError, ConfigError, nearest, split_role
-from ...telemetry import setup_logging
 from ..health import lanes_of, problem_of
-from .options import BusUrl, ConfigFile, LogLevel, Settings, build_client_config
+from .options import BusUrl, ConfigFile, LogLevel, Settings, client_config
 
 
 def health(
@@ -51,8 +50,7 @@ def health(
     for name in stage or ():
         if split_role(name)[0] not in STAGES:
             raise ConfigError(f"there is no stage {name!r}{nearest(name, STAGES)}")
-    config = build_client_config(config_file, bus, settings, log_level or "error")
-    setup_logging(config.telemetry)
+    config = client_config(config_file, bus, settings, log_level or "error")
     try:
         reports = asyncio.run(_read(config.bus))
     except BusError as error:

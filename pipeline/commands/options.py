@@ -18,6 +18,7 @@ from ...config import (
     load_config,
     parse_value,
 )
+from ...telemetry import setup_logging
 
 _PANEL = "Settings"
 
@@ -81,6 +82,12 @@ LogLevel = Annotated[
         show_default=False,
     ),
 ]
+WithParent = Annotated[
+    bool,
+    typer.Option(
+        "--with-parent", hidden=True, help="Leave when standard input closes, as `up` wants."
+    ),
+]
 
 
 def build_config(
@@ -124,7 +131,7 @@ def build_config(
     return config
 
 
-def build_client_config(
+def client_config(
     config_file: Path | None,
     bus: str | None,
     settings: list[str] | None,
@@ -133,10 +140,11 @@ def build_client_config(
 ) -> Config:
     """As `build_config`, for a command that talks to a pipeline in another process.
 
-    Without any URL it is the one where `up` starts its server. Warnings are the least severity
-    that is logged unless asked otherwise, so that they don't mix with the answers.
+    Without any URL it is the one where `up` starts its server. Logging is set up; warnings are the
+    least severity that is logged unless asked otherwise, so that they don't mix with the answers.
     """
     config = build_config(config_file, bus, model, settings, log_level or "warning")
+    setup_logging(config.telemetry)
     if config.bus.url != "memory":
         return config
     if bus is not None:

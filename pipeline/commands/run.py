@@ -18,7 +18,7 @@ from ...bus.messages import Completion
 from ...config import STAGES, Config, ConfigError, nearest
 from ...telemetry import setup_logging
 from ..pipeline import Pipeline
-from .options import BusUrl, ConfigFile, LogLevel, ModelPath, Settings, build_config
+from .options import BusUrl, ConfigFile, LogLevel, ModelPath, Settings, WithParent, build_config
 from .stdin import stdin_lines
 
 DRAIN = b"drain\n"
@@ -38,12 +38,7 @@ def run(
     config_file: ConfigFile = None,
     settings: Settings = None,
     log_level: LogLevel = None,
-    with_parent: Annotated[
-        bool,
-        typer.Option(
-            "--with-parent", hidden=True, help="Leave when standard input closes, as `up` wants."
-        ),
-    ] = False,
+    with_parent: WithParent = False,
 ) -> None:
     """Run stages in this process.
 

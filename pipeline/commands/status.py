@@ -18,10 +18,9 @@ from ...bus import StageReport
 from ...bus.keys import Keys
 from ...bus.links import all_links
 from ...config import STAGES, BusConfig, BusError
-from ...telemetry import setup_logging
 from ..health import LATE_S, LaneHealth, lanes_of, problem_of, replicas_of, verdict
 from .connection import unreachable
-from .options import BusUrl, ConfigFile, LogLevel, Settings, build_client_config
+from .options import BusUrl, ConfigFile, LogLevel, Settings, client_config
 from .terminal import stdout
 
 _SHOWN_LINKS = 3
@@ -83,8 +82,7 @@ def status(
 
         watch nano-inference status
     """
-    config = build_client_config(config_file, bus, settings, log_level)
-    setup_logging(config.telemetry)
+    config = client_config(config_file, bus, settings, log_level)
     found = asyncio.run(look(config.bus))
     if as_json:
         sys.stdout.write(f"{msgspec.json.encode(found).decode()}\n")

@@ -12,11 +12,10 @@ import typer
 
 from ...bus.messages import Completion, CompletionChunk
 from ...config import Config, ConfigError, NanoInferenceError
-from ...telemetry import setup_logging
 from ..client import BusClient
 from .answers import AnswerPrinter, ProgressLine
 from .connection import connected
-from .options import BusUrl, ConfigFile, LogLevel, Settings, build_client_config
+from .options import BusUrl, ConfigFile, LogLevel, Settings, client_config
 from .requests import LineReader, Submission, Wanted, parse_sampling, read_file, read_stdin
 from .submit_options import (
     AsJson,
@@ -91,8 +90,7 @@ def submit(
     Answers go to standard output, all else to standard error. Ctrl-C cancels what is in flight.
     The exit status is 1 when any request did not end well.
     """
-    config = build_client_config(config_file, bus, settings, log_level)
-    setup_logging(config.telemetry)
+    config = client_config(config_file, bus, settings, log_level)
     one_text = text not in (None, "-") and file is None
     wanted = Wanted(
         chat=chat,

@@ -14,9 +14,8 @@ from rich.cells import cell_len
 from ...bus.codec import encode_output
 from ...bus.messages import Completion
 from ...config import Config
-from ...telemetry import setup_logging
 from .connection import connected
-from .options import BusUrl, ConfigFile, LogLevel, Settings, build_client_config
+from .options import BusUrl, ConfigFile, LogLevel, Settings, client_config
 from .terminal import cut, milliseconds, one_line
 
 # Where standard output is not a terminal, so that its width is nobody's business.
@@ -48,8 +47,7 @@ def tail(
 
     It reads the shared results stream and takes nothing away from anybody. Ctrl-C leaves.
     """
-    config = build_client_config(config_file, bus, settings, log_level)
-    setup_logging(config.telemetry)
+    config = client_config(config_file, bus, settings, log_level)
     asyncio.run(_tail(config, as_json, limit))
 
 

@@ -16,9 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ...config import BusConfig, BusError, split_role
-from ...telemetry import setup_logging
 from ..health import LaneHealth
-from .options import BusUrl, ConfigFile, LogLevel, Settings, build_client_config
+from .options import BusUrl, ConfigFile, LogLevel, Settings, client_config
 from .status import BusStatus, lane_table, look
 from .terminal import stdout
 
@@ -46,8 +45,7 @@ def top(
 
         nano-inference top --once --bus redis://10.0.0.5:6379
     """
-    config = build_client_config(config_file, bus, settings, log_level)
-    setup_logging(config.telemetry)
+    config = client_config(config_file, bus, settings, log_level)
     history = History()
     if once or not sys.stdout.isatty():
         stdout().print(view(asyncio.run(look(config.bus)), history))

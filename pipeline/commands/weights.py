@@ -11,10 +11,9 @@ from typing import Annotated, TypeVar
 import typer
 
 from ...bus.weights import FolderWeights
-from ...telemetry import setup_logging
 from ..client import BusClient
 from .connection import connected
-from .options import BusUrl, ConfigFile, LogLevel, Settings, build_client_config
+from .options import BusUrl, ConfigFile, LogLevel, Settings, client_config
 
 app = typer.Typer(
     help="""Look at the weights in place, and replace them while requests are in flight.
@@ -161,8 +160,7 @@ def _run(
     settings: Settings,
     log_level: LogLevel,
 ) -> _Result:
-    config = build_client_config(config_file, bus, settings, log_level)
-    setup_logging(config.telemetry)
+    config = client_config(config_file, bus, settings, log_level)
 
     async def run() -> _Result:
         async with connected(config) as client:

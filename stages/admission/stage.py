@@ -34,6 +34,7 @@ from .core import AdmissionCore, request_id_of, status_of
 from .ledger import Unanswered
 from .overload import FinishRate, overloaded
 from .recovery import RecoveringStage, deadline_of
+from .spans import trace_first_again
 
 # Cancellations of entries not seen yet that are kept.
 REMEMBERED_CANCELS = 4096
@@ -93,6 +94,7 @@ class AdmissionStage(RecoveringStage):
             group.start_soon(self._admit_forever)
             if self.config.bus.url != "memory":
                 group.start_soon(self._keep_lane)
+                group.start_soon(trace_first_again, self)
             await super().receive_forever(inbox)
 
     async def reset(self) -> None:

@@ -169,6 +169,17 @@ class ExecutorCore:
         self.reset()
         self.cache.clear()
 
+    def close(self) -> None:
+        """Gives up KV and model, whoever still holds this object; it is of no use then.
+
+        A model that was given is the caller's again, as it was.
+        """
+        if self.fast_modules is not None:
+            # Modules that hold a pass which holds them would wait for the garbage collector.
+            self.fast_modules.remove()
+        del self.model, self.weights, self.cache
+        del self.fast_modules, self.graphs, self._capture, self._determinism
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs one plan.
 

@@ -111,14 +111,19 @@ class ExecutorStage(Actor):
         )
 
     async def receive_forever(self, inbox: Inbox) -> None:
-        try:
-            async with anyio.create_task_group() as self._group:
-                self._group.start_soon(self._report_forever)
-                await super().receive_forever(inbox)
-        finally:
-            self._updates.close()
-            with anyio.move_on_after(_PARTING_S, shield=True):
-                await self._updates.abandon(self._core.weights)
+        async with anyio.create_task_group() as self._group:
+            self._group.start_soon(self._report_forever)
+            await super().receive_forever(inbox)
+
+    async def close(self) -> None:
+        self._updates.close()
+        version = self._core.weights.version
+        # Behind the plans that are under way, and then also when nobody waits any longer.
+        closed = _TORCH_THREAD.submit(self._core.close)
+        del self._core
+        with anyio.move_on_after(_PARTING_S, shield=True):
+            await self._updates.abandon(version)
+            await asyncio.shield(asyncio.wrap_future(closed))
 
     async def reset(self) -> None:
         self._spans.clear()

@@ -114,7 +114,7 @@ class WeightUpdates:
             self._actor.log.info("weights_in_place", version=version)
             await self._answer(update, version)
 
-    async def abandon(self, weights: WeightSyncManager) -> None:
+    async def abandon(self, version: int) -> None:
         """Answers what will not be done any more, since the stage ends."""
         why = WeightsError(
             "the executor stopped before the weights were in place; it starts again with those of "
@@ -122,7 +122,7 @@ class WeightUpdates:
             code="weights_interrupted",
         )
         for operation in list(self._unanswered.values()):
-            await self._answer(operation, weights.version, why)
+            await self._answer(operation, version, why)
 
     async def _keep_part(self, update: UpdateWeights, weights: WeightSyncManager) -> None:
         if isinstance(update.source, LocalWeights):

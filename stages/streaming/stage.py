@@ -28,7 +28,7 @@ from ..tokenizer import load_tokenizer
 from .core import Deliveries, EndedRequest, StreamingCore
 from .intervals import TokenIntervals
 from .pace import Pace
-from .spans import StreamingSpans
+from .spans import trace_end
 
 
 class StreamingStage(Actor):
@@ -49,7 +49,6 @@ class StreamingStage(Actor):
         self._pace = Pace(now_ns())
         # Of the weights that made the last step.
         self._weight_version = 0
-        self._spans = StreamingSpans(self)
 
     async def open(self) -> None:
         folder = self.config.engine.model_folder
@@ -62,10 +61,6 @@ class StreamingStage(Actor):
         self._made_in = self.epoch
         self._core.reset()
         self._intervals.clear()
-
-    async def announce(self) -> None:
-        self._spans.begun_by(self.leader)
-        await super().announce()
 
     def load(self) -> dict[str, int | float | str]:
         return {"open": len(self._core), **self._pace.load(now_ns())} if self.opened else {}
@@ -116,7 +111,7 @@ class StreamingStage(Actor):
                 if finished.entry_id not in lost:
                     await self.send(FINISHED, finished, epoch=0)
             for ended in delivery.ended:
-                self._spans.ended(ended)
+                trace_end(self, ended)
                 if self.metrics.enabled and ended.completion.entry_id not in lost:
                     self._measure_end(ended)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from nano_inference.bus import redis_readers
+from nano_inference.bus import redis_readers, redis_results
 from nano_inference.bus.codec import encode_output
 from nano_inference.bus.keys import Keys
 from nano_inference.config import BusError
@@ -176,3 +176,21 @@ async def test_a_chunk_behind_missing_ones_waits_for_the_stream_to_be_written_an
     ):
         await foreign.xadd(out, {"json": encode_output(output)}, id=entry_id)
     assert await kit.collect(bus.results.follow("r", entry)) == [*chunks, last]
+
+
+async def test_the_newest_are_told_by_the_time_at_which_they_were_written(
+    redis_buses: Any, foreign: Redis, kit: Any
+) -> None:
+    """More than are read at once; something that nobody can read stands between."""
+    key = f"{redis_buses.prefix}:results"
+    count = 2 * redis_results.KEYS_PER_FLUSH + 1
+    await foreign.xadd(key, {"json": encode_output(kit.done("old", "1-0"))}, "4999-7")
+    async with foreign.pipeline() as pipeline:
+        for number in range(count):
+            payload = {"json": encode_output(kit.done("r", f"{number}-0"))}
+            pipeline.xadd(key, payload, f"{5000 + number}-0")
+        await pipeline.execute()
+    await foreign.xadd(key, {"json": "{oops"}, f"{5000 + count}-0")
+    bus = redis_buses.open()
+    found = await kit.collect(bus.results.newest(count / 1e3))
+    assert [each.entry_id for each in found] == [f"{number}-0" for number in range(count)]

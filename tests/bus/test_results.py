@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
 from nano_inference.bus import Bus, MemoryBus
@@ -226,6 +227,17 @@ async def test_two_hundred_follow_at_once(buses: Any, kit: Any) -> None:
         assert await following[name] == [*chunks, kit.done(name, entry)]
 
 
+async def test_the_newest_are_those_of_all_requests_in_order(buses: Any, kit: Any) -> None:
+    bus = buses.open()
+    assert await kit.collect(bus.results.newest(10)) == []
+    entries = [await publish(bus, name) for name in "abc"]
+    done = [kit.done(name, entry) for name, entry in zip("abc", entries, strict=True)]
+    for number in (1, 0, 2):
+        await bus.results.deliver([("abc"[number], [done[number]])])
+    reader = buses.another(bus)
+    assert await kit.collect(reader.results.newest(600)) == [done[1], done[0], done[2]]
+
+
 async def test_a_follower_may_leave_and_another_come(bus: Bus, kit: Any) -> None:
     entry = await publish(bus, "r")
     outputs = [kit.chunk("r", entry, 0), kit.chunk("r", entry, 1), kit.done("r", entry)]
@@ -292,6 +304,17 @@ async def test_memory_keeps_only_the_latest_unfollowed(memory_bus: MemoryBus, ki
     assert len(await kit.collect(memory_bus.results.follow("r1", entries[1]))) == 1
     await memory_bus.results.deliver([("alive", [kit.done("alive", alive)])])
     assert len(await kit.collect(memory_bus.results.follow("alive", alive))) == 1
+
+
+async def test_memory_has_the_newest_that_nobody_followed(memory_bus: MemoryBus, kit: Any) -> None:
+    for second in range(5):
+        end = msgspec.structs.replace(
+            kit.done(f"r{second}", f"e{second}"), timings=Timings(finished_ns=second * 10**9)
+        )
+        await memory_bus.results.deliver([(end.request_id, [end])])
+    assert await kit.collect(memory_bus.results.follow("r3", "e3"))
+    found = await kit.collect(memory_bus.results.newest(2))
+    assert [each.entry_id for each in found] == ["e2", "e4"]
 
 
 async def test_memory_drops_the_oldest_for_a_slow_tail(memory_bus: MemoryBus, kit: Any) -> None:

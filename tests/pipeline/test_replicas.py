@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from nano_inference import BusClient, Completion, Config, GenerateRequest, Pipeline
+from nano_inference.bus.messages import StepPlan, StepResult
 from nano_inference.stages.admission.stage import AdmissionStage
 from nano_inference.stages.batching.core import BatchingCore
 from nano_inference.stages.batching.stage import BatchingStage
+from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.stage import ExecutorStage
 from nano_inference.stages.fairness.stage import FairnessStage
 
@@ -277,6 +279,43 @@ async def test_the_others_go_on_while_a_replica_is_away(
         await until(lambda: lanes_of(pipeline) == ["batching", "batching.1"])
         await whole_streams(pipeline)
         assert epoch_of(pipeline) == before, "who joins disturbs nobody"
+
+
+async def test_the_others_find_their_own_part_in_their_cache(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that is in flight is sent again, but computed again is only what was lost."""
+    first: dict[str, int] = {}
+    again: dict[str, int] = {}
+    async with asyncio.timeout(LIMIT_S), Pipeline(replicated(make_config)) as pipeline:
+        await until(lambda: len(lanes_of(pipeline)) == 2)
+        cores = [core_of(pipeline, role) for role in ("executor", "executor.1")]
+        execute = ExecutorCore.execute
+
+        def watched(self: ExecutorCore, plan: StepPlan) -> StepResult:
+            for new in plan.new:
+                name = new.info.request_id
+                if name in first:
+                    again[name] = len(new.token_ids) - new.num_cached
+                else:
+                    first[name] = cores.index(self)
+            return execute(self, plan)
+
+        async def never(self: ExecutorStage) -> None:
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(ExecutorCore, "execute", watched)
+        monkeypatch.setattr(ExecutorStage, "open", never)
+        sampling = {"temperature": 0, "max_tokens": 500, "ignore_eos": True}
+        bodies = [{"prompt": f"{i} + {i} =", "sampling": sampling} for i in range(8)]
+        tasks = [asyncio.create_task(pipeline.complete(body)) for body in bodies]
+        await until(lambda: len(first) == 8)
+        break_once(monkeypatch, cores[1], "execute", after=20)
+        assert {(await task).status for task in tasks} == {"done"}
+    kept, lost = ([again[name] for name in first if first[name] == each] for each in (0, 1))
+    assert kept == [1] * 4, "the last token, for the next one"
+    assert min(lost) > 10
+    assert len(lost) == 4
 
 
 # --- replicas in processes of their own -------------------------------------------------------

@@ -78,6 +78,8 @@ class FastModules:
         self.refused: dict[str, str] = {}
         self._model = model
         self._active = False
+        # What each module had in place of its class's pass, if anything, in the order of changes.
+        self._replaced: list[tuple[nn.Module, Forward | None]] = []
         self._agreed = self._compare(find_patterns(model), run, _agree)
         self._install(self._agreed)
 
@@ -95,6 +97,19 @@ class FastModules:
                 found.append((module, [joined]))
         with self.active():
             self._install(self._compare(found, run, _same_bits))
+
+    def remove(self) -> None:
+        """Gives the modules the passes back that they had; nothing here holds them any more.
+
+        Of several that share a model, the one made last goes first.
+        """
+        while self._replaced:
+            module, before = self._replaced.pop()
+            if before is None:
+                del module.forward
+            else:
+                module.forward = before
+        self._agreed.clear()
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -143,6 +158,7 @@ class FastModules:
 
     def _install(self, agreed: Mapping[nn.Module, Forward]) -> None:
         for module, fast in agreed.items():
+            self._replaced.append((module, vars(module).get("forward")))
             module.forward = self._choice(fast, module.forward)
             name = type(module).__name__
             self.count[name] = self.count.get(name, 0) + 1

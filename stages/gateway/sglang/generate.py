@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from functools import partial
 
@@ -94,44 +94,27 @@ class Generation:
     async def _complete_all(self, writers: list[Answers]) -> list[Answer]:
         """All answers, in order. The first error ends the other requests as well."""
         answers: list[list[Answer]] = [[] for _ in writers]
-        failure: NanoInferenceError | None = None
 
         async def run(index: int) -> None:
-            nonlocal failure
-            try:
-                async with aclosing(self._follow(writers[index])) as followed:
-                    answers[index] += [answer async for _, answer in followed]
-            except NanoInferenceError as error:
-                failure = failure or error
-                group.cancel_scope.cancel()
+            async with aclosing(self._follow(writers[index])) as followed:
+                answers[index] += [answer async for _, answer in followed]
 
-        async with anyio.create_task_group() as group:
-            for index in range(len(writers)):
-                group.start_soon(run, index)
-        if failure is not None:
-            raise failure
+        await _side_by_side(run, len(writers))
         return [answer for each in answers for answer in each]
 
     async def _stream(self, call: Call, writers: list[Answers], send: SendEvent) -> None:
         """Events of all prompts as they come. The first error is the last of them."""
-        failure: NanoInferenceError | None = None
 
         async def run(index: int) -> None:
-            nonlocal failure
             place = sum(each.wanted.request.n for each in writers[:index])
-            try:
-                async with aclosing(self._follow(writers[index], chunks=True)) as followed:
-                    async for sample, answer in followed:
-                        where = {"index": place + sample} if call.batch else {}
-                        await send(msgspec.json.encode(answer | where))
-            except NanoInferenceError as error:
-                failure = failure or error
-                group.cancel_scope.cancel()
+            async with aclosing(self._follow(writers[index], chunks=True)) as followed:
+                async for sample, answer in followed:
+                    where = {"index": place + sample} if call.batch else {}
+                    await send(msgspec.json.encode(answer | where))
 
-        async with anyio.create_task_group() as group:
-            for index in range(len(writers)):
-                group.start_soon(run, index)
-        if failure is not None:
+        try:
+            await _side_by_side(run, len(writers))
+        except NanoInferenceError as failure:
             await send(msgspec.json.encode(error_body(failure)))
         await send(_DONE)
 
@@ -161,6 +144,25 @@ class Generation:
             yield
         finally:
             self._request_ids.discard(request_id)
+
+
+async def _side_by_side(run: Callable[[int], Awaitable[None]], number: int) -> None:
+    """Runs so many. The first error of ours ends the others, and is raised by itself."""
+    failure: NanoInferenceError | None = None
+
+    async def run_one(index: int) -> None:
+        nonlocal failure
+        try:
+            await run(index)
+        except NanoInferenceError as error:
+            failure = failure or error
+            group.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as group:
+        for index in range(number):
+            group.start_soon(run_one, index)
+    if failure is not None:
+        raise failure
 
 
 def _check(completion: Completion) -> None:

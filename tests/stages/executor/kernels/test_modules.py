@@ -196,6 +196,19 @@ def test_whoever_else_calls_the_model_runs_transformers_own_code() -> None:
     assert model.model.layers[0].mlp.gate_proj.weight.grad is not None
 
 
+def test_a_closed_executor_leaves_a_model_as_it_was() -> None:
+    model = bfloat16("llama", head_dim=32)
+    norm = model.model.norm
+    plain = norm.forward
+    norm.forward = own = lambda x: plain(x)
+    core = core_of(model)
+    assert core.fast_modules.count["LlamaRMSNorm"] == 7
+    core.close()
+    left = [module for module in model.modules() if "forward" in vars(module)]
+    assert left == [norm]
+    assert norm.forward is own
+
+
 @pytest.mark.parametrize(
     ("dtype", "changes", "why"),
     [

@@ -61,14 +61,18 @@ class TraceContext:
         return self.traceparent[_SPAN_ID] if self.is_valid else ""
 
     @property
-    def id_bytes(self) -> tuple[bytes, bytes]:
-        """Trace id and span id; only of a context that is known to be valid."""
-        text = self.traceparent
-        return bytes.fromhex(text[_TRACE_ID]), bytes.fromhex(text[_SPAN_ID])
+    def trace_id_bytes(self) -> bytes:
+        """16 bytes; only of a context that is known to be valid."""
+        return bytes.fromhex(self.traceparent[_TRACE_ID])
+
+    @property
+    def span_id_bytes(self) -> bytes:
+        """8 bytes; only of a context that is known to be valid."""
+        return bytes.fromhex(self.traceparent[_SPAN_ID])
 
     @property
     def id_numbers(self) -> tuple[int, int]:
-        """The same as numbers."""
+        """Trace id and span id; only of a context that is known to be valid."""
         text = self.traceparent
         return int(text[_TRACE_ID], 16), int(text[_SPAN_ID], 16)
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from .spans import SCOPE, FinishedSpan
+from .spans import SCOPE, FinishedSpan, finished
 
 _INTERNAL, _ERROR = 1, 2
 
@@ -29,18 +30,16 @@ class FileExporter(SpanExporter):
     it is killed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, resource: Resource) -> None:
         """Raises OSError when the file can't be written."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
         # All spans of a process have the same; encoded once.
-        self._resource = msgspec.Raw()
+        attributes = _attributes(resource.attributes)
+        self._resource = msgspec.Raw(msgspec.json.encode({"attributes": attributes}))
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """See SpanExporter. A full disk loses spans, and nothing else."""
-        if not self._resource:
-            attributes = _attributes(spans[0].resource.attributes)
-            self._resource = msgspec.Raw(msgspec.json.encode({"attributes": attributes}))
         try:
             os.write(self._file, msgspec.json.encode(_encoded(spans, self._resource)) + b"\n")
         except OSError:
@@ -104,7 +103,7 @@ def read_spans(path: Path) -> Iterator[Span]:
 
 
 def _encoded(spans: Sequence[ReadableSpan], resource: msgspec.Raw) -> dict[str, Any]:
-    ours = [_span(span) for span in spans if isinstance(span, FinishedSpan)]
+    ours = list(map(_span, finished(spans)))
     return {
         "resourceSpans": [
             {
@@ -119,20 +118,18 @@ def _span(span: FinishedSpan) -> dict[str, Any]:
     found: dict[str, Any] = {
         "traceId": span.own.trace_id,
         "spanId": span.own.span_id,
-        "name": span.title,
+        "name": span.name,
         "kind": _INTERNAL,
-        "startTimeUnixNano": str(span.began_ns),
-        "endTimeUnixNano": str(span.ended_ns),
-        "attributes": _attributes(span.given),
+        "startTimeUnixNano": str(span.start_ns),
+        "endTimeUnixNano": str(span.end_ns),
+        "attributes": _attributes(span.attributes),
     }
-    if span.within is not None:
-        found["parentSpanId"] = span.within.span_id
-    if span.moments:
-        found["events"] = [{"timeUnixNano": str(at), "name": name} for name, at in span.moments]
-    if span.linked:
-        found["links"] = [
-            {"traceId": each.trace_id, "spanId": each.span_id} for each in span.linked
-        ]
+    if span.parent is not None:
+        found["parentSpanId"] = span.parent.span_id
+    if span.events:
+        found["events"] = [{"timeUnixNano": str(at), "name": name} for name, at in span.events]
+    if span.links:
+        found["links"] = [{"traceId": each.trace_id, "spanId": each.span_id} for each in span.links]
     if span.error:
         found["status"] = {"code": _ERROR, "message": span.error}
     return found

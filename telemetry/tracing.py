@@ -19,12 +19,12 @@ from opentelemetry.sdk.trace.export import (
     SimpleSpanProcessor,
     SpanExporter,
 )
-from opentelemetry.sdk.trace.sampling import Decision, ParentBased, Sampler, TraceIdRatioBased
+from opentelemetry.sdk.trace.sampling import Decision, ParentBased, TraceIdRatioBased
 
 from ..config import ConfigError, TelemetryConfig
 from . import names
 from .context import TraceContext, first_context
-from .spans import Attributes, FinishedSpan
+from .spans import Attributes, FinishedSpan, ReadableExporter
 from .trace_file import FileExporter
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -40,6 +40,10 @@ MOST_BUFFERED = 16_384
 """Spans, unless OTEL_BSP_MAX_QUEUE_SIZE says otherwise. Requests end in crowds: OpenTelemetry's
 2,048 would be full when 250 end at once, and what comes then is lost."""
 
+MOST_AT_ONCE = 2048
+"""Spans in one export, unless OTEL_BSP_MAX_EXPORT_BATCH_SIZE says otherwise: less than 1 MB, where
+collectors take 4. To send costs as much as to encode a thousand, whatever is sent."""
+
 
 class Tracing:
     """Makes the spans of one process. Each process sets up its own."""
@@ -54,6 +58,8 @@ class Tracing:
         self._random = random.Random()
         self._processors = tuple(processors)
         if provider is not None:
+            # Samplers that the environment names need not follow the parent.
+            self._follows_parents = isinstance(provider.sampler, ParentBased)
             for processor in processors:
                 provider.add_span_processor(processor)
 
@@ -75,11 +81,11 @@ class Tracing:
         error: str = "",
         own: TraceContext | None = None,
     ) -> TraceContext:
-        """Makes one finished span; without a valid parent it begins a trace.
+        """Makes one finished span; without a parent it begins a trace.
 
         Args:
             name: What was done.
-            parent: The context that the request came with.
+            parent: The context that the request came with, known to be valid, or an empty one.
             start_ns: Since the Unix epoch.
             end_ns: Since the Unix epoch; not before the start, or it is taken as equal to it.
             attributes: See `names`. Not to be changed any more.
@@ -91,32 +97,30 @@ class Tracing:
         Returns:
             The context in which the span's children belong; `parent` when tracing is off.
         """
-        provider = self._provider
-        if provider is None:
+        if self._provider is None:
             return parent
-        within = parent if parent.is_valid else None
-        if within is None:
+        if not parent.traceparent:
             own = own or self.begin()
-        elif within.sampled and self._follows(within, provider.sampler):
-            own = within.child(self._random.getrandbits(64) or 1)
+            if not own.sampled:
+                return own
+        elif parent.sampled and (self._follows_parents or self._wants(parent.id_numbers[0])):
+            own = parent.child(self._random.getrandbits(64) or 1)
         else:
             return parent
-        if not own.sampled:
-            return own
         span = FinishedSpan(
             name,
             own,
-            within,
+            parent if parent.traceparent else None,
             start_ns,
-            max(start_ns, end_ns),
+            end_ns if end_ns > start_ns else start_ns,
             {**attributes, names.ERROR_TYPE: error} if error else attributes,
             events,
-            links[:MOST_LINKS],
+            links[:MOST_LINKS] if links else (),
             error,
-            provider.resource,
         )
         for processor in self._processors:
-            processor.on_end(span)
+            # No span of the SDK's, but all that its processors ask for.
+            processor.on_end(span)  # type: ignore[arg-type]
         return own
 
     def begin(self, root: str = "", *, sampled: bool | None = None) -> TraceContext:
@@ -132,12 +136,13 @@ class Tracing:
         bits = xxhash.xxh3_128_intdigest(root.encode()) if root else self._random.getrandbits(128)
         trace_id, span_id = bits or 1, bits & (2**64 - 1) or 1
         if sampled is None:
-            sampled = _wants(self._provider.sampler, trace_id)
+            sampled = self._wants(trace_id)
         return first_context(trace_id, span_id, sampled=sampled)
 
-    def _follows(self, parent: TraceContext, sampler: Sampler) -> bool:
-        """Samplers that the environment names need not follow the parent."""
-        return isinstance(sampler, ParentBased) or _wants(sampler, int(parent.trace_id, 16))
+    def _wants(self, trace_id: int) -> bool:
+        assert self._provider is not None
+        decision = self._provider.sampler.should_sample(None, trace_id, "").decision
+        return decision is Decision.RECORD_AND_SAMPLE
 
     def flush(self) -> None:
         """Exports what is buffered; waits until that is done."""
@@ -148,11 +153,6 @@ class Tracing:
         """Exports what is buffered, and ends."""
         if self._provider is not None:
             self._provider.shutdown()
-
-
-def _wants(sampler: Sampler, trace_id: int) -> bool:
-    decision = sampler.should_sample(None, trace_id, "").decision
-    return decision is Decision.RECORD_AND_SAMPLE
 
 
 def endpoint_of(config: TelemetryConfig) -> str:
@@ -174,23 +174,23 @@ def setup_tracing(
     Raises:
         ConfigError: The file can't be written, or gRPC is wanted and its packages are missing.
     """
+    resource = Resource.create(
+        {names.SERVICE_NAME: config.service_name, names.SERVICE_INSTANCE_ID: instance}
+    )
     # The file first: what is written there stays when the process is killed in the next moment.
     processors: list[SpanProcessor] = []
     if exporter is not None:
-        processors.append(_batched(exporter))
+        processors.append(_batched(ReadableExporter(exporter, resource)))
     else:
         if config.trace_file:
-            processors.append(SimpleSpanProcessor(_file_exporter(config.trace_file)))
+            processors.append(SimpleSpanProcessor(_file_exporter(config.trace_file, resource)))
         if endpoint_of(config):
             # Only here, so that who exports nothing does not wait for the import of protobuf.
             from .otlp import otlp_exporter
 
-            processors.append(_batched(otlp_exporter(config)))
+            processors.append(_batched(otlp_exporter(config, resource)))
     if not processors:
         return Tracing()
-    resource = Resource.create(
-        {names.SERVICE_NAME: config.service_name, names.SERVICE_INSTANCE_ID: instance}
-    )
     # None: as OTEL_TRACES_SAMPLER says, or all.
     ratio = config.trace_ratio
     sampler = ParentBased(TraceIdRatioBased(ratio)) if ratio < 1 else None
@@ -198,17 +198,19 @@ def setup_tracing(
 
 
 def _batched(exporter: SpanExporter) -> SpanProcessor:
-    # None: as the variable says.
     given = os.environ
+    queue, at_once = "OTEL_BSP_MAX_QUEUE_SIZE", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE"
+    # None: as the variable says, or as OpenTelemetry has it. No more at once than are kept.
     return BatchSpanProcessor(
         exporter,
-        max_queue_size=None if given.get("OTEL_BSP_MAX_QUEUE_SIZE") else MOST_BUFFERED,
+        max_queue_size=None if given.get(queue) else MOST_BUFFERED,
         schedule_delay_millis=None if given.get("OTEL_BSP_SCHEDULE_DELAY") else EXPORT_INTERVAL_MS,
+        max_export_batch_size=None if given.get(queue) or given.get(at_once) else MOST_AT_ONCE,
     )
 
 
-def _file_exporter(path: str) -> SpanExporter:
+def _file_exporter(path: str, resource: Resource) -> SpanExporter:
     try:
-        return FileExporter(Path(path).expanduser())
+        return FileExporter(Path(path).expanduser(), resource)
     except OSError as error:
         raise ConfigError(f"telemetry.trace_file {path}: {error.strerror or error}") from None

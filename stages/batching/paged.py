@@ -59,7 +59,9 @@ class PagedKVCache(KVCacheManager):
         self._runs: list[tuple[int, list[int]] | None] = [None] * num_blocks
 
     def num_cached_blocks(self) -> int:
-        return sum(map(self._is_named, range(self.num_blocks)))
+        # Counted by what is built in, since it is asked for while steps go on.
+        names = list(zip(self._hashes, self._runs, strict=True))
+        return len(names) - names.count((None, None))
 
     def check_index(self) -> None:
         named = {b: h for b, h in enumerate(self._hashes) if h is not None}

@@ -103,7 +103,8 @@ class RadixKVCache(KVCacheManager):
         self._nodes: list[Node | None] = [None] * num_blocks
 
     def num_cached_blocks(self) -> int:
-        return sum(node is not None for node in self._nodes)
+        # Counted by what is built in, since it is asked for while steps go on.
+        return len(self._nodes) - self._nodes.count(None)
 
     def check_index(self) -> None:
         found: dict[int, Node] = {}

@@ -147,3 +147,26 @@ async def test_what_is_not_recorded_makes_no_span_at_all() -> None:
         await settled(record)
     assert done.status == "done"
     assert record.spans == []
+
+
+GIVEN = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
+
+
+@pytest.mark.parametrize(
+    ("traceparent", "followed"),
+    [(GIVEN, True), ("nonsense", False), (GIVEN.replace("a", "0"), False)],
+)
+async def test_a_client_s_context_is_followed_if_it_is_one(
+    traceparent: str, followed: bool
+) -> None:
+    async with recorded() as record:
+        client, request = record.pipeline.client, {"prompt": "1", "sampling": {"max_tokens": 2}}
+        entry_id = await client.bus.requests.publish(request, traceparent=traceparent)
+        results = client.bus.results.follow(entry_id, entry_id)
+        done = [output async for output in results][-1]
+        await settled(record)
+    assert isinstance(done, Completion)
+    assert (done.trace_id == "a" * 32) is followed
+    spans = record.of(done)
+    assert set(STAGES) < set(spans), "one trace, from admission on"
+    assert (spans["admission"][0].parent is not None) is followed

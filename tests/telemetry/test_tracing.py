@@ -25,16 +25,19 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     TraceServiceServicer,
     add_TraceServiceServicer_to_server,
 )
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from nano_inference.config import ConfigError, TelemetryConfig
 from nano_inference.telemetry import TraceContext, Tracing, endpoint_of, names, setup_tracing
-from nano_inference.telemetry.otlp import encode_spans, otlp_exporter
+from nano_inference.telemetry.otlp import SpanEncoder, otlp_exporter
+from nano_inference.telemetry.spans import ReadableExporter
 from nano_inference.telemetry.trace_file import Span, SpanEvent, read_spans
 
 PARENT = TraceContext("00-" + "a" * 32 + "-" + "b" * 16 + "-01", "vendor=1")
+HERE = Resource.create({names.SERVICE_NAME: "s", names.SERVICE_INSTANCE_ID: "here-1"})
 
 
 @pytest.fixture
@@ -73,11 +76,14 @@ def test_children_belong_to_the_parent_that_came_with_the_request(
     assert child.tracestate == "vendor=1"
 
 
+def test_without_a_parent_a_trace_begins(tracing: Tracing) -> None:
+    assert len(tracing.span("root", TraceContext(), 1, 2, {}).trace_id) == 32
+
+
 @pytest.mark.parametrize("traceparent", ["", "nonsense", "00-" + "0" * 32 + "-" + "b" * 16 + "-01"])
-def test_without_a_valid_parent_a_trace_begins(tracing: Tracing, traceparent: str) -> None:
+def test_what_is_no_context_has_no_ids(traceparent: str) -> None:
     context = TraceContext(traceparent)
-    assert context.trace_id == ""
-    assert len(tracing.span("root", context, 1, 2, {}).trace_id) == 32
+    assert (context.is_valid, context.trace_id, context.log_ids) == (False, "", {})
 
 
 def test_an_end_before_the_start_is_no_negative_span(
@@ -267,30 +273,44 @@ def test_the_protocol_of_the_environment_counts(
     receiver.check()
 
 
-def rich_spans(tracing: Tracing, exporter: InMemorySpanExporter) -> Sequence[ReadableSpan]:
-    attributes = {names.STAGE: "é", names.SAMPLES: -3, "share": 0.5, names.FINISH_REASONS: ["a"]}
-    plain = tracing.span("root", TraceContext(), 5, 9, {"yes": True})
+def make_rich_spans(tracing: Tracing) -> None:
+    attributes = {names.STAGE: "é", names.SAMPLES: -3, "share": 0.5, names.FINISH_REASONS: ("a",)}
+    plain = tracing.span("root", TraceContext(), 5, 9, {"yes": True, "one": 1, "1.0": 1.0})
     tracing.span("child", plain, 1_000, 5_000, attributes, events=[("first", 3_000)], error="late")
-    tracing.span("far", PARENT, 1_000, 2_000, {}, links=[PARENT, plain])
+    tracing.span("far", PARENT, 1_000, 2_000, {"long": "x" * 20_000}, links=[PARENT, plain])
     tracing.shutdown()
-    return exporter.get_finished_spans()
 
 
-def test_the_encoder_says_what_opentelemetry_s_says(
-    tracing: Tracing, exporter: InMemorySpanExporter
-) -> None:
-    spans = rich_spans(tracing, exporter)
-    theirs = trace_encoder.encode_spans(spans)
+class Kept(SpanExporter):
+    """Keeps spans as our exporters get them."""
+
+    def __init__(self) -> None:
+        self.spans: list[ReadableSpan] = []
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.spans += spans
+        return SpanExportResult.SUCCESS
+
+
+def tracing_to(*exporters: SpanExporter) -> Tracing:
+    return Tracing(TracerProvider(resource=HERE), [SimpleSpanProcessor(each) for each in exporters])
+
+
+def test_the_encoder_says_what_opentelemetry_s_says(exporter: InMemorySpanExporter) -> None:
+    kept = Kept()
+    make_rich_spans(tracing_to(kept, ReadableExporter(exporter, HERE)))
+    theirs = trace_encoder.encode_spans(exporter.get_finished_spans())
     for span in theirs.resource_spans[0].scope_spans[0].spans:
         if not span.status.code:
             span.ClearField("status")  # which says as much
-    assert encode_spans(spans) == theirs
+    assert SpanEncoder(HERE).message(kept.spans) == theirs
 
 
 def test_other_exporters_find_all_that_a_span_of_the_sdk_has(
     tracing: Tracing, exporter: InMemorySpanExporter
 ) -> None:
-    _, child, far = (json.loads(span.to_json()) for span in rich_spans(tracing, exporter))
+    make_rich_spans(tracing)
+    _, child, far = (json.loads(span.to_json()) for span in exporter.get_finished_spans())
     assert child["status"] == {"status_code": "ERROR", "description": "late"}
     assert child["attributes"][names.ERROR_TYPE] == "late"
     assert child["events"][0]["name"] == "first"
@@ -299,13 +319,14 @@ def test_other_exporters_find_all_that_a_span_of_the_sdk_has(
     assert far["resource"]["attributes"][names.SERVICE_NAME] == "s"
 
 
-def test_a_span_that_protobuf_cannot_hold_is_left_out_alone(
-    tracing: Tracing, exporter: InMemorySpanExporter
-) -> None:
+def test_a_span_that_protobuf_cannot_hold_is_left_out_alone() -> None:
+    kept = Kept()
+    tracing = tracing_to(kept)
     for name, value in (("one", 1), ("two", 2**70), ("three", "\ud800"), ("four", 4)):
         tracing.span(name, PARENT, 1, 2, {"value": value})
-    tracing.shutdown()
-    request = encode_spans(exporter.get_finished_spans())
+    tracing.span("long ago", PARENT, -1, 2, {})
+    tracing.span("lost", TraceContext("00-" + "x" * 32 + "-" + "b" * 16 + "-01"), 1, 2, {})
+    request = SpanEncoder(HERE).message(kept.spans)
     (scope,) = request.resource_spans[0].scope_spans
     assert [span.name for span in scope.spans] == ["one", "four"]
     assert request.resource_spans[0].resource.attributes
@@ -317,10 +338,10 @@ def test_the_exporters_take_our_encoder_and_everybody_else_s_keep_theirs(protoco
     everybodys = vars(importlib.import_module(name))
     assert everybodys["encode_spans"] is trace_encoder.encode_spans, "the name is as it was"
     config = TelemetryConfig(otlp_endpoint="http://127.0.0.1:1", otlp_protocol=protocol)
-    exporter = otlp_exporter(config)
+    exporter = otlp_exporter(config, HERE)
     ours = type(exporter).export.__globals__
     assert ours is not everybodys
-    assert ours["encode_spans"] is encode_spans
+    assert isinstance(ours["encode_spans"].__self__, SpanEncoder)
     exporter.shutdown()
 
 
@@ -350,9 +371,9 @@ def test_a_file_gives_back_what_was_made(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "traces.jsonl"
     config = TelemetryConfig(trace_file=str(path), service_name="s")
     tracing = setup_tracing(config, "here-1")
-    attributes = {names.STAGE: "x", names.SAMPLES: 3, "share": 0.5, names.FINISH_REASONS: ["a"]}
+    attributes = {names.STAGE: "x", names.SAMPLES: 3, "share": 0.5}
     tracing.span(
-        *("queue", PARENT, 1_000, 5_000, attributes),
+        *("queue", PARENT, 1_000, 5_000, {**attributes, names.FINISH_REASONS: ("a",)}),
         events=[("first", 3_000)],
         links=[PARENT],
         error="expired",
@@ -365,7 +386,7 @@ def test_a_file_gives_back_what_was_made(tmp_path: Path) -> None:
         name="queue",
         start_ns=1_000,
         end_ns=5_000,
-        attributes={**attributes, names.ERROR_TYPE: "expired"},
+        attributes={**attributes, names.FINISH_REASONS: ["a"], names.ERROR_TYPE: "expired"},
         events=(SpanEvent("first", 3_000),),
         links=("a" * 32,),
         error="expired",

@@ -14,20 +14,14 @@ from nano_inference.bus.keys import Keys
 from nano_inference.bus.messages import Completion, ErrorInfo, GenerateRequest
 from nano_inference.config import BusConfig, ConfigError, LaneReplaced
 
+from .test_requests import take
+
 LONG_S = 1000.0
 AT_ONCE_S = 0.001
 
 
 def ids_of(entries: list[RequestEntry]) -> list[str]:
     return [entry.entry_id for entry in entries]
-
-
-async def take(bus: Bus, count: int) -> list[RequestEntry]:
-    entries: list[RequestEntry] = []
-    async with asyncio.timeout(20):
-        while len(entries) < count:
-            entries += await bus.requests.take(count - len(entries))
-    return entries
 
 
 async def lane(buses: Any, name: str) -> Bus:

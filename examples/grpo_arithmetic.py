@@ -66,7 +66,7 @@ class Settings:
     mode: Mode = "blocking"
     seed: int = 1
     kinds: tuple[str, ...] = ("add", "sub")
-    steps: int = 70
+    steps: int = 200
     minutes: float = 20.0
     groups: int = 48
     samples: int = 8

@@ -18,6 +18,8 @@ from ...bus.messages import (
     Envelope,
     JoinWeightsGroup,
     LeaveWeightsGroup,
+    ReleaseMemory,
+    ResumeMemory,
     StageReady,
     StepPlan,
     StepResult,
@@ -63,7 +65,14 @@ def _load(config: EngineConfig, device: int | None) -> ExecutorCore:
     return core
 
 
-_OPERATIONS = (UpdateWeights, JoinWeightsGroup, LeaveWeightsGroup, TellWeightVersion)
+_OPERATIONS = (
+    UpdateWeights,
+    JoinWeightsGroup,
+    LeaveWeightsGroup,
+    TellWeightVersion,
+    ReleaseMemory,
+    ResumeMemory,
+)
 
 
 async def _on_torch(function: Callable[..., Any], *args: Any) -> Any:
@@ -118,7 +127,7 @@ class ExecutorStage(Actor):
         finally:
             self._updates.close()
             with anyio.move_on_after(_PARTING_S, shield=True):
-                await self._updates.abandon(self._core.weights)
+                await self._updates.abandon(self._core)
 
     async def reset(self) -> None:
         self._spans.clear()
@@ -136,9 +145,17 @@ class ExecutorStage(Actor):
         self.takes_part()
         await self._updates.in_place(capacity.weight_version)
         await self._updates.stage()
+        # Batching was told by that message, unless it has changed since.
+        await self._updates.memory.tell(self._core)
 
     def load(self) -> dict[str, int | float | str]:
-        return {"plans": self._plans, "steps": self._steps, "device": self._device}
+        lacks = ", ".join(self._core.memory.lacks) if self.opened else ""
+        return {
+            "plans": self._plans,
+            "steps": self._steps,
+            "device": self._device,
+            **({"lacks": lacks} if lacks else {}),
+        }
 
     async def measure(self) -> None:
         self.metrics.record(instruments.WEIGHT_VERSION, self._weight_version)
@@ -151,7 +168,7 @@ class ExecutorStage(Actor):
             self._plans += 1
             self._under_way.put_nowait((self.epoch, envelope.body, future))
         elif isinstance(envelope.body, _OPERATIONS):
-            self._group.start_soon(self._updates.obey, envelope.body, self._core.weights)
+            self._group.start_soon(self._updates.obey, envelope.body, self._core)
         else:
             self.log.warning("message_not_understood", type=type(envelope.body).__name__)
 
@@ -165,6 +182,7 @@ class ExecutorStage(Actor):
             await self.send(self.own(STEPS_STREAMING), result, epoch=epoch)
             self._weight_version = result.weight_version
             await self._updates.in_place(result.weight_version)
+            self._updates.memory.plan_done(plan, self._core)
             if plan.seq_ids:
                 seconds = (result.end_ns - result.start_ns) / 1e9
                 self.metrics.record(instruments.DEVICE_TIME, seconds)

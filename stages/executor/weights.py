@@ -20,10 +20,14 @@ class WeightSyncManager:
 
     Attributes:
         version: Of the weights in place; 0 are those that were loaded.
+        empty: The parameters hold nothing, since their memory was released. Then only all of the
+            weights are taken.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.version = 0
+        self.empty = False
+        self._closed = False
         self._module = module
         self._pending: tuple[Mapping[str, Tensor], int] | None = None
 
@@ -36,6 +40,24 @@ class WeightSyncManager:
     def device(self) -> torch.device:
         """Where the weights are."""
         return next(self._module.parameters()).device
+
+    def parameters(self) -> list[Tensor]:
+        """Those of the module, each once."""
+        return list(self._module.parameters())
+
+    def close(self) -> None:
+        """Takes no weights until `open`: there is no memory for them.
+
+        Raises:
+            WeightsError: Some wait to be put in place.
+        """
+        if self._pending is not None:
+            raise _busy()
+        self._closed = True
+
+    def open(self) -> None:
+        """Takes weights again."""
+        self._closed = False
 
     @torch.no_grad()
     def prepare(
@@ -79,12 +101,15 @@ class WeightSyncManager:
             The version that they will have.
 
         Raises:
-            WeightsError: An update is waiting already, or the weights don't fit the model.
+            WeightsError: An update is waiting already, the weights don't fit the model, or their
+                memory is released.
         """
         if self._pending is not None:
+            raise _busy()
+        if self._closed:
             raise WeightsError(
-                "a weight update is under way already; wait until it is in place",
-                code="weights_busy",
+                "the memory of the weights is released; resume it before an update",
+                code="memory_released",
             )
         if version is None:
             version = self.version + 1
@@ -105,6 +130,7 @@ class WeightSyncManager:
         (new_weights, version), self._pending = self._pending, None
         self._write(new_weights)
         self.version = version
+        self.empty = False
         return True
 
     def sync_blocking(
@@ -129,6 +155,12 @@ class WeightSyncManager:
         unknown = sorted(new_weights.keys() - own.keys())
         given = {id(own[name]) for name in new_weights.keys() & own.keys()}
         missing = sorted(name for name, tensor in own.items() if id(tensor) not in given)
+        if partial and self.empty and missing:
+            raise WeightsError(
+                f"{len(missing)} tensors are missing, such as {missing[0]!r}, and there are no "
+                "others in place, since their memory was released; send all in one update",
+                code="weights_incomplete",
+            )
         for kind, names in (
             ("does not have", unknown),
             ("needs, which are missing", [] if partial and given else missing),
@@ -163,6 +195,12 @@ class WeightSyncManager:
         own = self._module.state_dict(keep_vars=True)
         for name, tensor in new_weights.items():
             own[name].data.copy_(tensor)
+
+
+def _busy() -> WeightsError:
+    return WeightsError(
+        "a weight update is under way already; wait until it is in place", code="weights_busy"
+    )
 
 
 def _castable(tensor: object, own: Tensor | None) -> bool:

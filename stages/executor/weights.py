@@ -120,6 +120,12 @@ class WeightSyncManager:
             )
         new_weights = as_parameters(self._module, new_weights)
         self.check(new_weights, partial=partial)
+        if self.empty and (missing := self._missing(new_weights)):
+            raise WeightsError(
+                f"{len(missing)} tensors are missing, such as {missing[0]!r}, and none are in "
+                "place, since their memory was released; send all in one update",
+                code="weights_incomplete",
+            )
         self._pending = new_weights, version
         return version
 
@@ -153,17 +159,10 @@ class WeightSyncManager:
         """Whether they fit the model. Raises WeightsError as `start_sync`."""
         own = self._module.state_dict(keep_vars=True)
         unknown = sorted(new_weights.keys() - own.keys())
-        given = {id(own[name]) for name in new_weights.keys() & own.keys()}
-        missing = sorted(name for name, tensor in own.items() if id(tensor) not in given)
-        if partial and self.empty and missing:
-            raise WeightsError(
-                f"{len(missing)} tensors are missing, such as {missing[0]!r}, and there are no "
-                "others in place, since their memory was released; send all in one update",
-                code="weights_incomplete",
-            )
+        missing = self._missing(new_weights)
         for kind, names in (
             ("does not have", unknown),
-            ("needs, which are missing", [] if partial and given else missing),
+            ("needs, which are missing", [] if partial and len(missing) < len(own) else missing),
         ):
             if names:
                 raise WeightsError(
@@ -189,6 +188,12 @@ class WeightSyncManager:
                     f"the new weights don't fit: {first!r} and {name!r} are one tensor in this "
                     "model, and differ; tie them in the trainer too"
                 )
+
+    def _missing(self, new_weights: Mapping[str, Tensor]) -> list[str]:
+        """Names whose tensor is not there, under none of its names."""
+        own = self._module.state_dict(keep_vars=True)
+        given = {id(own[name]) for name in new_weights.keys() & own.keys()}
+        return sorted(name for name, tensor in own.items() if id(tensor) not in given)
 
     @torch.no_grad()
     def _write(self, new_weights: Mapping[str, Tensor]) -> None:

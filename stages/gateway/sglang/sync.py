@@ -113,17 +113,16 @@ class WeightSync:
                 await self._engine.resume()
                 self.paused = False
 
-    async def release_memory(self, tags: Iterable[MemoryTag]) -> None:
-        """Releases memory and begins an update, unless one has begun.
+    async def release_memory(self, tags: Iterable[MemoryTag]) -> int:
+        """Releases memory and begins an update; returns how many parts of another it dropped.
 
         Raises:
             WeightsError: A weight update is under way.
         """
         async with self._turn:
             await self._engine.release_memory(tags)
-            if not self._keeps_parts:
-                self._begin()
             self.released.update(tags)
+            return 0 if self.paused or self._session else self._begin()
 
     async def resume_memory(self, tags: Collection[MemoryTag]) -> int | None:
         """Takes memory again, and before the last of it puts the parts in place.
@@ -148,10 +147,6 @@ class WeightSync:
                     await self._engine.resume_memory(("kv_cache",))
                     self.released.discard("kv_cache")
 
-    @property
-    def _keeps_parts(self) -> bool:
-        return self.paused or self._session or bool(self.released)
-
     async def take(
         self,
         weights: WeightsSource,
@@ -175,7 +170,7 @@ class WeightSync:
             WeightsError: They could not be taken.
         """
         async with self._turn:
-            if not self._keeps_parts:
+            if not (self.paused or self._session or self.released):
                 return await self._update_weights(
                     weights, label, "abort" if abort else "keep", partial=not whole
                 )
@@ -214,8 +209,7 @@ class WeightSync:
         parts, self._parts = self._parts, _Parts()
         if parts.failure:
             raise WeightsError(
-                f"the old weights stay in place, since a part of the update failed: "
-                f"{parts.failure}",
+                f"the weights are as they were, since a part of the update failed: {parts.failure}",
                 code="weights_incomplete",
             )
         if not parts.count:

@@ -213,8 +213,8 @@ class WeightCalls:
 
     async def release_memory(self, request: Request) -> Response:
         tags = read_fields(await self._object(request), MemoryBody).ours
-        await self._sync.release_memory(tags)
-        return _ok(f"released: {', '.join(tags)}")
+        dropped = await self._sync.release_memory(tags)
+        return _ok(f"released: {', '.join(tags)}{_dropped(dropped)}")
 
     async def resume_memory(self, request: Request) -> Response:
         tags = read_fields(await self._object(request), MemoryBody).ours

@@ -262,7 +262,7 @@ class ExecutorCore:
         """Takes over what changed. Finished first: a preempted sequence may come back at once."""
         if plan.weight_version > self.weights.version:
             self.weights.maybe_finish_sync()
-        if plan.release:
+        if self.memory.pending.intersection(plan.release):
             if self.graphs is not None:
                 # They keep memory of their own, and addresses of what is released.
                 self.graphs, self.without_graphs = None, "memory is released"

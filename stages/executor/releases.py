@@ -50,7 +50,10 @@ class MemoryReleases:
         state = MemoryState(core.memory.lacks, tuple(core.memory.pending))
         await self._actor.send(self._actor.own(CONTROL["batching"]), state)
 
-    def plan_done(self, plan: StepPlan, core: ExecutorCore) -> None:
+    async def plan_done(self, plan: StepPlan, core: ExecutorCore) -> None:
         """A plan has been executed."""
+        if plan.weight_version:
+            # Batching went by it already, and may have heard of the weights before since.
+            await self.tell(core)
         if plan.release and not core.memory.pending:
             self._done.set()

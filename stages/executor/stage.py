@@ -143,10 +143,10 @@ class ExecutorStage(Actor):
         await self.flush(CONTROL["admission"])
         await self.send(self.own(CONTROL["batching"]), ready)
         self.takes_part()
+        # What the capacity says of memory may have changed since it was asked for.
+        await self._updates.memory.tell(self._core)
         await self._updates.in_place(capacity.weight_version)
         await self._updates.stage()
-        # Batching was told by that message, unless it has changed since.
-        await self._updates.memory.tell(self._core)
 
     def load(self) -> dict[str, int | float | str]:
         lacks = ", ".join(self._core.memory.lacks) if self.opened else ""
@@ -182,7 +182,7 @@ class ExecutorStage(Actor):
             await self.send(self.own(STEPS_STREAMING), result, epoch=epoch)
             self._weight_version = result.weight_version
             await self._updates.in_place(result.weight_version)
-            self._updates.memory.plan_done(plan, self._core)
+            await self._updates.memory.plan_done(plan, self._core)
             if plan.seq_ids:
                 seconds = (result.end_ns - result.start_ns) / 1e9
                 self.metrics.record(instruments.DEVICE_TIME, seconds)

@@ -20,7 +20,7 @@ from nano_inference import (
     SamplingParams,
     WeightsError,
 )
-from nano_inference.bus.messages import MemoryTag
+from nano_inference.bus.messages import MemoryTag, StepPlan
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.stages.batching.core import BatchingCore
 from nano_inference.stages.executor.core import ExecutorCore
@@ -149,6 +149,25 @@ async def test_nothing_is_made_by_weights_that_hold_nothing(
     await running.client.update_weights(oracle.announcing(loaded, 1))
     assert check_stamps(await request) == 1
     assert "lacks" not in running._actors["executor"].load()
+
+
+async def test_word_of_the_weights_before_may_come_late(
+    running: Pipeline, loaded: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the plan with the new ones was sent."""
+    original = BatchingCore.plan
+
+    def plan(self: BatchingCore, now_ns: int) -> StepPlan | None:
+        made = original(self, now_ns)
+        if made is not None and made.weight_version:
+            self.change_memory(WEIGHTS, ())
+        return made
+
+    await running.client.release_memory(WEIGHTS)
+    await running.client.resume_memory()
+    monkeypatch.setattr(BatchingCore, "plan", plan)
+    await running.client.update_weights(oracle.announcing(loaded, 1))
+    assert check_stamps(await running.complete(greedy(0, 4))) == 1
 
 
 async def test_requests_end_meanwhile_as_ever(running: Pipeline) -> None:

@@ -22,6 +22,10 @@ from .weights import InFlight, StagedWeights, WeightsSource
 FinishReason = Literal["stop", "length", "abort"]
 Status = Literal["done", "error", "cancelled", "expired"]
 
+MemoryTag = Literal["weights", "kv_cache"]
+MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
+"""What of an executor's memory can be released by itself."""
+
 
 class Public(
     msgspec.Struct,
@@ -427,6 +431,8 @@ class StepPlan(Internal, frozen=True, array_like=True, tag="plan", tag_field="ty
         ended: Requests that were cut short, passed on to streaming in order behind their tokens.
         made_ns: When batching made the plan.
         weight_version: Of new weights to be put in place before the pass; 0 for none.
+        release: Memory to be released. Then no plan is under way before this one, which has no
+            rows, nor has any other until the memory is there again.
     """
 
     step_id: int
@@ -439,6 +445,7 @@ class StepPlan(Internal, frozen=True, array_like=True, tag="plan", tag_field="ty
     ended: tuple[Cancel, ...]
     made_ns: int
     weight_version: int = 0
+    release: tuple[str, ...] = ()
 
 
 class StartedSequence(Part, frozen=True, array_like=True):
@@ -697,6 +704,39 @@ class TellWeightVersion(Internal, frozen=True, array_like=True, tag="version", t
     operation_id: str = ""
 
 
+class ReleaseMemory(Internal, frozen=True, array_like=True, tag="release", tag_field="type"):
+    """To the executor: release memory once the steps under way are done.
+
+    Answered when that is so. Until it is resumed no step runs, and requests wait. KV is computed
+    again afterwards; weights are lost, and no step runs before an update has brought all of them.
+
+    Attributes:
+        tags: Of `MEMORY_TAGS`. What is released already stays so.
+    """
+
+    tags: tuple[str, ...] = MEMORY_TAGS
+    operation_id: str = ""
+
+
+class ResumeMemory(Internal, frozen=True, array_like=True, tag="regain", tag_field="type"):
+    """To the executor: take memory again that was released; answered when it is there."""
+
+    tags: tuple[str, ...] = MEMORY_TAGS
+    operation_id: str = ""
+
+
+class MemoryState(Internal, frozen=True, array_like=True, tag="memory", tag_field="type"):
+    """The executor to batching: what memory there is.
+
+    Attributes:
+        lacks: What is not there, or holds nothing; while there is any, no step can run.
+        release: What of it waits for the next plan to release it.
+    """
+
+    lacks: tuple[str, ...]
+    release: tuple[str, ...] = ()
+
+
 class FlushCache(Internal, frozen=True, array_like=True, tag="flush", tag_field="type"):
     """Forget all cached prefixes. Running sequences keep their blocks."""
 
@@ -732,6 +772,7 @@ class LaneCapacity(Part, frozen=True, array_like=True):
         vocab_size: Rows of the output layer.
         device: For people: "cpu", "cuda:0 NVIDIA H200".
         weight_version: Of the weights in place.
+        lacks: As in MemoryState.
     """
 
     num_blocks: int
@@ -740,6 +781,7 @@ class LaneCapacity(Part, frozen=True, array_like=True):
     vocab_size: int
     device: str
     weight_version: int = 0
+    lacks: tuple[str, ...] = ()
 
 
 class StageStarted(Internal, frozen=True, array_like=True, tag="started", tag_field="type"):
@@ -794,6 +836,9 @@ Message = (
     | JoinWeightsGroup
     | LeaveWeightsGroup
     | TellWeightVersion
+    | ReleaseMemory
+    | ResumeMemory
+    | MemoryState
     | FlushCache
     | Drain
     | UpdateFairness

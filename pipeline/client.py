@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Literal
@@ -14,6 +14,7 @@ import msgspec
 from ..bus import Bus, StageReport, open_bus
 from ..bus.links import CONTROL, at
 from ..bus.messages import (
+    MEMORY_TAGS,
     Cancel,
     CancelAll,
     Completion,
@@ -21,10 +22,13 @@ from ..bus.messages import (
     GenerateRequest,
     JoinWeightsGroup,
     LeaveWeightsGroup,
+    MemoryTag,
     Message,
     Output,
     Pause,
+    ReleaseMemory,
     Resume,
+    ResumeMemory,
     TellWeightVersion,
     UpdateFairness,
     UpdateWeights,
@@ -297,6 +301,38 @@ class BusClient:
             BusError: A lane did not answer.
         """
         return await self._operate("executor", TellWeightVersion())
+
+    async def release_memory(self, tags: Iterable[MemoryTag] = MEMORY_TAGS) -> None:
+        """Gives memory of every lane back to its device, for a trainer that shares it.
+
+        Until all is resumed no step runs: requests wait, and what runs computes its KV again
+        afterwards. What is released already stays so.
+
+        Args:
+            tags: "kv_cache"; "weights", which are lost: no step runs before an update has brought
+                all of them. Both when not given.
+
+        Raises:
+            WeightsError: There is no such tag, or a weight update is under way.
+            BusError: A lane did not answer.
+        """
+        await self._operate("executor", ReleaseMemory(tuple(tags)))
+
+    async def resume_memory(
+        self, tags: Iterable[MemoryTag] = MEMORY_TAGS, *, timeout_s: float = 300.0
+    ) -> None:
+        """Takes memory again that was released; what is there already stays as it is.
+
+        Args:
+            tags: As for `release_memory`.
+            timeout_s: How long to wait; on CUDA steps are recorded again.
+
+        Raises:
+            WeightsError: There is no such tag; or there is not enough memory (`out_of_memory`),
+                and what could not be had is still released.
+            BusError: A lane did not answer.
+        """
+        await self._operate("executor", ResumeMemory(tuple(tags)), timeout_s)
 
     async def reports(self) -> list[StageReport]:
         """How the stages are, as their processes told within the last seconds."""

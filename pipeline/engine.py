@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, cast
 
@@ -12,16 +12,25 @@ from rich.progress import Progress
 
 from ..bus.channel import RequestEntry
 from ..bus.messages import (
+    MEMORY_TAGS,
     Cancel,
     Completion,
     CompletionSample,
     Dispatch,
     FinishReason,
     GenerateRequest,
+    MemoryTag,
     TokenLogprob,
 )
 from ..bus.weights import InFlight
-from ..config import Config, EngineConfig, ModelError, RequestError, SamplingParams
+from ..config import (
+    Config,
+    EngineConfig,
+    ModelError,
+    RequestError,
+    SamplingParams,
+    WeightsError,
+)
 from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
 from ..stages.executor.core import ExecutorCore
@@ -144,6 +153,7 @@ class InferenceEngine:
 
         Raises:
             RequestError: A prompt or parameter is refused; nothing was generated.
+            WeightsError: Memory is released.
             ValueError: As many parameters as prompts are needed, or one for all.
         """
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -266,7 +276,11 @@ class InferenceEngine:
         return request_id
 
     def step(self) -> list[TrainingSample]:
-        """One scheduling and one forward pass; returns the samples of the requests it finished."""
+        """One scheduling and one forward pass; returns the samples of the requests it finished.
+
+        Raises:
+            WeightsError: Memory is released.
+        """
         earlier, self._uncollected = self._uncollected, []
         new = [pair for _, pairs in self._advance() for pair in pairs]
         return self._compare(earlier + new)
@@ -329,7 +343,13 @@ class InferenceEngine:
         self._batching.change_weights(sync(state_dict, version, partial=partial), in_flight)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The weights in place, by parameter name, as `update_weights` takes them; not copies."""
+        """The weights in place, by parameter name, as `update_weights` takes them; not copies.
+
+        Raises:
+            WeightsError: They were released, and no others have come.
+        """
+        if "weights" in self._executor.memory.lacks:
+            raise self._released()
         return self._executor.model.module.state_dict()
 
     def get_weight_version(self) -> int:
@@ -339,6 +359,40 @@ class InferenceEngine:
     def flush_cache(self) -> None:
         """Forgets all cached prefixes; sequences under way are not disturbed."""
         self._batching.cache.flush()
+
+    # --- memory -------------------------------------------------------------------------------
+
+    def release_memory(self, tags: Collection[MemoryTag] = MEMORY_TAGS) -> None:
+        """Gives memory back to the device, for a trainer that shares it.
+
+        Until all is resumed nothing is generated; requests under way compute their KV again
+        afterwards. What is released already stays so, and the reference model keeps its memory.
+
+        Args:
+            tags: "kv_cache"; "weights", which are lost: nothing is generated before an update has
+                brought all of them. Both when not given.
+
+        Raises:
+            WeightsError: There is no such tag, or a weight update waits for the next step.
+        """
+        memory = self._executor.memory
+        memory.begin_release(tags)
+        self._batching.change_memory(memory.lacks, tuple(memory.pending))
+        if memory.pending:
+            self._uncollected += [pair for _, pairs in self._advance() for pair in pairs]
+
+    def resume_memory(self, tags: Collection[MemoryTag] = MEMORY_TAGS) -> None:
+        """Takes memory again that was released; what is there already stays as it is.
+
+        Raises:
+            WeightsError: There is no such tag; or there is not enough memory (`out_of_memory`),
+                and what could not be had is still released.
+        """
+        memory = self._executor.memory
+        try:
+            self._executor.resume_memory(tags)
+        finally:
+            self._batching.change_memory(memory.lacks, tuple(memory.pending))
 
     def shutdown(self) -> None:
         """Gives the model's and the cache's memory back. The engine can't be used afterwards."""
@@ -353,6 +407,8 @@ class InferenceEngine:
         plan = self._batching.plan(now_ns())
         if plan is None:
             if self._unfinished:
+                if self._batching.lacks:
+                    raise self._released()
                 raise RuntimeError("requests are unfinished and nothing can run; please report it")
             return []
         try:
@@ -380,6 +436,14 @@ class InferenceEngine:
             for ended in deliveries.ended
             if ended.completion.request_id in self._unfinished
         ]
+
+    def _released(self) -> WeightsError:
+        return WeightsError(
+            f"nothing can be generated: memory was released ({', '.join(self._batching.lacks)}); "
+            "call resume_memory, and after the weights were released update_weights with all of "
+            "them",
+            code="memory_released",
+        )
 
     def _finished(self, completion: Completion) -> tuple[str, list[_Finished]]:
         request_id = completion.request_id

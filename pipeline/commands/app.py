@@ -27,7 +27,7 @@ from .top import top
 from .trace import trace
 from .up import up
 from .weights import app as weights
-from .weights import flush_cache, pause, resume
+from .weights import flush_cache, pause, release_memory, resume, resume_memory
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
@@ -59,6 +59,8 @@ app.add_typer(weights, name="weights", rich_help_panel=_TRAIN)
 app.command(rich_help_panel=_TRAIN)(pause)
 app.command(rich_help_panel=_TRAIN)(resume)
 app.command("flush-cache", rich_help_panel=_TRAIN)(flush_cache)
+app.command("release-memory", rich_help_panel=_TRAIN)(release_memory)
+app.command("resume-memory", rich_help_panel=_TRAIN)(resume_memory)
 
 
 def _print_version(wanted: bool) -> None:

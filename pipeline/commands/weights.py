@@ -1,4 +1,7 @@
-"""`nano-inference weights`, `pause`, `resume`, `flush-cache`: what a trainer does, by hand."""
+"""`nano-inference weights`, `pause`, `resume`, `flush-cache`, `release-memory`, `resume-memory`.
+
+What a trainer does, by hand.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from ...bus.messages import MEMORY_TAGS, MemoryTag
 from ...bus.weights import FolderWeights
 from ..client import BusClient
 from .connection import connected
@@ -38,6 +42,18 @@ class Mode(StrEnum):
     retract = "retract"
     abort = "abort"
 
+
+class MemoryKind(StrEnum):
+    """As `bus.messages.MemoryTag`."""
+
+    weights = "weights"
+    kv_cache = "kv_cache"
+
+
+Tags = Annotated[
+    list[MemoryKind] | None,
+    typer.Option("--tag", help="What of the memory, also several times; all when not given."),
+]
 
 InFlight = Annotated[
     Mode,
@@ -151,6 +167,48 @@ def flush_cache(
     nano-inference flush-cache
     """
     _run(BusClient.flush_cache, config_file, bus, settings, log_level)
+
+
+def release_memory(
+    tags: Tags = None,
+    bus: BusUrl = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+    log_level: LogLevel = None,
+) -> None:
+    """Give memory back to the device; requests wait until `resume-memory`.
+
+    Released weights are lost: after `resume-memory` they must be sent, all of them.
+
+    nano-inference release-memory --tag kv_cache
+    """
+
+    async def release(client: BusClient) -> None:
+        await client.release_memory(_memory(tags))
+
+    _run(release, config_file, bus, settings, log_level)
+
+
+def resume_memory(
+    tags: Tags = None,
+    bus: BusUrl = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+    log_level: LogLevel = None,
+) -> None:
+    """Take memory again that was released.
+
+    nano-inference resume-memory --tag weights
+    """
+
+    async def take(client: BusClient) -> None:
+        await client.resume_memory(_memory(tags))
+
+    _run(take, config_file, bus, settings, log_level)
+
+
+def _memory(tags: list[MemoryKind] | None) -> tuple[MemoryTag, ...]:
+    return tuple(tag.value for tag in tags) if tags else MEMORY_TAGS
 
 
 def _run(

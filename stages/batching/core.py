@@ -73,6 +73,8 @@ class BatchingCore:
         )
         self.cache = CACHES[config.cache_type](capacity.num_blocks, capacity.block_size)
         self.paused = False
+        # As in MemoryState; while it is not empty, no step is planned.
+        self.lacks: tuple[str, ...] = ()
         self._counters = Counters()
         self._steps_ahead = steps_ahead
         self._sequences: dict[int, Sequence] = {}
@@ -91,6 +93,8 @@ class BatchingCore:
         self._step_id = 0
         # Of weights that the next plan puts in place; 0 for none.
         self._new_version = 0
+        # Memory that the next plan has the executor release.
+        self._to_release: tuple[str, ...] = ()
         self._retracting = False
         self._report = Report()
 
@@ -184,6 +188,16 @@ class BatchingCore:
         elif in_flight == "abort":
             self.abort_all("the weights were replaced, and requests in flight were to end")
 
+    def change_memory(self, lacks: tuple[str, ...], release: tuple[str, ...]) -> None:
+        """No step is planned while memory is lacking; the next plan has some of it released.
+
+        With the KV cache goes what prefixes it knows, and all that runs computes its KV again.
+        """
+        self.lacks = lacks
+        self._to_release = release
+        if "kv_cache" in release:
+            self.recompute()
+
     def abort_all(self, why: str) -> None:
         """Ends all requests, which keep what they have."""
         members = [next(iter(seq_ids)) for seq_ids in self._by_request.values()]
@@ -227,6 +241,7 @@ class BatchingCore:
         self._report.clear()
         self._step_id = 0
         self._new_version = 0
+        self._to_release = ()
         self._retracting = False
 
     def absorb(self, result: StepResult) -> None:
@@ -269,18 +284,23 @@ class BatchingCore:
     def plan(self, now_ns: int) -> StepPlan | None:
         """The next step, or None when there is nothing to do or enough is under way already."""
         self._expire(now_ns)
-        if len(self._sent) >= (1 if self._retracting else self._steps_ahead):
+        if len(self._sent) >= (1 if self._retracting or self._to_release else self._steps_ahead):
             return None
         if self._retracting:
             self._retract_running()
+        if "kv_cache" in self._to_release:
+            self.cache.flush()
         if self._new_version:
             self.cache.begin_weight_version(self._new_version)
-        decision = NOTHING if self.paused else self._decide()
+            # Where there were none, the executor takes only all of them.
+            self.lacks = tuple(tag for tag in self.lacks if tag != "weights")
+        decision = NOTHING if self.paused or self.lacks else self._decide()
         if decision.preempted_seqs and self._sent:
             # Blocks in use by a plan under way can't change hands; wait until it is back.
             decision = NOTHING
         self._preempt(decision.preempted_seqs)
-        if not (decision.decode_seqs or decision.prefill_seqs or self._ended or self._new_version):
+        rows = decision.decode_seqs or decision.prefill_seqs
+        if not (rows or self._ended or self._new_version or self._to_release):
             return None
         return self._build(decision, now_ns)
 
@@ -441,6 +461,7 @@ class BatchingCore:
         self._sent.append(SentPlan(self._step_id, bool(in_step), tuple(rows), ended))
         forget, self._forget = tuple(self._forget), []
         new_version, self._new_version = self._new_version, 0
+        release, self._to_release = self._to_release, ()
         return StepPlan(
             step_id=self._step_id,
             new=tuple(new),
@@ -452,6 +473,7 @@ class BatchingCore:
             ended=ended,
             made_ns=now_ns,
             weight_version=new_version,
+            release=release,
         )
 
     def _start(self, seq: Sequence, copies: list[tuple[int, int]]) -> NewSequence:

@@ -12,6 +12,7 @@ from ...bus.messages import (
     Dispatch,
     Envelope,
     FlushCache,
+    MemoryState,
     Pause,
     Resume,
     StageReady,
@@ -143,6 +144,8 @@ class BatchingStage(Actor):
                 self._spans.ended(cancel.request_id)
             case WeightsStaged(version, in_flight):
                 core.change_weights(version, in_flight)
+            case MemoryState(lacks, release):
+                core.change_memory(lacks, release)
             case other:
                 self.log.warning("message_not_understood", type=type(other).__name__)
 
@@ -182,6 +185,7 @@ class BatchingStage(Actor):
             # A failure came between a plan with new weights and its result.
             self._core.cache.begin_weight_version(ready.capacity.weight_version)
         self._core.paused = self._paused
+        self._core.lacks = ready.capacity.lacks
         self._executor = ready.incarnation
         self._last = None
         await self.announce()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -30,6 +30,7 @@ from .inputs import InputBuilder, StepInputs, model_forward
 from .kernels.compile import KernelsUnavailable
 from .kernels.modules import FastModules, find_fast_modules
 from .kv_cache import DecodeKernel, KVCache, count_blocks
+from .memory import LaneMemory, no_memory
 from .model import LoadedModel, load_model
 from .report import score_prompts
 from .sampling import sample_plain
@@ -80,6 +81,7 @@ class ExecutorCore:
         self.model = load_model(config) if model is None else model
         self.cache = KVCache(self.model, count_blocks(config, self.model), config.block_size)
         self.weights = WeightSyncManager(self.model.module)
+        self.memory = LaneMemory(self.cache, self.weights)
         self._now_ns = now_ns
         self._raw_logprobs = config.logprobs_mode == "raw"
         # Sequences that finished linger until the plans say so, hence some more rows than run.
@@ -126,6 +128,7 @@ class ExecutorCore:
             vocab_size=self.model.vocab_size,
             device=name,
             weight_version=self.weights.version,
+            lacks=self.memory.lacks,
         )
 
     def set_threads(self, number: int) -> None:
@@ -156,6 +159,21 @@ class ExecutorCore:
         self._capture = capture
         self.without_graphs = ""
 
+    def resume_memory(self, tags: Collection[str]) -> None:
+        """Takes memory again that was released; graphs are recorded again once all is there.
+
+        Raises:
+            WeightsError: As `LaneMemory.resume`.
+        """
+        self.memory.resume(tags)
+        if self._capture is None or self.graphs is not None or self.memory.released:
+            return
+        try:
+            self.record_graphs(self._capture)
+        except RuntimeError as error:
+            self.without_graphs = f"the model's step can't be recorded: {error}"
+            raise no_memory(error) from None
+
     def reset(self) -> None:
         """Forgets all sequences. The KV tensors stay as they are."""
         self._table.clear()
@@ -177,7 +195,7 @@ class ExecutorCore:
         if self.fast_modules is not None:
             # Modules that hold a pass which holds them would wait for the garbage collector.
             self.fast_modules.remove()
-        del self.model, self.weights, self.cache
+        del self.model, self.weights, self.cache, self.memory
         del self.fast_modules, self.graphs, self._capture, self._determinism
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -188,7 +206,7 @@ class ExecutorCore:
 
         Raises:
             ValueError: The plan contradicts what came before: an unknown sequence, more tokens
-                than are known, positions without blocks.
+                than are known, positions without blocks, rows while memory is released.
             ModelError: The model's output is broken.
         """
         return self.finish(self.launch(plan))
@@ -203,6 +221,8 @@ class ExecutorCore:
         start_ns = self._now_ns()
         self._apply(plan)
         rows, num_tokens = self._select(plan)
+        if rows.size and not self.memory.runs:
+            raise ValueError(f"the plan has rows, and the lane lacks {self.memory.lacks}")
         step = self._step if self._determinism is None else self._determinism.wrap(self._step)
         sampled, prompts = step(rows, num_tokens) if rows.size else (None, ())
         started = tuple(_started(new, plan.made_ns, start_ns) for new in plan.new)
@@ -253,6 +273,11 @@ class ExecutorCore:
         """Takes over what changed. Finished first: a preempted sequence may come back at once."""
         if plan.weight_version > self.weights.version:
             self.weights.maybe_finish_sync()
+        if self.memory.pending.intersection(plan.release):
+            if self.graphs is not None:
+                # They keep memory of their own, and addresses of what is released.
+                self.graphs, self.without_graphs = None, "memory is released"
+            self.memory.release(plan.release)
         for seq_id in plan.finished:
             self._table.remove(seq_id)
         for new in plan.new:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,7 +24,7 @@ class CudaCapture:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def __call__(self, step: Step) -> Step:
         """Records one step.
@@ -39,10 +40,14 @@ class CudaCapture:
                 for _ in range(_WARM_UPS):
                     step()
             torch.cuda.synchronize()
+            if not self._graphs:
+                # A pool ends with the last of its graphs, and can't be taken again.
+                self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
                 outputs = step()
             torch.cuda.synchronize()
+            self._graphs.add(graph)
 
         def replay() -> tuple[Tensor, Tensor]:
             graph.replay()

@@ -22,6 +22,8 @@ class PagedLayer(Protocol):
 
     def decode(self, queries: Tensor, rows: DecodeRows) -> Tensor: ...
 
+    def find_tensors(self) -> None: ...
+
 
 DecodeKernel = Callable[..., PagedLayer]
 
@@ -32,6 +34,7 @@ class KVCache:
     `keys[layer]` is `[num_blocks + 1, block_size, kv_heads, key_dim]`, `values[layer]` likewise.
     The last block, `padding_block`, belongs to no sequence: rows that only pad a batch write and
     read there. The tensors live as long as this object; their contents are overwritten in place.
+    Whoever gives them other memory says so (`moved`).
 
     Attributes:
         decode_kernel: Makes what `paged_attention` gives for a layer.
@@ -52,7 +55,7 @@ class KVCache:
 
         # Gathered keys and gathered values, kept between calls: a new tensor of some megabytes is
         # memory that the allocator maps, and the kernel clears, for every layer of every step.
-        self._gathered = [torch.empty(0, dtype=model.dtype, device=model.device) for _ in range(2)]
+        self._gathered = [self.keys[0].new_empty(0) for _ in range(2)]
 
         self._upload = Uploader(model.device)
         self.decode_kernel: DecodeKernel = PagedAttention
@@ -71,6 +74,12 @@ class KVCache:
             found = self.decode_kernel(self.keys[layer], self.values[layer], heads, **options)
             self._paged[layer] = found
         return found
+
+    def moved(self) -> None:
+        """The tensors, or the model's, have other memory now: finds it, and keeps no scratch."""
+        self._gathered = [self.keys[0].new_empty(0) for _ in range(2)]
+        for layer in self._paged.values():
+            layer.find_tensors()
 
     def clear(self) -> None:
         """Sets all keys and values to zero."""

@@ -18,6 +18,8 @@ from ...bus.messages import (
     Envelope,
     JoinWeightsGroup,
     LeaveWeightsGroup,
+    ReleaseMemory,
+    ResumeMemory,
     StageReady,
     StepPlan,
     StepResult,
@@ -63,7 +65,14 @@ def _load(config: EngineConfig, device: int | None) -> ExecutorCore:
     return core
 
 
-_OPERATIONS = (UpdateWeights, JoinWeightsGroup, LeaveWeightsGroup, TellWeightVersion)
+_OPERATIONS = (
+    UpdateWeights,
+    JoinWeightsGroup,
+    LeaveWeightsGroup,
+    TellWeightVersion,
+    ReleaseMemory,
+    ResumeMemory,
+)
 
 
 async def _on_torch(function: Callable[..., Any], *args: Any) -> Any:
@@ -139,11 +148,19 @@ class ExecutorStage(Actor):
         await self.flush(CONTROL["admission"])
         await self.send(self.own(CONTROL["batching"]), ready)
         self.takes_part()
+        # What the capacity says of memory may have changed since it was asked for.
+        await self._updates.memory.tell(self._core)
         await self._updates.in_place(capacity.weight_version)
         await self._updates.stage()
 
     def load(self) -> dict[str, int | float | str]:
-        return {"plans": self._plans, "steps": self._steps, "device": self._device}
+        lacks = ", ".join(self._core.memory.lacks) if self.opened else ""
+        return {
+            "plans": self._plans,
+            "steps": self._steps,
+            "device": self._device,
+            **({"lacks": lacks} if lacks else {}),
+        }
 
     async def measure(self) -> None:
         self.metrics.record(instruments.WEIGHT_VERSION, self._weight_version)
@@ -156,7 +173,7 @@ class ExecutorStage(Actor):
             self._plans += 1
             self._under_way.put_nowait((self.epoch, envelope.body, future))
         elif isinstance(envelope.body, _OPERATIONS):
-            self._group.start_soon(self._updates.obey, envelope.body, self._core.weights)
+            self._group.start_soon(self._updates.obey, envelope.body, self._core)
         else:
             self.log.warning("message_not_understood", type=type(envelope.body).__name__)
 
@@ -170,6 +187,7 @@ class ExecutorStage(Actor):
             await self.send(self.own(STEPS_STREAMING), result, epoch=epoch)
             self._weight_version = result.weight_version
             await self._updates.in_place(result.weight_version)
+            await self._updates.memory.plan_done(plan, self._core)
             if plan.seq_ids:
                 seconds = (result.end_ns - result.start_ns) / 1e9
                 self.metrics.record(instruments.DEVICE_TIME, seconds)

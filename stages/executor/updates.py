@@ -15,6 +15,8 @@ from ...bus.links import CONTROL
 from ...bus.messages import (
     JoinWeightsGroup,
     LeaveWeightsGroup,
+    ReleaseMemory,
+    ResumeMemory,
     TellWeightVersion,
     UpdateWeights,
     WeightsStaged,
@@ -29,12 +31,21 @@ from ...bus.weights import (
 from ...config import WeightsError
 from ...telemetry import instruments, names, now_ns
 from ..actor import Actor
+from .core import ExecutorCore
 from .naming import PartsMissing
 from .parts import WeightParts
+from .releases import MemoryReleases
 from .transports import Background, WeightGroups, fetch
 from .weights import WeightSyncManager
 
-Operation = UpdateWeights | JoinWeightsGroup | LeaveWeightsGroup | TellWeightVersion
+Operation = (
+    UpdateWeights
+    | JoinWeightsGroup
+    | LeaveWeightsGroup
+    | TellWeightVersion
+    | ReleaseMemory
+    | ResumeMemory
+)
 
 
 def _stay_single() -> None:
@@ -56,17 +67,21 @@ class _Unconverted(dict[str, Tensor]):
 
 
 class WeightUpdates:
-    """Does what the control messages about weights ask for, one at a time.
+    """Does what the control messages about weights ask for, one at a time, and has memory released.
 
     An update has three steps. The tensors are fetched while plans run. Batching is told, and its
     next plan says that they be put in place; only it can tell which KV is older. When that plan's
     result is there, whoever asked gets the answer.
 
     An update may come in parts, which are fetched and kept until `StagedWeights` asks for all.
+
+    Attributes:
+        memory: What releases memory.
     """
 
     def __init__(self, actor: Actor, on_torch: Callable[..., Awaitable[Any]]) -> None:
         """Args: the stage, and what runs a function on its torch thread."""
+        self.memory = MemoryReleases(actor, on_torch)
         self._actor = actor
         self._on_torch = on_torch
         self._fetching = asyncio.Lock()
@@ -78,8 +93,9 @@ class WeightUpdates:
         self._staged: tuple[UpdateWeights, int] | None = None
         self._parts = WeightParts()
 
-    async def obey(self, operation: Operation, weights: WeightSyncManager) -> None:
+    async def obey(self, operation: Operation, core: ExecutorCore) -> None:
         """Does it, and answers unless the answer comes later."""
+        weights = core.weights
         self._unanswered[id(operation)] = operation
         done = True
         try:
@@ -93,8 +109,15 @@ class WeightUpdates:
                     await self._fetch(self._groups.join, operation, weights.device)
                 case LeaveWeightsGroup(group):
                     self._groups.leave(group)
+                case ReleaseMemory() | ResumeMemory():
+                    await self.memory.obey(operation, core)
         except WeightsError as error:
-            self._actor.log.warning("weights_refused", code=error.code, reason=error.message)
+            self._actor.log.warning(
+                "operation_refused",
+                operation=type(operation).__name__,
+                code=error.code,
+                reason=error.message,
+            )
             await self._answer(operation, weights.version, error)
         else:
             if done:
@@ -117,8 +140,8 @@ class WeightUpdates:
     async def abandon(self, version: int) -> None:
         """Answers what will not be done any more, since the stage ends."""
         why = WeightsError(
-            "the executor stopped before the weights were in place; it starts again with those of "
-            "model_path, as version 0",
+            "the executor stopped before it was done; it starts again with all its memory and the "
+            "weights of model_path, as version 0",
             code="weights_interrupted",
         )
         for operation in list(self._unanswered.values()):

@@ -20,10 +20,14 @@ class WeightSyncManager:
 
     Attributes:
         version: Of the weights in place; 0 are those that were loaded.
+        empty: The parameters hold nothing, since their memory was released. Then only all of the
+            weights are taken.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.version = 0
+        self.empty = False
+        self._closed = False
         self._module = module
         self._pending: tuple[Mapping[str, Tensor], int] | None = None
 
@@ -36,6 +40,24 @@ class WeightSyncManager:
     def device(self) -> torch.device:
         """Where the weights are."""
         return next(self._module.parameters()).device
+
+    def parameters(self) -> list[Tensor]:
+        """Those of the module, each once."""
+        return list(self._module.parameters())
+
+    def close(self) -> None:
+        """Takes no weights until `open`: there is no memory for them.
+
+        Raises:
+            WeightsError: Some wait to be put in place.
+        """
+        if self._pending is not None:
+            raise _busy()
+        self._closed = True
+
+    def open(self) -> None:
+        """Takes weights again."""
+        self._closed = False
 
     @torch.no_grad()
     def prepare(
@@ -79,12 +101,15 @@ class WeightSyncManager:
             The version that they will have.
 
         Raises:
-            WeightsError: An update is waiting already, or the weights don't fit the model.
+            WeightsError: An update is waiting already, the weights don't fit the model, or their
+                memory is released.
         """
         if self._pending is not None:
+            raise _busy()
+        if self._closed:
             raise WeightsError(
-                "a weight update is under way already; wait until it is in place",
-                code="weights_busy",
+                "the memory of the weights is released; resume it before an update",
+                code="memory_released",
             )
         if version is None:
             version = self.version + 1
@@ -95,6 +120,12 @@ class WeightSyncManager:
             )
         new_weights = as_parameters(self._module, new_weights)
         self.check(new_weights, partial=partial)
+        if self.empty and (missing := self._missing(new_weights)):
+            raise WeightsError(
+                f"{len(missing)} tensors are missing, such as {missing[0]!r}, and none are in "
+                "place, since their memory was released; send all in one update",
+                code="weights_incomplete",
+            )
         self._pending = new_weights, version
         return version
 
@@ -105,6 +136,7 @@ class WeightSyncManager:
         (new_weights, version), self._pending = self._pending, None
         self._write(new_weights)
         self.version = version
+        self.empty = False
         return True
 
     def sync_blocking(
@@ -127,11 +159,10 @@ class WeightSyncManager:
         """Whether they fit the model. Raises WeightsError as `start_sync`."""
         own = self._module.state_dict(keep_vars=True)
         unknown = sorted(new_weights.keys() - own.keys())
-        given = {id(own[name]) for name in new_weights.keys() & own.keys()}
-        missing = sorted(name for name, tensor in own.items() if id(tensor) not in given)
+        missing = self._missing(new_weights)
         for kind, names in (
             ("does not have", unknown),
-            ("needs, which are missing", [] if partial and given else missing),
+            ("needs, which are missing", [] if partial and len(missing) < len(own) else missing),
         ):
             if names:
                 raise WeightsError(
@@ -158,11 +189,23 @@ class WeightSyncManager:
                     "model, and differ; tie them in the trainer too"
                 )
 
+    def _missing(self, new_weights: Mapping[str, Tensor]) -> list[str]:
+        """Names whose tensor is not there, under none of its names."""
+        own = self._module.state_dict(keep_vars=True)
+        given = {id(own[name]) for name in new_weights.keys() & own.keys()}
+        return sorted(name for name, tensor in own.items() if id(tensor) not in given)
+
     @torch.no_grad()
     def _write(self, new_weights: Mapping[str, Tensor]) -> None:
         own = self._module.state_dict(keep_vars=True)
         for name, tensor in new_weights.items():
             own[name].data.copy_(tensor)
+
+
+def _busy() -> WeightsError:
+    return WeightsError(
+        "a weight update is under way already; wait until it is in place", code="weights_busy"
+    )
 
 
 def _castable(tensor: object, own: Tensor | None) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from typing import Literal, Protocol
 
 from ...bus import StageReport
-from ...bus.messages import GenerateRequest, Output
+from ...bus.messages import GenerateRequest, MemoryTag, Output
 from ...bus.weights import InFlight, StagedWeights, WeightsSource
 
 
@@ -53,6 +53,10 @@ class EngineClient(Protocol):
     ) -> None: ...
 
     async def leave_weights_group(self, group: str) -> None: ...
+
+    async def release_memory(self, tags: Iterable[MemoryTag]) -> None: ...
+
+    async def resume_memory(self, tags: Iterable[MemoryTag]) -> None: ...
 
     async def reports(self) -> list[StageReport]: ...
 

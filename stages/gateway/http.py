@@ -25,11 +25,11 @@ CLIENT_LEFT = 499
 _STATUS = {
     "request_too_large": 413,
     "unsupported": 400,
-    "not_implemented": 501,
     "overloaded": 503,
     "shutting_down": 503,
     "not_ready": 503,
     "weights_interrupted": 503,
+    "out_of_memory": 503,
     "weights_timeout": 504,
     "expired": 504,
     "lane_failed": 500,

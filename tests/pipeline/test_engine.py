@@ -19,6 +19,7 @@ from nano_inference import (
 from nano_inference.bus.messages import StepPlan, StepResult
 from nano_inference.bus.weights import InFlight
 from nano_inference.config import ModelError
+from nano_inference.stages.executor.memory import LaneMemory
 from nano_inference.stages.tokenizer import default_sampling_params
 
 from . import reference
@@ -283,3 +284,52 @@ def test_what_becomes_of_requests_under_way(blocking: bool) -> None:
             engine.update_weights(old, blocking, version=2)
         engine.update_weights(old, blocking, version=9)
         assert engine.generate([prompt], ENDLESS_8)[0].weight_versions == ((9, 0),)
+
+
+def test_memory_is_released_under_way_and_taken_again() -> None:
+    """Requests under way go on with the tokens that they would have had."""
+    with InferenceEngine(FLOAT, reference=FLOAT) as engine:
+        state = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+        prompt = list(range(60, 100))
+        (wanted,) = engine.generate([prompt], ENDLESS_8)
+        engine.add_request(prompt, ENDLESS_8)
+        for _ in range(3):
+            engine.step()
+        engine.release_memory(["kv_cache"])
+        engine.release_memory()
+        for stuck in (engine.step, engine.state_dict, lambda: engine.generate(["a"])):
+            with pytest.raises(WeightsError, match="weights, kv_cache") as refused:
+                stuck()
+            assert refused.value.code == "memory_released"
+        engine.resume_memory(["kv_cache"])
+        with pytest.raises(WeightsError, match="resume it before"):
+            engine.update_weights(state)
+        engine.resume_memory()
+        assert engine.step() == [], "what was refused has ended"
+        with pytest.raises(WeightsError, match="all of them"):
+            engine.step()
+        engine.update_weights(state)
+        samples: list[TrainingSample] = []
+        while engine.has_pending():
+            samples += engine.step()
+        (sample,) = samples
+        assert sample.completion_tokens == wanted.completion_tokens
+        assert sample.weight_versions == ((0, 0), (1, 3))
+        assert sample.ref_logprobs == pytest.approx(wanted.ref_logprobs, abs=1e-4)
+
+
+def test_an_interrupted_release_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with InferenceEngine(FLOAT) as engine:
+        (wanted,) = engine.generate([[60, 61]], ENDLESS_8)
+        with monkeypatch.context() as patch:
+            patch.setattr(LaneMemory, "release", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine.release_memory()
+        engine.resume_memory()
+        assert engine.generate([[60, 61]], ENDLESS_8) == [wanted], "nothing was lost"
+        engine.release_memory(["kv_cache"])
+        assert engine._executor.memory.released == {"kv_cache"}
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt

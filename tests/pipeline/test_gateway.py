@@ -58,6 +58,14 @@ class Trainer:
     async def continue_generation(self) -> None:
         await self.make_request("continue_generation", {})
 
+    async def release_memory_occupation(self, tags: list[str] | None = None) -> Any:
+        """slime flushes before; miles gives tags."""
+        await self.flush_cache()
+        return await self.make_request("release_memory_occupation", {"tags": tags})
+
+    async def resume_memory_occupation(self, tags: list[str] | None = None) -> Any:
+        return await self.make_request("resume_memory_occupation", {"tags": tags})
+
     async def get_weight_version(self) -> str:
         response = await self.http.get("/get_weight_version")
         response.raise_for_status()
@@ -202,6 +210,41 @@ async def test_buckets_become_visible_together(
     sample = await trainer.generate([20, 21, 22], 4)
     assert sample["tokens"] == [token_of(1)] * 4
     assert sample["weight_version"] == "1"
+
+
+async def test_a_trainer_on_the_same_device(
+    trainer: Trainer, pipeline: Pipeline, weights: Mapping[str, Tensor], tmp_path: Path
+) -> None:
+    """Release, train, weights, buckets, KV cache, generate; what is asked meanwhile waits."""
+    names = sorted(weights)
+    for version in (1, 2):
+        await trainer.release_memory_occupation([None, ["kv_cache", "weights"]][version - 1])
+        waiting = asyncio.create_task(trainer.generate([20, 21, 22], 4))
+        await until(lambda: in_flight(pipeline), "the request in flight")
+        (await trainer.http.get("/health_generate")).raise_for_status()
+        await trainer.resume_memory_occupation(["weights"])
+        new = announcing(weights, version)
+        for part, own in enumerate((names[::2], names[1::2])):
+            folder = tmp_path / f"{version}-{part}"
+            folder.mkdir()
+            safetensors.torch.save_file({name: new[name] for name in own}, folder / "x.safetensors")
+            await trainer.update_weights_from_disk(str(folder), str(version))
+        await trainer.resume_memory_occupation(["kv_cache"])
+        sample = await waiting
+        assert sample["tokens"] == [token_of(version)] * 4
+        assert sample["weight_version"] == await trainer.get_weight_version() == str(version)
+
+
+async def test_released_weights_are_not_generated_from(
+    trainer: Trainer, pipeline: Pipeline, spell: Callable[[int], str]
+) -> None:
+    """Memory is there, weights are not: half of them are refused, and requests wait for all."""
+    await trainer.release_memory_occupation()
+    await trainer.resume_memory_occupation()
+    waiting = asyncio.create_task(trainer.generate([20, 21, 22], 4))
+    await until(lambda: in_flight(pipeline), "the request in flight")
+    await trainer.update_weights_from_disk(spell(1), "1")
+    assert (await waiting)["tokens"] == [token_of(1)] * 4
 
 
 async def test_a_session_without_a_pause(trainer: Trainer, spell: Callable[[int], str]) -> None:

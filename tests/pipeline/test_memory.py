@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
-import os
 from collections import Counter
 from contextlib import aclosing
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -16,6 +13,7 @@ import pytest
 from nano_inference import Completion, GenerateRequest, Pipeline, SamplingParams
 from nano_inference.bus import messages
 
+from ..resident import needs_proc, resident_bytes
 from .conftest import MakeConfig
 
 pytestmark = pytest.mark.slow
@@ -46,14 +44,9 @@ class Held(NamedTuple):
 
 
 def held() -> Held:
-    gc.collect()
-    # What is free shall not count, or the allocator's habits would (glibc; others do without).
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    resident = resident_bytes()
     alive = Counter(type(it).__name__ for it in gc.get_objects() if type(it) in MESSAGES)
-    return Held(pages * os.sysconf("SC_PAGE_SIZE"), alive, len(asyncio.all_tasks()))
+    return Held(resident, alive, len(asyncio.all_tasks()))
 
 
 def request(number: int) -> GenerateRequest:
@@ -94,7 +87,7 @@ async def answer_all(pipeline: Pipeline, numbers: range) -> Counter[str]:
 
 # The second has all that Redis adds: both ends, and every link.
 @pytest.mark.parametrize("make_config", ["memory", "redis-links"], indirect=True)
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
+@needs_proc
 async def test_nothing_is_left_of_6000_requests(make_config: MakeConfig) -> None:
     # The cache is so small that it is full after the warm-up.
     config = make_config(engine__kv_cache_bytes=8 << 20)

@@ -230,8 +230,6 @@ def softmax_sums(logits: Tensor, divisors: Tensor, block: int) -> tuple[Tensor, 
 class PagedAttention:
     """One layer's paged KV cache, for queries of one token each.
 
-    The cache's tensors must stay where they are.
-
     Attributes:
         argument: Where what the kernels take lies.
     """
@@ -262,8 +260,6 @@ class PagedAttention:
         self._shape = (heads, values.shape[3])
         self._kept = (keys, values, sinks)
         self._arguments = _Attention(
-            keys=keys.data_ptr(),
-            values=values.data_ptr(),
             block_size=keys.shape[1],
             kv_heads=keys.shape[2],
             group=heads // keys.shape[2],
@@ -272,9 +268,15 @@ class PagedAttention:
             window=window or 0,
             scale=scale,
             softcap=softcap or 0.0,
-            sinks=None if sinks is None else sinks.data_ptr(),
         )
         self.argument = ctypes.addressof(self._arguments)
+        self.find_tensors()
+
+    def find_tensors(self) -> None:
+        """Looks where the tensors are: to be called when their memory has changed."""
+        keys, values, sinks = self._kept
+        self._arguments.keys, self._arguments.values = keys.data_ptr(), values.data_ptr()
+        self._arguments.sinks = None if sinks is None else sinks.data_ptr()
 
     @staticmethod
     def handles(keys: Tensor, values: Tensor) -> bool:

@@ -167,10 +167,7 @@ def _join_splits(
 
 
 class TritonPagedAttention:
-    """One layer's paged KV cache, for queries of one token each, as `cpu.PagedAttention`.
-
-    The cache's tensors must stay where they are.
-    """
+    """One layer's paged KV cache, for queries of one token each, as `cpu.PagedAttention`."""
 
     def __init__(
         self,
@@ -212,6 +209,9 @@ class TritonPagedAttention:
         """Writes `[tokens, kv_heads, width]` each to `slots`, `[tokens]`."""
         for whole, new in ((self._keys, keys), (self._values, values)):
             whole.view(-1, *whole.shape[2:]).index_copy_(0, slots, new)
+
+    def find_tensors(self) -> None:
+        """They are looked for at each call."""
 
     def decode(self, queries: Tensor, rows: DecodeRows) -> Tensor:
         """Attention of one token per row.

@@ -46,8 +46,8 @@ def sglang_routes(engine: EngineClient, config: Config, words: LazyWords) -> lis
         Route("/get_load", info.load, methods=read),
         Route("/health", info.health, methods=read),
         Route("/health_generate", info.health_generate, methods=read),
-        Route("/release_memory_occupation", info.memory, methods=either),
-        Route("/resume_memory_occupation", info.memory, methods=either),
+        Route("/release_memory_occupation", weights.release_memory, methods=either),
+        Route("/resume_memory_occupation", weights.resume_memory, methods=either),
     ]
 
 

@@ -58,11 +58,11 @@ class InfoCalls:
         return Response()
 
     async def health_generate(self, request: Request) -> Response:
-        """Whether a token comes out; while generation is paused, whether the executors answer."""
+        """Whether a token comes out; while that can't be, whether the executors answer."""
 
         async def work() -> Response:
             with anyio.fail_after(self._config.gateway.health_timeout_s):
-                if self._sync.paused:
+                if self._sync.paused or self._sync.released:
                     await self._engine.weight_version()
                 else:
                     await self._probe()
@@ -102,7 +102,7 @@ class InfoCalls:
                 "max_total_num_tokens": blocks * engine.block_size,
                 "page_size": engine.block_size,
                 "enable_deterministic_inference": engine.deterministic,
-                "enable_memory_saver": False,
+                "enable_memory_saver": True,
                 "disaggregation_mode": "null",
                 "tp_size": 1,
                 "dp_size": len(lanes) or 1,
@@ -143,13 +143,6 @@ class InfoCalls:
         else:
             raise RequestError("give rid, or abort_all")
         return Response()
-
-    async def memory(self, request: Request) -> Response:
-        raise RequestError(
-            "the engine can't give back its memory and take it again; stop its processes, or "
-            "leave it where it is",
-            code="not_implemented",
-        )
 
     async def _probe(self) -> None:
         request = GenerateRequest(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Collection, Iterable
 
 import anyio
 import structlog
 
+from ....bus.messages import MemoryTag
 from ....bus.weights import GroupWeights, InFlight, StagedWeights, WeightsSource
 from ....config import NanoInferenceError, WeightsError
 from ..engine import EngineClient
@@ -35,19 +37,22 @@ class _Parts:
 class WeightSync:
     """Puts in place what `/update_weights_*` bring.
 
-    While generation is paused (or a session is open, which begin_weight_update does), each call
-    brings a part: it is fetched, checked and kept, and all parts change together, when generation
-    goes on (or the session ends). So no token is ever made by half of them. When a part fails,
-    its call says so, and nothing changes until an update is begun anew.
+    While generation is paused, memory is released or a session is open (which begin_weight_update
+    does), each call brings a part: it is fetched, checked and kept, and all parts change together,
+    when generation goes on, the KV cache's memory is resumed, or the session ends. So no token is
+    ever made by half of them. When a part fails, its call says so, and nothing changes until an
+    update is begun anew.
 
     Outside of that each call is an update of its own.
 
     Attributes:
         paused: Whether generation was paused through this gateway.
+        released: The memory that was released through it.
     """
 
     def __init__(self, engine: EngineClient, labels: VersionLabels, timeout_s: float) -> None:
         self.paused = False
+        self.released: set[MemoryTag] = set()
         self._engine = engine
         self._labels = labels
         self._timeout_s = timeout_s
@@ -108,6 +113,40 @@ class WeightSync:
                 await self._engine.resume()
                 self.paused = False
 
+    async def release_memory(self, tags: Iterable[MemoryTag]) -> int:
+        """Releases memory and begins an update; returns how many parts of another it dropped.
+
+        Raises:
+            WeightsError: A weight update is under way.
+        """
+        async with self._turn:
+            await self._engine.release_memory(tags)
+            self.released.update(tags)
+            return 0 if self.paused or self._session else self._begin()
+
+    async def resume_memory(self, tags: Collection[MemoryTag]) -> int | None:
+        """Takes memory again, and before the last of it puts the parts in place.
+
+        The parts are a copy of the weights, for which there may be no room beside the KV cache.
+
+        Returns:
+            As `close`.
+
+        Raises:
+            WeightsError: There is not enough memory; or a part has failed, and memory is there.
+        """
+        async with self._turn:
+            if "weights" in tags:
+                await self._engine.resume_memory(("weights",))
+                self.released.discard("weights")
+            wait = self.paused or self._session or self.released - set(tags)
+            try:
+                return None if wait else await self._put_in_place()
+            finally:
+                if "kv_cache" in tags:
+                    await self._engine.resume_memory(("kv_cache",))
+                    self.released.discard("kv_cache")
+
     async def take(
         self,
         weights: WeightsSource,
@@ -131,7 +170,7 @@ class WeightSync:
             WeightsError: They could not be taken.
         """
         async with self._turn:
-            if not (self.paused or self._session):
+            if not (self.paused or self._session or self.released):
                 return await self._update_weights(
                     weights, label, "abort" if abort else "keep", partial=not whole
                 )
@@ -170,8 +209,7 @@ class WeightSync:
         parts, self._parts = self._parts, _Parts()
         if parts.failure:
             raise WeightsError(
-                f"the old weights stay in place, since a part of the update failed: "
-                f"{parts.failure}",
+                f"the weights are as they were, since a part of the update failed: {parts.failure}",
                 code="weights_incomplete",
             )
         if not parts.count:

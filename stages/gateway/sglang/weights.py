@@ -1,4 +1,4 @@
-"""SGLang's calls about weights: groups, updates, sessions, pausing."""
+"""SGLang's calls about weights: groups, updates, sessions, pausing; and about memory."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ....bus.messages import MEMORY_TAGS, MemoryTag
 from ....bus.weights import FolderWeights, GroupWeights, InFlight, TensorMeta, WeightsSource
 from ....config import GatewayConfig, NanoInferenceError, RequestError
 from ..engine import EngineClient
@@ -87,6 +88,19 @@ class PauseBody(msgspec.Struct, frozen=True):
     """PauseGenerationReqInput."""
 
     mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class MemoryBody(msgspec.Struct, frozen=True):
+    """ReleaseMemoryOccupationReqInput and ResumeMemoryOccupationReqInput."""
+
+    tags: list[MemoryTag | Literal["cuda_graph"]] | None = None
+
+    @property
+    def ours(self) -> tuple[MemoryTag, ...]:
+        """CUDA graphs go and come with the memory that they use."""
+        if self.tags is None:
+            return MEMORY_TAGS
+        return tuple(tag for tag in self.tags if tag != "cuda_graph")
 
 
 class VersionBody(msgspec.Struct, frozen=True):
@@ -196,6 +210,17 @@ class WeightCalls:
         await self._object(request)
         version = await self._sync.resume()
         return _ok(f"generation goes on; {_in_place(version)}")
+
+    async def release_memory(self, request: Request) -> Response:
+        tags = read_fields(await self._object(request), MemoryBody).ours
+        dropped = await self._sync.release_memory(tags)
+        return _ok(f"released: {', '.join(tags)}{_dropped(dropped)}")
+
+    async def resume_memory(self, request: Request) -> Response:
+        tags = read_fields(await self._object(request), MemoryBody).ours
+        version = await self._sync.resume_memory(tags)
+        update = "" if version is None else f"; {_in_place(version)}"
+        return _ok(f"there again: {', '.join(tags)}{update}")
 
     async def rename(self, request: Request) -> Response:
         body = read_fields(await self._object(request), VersionBody)

@@ -99,6 +99,24 @@ def test_while_paused_nothing_is_generated_and_weights_may_change(
     assert version(run) == before + 3
 
 
+def test_memory_goes_and_comes_back(run: Run, on_served: Config) -> None:
+    before = version(run)
+    assert run("release-memory", "--tag", "kv_cache").status == 0
+    assert run("submit", "98 + 25 =", "--budget", "0.5").status == 1
+    assert run("release-memory").status == 0
+    update = ("weights", "update", "--folder", str(MODEL))
+    assert_refused(run(*update), "the memory of the weights is released")
+    assert run("resume-memory", "--tag", "weights").status == 0
+    assert (ran := run(*update)).status == 0, ran.stderr
+    assert run("resume-memory").status == 0
+    assert run("submit", "98 + 25 =").stdout.strip() == "123"
+    assert version(run) == before + 1
+
+
+def test_memory_that_is_none(run: Run, on_nobody: str) -> None:
+    assert_refused(run("release-memory", "--tag", "gpu"), "'gpu' is not one of")
+
+
 def test_nobody_to_ask(run: Run, on_nobody: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "ANSWER_S", 0.2)
     update = run("weights", "update", "--folder", "x", "--timeout", "0.1")

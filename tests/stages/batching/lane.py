@@ -53,6 +53,9 @@ class RuleExecutor:
         for seq_id in plan.finished:
             self.tokens.pop(seq_id)
             self.done.discard(seq_id)
+        if "kv_cache" in plan.release:
+            assert not plan.seq_ids
+            self.slots = [[-1] * self.block_size for _ in self.slots]
         for new in plan.new:
             assert new.seq_id not in self.tokens
             self.sequences[new.seq_id] = new

@@ -82,6 +82,9 @@ class PlainPagedAttention:
         self._group = heads // keys.shape[2]
         self._window, self._scale, self._softcap, self._sinks = window, scale, softcap, sinks
 
+    def find_tensors(self) -> None:
+        pass
+
     def store(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         for whole, new in ((self._keys, keys), (self._values, values)):
             whole.view(-1, *whole.shape[2:]).index_copy_(0, slots, new)

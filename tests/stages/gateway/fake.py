@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any
 
 import anyio
@@ -147,6 +147,12 @@ class FakeEngine:
 
     async def leave_weights_group(self, group: str) -> None:
         self._called("leave_weights_group", group=group)
+
+    async def release_memory(self, tags: Iterable[str]) -> None:
+        self._called("release_memory", tags=tuple(tags))
+
+    async def resume_memory(self, tags: Iterable[str]) -> None:
+        self._called("resume_memory", tags=tuple(tags))
 
     async def reports(self) -> list[StageReport]:
         return self.told

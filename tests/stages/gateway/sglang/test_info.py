@@ -140,9 +140,3 @@ async def test_abort(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     await http.post("/abort_request", json={"rid": "r"})
     assert engine.names == ["cancel_all", "cancel"]
     assert error_of(await http.post("/abort_request", json={}), 400) == "invalid_request"
-
-
-@pytest.mark.parametrize("path", ["/release_memory_occupation", "/resume_memory_occupation"])
-async def test_memory_can_not_be_given_back(http: httpx.AsyncClient, path: str) -> None:
-    answer = await http.post(path, json={"tags": ["kv_cache"]})
-    assert error_of(answer, 501) == "not_implemented"

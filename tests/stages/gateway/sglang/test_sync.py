@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from nano_inference.bus.messages import MemoryTag
 from nano_inference.bus.weights import FolderWeights, GroupWeights
 from nano_inference.config import BusError, WeightsError
 from nano_inference.stages.gateway.sglang.labels import VersionLabels
@@ -12,6 +13,7 @@ from nano_inference.stages.gateway.sglang.sync import WeightSync
 from ..fake import FakeEngine
 
 PART = FolderWeights("a")
+BOTH: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 BAD = WeightsError("it is torn")
 
 
@@ -88,7 +90,7 @@ async def test_a_failed_part_changes_nothing(sync: WeightSync, engine: FakeEngin
     with pytest.raises(WeightsError, match="begin anew") as refused:
         await sync.take(PART, "5")
     assert refused.value.code == "weights_incomplete"
-    with pytest.raises(WeightsError, match="old weights stay"):
+    with pytest.raises(WeightsError, match="are as they were"):
         await sync.resume()
     assert (engine.version, engine.names[-1], sync.paused) == (0, "resume", False)
 
@@ -134,6 +136,77 @@ async def test_what_a_dead_trainer_left_is_dropped(sync: WeightSync, engine: Fak
     await sync.take(PART, None)
     assert await sync.resume() == 1
     assert engine.last("update_weights")["weights"].parts == 1
+
+
+async def test_while_memory_is_released_parts_wait_for_each_other(
+    sync: WeightSync, engine: FakeEngine
+) -> None:
+    """They are put in place before the KV cache takes the room that they need till then."""
+    assert await sync.release_memory(BOTH) == 0
+    assert await sync.resume_memory(["weights"]) is None
+    await sync.take(PART, None)
+    await sync.take(PART, None, whole=True)
+    assert await sync.resume_memory(["kv_cache"]) == 1
+    assert not sync.released
+    assert await sync.take(PART, None) == 2
+    assert engine.names == [
+        "release_memory",
+        "resume_memory",
+        "stage_weights",
+        "stage_weights",
+        "update_weights",
+        "resume_memory",
+        "update_weights",
+    ]
+
+
+async def test_memory_within_a_pause_leaves_the_parts_to_it(
+    sync: WeightSync, engine: FakeEngine
+) -> None:
+    await sync.pause("keep")
+    await sync.take(PART, None)
+    assert await sync.release_memory(BOTH) == 0
+    assert await sync.resume_memory(BOTH) is None
+    assert engine.version == 0
+    assert await sync.resume() == 1
+
+
+async def test_memory_comes_back_also_when_a_part_has_failed(
+    sync: WeightSync, engine: FakeEngine
+) -> None:
+    await sync.release_memory(BOTH)
+    engine.failures["stage_weights"] = BAD
+    with pytest.raises(WeightsError, match="torn"):
+        await sync.take(PART, None)
+    with pytest.raises(WeightsError, match="are as they were"):
+        await sync.resume_memory(BOTH)
+    assert [given["tags"] for name, given in engine.calls if name == "resume_memory"] == [
+        ("weights",),
+        ("kv_cache",),
+    ]
+    assert not sync.released
+
+
+async def test_without_room_parts_wait_for_another_try(
+    sync: WeightSync, engine: FakeEngine
+) -> None:
+    await sync.release_memory(BOTH)
+    await sync.take(PART, None)
+    engine.failures["resume_memory"] = BAD
+    with pytest.raises(WeightsError):
+        await sync.resume_memory(BOTH)
+    assert sync.released == set(BOTH)
+    engine.failures.clear()
+    assert await sync.resume_memory(BOTH) == 1
+
+
+async def test_a_release_drops_what_a_dead_trainer_left(
+    sync: WeightSync, engine: FakeEngine
+) -> None:
+    await sync.release_memory(BOTH)
+    await sync.take(PART, None)
+    assert await sync.release_memory(BOTH) == 1
+    assert await sync.resume_memory(BOTH) is None
 
 
 async def test_a_pause_without_weights_changes_none(sync: WeightSync, engine: FakeEngine) -> None:

@@ -1,0 +1,124 @@
+"""Memory of a lane that is released for somebody else on the device, and taken again."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Collection, Iterable
+
+import torch
+from torch import Tensor
+
+from ...bus.messages import MEMORY_TAGS
+from ...config import WeightsError
+from .kv_cache import KVCache
+from .weights import WeightSyncManager
+
+
+class LaneMemory:
+    """What of a lane's memory is there.
+
+    A release has two steps, so that steps of the model that are planned already find what they
+    need: from `begin_release` on it is known, and new weights are refused; `release` does it.
+    The tensors stay the same objects, with their shapes, so whoever holds one finds its memory.
+
+    Attributes:
+        pending: What is to be released.
+        released: What is.
+    """
+
+    def __init__(self, cache: KVCache, weights: WeightSyncManager) -> None:
+        self.pending: set[str] = set()
+        self.released: set[str] = set()
+        self._cache = cache
+        self._weights = weights
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """What is released or to be released, and weights that hold nothing."""
+        empty = {"weights"} if self._weights.empty else set()
+        return tuple(tag for tag in MEMORY_TAGS if tag in self.released | self.pending | empty)
+
+    @property
+    def runs(self) -> bool:
+        """Whether a step would find all that it needs."""
+        return not self.released and not self._weights.empty
+
+    def begin_release(self, tags: Collection[str]) -> None:
+        """From now on these are to be released; what is so already stays so.
+
+        Raises:
+            WeightsError: There is no such tag; or new weights wait to be put in place.
+        """
+        _check(tags)
+        new = set(tags) - self.released
+        if "weights" in new:
+            self._weights.close()
+        self.pending |= new
+
+    def release(self, tags: Collection[str]) -> None:
+        """Gives back what of these is `pending`."""
+        for tag in self.pending.intersection(tags):
+            for tensor in self._tensors(tag):
+                # One number is left, which stands for all.
+                tensor.data = tensor.new_zeros(()).expand(tensor.shape)
+            if tag == "weights":
+                self._weights.empty = True
+            self.pending.remove(tag)
+            self.released.add(tag)
+        self._cache.moved()
+        _trim(self._weights.device)
+
+    def resume(self, tags: Collection[str]) -> None:
+        """Takes these again: KV as zeros, weights that hold nothing until all have come.
+
+        Raises:
+            WeightsError: There is no such tag; or there is not enough memory, and what could not
+                be had is still released.
+        """
+        _check(tags)
+        for tag in MEMORY_TAGS:
+            if tag in self.released.intersection(tags):
+                _allocate(self._tensors(tag))
+                self.released.remove(tag)
+            elif tag in tags:
+                self.pending.discard(tag)
+            if tag == "weights" and tag not in self.released | self.pending:
+                self._weights.open()
+        self._cache.moved()
+
+    def _tensors(self, tag: str) -> list[Tensor]:
+        cache = self._cache
+        return self._weights.parameters() if tag == "weights" else [*cache.keys, *cache.values]
+
+
+def _check(tags: Collection[str]) -> None:
+    if unknown := sorted(set(tags) - set(MEMORY_TAGS)):
+        raise WeightsError(f"there is no memory {unknown[0]!r}; give {' or '.join(MEMORY_TAGS)}")
+
+
+def _allocate(tensors: Iterable[Tensor]) -> None:
+    """New memory for each, or for none."""
+    tensors = list(tensors)
+    try:
+        new = [torch.zeros(each.shape, dtype=each.dtype, device=each.device) for each in tensors]
+    except RuntimeError as error:
+        raise no_memory(error) from None
+    for tensor, memory in zip(tensors, new, strict=True):
+        tensor.data = memory
+
+
+def no_memory(error: RuntimeError) -> WeightsError:
+    """For what torch raises, on CUDA too, when there is not enough."""
+    return WeightsError(
+        f"the device has not enough memory: {str(error).splitlines()[0]}; free some, and resume "
+        "again",
+        code="out_of_memory",
+    )
+
+
+def _trim(device: torch.device) -> None:
+    """Hands what allocators keep for themselves to the device or the system."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
+        trim(0)

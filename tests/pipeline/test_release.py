@@ -1,0 +1,297 @@
+"""A trainer on the same device: memory goes and comes back; requests notice but by waiting."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nano_inference import (
+    Completion,
+    EngineConfig,
+    GenerateRequest,
+    InferenceEngine,
+    Pipeline,
+    SamplingParams,
+    WeightsError,
+)
+from nano_inference.bus.messages import MemoryTag, StepPlan
+from nano_inference.bus.weights import FolderWeights
+from nano_inference.stages.batching.core import BatchingCore
+from nano_inference.stages.executor.core import ExecutorCore
+from nano_inference.stages.executor.memory import LaneMemory
+from nano_inference.stages.executor.releases import MemoryReleases
+from nano_inference.stages.executor.stage import ExecutorStage, _on_torch
+
+from .. import oracle
+from ..resident import needs_proc, resident_bytes
+from . import reference
+from .conftest import MakeConfig
+from .test_life import GOOD, break_once, until, whole_stream, whole_streams
+from .test_weights import check_purity, check_stamps, greedy, versions_of
+
+LIMIT_S = 120
+MIB = 1 << 20
+WEIGHTS: tuple[MemoryTag, ...] = ("weights",)
+KV_CACHE: tuple[MemoryTag, ...] = ("kv_cache",)
+State = dict[str, Tensor]
+
+pytestmark = pytest.mark.parametrize("make_config", ["memory", "redis-links"], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> State:
+    """The bundled model's weights."""
+    return dict(reference.model().state_dict())
+
+
+@pytest.fixture
+async def running(make_config: MakeConfig) -> AsyncIterator[Pipeline]:
+    config = make_config(pipeline__restart_backoff_s=0.01)
+    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
+        yield pipeline
+
+
+def executor_of(pipeline: Pipeline) -> ExecutorCore:
+    stage = pipeline._actors["executor"]
+    assert isinstance(stage, ExecutorStage)
+    return stage._core
+
+
+async def waiting(pipeline: Pipeline, number: int) -> None:
+    """Until so many sequences wait in batching."""
+    await until(lambda: pipeline._actors["batching"].load().get("waiting") == number)
+
+
+@needs_proc
+async def test_a_round_of_a_trainer_on_the_same_device(
+    make_config: MakeConfig, loaded: State
+) -> None:
+    """Release, train, take the weights again, update, take the KV cache again, generate."""
+    new = {name: tensor * 1.02 for name, tensor in loaded.items()}
+    requests = [greedy(number, 20) for number in range(6)]
+    with InferenceEngine(EngineConfig(dtype="float32")) as engine:
+        engine.update_weights(new, blocking=True)
+        prompts = [request.prompt_token_ids or () for request in requests]
+        wanted = engine.generate(prompts, requests[0].sampling)
+    async with (
+        asyncio.timeout(LIMIT_S),
+        Pipeline(make_config(engine__kv_cache_bytes=320 * MIB)) as pipeline,
+    ):
+        client = pipeline.client
+        await _on_torch(executor_of(pipeline).cache.clear)  # touches all pages
+        before = resident_bytes()
+        for _ in range(2):
+            await client.release_memory()
+        assert before - resident_bytes() > 256 * MIB
+        published = [asyncio.create_task(pipeline.complete(request)) for request in requests]
+        await waiting(pipeline, len(requests))
+        with pytest.raises(WeightsError) as refused:
+            await client.update_weights(new)
+        assert refused.value.code == "memory_released"
+        await client.resume_memory(WEIGHTS)
+        with pytest.raises(WeightsError) as refused:
+            await client.update_weights(
+                {"model.norm.weight": new["model.norm.weight"]}, partial=True
+            )
+        assert refused.value.code == "weights_incomplete"
+        assert await client.update_weights(new) == 1
+        assert not any(task.done() for task in published)
+        assert executor_of(pipeline).capacity().lacks == KV_CACHE
+        for _ in range(2):
+            await client.resume_memory()
+        for completion, sample in zip(await asyncio.gather(*published), wanted, strict=True):
+            assert completion.samples[0].token_ids == sample.completion_tokens
+            assert completion.samples[0].logprobs == pytest.approx(sample.logprobs, abs=1e-4)
+            assert completion.samples[0].weight_versions == ((1, 0),)
+
+
+async def test_what_runs_goes_on_as_if_nothing_had_been(running: Pipeline) -> None:
+    """Its KV is computed again, from the same weights: greedy tokens are the same."""
+    streams = asyncio.create_task(whole_streams(running))
+    batching = running._actors["batching"]
+    for _ in range(5):
+        await until(lambda: batching.load().get("running") == 8)
+        await running.client.release_memory(KV_CACHE)
+        load = batching.load()
+        assert (load["running"], load["waiting"]) == (0, 8)
+        assert (load["kv_free"], load["kv_cached"]) == (load["kv_total"], 0)
+        await running.client.resume_memory(KV_CACHE)
+    await streams
+
+
+async def test_no_kv_is_stale_after_new_weights(running: Pipeline, loaded: State) -> None:
+    await running.client.update_weights(oracle.remembering(loaded, 1))
+    pure = (await running.complete(greedy(1, 1))).samples[0].logprobs[0]
+    requests = [asyncio.create_task(running.complete(greedy(n, 400))) for n in range(6)]
+    await until(lambda: running._actors["batching"].load().get("running") == 6)
+    await running.client.release_memory()
+    await running.client.resume_memory()
+    await running.client.update_weights(oracle.remembering(loaded, 2))
+    spans = [check_purity(each, pure, whole=True) for each in await asyncio.gather(*requests)]
+    assert max(spans) == 2
+    assert versions_of(await running.complete(greedy(0, 3))) == [2, 2, 2]
+
+
+async def test_nothing_is_made_by_weights_that_hold_nothing(
+    running: Pipeline, loaded: State
+) -> None:
+    await running.client.release_memory(WEIGHTS)
+    await running.client.resume_memory()
+    request = asyncio.create_task(running.complete(greedy(0, 4)))
+    await waiting(running, 1)
+    assert running._actors["executor"].load()["lacks"] == "weights"
+    await running.client.update_weights(oracle.announcing(loaded, 1))
+    assert check_stamps(await request) == 1
+    assert "lacks" not in running._actors["executor"].load()
+
+
+async def test_word_of_the_weights_before_may_come_late(
+    running: Pipeline, loaded: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the plan with the new ones was sent."""
+    original = BatchingCore.plan
+
+    def plan(self: BatchingCore, now_ns: int) -> StepPlan | None:
+        made = original(self, now_ns)
+        if made is not None and made.weight_version:
+            self.change_memory(WEIGHTS, ())
+        return made
+
+    await running.client.release_memory(WEIGHTS)
+    await running.client.resume_memory()
+    monkeypatch.setattr(BatchingCore, "plan", plan)
+    await running.client.update_weights(oracle.announcing(loaded, 1))
+    assert check_stamps(await running.complete(greedy(0, 4))) == 1
+
+
+async def test_requests_end_meanwhile_as_ever(running: Pipeline) -> None:
+    await running.client.release_memory()
+    expiring = asyncio.create_task(running.complete({**GOOD, "budget_ns": 10**8}))
+    cancelled = asyncio.create_task(running.complete({**GOOD, "request_id": "c"}))
+    refused = await running.complete({**GOOD, "model": "unknown"})
+    assert refused.status == "error"
+    assert (await expiring).status == "expired"
+    await waiting(running, 1)
+    await running.client.cancel("c")
+    assert (await cancelled).status == "cancelled"
+    stays = asyncio.create_task(running.complete(GOOD))
+    await waiting(running, 1)
+    await running.client.cancel_all()
+    assert (await stays).status == "cancelled"
+
+
+async def test_a_pause_outlasts_it(running: Pipeline) -> None:
+    streams = asyncio.create_task(whole_streams(running))
+    await until(lambda: running._actors["batching"].load().get("running") == 8)
+    await running.client.pause()
+    await running.client.release_memory(KV_CACHE)
+    await running.client.resume_memory(KV_CACHE)
+    assert running._actors["batching"].load()["running"] == 0
+    assert not streams.done()
+    await running.client.resume()
+    await streams
+
+
+async def test_a_release_waits_for_nobody_and_loses_nothing_in_a_crowd(
+    running: Pipeline, loaded: State
+) -> None:
+    """Many at once, in any order, beside updates: each is done or refused with a code."""
+    streams = asyncio.create_task(whole_streams(running))
+    client = running.client
+    calls: list[Any] = []
+    for number in range(8):
+        tags = (KV_CACHE, WEIGHTS)[number % 4 == 3]
+        calls += [client.release_memory(tags), client.resume_memory()]
+        calls.append(client.update_weights(loaded, in_flight="retract"))
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert {error.code for error in outcomes if isinstance(error, WeightsError)} <= {
+        "weights_busy",
+        "memory_released",
+    }
+    assert all(error is None or isinstance(error, int | WeightsError) for error in outcomes)
+    await client.resume_memory()
+    await client.update_weights(loaded)
+    await streams
+
+
+@pytest.mark.parametrize("broken", ["change_memory", "plan"])
+async def test_a_release_outlives_the_failure_of_batching(
+    running: Pipeline, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """The executor tells its successor what is to be released, and what is."""
+    streams = asyncio.create_task(whole_streams(running))
+    await until(lambda: running._actors["batching"].load().get("running") == 8)
+    break_once(monkeypatch, BatchingCore, broken, after=1)
+    await running.client.release_memory(KV_CACHE)
+    assert executor_of(running).memory.released == {"kv_cache"}
+    await waiting(running, 8)
+    before = running._actors["batching"]
+    with monkeypatch.context() as patch:
+        # A successor knows what is released from the first word that it hears of the executor.
+        patch.setattr(MemoryReleases, "tell", silence)
+        break_once(patch, BatchingCore, "plan", after=1)
+        await running.client.flush_cache()
+        await until(lambda: running._actors["batching"] is not before)
+        # After two failures requests come one at a time.
+        await until(lambda: bool(running._actors["batching"].load().get("waiting")))
+        assert running._actors["batching"].load()["running"] == 0
+    await running.client.resume_memory()
+    await streams
+
+
+async def silence(*_: object) -> None:
+    pass
+
+
+async def test_an_executor_that_fails_comes_back_with_all_its_memory(
+    running: Pipeline, loaded: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the weights of model_path, as version 0; whoever waits for a release is told."""
+    await running.client.update_weights(oracle.announcing(loaded, 1))
+    break_once(monkeypatch, LaneMemory, "release", after=1)
+    with pytest.raises(WeightsError) as lost:
+        await running.client.release_memory()
+    assert lost.value.code == "weights_interrupted"
+    await whole_stream(running, 3)
+    await running.client.release_memory()
+    stream = asyncio.create_task(whole_stream(running, 4))
+    await waiting(running, 1)
+    break_once(monkeypatch, LaneMemory, "resume", after=1)
+    with pytest.raises(WeightsError):
+        await running.client.resume_memory()
+    await stream
+    assert await running.client.weight_version() == 0
+    assert executor_of(running).capacity().lacks == ()
+
+
+async def test_what_there_is_not(running: Pipeline) -> None:
+    for call in (running.client.release_memory, running.client.resume_memory):
+        with pytest.raises(WeightsError, match="no memory 'graphs'"):
+            await call(("graphs",))  # type: ignore[arg-type]
+    await running.client.release_memory(())
+    await whole_stream(running, 0)
+
+
+async def test_every_replica_releases_its_own(
+    make_config: MakeConfig, loaded: State, tmp_path: Path
+) -> None:
+    save_file(oracle.announcing(loaded, 1), tmp_path / "model.safetensors")
+    config = make_config(pipeline__replicas=2)
+    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
+        await pipeline.client.release_memory()
+        stages = [pipeline._actors[role] for role in ("executor", "executor.1")]
+        assert [stage.load()["lacks"] for stage in stages] == ["weights, kv_cache"] * 2
+        sampling = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        request = GenerateRequest(prompt_token_ids=(5, 6), sampling=sampling)
+        completions = [asyncio.create_task(pipeline.complete(request)) for _ in range(4)]
+        await pipeline.client.resume_memory(WEIGHTS)
+        await pipeline.client.update_weights(FolderWeights(str(tmp_path)))
+        await pipeline.client.resume_memory(KV_CACHE)
+        found: list[Completion] = await asyncio.gather(*completions)
+        assert [check_stamps(each) for each in found] == [1] * 4

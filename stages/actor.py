@@ -155,6 +155,7 @@ class Actor(ABC):
             await self.send(CONTROL["admission"], started, epoch=0)
             await self.receive_forever(inbox)
         finally:
+            self.opened = False
             await self.close()
 
     async def receive_forever(self, inbox: Inbox) -> None:

@@ -214,7 +214,11 @@ class Actor(ABC):
         )
 
     async def answer(
-        self, operation_id: str, weight_version: int = 0, error: NanoInferenceError | None = None
+        self,
+        operation_id: str,
+        weight_version: int = 0,
+        error: NanoInferenceError | None = None,
+        newest_version: int = 0,
     ) -> None:
         """Tells whoever sent a control message that it is done, or why not."""
         outcome = Outcome(
@@ -223,6 +227,7 @@ class Actor(ABC):
             code=error.code if error else "",
             message=error.message if error else "",
             weight_version=weight_version,
+            newest_version=newest_version,
         )
         try:
             await self.bus.replies.answer(operation_id, outcome)

@@ -14,6 +14,7 @@ from .channel import (
     ResultStreams,
     Sender,
 )
+from .in_place import WeightsInPlace
 from .memory import MemoryBus
 from .replies import Outcome, Replies
 
@@ -52,5 +53,6 @@ __all__ = [
     "Sender",
     "StageReport",
     "StageState",
+    "WeightsInPlace",
     "open_bus",
 ]

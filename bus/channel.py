@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 import msgspec
 
 from .board import StageBoard
+from .in_place import WeightsMemory
 from .links import Link
 from .messages import Completion, Envelope, ErrorInfo, GenerateRequest, Message, Output
 from .replies import Replies
@@ -377,6 +378,10 @@ class Bus(Protocol):
     @property
     def replies(self) -> Replies:
         """Answers to control messages."""
+
+    @property
+    def weights(self) -> WeightsMemory:
+        """What the lane's executors remember of their weights."""
 
     async def open_inbox(self, stage: str) -> Inbox:
         """The inbox of a stage that runs in this process.

@@ -12,6 +12,7 @@
 {prefix}:epoch             counter
 {prefix}:wake:{id}         stream that interrupts a blocking read; not on a cluster (internal)
 {prefix}:stages            stream, what each process tells of its stages: `json` (StageReports)
+{prefix}:weights:{lane}    the lane's newest weights: JSON (WeightsInPlace)
 {prefix}:reply:{id}        list, what became of an operation in each lane: JSON (Outcome)
 
 Here a brace is a brace: a cluster keeps keys of the same tag in one place, and a key without a tag
@@ -51,6 +52,7 @@ class Keys:
         self.epoch = self._key("epoch")
         self.lanes = beside(self.requests, "lanes")
         self.stages = self._key("stages")
+        self.weights = self._key(f"weights:{lane}")
 
     def out(self, key: str) -> bytes:
         """The stream of one request. Any text is a valid key, a lone surrogate too."""

@@ -17,6 +17,7 @@ from ..config import STAGES, BusConfig, BusError, role_of_sender, split_role
 from .board import MemoryBoard
 from .channel import Backlog, DeadLetter, Inbox, RequestEntry, Sender, dead_letter
 from .codec import check_request
+from .in_place import MemoryWeightsMemory
 from .line import Line, bus_closed
 from .links import Link
 from .memory_results import MemoryResults
@@ -254,6 +255,7 @@ class MemoryBus:
     results: MemoryResults
     stages: MemoryBoard
     replies: MemoryReplies
+    weights: MemoryWeightsMemory
 
     def __init__(self, config: BusConfig) -> None:
         self._config = config
@@ -264,6 +266,7 @@ class MemoryBus:
         self.requests = MemoryRequests(config, self.results)
         self.stages = MemoryBoard()
         self.replies = MemoryReplies()
+        self.weights = MemoryWeightsMemory()
 
     async def open_inbox(self, stage: str) -> Inbox:
         """See `Bus.open_inbox`."""

@@ -652,6 +652,9 @@ class UpdateWeights(Internal, frozen=True, array_like=True, tag="weights", tag_f
         part_of: A name for an update that comes in several such messages: the tensors are checked
             and kept, beside what was kept under this name, and answered for. `StagedWeights` puts
             all of them in place. What was kept under another name is dropped.
+        prepare_as: A name for an update that several executors make: the weights are fetched,
+            checked and answered for, and wait for `FinishUpdate`. Until that comes, and for at most
+            `timeout_s`, other updates are refused.
     """
 
     source: WeightsSource | StagedWeights
@@ -661,6 +664,22 @@ class UpdateWeights(Internal, frozen=True, array_like=True, tag="weights", tag_f
     timeout_s: float = 300.0
     operation_id: str = ""
     part_of: str = ""
+    prepare_as: str = ""
+
+
+class FinishUpdate(Internal, frozen=True, array_like=True, tag="finish", tag_field="type"):
+    """To the executor: put the weights in place that wait under this name, or drop them.
+
+    Answered when they are in place, or dropped.
+
+    Attributes:
+        prepared: What `UpdateWeights.prepare_as` called it.
+        version: What to count from then on; None to drop them.
+    """
+
+    prepared: str
+    version: int | None = None
+    operation_id: str = ""
 
 
 class WeightsStaged(Internal, frozen=True, array_like=True, tag="staged", tag_field="type"):
@@ -832,6 +851,7 @@ Message = (
     | Resume
     | CancelAll
     | UpdateWeights
+    | FinishUpdate
     | WeightsStaged
     | JoinWeightsGroup
     | LeaveWeightsGroup

@@ -16,6 +16,7 @@ from .links import Link, links_to
 from .memory import Inboxes, MemoryInbox, MemorySender, Numbering
 from .redis_board import RedisBoard
 from .redis_client import Commands, Server, check_version, execute, on_each, time_ms
+from .redis_in_place import RedisWeightsMemory
 from .redis_leases import live_lanes
 from .redis_links import LinkReader, LinkWriter, RedisSender, Seen
 from .redis_replies import RedisReplies
@@ -51,6 +52,7 @@ class RedisBus:
     results: RedisResults
     stages: RedisBoard
     replies: RedisReplies
+    weights: RedisWeightsMemory
 
     def __init__(
         self, config: BusConfig, local_stages: frozenset[str] = frozenset(), replicas: int = 1
@@ -75,6 +77,7 @@ class RedisBus:
         )
         self.stages = RedisBoard(self._keys, self._commands)
         self.replies = RedisReplies(self._keys, self._commands)
+        self.weights = RedisWeightsMemory(self._keys, self._commands)
 
     async def open_inbox(self, stage: str) -> Inbox:
         """See `Bus.open_inbox`. Waits while Redis is away."""

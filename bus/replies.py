@@ -21,6 +21,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         code: An error's stable code; "" when it was done.
         message: The error's sentence.
         weight_version: Of the weights in place afterwards, where weights are concerned.
+        newest_version: That the lane is known to have had, where that is a larger one.
     """
 
     lane: str
@@ -28,6 +29,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     code: str = ""
     message: str = ""
     weight_version: int = 0
+    newest_version: int = 0
 
 
 class Replies(Protocol):
@@ -41,7 +43,7 @@ class Replies(Protocol):
         """
 
     async def outcomes(self, operation_id: str, number: int, timeout_s: float) -> list[Outcome]:
-        """Waits for so many answers, and gives those that came in time.
+        """Waits for so many answers, and gives those that came in time. May be asked again then.
 
         Raises:
             BusError: The transport can't be reached.
@@ -52,31 +54,42 @@ class MemoryReplies:
     """See `Replies`; within one event loop."""
 
     def __init__(self) -> None:
-        self._told: dict[str, tuple[float, asyncio.Queue[Outcome]]] = {}
+        self._told: dict[str, _Told] = {}
 
     async def answer(self, operation_id: str, outcome: Outcome) -> None:
         """See `Replies.answer`."""
         if operation_id:
-            self._queue(operation_id).put_nowait(outcome)
+            told = self._of(operation_id)
+            told.outcomes.append(outcome)
+            told.news.set()
 
     async def outcomes(self, operation_id: str, number: int, timeout_s: float) -> list[Outcome]:
         """See `Replies.outcomes`."""
-        queue = self._queue(operation_id)
-        found: list[Outcome] = []
+        told = self._of(operation_id)
         try:
             async with asyncio.timeout(timeout_s):
-                while len(found) < number:
-                    found.append(await queue.get())
+                while len(told.outcomes) < number:
+                    told.news.clear()
+                    await told.news.wait()
         except TimeoutError:
-            pass
+            return list(told.outcomes)
         self._told.pop(operation_id, None)
-        return found
+        return told.outcomes
 
-    def _queue(self, operation_id: str) -> asyncio.Queue[Outcome]:
+    def _of(self, operation_id: str) -> _Told:
         now = time.monotonic()
         if operation_id not in self._told:
             # Oldest first: who has left without its answer does not come back for it.
-            while self._told and next(iter(self._told.values()))[0] < now - KEPT_S:
+            while self._told and next(iter(self._told.values())).since < now - KEPT_S:
                 del self._told[next(iter(self._told))]
-            self._told[operation_id] = now, asyncio.Queue()
-        return self._told[operation_id][1]
+            self._told[operation_id] = _Told(now)
+        return self._told[operation_id]
+
+
+class _Told:
+    """The answers to an operation. `news` is set when there are more."""
+
+    def __init__(self, since: float) -> None:
+        self.since = since
+        self.outcomes: list[Outcome] = []
+        self.news = asyncio.Event()

@@ -89,11 +89,16 @@ _LAID_DOWN: dict[str, Mapping[str, Any]] = {}
 
 
 def lay_down(key: str, state_dict: Mapping[str, Any]) -> LocalWeights:
-    """Keeps tensors for the executor of this process; they must not change till it is done."""
+    """Keeps tensors for the executors of this process; they must not change till all are done."""
     _LAID_DOWN[key] = state_dict
     return LocalWeights(key)
 
 
-def pick_up(key: str) -> Mapping[str, Any] | None:
-    """What was laid down under a key, once."""
-    return _LAID_DOWN.pop(key, None)
+def laid_down(key: str) -> Mapping[str, Any] | None:
+    """What lies under a key, for each executor of this process; None when nothing does."""
+    return _LAID_DOWN.get(key)
+
+
+def pick_up(key: str) -> None:
+    """Keeps them no longer."""
+    _LAID_DOWN.pop(key, None)

@@ -11,8 +11,7 @@ from typing import Any, Literal
 import anyio
 import msgspec
 
-from ..bus import Bus, StageReport, open_bus
-from ..bus.links import CONTROL, at
+from ..bus import Bus, Outcome, StageReport, open_bus
 from ..bus.messages import (
     MEMORY_TAGS,
     Cancel,
@@ -42,16 +41,16 @@ from ..bus.weights import (
     pick_up,
 )
 from ..config import (
-    REPLICATED,
     BusConfig,
     BusError,
     ConfigError,
     FairnessConfig,
     WeightsError,
-    role_of,
 )
 from ..telemetry import TraceContext, Tracing, names, now_ns
-from .health import lanes_of, replicas_of, verdict
+from .health import lanes_of, verdict
+from .operators import Operators
+from .update_together import update_together
 
 Request = GenerateRequest | dict[str, Any]
 
@@ -72,7 +71,7 @@ class BusClient:
     def __init__(self, bus: Bus, tracing: Tracing | None = None) -> None:
         self.bus = bus
         self._tracing = tracing or Tracing(None)
-        self._name = f"client-{uuid.uuid4().hex[:8]}"
+        self._operators = Operators(bus, f"client-{uuid.uuid4().hex[:8]}")
         self._owns_bus = False
 
     @classmethod
@@ -208,29 +207,39 @@ class BusClient:
         """Replaces the weights of every lane between two steps, while requests are in flight.
 
         Generation goes on while the new weights are fetched. `pause` before and `resume` after
-        it is the blocking way.
+        it is the blocking way. Several executors all fetch and check them before the first one
+        changes.
 
         Args:
             weights: Where they are, or, when the executor runs in this process, a state dict,
                 which must not change until this returns, or the parts of `stage_weights`.
             in_flight: As for `pause`, applied when the weights change: "abort" ends what runs or
                 waits to run in a lane, and lets what is still queued run with the new weights.
-            version: What to count from then on, above the present version; None for the next.
+            version: What to count from then on, above the present version; None for the next,
+                counted from the newest of all executors.
             partial: Whether parameters that are not among them stay as they are.
             timeout_s: How long fetching them may take.
 
         Returns:
-            The version of the weights in place; with several lanes the smallest.
+            The version of the weights in place.
 
         Raises:
-            WeightsError: They could not be taken; the old ones are in place in that lane.
-            BusError: A lane did not answer; its tokens tell their version.
+            WeightsError: They could not be taken; the old ones are in place everywhere. Only as
+                `weights_differ` some executors have changed: the message tells all versions.
+            BusError: An executor did not answer; its tokens tell their version.
         """
         source: WeightsSource | StagedWeights
         source = lay_down(uuid.uuid4().hex, weights) if isinstance(weights, Mapping) else weights
         try:
             update = UpdateWeights(source, in_flight, version, partial, timeout_s)
-            return await self._operate("executor", update, timeout_s + ANSWER_S)
+            told = await self._operators.started("executor", ANSWER_S)
+            if len(told) == 1:
+                return await self._operate("executor", update, timeout_s + ANSWER_S, told)
+
+            async def ask(body: Message, limit_s: float) -> list[Outcome]:
+                return await self._operators.ask("executor", body, limit_s, told)
+
+            return await update_together(ask, told, update, ANSWER_S)
         finally:
             if isinstance(source, LocalWeights):
                 pick_up(source.key)
@@ -360,10 +369,15 @@ class BusClient:
             config: All settings; those not named in it are back at their defaults.
             lane: The lane that takes them; every lane when None.
         """
-        await self._control("fairness", UpdateFairness(config), lane)
+        told = None if lane is None else [(lane, "fairness")]
+        await self._control("fairness", UpdateFairness(config), told)
 
     async def _operate(
-        self, stage: str, body: Message | Callable[[int], Message], timeout_s: float = ANSWER_S
+        self,
+        stage: str,
+        body: Message | Callable[[int], Message],
+        timeout_s: float = ANSWER_S,
+        told: list[tuple[str, str]] | None = None,
     ) -> int:
         """Tells every lane and waits until all have done it; returns the least weight version.
 
@@ -371,19 +385,14 @@ class BusClient:
             stage: Which stage of the lanes does it.
             body: What to tell it; where it depends on the lane, by the lane's index.
             timeout_s: How long to wait for the answers.
+            told: (lane, role) of whom to tell; everyone when None.
 
         Raises:
             WeightsError: A lane refused.
             BusError: A lane did not answer.
         """
-        operation_id = uuid.uuid4().hex
-
-        def named(index: int) -> Message:
-            wish = body(index) if callable(body) else body
-            return msgspec.structs.replace(wish, operation_id=operation_id)
-
-        told = await self._control(stage, named)
-        outcomes = await self.bus.replies.outcomes(operation_id, len(told), timeout_s)
+        told = await self._operators.started(stage, ANSWER_S) if told is None else told
+        outcomes = await self._operators.ask(stage, body, timeout_s, told)
         for outcome in outcomes:
             if outcome.code:
                 where = f"lane {outcome.lane}, {outcome.role}: " if len(told) > 1 else ""
@@ -392,40 +401,21 @@ class BusClient:
         for lane, role in told:
             if (lane, role) not in answered:
                 raise BusError(
-                    f"{role} of lane {lane} did not answer within {timeout_s:.0f} s; look at "
-                    "`nano-inference status`",
+                    f"{role} of lane {lane} did not answer within {timeout_s:.0f} s, or was "
+                    "started anew; look at `nano-inference status`",
                     code="no_answer",
                 )
         return min(outcome.weight_version for outcome in outcomes)
 
     async def _control(
-        self, stage: str, body: Message | Callable[[int], Message], only: str | None = None
-    ) -> list[tuple[str, str]]:
-        """Tells every lane that lives: whose a request is, only they know. Or `only` one. Where a
-        lane has several replicas, each is told.
-
-        The message may depend on the index of who is told.
-
-        Returns:
-            (lane, role) of all who were told.
-        """
-        lanes = sorted(await self.bus.lanes()) if only is None else [only]
-        told = [(lane, each) for lane in lanes for each in await self._replicas_of(stage, lane)]
-        senders = [
-            self.bus.sender(at(CONTROL[stage], replica), self._name, lane) for lane, replica in told
-        ]
-        for index, sender in enumerate(senders):
-            await sender.send(body(index) if callable(body) else body)
-        for sender in senders:
-            await sender.flush()
-        return [(lane, role_of(stage, replica)) for lane, replica in told]
-
-    async def _replicas_of(self, stage: str, lane: str) -> list[int]:
-        """The replicas of a stage, as far as has been heard of them lately; 0 in any case."""
-        if stage not in REPLICATED:
-            return [0]
-        reports = await self.bus.stages.read()
-        return replicas_of(report.stage for report in reports if report.lane == lane)
+        self,
+        stage: str,
+        body: Message | Callable[[int], Message],
+        told: list[tuple[str, str]] | None = None,
+    ) -> None:
+        """Tells every lane that lives: whose a request is, only they know. Or those in `told`."""
+        told = await self._operators.everyone(stage) if told is None else told
+        await self._operators.tell(stage, body, told)
 
     def _published_span(self, request: Request | bytes) -> TraceContext:
         if not self._tracing.enabled:

@@ -39,12 +39,17 @@ class Heart:
         self._metrics = metrics or Metrics()
         self._reconnects = 0
         self._host = socket.gethostname()
+        self._early = anyio.Event()
         # What each stage was last seen in, and since when.
         self._seen: dict[str, tuple[tuple[str, str], float]] = {}
 
     def reports(self) -> list[StageReport]:
         """How the stages of this process are now."""
         return [self._report(role) for role in self._roles]
+
+    def beat_soon(self) -> None:
+        """Something has changed that others wait for."""
+        self._early.set()
 
     async def beat_forever(self) -> None:
         """Tells, about once a second. While the bus is away nobody can be told."""
@@ -56,7 +61,9 @@ class Heart:
                     await self._measure()
             except NanoInferenceError as error:
                 log.debug("heartbeat_not_told", error=error.message)
-            await anyio.sleep(BEAT_S)
+            with anyio.move_on_after(BEAT_S):
+                await self._early.wait()
+            self._early = anyio.Event()
 
     async def _measure(self) -> None:
         reconnects = self._bus.reconnects
@@ -66,7 +73,7 @@ class Heart:
             ready = actor.condition()[0] == "ready"
             labels = {names.STAGE: actor.name, **actor.labels}
             self._metrics.record(instruments.STAGE_READY, int(ready), labels)
-            if actor.opened:
+            if actor.holds_all:
                 await actor.measure()
 
     async def last_word(self) -> None:
@@ -83,7 +90,7 @@ class Heart:
         loading: tuple[StageState, str] = ("starting", "it is loading")
         state, reason = condition or (actor.condition() if actor else loading)
         incarnation = actor.incarnation if actor else ""
-        load: dict[str, Any] = actor.load() if actor and actor.opened else {}
+        load: dict[str, Any] = actor.load() if actor and actor.holds_all else {}
         return StageReport(
             lane=self._config.bus.lane,
             stage=role,

@@ -199,7 +199,7 @@ class Pipeline:
             self.config,
             self.bus,
             self.tracing,
-            on_ready=lambda name: self._ready[role].set(),
+            on_ready=lambda name: self._takes_part(role),
             on_drained=self._drained.set,
             metrics=self.metrics,
             replica=replica,
@@ -210,6 +210,10 @@ class Pipeline:
             return self._actors[role]
 
         await supervise(make, self.config.pipeline)
+
+    def _takes_part(self, role: str) -> None:
+        self._ready[role].set()
+        self._heart.beat_soon()
 
     async def _leave(self) -> None:
         """Tells an admission elsewhere that what this process's stages hold is lost."""

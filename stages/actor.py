@@ -73,7 +73,9 @@ class Actor(ABC):
         self.metrics = context.metrics.labelled(self.labels)
         self.incarnation = f"{self.role}-{uuid.uuid4().hex[:8]}"
         self.epoch = 0
-        self.opened = False
+        # The incarnation of admission that has asked last for a part in its epoch.
+        self.leader = ""
+        self.opened = self.closed = False
         self.failed = False
         self.log = structlog.get_logger().bind(stage=self.role)
         self._on_ready = context.on_ready
@@ -111,6 +113,11 @@ class Actor(ABC):
         """Tells admission that the stage takes part in the current epoch."""
         await self.send(CONTROL["admission"], StageReady(self.role, self.incarnation))
         self.takes_part()
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether what `open` loads is there."""
+        return self.opened and not self.closed
 
     def takes_part(self) -> None:
         """From now on the stage counts as ready, until a new epoch begins."""
@@ -155,7 +162,7 @@ class Actor(ABC):
             await self.send(CONTROL["admission"], started, epoch=0)
             await self.receive_forever(inbox)
         finally:
-            self.opened = False
+            self.closed = True
             await self.close()
 
     async def receive_forever(self, inbox: Inbox) -> None:
@@ -191,6 +198,7 @@ class Actor(ABC):
                 self.epoch = envelope.epoch
                 await self.reset()
         if isinstance(envelope.body, Reset):
+            self.leader = envelope.sender
             await self.announce()
         else:
             await self.handle(envelope)
@@ -222,7 +230,11 @@ class Actor(ABC):
         )
 
     async def answer(
-        self, operation_id: str, weight_version: int = 0, error: NanoInferenceError | None = None
+        self,
+        operation_id: str,
+        weight_version: int = 0,
+        error: NanoInferenceError | None = None,
+        newest_version: int = 0,
     ) -> None:
         """Tells whoever sent a control message that it is done, or why not."""
         outcome = Outcome(
@@ -231,6 +243,7 @@ class Actor(ABC):
             code=error.code if error else "",
             message=error.message if error else "",
             weight_version=weight_version,
+            newest_version=newest_version,
         )
         try:
             await self.bus.replies.answer(operation_id, outcome)

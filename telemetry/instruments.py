@@ -300,6 +300,12 @@ WEIGHT_VERSION = Instrument(
     "{version}",
     "Which weights make the tokens?",
 )
+WEIGHT_BEHIND = Instrument(
+    "nano.weight.behind",
+    "gauge",
+    "{version}",
+    "Which version should an executor have that was started anew without it? 0 is none.",
+)
 WEIGHT_STALENESS = Instrument(
     "nano.weight.staleness",
     "histogram",

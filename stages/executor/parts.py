@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from torch import Tensor
 
 from ...bus.weights import StagedWeights
 from ...config import WeightsError
+
+
+class Origin(NamedTuple):
+    """A folder where tensors can be read again, as long as its files are those of the stamp."""
+
+    folder: str
+    stamp: str
 
 
 class WeightParts:
@@ -17,30 +25,38 @@ class WeightParts:
         self._update = ""
         self._parts = 0
         self._tensors: dict[str, Tensor] = {}
+        self._origin: Origin | None = None
 
-    def add(self, update: str, tensors: Mapping[str, Tensor]) -> None:
+    def add(
+        self,
+        update: str,
+        tensors: Mapping[str, Tensor],
+        origin: Origin | None = None,
+    ) -> None:
         """Keeps a part. Of a tensor that comes again the last one counts."""
         if update != self._update:
-            self._update, self._parts, self._tensors = update, 0, {}
+            self.drop()
+            self._update = update
         self._parts += 1
+        self._origin = origin if self._parts == 1 else None
         self._tensors.update(tensors)
 
-    def take(self, staged: StagedWeights) -> Mapping[str, Tensor]:
-        """All tensors of an update; nothing is kept any longer.
+    def take(self, staged: StagedWeights) -> tuple[Mapping[str, Tensor], Origin | None]:
+        """All tensors of an update, and their origin if they have one; keeps nothing any longer.
 
         Raises:
             WeightsError: Not all of its parts are here.
         """
         parts = self._parts if staged.update == self._update else 0
-        tensors = self._tensors
+        tensors, origin = self._tensors, self._origin
         self.drop()
         if parts != staged.parts:
             raise WeightsError(
                 f"{parts} of the update's {staged.parts} parts are here; send all of them again",
                 code="weights_incomplete",
             )
-        return tensors
+        return tensors, origin
 
     def drop(self) -> None:
         """Keeps nothing."""
-        self._update, self._parts, self._tensors = "", 0, {}
+        self._update, self._parts, self._tensors, self._origin = "", 0, {}, None

@@ -16,6 +16,7 @@ from ...bus import Inbox
 from ...bus.links import CONTROL, STEPS_BATCHING, STEPS_STREAMING
 from ...bus.messages import (
     Envelope,
+    FinishUpdate,
     JoinWeightsGroup,
     LeaveWeightsGroup,
     ReleaseMemory,
@@ -67,6 +68,7 @@ def _load(config: EngineConfig, device: int | None) -> ExecutorCore:
 
 _OPERATIONS = (
     UpdateWeights,
+    FinishUpdate,
     JoinWeightsGroup,
     LeaveWeightsGroup,
     TellWeightVersion,
@@ -140,8 +142,10 @@ class ExecutorStage(Actor):
         _TORCH_THREAD.submit(self._core.reset)
 
     async def announce(self) -> None:
+        await self._updates.catch_up(self._core.weights)
         # Behind those plans, too: one of them may put new weights in place.
         capacity = await _on_torch(self._core.capacity)
+        self._weight_version = capacity.weight_version
         ready = StageReady(self.role, self.incarnation, capacity)
         await self.send(CONTROL["admission"], ready)
         # Should this stage be lost from here on, admission knows that batching may rely on it.
@@ -154,16 +158,24 @@ class ExecutorStage(Actor):
         await self._updates.stage()
 
     def load(self) -> dict[str, int | float | str]:
-        lacks = ", ".join(self._core.memory.lacks) if self.opened else ""
-        return {
+        load: dict[str, int | float | str] = {
             "plans": self._plans,
             "steps": self._steps,
             "device": self._device,
-            **({"lacks": lacks} if lacks else {}),
+            "weight_version": self._weight_version,
         }
+        if self._updates.behind:
+            load["behind_version"] = self._updates.behind
+        if lacks := ", ".join(self._core.memory.lacks):
+            load["lacks"] = lacks
+        return load
+
+    def waits_for(self) -> str:
+        return self._updates.restoring or super().waits_for()
 
     async def measure(self) -> None:
         self.metrics.record(instruments.WEIGHT_VERSION, self._weight_version)
+        self.metrics.record(instruments.WEIGHT_BEHIND, self._updates.behind)
 
     async def handle(self, envelope: Envelope) -> None:
         if isinstance(envelope.body, StepPlan):

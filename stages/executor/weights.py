@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from ...config import WeightsError
 from .naming import as_parameters
 
+_NAMED = 3
+"""How many tensors an error names."""
+
 
 class WeightSyncManager:
     """Replaces a model's weights in place, all of them or none.
@@ -72,14 +75,20 @@ class WeightSyncManager:
             checkpoint: They come from a checkpoint and not from a module; see `as_parameters`.
 
         Raises:
-            WeightsError: They are not those of this model.
+            WeightsError: They are not those of this model, or not finite numbers.
         """
         named = as_parameters(self._module, new_weights, checkpoint=checkpoint)
         own = self._module.state_dict()
-        return {
+        prepared = {
             name: tensor.to(own[name].dtype) if _castable(tensor, own.get(name)) else tensor
             for name, tensor in named.items()
         }
+        self._check_numbers(prepared)
+        return prepared
+
+    def covers(self, new_weights: Mapping[str, Tensor]) -> bool:
+        """Whether they replace every parameter, so that what was in place before leaves nothing."""
+        return not self._missing(new_weights)
 
     def start_sync(
         self,
@@ -104,6 +113,15 @@ class WeightSyncManager:
             WeightsError: An update is waiting already, the weights don't fit the model, or their
                 memory is released.
         """
+        version = self.check_version(version)
+        new_weights = as_parameters(self._module, new_weights)
+        self.check(new_weights, partial=partial)
+        self.check_complete(new_weights)
+        self._pending = new_weights, version
+        return version
+
+    def check_version(self, version: int | None) -> int:
+        """What would be counted. Raises WeightsError as `start_sync`."""
         if self._pending is not None:
             raise _busy()
         if self._closed:
@@ -118,16 +136,16 @@ class WeightSyncManager:
                 f"version {version} is not above that of the weights in place, {self.version}; "
                 "give a larger one, or none"
             )
-        new_weights = as_parameters(self._module, new_weights)
-        self.check(new_weights, partial=partial)
+        return version
+
+    def check_complete(self, new_weights: Mapping[str, Tensor]) -> None:
+        """Whether they are all, where none are in place. Raises WeightsError as `start_sync`."""
         if self.empty and (missing := self._missing(new_weights)):
             raise WeightsError(
                 f"{len(missing)} tensors are missing, such as {missing[0]!r}, and none are in "
                 "place, since their memory was released; send all in one update",
                 code="weights_incomplete",
             )
-        self._pending = new_weights, version
-        return version
 
     def maybe_finish_sync(self) -> bool:
         """Puts the waiting weights in place, if there are any; returns whether it did."""
@@ -195,6 +213,23 @@ class WeightSyncManager:
         given = {id(own[name]) for name in new_weights.keys() & own.keys()}
         return sorted(name for name, tensor in own.items() if id(tensor) not in given)
 
+    def _check_numbers(self, new_weights: Mapping[str, Tensor]) -> None:
+        """Raises WeightsError when a parameter is not finite; buffers may be, as masks are."""
+        parameters = dict(self._module.named_parameters(remove_duplicate=False))
+        bad = [
+            name
+            for name, tensor in new_weights.items()
+            if name in parameters and not _is_finite(tensor)
+        ]
+        if bad:
+            more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
+            raise WeightsError(
+                f"the new weights have NaN or infinity, in the model's dtype, in "
+                f"{', '.join(bad[:_NAMED])}{more}; the trainer has diverged, or sent them before "
+                "they were there",
+                code="weights_not_finite",
+            )
+
     @torch.no_grad()
     def _write(self, new_weights: Mapping[str, Tensor]) -> None:
         own = self._module.state_dict(keep_vars=True)
@@ -206,6 +241,13 @@ def _busy() -> WeightsError:
     return WeightsError(
         "a weight update is under way already; wait until it is in place", code="weights_busy"
     )
+
+
+def _is_finite(tensor: object) -> bool:
+    """In one pass that allocates nothing: the extremes of what has a NaN are NaN."""
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or not tensor.numel():
+        return True  # what does not fit is refused elsewhere
+    return bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all())
 
 
 def _castable(tensor: object, own: Tensor | None) -> bool:

@@ -42,7 +42,7 @@ def test_no_two_keys_are_the_same() -> None:
         keys.results,
         keys.dead,
     ]
-    made += [keys.lanes, keys.epoch, keys.stages, keys.told(b"x"), keys.told(b"y")]
+    made += [keys.lanes, keys.epoch, keys.stages, keys.weights, keys.told(b"x"), keys.told(b"y")]
     assert len(set(made)) == len(made)
 
 

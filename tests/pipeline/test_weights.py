@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
@@ -32,8 +33,11 @@ from .. import oracle
 from . import reference
 from .conftest import MakeConfig
 from .test_life import break_once, until, whole_stream, whole_streams
+from .test_memory import held
 
 LIMIT_S = 120
+# Of 400 updates with requests in flight.
+MOST_GROWTH_BYTES = 16 << 20
 # Below the time after which a client gives an answer up.
 ANSWERED_S = client.ANSWER_S - 5
 State = dict[str, Tensor]
@@ -114,6 +118,7 @@ async def under_load(
     in_flight: InFlight,
     updates: int,
     check: Callable[[Completion], int],
+    after_each: Callable[[int], None] = lambda version: None,
 ) -> int:
     """Updates in a row while eight clients send one request after the other.
 
@@ -137,6 +142,7 @@ async def under_load(
         for version in range(2, updates + 1):
             new = spell(loaded, version)
             assert await pipeline.client.update_weights(new, in_flight=in_flight) == version
+            after_each(version)
             await asyncio.sleep(dice.random() * 0.01)
         done.set()
     assert not handoff._LAID_DOWN
@@ -166,15 +172,24 @@ async def test_no_kv_is_stale_after_an_update(
 async def test_hundreds_of_updates_under_load(
     loaded: State, pure_logprob: float, make_config: MakeConfig
 ) -> None:
-    """500 in memory, and 500 over Redis."""
-    config = make_config()
+    """500 in memory, and 500 over Redis; they leave no memory behind."""
+    # The cache is so small that all of it has been written to before the measurement begins.
+    config = make_config(engine__kv_cache_bytes=8 << 20)
+    resident: dict[int, int] = {}
     in_flight: InFlight = "keep" if config.bus.url == "memory" else "retract"
 
     def check(completion: Completion) -> int:
         return check_purity(completion, pure_logprob, whole=in_flight == "retract")
 
+    def weigh(version: int) -> None:
+        if version in (100, 500):
+            resident[version] = held().resident_bytes
+
     async with asyncio.timeout(2 * LIMIT_S), Pipeline(config) as pipeline:
-        assert await under_load(pipeline, loaded, oracle.remembering, in_flight, 500, check)
+        assert await under_load(pipeline, loaded, oracle.remembering, in_flight, 500, check, weigh)
+    growth = resident[500] - resident[100]
+    print(f"{growth / 1e6=:.2f}")  # noqa: T201
+    assert growth < MOST_GROWTH_BYTES, f"{growth / 1e6:.1f} MB more after 400 updates"
 
 
 async def test_kept_kv_is_what_in_flight_means(
@@ -300,6 +315,29 @@ async def test_what_does_not_fit_changes_nothing(running: Pipeline, loaded: Stat
     assert await running.client.update_weights(loaded) == 1
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e39])
+async def test_weights_that_are_no_numbers_are_refused(
+    running: Pipeline, loaded: State, bad: float
+) -> None:
+    """Also what is one for the trainer, and none in the model's dtype."""
+    await running.client.update_weights(oracle.announcing(loaded, 1))
+    new = oracle.announcing(loaded, 2)
+    broken = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1)]
+    broken += ["model.layers.0.self_attn.v_proj.bias", "model.norm.weight"]
+    for name in broken:
+        new[name] = new[name].double()
+        new[name].view(-1)[-1] = bad
+    request = asyncio.create_task(running.complete(greedy(0, 400)))
+    for source, partial in ((new, False), ({broken[0]: new[broken[0]]}, True)):
+        with pytest.raises(WeightsError) as refused:
+            await running.client.update_weights(source, partial=partial)
+        assert refused.value.code == "weights_not_finite"
+        assert broken[0] in refused.value.message
+    assert set(versions_of(await request)) == {1}
+    assert check_stamps(await running.complete(greedy(1, 5))) == 1
+    assert await running.client.update_weights(oracle.announcing(loaded, 2)) == 2
+
+
 async def test_part_of_the_weights(running: Pipeline, loaded: State) -> None:
     whole = oracle.announcing(loaded, 1)
     await running.client.update_weights(whole)
@@ -350,6 +388,9 @@ async def test_an_executor_that_fails_says_that_the_update_is_lost(
     assert lost.value.code == "weights_interrupted"
     await whole_stream(running, 3)
     assert await running.client.weight_version() == 0
+    # 1 has been, and was something else.
+    assert await running.client.update_weights(oracle.announcing(loaded, 2)) == 2
+    assert check_stamps(await running.complete(greedy(0, 5))) == 1
 
 
 async def test_nobody_answers(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,11 @@ from ....bus.weights import (
     LocalWeights,
     SharedMemoryWeights,
     WeightsSource,
-    pick_up,
+    laid_down,
 )
 from ....config import WeightsError
 from .background import Background
-from .folder import read_folder
+from .folder import read_folder, stamp_of
 from .group import Sending, WeightGroups, WeightsGroup
 from .shared_memory import SharedWeights, read_shared_memory
 
@@ -33,7 +33,7 @@ def fetch(source: WeightsSource, groups: WeightGroups, timeout_s: float) -> Mapp
         case FolderWeights(path):
             return read_folder(path)
         case LocalWeights(key):
-            if (weights := pick_up(key)) is None:
+            if (weights := laid_down(key)) is None:
                 raise WeightsError(
                     "the weights are not in the executor's process; send them through shared "
                     "memory, a group or a folder"
@@ -45,4 +45,13 @@ def fetch(source: WeightsSource, groups: WeightGroups, timeout_s: float) -> Mapp
             return groups.receive(source, timeout_s)
 
 
-__all__ = ["Background", "Sending", "SharedWeights", "WeightGroups", "WeightsGroup", "fetch"]
+__all__ = [
+    "Background",
+    "Sending",
+    "SharedWeights",
+    "WeightGroups",
+    "WeightsGroup",
+    "fetch",
+    "read_folder",
+    "stamp_of",
+]

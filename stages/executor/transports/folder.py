@@ -6,6 +6,7 @@ process's other stages would stand still, and it has the file and the tensors in
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,23 @@ def read_folder(path: str) -> dict[str, Tensor]:
             raise WeightsError(f"{file} has {min(twice)!r}, which another file has as well")
         tensors |= part
     return tensors
+
+
+def stamp_of(path: str) -> str:
+    """Tells whether the files that `read_folder` reads are still those that it has read.
+
+    Raises:
+        WeightsError: As `read_folder`.
+    """
+    digest = hashlib.sha256()
+    for file in _files(Path(path)):
+        try:
+            found = file.stat()
+        except OSError as error:
+            raise WeightsError(f"{file} can't be read: {error.strerror}") from None
+        place = (file.name, found.st_ino, found.st_size, found.st_mtime_ns)
+        digest.update(repr(place).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
 
 
 def _files(place: Path) -> list[Path]:

@@ -7,7 +7,7 @@ import torch
 
 from nano_inference.bus.weights import StagedWeights
 from nano_inference.config import WeightsError
-from nano_inference.stages.executor.parts import WeightParts
+from nano_inference.stages.executor.parts import Origin, WeightParts
 
 
 def parts(**names: float) -> dict[str, torch.Tensor]:
@@ -18,7 +18,8 @@ def test_all_parts_together_once() -> None:
     kept = WeightParts()
     kept.add("u", parts(a=1, b=2))
     kept.add("u", parts(b=3, c=4))
-    found = kept.take(StagedWeights("u", 2))
+    found, origin = kept.take(StagedWeights("u", 2))
+    assert origin is None
     assert {name: tensor.item() for name, tensor in found.items()} == {"a": 1, "b": 3, "c": 4}
     with pytest.raises(WeightsError, match="0 of the update's 2"):
         kept.take(StagedWeights("u", 2))
@@ -28,7 +29,16 @@ def test_another_update_begins_anew() -> None:
     kept = WeightParts()
     kept.add("old", parts(a=1))
     kept.add("new", parts(b=2))
-    assert set(kept.take(StagedWeights("new", 1))) == {"b"}
+    assert set(kept.take(StagedWeights("new", 1))[0]) == {"b"}
+
+
+def test_only_a_single_part_tells_where_all_is_to_be_had_again() -> None:
+    kept, folder = WeightParts(), Origin("/weights", "stamp")
+    kept.add("u", parts(a=1), folder)
+    assert kept.take(StagedWeights("u", 1))[1] == folder
+    kept.add("v", parts(a=1), folder)
+    kept.add("v", parts(b=1), folder)
+    assert kept.take(StagedWeights("v", 2))[1] is None
 
 
 @pytest.mark.parametrize("wanted", [StagedWeights("u", 2), StagedWeights("v", 1)])
@@ -47,4 +57,4 @@ def test_dropped() -> None:
     kept.add("u", parts(a=1))
     kept.drop()
     kept.add("u", parts(b=1))
-    assert set(kept.take(StagedWeights("u", 1))) == {"b"}
+    assert set(kept.take(StagedWeights("u", 1))[0]) == {"b"}

@@ -105,3 +105,42 @@ def test_one_update_at_a_time(module: nn.Module) -> None:
         weights.start_sync(changed(module))
     weights.maybe_finish_sync()
     assert weights.version == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_no_number_is_found_wherever_it_is(dtype: torch.dtype, bad: float) -> None:
+    for size in (1, 7, 16, 1000):
+        module = nn.Module()
+        module.weight = nn.Parameter(torch.randn(size).to(dtype))
+        weights = WeightSyncManager(module)
+        weights.prepare({"weight": torch.full((size,), torch.finfo(dtype).max, dtype=dtype)})
+        for place in {0, size // 2, size - 1}:
+            new = torch.randn(size).to(dtype)
+            new[place] = bad
+            with pytest.raises(ModelError, match="have NaN or infinity") as refused:
+                weights.prepare({"weight": new})
+            assert refused.value.code == "weights_not_finite"
+
+
+def test_some_of_many_are_named(module: nn.Module) -> None:
+    new = {name: torch.full_like(tensor, torch.nan) for name, tensor in module.state_dict().items()}
+    with pytest.raises(ModelError, match=f"model.embed_tokens.weight, .* and {len(new) - 3} more"):
+        WeightSyncManager(module).prepare(new)
+
+
+def test_buffers_may_be_infinite() -> None:
+    """As masks are."""
+    module = nn.Module()
+    module.register_buffer("mask", torch.zeros(3))
+    new = {"mask": torch.full((3,), -torch.inf)}
+    assert set(WeightSyncManager(module).prepare(new)) == {"mask"}
+
+
+def test_whether_all_is_replaced(module: nn.Module) -> None:
+    weights, new = WeightSyncManager(module), copied(module)
+    assert weights.covers(new)
+    del new["lm_head.weight"]  # another name of the embeddings
+    assert weights.covers(new)
+    del new["model.norm.weight"]
+    assert not weights.covers(new)

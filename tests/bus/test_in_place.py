@@ -1,0 +1,38 @@
+"""What a lane remembers of its weights, on every kind of bus."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from redis.asyncio import Redis
+
+from nano_inference.bus import Bus, WeightsInPlace
+from nano_inference.bus.keys import Keys
+
+SEVEN = WeightsInPlace(version=7, leader="admission-1", folder="/weights/7", stamp="abc")
+EIGHT = WeightsInPlace(version=8, leader="admission-1")
+
+
+async def test_the_last_word_counts(bus: Bus) -> None:
+    assert await bus.weights.read() is None
+    for weights in (SEVEN, EIGHT):
+        await bus.weights.put(weights)
+        assert await bus.weights.read() == weights
+
+
+async def test_each_lane_has_its_own(redis_buses: Any) -> None:
+    bus, same, other = redis_buses.open(), redis_buses.open(), redis_buses.open(lane="1")
+    await bus.weights.put(SEVEN)
+    assert await same.weights.read() == SEVEN
+    assert await other.weights.read() is None
+
+
+async def test_what_can_not_be_understood_is_nothing(redis_buses: Any) -> None:
+    """As of a version to come."""
+    bus = redis_buses.open()
+    async with Redis.from_url(redis_buses.url) as redis:
+        for raw in (b"", b"{", b"[]", b'{"version":"x"}', b"\xff"):
+            await redis.set(Keys(redis_buses.prefix).weights, raw)
+            assert await bus.weights.read() is None
+    await bus.weights.put(EIGHT)
+    assert await bus.weights.read() == EIGHT

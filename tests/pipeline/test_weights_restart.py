@@ -1,0 +1,209 @@
+"""`up` after an update: its executor is killed, and what comes back says which weights it has."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from safetensors.torch import save_file
+
+from nano_inference import BusClient, Completion
+from nano_inference.bus.messages import Output
+from nano_inference.bus.weights import FolderWeights
+from nano_inference.config import BusError, all_roles
+from nano_inference.stages.executor.transports import SharedWeights
+
+from .. import oracle
+from . import reference
+from .test_processes import House, five_free_ports
+from .test_weights import greedy
+
+pytestmark = pytest.mark.slow
+
+LIMIT_S = 240
+
+
+@contextmanager
+def up(redis_url: str, log: Path, replicas: int) -> Iterator[House]:
+    ports = five_free_ports() if replicas == 1 else 0
+    settings: dict[str, object] = {
+        "pipeline.replicas": replicas,
+        "telemetry.metrics_port": ports,
+        "engine.max_batch_size": 8,
+    }
+    prefix = f"up-{uuid.uuid4().hex[:8]}"
+    house = House(redis_url, prefix, endpoint="", log=log, settings=settings)
+    house.metrics_port = ports
+    try:
+        yield house
+        assert house.stop() == 0
+    finally:
+        if house.process.poll() is None:
+            house.stop()
+
+
+async def until_ready(client: BusClient, replicas: int, killed: int = 0) -> dict[str, int]:
+    """The processes of the roles, when all take part, without one that was killed."""
+    while True:
+        found = {
+            report.stage: report.pid
+            for report in await client.reports()
+            if report.state == "ready" and report.pid != killed
+        }
+        if set(found) == set(all_roles(replicas)):
+            return found
+        await asyncio.sleep(0.05)
+
+
+async def kill_executor(client: BusClient, replicas: int, role: str = "executor") -> None:
+    killed = (await until_ready(client, replicas))[role]
+    os.kill(killed, signal.SIGKILL)
+    await until_ready(client, replicas, killed)
+
+
+async def begun(client: BusClient) -> list[asyncio.Task[Completion]]:
+    """Requests that have had their first tokens, and are far from their last."""
+
+    async def rest(outputs: AsyncIterator[Output]) -> Completion:
+        last = [output async for output in outputs][-1]
+        assert isinstance(last, Completion)
+        return last
+
+    requests = [msgspec.structs.replace(greedy(n, 800, 2), stream=True) for n in range(6)]
+    streams = [client.submit(request) for request in requests]
+    for stream in streams:
+        assert not isinstance(await anext(stream), Completion)
+    return [asyncio.create_task(rest(stream)) for stream in streams]
+
+
+def stamped(completion: Completion) -> list[tuple[int, list[int]]]:
+    """(version, its tokens) for each span of each sample."""
+    assert completion.status == "done", completion.error
+    found = []
+    for sample in completion.samples:
+        starts = [start for _, start in sample.weight_versions] + [len(sample.token_ids)]
+        for (version, start), stop in zip(sample.weight_versions, starts[1:], strict=True):
+            found.append((version, list(sample.token_ids[start:stop])))
+    return found
+
+
+def told_by(house: House, *command: str) -> str:
+    """What our own program prints."""
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "nano_inference", *command),
+            *("--bus", house.bus.url, "--set", f"bus.prefix={house.bus.prefix}"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
+
+
+def measured(house: House, metric: str) -> list[float]:
+    """The values of a metric in all processes."""
+    values = []
+    for port in range(house.metrics_port, house.metrics_port + 5):
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+            lines = reply.read().decode().splitlines()
+        values += [float(line.split()[-1]) for line in lines if line.startswith(metric)]
+    return values
+
+
+async def test_a_killed_executor_reads_the_folder_again(redis_url: str, tmp_path: Path) -> None:
+    loaded = dict(reference.model().state_dict())
+    save_file(oracle.announcing(loaded, 7), tmp_path / "model.safetensors")
+    with up(redis_url, tmp_path / "log", 1) as house:
+        async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
+            await until_ready(client, 1)
+            assert await client.update_weights(FolderWeights(str(tmp_path)), version=7) == 7
+            running = await begun(client)
+            await kill_executor(client, 1)
+            for completion in await asyncio.gather(*running):
+                for version, tokens in stamped(completion):
+                    assert version == 7
+                    assert set(tokens) == {oracle.token_of(7)}
+            assert await client.weight_version() == 7
+            assert await asyncio.to_thread(told_by, house, "weights", "version") == "7\n"
+    assert "weights_restored" in (tmp_path / "log").read_text()
+
+
+async def test_a_killed_executor_says_that_its_weights_are_gone(
+    redis_url: str, tmp_path: Path
+) -> None:
+    """They came through shared memory."""
+    loaded = dict(reference.model().state_dict())
+    prompt = reference.tokenizer().encode("12 + 30 =")
+    first = {"prompt": "12 + 30 =", "sampling": {"temperature": 0, "max_tokens": 8}}
+    log = tmp_path / "log"
+    with up(redis_url, log, 1) as house, SharedWeights(oracle.announcing(loaded, 7)) as shared:
+        async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
+            await until_ready(client, 1)
+            assert await client.update_weights(shared.source, version=7) == 7
+            # What it finds in the prefix cache afterwards must not be of version 7.
+            assert stamped(await client.complete(first)) == [(7, [oracle.token_of(7)] * 8)]
+            await kill_executor(client, 1)
+            ((version, tokens),) = stamped(await client.complete(first))
+            assert (version, tokens) == (0, reference.generate(prompt, 8))
+            assert await asyncio.to_thread(told_by, house, "weights", "version") == "0\n"
+            status = json.loads(await asyncio.to_thread(told_by, house, "status", "--json"))
+            load = status["lanes"][0]["stages"]["executor"]["load"]
+            assert (load["weight_version"], load["behind_version"]) == (0, 7)
+            assert "behind version 7" in " ".join(
+                (await asyncio.to_thread(told_by, house, "status")).split()
+            )
+            assert "weights_behind" in log.read_text()
+            assert 7.0 in await asyncio.to_thread(measured, house, "nano_weight_behind")
+            assert await client.update_weights(shared.source, version=8) == 8
+            assert stamped(await client.complete(first)) == [(8, [oracle.token_of(7)] * 8)]
+
+
+async def test_nobody_waits_for_an_executor_that_is_killed_while_it_fetches(
+    redis_url: str, tmp_path: Path
+) -> None:
+    endless = tmp_path / "endless.safetensors"
+    os.mkfifo(endless)  # nobody ever writes to it
+    with up(redis_url, tmp_path / "log", 1) as house:
+        async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
+            await until_ready(client, 1)
+            update = asyncio.create_task(
+                client.update_weights(FolderWeights(str(endless)), timeout_s=10 * LIMIT_S)
+            )
+            asking = asyncio.create_task(client.weight_version())
+            assert await asking == 0  # it has got as far as that
+            assert not update.done()
+            await kill_executor(client, 1)
+            with pytest.raises(BusError) as lost:
+                await update
+            assert lost.value.code == "no_answer"
+            assert await client.weight_version() == 0
+
+
+async def test_a_killed_replica_gets_what_the_other_has(redis_url: str, tmp_path: Path) -> None:
+    loaded = dict(reference.model().state_dict())
+    save_file(oracle.announcing(loaded, 7), tmp_path / "model.safetensors")
+    with up(redis_url, tmp_path / "log", 2) as house:
+        async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
+            await until_ready(client, 2)
+            assert await client.update_weights(FolderWeights(str(tmp_path)), version=7) == 7
+            running = await begun(client)
+            await kill_executor(client, 2, "executor.1")
+            later = [client.complete(greedy(n, 9, 4)) for n in range(8)]
+            for completion in await asyncio.gather(*running, *later):
+                assert {(version, *set(tokens)) for version, tokens in stamped(completion)} == {
+                    (7, oracle.token_of(7))
+                }
+            assert await client.weight_version() == 7
+            assert await client.update_weights(FolderWeights(str(tmp_path))) == 8

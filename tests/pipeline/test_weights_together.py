@@ -319,7 +319,7 @@ async def test_prepared_weights_are_dropped_when_nobody_asks_for_them(
     await operators.ask("executor", prepare, LIMIT_S, await operators.everyone("executor"))
     handoff.pick_up("theirs")
     with pytest.raises(WeightsError) as late:
-        await until(lambda: update._prepared is None)
+        await until(lambda: not any(each._prepared for each in several.updates))
         await update._finish(FinishUpdate("theirs", 1), several.executors[0]._core.weights)
     assert late.value.code == "weights_incomplete"
     assert await several.client.update_weights(oracle.announcing(loaded, 1)) == 1

@@ -105,7 +105,7 @@ class InferenceEngine:
         self._reference = InferenceEngine(reference) if reference is not None else None
         folder = self.config.model_folder
         tokenizer = load_tokenizer(folder)
-        self._executor = ExecutorCore(self.config, now_ns=now_ns)
+        self._core: ExecutorCore | None = ExecutorCore(self.config, now_ns=now_ns)
         capacity = self._executor.capacity()
         self._admission = AdmissionCore(
             Config(engine=self.config), tokenizer, stop_token_ids_of(folder, tokenizer)
@@ -395,15 +395,26 @@ class InferenceEngine:
             self._batching.change_memory(memory.lacks, tuple(memory.pending))
 
     def shutdown(self) -> None:
-        """Gives the model's and the cache's memory back. The engine can't be used afterwards."""
-        self._executor.close()
-        del self._executor
+        """Gives the model's and the cache's memory back. A second call does nothing.
+
+        The engine can't be used afterwards: what needs the model raises RuntimeError.
+        """
+        if self._core is not None:
+            self._core.close()
+            self._core = None
         if self._reference is not None:
             self._reference.shutdown()
 
     # --- inside -------------------------------------------------------------------------------
 
+    @property
+    def _executor(self) -> ExecutorCore:
+        if self._core is None:
+            raise RuntimeError("this engine was shut down; make another one")
+        return self._core
+
     def _advance(self) -> list[tuple[str, list[_Finished]]]:
+        executor = self._executor
         plan = self._batching.plan(now_ns())
         if plan is None:
             if self._unfinished:
@@ -412,18 +423,18 @@ class InferenceEngine:
                 raise RuntimeError("requests are unfinished and nothing can run; please report it")
             return []
         try:
-            result = self._executor.execute(plan)
+            result = executor.execute(plan)
         except ModelError:
             # The weights are broken, and so may be all KV that they made.
-            self._executor.clear()
+            executor.clear()
             self._batching.retract()
             self._batching.cache.flush()
             raise
         except BaseException:
             # Interrupted, perhaps: the requests wait again, and the next step goes on with them.
-            self._executor.reset()
+            executor.reset()
             self._batching.retract()
-            if version := self._executor.weights.pending_version:
+            if version := executor.weights.pending_version:
                 self._batching.change_weights(version, "keep")
             raise
         self._batching.absorb(result)

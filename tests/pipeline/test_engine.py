@@ -207,6 +207,19 @@ def test_after_weights_that_are_not_numbers_good_ones_work_again(deterministic: 
         assert tokens == [sample.completion_tokens for sample in before]
 
 
+def test_after_the_shutdown_an_engine_says_what_it_is() -> None:
+    with InferenceEngine(EngineConfig(max_model_len=64), EngineConfig()) as engine:
+        engine.shutdown()  # and once more at the end of the block
+        for use in (
+            lambda: engine.generate("1 + 1 ="),
+            engine.state_dict,
+            engine.get_weight_version,
+            lambda: engine.score([(1, 2)], [(3,)]),
+        ):
+            with pytest.raises(RuntimeError, match="was shut down"):
+                use()
+
+
 def test_the_makers_advice_is_there_for_those_who_ask(engine: InferenceEngine) -> None:
     assert engine.default_sampling_params() == default_sampling_params(reference.FOLDER)
 

@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .bus.messages import ChatMessage, Completion, CompletionChunk, GenerateRequest
+    from .bus.public import ChatMessage, Completion, CompletionChunk, GenerateRequest
     from .bus.weights import FolderWeights
     from .config import Config, EngineConfig, SamplingParams, SchedulerConfig, load_config
     from .config.errors import NanoInferenceError, RequestError, WeightsError
@@ -38,15 +38,15 @@ __version__ = "0.1.0"
 _HOME = {
     "BusClient": ".pipeline.client",
     "CacheAllocation": ".stages.batching",
-    "ChatMessage": ".bus.messages",
-    "Completion": ".bus.messages",
-    "CompletionChunk": ".bus.messages",
+    "ChatMessage": ".bus.public",
+    "Completion": ".bus.public",
+    "CompletionChunk": ".bus.public",
     "Config": ".config",
     "EngineConfig": ".config",
     "Gateway": ".pipeline.gateway",
     "ExactForward": ".pipeline.exact_forward",
     "FolderWeights": ".bus.weights",
-    "GenerateRequest": ".bus.messages",
+    "GenerateRequest": ".bus.public",
     "InferenceEngine": ".pipeline.engine",
     "KVCacheManager": ".stages.batching",
     "NanoInferenceError": ".config",

@@ -30,7 +30,7 @@ from chaos import SETTINGS, versions
 from chaos_rig import Entry, Load, RedisServer, make_requests, running_house
 
 from nano_inference import BusClient, Pipeline
-from nano_inference.bus.messages import CompletionChunk
+from nano_inference.bus.public import CompletionChunk
 from nano_inference.config import load_config
 
 IN_FLIGHT = (1, 16, 128)

@@ -21,7 +21,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from nano_inference.bus.messages import AdmittedRequest, Credit, Dispatch, RequestInfo, SequenceSpec
+from nano_inference.bus.messages import (
+    AdmittedRequest,
+    Credit,
+    Dispatch,
+    RequestInfo,
+    SequenceSpec,
+)
 from nano_inference.config import FairnessConfig, SamplingParams
 from nano_inference.stages.fairness import Dispatched, FairnessCore
 

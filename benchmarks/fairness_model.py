@@ -16,13 +16,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
+from nano_inference.bus.control import Cancel, LaneCapacity
 from nano_inference.bus.messages import (
     AdmittedRequest,
-    Cancel,
     Continue,
     Credit,
     Dispatch,
-    LaneCapacity,
     RequestInfo,
     SequenceSpec,
     StepPlan,

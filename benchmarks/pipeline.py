@@ -39,7 +39,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nano_inference import InferenceEngine, SamplingParams
-from nano_inference.bus.messages import Completion, CompletionChunk, GenerateRequest
+from nano_inference.bus.public import Completion, CompletionChunk, GenerateRequest
 from nano_inference.config import BusConfig, Config, EngineConfig, TelemetryConfig
 from nano_inference.pipeline.client import BusClient
 from nano_inference.pipeline.engine import TrainingSample

@@ -27,7 +27,7 @@ from urllib.parse import quote
 import torch
 
 from nano_inference import SamplingParams
-from nano_inference.bus.messages import GenerateRequest
+from nano_inference.bus.public import GenerateRequest
 from nano_inference.config import Config, EngineConfig, TelemetryConfig
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.telemetry import Metrics, Tracing, setup_logging, setup_tracing

@@ -32,7 +32,7 @@ from torch import Tensor
 from workloads import SHAPES
 
 from nano_inference import GenerateRequest, SamplingParams
-from nano_inference.bus.messages import JoinWeightsGroup
+from nano_inference.bus.control import JoinWeightsGroup
 from nano_inference.bus.weights import FolderWeights, WeightsSource
 from nano_inference.config import BUNDLED_MODEL, Config, EngineConfig, TelemetryConfig
 from nano_inference.pipeline.pipeline import Pipeline

@@ -13,7 +13,8 @@ import msgspec
 from .board import StageBoard
 from .in_place import WeightsMemory
 from .links import Link
-from .messages import Completion, Envelope, ErrorInfo, GenerateRequest, Message, Output
+from .messages import Envelope, Message
+from .public import Completion, ErrorInfo, GenerateRequest, Output
 from .replies import Replies
 
 T_co = TypeVar("T_co", covariant=True)

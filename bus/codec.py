@@ -13,7 +13,8 @@ import msgspec
 
 from ..config import SamplingParams
 from .channel import Malformed
-from .messages import Envelope, GenerateRequest, Output
+from .messages import Envelope
+from .public import GenerateRequest, Output
 
 Encoding = Literal["json", "msgpack"]
 

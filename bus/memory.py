@@ -21,7 +21,8 @@ from .in_place import MemoryWeightsMemory
 from .line import Line, bus_closed
 from .links import Link
 from .memory_results import MemoryResults
-from .messages import Completion, Envelope, ErrorInfo, GenerateRequest, Message
+from .messages import Envelope, Message
+from .public import Completion, ErrorInfo, GenerateRequest
 from .replies import MemoryReplies
 
 KEPT_DEAD = 1024

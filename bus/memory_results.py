@@ -10,7 +10,7 @@ from typing import Self
 
 from ..config import BusError
 from .line import bus_closed
-from .messages import Completion, Output
+from .public import Completion, Output
 
 KEPT_FINISHED = 1024
 """Requests that ended and that nobody has followed yet, of which the outputs are kept."""

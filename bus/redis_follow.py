@@ -8,7 +8,7 @@ from typing import Self
 from ..config import BusError, ChannelClosed
 from .codec import decode_output
 from .keys import Keys
-from .messages import Completion, CompletionChunk, Output
+from .public import Completion, CompletionChunk, Output
 from .redis_client import Commands, execute_all, log
 from .redis_readers import Readers, Subscription
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ..config import BusConfig, LaneReplaced
 from .channel import RequestEntry
 from .keys import Keys
-from .messages import Completion
+from .public import Completion
 from .redis_client import Commands, execute, persist
 
 SHED_PAGE = 64

@@ -18,11 +18,12 @@ from redis.asyncio import Redis
 
 from ..config import BusError, ChannelClosed
 from .codec import decode_envelope, encode_envelope
+from .control import ServerRestarted
 from .keys import MESSAGE, WRITER, Keys, id_after
 from .line import Line, bus_closed
 from .links import CONTROL, Link
 from .memory import MemoryInbox, Numbering
-from .messages import Envelope, Message, ServerRestarted
+from .messages import Envelope, Message
 from .redis_client import (
     Backoff,
     Server,

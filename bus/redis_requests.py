@@ -19,7 +19,7 @@ from .channel import Backlog, DeadLetter, Malformed, RequestEntry, dead_letter
 from .codec import decode_request, encode_request
 from .keys import JSON, MSGPACK, REFUSED, TRACEPARENT, TRACESTATE, Keys, parse_id
 from .line import bus_closed
-from .messages import Completion, ErrorInfo, GenerateRequest
+from .public import Completion, ErrorInfo, GenerateRequest
 from .redis_client import (
     Backoff,
     Commands,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ..config import BusConfig
 from .codec import decode_output, encode_output
 from .keys import JSON, Keys, id_after, parse_id
-from .messages import Completion, Output
+from .public import Completion, Output
 from .redis_client import (
     Backoff,
     Commands,

@@ -12,18 +12,14 @@ import anyio
 import msgspec
 
 from ..bus import Bus, Outcome, StageReport, open_bus
-from ..bus.messages import (
+from ..bus.control import (
     MEMORY_TAGS,
     Cancel,
     CancelAll,
-    Completion,
     FlushCache,
-    GenerateRequest,
     JoinWeightsGroup,
     LeaveWeightsGroup,
     MemoryTag,
-    Message,
-    Output,
     Pause,
     ReleaseMemory,
     Resume,
@@ -32,6 +28,8 @@ from ..bus.messages import (
     UpdateFairness,
     UpdateWeights,
 )
+from ..bus.messages import Message
+from ..bus.public import Completion, GenerateRequest, Output
 from ..bus.weights import (
     InFlight,
     LocalWeights,

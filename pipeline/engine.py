@@ -11,15 +11,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ..bus.channel import RequestEntry
-from ..bus.messages import (
-    MEMORY_TAGS,
-    Cancel,
+from ..bus.control import MEMORY_TAGS, Cancel, MemoryTag
+from ..bus.messages import Dispatch
+from ..bus.public import (
     Completion,
     CompletionSample,
-    Dispatch,
     FinishReason,
     GenerateRequest,
-    MemoryTag,
     TokenLogprob,
 )
 from ..bus.weights import InFlight

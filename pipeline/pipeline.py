@@ -13,8 +13,9 @@ import anyio.to_thread
 import structlog
 
 from ..bus import Bus, StageReport, open_bus
+from ..bus.control import Drain
 from ..bus.links import CONTROL
-from ..bus.messages import Completion, Drain, Output
+from ..bus.public import Completion, Output
 from ..config import STAGES, Config, NanoInferenceError, roles_here, split_role
 from ..stages.actor import Actor, StageContext
 from ..telemetry import Metrics, Tracing, setup_metrics, setup_tracing

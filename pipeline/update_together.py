@@ -10,7 +10,7 @@ import anyio
 import msgspec
 
 from ..bus import Outcome
-from ..bus.messages import FinishUpdate, UpdateWeights
+from ..bus.control import FinishUpdate, UpdateWeights
 from ..config import BusError, NanoInferenceError, WeightsError
 
 Ask = Callable[[UpdateWeights | FinishUpdate, float], Awaitable[list[Outcome]]]

@@ -11,8 +11,9 @@ import anyio
 import structlog
 
 from ..bus import Bus, Inbox, Outcome, Sender, StageState
+from ..bus.control import Reset, StageReady, StageStarted, StageStopped
 from ..bus.links import CONTROL, Link, at
-from ..bus.messages import Envelope, Message, Reset, StageReady, StageStarted, StageStopped
+from ..bus.messages import Envelope, Message
 from ..config import REPLICATED, BusError, Config, NanoInferenceError, role_of
 from ..telemetry import Attributes, Metrics, TraceContext, Tracing, is_sampled, names, now_ns
 

@@ -75,7 +75,7 @@ def test_sampling_parameters_are_all_named(document: str) -> None:
 
 
 def test_json_in_the_docs_is_what_the_codec_writes() -> None:
-    from nano_inference.bus.messages import Output
+    from nano_inference.bus.public import Output
 
     examples = [code for where, code in blocks("json") if where.startswith("redis.md")]
     assert len(examples) == 2

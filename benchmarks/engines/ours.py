@@ -10,7 +10,7 @@ import worker
 from worker import Request, Times, Workload, serve
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.bus.messages import Completion
+from nano_inference.bus.public import Completion
 
 
 class Timed(InferenceEngine):

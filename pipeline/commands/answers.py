@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from ...bus.codec import encode_output
-from ...bus.messages import Completion, CompletionChunk
+from ...bus.public import Completion, CompletionChunk
 from .terminal import complain, harmless, stderr
 from .waterfall import waterfall
 

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ...bus.messages import Completion, CompletionChunk
+from ...bus.public import Completion, CompletionChunk
 from ...config import BUNDLED_MODEL, STAGES, Config
 from ...telemetry import setup_logging
 from ..pipeline import Pipeline

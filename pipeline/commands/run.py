@@ -14,7 +14,7 @@ import structlog
 import typer
 
 from ...bus.codec import encode_output
-from ...bus.messages import Completion
+from ...bus.public import Completion
 from ...config import STAGES, Config, ConfigError, nearest
 from ...telemetry import setup_logging
 from ..pipeline import Pipeline

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import typer
 
-from ...bus.messages import Completion, CompletionChunk
+from ...bus.public import Completion, CompletionChunk
 from ...config import Config, ConfigError, NanoInferenceError
 from ..client import BusClient
 from .answers import AnswerPrinter, ProgressLine

@@ -12,7 +12,7 @@ import typer
 from rich.cells import cell_len
 
 from ...bus.codec import encode_output
-from ...bus.messages import Completion
+from ...bus.public import Completion
 from ...config import Config
 from .connection import connected
 from .options import BusUrl, ConfigFile, LogLevel, Settings, client_config

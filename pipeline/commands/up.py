@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.text import Text
 
 from ...bus import open_bus
+from ...bus.control import StageStopped
 from ...bus.links import CONTROL
-from ...bus.messages import StageStopped
 from ...config import (
     DEFAULT_URL,
     REPLICATED,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from ...bus.messages import Completion, StageTime
+from ...bus.public import Completion, StageTime
 from .terminal import cut, milliseconds
 
 STAGE_STYLES = {

@@ -13,7 +13,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from ...bus.messages import MEMORY_TAGS, MemoryTag
+from ...bus.control import MEMORY_TAGS, MemoryTag
 from ...bus.weights import FolderWeights
 from ..client import BusClient
 from .connection import connected
@@ -44,7 +44,7 @@ class Mode(StrEnum):
 
 
 class MemoryKind(StrEnum):
-    """As `bus.messages.MemoryTag`."""
+    """As `bus.control.MemoryTag`."""
 
     weights = "weights"
     kv_cache = "kv_cache"

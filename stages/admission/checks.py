@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...bus.messages import GenerateRequest
+from ...bus.public import GenerateRequest
 from ...config import RequestError, SamplingParams
 
 MAX_REQUEST_ID_LENGTH = 256

@@ -10,15 +10,9 @@ import msgspec
 import xxhash
 
 from ...bus.channel import Malformed, RequestEntry
-from ...bus.messages import (
-    AdmittedRequest,
-    GenerateRequest,
-    LaneCapacity,
-    RecoveredSample,
-    RequestInfo,
-    SequenceSpec,
-    StageTime,
-)
+from ...bus.control import LaneCapacity
+from ...bus.messages import AdmittedRequest, RecoveredSample, RequestInfo, SequenceSpec
+from ...bus.public import GenerateRequest, StageTime
 from ...config import Config, RequestError, SamplingParams
 from .checks import (
     MAX_REQUEST_ID_LENGTH,

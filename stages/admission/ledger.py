@@ -8,7 +8,8 @@ from typing import Literal
 import msgspec
 
 from ...bus.channel import RequestEntry
-from ...bus.messages import AdmittedRequest, Cancel, RecoveredSample, RecoveryItem
+from ...bus.control import Cancel
+from ...bus.messages import AdmittedRequest, RecoveredSample, RecoveryItem
 from .core import request_id_of
 
 Verdict = Literal["go", "alone", "dead"]

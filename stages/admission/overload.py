@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from ...bus.channel import RequestEntry
-from ...bus.messages import Completion, ErrorInfo, Timings
+from ...bus.public import Completion, ErrorInfo, Timings
 from .core import request_id_of
 
 WINDOW_S = 30

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError
 
-from ...bus.messages import ChatMessage, GenerateRequest
+from ...bus.public import ChatMessage, GenerateRequest
 from ...config import RequestError
 from .checks import is_encodable, shown
 

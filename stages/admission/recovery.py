@@ -21,17 +21,10 @@ from typing import TypeVar
 import msgspec
 
 from ...bus import RequestEntry
+from ...bus.control import Cancel, LaneCapacity, Reset, StageReady
 from ...bus.links import ADMITTED, CONTROL, REFUSED, at
-from ...bus.messages import (
-    AdmittedRequest,
-    Cancel,
-    ErrorInfo,
-    LaneCapacity,
-    Recover,
-    RecoveredSample,
-    Reset,
-    StageReady,
-)
+from ...bus.messages import AdmittedRequest, Recover, RecoveredSample
+from ...bus.public import ErrorInfo
 from ...config import REPLICATED, all_roles, role_of, split_role
 from ...telemetry import TraceContext, names, now_ns
 from ..actor import Actor, StageContext, budget_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...bus.messages import Completion
+from ...bus.public import Completion
 from ...config import BusError
 from ...telemetry import Attributes, TraceContext, names
 from ..actor import Actor

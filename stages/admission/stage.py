@@ -11,21 +11,23 @@ import anyio.to_thread
 import msgspec
 
 from ...bus import Inbox, RequestEntry, StageState
-from ...bus.messages import (
-    AdmittedRequest,
+from ...bus.control import (
     Cancel,
     CancelAll,
-    Completion,
     Drain,
-    Envelope,
-    Fenced,
-    Recovered,
-    RequestFinished,
     ServerRestarted,
     StageReady,
     StageStarted,
     StageStopped,
 )
+from ...bus.messages import (
+    AdmittedRequest,
+    Envelope,
+    Fenced,
+    Recovered,
+    RequestFinished,
+)
+from ...bus.public import Completion
 from ...config import RequestError
 from ...telemetry import TraceContext, instruments, names, now_ns
 from ..actor import FAILED, StageContext

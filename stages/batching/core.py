@@ -8,11 +8,10 @@ from itertools import compress
 
 import msgspec
 
+from ...bus.control import Cancel, LaneCapacity
 from ...bus.messages import (
-    Cancel,
     Credit,
     Dispatch,
-    LaneCapacity,
     NewSequence,
     RequestInfo,
     StepPlan,

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ...bus.links import CONTROL, CREDITS, PLANS
-from ...bus.messages import (
+from ...bus.control import (
     Cancel,
-    Continue,
-    Credit,
-    Dispatch,
-    Envelope,
     FlushCache,
     MemoryState,
     Pause,
     Resume,
     StageReady,
-    StepResult,
     StopSequences,
     WeightsStaged,
-    Yield,
 )
+from ...bus.links import CONTROL, CREDITS, PLANS
+from ...bus.messages import Continue, Credit, Dispatch, Envelope, StepResult, Yield
 from ...telemetry import instruments, now_ns
 from ..actor import Actor, StageContext, deadline_of
 from .core import BatchingCore

@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from ...bus.control import LaneCapacity
 from ...bus.messages import (
-    LaneCapacity,
     NewSequence,
     PromptLogprobs,
     StartedSequence,

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor
 
-from ...bus.messages import MEMORY_TAGS
+from ...bus.control import MEMORY_TAGS
 from ...config import WeightsError
 from .kv_cache import KVCache
 from .weights import WeightSyncManager

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from ...bus.control import MemoryState, ReleaseMemory, ResumeMemory
 from ...bus.links import CONTROL
-from ...bus.messages import MemoryState, ReleaseMemory, ResumeMemory, StepPlan
+from ...bus.messages import StepPlan
 from ..actor import Actor
 from .core import ExecutorCore
 

@@ -13,20 +13,18 @@ import torch
 from anyio.abc import TaskGroup
 
 from ...bus import Inbox
-from ...bus.links import CONTROL, STEPS_BATCHING, STEPS_STREAMING
-from ...bus.messages import (
-    Envelope,
+from ...bus.control import (
     FinishUpdate,
     JoinWeightsGroup,
     LeaveWeightsGroup,
     ReleaseMemory,
     ResumeMemory,
     StageReady,
-    StepPlan,
-    StepResult,
     TellWeightVersion,
     UpdateWeights,
 )
+from ...bus.links import CONTROL, STEPS_BATCHING, STEPS_STREAMING
+from ...bus.messages import Envelope, StepPlan, StepResult
 from ...config import EngineConfig
 from ...telemetry import instruments, now_ns
 from ..actor import Actor, StageContext

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ...bus import WeightsInPlace
-from ...bus.links import CONTROL
-from ...bus.messages import (
+from ...bus.control import (
     FinishUpdate,
     JoinWeightsGroup,
     LeaveWeightsGroup,
@@ -23,6 +22,7 @@ from ...bus.messages import (
     UpdateWeights,
     WeightsStaged,
 )
+from ...bus.links import CONTROL
 from ...bus.weights import (
     FolderWeights,
     GroupWeights,

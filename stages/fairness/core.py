@@ -10,7 +10,9 @@ from math import ceil
 
 import msgspec
 
-from ...bus.messages import AdmittedRequest, Cancel, Continue, Credit, Dispatch, StageTime
+from ...bus.control import Cancel
+from ...bus.messages import AdmittedRequest, Continue, Credit, Dispatch
+from ...bus.public import StageTime
 from ...config import FairnessConfig
 from .lanes import Lane, Running, choose_lane
 from .locality import PrefixIndex, Trail, trail_of

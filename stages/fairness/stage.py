@@ -7,15 +7,9 @@ from typing import ClassVar
 
 import msgspec
 
+from ...bus.control import Cancel, UpdateFairness
 from ...bus.links import DISPATCH, Link, at
-from ...bus.messages import (
-    AdmittedRequest,
-    Cancel,
-    Credit,
-    Envelope,
-    UpdateFairness,
-    Yield,
-)
+from ...bus.messages import AdmittedRequest, Credit, Envelope, Yield
 from ...config import role_of_sender, split_role
 from ...telemetry import Attributes, TraceContext, instruments, names, now_ns
 from ..actor import Actor, StageContext, budget_of, deadline_of

@@ -6,7 +6,8 @@ from collections.abc import AsyncGenerator, Iterable
 from typing import Literal, Protocol
 
 from ...bus import StageReport
-from ...bus.messages import GenerateRequest, MemoryTag, Output
+from ...bus.control import MemoryTag
+from ...bus.public import GenerateRequest, Output
 from ...bus.weights import InFlight, StagedWeights, WeightsSource
 
 

@@ -16,20 +16,22 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ...bus.control import Cancel
 from ...bus.messages import (
-    Cancel,
-    Completion,
-    CompletionChunk,
-    ErrorInfo,
-    Output,
     Recovered,
     RecoveredSample,
     RecoveryItem,
     RequestFinished,
     RequestInfo,
-    StageTime,
     StartedSequence,
     StepResult,
+)
+from ...bus.public import (
+    Completion,
+    CompletionChunk,
+    ErrorInfo,
+    Output,
+    StageTime,
     Timings,
     Usage,
 )

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...bus.messages import (
+from ...bus.messages import PromptLogprobs, RequestInfo, TopLogprobs
+from ...bus.public import (
     CompletionChunk,
     CompletionSample,
     FinishReason,
-    PromptLogprobs,
-    RequestInfo,
     TokenLogprob,
-    TopLogprobs,
 )
 from ..detokenizer import Detokenizer, TokenPieces
 from .stop_strings import StopStrings

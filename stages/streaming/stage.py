@@ -7,20 +7,17 @@ from typing import ClassVar
 
 import anyio.to_thread
 
+from ...bus.control import Cancel, StopSequences
 from ...bus.links import FINISHED, HALTS, at
 from ...bus.messages import (
-    Cancel,
-    Completion,
-    CompletionChunk,
     Envelope,
     Fenced,
-    Output,
     Recover,
     RecoveryItem,
     RequestFinished,
     StepResult,
-    StopSequences,
 )
+from ...bus.public import Completion, CompletionChunk, Output
 from ...config import role_of_sender, split_role
 from ...telemetry import TraceContext, instruments, names, now_ns
 from ..actor import Actor, StageContext

@@ -13,15 +13,8 @@ import pytest_asyncio
 from redis.asyncio import Redis
 
 from nano_inference.bus import Bus, Inbox, MemoryBus, OutputStream, Sender, open_bus
-from nano_inference.bus.messages import (
-    Completion,
-    CompletionChunk,
-    Credit,
-    Envelope,
-    ErrorInfo,
-    Message,
-    Output,
-)
+from nano_inference.bus.messages import Credit, Envelope, Message
+from nano_inference.bus.public import Completion, CompletionChunk, ErrorInfo, Output
 from nano_inference.config import STAGES, BusConfig
 
 LIMIT_S = 20.0

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from nano_inference.bus import Malformed, codec
 from nano_inference.bus.codec import decode_output
-from nano_inference.bus.messages import Completion, Credit, Envelope, GenerateRequest
+from nano_inference.bus.messages import Credit, Envelope
+from nano_inference.bus.public import Completion, GenerateRequest
 from nano_inference.config import SamplingParams
 
 LIMIT = 1 << 20

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from nano_inference.bus import Bus, RequestEntry
 from nano_inference.bus.keys import Keys
-from nano_inference.bus.messages import Completion, ErrorInfo, GenerateRequest
+from nano_inference.bus.public import Completion, ErrorInfo, GenerateRequest
 from nano_inference.config import BusConfig, ConfigError, LaneReplaced
 
 from .test_requests import take

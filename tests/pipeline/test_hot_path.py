@@ -16,14 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.bus.messages import (
-    Dispatch,
-    LaneCapacity,
-    RequestInfo,
-    SequenceSpec,
-    StepPlan,
-    StepResult,
-)
+from nano_inference.bus.control import LaneCapacity
+from nano_inference.bus.messages import Dispatch, RequestInfo, SequenceSpec, StepPlan, StepResult
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor import batch
 from nano_inference.stages.executor.core import ExecutorCore

@@ -16,8 +16,9 @@ import pytest
 from redis.asyncio import Redis
 
 from nano_inference import BusClient, Completion, Config, Pipeline
+from nano_inference.bus.control import Pause, Resume
 from nano_inference.bus.links import CONTROL
-from nano_inference.bus.messages import CompletionChunk, Output, Pause, Resume
+from nano_inference.bus.public import CompletionChunk, Output
 from nano_inference.config import LaneReplaced
 from nano_inference.stages.admission.stage import AdmissionStage
 

@@ -12,13 +12,8 @@ import msgspec
 import pytest
 
 from nano_inference import BusClient, Completion, Pipeline
-from nano_inference.bus.messages import (
-    CompletionChunk,
-    NewSequence,
-    Output,
-    StepPlan,
-    StepResult,
-)
+from nano_inference.bus.messages import NewSequence, StepPlan, StepResult
+from nano_inference.bus.public import CompletionChunk, Output
 from nano_inference.config import STAGES, ConfigError, ModelError
 from nano_inference.pipeline.supervisor import RestartBudget, StageFailed
 from nano_inference.stages.admission.core import AdmissionCore

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from nano_inference import Completion, EngineConfig, InferenceEngine, Pipeline, SamplingParams
-from nano_inference.bus.messages import CompletionChunk, StepPlan, StepResult, TokenLogprob
+from nano_inference.bus.messages import StepPlan, StepResult
+from nano_inference.bus.public import CompletionChunk, TokenLogprob
 from nano_inference.stages.streaming.core import Deliveries
 
 from . import reference

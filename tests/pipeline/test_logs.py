@@ -11,7 +11,7 @@ import pytest
 import structlog
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from nano_inference.bus.messages import Completion
+from nano_inference.bus.public import Completion
 from nano_inference.config import TelemetryConfig, load_config
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.telemetry import setup_logging, setup_tracing

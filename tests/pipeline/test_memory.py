@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from nano_inference import Completion, GenerateRequest, Pipeline, SamplingParams
-from nano_inference.bus import messages
+from nano_inference.bus import control, messages, public
 
 from ..resident import needs_proc, resident_bytes
 from .conftest import MakeConfig
@@ -30,8 +30,9 @@ MOST_NEW_OBJECTS, MOST_NEW_TASKS = 100, 10
 
 MESSAGES = frozenset(
     value
-    for value in vars(messages).values()
-    if isinstance(value, type) and value.__module__ == messages.__name__
+    for module in (public, control, messages)
+    for value in vars(module).values()
+    if isinstance(value, type) and value.__module__ == module.__name__
 )
 
 

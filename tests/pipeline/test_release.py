@@ -20,7 +20,8 @@ from nano_inference import (
     SamplingParams,
     WeightsError,
 )
-from nano_inference.bus.messages import MemoryTag, StepPlan
+from nano_inference.bus.control import MemoryTag
+from nano_inference.bus.messages import StepPlan
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.stages.batching.core import BatchingCore
 from nano_inference.stages.executor.core import ExecutorCore

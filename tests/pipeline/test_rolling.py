@@ -12,7 +12,7 @@ import pytest
 
 from nano_inference import BusClient
 from nano_inference.bus import StageReport
-from nano_inference.bus.messages import Output
+from nano_inference.bus.public import Output
 from nano_inference.config import STAGES
 from nano_inference.pipeline.health import lanes_of
 

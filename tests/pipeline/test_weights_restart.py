@@ -19,7 +19,7 @@ import pytest
 from safetensors.torch import save_file
 
 from nano_inference import BusClient, Completion
-from nano_inference.bus.messages import Output
+from nano_inference.bus.public import Output
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import BusError, all_roles
 from nano_inference.stages.executor.transports import SharedWeights

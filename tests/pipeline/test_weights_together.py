@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nano_inference import BusClient, Pipeline, WeightsError
 from nano_inference.bus import weights as handoff
-from nano_inference.bus.messages import FinishUpdate
+from nano_inference.bus.control import FinishUpdate
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import BusError
 from nano_inference.pipeline import client as client_module

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 
 from nano_inference import BusClient
-from nano_inference.bus.messages import Output
+from nano_inference.bus.public import Output
 from nano_inference.config import Config, load_config
 
 from .test_life import check_stream, stream_request

@@ -18,7 +18,7 @@ import yaml
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from nano_inference.bus.messages import Completion
+from nano_inference.bus.public import Completion
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import Config, ConfigError, EngineConfig, TelemetryConfig, load_config
 from nano_inference.pipeline.pipeline import Pipeline

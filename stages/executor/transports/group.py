@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ....bus.messages import JoinWeightsGroup
+from ....bus.control import JoinWeightsGroup
 from ....bus.weights import GroupWeights, TensorMeta
 from ....config import WeightsError
 from .background import Background

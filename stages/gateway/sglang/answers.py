@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....bus.messages import (
+from ....bus.public import (
     Completion,
     CompletionChunk,
     CompletionSample,

@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....bus.messages import Completion
+from ....bus.public import Completion
 from ....config import GatewayConfig, ModelError, NanoInferenceError, RequestError
 from ..engine import EngineClient
 from ..http import (

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from ....bus import StageReport
-from ....bus.messages import Completion, GenerateRequest
+from ....bus.public import Completion, GenerateRequest
 from ....config import Config, NanoInferenceError, RequestError, SamplingParams, split_role
 from ..engine import EngineClient
 from ..http import EngineError, JsonResponse, answer_while_connected, read_object

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from ....bus.messages import GenerateRequest
+from ....bus.public import GenerateRequest
 from ....config import RequestError, SamplingParams
 from ..http import convert
 from .fields import Body, read_fields

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 import anyio
 import structlog
 
-from ....bus.messages import MemoryTag
+from ....bus.control import MemoryTag
 from ....bus.weights import GroupWeights, InFlight, StagedWeights, WeightsSource
 from ....config import NanoInferenceError, WeightsError
 from ..engine import EngineClient

@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....bus.messages import MEMORY_TAGS, MemoryTag
+from ....bus.control import MEMORY_TAGS, MemoryTag
 from ....bus.weights import FolderWeights, GroupWeights, InFlight, TensorMeta, WeightsSource
 from ....config import GatewayConfig, NanoInferenceError, RequestError
 from ..engine import EngineClient

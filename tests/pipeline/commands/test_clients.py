@@ -16,7 +16,7 @@ from redis import Redis
 
 from nano_inference.bus.codec import encode_output
 from nano_inference.bus.keys import Keys
-from nano_inference.bus.messages import Completion
+from nano_inference.bus.public import Completion
 from nano_inference.config import STAGES, Config
 
 from .conftest import Run

@@ -11,7 +11,7 @@ from redis import Redis
 
 from nano_inference.bus import RequestEntry, open_bus
 from nano_inference.bus.keys import Keys
-from nano_inference.bus.messages import ErrorInfo, GenerateRequest
+from nano_inference.bus.public import ErrorInfo, GenerateRequest
 from nano_inference.config import BusConfig
 
 from .conftest import Run

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nano_inference.bus.codec import check_request
-from nano_inference.bus.messages import GenerateRequest
+from nano_inference.bus.public import GenerateRequest
 from nano_inference.config import ConfigError, RequestError
 from nano_inference.pipeline.commands.requests import (
     LineReader,

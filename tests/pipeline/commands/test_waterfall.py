@@ -7,7 +7,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from nano_inference.bus.messages import Completion, ErrorInfo, StageTime, Timings
+from nano_inference.bus.public import Completion, ErrorInfo, StageTime, Timings
 from nano_inference.pipeline.commands.waterfall import waterfall
 
 BEGIN_NS = 1_763_645_212_345_000_000

@@ -7,13 +7,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from nano_inference.bus.channel import Malformed, RequestEntry
-from nano_inference.bus.messages import (
-    AdmittedRequest,
-    ChatMessage,
-    GenerateRequest,
-    LaneCapacity,
-    StageTime,
-)
+from nano_inference.bus.control import LaneCapacity
+from nano_inference.bus.messages import AdmittedRequest
+from nano_inference.bus.public import ChatMessage, GenerateRequest, StageTime
 from nano_inference.config import (
     AdmissionConfig,
     Config,

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 from nano_inference.bus.channel import RequestEntry
-from nano_inference.bus.messages import Cancel, GenerateRequest
+from nano_inference.bus.control import Cancel
+from nano_inference.bus.public import GenerateRequest
 from nano_inference.stages.admission.ledger import Ledger, Unanswered
 from nano_inference.stages.admission.overload import (
     LONGEST_RETRY_S,

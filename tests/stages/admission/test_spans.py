@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from nano_inference.bus import open_bus
-from nano_inference.bus.messages import Completion, CompletionSample, StageTime, Timings, Usage
+from nano_inference.bus.public import Completion, CompletionSample, StageTime, Timings, Usage
 from nano_inference.config import BusConfig, BusError, Config, TelemetryConfig
 from nano_inference.stages.actor import StageContext
 from nano_inference.stages.admission.spans import trace_first_again

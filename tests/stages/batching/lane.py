@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from typing import Literal
 
+from nano_inference.bus.control import LaneCapacity
 from nano_inference.bus.messages import (
     Credit,
     Dispatch,
-    LaneCapacity,
     NewSequence,
     RequestInfo,
     SequenceSpec,

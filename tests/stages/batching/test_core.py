@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nano_inference.bus.messages import Cancel, Credit
+from nano_inference.bus.control import Cancel
+from nano_inference.bus.messages import Credit
 from nano_inference.stages.batching import Sequence
 from nano_inference.stages.batching.deadlines import LEFTOVERS_KEPT
 from nano_inference.stages.batching.report import REPORTED_STEPS

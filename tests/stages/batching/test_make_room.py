@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nano_inference.bus.messages import Cancel
+from nano_inference.bus.control import Cancel
 from nano_inference.stages.batching import SequenceStatus
 
 from .lane import CacheType, Lane, expected, reported

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nano_inference.bus.messages import Cancel, Credit, StepPlan
+from nano_inference.bus.control import Cancel
+from nano_inference.bus.messages import Credit, StepPlan
 from nano_inference.stages.batching import Sequence
 from nano_inference.stages.batching.counters import Counters
 from nano_inference.stages.batching.running import RunningBatch

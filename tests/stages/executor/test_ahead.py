@@ -7,14 +7,8 @@ from typing import Any
 
 import pytest
 
-from nano_inference.bus.messages import (
-    Cancel,
-    Dispatch,
-    RequestInfo,
-    SequenceSpec,
-    StepPlan,
-    StepResult,
-)
+from nano_inference.bus.control import Cancel
+from nano_inference.bus.messages import Dispatch, RequestInfo, SequenceSpec, StepPlan, StepResult
 from nano_inference.config import EngineConfig, ModelError, SamplingParams
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, wrap_model

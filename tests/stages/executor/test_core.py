@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from nano_inference.bus.messages import Cancel, StepResult
+from nano_inference.bus.control import Cancel
+from nano_inference.bus.messages import StepResult
 from nano_inference.config import EngineConfig, ModelError, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, uniform, wrap_model
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
+from nano_inference.bus.control import Cancel
 from nano_inference.bus.messages import (
     AdmittedRequest,
-    Cancel,
     Continue,
     Credit,
     RequestInfo,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nano_inference.bus.messages import Dispatch, StageTime
+from nano_inference.bus.messages import Dispatch
+from nano_inference.bus.public import StageTime
 from nano_inference.config import FairnessConfig
 from nano_inference.stages.fairness import Dispatched, FairnessCore
 from nano_inference.stages.fairness.core import LEFTOVERS_KEPT

@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 
 from nano_inference.bus import StageReport
-from nano_inference.bus.messages import (
+from nano_inference.bus.public import (
     Completion,
     CompletionSample,
     ErrorInfo,

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from nano_inference.bus.messages import CompletionChunk, GenerateRequest, Output
+from nano_inference.bus.public import CompletionChunk, GenerateRequest, Output
 from nano_inference.config import Config
 from nano_inference.stages.gateway import make_app
 from nano_inference.stages.gateway.server import HttpServer

@@ -10,18 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from nano_inference.bus.control import Cancel
 from nano_inference.bus.messages import (
-    Cancel,
+    RecoveryItem,
+    RequestFinished,
+    RequestInfo,
+    StartedSequence,
+    StepResult,
+)
+from nano_inference.bus.public import (
     Completion,
     CompletionChunk,
     ErrorInfo,
     Output,
-    RecoveryItem,
-    RequestFinished,
-    RequestInfo,
     StageTime,
-    StartedSequence,
-    StepResult,
     Usage,
 )
 from nano_inference.stages.streaming.core import Deliveries, StreamingCore

@@ -8,14 +8,8 @@ import msgspec
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from nano_inference.bus.messages import (
-    Completion,
-    CompletionSample,
-    PromptLogprobs,
-    StartedSequence,
-    TokenLogprob,
-    TopLogprobs,
-)
+from nano_inference.bus.messages import PromptLogprobs, StartedSequence, TopLogprobs
+from nano_inference.bus.public import Completion, CompletionSample, TokenLogprob
 
 from .test_core import Client, cancel_of, info_of, started, step
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nano_inference.bus.messages import JoinWeightsGroup
+from nano_inference.bus.control import JoinWeightsGroup
 from nano_inference.bus.weights import GroupWeights, TensorMeta
 from nano_inference.config import WeightsError
 from nano_inference.stages.executor.transports import WeightGroups, WeightsGroup, fetch

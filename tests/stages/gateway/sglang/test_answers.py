@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nano_inference.bus.messages import CompletionChunk, ErrorInfo, TokenLogprob
+from nano_inference.bus.public import CompletionChunk, ErrorInfo, TokenLogprob
 from nano_inference.config import EngineConfig
 from nano_inference.stages.gateway.sglang.answers import Answers
 from nano_inference.stages.gateway.sglang.labels import VersionLabels

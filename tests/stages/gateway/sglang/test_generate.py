@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from nano_inference.bus.messages import CompletionChunk, GenerateRequest, Output
+from nano_inference.bus.public import CompletionChunk, GenerateRequest, Output
 from nano_inference.config import Config, load_config
 from nano_inference.stages.gateway import make_app
 

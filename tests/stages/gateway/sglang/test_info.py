@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from nano_inference.bus import StageReport
-from nano_inference.bus.messages import GenerateRequest
+from nano_inference.bus.public import GenerateRequest
 from nano_inference.config import BusError, load_config
 from nano_inference.stages.gateway import make_app
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nano_inference.bus.messages import MemoryTag
+from nano_inference.bus.control import MemoryTag
 from nano_inference.bus.weights import FolderWeights, GroupWeights
 from nano_inference.config import BusError, WeightsError
 from nano_inference.stages.gateway.sglang.labels import VersionLabels

@@ -1,0 +1,282 @@
+"""What steers the stages beside the requests' own path: cancelling, pausing, weights, epochs.
+
+Arrays of msgpack on Redis, as all that crosses between stages.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from ..config import FairnessConfig
+from .weights import InFlight, StagedWeights, WeightsSource
+
+MemoryTag = Literal["weights", "kv_cache"]
+MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
+"""What of an executor's memory can be released by itself."""
+
+
+class Internal(msgspec.Struct, frozen=True, tag_field="type", array_like=True):
+    """A message between stages: on the wire an array that starts with its type."""
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """A piece of one."""
+
+
+class Cancel(Internal, frozen=True, array_like=True, tag="cancel", tag_field="type"):
+    """End a request early, with this status.
+
+    It travels behind the request through the stages, each of which drops what it holds of it, and
+    streaming writes the terminal message.
+
+    Attributes:
+        unstarted: Whoever removed the request vouches that none of its sequences went further, so
+            streaming has never heard of it and still must answer. Otherwise a request that
+            streaming does not know has already ended, and this came too late.
+        elsewhere: Another lane has taken the request over: it is dropped, and nothing is written.
+    """
+
+    request_id: str
+    entry_id: str
+    status: Literal["error", "cancelled", "expired"]
+    code: str
+    message: str
+    unstarted: bool = False
+    elsewhere: bool = False
+
+    @property
+    def result_key(self) -> str:
+        """The key of the result stream to which the terminal message goes.
+
+        The id of a duplicate names somebody else's stream.
+        """
+        own = self.request_id and self.code != "duplicate_request"
+        return self.request_id if own else self.entry_id
+
+
+class StopSequences(Internal, frozen=True, array_like=True, tag="halt", tag_field="type"):
+    """Streaming to batching: these sequences met a stop string and need no more tokens."""
+
+    seq_ids: tuple[int, ...]
+
+
+class Pause(Internal, frozen=True, array_like=True, tag="pause", tag_field="type"):
+    """To batching: plan no further steps. Answered when no step is under way any more.
+
+    Attributes:
+        in_flight: "keep" or "retract"; to abort requests is up to admission (`CancelAll`).
+        operation_id: Under which the answer is expected; "" for none, here and below.
+    """
+
+    in_flight: InFlight = "keep"
+    operation_id: str = ""
+
+
+class Resume(Internal, frozen=True, array_like=True, tag="resume", tag_field="type"):
+    """Go on after a Pause."""
+
+    operation_id: str = ""
+
+
+class CancelAll(Internal, frozen=True, array_like=True, tag="cancel_all", tag_field="type"):
+    """To admission: every request in flight ends with what it has. What is not yet taken from the
+    queue is not in flight."""
+
+    operation_id: str = ""
+
+
+class UpdateWeights(Internal, frozen=True, array_like=True, tag="weights", tag_field="type"):
+    """To the executor: fetch new weights, and put them in place between two steps.
+
+    Steps go on while they are fetched. Answered when they are in place, or when they are refused.
+
+    Attributes:
+        source: Where they are.
+        in_flight: What becomes of sequences that have begun.
+        version: What to count from then on, above the present version; None for the next.
+        partial: Whether parameters that are not among them stay as they are.
+        timeout_s: How long to wait for them.
+        part_of: A name for an update that comes in several such messages: the tensors are checked
+            and kept, beside what was kept under this name, and answered for. `StagedWeights` puts
+            all of them in place. What was kept under another name is dropped.
+        prepare_as: A name for an update that several executors make: the weights are fetched,
+            checked and answered for, and wait for `FinishUpdate`. Until that comes, and for at most
+            `timeout_s`, other updates are refused.
+    """
+
+    source: WeightsSource | StagedWeights
+    in_flight: InFlight = "keep"
+    version: int | None = None
+    partial: bool = False
+    timeout_s: float = 300.0
+    operation_id: str = ""
+    part_of: str = ""
+    prepare_as: str = ""
+
+
+class FinishUpdate(Internal, frozen=True, array_like=True, tag="finish", tag_field="type"):
+    """To the executor: put the weights in place that wait under this name, or drop them.
+
+    Answered when they are in place, or dropped.
+
+    Attributes:
+        prepared: What `UpdateWeights.prepare_as` called it.
+        version: What to count from then on; None to drop them.
+    """
+
+    prepared: str
+    version: int | None = None
+    operation_id: str = ""
+
+
+class WeightsStaged(Internal, frozen=True, array_like=True, tag="staged", tag_field="type"):
+    """The executor to batching: new weights wait for the next plan to put them in place."""
+
+    version: int
+    in_flight: InFlight
+
+
+class JoinWeightsGroup(Internal, frozen=True, array_like=True, tag="join", tag_field="type"):
+    """To the executor: join a torch.distributed group from which weights will be broadcast.
+
+    Attributes:
+        group: A name for it. One that was joined before is left first.
+        address: host:port of the group's TCP store, which rank 0 keeps.
+        rank: The executor's, at least 1.
+        world_size: How many there are, rank 0 included.
+        backend: "gloo" or "nccl".
+        timeout_s: How long to wait for the others.
+    """
+
+    group: str
+    address: str
+    rank: int
+    world_size: int
+    backend: str
+    timeout_s: float
+    operation_id: str = ""
+
+
+class LeaveWeightsGroup(Internal, frozen=True, array_like=True, tag="part", tag_field="type"):
+    """To the executor: leave a group, if it is in it."""
+
+    group: str
+    operation_id: str = ""
+
+
+class TellWeightVersion(Internal, frozen=True, array_like=True, tag="version", tag_field="type"):
+    """To the executor: answer with the version of the weights in place."""
+
+    operation_id: str = ""
+
+
+class ReleaseMemory(Internal, frozen=True, array_like=True, tag="release", tag_field="type"):
+    """To the executor: release memory once the steps under way are done.
+
+    Answered when that is so. Until it is resumed no step runs, and requests wait. KV is computed
+    again afterwards; weights are lost, and no step runs before an update has brought all of them.
+
+    Attributes:
+        tags: Of `MEMORY_TAGS`. What is released already stays so.
+    """
+
+    tags: tuple[str, ...] = MEMORY_TAGS
+    operation_id: str = ""
+
+
+class ResumeMemory(Internal, frozen=True, array_like=True, tag="regain", tag_field="type"):
+    """To the executor: take memory again that was released; answered when it is there."""
+
+    tags: tuple[str, ...] = MEMORY_TAGS
+    operation_id: str = ""
+
+
+class MemoryState(Internal, frozen=True, array_like=True, tag="memory", tag_field="type"):
+    """The executor to batching: what memory there is.
+
+    Attributes:
+        lacks: What is not there, or holds nothing; while there is any, no step can run.
+        release: What of it waits for the next plan to release it.
+    """
+
+    lacks: tuple[str, ...]
+    release: tuple[str, ...] = ()
+
+
+class FlushCache(Internal, frozen=True, array_like=True, tag="flush", tag_field="type"):
+    """Forget all cached prefixes. Running sequences keep their blocks."""
+
+    operation_id: str = ""
+
+
+class Drain(Internal, frozen=True, array_like=True, tag="drain", tag_field="type"):
+    """Let nothing more in; what is still in flight after `timeout_ns` ends with an error."""
+
+    timeout_ns: int
+
+
+class UpdateFairness(Internal, frozen=True, array_like=True, tag="fairness", tag_field="type"):
+    """Replace the fairness stage's settings, as a whole."""
+
+    config: FairnessConfig
+
+
+class Reset(Internal, frozen=True, array_like=True, tag="reset", tag_field="type"):
+    """A new epoch begins: drop whatever belongs to older ones, then answer with StageReady.
+
+    The epoch is that of the envelope.
+    """
+
+
+class LaneCapacity(Part, frozen=True, array_like=True):
+    """What the executor can hold.
+
+    Attributes:
+        num_blocks: KV blocks of the lane.
+        block_size: Tokens per block.
+        max_model_len: The configured limit cut to the model's own.
+        vocab_size: Rows of the output layer.
+        device: For people: "cpu", "cuda:0 NVIDIA H200".
+        weight_version: Of the weights in place.
+        lacks: As in MemoryState.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    device: str
+    weight_version: int = 0
+    lacks: tuple[str, ...] = ()
+
+
+class StageStarted(Internal, frozen=True, array_like=True, tag="started", tag_field="type"):
+    """A stage is up and holds nothing. Sent to admission, which then begins a new epoch."""
+
+    stage: str
+    incarnation: str
+
+
+class StageReady(Internal, frozen=True, array_like=True, tag="ready", tag_field="type"):
+    """The stage has dropped what is older than the envelope's epoch and takes part in it.
+
+    The executor tells its capacity, and tells batching as well as admission.
+    """
+
+    stage: str
+    incarnation: str
+    capacity: LaneCapacity | None = None
+
+
+class ServerRestarted(Internal, frozen=True, array_like=True, tag="server", tag_field="type"):
+    """A bus to admission: its server is not the one that it was, and may have lost messages."""
+
+
+class StageStopped(Internal, frozen=True, array_like=True, tag="stopped", tag_field="type"):
+    """A stage leaves in good order or has failed. What it held is lost to this epoch."""
+
+    stage: str
+    incarnation: str
+    reason: str

@@ -1,0 +1,251 @@
+"""What crosses the bus between clients and a pipeline: requests, and their outputs.
+
+JSON objects with a `type`, so that any language can take part. Times ending in `_ns` are integer
+nanoseconds: stamps since the Unix epoch, budgets relative. Token ids are plain ints.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from ..config import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort"]
+Status = Literal["done", "error", "cancelled", "expired"]
+
+
+class Public(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    tag_field="type",
+    forbid_unknown_fields=True,
+):
+    """A message that clients write."""
+
+
+class PublicOutput(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """One that clients read; a newer pipeline may send them fields that they don't know."""
+
+
+class PublicPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A piece of a message that clients write."""
+
+
+class OutputPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of one that clients read."""
+
+
+# --- what clients write -----------------------------------------------------------------------
+
+
+class ChatMessage(PublicPart, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One turn of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class GenerateRequest(
+    Public,
+    frozen=True,
+    kw_only=True,
+    tag="generate",
+    tag_field="type",
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+):
+    """A request for completions. Exactly one of prompt, prompt_token_ids and messages is given.
+
+    Attributes:
+        request_id: The client's own name for the request, unique among those in flight or whose
+            output is still readable. When empty, the id that the requests queue gave the entry.
+        prompt: Text to be continued.
+        prompt_token_ids: The same, already as tokens of the model.
+        messages: A conversation, put through the model's chat template.
+        model: The model's name; any name but the served one is refused. Empty takes what is there.
+        n: Samples of this one prompt.
+        sampling: How to sample; see SamplingParams.
+        stream: Whether chunks are wanted as tokens come, or only the final completion.
+        priority: Higher runs earlier; waiting adds to it.
+        tenant: Whose request it is.
+        budget_ns: Time that the answer may take from arrival on, relative, in nanoseconds.
+            Zero or less is refused as expired; absent means no deadline.
+        cache_salt: Prefixes are shared only among requests of the same salt, so that nobody can
+            learn by timing what others have asked. Empty shares with all others that are empty.
+    """
+
+    request_id: str = ""
+    prompt: str | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    messages: tuple[ChatMessage, ...] | None = None
+    model: str = ""
+    n: int = 1
+    sampling: SamplingParams = SamplingParams()
+    stream: bool = True
+    priority: int = 0
+    tenant: str = "default"
+    budget_ns: int | None = None
+    cache_salt: str = ""
+
+
+# --- what clients read ------------------------------------------------------------------------
+
+
+class ErrorInfo(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
+    """Why a request did not end well: a stable code, and a sentence that says what to change.
+
+    Attributes:
+        retry_after_s: When trying again may help, seconds from the answer on.
+    """
+
+    code: str
+    message: str
+    retry_after_s: float | None = None
+
+
+class Usage(OutputPart, frozen=True, kw_only=True):
+    """Tokens of a request. Cached ones are those of the prompt that needed no computing,
+    summed over the samples."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class StageTime(OutputPart, frozen=True, kw_only=True):
+    """When a stage held the request: from its arrival there to its leaving."""
+
+    stage: str
+    start_ns: int
+    end_ns: int
+
+
+class Timings(OutputPart, frozen=True, kw_only=True):
+    """Where a request's time went. Stamps are wall-clock nanoseconds of the host that took them.
+
+    Attributes:
+        received_ns: Admission took the request.
+        first_token_ns: The first token of any sample reached the streaming stage; 0 if none did.
+        finished_ns: The terminal message was made.
+        stages: The stages that the request came through, in order.
+    """
+
+    received_ns: int = 0
+    first_token_ns: int = 0
+    finished_ns: int = 0
+    stages: tuple[StageTime, ...] = ()
+
+    def of(self, stage: str) -> StageTime | None:
+        """When it was in a stage; None when it did not come there."""
+        return next((time for time in self.stages if time.stage == stage), None)
+
+
+class TokenLogprob(OutputPart, frozen=True, kw_only=True):
+    """A token and its logprob."""
+
+    token_id: int
+    logprob: float
+
+
+class CompletionSample(OutputPart, frozen=True, kw_only=True):
+    """One finished sample.
+
+    Attributes:
+        token_ids: `[k]`, stop tokens included.
+        logprobs: `[k]`, one per token; docs/sampling.md says of which distribution.
+        weight_version: Of the weights that made the oldest of these tokens.
+        weight_versions: The same for all tokens, as (version, index of its first token) spans.
+        top_logprobs: `[k]`, for each place the likeliest tokens, likeliest first, as many as
+            `sampling.logprobs` asked for; None when it asked for none.
+    """
+
+    sample_index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    weight_version: int = 0
+    weight_versions: tuple[tuple[int, int], ...] = ()
+    top_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
+
+
+class CompletionChunk(
+    PublicOutput,
+    frozen=True,
+    kw_only=True,
+    tag="chunk",
+    tag_field="type",
+):
+    """New tokens of one sample.
+
+    `text` may lag behind `token_ids` while a character or a possible stop string is incomplete.
+
+    Attributes:
+        request_id: The request's id.
+        entry_id: What the requests queue called the request; tells apart two requests that were
+            given the same id.
+        sample_index: Which of the n samples.
+        token_offset: How many tokens of this sample came before these.
+        token_ids: `[k]`, k at least 0.
+        logprobs: `[k]`, one per token.
+        text: Text that is now certain.
+        finish_reason: Set on the sample's last chunk.
+        weight_version: Of the weights that made these tokens.
+        top_logprobs: `[k]`, as in CompletionSample.
+        prompt_logprobs, prompt_top_logprobs: As in Completion, with the first chunk of the first
+            sample; None with all others.
+    """
+
+    request_id: str
+    entry_id: str
+    sample_index: int
+    token_offset: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+    finish_reason: FinishReason | None = None
+    weight_version: int = 0
+    top_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
+    prompt_logprobs: tuple[float | None, ...] | None = None
+    prompt_top_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
+
+
+class Completion(
+    PublicOutput,
+    frozen=True,
+    kw_only=True,
+    tag="completion",
+    tag_field="type",
+):
+    """The terminal message: each request gets exactly one, whatever became of it.
+
+    Attributes:
+        request_id: The request's id.
+        entry_id: What the requests queue called the request.
+        status: "done", or why not.
+        error: Set unless the status is "done".
+        samples: All samples in order; after an error what had been made until then.
+        trace_id: 32 hex digits, or empty when the request is not traced.
+        prompt_logprobs: `[prompt]`, each prompt token's logprob given those before it; the first
+            has none. None when `sampling.prompt_logprobs` did not ask for them, or the request
+            ended before all were known.
+        prompt_top_logprobs: `[prompt]`, as CompletionSample.top_logprobs; empty for the first.
+    """
+
+    request_id: str
+    entry_id: str
+    model: str = ""
+    status: Status
+    error: ErrorInfo | None = None
+    samples: tuple[CompletionSample, ...] = ()
+    usage: Usage = Usage()
+    timings: Timings = Timings()
+    trace_id: str = ""
+    prompt_logprobs: tuple[float | None, ...] | None = None
+    prompt_top_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
+
+
+Output = CompletionChunk | Completion

@@ -93,11 +93,12 @@ async def test_streams_that_pause_are_those_of_an_undisturbed_run(
     )
     async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
         assert await all_tokens(pipeline) == wanted
+        # The last step's tokens may be counted after they have been delivered.
+        await until(lambda: counts_of(pipeline).tokens == {0: 8 * 60 * 3 // 2, 8: 24})
         counts = counts_of(pipeline)
         assert counts.yields > 10
         assert counts.preemptions > 0
         assert counts.resumes == counts.yields + counts.preemptions
-        assert counts.tokens == {0: 8 * 60 * 3 // 2, 8: 24}
         # Each time at most the block that was not full, and a partly shared one.
         assert counts.recomputed_tokens <= counts.resumes * config.engine.block_size
         fairness = fairness_of(pipeline)

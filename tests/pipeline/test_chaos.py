@@ -31,10 +31,10 @@ async def test_nor_while_sequences_take_turns(
     monkeypatch.setenv("NANO_INFERENCE_FAIRNESS__MAX_TIMESLICE_TOKENS", "8")
     chaos = load("chaos")
     result = await chaos.storm(
-        tmp_path, requests=40, kills=4, seed=6, concurrency=24, duration_s=120, longest=40
+        tmp_path, requests=60, kills=8, seed=6, concurrency=24, duration_s=120, longest=40
     )
     told = json.dumps(result, indent=1)
-    assert (result["completed"], result["clean"]) == (40, True), told
+    assert (result["completed"], result["clean"]) == (60, True), told
 
 
 def test_it_sees_what_is_wrong_with_a_stream() -> None:

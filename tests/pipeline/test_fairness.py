@@ -24,9 +24,6 @@ from .conftest import MakeConfig
 
 LIMIT_S = 240
 
-# The second has all that Redis adds: both ends, and every link.
-pytestmark = pytest.mark.parametrize("make_config", ["memory", "redis-links"], indirect=True)
-
 
 def long_request(index: int, **fields: Any) -> dict[str, Any]:
     return {

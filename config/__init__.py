@@ -11,6 +11,7 @@ from .errors import (
     WeightsError,
 )
 from .load import load_config, nearest, parse_value
+from .quoting import MOST_SHOWN, MOST_TEXT, cut, shown
 from .roles import REPLICATED, all_roles, role_of, role_of_sender, roles_here, split_role
 from .settings import (
     BUNDLED_MODEL,
@@ -32,6 +33,8 @@ from .settings import (
 __all__ = [
     "BUNDLED_MODEL",
     "DEFAULT_URL",
+    "MOST_SHOWN",
+    "MOST_TEXT",
     "REPLICATED",
     "STAGES",
     "AdmissionConfig",
@@ -54,11 +57,13 @@ __all__ = [
     "TelemetryConfig",
     "WeightsError",
     "all_roles",
+    "cut",
     "load_config",
     "nearest",
     "parse_value",
     "role_of",
     "role_of_sender",
     "roles_here",
+    "shown",
     "split_role",
 ]

@@ -6,15 +6,21 @@ what is wrong and what to change; people read it.
 
 from __future__ import annotations
 
+from .quoting import cut
+
 
 class NanoInferenceError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base of every error that this package raises on purpose.
+
+    A message quotes what came from outside, and goes to logs, clients and other processes; so it is
+    cut here, once for all, to `config.quoting.MOST_TEXT` characters.
+    """
 
     code = "internal_error"
 
     def __init__(self, message: str, *, code: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = cut(message)
+        super().__init__(self.message)
         if code is not None:
             self.code = code
 

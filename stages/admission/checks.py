@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...bus.public import GenerateRequest
-from ...config import RequestError, SamplingParams
+from ...config import RequestError, SamplingParams, shown
 
 MAX_REQUEST_ID_LENGTH = 256
 MAX_TENANT_LENGTH = 128
@@ -138,18 +138,6 @@ def check_min_tokens(min_tokens: int, stop_token_ids: frozenset[int], *, vocab_s
             f"sampled; lower it to 0, or give fewer stop_token_ids",
             code="invalid_min_tokens",
         )
-
-
-def shown(value: object) -> str:
-    """A client's value as it can stand in any message: short, and ASCII.
-
-    Python refuses to print integers of thousands of digits, and text may hold lone surrogates,
-    which no codec takes.
-    """
-    if isinstance(value, int) and value.bit_length() > 64:
-        return f"an integer of {value.bit_length()} bits"
-    text = ascii(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def is_encodable(text: str) -> bool:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from jinja2 import TemplateError
 
 from ...bus.public import ChatMessage, GenerateRequest
-from ...config import RequestError
-from .checks import is_encodable, shown
+from ...config import RequestError, shown
+from .checks import is_encodable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -1,0 +1,25 @@
+"""What is quoted from outside stays short."""
+
+from __future__ import annotations
+
+from nano_inference.config import MOST_SHOWN, MOST_TEXT, RequestError, cut, shown
+
+
+def test_a_value_is_shown_short_and_in_ascii() -> None:
+    assert shown("naïve") == r"'na\xefve'"
+    assert shown("\ud800") == r"'\ud800'"
+    assert len(shown("x" * 1_000_000)) == MOST_SHOWN
+    assert len(shown(b"\xff" * 1_000_000)) == MOST_SHOWN
+    assert shown(1 << 40_000) == "an integer of 40001 bits"
+
+
+def test_an_error_keeps_the_beginning_of_a_long_message() -> None:
+    error = RequestError("no model " + "x" * 1_200_000)
+    assert len(error.message) == MOST_TEXT
+    assert error.message.startswith("no model xxx")
+    assert error.message.endswith("...")
+    assert str(error) == error.message
+
+
+def test_a_message_that_fits_is_not_touched() -> None:
+    assert cut("a" * MOST_TEXT) == "a" * MOST_TEXT

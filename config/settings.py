@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -414,6 +415,13 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
             while others are refused for want of room.
         min_body_bytes_per_s: The least speed of a body.
         send_timeout_s: A client that takes no byte of its answer for so long is closed.
+        allowed_hosts: Names under which the gateway may be called, besides any address,
+            "localhost", `host` and the name of its machine; without a port.
+        allowed_origins: Origins ("https://example.org") whose web pages may call the gateway. There
+            are no keys: whoever writes those pages may then replace the weights.
+        effects_by_get: Which calls with effects are taken by GET as well, from programs that do not
+            call themselves a browser: "none"; "flush_cache", as trainers call it; "all", with
+            those that release and resume memory.
         sync_timeout_s: How long a part of a weight update may take to arrive.
         health_timeout_s: How long `/health_generate` waits for its one token.
     """
@@ -431,6 +439,9 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
     body_timeout_s: float = 15.0
     min_body_bytes_per_s: int = 4096
     send_timeout_s: float = 60.0
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    effects_by_get: Literal["none", "flush_cache", "all"] = "flush_cache"
     sync_timeout_s: float = 300.0
     health_timeout_s: float = 20.0
 
@@ -449,6 +460,16 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
         for name in self.__struct_fields__:
             if name.endswith("_s") and isinstance(value := getattr(self, name), float):
                 self.require(name, math.isfinite(value) and value > 0, "finite, above 0")
+        self.require(
+            "allowed_hosts",
+            all(name and not set(name) & set("/: *") for name in self.allowed_hosts),
+            "names of hosts, without scheme and port",
+        )
+        self.require(
+            "allowed_origins",
+            all(re.fullmatch(r"https?://[^/*\s]+", origin) for origin in self.allowed_origins),
+            "origins such as https://example.org, without a path",
+        )
 
 
 class Config(Settings, frozen=True, forbid_unknown_fields=True):

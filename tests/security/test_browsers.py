@@ -10,7 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from nano_inference.config import ConfigError, load_config
+from nano_inference.bus import StageReport
+from nano_inference.config import STAGES, ConfigError, load_config
+from nano_inference.pipeline.health import lanes_of, verdict, weights_trouble
 from nano_inference.stages.gateway import make_app
 
 from ..stages.gateway.fake import FakeEngine
@@ -244,3 +246,44 @@ async def test_pages_that_are_named_may_call(engine: FakeEngine) -> None:
 def test_lists_that_would_not_hold_what_they_seem_to(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"gateway.{name}"):
         load_config(env={}, overrides={f"gateway.{name}": value})
+
+
+# --- health -------------------------------------------------------------------------------------
+
+
+def lane(**executor: Any) -> list[StageReport]:
+    fields = {"lane": "0", "incarnation": "i", "host": "h", "pid": 1, "epoch": 1, "state": "ready"}
+    return [
+        StageReport(stage=stage, **fields, load=executor if stage == "executor" else {})
+        for stage in STAGES
+    ]
+
+
+@pytest.mark.parametrize(
+    ("load", "why"),
+    [
+        ({}, ""),
+        ({"lacks": "weights"}, "weights"),
+        ({"lacks": "weights, kv_cache"}, "kv_cache"),
+        ({"behind_version": 7}, "version 7"),
+    ],
+)
+def test_a_lane_whose_weights_are_lacking_has_trouble(load: dict[str, Any], why: str) -> None:
+    lanes = lanes_of(lane(**load))
+    assert verdict(lanes) == "", "its stages do work"
+    found = weights_trouble(lanes)
+    assert bool(found) == bool(why)
+    assert why in found
+
+
+async def test_health_is_not_ok_while_weights_are_released(engine: FakeEngine) -> None:
+    """At once, though the executors tell about once a second."""
+    async with gateway(engine) as http:
+        assert (await http.get("/health")).status_code == 200
+        await http.post("/release_memory_occupation", json={"tags": ["weights"]})
+        answer = await http.get("/health")
+        assert error_of(answer, 503) == "not_ready"
+        assert "weights" in answer.text
+        assert (await http.get("/health_generate")).status_code == 200
+        await http.post("/resume_memory_occupation", json={"tags": ["weights"]})
+        assert (await http.get("/health")).status_code == 200

@@ -458,7 +458,8 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
         )
         self.require("min_body_bytes_per_s", self.min_body_bytes_per_s >= 0, "at least 0")
         for name in self.__struct_fields__:
-            if name.endswith("_s") and isinstance(value := getattr(self, name), float):
+            if name.endswith(("timeout_s", "alive_s")):
+                value = getattr(self, name)
                 self.require(name, math.isfinite(value) and value > 0, "finite, above 0")
         self.require(
             "allowed_hosts",

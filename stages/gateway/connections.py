@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from collections import Counter
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -28,6 +30,11 @@ _LINGER_S = 2.0
 # In place of `body_timeout_s` while somebody is refused for want of room.
 _PRESSED_S = 1.0
 _LOG_EVERY_S = 1.0
+# When the bodies hold so much less than before, the allocator gives it back.
+_TRIM_BYTES = 64 << 20
+# What is read of one connection before the others have their turn. asyncio's 256 KiB, of each of
+# many large bodies, would keep a small request waiting for seconds.
+_READ_BYTES = 1 << 16
 
 Phase = Literal["head", "body", "working", "sending", "rest", "idle", "leaving"]
 """Of a connection: its next request's head is awaited or coming (idle: nothing of it has come, but
@@ -57,6 +64,9 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # asyncio's; a loop of another kind has no such thing, and sets it aside.
+        with suppress(AttributeError):
+            transport.max_size = _READ_BYTES  # type: ignore[attr-defined]
         self._all.enter(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -188,6 +198,7 @@ class Connections:
         self._sending: dict[Connection, None] = {}
         self._counts: Counter[str] = Counter()
         self._logged_s = -_LOG_EVERY_S
+        self._most_held_bytes = 0
 
     def __len__(self) -> int:
         return len(self._all)
@@ -234,11 +245,20 @@ class Connections:
             window_s = min(window_s, _PRESSED_S)
         for connection in list(self._all):
             self.count("slow", connection.check(window_s))
+        self._trim()
         if self._counts and self.now_s - self._logged_s >= _LOG_EVERY_S:
             log = structlog.get_logger()
             log.warning("connections_not_served", **self._counts, connections=len(self))
             self._counts.clear()
             self._logged_s = self.now_s
+
+    def _trim(self) -> None:
+        held_bytes = self._limits.held_bytes
+        self._most_held_bytes = max(self._most_held_bytes, held_bytes)
+        if held_bytes <= self._most_held_bytes - _TRIM_BYTES:
+            self._most_held_bytes = held_bytes
+            if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
+                trim(0)
 
     def _forget(self, connection: Connection) -> None:
         self._waiting.pop(connection, None)

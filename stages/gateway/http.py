@@ -86,7 +86,8 @@ async def answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_LEFT)
     if isinstance(error, NanoInferenceError):
-        if status_of(error) >= 500:
+        # Load that is shed is counted where it is shed; a line for each would be more load.
+        if status_of(error) >= 500 and error.code != "overloaded":
             structlog.get_logger().warning(
                 "http_request_failed", path=request.url.path, code=error.code, error=error.message
             )

@@ -277,14 +277,17 @@ async def test_bodies_that_are_kept_hold_no_more_than_the_budget(engine: FakeEng
         async def watch() -> None:
             nonlocal most
             while len(statuses) < 8:
-                most = max(most, limits._held_bytes)
+                most = max(most, limits.held_bytes)
                 await asyncio.sleep(0)
 
         async def status(client: Client) -> None:
             statuses.append(await client.code())
 
         waiting = [asyncio.create_task(status(client)) for client in clients]
-        await watch()
+        with structlog.testing.capture_logs() as lines:
+            await watch()
+        # Not a line for each.
+        assert {line["event"] for line in lines} <= {"connections_not_served"}
         assert set(statuses) == {(503, "overloaded")}
         assert size < most <= 2 * size
         # Before it is read, and a small one is taken all the same.
@@ -297,7 +300,7 @@ async def test_bodies_that_are_kept_hold_no_more_than_the_budget(engine: FakeEng
             task.cancel()
         for client in clients:
             client.writer.close()
-        await served.until(lambda: limits._held_bytes == 0)
+        await served.until(lambda: limits.held_bytes == 0)
 
 
 async def test_announced_bodies_hold_nothing(engine: FakeEngine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -400,9 +401,27 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
         port: Where it listens; 0 is off, and `nano-inference gateway` then takes 30000.
         host: The address on which that port listens. There are no keys and no TLS yet: whoever
             reaches it may replace the weights.
-        max_connections: More clients than that are told to come again later, with status 503.
+        max_connections: More clients than that with a request under way are told to come again
+            later, with status 503; fewer where the limit of open files allows no more.
         max_body_bytes: A larger request is refused with status 413.
         max_weights_bytes: The same for the one call that carries tensors in its body.
+        max_bodies_bytes: The bodies of all requests under way may hold so much beyond the first
+            64 KiB of each; what comes beyond it is told to come again later, with status 503.
+        head_timeout_s: How long the head of a request may take to arrive, from the connection's
+            beginning or, on one that has had requests, from the head's first byte.
+        keep_alive_s: How long a connection may wait for its next request.
+        body_timeout_s: So often a body must have brought on as much as `min_body_bytes_per_s` asks
+            for, however long it takes altogether; else it ends with status 408. It is 1 second
+            while others are refused for want of room.
+        min_body_bytes_per_s: The least speed of a body.
+        send_timeout_s: A client that takes no byte of its answer for so long is closed.
+        allowed_hosts: Names under which the gateway may be called, besides any address,
+            "localhost", `host` and the name of its machine; without a port.
+        allowed_origins: Origins ("https://example.org") whose web pages may call the gateway. There
+            are no keys: whoever writes those pages may then replace the weights.
+        effects_by_get: Which calls with effects are taken by GET as well, from programs that do not
+            call themselves a browser: "none"; "flush_cache", as trainers call it; "all", with
+            those that release and resume memory.
         sync_timeout_s: How long a part of a weight update may take to arrive.
         health_timeout_s: How long `/health_generate` waits for its one token.
     """
@@ -414,6 +433,15 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
     max_connections: int = 4096
     max_body_bytes: int = 16 << 20
     max_weights_bytes: int = 256 << 20
+    max_bodies_bytes: int = 512 << 20
+    head_timeout_s: float = 15.0
+    keep_alive_s: float = 60.0
+    body_timeout_s: float = 15.0
+    min_body_bytes_per_s: int = 4096
+    send_timeout_s: float = 60.0
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    effects_by_get: Literal["none", "flush_cache", "all"] = "flush_cache"
     sync_timeout_s: float = 300.0
     health_timeout_s: float = 20.0
 
@@ -422,9 +450,27 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
         self.require("host", bool(self.host), "an address of this machine")
         for name in ("max_connections", "max_body_bytes", "max_weights_bytes"):
             self.require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("sync_timeout_s", "health_timeout_s"):
-            value = getattr(self, name)
-            self.require(name, math.isfinite(value) and value > 0, "finite, above 0")
+        self.require(
+            "max_bodies_bytes",
+            self.max_bodies_bytes >= max(self.max_body_bytes, self.max_weights_bytes),
+            "at least gateway.max_body_bytes and gateway.max_weights_bytes, or a body of that size "
+            "could never be taken",
+        )
+        self.require("min_body_bytes_per_s", self.min_body_bytes_per_s >= 0, "at least 0")
+        for name in self.__struct_fields__:
+            if name.endswith(("timeout_s", "alive_s")):
+                value = getattr(self, name)
+                self.require(name, math.isfinite(value) and value > 0, "finite, above 0")
+        self.require(
+            "allowed_hosts",
+            all(name and not set(name) & set("/: *") for name in self.allowed_hosts),
+            "names of hosts, without scheme and port",
+        )
+        self.require(
+            "allowed_origins",
+            all(re.fullmatch(r"https?://[^/*\s]+", origin) for origin in self.allowed_origins),
+            "origins such as https://example.org, without a path",
+        )
 
 
 class Config(Settings, frozen=True, forbid_unknown_fields=True):

@@ -46,7 +46,7 @@ from ..config import (
     WeightsError,
 )
 from ..telemetry import TraceContext, Tracing, names, now_ns
-from .health import lanes_of, verdict
+from .health import lanes_of, verdict, weights_trouble
 from .operators import Operators
 from .update_together import update_together
 
@@ -346,8 +346,12 @@ class BusClient:
         return await self.bus.stages.read()
 
     async def trouble(self) -> str:
-        """Why no request would be served, in one sentence; "" when some lane works."""
-        return verdict(lanes_of(await self.reports()))
+        """Why no request would be served under the weights that were sent; "" when one would.
+
+        What executors lack they tell about once a second.
+        """
+        lanes = lanes_of(await self.reports())
+        return verdict(lanes) or weights_trouble(lanes)
 
     async def fairness(self) -> dict[str, FairnessConfig]:
         """The settings by which fairness goes, by lane, as the lanes told them a second ago."""

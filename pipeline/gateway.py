@@ -51,17 +51,17 @@ class Gateway:
         """
         try:
             from ..stages.gateway import make_app
-            from ..stages.gateway.server import HttpServer
+            from ..stages.gateway.server import BACKLOG, HttpServer
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"the gateway needs {error.name}; install nano-inference[gateway]"
             ) from None
-        listener = self._listen()
+        listener = self._listen(BACKLOG)
         self.port = listener.getsockname()[1]
         own = msgspec.structs.replace(self._config.gateway, port=self.port)
         config = msgspec.structs.replace(self._config, gateway=own)
         app = make_app(self._client, config)
-        self._server = HttpServer(app, config.gateway.max_connections)
+        self._server = HttpServer(app, config.gateway)
         self._task = asyncio.create_task(self._server.serve([listener]), name="gateway")
         return self
 
@@ -79,11 +79,11 @@ class Gateway:
         """Waits until the server has stopped, which it does by itself only when it fails."""
         await asyncio.shield(self._task)
 
-    def _listen(self) -> socket.socket:
+    def _listen(self, backlog: int) -> socket.socket:
         host, port = self._config.gateway.host, self.port
         try:
             family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            return socket.create_server(address[:2], family=family, backlog=2048)
+            return socket.create_server(address[:2], family=family, backlog=backlog)
         except OSError as error:
             raise ConfigError(
                 f"the gateway can't listen on {host} port {port}: {error.strerror}; choose another "

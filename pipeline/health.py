@@ -56,6 +56,17 @@ def verdict(lanes: Sequence[LaneHealth]) -> str:
     return "; ".join(f"lane {lane.lane}: {lane.reason}" for lane in lanes)
 
 
+def weights_trouble(lanes: Sequence[LaneHealth]) -> str:
+    """Why no lane that works has all of its weights and memory, in one sentence; "" when one has.
+
+    Requests would wait, or be answered under other weights than were sent.
+    """
+    reasons = [(lane.lane, _lacks(lane)) for lane in lanes if lane.ready]
+    if not all(reason for _, reason in reasons):
+        return ""
+    return "; ".join(f"lane {name}: {why}" if len(reasons) > 1 else why for name, why in reasons)
+
+
 def problem_of(report: StageReport, epoch: int) -> str:
     """Why a stage does not take part in the lane's current epoch; "" when it does."""
     if report.age_s > LATE_S:
@@ -85,6 +96,22 @@ def _lane(lane: str, reports: Sequence[StageReport]) -> LaneHealth:
     order = all_roles(1 + max(by_replica))
     ordered: dict[str, StageReport] = {role: stages[role] for role in order if role in stages}
     return LaneHealth(lane, epoch, reason, ordered, tuple(sorted(rivals)))
+
+
+def _lacks(lane: LaneHealth) -> str:
+    """What one of its executors lacks; "" when none lacks anything."""
+    for role, report in lane.stages.items():
+        if lacks := report.load.get("lacks"):
+            return (
+                f"{role} can generate nothing: {lacks} released or not restored; resume the "
+                "memory, and after the weights were released send all of them"
+            )
+        if behind := report.load.get("behind_version"):
+            return (
+                f"{role} was started anew and serves the weights of model_path, not version "
+                f"{behind}; send all weights"
+            )
+    return ""
 
 
 def replicas_of(roles: Iterable[str]) -> list[int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import signal
+from contextlib import suppress
 from typing import Annotated
 
 import anyio
@@ -55,7 +57,16 @@ def gateway(
     own = msgspec.structs.replace(config.gateway, port=listening)
     config = msgspec.structs.replace(config, gateway=own)
     forbid_torch()
+    _raise_file_limit()
     anyio.run(_serve, config, with_parent)
+
+
+def _raise_file_limit() -> None:
+    """Lets this process have as many open files, and so connections, as it may."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Some systems say "unlimited" and do not mean it.
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def _serve(config: Config, with_parent: bool) -> None:

@@ -7,6 +7,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from ...config import Config, NanoInferenceError
+from .callers import caller_checks
 from .engine import EngineClient
 from .http import answer_error
 from .sglang import sglang_routes
@@ -25,5 +26,6 @@ def make_app(engine: EngineClient, config: Config) -> Starlette:
     words = LazyWords(config.engine.model_folder)
     return Starlette(
         routes=sglang_routes(engine, config, words),
+        middleware=caller_checks(config.gateway),
         exception_handlers=dict.fromkeys(_ANSWERED, answer_error),
     )

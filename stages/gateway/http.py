@@ -25,6 +25,10 @@ CLIENT_LEFT = 499
 _STATUS = {
     "request_too_large": 413,
     "unsupported": 400,
+    "forbidden_host": 403,
+    "forbidden_origin": 403,
+    "request_timeout": 408,
+    "unsupported_media_type": 415,
     "overloaded": 503,
     "shutting_down": 503,
     "not_ready": 503,
@@ -82,7 +86,8 @@ async def answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_LEFT)
     if isinstance(error, NanoInferenceError):
-        if status_of(error) >= 500:
+        # Load that is shed is counted where it is shed; a line for each would be more load.
+        if status_of(error) >= 500 and error.code != "overloaded":
             structlog.get_logger().warning(
                 "http_request_failed", path=request.url.path, code=error.code, error=error.message
             )
@@ -90,6 +95,8 @@ async def answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
         message = f"{request.method} {request.url.path}: {error.detail}"
+        if methods := (error.headers or {}).get("Allow"):
+            message += f"; call it by {methods}"
         body = {"error": {"message": message, "type": "invalid_request_error", "code": code}}
         return JsonResponse(body, error.status_code, error.headers)
     structlog.get_logger().error("http_handler_failed", path=request.url.path, exc_info=error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.routing import Route
 
 from ....config import Config
+from ..callers import Endpoint, not_for_pages
 from ..engine import EngineClient
 from ..words import LazyWords
 from .generate import Generation
@@ -12,6 +13,9 @@ from .info import InfoCalls
 from .labels import VersionLabels
 from .sync import WeightSync
 from .weights import WeightCalls
+
+# Of the calls with effects that SGLang takes by GET as well, the first ones are.
+_NUM_EFFECTS = {"none": 0, "flush_cache": 1, "all": 3}
 
 
 def sglang_routes(engine: EngineClient, config: Config, words: LazyWords) -> list[Route]:
@@ -21,11 +25,11 @@ def sglang_routes(engine: EngineClient, config: Config, words: LazyWords) -> lis
     generation = Generation(engine, config.gateway, words, labels)
     info = InfoCalls(engine, config, generation, sync, labels)
     weights = WeightCalls(engine, config.gateway, sync)
-    read, write, either = ["GET"], ["POST"], ["GET", "POST"]
-    return [
+    read, write = ["GET"], ["POST"]
+    routes = [
         Route("/generate", generation.generate, methods=["POST", "PUT"]),
         Route("/abort_request", info.abort_request, methods=write),
-        Route("/flush_cache", info.flush_cache, methods=either),
+        Route("/flush_cache", info.flush_cache, methods=write),
         Route("/pause_generation", weights.pause, methods=write),
         Route("/continue_generation", weights.resume, methods=write),
         Route("/init_weights_update_group", weights.init_group, methods=write),
@@ -46,9 +50,16 @@ def sglang_routes(engine: EngineClient, config: Config, words: LazyWords) -> lis
         Route("/get_load", info.load, methods=read),
         Route("/health", info.health, methods=read),
         Route("/health_generate", info.health_generate, methods=read),
-        Route("/release_memory_occupation", weights.release_memory, methods=either),
-        Route("/resume_memory_occupation", weights.resume_memory, methods=either),
+        Route("/release_memory_occupation", weights.release_memory, methods=write),
+        Route("/resume_memory_occupation", weights.resume_memory, methods=write),
     ]
+    effects: list[tuple[str, Endpoint]] = [
+        ("/flush_cache", info.flush_cache),
+        ("/release_memory_occupation", weights.release_memory),
+        ("/resume_memory_occupation", weights.resume_memory),
+    ]
+    taken = effects[: _NUM_EFFECTS[config.gateway.effects_by_get]]
+    return routes + [Route(path, not_for_pages(effect), methods=read) for path, effect in taken]
 
 
 __all__ = ["sglang_routes"]

@@ -52,8 +52,11 @@ class InfoCalls:
         self._labels = labels
 
     async def health(self, request: Request) -> Response:
-        """Whether some lane says that it works."""
-        if trouble := await self._engine.trouble():
+        """Whether some lane says that it works, and lacks neither weights nor memory."""
+        released = ", ".join(sorted(self._sync.released))
+        # Known here at once; the lanes tell about once a second.
+        trouble = released and f"nothing can be generated: {released} released; resume the memory"
+        if trouble := trouble or await self._engine.trouble():
             raise NanoInferenceError(trouble, code="not_ready")
         return Response()
 

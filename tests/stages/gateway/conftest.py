@@ -26,5 +26,9 @@ def config() -> Config:
 @pytest.fixture
 async def http(engine: FakeEngine, config: Config) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(make_app(engine, config))
-    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+    async with httpx.AsyncClient(
+        transport=transport,
+        base_url="http://127.0.0.1",
+        headers={"Content-Type": "application/json"},
+    ) as client:
         yield client

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from nano_inference.bus.public import CompletionChunk, GenerateRequest, Output
-from nano_inference.config import Config
+from nano_inference.config import Config, GatewayConfig
 from nano_inference.stages.gateway import make_app
 from nano_inference.stages.gateway.server import HttpServer
 
@@ -41,7 +41,7 @@ def hanging(request: GenerateRequest) -> list[Output]:
 @asynccontextmanager
 async def serving(engine: FakeEngine, max_connections: int = 10) -> AsyncIterator[Call]:
     """A server; the function sends a body to `/generate`."""
-    server = HttpServer(make_app(engine, Config()), max_connections)
+    server = HttpServer(make_app(engine, Config()), GatewayConfig(max_connections=max_connections))
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     task = asyncio.create_task(server.serve([listener]))
@@ -50,8 +50,13 @@ async def serving(engine: FakeEngine, max_connections: int = 10) -> AsyncIterato
         async def call(body: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             stack.callback(writer.close)
-            head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-            writer.write(head.encode() + body)
+            lines = (
+                "POST /generate HTTP/1.1",
+                "Host: 127.0.0.1",
+                "Content-Type: application/json",
+                f"Content-Length: {len(body)}",
+            )
+            writer.write("\r\n".join([*lines, "", ""]).encode() + body)
             return reader, writer
 
         yield call

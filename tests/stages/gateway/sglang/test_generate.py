@@ -130,7 +130,7 @@ async def test_without_a_tokenizer_only_that_is_refused_which_takes_one(
 ) -> None:
     config = load_config(env={}, overrides={"engine.model_path": str(tmp_path)})
     transport = httpx.ASGITransport(make_app(engine, config))
-    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
         assert (await http.post("/generate", json={"text": "a"})).status_code == 200
         body = {"text": "a", "sampling_params": {"stop": "b"}}
         assert error_of(await http.post("/generate", json=body), 400) == "unsupported"
@@ -160,7 +160,7 @@ async def test_a_client_that_goes_while_an_event_is_sent(engine: FakeEngine) -> 
         "type": "http",
         "method": "POST",
         "path": "/generate",
-        "headers": [],
+        "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
         "query_string": b"",
         "asgi": {"version": "3.0", "spec_version": "2.4"},
     }

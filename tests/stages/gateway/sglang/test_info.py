@@ -53,7 +53,7 @@ async def test_health_generate_does_not_wait_for_ever(engine: FakeEngine) -> Non
     engine.why_not = "batching was last heard of 9 s ago"
     config = load_config(env={}, overrides={"gateway.health_timeout_s": 0.01})
     transport = httpx.ASGITransport(make_app(engine, config))
-    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
         answer = await http.get("/health_generate")
     assert error_of(answer, 503) == "not_ready"
     assert engine.why_not in answer.text

@@ -180,26 +180,25 @@ async def test_renaming(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     assert engine.names.count("cancel_all") == 1
 
 
-@pytest.mark.parametrize("method", ["GET", "POST"])
-async def test_memory(http: httpx.AsyncClient, engine: FakeEngine, method: str) -> None:
+async def test_memory(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     """Without tags all of it; CUDA graphs go with the rest."""
     for body, tags in (
         ({}, ("weights", "kv_cache")),
         ({"tags": None}, ("weights", "kv_cache")),
         ({"tags": ["kv_cache", "cuda_graph"]}, ("kv_cache",)),
     ):
-        answer = await http.request(method, "/release_memory_occupation", json=body)
+        answer = await http.post("/release_memory_occupation", json=body)
         assert (answer.status_code, answer.json()["status"]) == (200, "ok")
         assert engine.last("release_memory")["tags"] == tags
         assert (await http.get("/health_generate")).status_code == 200
         assert not engine.requests
-        answer = await http.request(method, "/resume_memory_occupation", json=body)
+        answer = await http.post("/resume_memory_occupation", json=body)
         assert (answer.status_code, answer.json()["status"]) == (200, "ok")
         assert engine.last("resume_memory")["tags"] == tags[-1:]
     assert (await http.get("/health_generate")).status_code == 200
     assert engine.requests
     engine.failures["resume_memory"] = WeightsError("too little", code="out_of_memory")
-    answer = await http.request(method, "/resume_memory_occupation")
+    answer = await http.post("/resume_memory_occupation")
     assert error_of(answer, 503) == "out_of_memory"
 
 

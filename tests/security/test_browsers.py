@@ -1,0 +1,289 @@
+"""A web page that somebody has open can't use the gateway that their browser reaches."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from nano_inference.bus import StageReport
+from nano_inference.config import STAGES, ConfigError, load_config
+from nano_inference.pipeline.health import lanes_of, verdict, weights_trouble
+from nano_inference.stages.gateway import make_app
+
+from ..stages.gateway.fake import FakeEngine
+from ..stages.gateway.test_http import error_of
+
+LAN = "http://10.0.0.5:30000"
+FIREFOX = "Mozilla/5.0 (X11; Linux x86_64; rv:140.0) Gecko/20100101 Firefox/140.0"
+EVIL = "https://evil.example"
+
+EFFECTS = ["/flush_cache", "/release_memory_occupation", "/resume_memory_occupation"]
+WRITES = [
+    *EFFECTS,
+    "/generate",
+    "/abort_request",
+    "/pause_generation",
+    "/continue_generation",
+    "/begin_weight_update",
+    "/update_weights_from_disk",
+    "/update_weight_version",
+]
+
+
+@asynccontextmanager
+async def gateway(
+    engine: FakeEngine, base_url: str = LAN, **settings: Any
+) -> AsyncIterator[httpx.AsyncClient]:
+    """A client without headers of its own, and a gateway with these settings."""
+    overrides = {f"gateway.{name}": value for name, value in settings.items()}
+    transport = httpx.ASGITransport(make_app(engine, load_config(env={}, overrides=overrides)))
+    async with httpx.AsyncClient(transport=transport, base_url=base_url) as client:
+        client.headers.clear()
+        yield client
+
+
+def browser(**headers: str) -> dict[str, str]:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return {"User-Agent": FIREFOX, "Accept": "*/*", "Accept-Language": "en"} | named
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+# What a page makes a browser send without asking first, by how it does it.
+BY_POST = {
+    "fetch(no-cors)": browser(Origin=EVIL, Content_Type="text/plain;charset=UTF-8"),
+    "fetch(Blob without a type)": browser(Origin=EVIL),
+    "form": browser(Origin=EVIL, Content_Type="application/x-www-form-urlencoded"),
+    "form text/plain": browser(Origin=EVIL, Content_Type="text/plain"),
+    "sandboxed frame": browser(Origin="null", Content_Type="text/plain"),
+    "without an Origin": browser(Content_Type="text/plain"),
+    "without Origin or type": browser(),
+    "beacon": browser(Origin=EVIL, Content_Type="multipart/form-data; boundary=x"),
+    "ping": browser(Origin=EVIL, Content_Type="text/ping", Sec_Fetch_Site="cross-site"),
+    "fetch to this machine": browser(Origin=EVIL, Sec_Fetch_Site="cross-site"),
+    "another port here": browser(Origin="http://10.0.0.5:8000", Sec_Fetch_Site="same-site"),
+}
+
+BY_GET = {
+    "image": browser(Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="no-cors"),
+    "image without TLS": browser(),
+    "link": browser(Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="navigate"),
+    "link in a mail": browser(Sec_Fetch_Site="none", Sec_Fetch_Mode="navigate"),
+    "fetch(cors)": browser(Origin=EVIL, Sec_Fetch_Site="cross-site"),
+    "no name": {"Accept": "*/*"},
+}
+
+
+@pytest.mark.parametrize("path", WRITES)
+@pytest.mark.parametrize("way", BY_POST)
+async def test_no_page_has_an_effect_by_post(engine: FakeEngine, path: str, way: str) -> None:
+    async with gateway(engine, effects_by_get="all") as http:
+        answer = await http.post(path, content=b'{"text": "a"}', headers=BY_POST[way])
+    assert answer.status_code in (403, 415)
+    assert error_of(answer, answer.status_code) in ("forbidden_origin", "unsupported_media_type")
+    assert not engine.calls
+    assert not engine.requests
+
+
+@pytest.mark.parametrize("path", EFFECTS)
+async def test_no_page_has_an_effect_without_a_body(engine: FakeEngine, path: str) -> None:
+    """Browsers give the origin with every POST; programs need no type for no body."""
+    async with gateway(engine) as http:
+        for origin in (EVIL, "null"):
+            answer = await http.post(path, headers=browser(Origin=origin))
+            assert error_of(answer, 403) == "forbidden_origin"
+        assert not engine.calls
+        assert (await http.post(path)).status_code == 200
+
+
+@pytest.mark.parametrize("path", EFFECTS)
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+@pytest.mark.parametrize("way", BY_GET)
+async def test_no_page_has_an_effect_by_get(
+    engine: FakeEngine, path: str, method: str, way: str
+) -> None:
+    """Not where the settings allow it to programs, either."""
+    async with gateway(engine, effects_by_get="all") as http:
+        answer = await http.request(method, path, headers=BY_GET[way])
+    assert answer.status_code == 403
+    assert not engine.calls
+
+
+@pytest.mark.parametrize("method", ["POST", "GET"])
+async def test_a_page_under_a_name_of_its_own_for_this_machine_has_no_effect(
+    engine: FakeEngine, method: str
+) -> None:
+    """DNS rebinding: to the browser the gateway is the page's own server."""
+    async with gateway(engine, "http://evil.example:30000", effects_by_get="all") as http:
+        for path in (*EFFECTS, "/server_info", "/generate"):
+            headers = browser(Sec_Fetch_Site="same-origin", Content_Type="application/json")
+            answer = await http.request(method, path, content=b"{}", headers=headers)
+            assert error_of(answer, 403) == "forbidden_host"
+            assert "gateway.allowed_hosts" in answer.text
+    assert not engine.calls
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost",
+        "localhost:30000",
+        "LocalHost.:30000",
+        "127.0.0.1:30000",
+        "10.0.0.5",
+        "[::1]:30000",
+        "[fe80::1]",
+        f"{socket.gethostname()}:30000",
+        "gateway.cluster.local:30000",
+        "own.name:30000",
+    ],
+)
+async def test_names_that_the_gateway_has(engine: FakeEngine, host: str) -> None:
+    settings = {"allowed_hosts": ["gateway.cluster.local"], "host": "own.name"}
+    async with gateway(engine, **settings) as http:
+        assert (await http.get("/health", headers={"Host": host})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["", "evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "[evil]:1"]
+)
+async def test_names_that_it_does_not_have(engine: FakeEngine, host: str) -> None:
+    async with gateway(engine) as http:
+        answer = await http.get("/health", headers={"Host": host})
+        assert error_of(answer, 403) == "forbidden_host"
+
+
+@pytest.mark.parametrize(
+    "agent", ["python-requests/2.32.3", "python-httpx/0.28.1", "Python/3.11 aiohttp/3.9", "curl/8"]
+)
+async def test_trainers_flush_by_get_as_they_do(engine: FakeEngine, agent: str) -> None:
+    """slime and miles: while they wait for the server with a type and no body, later without."""
+    async with gateway(engine) as http:
+        first = {"User-Agent": agent, "Content-Type": "application/json; charset=utf-8"}
+        assert (await http.get("/flush_cache", headers=first)).status_code == 200
+        assert (await http.get("/flush_cache", headers={"User-Agent": agent})).status_code == 200
+        assert (await http.post("/flush_cache", headers={"User-Agent": agent})).status_code == 200
+        for path in EFFECTS[1:]:
+            answer = await http.get(path, headers={"User-Agent": agent})
+            assert error_of(answer, 405) == "method_not_allowed"
+            assert "POST" in answer.json()["error"]["message"]
+    assert engine.names == ["flush_cache"] * 3
+
+
+async def test_which_effects_are_there_by_get_is_a_setting(engine: FakeEngine) -> None:
+    program = {"User-Agent": "python-requests/2.32.3"}
+    async with gateway(engine, effects_by_get="none") as http:
+        assert (await http.get("/flush_cache", headers=program)).status_code == 405
+    assert not engine.calls
+    async with gateway(engine, effects_by_get="all") as http:
+        for path in EFFECTS:
+            assert (await http.get(path, headers=program)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "kind", ["application/json", "Application/JSON; charset=utf-8", "application/merge-patch+json"]
+)
+async def test_json_is_taken(engine: FakeEngine, kind: str) -> None:
+    async with gateway(engine) as http:
+        headers = {"Content-Type": kind}
+        answer = await http.post("/pause_generation", content=b"{}", headers=headers)
+        assert answer.status_code == 200
+
+
+async def test_what_a_shell_sends_by_default_is_told_what_to_add(engine: FakeEngine) -> None:
+    headers = {"User-Agent": "curl/8.5.0", "Content-Type": "application/x-www-form-urlencoded"}
+    async with gateway(engine) as http:
+        answer = await http.post("/generate", content=b'{"text": "a"}', headers=headers)
+        assert error_of(answer, 415) == "unsupported_media_type"
+        assert "Content-Type: application/json" in answer.text
+
+
+async def test_pages_that_are_named_may_call(engine: FakeEngine) -> None:
+    """After the browser has asked; those of other origins are told nothing."""
+    ours = "https://lab.example"
+    ask = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "content-type",
+    }
+    async with gateway(engine, allowed_origins=[ours]) as http:
+        answer = await http.options("/generate", headers=browser(Origin=ours) | ask)
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == ours
+        assert "content-type" in answer.headers["access-control-allow-headers"]
+        headers = browser(Origin=ours, Sec_Fetch_Site="cross-site")
+        answer = await http.post("/generate", json={"text": "a"}, headers=headers)
+        assert (answer.status_code, len(engine.requests)) == (200, 1)
+        assert answer.headers["access-control-allow-origin"] == ours
+        # They see why they are refused.
+        answer = await http.post("/generate", content=b"{}", headers=headers)
+        assert answer.status_code == 415
+        assert "access-control-allow-origin" in answer.headers
+        answer = await http.options("/generate", headers=browser(Origin=EVIL) | ask)
+        assert error_of(answer, 403) == "forbidden_origin"
+        assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("allowed_origins", ["*"]),
+        ("allowed_origins", ["null"]),
+        ("allowed_origins", ["https://a.example/"]),
+        ("allowed_hosts", ["http://a"]),
+        ("allowed_hosts", ["a:80"]),
+        ("allowed_hosts", ["*.a"]),
+        ("effects_by_get", "some"),
+    ],
+)
+def test_lists_that_would_not_hold_what_they_seem_to(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"gateway.{name}"):
+        load_config(env={}, overrides={f"gateway.{name}": value})
+
+
+# --- health -------------------------------------------------------------------------------------
+
+
+def lane(**executor: Any) -> list[StageReport]:
+    fields = {"lane": "0", "incarnation": "i", "host": "h", "pid": 1, "epoch": 1, "state": "ready"}
+    return [
+        StageReport(stage=stage, **fields, load=executor if stage == "executor" else {})
+        for stage in STAGES
+    ]
+
+
+@pytest.mark.parametrize(
+    ("load", "why"),
+    [
+        ({}, ""),
+        ({"lacks": "weights"}, "weights"),
+        ({"lacks": "weights, kv_cache"}, "kv_cache"),
+        ({"behind_version": 7}, "version 7"),
+    ],
+)
+def test_a_lane_whose_weights_are_lacking_has_trouble(load: dict[str, Any], why: str) -> None:
+    lanes = lanes_of(lane(**load))
+    assert verdict(lanes) == "", "its stages do work"
+    found = weights_trouble(lanes)
+    assert bool(found) == bool(why)
+    assert why in found
+
+
+async def test_health_is_not_ok_while_weights_are_released(engine: FakeEngine) -> None:
+    """At once, though the executors tell about once a second."""
+    async with gateway(engine) as http:
+        assert (await http.get("/health")).status_code == 200
+        await http.post("/release_memory_occupation", json={"tags": ["weights"]})
+        answer = await http.get("/health")
+        assert error_of(answer, 503) == "not_ready"
+        assert "weights" in answer.text
+        assert (await http.get("/health_generate")).status_code == 200
+        await http.post("/resume_memory_occupation", json={"tags": ["weights"]})
+        assert (await http.get("/health")).status_code == 200

@@ -67,6 +67,10 @@ class EngineConfig(Settings, frozen=True, forbid_unknown_fields=True):
             sampled from, after penalties, bias and temperature; "raw": the model's own output.
         deterministic: Tokens and logprobs are the same, bit for bit, whatever else is in the
             batch, however prompts are chunked, cached or computed again. CPU only; slower.
+        max_weight_tensors: Tensors that one message of a weight update, or one folder, may have. 0
+            takes ten times what the model has, each expert counted, and 10,000.
+        max_weight_bytes: How large they may be together. 0 takes what the model has in float64, and
+            1 GiB.
     """
 
     SECTION: ClassVar[str] = "engine"
@@ -87,12 +91,15 @@ class EngineConfig(Settings, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
     logprobs_mode: Literal["processed", "raw"] = "processed"
     deterministic: bool = False
+    max_weight_tensors: int = 0
+    max_weight_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.require("model_path", bool(self.model_path), "a folder, or 'tiny'")
         for name in ("block_size", "max_batch_size", "max_tokens_per_batch", "kv_cache_bytes"):
             self.require(name, getattr(self, name) >= 1, "at least 1")
-        self.require("cpu_threads", self.cpu_threads >= 0, "at least 0")
+        for name in ("cpu_threads", "max_weight_tensors", "max_weight_bytes"):
+            self.require(name, getattr(self, name) >= 0, "at least 0")
         self.require("max_model_len", self.max_model_len >= 2, "at least 2")
         self.require(
             "gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "above 0, at most 1"

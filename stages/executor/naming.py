@@ -42,11 +42,12 @@ def as_parameters(
         return tensors
     if not hasattr(module, "config") or not all(isinstance(v, Tensor) for v in tensors.values()):
         return tensors  # nothing that could be converted, which whoever checks it will say
-    # Apart, since loading casts one kind of number to the other without a word.
+    # Apart, since loading casts one kind of number to the other without a word. Integers go first,
+    # as those that are no parameter's would be missed among the others.
     floating = {name: each for name, each in tensors.items() if each.is_floating_point()}
-    others = {name: each for name, each in tensors.items() if name not in floating}
+    integers = {name: each for name, each in tensors.items() if name not in floating}
     found: dict[str, Tensor] = {}
-    for some in (floating, others):
+    for some in (integers, floating):
         if some:
             found |= _load(_hull(module, some), some)
     return found

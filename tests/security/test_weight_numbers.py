@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -93,18 +93,18 @@ def test_integers_are_no_parameters(
 
 
 @pytest.fixture
-def counting() -> Iterator[nn.Module]:
+def counting() -> nn.Module:
     """A module that counts, beside a parameter."""
     module = nn.Module()
     module.weight = nn.Parameter(torch.zeros(2))
     module.register_buffer("count", torch.zeros(2, dtype=torch.int64))
-    yield module
+    return module
 
 
 def test_what_is_no_integer_does_not_count(counting: nn.Module) -> None:
     weights = WeightSyncManager(counting)
     for check in (weights.prepare, weights.start_sync):
-        with pytest.raises(WeightsError, match="'count' is torch.float32"):
+        with pytest.raises(WeightsError, match=r"'count' is torch\.float32"):
             check({"weight": torch.ones(2), "count": torch.ones(2)})
     ours = {"weight": torch.ones(2), "count": torch.ones(2, dtype=torch.int32)}
     assert weights.prepare(ours)["count"].dtype == torch.int64

@@ -410,7 +410,8 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
         max_connections: More clients than that are told to come again later, with status 503.
         max_body_bytes: A larger request is refused with status 413.
         max_weights_bytes: The same for the one call that carries tensors in its body.
-        sync_timeout_s: How long a part of a weight update may take to arrive.
+        sync_timeout_s: How long a part of a weight update may take to arrive. A call about weights
+            waits for others half a minute longer, and is then refused as `weights_busy`.
         health_timeout_s: How long `/health_generate` waits for its one token.
     """
 
@@ -431,7 +432,7 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
             self.require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("sync_timeout_s", "health_timeout_s"):
             value = getattr(self, name)
-            self.require(name, math.isfinite(value) and value > 0, "finite, above 0")
+            self.require(name, 0 < value <= 86_400, "above 0, at most 86400 (a day)")
 
 
 class Config(Settings, frozen=True, forbid_unknown_fields=True):

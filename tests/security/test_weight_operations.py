@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import uuid
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -13,10 +11,8 @@ import msgspec
 import pytest
 import pytest_asyncio
 import torch
-from structlog.testing import capture_logs
-from structlog.typing import EventDict
 
-from nano_inference.bus import Outcome
+from nano_inference.bus import WeightsInPlace
 from nano_inference.bus.control import (
     FinishUpdate,
     JoinWeightsGroup,
@@ -25,7 +21,6 @@ from nano_inference.bus.control import (
     TellWeightVersion,
     UpdateWeights,
 )
-from nano_inference.bus.links import CONTROL
 from nano_inference.bus.weights import (
     FolderWeights,
     GroupWeights,
@@ -34,78 +29,19 @@ from nano_inference.bus.weights import (
     StagedWeights,
     TensorMeta,
 )
-from nano_inference.config import load_config
-from nano_inference.pipeline.pipeline import Pipeline
+from nano_inference.stages.executor import WeightSyncManager
 from nano_inference.stages.executor.transports import SharedWeights
-from nano_inference.stages.executor.updates import WeightUpdates
 
 from ..stages.executor.transports.peers import free_address
-
-LIMIT_S = 60.0
+from .executor import Executor, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-REQUEST = {"prompt_token_ids": [20, 21], "sampling": {"temperature": 0, "max_tokens": 4}}
-
-
-class Executor:
-    """The executor of a pipeline that runs, as somebody on the bus sees it."""
-
-    def __init__(self, pipeline: Pipeline, tokens: tuple[int, ...], lines: list[EventDict]) -> None:
-        self.pipeline = pipeline
-        self.lines = lines
-        self._tokens = tokens
-        self._stage = pipeline._actors["executor"]
-        self._answered: Counter[str] = Counter()
-        replies = pipeline.bus.replies
-        answer = replies.answer
-
-        async def count(operation_id: str, outcome: Outcome) -> None:
-            self._answered[operation_id] += 1
-            await answer(operation_id, outcome)
-
-        replies.answer = count  # type: ignore[method-assign]
-
-    @property
-    def updates(self) -> WeightUpdates:
-        updates = vars(self._stage)["_updates"]
-        assert isinstance(updates, WeightUpdates)
-        return updates
-
-    async def tell(self, operation: Any) -> str:
-        """Sends it; returns the id under which it is answered."""
-        name = uuid.uuid4().hex
-        sender = self.pipeline.bus.sender(CONTROL["executor"], "test")
-        await sender.send(msgspec.structs.replace(operation, operation_id=name))
-        return name
-
-    async def answer(self, name: str) -> Outcome:
-        (outcome,) = await self.pipeline.bus.replies.outcomes(name, 1, LIMIT_S)
-        return outcome
-
-    async def ask(self, operation: Any) -> Outcome:
-        return await self.answer(await self.tell(operation))
-
-    async def is_as_it_was(self) -> bool:
-        """It has not failed, has answered everybody once, and serves with the weights it had."""
-        completion = await self.pipeline.complete(REQUEST)
-        return (
-            self.pipeline._actors["executor"] is self._stage
-            and not self.updates._unanswered
-            and not self.updates._fetching.locked()
-            and set(self._answered.values()) <= {1}
-            and completion.samples[0].token_ids == self._tokens
-            and completion.samples[0].weight_version == 0
-        )
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def executor() -> AsyncIterator[Executor]:
-    overrides = {"engine.dtype": "float32", "engine.kv_cache_bytes": 1 << 24}
-    async with Pipeline(load_config(env={}, overrides=overrides)) as pipeline:
-        completion = await pipeline.complete(REQUEST)
-        with capture_logs() as lines:
-            yield Executor(pipeline, completion.samples[0].token_ids, lines)
+    async with running() as found:
+        yield found
 
 
 NORM = TensorMeta("model.norm.weight", "float32", (128,))
@@ -248,6 +184,35 @@ async def test_an_error_of_the_check_on_the_torch_thread_is_an_answer(
             assert (outcome.code, "RuntimeError" in outcome.message) == ("weights_refused", True)
         assert executor.updates._prepared is None
     assert await executor.is_as_it_was()
+
+
+@pytest.mark.parametrize("folder", ["a\0b", "x" * 5000, "\ud800", "/dev/zero", "/proc/self/mem"])
+async def test_what_the_lane_is_said_to_have_is_looked_at_too(
+    executor: Executor, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes from the bus, where others may write."""
+    succession = executor.updates._succession
+
+    async def inherited() -> WeightsInPlace:
+        return WeightsInPlace(version=7, leader="x", folder=folder)
+
+    monkeypatch.setattr(succession, "inherited", inherited)
+    monkeypatch.setattr(succession, "behind", 0)
+    await executor.updates.catch_up(WeightSyncManager(torch.nn.Linear(1, 1)))
+    assert succession.behind == 7
+    assert executor.lines[-1]["event"] == "weights_behind"
+    monkeypatch.undo()
+    assert await executor.is_as_it_was()
+
+
+@pytest.mark.parametrize("version", [0, -1, 1 << 63, 10**30])
+async def test_the_lane_has_no_version_that_could_not_be_told(version: int) -> None:
+    for decode, encode in (
+        (msgspec.json.decode, msgspec.json.encode),
+        (msgspec.convert, lambda content: content),
+    ):
+        with pytest.raises(msgspec.ValidationError):
+            decode(encode({"version": version, "leader": "x"}), type=WeightsInPlace)
 
 
 TEXTS = ["", "g", "x" * 300, "a\0b", "/", "..", "é" * 200, "\u202e", "%s", "model.norm.weight"]

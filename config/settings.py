@@ -67,8 +67,9 @@ class EngineConfig(Settings, frozen=True, forbid_unknown_fields=True):
             sampled from, after penalties, bias and temperature; "raw": the model's own output.
         deterministic: Tokens and logprobs are the same, bit for bit, whatever else is in the
             batch, however prompts are chunked, cached or computed again. CPU only; slower.
-        max_weight_tensors: Tensors that one message of a weight update, or one folder, may have. 0
-            takes ten times what the model has, each expert counted, and 10,000.
+        max_weight_tensors: Tensors that one message of a weight update, one folder, or all parts of
+            an update may have. 0 takes ten times what the model has, each expert counted, and
+            10,000.
         max_weight_bytes: How large they may be together. 0 takes what the model has in float64, and
             1 GiB.
     """

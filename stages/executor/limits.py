@@ -26,7 +26,7 @@ _METADATA_BYTES = 4 << 20
 
 
 class WeightLimits(NamedTuple):
-    """Bounds of one source of weights: a message, or all files of a folder.
+    """Bounds of one source of weights: a message, all files of a folder, all parts of an update.
 
     Attributes:
         tensors: How many it may have.
@@ -46,7 +46,7 @@ class WeightLimits(NamedTuple):
         if number > self.tensors:
             raise WeightsError(
                 f"{number} tensors are more than this model can take, {self.tensors}; send those "
-                "of its architecture, in several parts, or raise engine.max_weight_tensors"
+                "of its architecture, or raise engine.max_weight_tensors"
             )
 
     def check_bytes(self, number: int) -> None:
@@ -54,7 +54,7 @@ class WeightLimits(NamedTuple):
         if number > self.num_bytes:
             raise WeightsError(
                 f"{number} bytes of new weights are more than this model can take, "
-                f"{self.num_bytes}; send those of its architecture, in several parts, or raise "
+                f"{self.num_bytes}; send those of its architecture, or raise "
                 "engine.max_weight_bytes"
             )
 

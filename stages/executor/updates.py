@@ -257,7 +257,7 @@ class WeightUpdates:
             tensors, origin = await self._receive(update, weights)
             if not isinstance(tensors, _Unconverted):
                 await self._on_torch(partial(weights.check, partial=True), tensors)
-            self._parts.add(update.part_of, tensors, origin)
+            self._parts.add(update.part_of, tensors, origin, weights.limits)
         except Exception:
             self._parts.drop()  # they will never be all
             raise

@@ -20,6 +20,7 @@ from nano_inference.bus.weights import GroupWeights, SharedMemoryWeights, Tensor
 from nano_inference.config import WeightsError
 from nano_inference.stages.executor.arguments import check_arguments
 from nano_inference.stages.executor.limits import WeightLimits, limits_of
+from nano_inference.stages.executor.parts import WeightParts
 from nano_inference.stages.executor.transports import Background, folder, layout, read_folder
 from nano_inference.stages.executor.transports.folder import stamp_of
 from nano_inference.stages.executor.transports.shared_memory import read_shared_memory
@@ -272,6 +273,19 @@ def test_tensors_of_more_bytes_than_the_model_can_have() -> None:
     assert sum(layout.sizes_of(metas[:4], FEW)) == FEW.num_bytes
     with pytest.raises(WeightsError, match="1310720 bytes of new weights are more"):
         layout.sizes_of(metas, FEW)
+
+
+def test_parts_are_counted_together() -> None:
+    parts = WeightParts()
+    large = torch.zeros(1 << 17)  # half of what there may be
+    parts.add("u", {"x": large[:1]}, None, FEW)
+    for _ in range(5):
+        parts.add("u", {"y": large.clone()[:1]}, None, FEW)
+    with pytest.raises(WeightsError, match="1572864 bytes of new weights are more"):
+        parts.add("u", {"z": large.clone()[:1]}, None, FEW)
+    parts.drop()
+    with pytest.raises(WeightsError, match="101 tensors are more"):
+        parts.add("u", {str(number): large for number in range(101)}, None, FEW)
 
 
 # --- for models as they are -----------------------------------------------------------------------

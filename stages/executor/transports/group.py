@@ -68,7 +68,7 @@ class WeightGroups:
         with self._lock:
             if self._joins == _MOST_JOINS:
                 raise WeightsError(
-                    f"{_MOST_JOINS} groups are being joined; wait until their time is up",
+                    f"{_MOST_JOINS} groups are being joined; join again when their time is up",
                     code="weights_busy",
                 )
             # Under the lock, so that it is counted only when there is one.
@@ -118,7 +118,9 @@ class WeightGroups:
         """Says that a broadcast of this group will not be received."""
         with self._lock:
             member = self._members.get(name)
-            if member is not None and member.receiving:
+            if member is None:
+                return  # nothing was sent to it, and it may be that it is being joined
+            if member.receiving:
                 member.skipped = True
                 return
         self.leave(name)

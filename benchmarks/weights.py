@@ -133,7 +133,7 @@ def measure_transports(megabytes: int, repeat: int) -> tuple[int, dict[str, list
     ):
         file = Path(folder, "model.safetensors")
         wish = JoinWeightsGroup("weights", peer.recv(), 1, 2, "gloo", LIMIT_S)
-        groups.join(wish, torch.device("cpu"))
+        groups.join(wish, torch.device("cpu")).result()
         steps: dict[str, Callable[[], object]] = {
             "memcpy": lambda: np.copyto(target, source),
             "memcpy to new memory": source.copy,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
+
+_LARGEST = (1 << 63) - 1
+"""Of the integers that every message can carry."""
 
 
 class WeightsInPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -18,7 +21,7 @@ class WeightsInPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         stamp: Which files those were; see `transports.folder.stamp_of`.
     """
 
-    version: int
+    version: Annotated[int, msgspec.Meta(ge=1, le=_LARGEST)]
     leader: str
     folder: str = ""
     stamp: str = ""

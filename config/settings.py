@@ -68,6 +68,11 @@ class EngineConfig(Settings, frozen=True, forbid_unknown_fields=True):
             sampled from, after penalties, bias and temperature; "raw": the model's own output.
         deterministic: Tokens and logprobs are the same, bit for bit, whatever else is in the
             batch, however prompts are chunked, cached or computed again. CPU only; slower.
+        max_weight_tensors: Tensors that one message of a weight update, one folder, or all parts of
+            an update may have. 0 takes ten times what the model has, each expert counted, and
+            10,000.
+        max_weight_bytes: How large they may be together. 0 takes what the model has in float64, and
+            1 GiB.
     """
 
     SECTION: ClassVar[str] = "engine"
@@ -88,12 +93,15 @@ class EngineConfig(Settings, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
     logprobs_mode: Literal["processed", "raw"] = "processed"
     deterministic: bool = False
+    max_weight_tensors: int = 0
+    max_weight_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.require("model_path", bool(self.model_path), "a folder, or 'tiny'")
         for name in ("block_size", "max_batch_size", "max_tokens_per_batch", "kv_cache_bytes"):
             self.require(name, getattr(self, name) >= 1, "at least 1")
-        self.require("cpu_threads", self.cpu_threads >= 0, "at least 0")
+        for name in ("cpu_threads", "max_weight_tensors", "max_weight_bytes"):
+            self.require(name, getattr(self, name) >= 0, "at least 0")
         self.require("max_model_len", self.max_model_len >= 2, "at least 2")
         self.require(
             "gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "above 0, at most 1"
@@ -422,7 +430,8 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
         effects_by_get: Which calls with effects are taken by GET as well, from programs that do not
             call themselves a browser: "none"; "flush_cache", as trainers call it; "all", with
             those that release and resume memory.
-        sync_timeout_s: How long a part of a weight update may take to arrive.
+        sync_timeout_s: How long a part of a weight update may take to arrive. A call about weights
+            waits for others half a minute longer, and is then refused as `weights_busy`.
         health_timeout_s: How long `/health_generate` waits for its one token.
     """
 
@@ -460,7 +469,7 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
         for name in self.__struct_fields__:
             if name.endswith(("timeout_s", "alive_s")):
                 value = getattr(self, name)
-                self.require(name, math.isfinite(value) and value > 0, "finite, above 0")
+                self.require(name, 0 < value <= 86_400, "above 0, at most 86400 (a day)")
         self.require(
             "allowed_hosts",
             all(name and not set(name) & set("/: *") for name in self.allowed_hosts),

@@ -30,6 +30,7 @@ from .inputs import InputBuilder, StepInputs, model_forward
 from .kernels.compile import KernelsUnavailable
 from .kernels.modules import FastModules, find_fast_modules
 from .kv_cache import DecodeKernel, KVCache, count_blocks
+from .limits import limits_of
 from .memory import LaneMemory, no_memory
 from .model import LoadedModel, load_model
 from .report import score_prompts
@@ -80,7 +81,10 @@ class ExecutorCore:
         """
         self.model = load_model(config) if model is None else model
         self.cache = KVCache(self.model, count_blocks(config, self.model), config.block_size)
-        self.weights = WeightSyncManager(self.model.module)
+        self.weights = WeightSyncManager(
+            self.model.module,
+            limits_of(self.model.module, config.max_weight_tensors, config.max_weight_bytes),
+        )
         self.memory = LaneMemory(self.cache, self.weights)
         self._now_ns = now_ns
         self._raw_logprobs = config.logprobs_mode == "raw"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...bus.control import MEMORY_TAGS
-from ...config import WeightsError
+from ...config import WeightsError, shown
 from .kv_cache import KVCache
 from .weights import WeightSyncManager
 
@@ -93,7 +93,8 @@ class LaneMemory:
 
 def _check(tags: Collection[str]) -> None:
     if unknown := sorted(set(tags) - set(MEMORY_TAGS)):
-        raise WeightsError(f"there is no memory {unknown[0]!r}; give {' or '.join(MEMORY_TAGS)}")
+        known = " or ".join(MEMORY_TAGS)
+        raise WeightsError(f"there is no memory {shown(unknown[0])}; give {known}")
 
 
 def _allocate(tensors: Iterable[Tensor]) -> None:

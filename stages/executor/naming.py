@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...config import WeightsError
+from ...config import WeightsError, shown
 from .model import no_progress_bars
 
 
@@ -42,7 +42,15 @@ def as_parameters(
         return tensors
     if not hasattr(module, "config") or not all(isinstance(v, Tensor) for v in tensors.values()):
         return tensors  # nothing that could be converted, which whoever checks it will say
-    return _load(_hull(module, tensors), tensors)
+    # Apart, since loading casts one kind of number to the other without a word. Integers go first,
+    # as those that are no parameter's would be missed among the others.
+    floating = {name: each for name, each in tensors.items() if each.is_floating_point()}
+    integers = {name: each for name, each in tensors.items() if name not in floating}
+    found: dict[str, Tensor] = {}
+    for some in (integers, floating):
+        if some:
+            found |= _load(_hull(module, some), some)
+    return found
 
 
 def _hull(module: nn.Module, tensors: Mapping[str, Tensor]) -> Any:
@@ -63,6 +71,7 @@ def _hull(module: nn.Module, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _load(hull: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Args: tensors of one kind, floating or not."""
     # Only here, as it is no part of Transformers' public interface: whoever sends parameters by
     # their names does not depend on it.
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -71,23 +80,31 @@ def _load(hull: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     mapping: Any = get_model_conversion_mapping(hull)
     rules = LoadStateDictConfig(weight_mapping=mapping)
-    shapes = {name: tuple(tensor.shape) for name, tensor in hull.state_dict().items()}
+    own = hull.state_dict()
     with no_progress_bars():
         info, _ = convert_and_load_state_dict_in_model(hull, dict(tensors), rules)
+    loaded = {name: each.detach() for name, each in hull.state_dict().items() if not each.is_meta}
+    wrong_shapes = sorted((name, tuple(shape)) for name, shape, _ in info.mismatched_keys)
+    floating = next(iter(tensors.values())).is_floating_point()
+    for name in sorted({*loaded, *info.conversion_errors, *(name for name, _ in wrong_shapes)}):
+        if name in own and own[name].is_floating_point() != floating:
+            kind = "floating-point numbers" if floating else "integers"
+            raise WeightsError(
+                f"the new weights don't fit: {shown(name)} comes as {kind}, and the model's is "
+                f"{own[name].dtype}; send a dtype of the same kind"
+            )
     hull._adjust_missing_and_unexpected_keys(info)
     if unknown := sorted(info.unexpected_keys):
         raise WeightsError(
             f"the new weights don't fit: {len(unknown)} tensors that the model does not have, "
-            f"such as {unknown[0]!r}; pass those of the same architecture"
+            f"such as {shown(unknown[0])}; pass those of the same architecture"
         )
     parts = "all parts of a parameter that the model has fused must come in one update"
     for name in sorted(info.conversion_errors):
         raise PartsMissing(f"the new weights don't fit: {name!r} can't be put together; {parts}")
-    for name, shape, _ in sorted(info.mismatched_keys):
+    for name, shape in wrong_shapes:
         raise PartsMissing(
-            f"the new weights don't fit: {name!r} is made {tuple(shape)}, and the model's is "
-            f"{shapes[name]}; {parts}"
+            f"the new weights don't fit: {name!r} is made {shape}, and the model's is "
+            f"{tuple(own[name].shape)}; {parts}"
         )
-    return {
-        name: tensor.detach() for name, tensor in hull.state_dict().items() if not tensor.is_meta
-    }
+    return loaded

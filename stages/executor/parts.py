@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...bus.weights import StagedWeights
 from ...config import WeightsError
+from .limits import UNLIMITED, WeightLimits
 
 
 class Origin(NamedTuple):
@@ -26,20 +27,32 @@ class WeightParts:
         self._parts = 0
         self._tensors: dict[str, Tensor] = {}
         self._origin: Origin | None = None
+        # What the tensors hold at most: of one that came again, the former counts as well.
+        self._num_bytes = 0
 
     def add(
         self,
         update: str,
         tensors: Mapping[str, Tensor],
         origin: Origin | None = None,
+        limits: WeightLimits = UNLIMITED,
     ) -> None:
-        """Keeps a part. Of a tensor that comes again the last one counts."""
+        """Keeps a part. Of a tensor that comes again the last one counts.
+
+        Raises:
+            WeightsError: All parts together are more than the limits allow.
+        """
         if update != self._update:
             self.drop()
             self._update = update
         self._parts += 1
         self._origin = origin if self._parts == 1 else None
         self._tensors.update(tensors)
+        self._num_bytes += _held(tensors)
+        if self._num_bytes > limits.num_bytes:
+            self._num_bytes = _held(self._tensors)
+        limits.check_tensors(len(self._tensors))
+        limits.check_bytes(self._num_bytes)
 
     def take(self, staged: StagedWeights) -> tuple[Mapping[str, Tensor], Origin | None]:
         """All tensors of an update, and their origin if they have one; keeps nothing any longer.
@@ -60,3 +73,10 @@ class WeightParts:
     def drop(self) -> None:
         """Keeps nothing."""
         self._update, self._parts, self._tensors, self._origin = "", 0, {}, None
+        self._num_bytes = 0
+
+
+def _held(tensors: Mapping[str, Tensor]) -> int:
+    """The memory that is there as long as these tensors are, in bytes: they may be views."""
+    held = {each.untyped_storage().data_ptr(): each for each in tensors.values()}
+    return sum(each.untyped_storage().nbytes() for each in held.values())

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -18,7 +19,6 @@ from ...bus.control import (
     LeaveWeightsGroup,
     ReleaseMemory,
     ResumeMemory,
-    TellWeightVersion,
     UpdateWeights,
     WeightsStaged,
 )
@@ -31,9 +31,10 @@ from ...bus.weights import (
     StagedWeights,
     WeightsSource,
 )
-from ...config import WeightsError
+from ...config import WeightsError, shown
 from ...telemetry import instruments, names, now_ns
 from ..actor import Actor
+from .arguments import Operation, check_arguments, check_path
 from .core import ExecutorCore
 from .naming import PartsMissing
 from .parts import Origin, WeightParts
@@ -42,18 +43,11 @@ from .succession import Succession
 from .transports import Background, WeightGroups, fetch, read_folder, stamp_of
 from .weights import WeightSyncManager
 
-Operation = (
-    UpdateWeights
-    | FinishUpdate
-    | JoinWeightsGroup
-    | LeaveWeightsGroup
-    | TellWeightVersion
-    | ReleaseMemory
-    | ResumeMemory
-)
-
 # How long the weights of a predecessor may take to be read.
 _RESTORE_S = 300.0
+
+# What an update has for its fetching that has waited for its turn to the last moment.
+_LEAST_FETCH_S = 0.001
 
 
 def _stay_single() -> None:
@@ -153,7 +147,7 @@ class WeightUpdates:
         try:
             async with asyncio.timeout(_RESTORE_S):
                 tensors = await self._fetch(_read_again, found, weights)
-                await self._on_torch(weights.sync_blocking, tensors, found.version)
+            await self._on_torch(weights.sync_blocking, tensors, found.version)
         except (WeightsError, TimeoutError) as error:
             why = error.message if isinstance(error, WeightsError) else "reading took too long"
             self._succession.fall_behind(found.version, why)
@@ -165,39 +159,67 @@ class WeightUpdates:
             self._restoring = ""
 
     async def obey(self, operation: Operation, core: ExecutorCore) -> None:
-        """Does it, and answers unless the answer comes later."""
-        weights = core.weights
+        """Does it, and answers unless the answer comes later.
+
+        Whatever goes wrong before weights are changed is an answer. What goes wrong while memory
+        is released or taken again is raised, unless it is a WeightsError: nobody knows then what
+        the executor has.
+        """
         self._unanswered[id(operation)] = operation
-        done = True
         try:
-            match operation:
-                case UpdateWeights(part_of=update) if update:
-                    await self._keep_part(operation, weights)
-                case UpdateWeights(prepare_as=name) if name:
-                    await self._prepare_update(operation, weights)
-                case UpdateWeights():
-                    await self._update(operation, weights)
-                    done = False
-                case FinishUpdate():
-                    await self._finish(operation, weights)
-                    done = operation.version is None
-                case JoinWeightsGroup():
-                    await self._fetch(self._groups.join, operation, weights.device)
-                case LeaveWeightsGroup(group):
-                    self._groups.leave(group)
-                case ReleaseMemory() | ResumeMemory():
-                    await self.memory.obey(operation, core)
-        except WeightsError as error:
-            self._actor.log.warning(
-                "operation_refused",
-                operation=type(operation).__name__,
-                code=error.code,
-                reason=error.message,
-            )
-            await self._answer(operation, weights.version, error)
+            self._check(operation, core.weights)
+            done = await self._do(operation, core)
+        except Exception as error:
+            memory = isinstance(operation, ReleaseMemory | ResumeMemory)
+            if memory and not isinstance(error, WeightsError):
+                raise
+            await self._refuse(operation, core.weights.version, error)
+            return
+        if done:
+            await self._answer(operation, core.weights.version)
         else:
-            if done:
-                await self._answer(operation, weights.version)
+            await self.stage()
+
+    async def _do(self, operation: Operation, core: ExecutorCore) -> bool:
+        """Returns whether it is done; else it will be when the next plan is."""
+        weights = core.weights
+        match operation:
+            case UpdateWeights(part_of=update) if update:
+                await self._keep_part(operation, weights)
+            case UpdateWeights(prepare_as=name) if name:
+                await self._prepare_update(operation, weights)
+            case UpdateWeights():
+                await self._update(operation, weights)
+                return False
+            case FinishUpdate():
+                await self._finish(operation, weights)
+                return operation.version is None
+            case JoinWeightsGroup():
+                await asyncio.wrap_future(self._groups.join(operation, weights.device))
+            case LeaveWeightsGroup(group):
+                self._groups.leave(group)
+            case ReleaseMemory() | ResumeMemory():
+                await self.memory.obey(operation, core)
+        return True
+
+    def _check(self, operation: Operation, weights: WeightSyncManager) -> None:
+        try:
+            check_arguments(operation, weights.limits)
+        except WeightsError:
+            if isinstance(operation, UpdateWeights):
+                self._miss(operation)
+            raise
+
+    async def _refuse(self, operation: Operation, version: int, error: Exception) -> None:
+        refusal = _refusal(error)
+        self._actor.log.warning(
+            "operation_refused",
+            operation=type(operation).__name__,
+            code=refusal.code,
+            reason=refusal.message,
+            exc_info=refusal.__cause__,
+        )
+        await self._answer(operation, version, refusal)
 
     async def stage(self) -> None:
         """Tells batching of an update that is still to be put in place, if there is one."""
@@ -229,22 +251,40 @@ class WeightUpdates:
                 "a state dict of this process can't be a part of an update, since it may change "
                 "until the others come; pass all tensors at once"
             )
-        async with self._fetching:
-            try:
-                tensors, origin = await self._receive(update, weights)
-                if not isinstance(tensors, _Unconverted):
-                    await self._on_torch(partial(weights.check, partial=True), tensors)
-            except WeightsError:
-                self._parts.drop()  # they will never be all
-                raise
-            self._parts.add(update.part_of, tensors, origin)
+        left_s = await self._take_turn(update)
+        try:
+            update = msgspec.structs.replace(update, timeout_s=left_s)
+            tensors, origin = await self._receive(update, weights)
+            if not isinstance(tensors, _Unconverted):
+                await self._on_torch(partial(weights.check, partial=True), tensors)
+            self._parts.add(update.part_of, tensors, origin, weights.limits)
+        except Exception:
+            self._parts.drop()  # they will never be all
+            raise
+        finally:
+            self._fetching.release()
+
+    async def _take_turn(self, update: UpdateWeights) -> float:
+        """Waits until nothing else is fetched; returns how many seconds the update has left.
+
+        Raises:
+            WeightsError: Something else was fetched all the time that the update had.
+        """
+        loop = asyncio.get_running_loop()
+        end = loop.time() + update.timeout_s
+        try:
+            async with asyncio.timeout_at(end):
+                await self._fetching.acquire()
+        except TimeoutError:
+            self._miss(update)
+            raise _busy() from None
+        return max(end - loop.time(), _LEAST_FETCH_S)
 
     async def _update(self, update: UpdateWeights, weights: WeightSyncManager) -> None:
         self._refuse_if_busy(update)
         async with self._fetching:
             fetched = await self._receive(update, weights)
             await self._start(update, update, fetched, update.version, weights)
-        await self.stage()
 
     async def _prepare_update(self, update: UpdateWeights, weights: WeightSyncManager) -> None:
         self._refuse_if_busy(update)
@@ -278,7 +318,6 @@ class WeightUpdates:
                 await self._start(finish, update, fetched, finish.version, weights)
         finally:
             self._prepared = None
-        await self.stage()
 
     def _drop_prepared(self) -> None:
         self._prepared = None
@@ -286,12 +325,13 @@ class WeightUpdates:
 
     def _refuse_if_busy(self, update: UpdateWeights) -> None:
         if self._fetching.locked() or self._staged is not None or self._prepared is not None:
-            if isinstance(update.source, GroupWeights):
-                self._groups.skip(update.source.group)
-            raise WeightsError(
-                "a weight update is under way already; wait until it is in place",
-                code="weights_busy",
-            )
+            self._miss(update)
+            raise _busy()
+
+    def _miss(self, update: UpdateWeights) -> None:
+        """What it broadcasts is received by nobody, and must not be taken for what comes later."""
+        if isinstance(update.source, GroupWeights):
+            self._groups.skip(update.source.group)
 
     async def _start(
         self,
@@ -316,8 +356,8 @@ class WeightUpdates:
     ) -> _Fetched:
         folder = source.path if isinstance(source, FolderWeights) else ""
         # Before they are read: what is written anew meanwhile will not have this stamp.
-        origin = Origin(folder, stamp_of(folder)) if folder else None
-        tensors = fetch(source, self._groups, update.timeout_s)
+        origin = Origin(folder, stamp_of(folder, weights.limits)) if folder else None
+        tensors = fetch(source, self._groups, update.timeout_s, weights.limits)
         try:
             return _Fetched(weights.prepare(tensors, checkpoint=bool(folder)), origin)
         except PartsMissing:
@@ -337,7 +377,13 @@ class WeightUpdates:
         return fetched
 
     async def _fetch(self, function: Callable[..., Any], *args: Any) -> Any:
-        return await asyncio.wrap_future(self._thread.submit(function, *args))
+        """Raises WeightsError, whatever the function raises."""
+        try:
+            return await asyncio.wrap_future(self._thread.submit(function, *args))
+        except WeightsError:
+            raise
+        except Exception as error:
+            raise _refusal(error) from error
 
     def close(self) -> None:
         """Leaves all groups, so that nothing waits for a trainer any more."""
@@ -356,6 +402,24 @@ class WeightUpdates:
         await self._actor.answer(operation.operation_id, version, error, self.behind)
 
 
+def _busy() -> WeightsError:
+    return WeightsError(
+        "a weight update is under way already; wait until it is in place", code="weights_busy"
+    )
+
+
+def _refusal(error: Exception) -> WeightsError:
+    """What its sender is told of an error."""
+    if isinstance(error, WeightsError):
+        return error
+    refusal = WeightsError(
+        f"the executor could not do it ({type(error).__name__}: {shown(str(error))}); its log has "
+        "the traceback, and its weights are as they were"
+    )
+    refusal.__cause__ = error
+    return refusal
+
+
 def _is_an_update(operation: Operation) -> bool:
     """Whether weights are in place when it is done."""
     if isinstance(operation, FinishUpdate):
@@ -371,10 +435,12 @@ def _read_again(found: WeightsInPlace, weights: WeightSyncManager) -> dict[str, 
     """
     if not found.folder:
         raise WeightsError("they did not come from a folder as a whole")
+    check_path(found.folder)
     changed = f"the files of {found.folder} are others than they were"
-    if stamp_of(found.folder) != found.stamp:
+    if stamp_of(found.folder, weights.limits) != found.stamp:
         raise WeightsError(changed)
-    tensors = weights.prepare(read_folder(found.folder), checkpoint=True)
-    if stamp_of(found.folder) != found.stamp:
+    read = read_folder(found.folder, weights.limits)
+    tensors = weights.prepare(read, checkpoint=True)
+    if stamp_of(found.folder, weights.limits) != found.stamp:
         raise WeightsError(changed)
     return tensors

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ...config import WeightsError
+from ...config import WeightsError, shown
+from .limits import WeightLimits, limits_of
 from .naming import as_parameters
 
 _NAMED = 3
@@ -25,9 +26,11 @@ class WeightSyncManager:
         version: Of the weights in place; 0 are those that were loaded.
         empty: The parameters hold nothing, since their memory was released. Then only all of the
             weights are taken.
+        limits: The most that one source of new weights may bring.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, limits: WeightLimits | None = None) -> None:
+        self.limits = limits or limits_of(module)
         self.version = 0
         self.empty = False
         self._closed = False
@@ -79,10 +82,13 @@ class WeightSyncManager:
         """
         named = as_parameters(self._module, new_weights, checkpoint=checkpoint)
         own = self._module.state_dict()
-        prepared = {
-            name: tensor.to(own[name].dtype) if _castable(tensor, own.get(name)) else tensor
-            for name, tensor in named.items()
-        }
+        prepared: dict[str, Tensor] = {}
+        for name, tensor in named.items():
+            if name in own:  # else `check` refuses it
+                # Before it is cast: of the model's shape it takes no more memory than that.
+                _check_fits(name, tensor, own[name])
+                tensor = tensor.to(own[name].dtype)
+            prepared[name] = tensor
         self._check_numbers(prepared)
         return prepared
 
@@ -133,8 +139,8 @@ class WeightSyncManager:
             version = self.version + 1
         elif version <= self.version:
             raise WeightsError(
-                f"version {version} is not above that of the weights in place, {self.version}; "
-                "give a larger one, or none"
+                f"version {shown(version)} is not above that of the weights in place, "
+                f"{self.version}; give a larger one, or none"
             )
         return version
 
@@ -185,21 +191,11 @@ class WeightSyncManager:
             if names:
                 raise WeightsError(
                     f"the new weights don't fit: {len(names)} tensors that the model {kind}, such "
-                    f"as {names[0]!r}; pass the state_dict of the same architecture"
+                    f"as {shown(names[0])}; pass the state_dict of the same architecture"
                 )
         first_of: dict[int, str] = {}
         for name, tensor in new_weights.items():
-            if not isinstance(tensor, Tensor) or tensor.shape != own[name].shape:
-                shown = tuple(getattr(tensor, "shape", ())) or type(tensor).__name__
-                raise WeightsError(
-                    f"the new weights don't fit: {name!r} is {shown}, and the model's is "
-                    f"{tuple(own[name].shape)}"
-                )
-            if tensor.is_floating_point() != own[name].is_floating_point():
-                raise WeightsError(
-                    f"the new weights don't fit: {name!r} is {tensor.dtype}, and the model's is "
-                    f"{own[name].dtype}"
-                )
+            _check_fits(name, tensor, own[name])
             first = first_of.setdefault(id(own[name]), name)
             if first != name and not _same(tensor, new_weights[first]):
                 raise WeightsError(
@@ -250,14 +246,18 @@ def _is_finite(tensor: object) -> bool:
     return bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all())
 
 
-def _castable(tensor: object, own: Tensor | None) -> bool:
-    """Whether the module's dtype is another, and one that is no other kind of number."""
-    return (
-        isinstance(tensor, Tensor)
-        and own is not None
-        and tensor.dtype != own.dtype
-        and tensor.is_floating_point() == own.is_floating_point()
-    )
+def _check_fits(name: str, tensor: object, own: Tensor) -> None:
+    """Whether it has the module's shape, and is of the same kind of number."""
+    if not isinstance(tensor, Tensor) or tensor.shape != own.shape:
+        found = tuple(getattr(tensor, "shape", ())) or type(tensor).__name__
+        raise WeightsError(
+            f"the new weights don't fit: {name!r} is {found}, and the model's is {tuple(own.shape)}"
+        )
+    if tensor.is_floating_point() != own.is_floating_point():
+        raise WeightsError(
+            f"the new weights don't fit: {name!r} is {tensor.dtype}, and the model's is "
+            f"{own.dtype}; send a dtype of the same kind"
+        )
 
 
 def _same(left: Tensor, right: Tensor) -> bool:

@@ -3,18 +3,49 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ....bus.weights import TensorMeta
-from ....config import WeightsError
+from ....config import WeightsError, shown
+from ..limits import UNLIMITED, WeightLimits
 
-_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_T = TypeVar("_T")
+
+_NUMBERS = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+    *(torch.float8_e8m0fnu, torch.bool, torch.uint8, torch.int8),
+    *(torch.int16, torch.int32, torch.int64),
+)
+"""What torch can convert to a parameter's dtype, each number by itself."""
+
+_DTYPES: dict[str, torch.dtype] = {
+    name: each for name, each in vars(torch).items() if each in _NUMBERS
+}
 
 _MOST_BYTES = 1 << 62
 """More than any memory, and little enough for torch to count."""
+
+_MOST_DIMENSIONS = 64  # torch's, and as many as are shown
+
+_IN_A_GO = 256
+"""Tensors."""
+
+
+def unhurried(items: Iterable[_T]) -> Iterator[_T]:
+    """The same items; between them other threads of the process have their turn at once.
+
+    They would anyway, but only after asking for some milliseconds, each time that they had to wait.
+    """
+    for number, item in enumerate(items, 1):
+        yield item
+        if not number % _IN_A_GO:
+            time.sleep(0)
 
 
 def meta_of(name: str, tensor: Tensor) -> TensorMeta:
@@ -24,36 +55,44 @@ def meta_of(name: str, tensor: Tensor) -> TensorMeta:
 
 def dtype_of(meta: TensorMeta) -> torch.dtype:
     """Raises WeightsError for what names no dtype of numbers."""
-    dtype = getattr(torch, meta.dtype, None)
-    if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype in _INTEGERS):
-        return dtype
-    raise WeightsError(f"{meta.name!r:.200} has the unknown dtype {meta.dtype!r:.40}")
+    dtype = _DTYPES.get(meta.dtype)
+    if dtype is None:
+        raise WeightsError(f"{shown(meta.name)} has the unknown dtype {shown(meta.dtype)}")
+    return dtype
 
 
 def num_bytes(meta: TensorMeta) -> int:
     """Raises WeightsError for a shape that no tensor has."""
     dtype = dtype_of(meta)
     count = held = dtype.itemsize
-    for size in meta.shape:
+    for size in meta.shape[: _MOST_DIMENSIONS + 1]:
         count *= size
         held *= max(size, 1)
         if size < 0 or held > _MOST_BYTES:
-            raise WeightsError(f"{meta.name!r:.200} has the shape {meta.shape!s:.200}")
-    return count
+            break
+    else:
+        if len(meta.shape) <= _MOST_DIMENSIONS:
+            return count
+    shape = ", ".join(shown(size) for size in meta.shape[:_MOST_DIMENSIONS])
+    raise WeightsError(f"{shown(meta.name)} has the shape ({shape}), which no tensor has")
 
 
-def sizes_of(tensors: Sequence[TensorMeta]) -> list[int]:
+def sizes_of(tensors: Sequence[TensorMeta], limits: WeightLimits = UNLIMITED) -> list[int]:
     """The bytes of each tensor.
 
     Raises:
-        WeightsError: A name comes twice, or a dtype or shape is none.
+        WeightsError: A name comes twice, a dtype or shape is none, or it is too much in all.
     """
+    limits.check_tensors(len(tensors))
     names: set[str] = set()
-    for meta in tensors:
+    sizes: list[int] = []
+    for meta in unhurried(tensors):
         if meta.name in names:
-            raise WeightsError(f"{meta.name!r:.200} comes twice")
+            raise WeightsError(f"{shown(meta.name)} comes twice")
         names.add(meta.name)
-    return [num_bytes(meta) for meta in tensors]
+        sizes.append(num_bytes(meta))
+    limits.check_bytes(sum(sizes))
+    return sizes
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from types import TracebackType
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ....bus.weights import SharedMemoryWeights, TensorMeta
-from ....config import WeightsError
-from .layout import as_tensor, dtype_of, meta_of, read_file, sizes_of
+from ....config import WeightsError, shown
+from ..limits import UNLIMITED, WeightLimits
+from .layout import as_tensor, dtype_of, meta_of, read_file, sizes_of, unhurried
 
 _FOLDER = Path("/dev/shm")  # where Linux has it
 
@@ -115,30 +116,42 @@ class SharedWeights:
             segment.unlink()
 
 
-def read_shared_memory(source: SharedMemoryWeights) -> dict[str, Tensor]:
+def read_shared_memory(
+    source: SharedMemoryWeights, limits: WeightLimits = UNLIMITED
+) -> dict[str, Tensor]:
     """Copies the tensors out of shared memory.
 
     All that the message says is checked against the sizes of what is there before anything is
     allocated, and nothing is mapped: a segment that shrinks meanwhile is an error, not a signal.
+    One segment is open at a time, so that many leave the process its descriptors.
 
     Raises:
-        WeightsError: A segment is missing, or the message does not fit what is there.
+        WeightsError: A segment is missing, or the message does not fit what is there or the limits.
     """
-    sizes = sizes_of(source.tensors)
+    sizes = sizes_of(source.tensors, limits)
     if len(source.places) != len(sizes):
         raise WeightsError(f"{len(sizes)} tensors have {len(source.places)} places")
     if len(set(source.segments)) < len(source.segments):
         raise WeightsError("a segment is named twice")
     try:
-        with ExitStack() as stack:
-            files = [stack.enter_context(_opened(name)) for name in source.segments]
-            room = [os.fstat(file).st_size for file in files]
-            for meta, size, place in zip(source.tensors, sizes, source.places, strict=True):
-                _check_place(meta, size, place, room)
-            memory = [read_file(file, 0, size) for file, size in zip(files, room, strict=True)]
+        room = [_size_of(name) for name in unhurried(source.segments)]
+        limits.check_bytes(sum(room))
+        for meta, size, place in unhurried(zip(source.tensors, sizes, source.places, strict=True)):
+            _check_place(meta, size, place, room)
+        memory = [_copied(name, size) for name, size in zip(source.segments, room, strict=True)]
     except OSError as error:
         raise WeightsError(f"shared memory can't be read: {error.strerror}") from None
-    return {meta.name: tensor for meta, tensor in _views(memory, source)}
+    return {meta.name: tensor for meta, tensor in unhurried(_views(memory, source))}
+
+
+def _size_of(name: str) -> int:
+    with _opened(name) as file:
+        return os.fstat(file).st_size
+
+
+def _copied(name: str, size: int) -> Tensor:
+    with _opened(name) as file:
+        return read_file(file, 0, size)
 
 
 def _views(
@@ -193,13 +206,13 @@ def _reserve(size: int) -> SharedMemory:
 def _opened(name: str, flags: int = os.O_RDONLY) -> Iterator[int]:
     """A descriptor of a segment; without Python's SharedMemory, which would remove it at exit."""
     if not _NAME.fullmatch(name) or name.startswith("."):
-        raise WeightsError(f"{name!r:.200} names no shared memory")
+        raise WeightsError(f"{shown(name)} names no shared memory")
     try:
         file = os.open(_FOLDER / name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         raise WeightsError(
-            f"there is no shared memory {name!r}; the trainer must keep it until it is read, and "
-            "be on the executor's machine (in containers: with a common /dev/shm)"
+            f"there is no shared memory {shown(name)}; the trainer must keep it until it is read, "
+            "and be on the executor's machine (in containers: with a common /dev/shm)"
         ) from None
     try:
         yield file
@@ -209,11 +222,12 @@ def _opened(name: str, flags: int = os.O_RDONLY) -> Iterator[int]:
 
 def _check_place(meta: TensorMeta, size: int, place: tuple[int, int], room: list[int]) -> None:
     segment, offset = place
+    name = shown(meta.name)
     if not 0 <= segment < len(room):
-        raise WeightsError(f"{meta.name!r:.200} is in segment {segment} of {len(room)}")
+        raise WeightsError(f"{name} is in segment {shown(segment)} of {len(room)}")
     if offset < 0 or offset + size > room[segment]:
         raise WeightsError(
-            f"{meta.name!r:.200} is at {offset} to {offset + size} of {room[segment]} bytes"
+            f"{name} is at {shown(offset)} to {shown(offset + size)} of {room[segment]} bytes"
         )
     if offset % dtype_of(meta).itemsize:
-        raise WeightsError(f"{meta.name!r:.200} is at {offset}, where no {meta.dtype} begins")
+        raise WeightsError(f"{name} is at {offset}, where no {meta.dtype} begins")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
+from contextlib import asynccontextmanager
 
 import anyio
 import structlog
@@ -13,6 +14,9 @@ from ....bus.weights import GroupWeights, InFlight, StagedWeights, WeightsSource
 from ....config import NanoInferenceError, WeightsError
 from ..engine import EngineClient
 from .labels import VersionLabels, number_of
+
+_MORE_S = 30.0
+"""How much longer than a part may take a call waits for those before it."""
 
 
 class _Parts:
@@ -45,6 +49,9 @@ class WeightSync:
 
     Outside of that each call is an update of its own.
 
+    Calls are taken one at a time, in order. One that waits for others too long is refused with a
+    WeightsError, `weights_busy`, and has changed nothing.
+
     Attributes:
         paused: Whether generation was paused through this gateway.
         released: The memory that was released through it.
@@ -56,14 +63,13 @@ class WeightSync:
         self._engine = engine
         self._labels = labels
         self._timeout_s = timeout_s
-        # One call at a time: what comes while a part is on its way waits behind it.
-        self._turn = anyio.Lock()
+        self._lock = anyio.Lock()
         self._session = False
         self._parts = _Parts()
 
     async def pause(self, in_flight: InFlight) -> int:
         """Pauses generation and begins an update; returns how many parts of another it dropped."""
-        async with self._turn:
+        async with self._turn():
             await self._engine.pause(in_flight)
             self.paused = True
             return 0 if self._session else self._begin()
@@ -74,7 +80,7 @@ class WeightSync:
         Raises:
             WeightsError: A session is open.
         """
-        async with self._turn:
+        async with self._turn():
             if self._session:
                 raise WeightsError(
                     "a weight update session is open already; end it first", code="weights_busy"
@@ -91,7 +97,7 @@ class WeightSync:
         Raises:
             WeightsError: No session is open, or a part has failed.
         """
-        async with self._turn:
+        async with self._turn():
             if not self._session:
                 raise WeightsError("no weight update session is open; begin one first")
             self._session = False
@@ -106,7 +112,7 @@ class WeightSync:
         Raises:
             WeightsError: A part has failed. The old weights are in place.
         """
-        async with self._turn:
+        async with self._turn():
             try:
                 return None if self._session else await self._put_in_place()
             finally:
@@ -119,7 +125,7 @@ class WeightSync:
         Raises:
             WeightsError: A weight update is under way.
         """
-        async with self._turn:
+        async with self._turn():
             await self._engine.release_memory(tags)
             self.released.update(tags)
             return 0 if self.paused or self._session else self._begin()
@@ -135,7 +141,7 @@ class WeightSync:
         Raises:
             WeightsError: There is not enough memory; or a part has failed, and memory is there.
         """
-        async with self._turn:
+        async with self._turn():
             if "weights" in tags:
                 await self._engine.resume_memory(("weights",))
                 self.released.discard("weights")
@@ -169,7 +175,7 @@ class WeightSync:
         Raises:
             WeightsError: They could not be taken.
         """
-        async with self._turn:
+        async with self._turn():
             if not (self.paused or self._session or self.released):
                 return await self._update_weights(
                     weights, label, "abort" if abort else "keep", partial=not whole
@@ -197,8 +203,26 @@ class WeightSync:
 
     async def rename(self, label: str) -> None:
         """Gives the version in place another name."""
-        async with self._turn:
+        async with self._turn():
             self._labels.put(await self._engine.weight_version(), label)
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """What comes while a part is on its way waits behind it, but not behind any number."""
+        limit_s = self._timeout_s + _MORE_S
+        try:
+            with anyio.fail_after(limit_s):
+                await self._lock.acquire()
+        except TimeoutError:
+            raise WeightsError(
+                f"other calls about weights took all of {limit_s:g} s, and nothing was done; call "
+                "again when they have ended, or end them with destroy_weights_update_group",
+                code="weights_busy",
+            ) from None
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _begin(self) -> int:
         """Forgets the parts that there are; returns how many were forgotten."""

@@ -151,10 +151,8 @@ class WeightCalls:
             raise RequestError("names, dtypes and shapes differ in length")
         if not body.names:
             raise RequestError("names is empty; name the tensors that are broadcast")
-        tensors = tuple(
-            TensorMeta(name, dtype.removeprefix("torch."), shape)
-            for name, dtype, shape in zip(body.names, body.dtypes, body.shapes, strict=True)
-        )
+        # In a thread: there may be very many, and others wait for this one.
+        tensors = await anyio.to_thread.run_sync(_metas, body)
         return await self._take(GroupWeights(body.group_name, tensors), body)
 
     async def from_disk(self, request: Request) -> Response:
@@ -264,6 +262,13 @@ def _check_selector(selector: str) -> None:
             f"selector {selector!r} is not supported here: there is one model and no draft",
             code="unsupported",
         )
+
+
+def _metas(body: DistributedBody) -> tuple[TensorMeta, ...]:
+    return tuple(
+        TensorMeta(name, dtype.removeprefix("torch."), shape)
+        for name, dtype, shape in zip(body.names, body.dtypes, body.shapes, strict=True)
+    )
 
 
 def _decoded(text: str) -> bytes:

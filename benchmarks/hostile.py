@@ -24,14 +24,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from hostile_attacks import BY_NAME, DESCRIPTORS, LIMIT_S
-from hostile_rig import GRACE_S, Bystander, Live
-
-WORST_S = 1.0
-"""Longest wait of a bystander."""
-
-MEMORY_MB = 100.0
-"""More than at the start that the processes may take afterwards."""
+from hostile_attacker import LIMIT_S
+from hostile_attacks import BY_NAME, DESCRIPTORS
+from hostile_rig import GRACE_S, MEMORY_MB, WORST_S, Bystander, Live, bounds_broken
 
 SETTLE_S = 20.0
 """How long they may take to give memory back, and to end what the attack has left."""
@@ -131,22 +126,6 @@ def settled(live: Live) -> tuple[float, bool]:
         if (idle and memory_mb <= live.start_mb + MEMORY_MB) or time.monotonic() > end:
             return memory_mb, idle
         time.sleep(0.5)
-
-
-def bounds_broken(row: dict[str, Any]) -> list[str]:
-    """The bounds that a row does not keep, as sentences."""
-    found = []
-    for way in ("http", "redis"):
-        waits = row[way]
-        if waits["worst_s"] > WORST_S:
-            found.append(f"a bystander waits {waits['worst_s']:.1f} s over {way}")
-        if waits["lost"]:
-            found.append(f"{waits['lost']} of {waits['sent']} lost over {way}: {waits['errors']}")
-    if row["after_mb"] > row["start_mb"] + MEMORY_MB:
-        found.append(f"{row['after_mb'] - row['start_mb']} MB more than at the start")
-    if not row["same_processes"]:
-        found.append("processes ended")
-    return found
 
 
 def print_head() -> None:

@@ -15,115 +15,20 @@ import socket
 import struct
 import sys
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
-import redis.asyncio
+from hostile_attacker import LIMIT_S, Attacker
 from hostile_rig import Target
-from redis import exceptions
-
-LIMIT_S = 25.0
-"""After this time an attack leaves, whatever it has open."""
+from redis.exceptions import RedisError
 
 HOLD_S = 12.0
 """How long connections are held that do nothing."""
 
 MIB = 1 << 20
 LONG = {"max_new_tokens": 500, "ignore_eos": True, "temperature": 0}
-
-
-class Attacker:
-    """What an attack has at hand, and what it saw.
-
-    Attributes:
-        told: Answers that it got, and how often.
-        broken: What should not have been answered as it was.
-    """
-
-    def __init__(self, target: Target) -> None:
-        self.target = target
-        self.folder = Path(target.folder)
-        self.told: Counter[str] = Counter()
-        self.broken: list[str] = []
-
-    async def call(
-        self, path: str, body: Any = None, *, method: str = "POST", name: str = "", **options: Any
-    ) -> httpx.Response | None:
-        """One HTTP request. `body` is bytes as they are, or JSON; None when nothing came back."""
-        content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json", "X-Tenant": "flood"}
-        headers |= options.pop("headers", {})
-        start, answer = time.monotonic(), None
-        try:
-            async with httpx.AsyncClient(timeout=LIMIT_S, verify=False) as client:
-                answer = await client.request(
-                    method, f"{self.target.url}{path}", content=content, headers=headers
-                )
-            word = str(answer.status_code)
-        except httpx.HTTPError as error:
-            word = type(error).__name__
-        took_s = time.monotonic() - start
-        self.told[f"{name or path} {word}" + (f" in {took_s:.0f} s" if took_s >= 1 else "")] += 1
-        if answer is not None and answer.status_code == 500:
-            self.broken.append(f"{name or path}: status 500")
-        return answer
-
-    @contextlib.asynccontextmanager
-    async def bus(self) -> Any:
-        """Plain redis-py, as another program has it."""
-        async with redis.asyncio.Redis(port=self.target.redis_port, protocol=2) as client:
-            yield client
-
-    async def publish(self, requests: list[dict[str, Any]], **fields: Any) -> list[bytes]:
-        """Puts requests on the queue, 500 in one go; gives the entries' ids."""
-        ids: list[bytes] = []
-        async with self.bus() as client:
-            for start in range(0, len(requests), 500):
-                pipeline = client.pipeline(transaction=False)
-                for request in requests[start : start + 500]:
-                    pipeline.xadd("nano:requests", {"json": json.dumps(request), **fields})
-                ids += await pipeline.execute()
-        return ids
-
-    async def ends(self, entry_ids: list[bytes]) -> None:
-        """Waits for these requests' terminal messages, and tells what they say."""
-        async with self.bus() as client:
-            for entry_id in entry_ids:
-                key, output = b"nano:out:" + entry_id, {"type": ""}
-                while output["type"] != "completion":
-                    last = await client.xrevrange(key, count=1)
-                    output = json.loads(last[0][1][b"json"]) if last else output
-                    await asyncio.sleep(0.05)
-                error = output.get("error") or {}
-                self.told[f"{output['status']} {error.get('code', '')}".strip()] += 1
-
-    async def open(self, count: int, first: bytes = b"") -> list[asyncio.StreamWriter]:
-        """So many connections, 200 at a time, each of which has sent something."""
-        writers: list[asyncio.StreamWriter] = []
-
-        async def one() -> None:
-            try:
-                _, writer = await asyncio.wait_for(
-                    asyncio.open_connection("127.0.0.1", self.target.http_port), 5
-                )
-                writer.write(first)
-                writers.append(writer)
-            except (OSError, TimeoutError) as error:
-                self.told[f"not connected: {type(error).__name__}"] += 1
-
-        for start in range(0, count, 200):
-            await asyncio.gather(*(one() for _ in range(min(200, count - start))))
-        self.told["connected"] += len(writers)
-        return writers
-
-    def hang_up(self, writers: list[asyncio.StreamWriter]) -> None:
-        still = sum(not writer.transport.is_closing() for writer in writers)
-        self.told["still connected"] += still
-        for writer in writers:
-            writer.transport.abort()
 
 
 # --- what ended everything ------------------------------------------------------------------------
@@ -147,7 +52,7 @@ async def weight_arguments(attacker: Attacker) -> None:
     _write_safetensors(small, b'{"a":{"dtype":"F4","shape":[2],"data_offsets":[0,1]}}', b"\0")
     for path in ("x" * 5000, "a\0b", "/etc/passwd/x", "\ud800", str(nested), str(small), "~nobody"):
         body = json.dumps({"model_path": path}).encode()
-        await attacker.call("/update_weights_from_disk", body, name="from_disk")
+        await attacker.call("/update_weights_from_disk", body, name="from_disk", limit_s=5.0)
     group: dict[str, Any] = {"master_port": 1, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
     for changed in (
         {"master_address": "h" * 70},
@@ -156,10 +61,14 @@ async def weight_arguments(attacker: Attacker) -> None:
         {"master_address": "127.0.0.1", "rank_offset": -(2**41)},
         {"master_address": "127.0.0.1", "master_port": 2**41},
     ):
-        await attacker.call("/init_weights_update_group", group | changed, name="init_group")
+        await attacker.call(
+            "/init_weights_update_group", group | changed, name="init_group", limit_s=5.0
+        )
     for dtype, shape in (("float4_e2m1fn_x2", [2]), ("float32", [2**62, 2**62]), ("x", [-1])):
         body = {"names": ["a"], "dtypes": [dtype], "shapes": [shape], "group_name": "none"}
-        await attacker.call("/update_weights_from_distributed", body, name="distributed")
+        await attacker.call(
+            "/update_weights_from_distributed", body, name="distributed", limit_s=5.0
+        )
 
 
 async def many_prompts(attacker: Attacker) -> None:
@@ -170,7 +79,8 @@ async def many_prompts(attacker: Attacker) -> None:
 
 async def long_tracestate(attacker: Attacker) -> None:
     """A request like any other, with 70 MB in its tracestate."""
-    await attacker.ends(await attacker.publish([{"prompt": "a"}], tracestate=b"x" * (70 * MIB)))
+    trace = {"traceparent": f"00-{1:032x}-{1:016x}-01", "tracestate": b"x" * (70 * MIB)}
+    await attacker.ends(await attacker.publish([{"prompt": "a"}], **trace))
 
 
 async def large_result(attacker: Attacker) -> None:
@@ -190,6 +100,24 @@ async def large_result(attacker: Attacker) -> None:
     }
     ids = await attacker.publish([request])
     await asyncio.gather(attacker.call("/generate", body), attacker.ends(ids))
+
+
+async def refused_result(attacker: Attacker) -> None:
+    """A result that the server does not take. The bundled model can't make one of the 512 MB that a
+    server takes by default, so that this one is told to take a megabyte."""
+    request = {
+        "prompt": "1 + 1 =",
+        "n": 64,
+        "tenant": "flood",
+        "stream": False,
+        "sampling": {"max_tokens": 60, "ignore_eos": True, "logprobs": 20},
+    }
+    async with attacker.bus() as client:
+        await client.config_set("proto-max-bulk-len", MIB)
+        try:
+            await attacker.ends(await attacker.publish([request]))
+        finally:
+            await client.config_set("proto-max-bulk-len", 512 * MIB)
 
 
 # --- what stalled others --------------------------------------------------------------------------
@@ -426,6 +354,7 @@ ATTACKS: tuple[Callable[[Attacker], Awaitable[None]], ...] = (
     many_prompts,
     long_tracestate,
     large_result,
+    refused_result,
     tokenize_http,
     tokenize_bus,
     chat_text,
@@ -461,7 +390,7 @@ async def run(name: str, target: Target) -> dict[str, Any]:
             await BY_NAME[name](attacker)
     except TimeoutError:
         attacker.told["left without an answer"] += 1
-    except (exceptions.RedisError, OSError) as error:
+    except (RedisError, OSError) as error:
         attacker.told[type(error).__name__] += 1
     told = [f"{count} x {word}" if count > 1 else word for word, count in attacker.told.items()]
     return {"told": told, "broken": attacker.broken}

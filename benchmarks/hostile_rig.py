@@ -28,6 +28,12 @@ GRACE_S = 60.0
 
 START_LIMIT_S = 90.0
 
+WORST_S = 1.0
+"""Longest wait of a bystander."""
+
+MEMORY_MB = 100.0
+"""More than at the start that the processes may take afterwards."""
+
 
 class Target(NamedTuple):
     """Where the attacked pipeline is; everything is on 127.0.0.1."""
@@ -114,12 +120,13 @@ class Live:
 
     def stop(self) -> None:
         """Ends all processes, whatever state they are in."""
-        tree = self._tree()
+        # Some may have outlived `up`, if that has ended by itself.
+        tree = {*self.pids.values(), *self._tree()}
         if self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(15)
-        for pid in (*tree, *self._tree()):
+        for pid in tree | {*self._tree()}:
             with contextlib.suppress(ProcessLookupError):
                 if _is_ours(pid, self.target.folder):
                     os.kill(pid, signal.SIGKILL)
@@ -210,8 +217,11 @@ async def ask_over_redis(client: redis.asyncio.Redis, number: int) -> None:
     }
     entry_id = await client.xadd("nano:requests", {"json": json.dumps(request)})
     reply: Any = None
-    while not reply:
+    end = time.monotonic() + GRACE_S  # before Python 3.12 the client may lose a cancellation
+    while not reply and time.monotonic() < end:
         reply = await client.xread({f"nano:out:{entry_id}": "0"}, block=2000)
+    if not reply:
+        raise TimeoutError
     (entries,) = dict(reply).values()
     output = json.loads(entries[-1][1]["json"])
     if output.get("status") != "done":
@@ -279,6 +289,22 @@ class Bystander:
         output, _ = self._process.communicate(timeout=GRACE_S)
         found: dict[str, Any] = json.loads(output)
         return found
+
+
+def bounds_broken(row: dict[str, Any]) -> list[str]:
+    """The bounds that a row does not keep, as sentences."""
+    found = []
+    for way in ("http", "redis"):
+        waits = row[way]
+        if waits["worst_s"] > WORST_S:
+            found.append(f"a bystander waits {waits['worst_s']:.1f} s over {way}")
+        if waits["lost"]:
+            found.append(f"{waits['lost']} of {waits['sent']} lost over {way}: {waits['errors']}")
+    if row["after_mb"] > row["start_mb"] + MEMORY_MB:
+        found.append(f"{row['after_mb'] - row['start_mb']} MB more than at the start")
+    if not row["same_processes"]:
+        found.append("processes ended")
+    return found
 
 
 if __name__ == "__main__":

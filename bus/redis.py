@@ -8,14 +8,22 @@ import socket
 import uuid
 from functools import partial
 
-from ..config import STAGES, BusConfig, role_of_sender, split_role
+from ..config import STAGES, BusConfig, BusError, role_of_sender, split_role
 from .channel import Inbox, Sender
 from .keys import Keys
 from .line import bus_closed
 from .links import Link, links_to
 from .memory import Inboxes, MemoryInbox, MemorySender, Numbering
 from .redis_board import RedisBoard
-from .redis_client import Commands, Server, check_version, execute, on_each, time_ms
+from .redis_client import (
+    NOT_PERMITTED,
+    Commands,
+    Server,
+    check_version,
+    execute,
+    on_each,
+    time_ms,
+)
 from .redis_in_place import RedisWeightsMemory
 from .redis_leases import live_lanes
 from .redis_links import LinkReader, LinkWriter, RedisSender, Seen
@@ -134,10 +142,16 @@ class RedisBus:
         return self._server.reconnects
 
     async def ping(self) -> None:
-        """See `Bus.ping`. Looks at the server's version too."""
+        """See `Bus.ping`. Looks at the server's version too, where it may."""
         redis = self._commands.redis
         await self._commands.once(lambda: execute(redis, "PING"))
-        for info in await self._commands.once(lambda: on_each(redis, "INFO", "server")):
+        try:
+            infos = await self._commands.once(lambda: on_each(redis, "INFO", "server"))
+        except BusError as error:
+            if error.code != NOT_PERMITTED:
+                raise
+            return  # a client needs no right to look at the server
+        for info in infos:
             check_version(info, self._server.name)
 
     async def aclose(self) -> None:

@@ -44,6 +44,9 @@ CLUSTER_CONNECTIONS = 1024
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.02, 2.0
 
+NOT_PERMITTED = "not_permitted"
+"""The code of what the server's access control list forbids."""
+
 _CONNECTION_ERRORS = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
 
 # What a node says, or does not say, when others may have taken its place.
@@ -212,6 +215,12 @@ class Server:
                 f"can't reach Redis at {self.name}: {_reason(error)}; "
                 "start it, or pass --bus with the right URL"
             )
+        if isinstance(error, exceptions.NoPermissionError):
+            return BusError(
+                f"the user of bus.url may not do this on Redis at {self.name} (NOPERM {error}); "
+                "docs/redis-acl.md says which rights it takes",
+                code=NOT_PERMITTED,
+            )
         return BusError(f"Redis at {self.name} refused a command: {error}")
 
 
@@ -342,7 +351,7 @@ async def on_each(redis: Redis, *command: Any) -> list[Any]:
 
 async def time_ms(redis: Redis, key: bytes) -> int:
     """The clock that makes the entry ids of the stream `key`."""
-    seconds, microseconds = await execute(redis, "EVAL", "return redis.call('TIME')", 1, key)
+    seconds, microseconds = await execute(redis, "TIME", key=key)
     return int(seconds) * 1000 + int(microseconds) // 1000
 
 

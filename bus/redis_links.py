@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from redis import exceptions
@@ -25,6 +26,7 @@ from .links import CONTROL, Link
 from .memory import MemoryInbox, Numbering
 from .messages import Envelope, Message
 from .redis_client import (
+    NOT_PERMITTED,
     Backoff,
     Server,
     end_tasks,
@@ -59,12 +61,8 @@ UNREAD_CONTROL = 65_536
 # All of a batch or nothing: were a part of it refused and what follows accepted, the reader would
 # take the repetition of that part for something it has seen.
 _SEND = """
-for i = 3, #ARGV do
-  if ARGV[1] == '0' then
-    redis.call('XADD', KEYS[1], '*', 'w', ARGV[2], 'm', ARGV[i])
-  else
-    redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[1], '*', 'w', ARGV[2], 'm', ARGV[i])
-  end
+for i = 2, #ARGV do
+  redis.call('XADD', KEYS[1], '*', 'w', ARGV[1], 'm', ARGV[i])
 end
 return redis.call('XLEN', KEYS[1])
 """
@@ -73,10 +71,22 @@ return redis.call('XLEN', KEYS[1])
 class BatchWriter(Generic[T]):
     """A queue and the one task that writes it out, several items at a time, in order."""
 
-    def __init__(self, name: str, write: Callable[[list[T]], Awaitable[int]]) -> None:
-        """`write` takes a batch and returns how many items the next batch may have."""
+    def __init__(
+        self,
+        name: str,
+        write: Callable[[list[T]], Awaitable[int]],
+        tells_refusals: bool = False,
+    ) -> None:
+        """`write` takes a batch and returns how many items the next batch may have.
+
+        With `tells_refusals` a batch that the user has no right to write is dropped, and `flush`
+        says so; without, it is tried again for as long as it takes.
+        """
         self._name = name
         self._write = write
+        self._tells_refusals = tells_refusals
+        # Why the last batch was not written.
+        self._refusal: BusError | None = None
         self._line: Line[T] = Line(name)
         self._written = 0
         self._flushing: deque[tuple[int, asyncio.Future[None]]] = deque()
@@ -87,14 +97,20 @@ class BatchWriter(Generic[T]):
         await self._line.put(item, capacity=capacity)
 
     async def flush(self) -> None:
-        """Waits until all that was put so far is written. Raises ChannelClosed."""
-        if self._written >= self._line.entered:
-            return
-        if self._task.done():
-            raise bus_closed()
-        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._flushing.append((self._line.entered, written))
-        await written
+        """Waits until all that was put so far is written.
+
+        Raises:
+            ChannelClosed: The bus was closed.
+            BusError: It may not be written; only with `tells_refusals`.
+        """
+        if self._written < self._line.entered:
+            if self._task.done():
+                raise bus_closed()
+            written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._flushing.append((self._line.entered, written))
+            await written
+        if self._refusal is not None:
+            raise self._refusal
 
     async def aclose(self, patience_s: float) -> None:
         """Writes what is there, within a time limit."""
@@ -128,10 +144,16 @@ class BatchWriter(Generic[T]):
         backoff = Backoff(first_s=1.0, longest_s=30.0)
         while True:
             try:
-                return await self._write(batch)
+                room = await self._write(batch)
             except BusError as error:
                 log.error("bus.write_refused", writer=self._name, error=error.message)
+                if self._tells_refusals and error.code == NOT_PERMITTED:
+                    self._refusal = error
+                    return 1
                 await backoff.wait()
+            else:
+                self._refusal = None
+                return room
 
 
 class LinkWriter:
@@ -146,11 +168,14 @@ class LinkWriter:
         self._name = f"link {link.name}"
         self._nonce = nonce
         self._capacity = None if link.closes_circle else capacity
-        # Clients may write to the control links of a pipeline that is not there to read them.
+        # Clients write to control links, too: perhaps of a pipeline that is not there to read
+        # them, perhaps without the right to do so.
         self._keep = UNREAD_CONTROL if link.name.startswith("control.") else 0
         self._hold = Backoff(first_s=0.002, longest_s=0.05)
         self._length = 0
-        self._writer: BatchWriter[bytes] = BatchWriter(self._name, self._write)
+        self._writer: BatchWriter[bytes] = BatchWriter(
+            self._name, self._write, tells_refusals=bool(self._keep)
+        )
 
     async def put(self, payload: bytes) -> None:
         await self._writer.put(payload, self._capacity)
@@ -162,16 +187,30 @@ class LinkWriter:
         await self._writer.aclose(patience_s)
 
     async def _write(self, payloads: list[bytes]) -> int:
+        if self._keep:
+            await self._write_control(payloads)
+            return WRITE_BATCH
         await self._wait_for_room()
 
         async def attempt() -> int:
-            command = ("EVAL", _SEND, 1, self._key, self._keep, self._nonce, *payloads)
+            command = ("EVAL", _SEND, 1, self._key, self._nonce, *payloads)
             return int(await execute(self._redis, *command))
 
         self._length = await persist(self._server, self._name, attempt)
         if self._capacity is None:
             return WRITE_BATCH
         return max(1, min(WRITE_BATCH, self._capacity - self._length))
+
+    async def _write_control(self, payloads: list[bytes]) -> None:
+        """One message after the other, and no script: a client needs no right to run those."""
+
+        async def attempt(payload: bytes) -> None:
+            fields = (WRITER, self._nonce, MESSAGE, payload)
+            command = ("XADD", self._key, "MAXLEN", "~", self._keep, "*", *fields)
+            await execute(self._redis, *command)
+
+        for payload in payloads:
+            await persist(self._server, self._name, partial(attempt, payload))
 
     async def _wait_for_room(self) -> None:
         """Holds back while the stream, as last seen, has no room."""

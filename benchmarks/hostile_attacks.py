@@ -1,0 +1,402 @@
+"""The attacks of hostile.py: what one client, with a few lines of code, can do to a pipeline.
+
+Each is a function by its own name, runs in a process of its own, is bounded in count and time, and
+talks to 127.0.0.1 alone. `python hostile_attacks.py NAME TARGET` runs one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import socket
+import struct
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+from hostile_attacker import LIMIT_S, Attacker
+from hostile_rig import Target
+from redis.exceptions import RedisError
+
+HOLD_S = 12.0
+"""How long connections are held that do nothing."""
+
+MIB = 1 << 20
+LONG = {"max_new_tokens": 500, "ignore_eos": True, "temperature": 0}
+
+
+# --- what ended everything ------------------------------------------------------------------------
+
+
+async def long_path(attacker: Attacker) -> None:
+    """A path of 1.2 MB, which errors and logs would quote."""
+    await attacker.call("/update_weights_from_disk", {"model_path": "x" * 1_200_000})
+
+
+async def long_field(attacker: Attacker) -> None:
+    """An unknown field with a name of 1.2 MB, over Redis."""
+    await attacker.ends(await attacker.publish([{"prompt": "a", "x" * 1_200_000: 1}]))
+
+
+async def weight_arguments(attacker: Attacker) -> None:
+    """Paths, headers, addresses, sizes and dtypes that no weight operation can do anything with."""
+    nested = attacker.folder / "nested.safetensors"
+    _write_safetensors(nested, b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}")
+    small = attacker.folder / "float4.safetensors"
+    _write_safetensors(small, b'{"a":{"dtype":"F4","shape":[2],"data_offsets":[0,1]}}', b"\0")
+    for path in ("x" * 5000, "a\0b", "/etc/passwd/x", "\ud800", str(nested), str(small), "~nobody"):
+        body = json.dumps({"model_path": path}).encode()
+        await attacker.call("/update_weights_from_disk", body, name="from_disk", limit_s=5.0)
+    group: dict[str, Any] = {"master_port": 1, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
+    for changed in (
+        {"master_address": "h" * 70},
+        {"master_address": "127.0.0.1\0"},
+        {"master_address": "127.0.0.1", "world_size": 2**41},
+        {"master_address": "127.0.0.1", "rank_offset": -(2**41)},
+        {"master_address": "127.0.0.1", "master_port": 2**41},
+    ):
+        await attacker.call(
+            "/init_weights_update_group", group | changed, name="init_group", limit_s=5.0
+        )
+    for dtype, shape in (("float4_e2m1fn_x2", [2]), ("float32", [2**62, 2**62]), ("x", [-1])):
+        body = {"names": ["a"], "dtypes": [dtype], "shapes": [shape], "group_name": "none"}
+        await attacker.call(
+            "/update_weights_from_distributed", body, name="distributed", limit_s=5.0
+        )
+
+
+async def many_prompts(attacker: Attacker) -> None:
+    """200,000 prompts in one call of 0.8 MB."""
+    body = {"text": ["a"] * 200_000, "sampling_params": {"max_new_tokens": 1}}
+    await attacker.call("/generate", body)
+
+
+async def long_tracestate(attacker: Attacker) -> None:
+    """A request like any other, with 70 MB in its tracestate."""
+    trace = {"traceparent": f"00-{1:032x}-{1:016x}-01", "tracestate": b"x" * (70 * MIB)}
+    await attacker.ends(await attacker.publish([{"prompt": "a"}], **trace))
+
+
+async def large_result(attacker: Attacker) -> None:
+    """64 samples with the 20 likeliest tokens at each place, over HTTP and Redis."""
+    sampling: dict[str, Any] = {"n": 64, "max_new_tokens": 300, "ignore_eos": True}
+    body = {
+        "text": "1 + 1 =",
+        "return_logprob": True,
+        "top_logprobs_num": 20,
+        "sampling_params": sampling,
+    }
+    request = {
+        "prompt": "1 + 1 =",
+        "n": 64,
+        "tenant": "flood",
+        "sampling": {"max_tokens": 300, "ignore_eos": True, "logprobs": 20},
+    }
+    ids = await attacker.publish([request])
+    await asyncio.gather(attacker.call("/generate", body), attacker.ends(ids))
+
+
+async def refused_result(attacker: Attacker) -> None:
+    """A result that the server does not take. The bundled model can't make one of the 512 MB that a
+    server takes by default, so that this one is told to take a megabyte."""
+    request = {
+        "prompt": "1 + 1 =",
+        "n": 64,
+        "tenant": "flood",
+        "stream": False,
+        "sampling": {"max_tokens": 60, "ignore_eos": True, "logprobs": 20},
+    }
+    async with attacker.bus() as client:
+        await client.config_set("proto-max-bulk-len", MIB)
+        try:
+            await attacker.ends(await attacker.publish([request]))
+        finally:
+            await client.config_set("proto-max-bulk-len", 512 * MIB)
+
+
+# --- what stalled others --------------------------------------------------------------------------
+
+
+async def tokenize_http(attacker: Attacker) -> None:
+    """A text of 15 MB of which the gateway has to name the tokens."""
+    text = "98 + 25 = 123. " * MIB
+    body = {"text": text[: 15 * 1_000_000], "return_logprob": True, "logprob_start_len": 0}
+    await attacker.call("/generate", body)
+
+
+async def tokenize_bus(attacker: Attacker) -> None:
+    """Eight prompts of 3.9 MB, each just below what a request may have."""
+    text = ("98 + 25 = 123. " * MIB)[:3_900_000]
+    await attacker.ends(await attacker.publish([{"prompt": text, "tenant": "flood"}] * 8))
+
+
+async def chat_text(attacker: Attacker) -> None:
+    """The same as a conversation, which goes through the chat template."""
+    text = ("98 + 25 = 123. " * MIB)[:3_900_000]
+    request = {"messages": [{"role": "user", "content": text}], "tenant": "flood"}
+    await attacker.ends(await attacker.publish([request] * 4))
+
+
+async def slow_connections(attacker: Attacker) -> None:
+    """4,200 connections, each of which sends its request one byte after the other."""
+    writers = await attacker.open(4200, b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: ")
+    end = time.monotonic() + HOLD_S
+    while time.monotonic() < end:
+        for writer in writers:
+            if not writer.transport.is_closing():
+                writer.write(b"a")
+        await asyncio.sleep(1.0)
+    attacker.hang_up(writers)
+
+
+async def idle_connections(attacker: Attacker) -> None:
+    """1,100 connections that send nothing, to a gateway that may have 1,024 files open."""
+    writers = await attacker.open(1100)
+    await asyncio.sleep(HOLD_S)
+    attacker.hang_up(writers)
+
+
+async def half_bodies(attacker: Attacker) -> None:
+    """150 requests that promise 16 MB, send half of it, and then nothing."""
+    size = 16 * MIB
+    head = f"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {size}\r\n"
+    writers = await attacker.open(150, head.encode() + b"\r\n")
+    part = b" " * MIB
+    for _ in range(8):
+        for writer in writers:
+            if not writer.transport.is_closing():
+                writer.write(part)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await asyncio.gather(*(w.drain() for w in writers), return_exceptions=True)
+    await asyncio.sleep(HOLD_S / 2)
+    attacker.hang_up(writers)
+
+
+async def quadratic_stream(attacker: Attacker) -> None:
+    """Long answers with logprobs as a stream, of which each event repeats those before; the client
+    reads slowly."""
+    sampling = {"n": 16, "max_new_tokens": 1900, "ignore_eos": True}
+    body = {"text": "1 + 1 =", "stream": True, "return_logprob": True, "top_logprobs_num": 20}
+    content = json.dumps(body | {"sampling_params": sampling}).encode()
+    head = "POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    head += f"X-Tenant: flood\r\nContent-Length: {len(content)}\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", attacker.target.http_port)
+    writer.write(head.encode() + content)
+    total, end = 0, time.monotonic() + LIMIT_S - 5
+    while time.monotonic() < end and (part := await reader.read(256 << 10)):
+        total += len(part)
+        await asyncio.sleep(0.005)
+    attacker.told[f"{total / 1e6:.0f} MB read"] += 1
+    writer.transport.abort()
+
+
+async def many_names(attacker: Attacker) -> None:
+    """A safetensors file whose header names 1.5 million tensors, none of the model's."""
+    entries = ",".join(
+        f'"t{i}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for i in range(1_500_000)
+    )
+    path = attacker.folder / "names.safetensors"
+    _write_safetensors(path, b"{" + entries.encode() + b"}")
+    await attacker.call("/update_weights_from_disk", {"model_path": str(path)})
+    path.unlink()
+
+
+async def dead_group(attacker: Attacker) -> None:
+    """A group at an address where somebody listens and never says anything; and what another
+    operator waits for meanwhile."""
+    with socket.create_server(("127.0.0.1", 0), backlog=8) as silent:
+        body = {
+            "master_address": "127.0.0.1",
+            "master_port": silent.getsockname()[1],
+            "rank_offset": 1,
+            "world_size": 2,
+            "backend": "gloo",
+        }
+        await _beside(attacker, attacker.call("/init_weights_update_group", body))
+
+
+async def fifo_path(attacker: Attacker) -> None:
+    """Weights from a file that is a FIFO to which nobody writes; and another operator's wait."""
+    folder = attacker.folder / "fifo"
+    folder.mkdir(exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        os.mkfifo(folder / "model.safetensors")
+    body = {"model_path": str(folder)}
+    await _beside(attacker, attacker.call("/update_weights_from_disk", body))
+
+
+async def _beside(attacker: Attacker, stuck: Awaitable[object]) -> None:
+    """What another weight operation waits while this one is stuck; then leaves."""
+    stuck_task = asyncio.ensure_future(stuck)
+    await asyncio.sleep(2.0)
+    start = time.monotonic()
+    for path in ("/get_weight_version", "/health"):
+        await attacker.call(path, method="GET")
+    # It names nothing of the model, so that it is refused as soon as somebody looks at it.
+    empty = attacker.folder / "empty.safetensors"
+    _write_safetensors(empty, b"{}")
+    answer = await attacker.call(
+        "/update_weights_from_disk", {"model_path": str(empty)}, name="another update"
+    )
+    if answer is None:
+        waited_s = time.monotonic() - start
+        attacker.broken.append(f"another weight operation has no answer after {waited_s:.0f} s")
+    stuck_task.cancel()
+    await asyncio.wait({stuck_task})
+
+
+async def http_flood(attacker: Attacker) -> None:
+    """3,000 long requests of one HTTP client, on as many connections as it needs, with the highest
+    priority."""
+    body = {"text": "1 + 1 =", "sampling_params": LONG, "priority": 1000}
+    limits = httpx.Limits(max_connections=1000, max_keepalive_connections=0)
+    headers = {"X-Tenant": "flood"}
+
+    async def one(client: httpx.AsyncClient) -> None:
+        try:
+            answer = await client.post(
+                f"{attacker.target.url}/generate", json=body, headers=headers
+            )
+            attacker.told[str(answer.status_code)] += 1
+        except httpx.HTTPError as error:
+            attacker.told[type(error).__name__] += 1
+
+    async with httpx.AsyncClient(timeout=LIMIT_S, limits=limits, verify=False) as client:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LIMIT_S - 5):
+                await asyncio.gather(*(one(client) for _ in range(3000)))
+
+
+async def bus_flood(attacker: Attacker) -> None:
+    """9,000 long requests of one tenant on the queue, fewer than the queue refuses."""
+    sampling = {"max_tokens": 500, "ignore_eos": True}
+    request = {"prompt": "1 + 1 =", "tenant": "flood", "stream": False, "sampling": sampling}
+    await attacker.publish([request] * 9000)
+    await asyncio.sleep(HOLD_S)
+
+
+async def queue_flood(attacker: Attacker) -> None:
+    """30,000 of them, more than the queue takes: whose are refused?"""
+    sampling = {"max_tokens": 500, "ignore_eos": True}
+    request = {"prompt": "1 + 1 =", "tenant": "flood", "stream": False, "sampling": sampling}
+    await attacker.publish([request] * 30_000)
+    await asyncio.sleep(HOLD_S)
+
+
+# --- what was let in ------------------------------------------------------------------------------
+
+
+async def odd_bodies(attacker: Attacker) -> None:
+    """Nesting of 10,000 and numbers of 10^30, in every place that takes JSON."""
+    deep = b"[" * 10_000 + b"]" * 10_000
+    huge = b"1" + b"0" * 30
+    for value in (deep, huge, b"1e999", b"-" + huge, b'"\\ud800"'):
+        for path, field in (
+            ("/generate", b"text"),
+            ("/generate", b"input_ids"),
+            ("/generate", b"sampling_params"),
+            ("/generate", b"priority"),
+            ("/update_weights_from_distributed", b"shapes"),
+            ("/pause_generation", b"mode"),
+            ("/abort_request", b"rid"),
+            ("/update_weight_version", b"new_version"),
+        ):
+            await attacker.call(path, b'{"%s":%s}' % (field, value), name="odd")
+    await attacker.call("/continue_generation", {})
+    async with attacker.bus() as client:
+        bodies = [b'{"prompt":%s}' % value for value in (deep, huge, b"1e999")]
+        ids = [await client.xadd("nano:requests", {"json": body}) for body in bodies]
+    await attacker.ends(ids)
+
+
+async def long_field_name(attacker: Attacker) -> None:
+    """A field with a name of 15 MB, which may be compared and reflected."""
+    for _ in range(4):
+        answer = await attacker.call("/generate", {"text": "a", "x" * 15_000_000: 1})
+        if answer is not None and len(answer.content) > 10_000:
+            attacker.broken.append(f"{len(answer.content)} bytes of an error came back")
+
+
+async def web_pages(attacker: Attacker) -> None:
+    """What a page in somebody's browser can send without being asked: none of it may be done."""
+    evil = "http://evil.example"
+    host = f"127.0.0.1:{attacker.target.http_port}"
+    simple = {"Content-Type": "text/plain", "Origin": evil}
+    rebound = {"Host": f"evil.example:{attacker.target.http_port}"}
+    for method, path, headers in (
+        ("GET", "/flush_cache", {"Origin": evil}),
+        ("GET", "/release_memory_occupation", {"Sec-Fetch-Site": "cross-site"}),
+        ("GET", "/release_memory_occupation", rebound),
+        ("POST", "/pause_generation", simple),
+        ("POST", "/abort_request", simple),
+        ("POST", "/generate", simple | {"Host": host}),
+        ("POST", "/generate", rebound),
+    ):
+        body = None if method == "GET" else b'{"text":"a","abort_all":true,"mode":"in_place"}'
+        answer = await attacker.call(path, body, method=method, headers=headers)
+        if answer is not None and answer.status_code < 400:
+            attacker.broken.append(f"{method} {path} with {', '.join(headers)} is done")
+    await attacker.call("/resume_memory_occupation", {})
+    await attacker.call("/continue_generation", {})
+
+
+ATTACKS: tuple[Callable[[Attacker], Awaitable[None]], ...] = (
+    long_path,
+    long_field,
+    weight_arguments,
+    many_prompts,
+    long_tracestate,
+    large_result,
+    refused_result,
+    tokenize_http,
+    tokenize_bus,
+    chat_text,
+    slow_connections,
+    idle_connections,
+    half_bodies,
+    quadratic_stream,
+    many_names,
+    dead_group,
+    fifo_path,
+    http_flood,
+    bus_flood,
+    queue_flood,
+    odd_bodies,
+    long_field_name,
+    web_pages,
+)
+BY_NAME = {attack.__name__: attack for attack in ATTACKS}
+
+DESCRIPTORS = {"idle_connections": 1024}
+"""Attacks on a pipeline that may have so many files open."""
+
+
+def _write_safetensors(path: Path, header: bytes, data: bytes = b"") -> None:
+    path.write_bytes(struct.pack("<Q", len(header)) + header + data)
+
+
+async def run(name: str, target: Target) -> dict[str, Any]:
+    """One attack; what it saw."""
+    attacker = Attacker(target)
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            await BY_NAME[name](attacker)
+    except TimeoutError:
+        attacker.told["left without an answer"] += 1
+    except (RedisError, OSError) as error:
+        attacker.told[type(error).__name__] += 1
+    told = [f"{count} x {word}" if count > 1 else word for word, count in attacker.told.items()]
+    return {"told": told, "broken": attacker.broken}
+
+
+if __name__ == "__main__":
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    print(json.dumps(asyncio.run(run(sys.argv[1], Target(*json.loads(sys.argv[2]))))))

@@ -1,0 +1,311 @@
+"""What hostile.py attacks, and how it looks at it: `up --gateway`, its memory, a bystander."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import redis
+import redis.asyncio
+from chaos_rig import free_port
+
+PERIOD_S = 0.1
+"""A bystander sends a request this often over HTTP, and another over Redis."""
+
+GRACE_S = 60.0
+"""How long its requests may take before they count as lost."""
+
+START_LIMIT_S = 90.0
+
+WORST_S = 1.0
+"""Longest wait of a bystander."""
+
+MEMORY_MB = 100.0
+"""More than at the start that the processes may take afterwards."""
+
+
+class Target(NamedTuple):
+    """Where the attacked pipeline is; everything is on 127.0.0.1."""
+
+    http_port: int
+    redis_port: int
+    folder: str
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+
+class Live:
+    """`nano-inference up --gateway` with its embedded server, on free ports.
+
+    Attributes:
+        target: Where it is.
+        pids: Of each process by its role, when it had just started.
+        start_mb: What all of them took then.
+    """
+
+    def __init__(self, folder: Path, descriptors: int | None = None) -> None:
+        """Args: `descriptors` is the limit of open files that all processes start with."""
+        folder.mkdir(parents=True)
+        self.target = Target(free_port(), free_port(), str(folder))
+        self.descriptors = descriptors
+        self.log = folder / "up.log"
+        self.pids: dict[str, int] = {}
+        self.start_mb = 0.0
+        command = [sys.executable, "-m", "nano_inference", "up"]
+        command += ["--gateway", str(self.target.http_port), "--port", str(self.target.redis_port)]
+        command += ["--set", "pipeline.drain_timeout_s=2"]
+        if descriptors is not None:
+            command = ["/bin/sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", *command]
+        # What a killed process leaves in the temporary folder goes with ours.
+        environment = os.environ | {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+        with self.log.open("ab") as output:
+            self._process = subprocess.Popen(
+                command, stdout=output, stderr=output, env=environment, start_new_session=True
+            )
+
+    def wait(self) -> None:
+        """Until it has answered a request. Raises RuntimeError when it does not."""
+        body = json.dumps({"text": "1 + 1 =", "sampling_params": {"max_new_tokens": 1}}).encode()
+        request = urllib.request.Request(
+            f"{self.target.url}/generate", body, {"Content-Type": "application/json"}
+        )
+        end = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < end and self._process.poll() is None:
+            with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=30):
+                self.pids, self.start_mb = self.processes(), self.memory_mb()
+                return
+            time.sleep(0.2)
+        raise RuntimeError(f"`up` did not start:\n{self.log.read_text()[-2000:]}")
+
+    def processes(self) -> dict[str, int]:
+        """Each process by its role; of a killed one there may be none."""
+        found = {}
+        for pid in self._tree():
+            with contextlib.suppress(OSError):
+                arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+                found[_role(arguments)] = pid
+        found.pop("", None)
+        return found
+
+    def memory_mb(self) -> float:
+        """Proportional set size of all processes: what is shared counts once."""
+        total_kb = 0
+        for pid in self._tree():
+            with contextlib.suppress(OSError):
+                for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+                    if line.startswith("Pss:"):
+                        total_kb += int(line.split()[1])
+        return total_kb / 1024
+
+    def is_idle(self) -> bool:
+        """Whether no request waits or runs."""
+        try:
+            with redis.Redis(port=self.target.redis_port, socket_timeout=5) as client:
+                return client.xlen("nano:requests") == 0
+        except redis.RedisError:
+            return False
+
+    def stop(self) -> None:
+        """Ends all processes, whatever state they are in."""
+        # Some may have outlived `up`, if that has ended by itself.
+        tree = {*self.pids.values(), *self._tree()}
+        if self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(15)
+        for pid in tree | {*self._tree()}:
+            with contextlib.suppress(ProcessLookupError):
+                if _is_ours(pid, self.target.folder):
+                    os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _tree(self) -> list[int]:
+        """The processes that descend from ours, which comes first."""
+        found = [self._process.pid] if self._process.poll() is None else []
+        for pid in found:  # grows meanwhile
+            for children in Path(f"/proc/{pid}/task").glob("*/children"):
+                with contextlib.suppress(OSError):
+                    found += [int(child) for child in children.read_text().split()]
+        return found
+
+
+def _role(arguments: list[str]) -> str:
+    if "--stages" in arguments:
+        return arguments[arguments.index("--stages") + 1]
+    for role in ("gateway", "up"):
+        if role in arguments:
+            return role
+    return "server" if "valkey" in arguments[0] else ""
+
+
+def _is_ours(pid: int, folder: str) -> bool:
+    """Whether a process id is still that of a process with our temporary folder."""
+    with contextlib.suppress(OSError):
+        return f"TMPDIR={folder}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    return False
+
+
+# --- the bystander, a process of its own ----------------------------------------------------------
+
+
+class Waits:
+    """How long requests took, in seconds."""
+
+    def __init__(self) -> None:
+        self._answered: list[float] = []
+        self._lost: list[float] = []
+        self._errors: list[str] = []
+
+    async def measure(self, attempt: Callable[[], Awaitable[None]]) -> None:
+        start = time.monotonic()
+        try:
+            async with asyncio.timeout(GRACE_S):
+                await attempt()
+        except Exception as error:  # noqa: BLE001  (whatever it is, this one was lost)
+            self._lost.append(time.monotonic() - start)
+            self._errors.append(f"{type(error).__name__} {error}"[:100])
+        else:
+            self._answered.append(time.monotonic() - start)
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "sent": len(self._answered) + len(self._lost),
+            "worst_s": round(max((*self._answered, *self._lost), default=0.0), 3),
+            "median_s": round(median(self._answered), 3) if self._answered else None,
+            "lost": len(self._lost),
+            "errors": sorted(set(self._errors))[:3],
+        }
+
+
+async def ask_over_http(target: Target, number: int) -> None:
+    """A small request on a connection of its own; by hand, so that it costs next to nothing."""
+    body = {"text": f"{number % 90} + 25 =", "sampling_params": _small("max_new_tokens")}
+    content = json.dumps(body)
+    head = "POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Tenant: bystander\r\n"
+    head += "Content-Type: application/json\r\nConnection: close\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", target.http_port)
+    try:
+        writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n{content}".encode())
+        answer = await reader.read()
+    finally:
+        writer.close()
+    status = answer.partition(b"\r\n")[0]
+    if b" 200 " not in status:
+        raise RuntimeError(status.decode() or "the connection was closed")
+
+
+async def ask_over_redis(client: redis.asyncio.Redis, number: int) -> None:
+    """The same over the bus, as any program would."""
+    request = {
+        "prompt": f"{number % 90} + 25 =",
+        "tenant": "bystander",
+        "stream": False,
+        "sampling": _small("max_tokens"),
+    }
+    entry_id = await client.xadd("nano:requests", {"json": json.dumps(request)})
+    reply: Any = None
+    end = time.monotonic() + GRACE_S  # before Python 3.12 the client may lose a cancellation
+    while not reply and time.monotonic() < end:
+        reply = await client.xread({f"nano:out:{entry_id}": "0"}, block=2000)
+    if not reply:
+        raise TimeoutError
+    (entries,) = dict(reply).values()
+    output = json.loads(entries[-1][1]["json"])
+    if output.get("status") != "done":
+        raise RuntimeError(f"{output.get('status')}: {output.get('error')}")
+
+
+def _small(name: str) -> dict[str, Any]:
+    return {name: 4, "temperature": 0, "ignore_eos": True}
+
+
+async def stand_by(target: Target) -> dict[str, Any]:
+    """Sends until standard input is closed; what both ways took."""
+    closed = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
+    http, bus = Waits(), Waits()
+    running: set[asyncio.Task[None]] = set()
+    pool = redis.asyncio.ConnectionPool(
+        host="127.0.0.1",
+        port=target.redis_port,
+        decode_responses=True,
+        protocol=2,
+        max_connections=2000,
+        socket_timeout=GRACE_S,
+    )
+    async with redis.asyncio.Redis(connection_pool=pool) as client:
+        number = 0
+        while not closed.done():
+            number += 1
+            for work in (
+                http.measure(lambda n=number: ask_over_http(target, n)),
+                bus.measure(lambda n=number: ask_over_redis(client, n)),
+            ):
+                running.add(asyncio.create_task(work))
+            await asyncio.sleep(PERIOD_S)
+        await asyncio.wait(running)
+    return {"http": http.summary(), "redis": bus.summary()}
+
+
+class Bystander:
+    """The process, from `with` to `stop`."""
+
+    def __init__(self, target: Target) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, json.dumps(target)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+
+    def __enter__(self) -> Bystander:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def leave(self) -> None:
+        """Sends no more; `result` has what comes of the rest."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.stdin = None
+
+    def is_done(self) -> bool:
+        return self._process.poll() is not None
+
+    def result(self) -> dict[str, Any]:
+        output, _ = self._process.communicate(timeout=GRACE_S)
+        found: dict[str, Any] = json.loads(output)
+        return found
+
+
+def bounds_broken(row: dict[str, Any]) -> list[str]:
+    """The bounds that a row does not keep, as sentences."""
+    found = []
+    for way in ("http", "redis"):
+        waits = row[way]
+        if waits["worst_s"] > WORST_S:
+            found.append(f"a bystander waits {waits['worst_s']:.1f} s over {way}")
+        if waits["lost"]:
+            found.append(f"{waits['lost']} of {waits['sent']} lost over {way}: {waits['errors']}")
+    if row["after_mb"] > row["start_mb"] + MEMORY_MB:
+        found.append(f"{row['after_mb'] - row['start_mb']} MB more than at the start")
+    if not row["same_processes"]:
+        found.append("processes ended")
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(stand_by(Target(*json.loads(sys.argv[1]))))))

@@ -1,0 +1,44 @@
+"""benchmarks/hostile.py: that it would notice what must not be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ..rig import load
+
+CALM = {"sent": 100, "worst_s": 0.2, "median_s": 0.1, "lost": 0, "errors": []}
+ROW = {
+    "http": CALM,
+    "redis": CALM,
+    "start_mb": 800,
+    "after_mb": 850,
+    "same_processes": True,
+}
+
+
+def test_a_row_within_all_bounds_is_not_broken() -> None:
+    assert load("hostile_rig").bounds_broken(ROW) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"http": CALM | {"worst_s": 1.2}}, "waits 1.2 s over http"),
+        ({"redis": CALM | {"worst_s": 60.0}}, "waits 60.0 s over redis"),
+        ({"redis": CALM | {"lost": 1, "errors": ["x"]}}, "1 of 100 lost over redis"),
+        ({"after_mb": 901}, "101 MB more"),
+        ({"same_processes": False}, "processes ended"),
+    ],
+)
+def test_each_broken_bound_is_told(changed: dict[str, Any], told: str) -> None:
+    (sentence,) = load("hostile_rig").bounds_broken(ROW | changed)
+    assert told in sentence
+
+
+def test_every_attack_says_what_it_does() -> None:
+    names = load("hostile_attacks").BY_NAME
+    assert len(names) == 23
+    assert all(attack.__doc__ for attack in names.values())
+    assert set(load("hostile_attacks").DESCRIPTORS) <= set(names)

@@ -1,0 +1,402 @@
+"""Real users of a real server, made by deploy/redis-acl.txt: what each may do, and what not."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+import re
+import shlex
+import subprocess
+import sys
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from redis import exceptions
+from redis.asyncio import Redis
+
+from nano_inference import BusClient
+from nano_inference.bus import open_bus
+from nano_inference.bus.channel import RequestEntry
+from nano_inference.bus.keys import Keys
+from nano_inference.bus.public import Completion, CompletionChunk, ErrorInfo
+from nano_inference.bus.weights import FolderWeights
+from nano_inference.config import BusConfig, BusError, FairnessConfig, load_config
+from nano_inference.pipeline.gateway import Gateway
+from nano_inference.pipeline.pipeline import Pipeline
+
+ROOT = Path(__file__).parents[2]
+RULES = (ROOT / "deploy" / "redis-acl.txt").read_text()
+LIMIT_S = 20
+USERS = ("client", "operator", "stages")
+# What the library asks before it knows where a key is; docs/redis-acl.md names it.
+FOR_CLUSTERS = "+cluster|slots +command +readonly"
+GREEDY = {"prompt": "98 + 25 =", "sampling": {"temperature": 0}}
+
+
+class Place(NamedTuple):
+    """A server that has the users, and an own first part of all keys."""
+
+    url: str
+    prefix: str
+    keys: Keys
+    nodes: list[Redis]
+
+    def url_of(self, user: str) -> str:
+        scheme, _, hosts = self.url.partition("://")
+        return f"{scheme}://nano-{user}:CHANGE-ME-{user}@{hosts}"
+
+    def config_of(self, user: str) -> BusConfig:
+        return BusConfig(url=self.url_of(user), prefix=self.prefix)
+
+    def client_of(self, user: str) -> BusClient:
+        return BusClient.connect(self.config_of(user))
+
+    def plain(self, user: str) -> Redis:
+        return Redis.from_url(self.url_of(user), decode_responses=True)
+
+    async def refused(self) -> set[tuple[str, str, str]]:
+        """What was refused to whom: (user, command or key, "command" or "key")."""
+        logs = [await node.execute_command("ACL", "LOG") for node in self.nodes]
+        found = set()
+        for entry in (each for log in logs for each in log):
+            told = (
+                entry
+                if isinstance(entry, dict)
+                else dict(zip(entry[::2], entry[1::2], strict=True))
+            )
+            found.add((told["username"], told["object"], told["reason"]))
+        return found
+
+
+@pytest.fixture(params=["redis_url", "cluster_url"])
+async def any_place(request: pytest.FixtureRequest) -> AsyncIterator[Place]:
+    async for place in _place(request.getfixturevalue(request.param)):
+        yield place
+
+
+@pytest.fixture
+async def place(redis_url: str) -> AsyncIterator[Place]:
+    async for found in _place(redis_url):
+        yield found
+
+
+async def _place(url: str) -> AsyncIterator[Place]:
+    prefix = f"test-{uuid.uuid4().hex[:12]}"
+    hosts = urlsplit(url).netloc.split(",")
+    nodes = [Redis.from_url(f"redis://{host}", decode_responses=True) for host in hosts]
+    rules = RULES.replace("nano:", f"{prefix}:")
+    for node in nodes:
+        for line in rules.splitlines():
+            await node.execute_command(*shlex.split(line))
+        for user in USERS if len(nodes) > 1 else ():
+            await node.execute_command("ACL", "SETUSER", f"nano-{user}", *FOR_CLUSTERS.split())
+        await node.execute_command("ACL", "LOG", "RESET")
+    yield Place(url, prefix, Keys(prefix), nodes)
+    for node in nodes:
+        await node.execute_command("ACL", "DELUSER", *(f"nano-{user}" for user in USERS))
+        await node.aclose()
+
+
+def serving(place: Place) -> Pipeline:
+    """All stages with the stages' user, every link on the server."""
+    return Pipeline(
+        load_config(
+            env={},
+            overrides={
+                "bus.url": place.url_of("stages"),
+                "bus.prefix": place.prefix,
+                "bus.links": "redis",
+                "engine.dtype": "float32",
+                "telemetry.log_level": "error",
+            },
+        )
+    )
+
+
+# --- what each needs ------------------------------------------------------------------------------
+
+
+async def test_a_pipeline_serves_clients_and_obeys_operators(any_place: Place) -> None:
+    """A request, a stream, one that is cancelled; pause, resume, versions; and nobody lacks a right
+    but for what is said to be dispensable."""
+    place = any_place
+    async with serving(place) as pipeline, place.client_of("client") as client:
+        assert (await client.complete({**GREEDY, "n": 2})).status == "done"
+        assert (await client.complete({**GREEDY, "budget_ns": 60_000_000_000})).status == "done"
+        long = {**GREEDY, "sampling": {"max_tokens": 2000, "ignore_eos": True}}
+        entry_id = await client.publish(long)
+        async with aclosing(client.bus.results.follow(entry_id, entry_id)) as outputs:
+            assert isinstance(await anext(outputs), CompletionChunk)
+            await client.cancel(entry_id, entry_id)
+            async for output in outputs:
+                last = output
+        assert last.status == "cancelled"
+        assert await client.trouble() == ""
+        async with place.client_of("operator") as operator:
+            await operator.pause()
+            await operator.resume()
+            await operator.cancel_all()
+            await operator.update_fairness(FairnessConfig())
+            assert await operator.weight_version() == 0
+            assert await operator.bus.requests.dead_letters() == []
+            async with (
+                Gateway(operator, pipeline.config) as gateway,
+                httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as http,
+            ):
+                assert (await http.post("/generate", json={"text": "98 + 25 ="})).status_code == 200
+                assert (await http.get("/get_weight_version")).status_code == 200
+            async with aclosing(await operator.bus.results.tail()) as ended:
+                await client.complete(GREEDY)
+                assert (await anext(ended)).status == "done"
+    assert await place.refused() <= {
+        ("nano-client", "info", "command"),
+        ("nano-client", "xrange", "command"),
+        ("nano-client", place.keys.requests.decode(), "key"),
+    }
+
+
+async def test_what_was_in_flight_is_taken_over_with_the_stages_rights(place: Place) -> None:
+    """Leases, recovery, dead letters and shedding, which a calm run does not reach."""
+    bus = open_bus(place.config_of("stages"))
+    try:
+        first = await bus.requests.publish(GREEDY)
+        assert await bus.requests.pending() == []
+        (entry,) = await bus.requests.take()
+        assert entry.entry_id == first
+        epoch = await bus.next_epoch()
+        assert await bus.is_epoch(epoch)
+        await bus.results.claim([("r", first)])
+        # In an epoch of the past, so that it has to look what the stream holds.
+        part = CompletionChunk(
+            request_id="r",
+            entry_id=first,
+            sample_index=0,
+            token_offset=0,
+            token_ids=(1,),
+            logprobs=(-0.5,),
+            text="a",
+        )
+        await bus.results.deliver([("r", [part])], epoch)
+        assert await bus.results.recover(["r"], epoch + 1) == [[part]]
+        assert await bus.results.deliver([("r", [part])], epoch) == {"r"}
+        await bus.requests.renew(30.0)
+        await bus.requests.take_over(30.0, 8)
+        await bus.requests.bury(entry, ErrorInfo(code="lane_failed", message="it failed"), 3)
+        await bus.requests.acknowledge(first)
+        await bus.requests.publish(GREEDY)
+        assert await bus.requests.shed(0, _overloaded, epoch + 1) == 1
+    finally:
+        await bus.aclose()
+    assert await place.refused() == set()
+
+
+def _overloaded(entry: RequestEntry, queued: int) -> Completion:
+    return Completion(
+        request_id=entry.entry_id,
+        entry_id=entry.entry_id,
+        status="error",
+        error=ErrorInfo(code="overloaded", message=f"{queued} wait"),
+    )
+
+
+async def test_every_command_of_the_code_is_among_the_stages_rights(place: Place) -> None:
+    """So that a command which the tests don't reach can't be forgotten in the file."""
+    commands = {name.upper() for name in await place.nodes[0].execute_command("COMMAND LIST")}
+    used = set()
+    for path in (ROOT / "bus").glob("redis*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                in_scripts = set(re.findall("'([A-Z]+)'", node.value))
+                used |= commands & {node.value, *in_scripts}
+    used -= {"READONLY"}  # there it is the beginning of an error
+    granted = {
+        word[1:].partition("|")[0].upper()
+        for line in RULES.splitlines()
+        if "nano-stages" in line
+        for word in line.split()
+        if word.startswith("+")
+    }
+    assert {"EVAL", "XADD", "XREADGROUP", "XCLAIM", "TIME", "RPUSH"} <= used
+    assert used <= granted, used - granted
+    assert granted <= used | {"CLIENT"}, granted - used
+
+
+async def test_the_commands_of_the_terminal_do_with_these_users(place: Place) -> None:
+    """`status` shows a client what it may know; dead letters are an operator's."""
+
+    async def ran(user: str, *arguments: str) -> tuple[int | None, str]:
+        where = ("--bus", place.url_of(user), "--set", f"bus.prefix={place.prefix}")
+        command = (sys.executable, "-m", "nano_inference", *arguments, *where)
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        output, _ = await process.communicate()
+        return process.returncode, output.decode()
+
+    async with serving(place):
+        status, letters, refused = await asyncio.gather(
+            ran("client", "status"),
+            ran("operator", "dlq", "list"),
+            ran("client", "dlq", "list"),
+        )
+    assert status[0] == 0, status
+    assert "pipeline   ready" in status[1]
+    assert letters[0] == 0, letters
+    assert refused[0] == 2
+    assert "may not do this" in refused[1]
+
+
+# --- what nobody else may touch -------------------------------------------------------------------
+
+NOBODYS = (
+    "FLUSHALL",
+    "FLUSHDB",
+    "CONFIG GET *",
+    "CONFIG SET maxmemory 1",
+    "KEYS *",
+    "SCAN 0",
+    "ACL LIST",
+    "ACL SETUSER nano-client +@all",
+    "CLIENT KILL TYPE normal",
+    "SHUTDOWN NOSAVE",
+    "MONITOR",
+    "SCRIPT FLUSH",
+    "FUNCTION FLUSH",
+    "REPLICAOF 127.0.0.1 1",
+    "SWAPDB 0 1",
+    "PUBLISH nano x",
+    "GET other:key",
+    "SET other:key 1",
+    "XADD other:requests * json {}",
+)
+NO_CLIENTS = (
+    "XRANGE nano:requests - +",  # others' prompts
+    "XREAD STREAMS nano:requests 0",
+    "XREADGROUP GROUP admission thief STREAMS nano:requests >",
+    "XINFO STREAM nano:requests FULL",
+    "XACK nano:requests admission 1-0",  # others' work
+    "XDEL nano:requests 1-0",
+    "XTRIM nano:requests MAXLEN 0",
+    "XCLAIM nano:requests admission thief 0 1-0",
+    "XGROUP DESTROY nano:requests admission",
+    "DEL nano:requests",
+    "EXPIRE nano:requests 1",
+    "RENAME nano:requests nano:out:mine",
+    "XREAD STREAMS nano:results 0",  # others' answers
+    "XRANGE nano:results - +",
+    "XADD nano:results * json {}",  # forged answers
+    "XADD nano:out:r * json {}",
+    "EXPIRE nano:out:r 1",
+    "DEL nano:out:r",
+    "SET nano:own:r 1-0",
+    "RPUSH nano:reply:x {}",
+    "XRANGE nano:dead - +",
+    "XDEL nano:dead 1-0",
+    "XADD nano:dead * json {}",
+    "XADD nano:stages * json []",  # a lane that seems to be well
+    "HSET {nano:requests}:lanes 0 x",
+    "GET nano:weights:0",
+    "SET nano:weights:0 {}",
+    "SET nano:epoch 1",
+    "XADD {nano:link:0}:control.executor * w w m m",  # weights
+    "XADD {nano:link:0}:control.batching * w w m m",  # pause
+    "XADD {nano:link:0}:control.fairness * w w m m",
+    "XADD {nano:link:0}:plans * w w m m",
+    "XREAD STREAMS {nano:link:0}:plans 0",
+    "XRANGE {nano:link:0}:steps.streaming - +",
+    "XTRIM {nano:link:0}:plans MAXLEN 0",
+    "EVAL return(1) 0",  # a script that never ends
+    "INFO server",
+    "CLIENT LIST",
+)
+NO_OPERATORS = (
+    "XREADGROUP GROUP admission thief STREAMS nano:requests >",
+    "XACK nano:requests admission 1-0",
+    "XDEL nano:requests 1-0",
+    "DEL nano:requests",
+    "XADD nano:results * json {}",
+    "XADD nano:out:r * json {}",
+    "XADD nano:dead * json {}",
+    "XADD nano:stages * json []",
+    "RPUSH nano:reply:x {}",
+    "SET nano:weights:0 {}",
+    "SET nano:epoch 1",
+    "XADD {nano:link:0}:plans * w w m m",
+    "XREAD STREAMS {nano:link:0}:steps.streaming 0",
+    "EVAL return(1) 0",
+)
+
+
+@pytest.mark.parametrize(
+    ("user", "forbidden"),
+    [
+        ("client", (*NOBODYS, *NO_CLIENTS)),
+        ("operator", (*NOBODYS, *NO_OPERATORS)),
+        ("stages", NOBODYS),
+    ],
+    ids=USERS,
+)
+async def test_the_server_refuses_what_is_not_theirs(
+    place: Place, user: str, forbidden: tuple[str, ...]
+) -> None:
+    """Each of these, of everybody; NOPERM comes before anything is looked at."""
+    allowed = []
+    async with place.plain(user) as redis:
+        await redis.ping()
+        for line in forbidden:
+            command = line.replace("nano:", f"{place.prefix}:").split(" ")
+            with contextlib.suppress(exceptions.NoPermissionError):
+                await redis.execute_command(*command)
+                allowed.append(line)
+    assert allowed == []
+
+
+async def test_a_client_is_told_that_it_may_not(place: Place) -> None:
+    """As an error with a code, at once, and not by waiting for ever."""
+    async with serving(place), place.client_of("client") as client:
+        forbidden: dict[str, Any] = {
+            "pause": client.pause,
+            "resume": client.resume,
+            "weight_version": client.weight_version,
+            "update_weights": lambda: client.update_weights(FolderWeights("/nowhere")),
+            "flush_cache": client.flush_cache,
+            "update_fairness": lambda: client.update_fairness(FairnessConfig()),
+            "dead_letters": client.bus.requests.dead_letters,
+            "drop_dead_letter": lambda: client.bus.requests.drop_dead_letter("1-0"),
+            "acknowledge": client.bus.requests.pending,
+            "tail": client.bus.results.tail,
+        }
+        for name, attempt in forbidden.items():
+            async with asyncio.timeout(LIMIT_S):
+                with pytest.raises(BusError, match=r"may not do this.*NOPERM.*redis-acl") as caught:
+                    await attempt()
+            assert caught.value.code == "not_permitted", name
+        assert (await client.complete(GREEDY)).status == "done", "and may go on"
+
+
+# --- what these users can't prevent, and the documentation says so --------------------------------
+
+
+async def test_who_knows_an_id_can_read_its_output(place: Place) -> None:
+    """The outputs are one family of keys; ids that can't be guessed are what separates clients."""
+    async with serving(place), place.client_of("client") as owner, place.plain("client") as other:
+        await owner.complete({**GREEDY, "request_id": "of-the-owner"})
+        key = place.keys.out("of-the-owner")
+        assert await other.xrange(key)
+
+
+async def test_who_may_publish_can_trim_the_queue(place: Place) -> None:
+    """XADD has an option for it, and a list of rights knows no options."""
+    async with place.plain("client") as first, place.plain("client") as second:
+        await first.execute_command("XADD", place.keys.requests, "*", "json", "{}")
+        await second.execute_command(
+            *("XADD", place.keys.requests, "MAXLEN", "=", 1, "*", "json", "{}")
+        )
+        assert await first.execute_command("XLEN", place.keys.requests) == 1

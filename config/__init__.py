@@ -11,7 +11,7 @@ from .errors import (
     WeightsError,
 )
 from .load import load_config, nearest, parse_value
-from .quoting import MOST_SHOWN, MOST_TEXT, cut, shown
+from .quoting import MOST_SHOWN, MOST_TEXT, cut, cut_middle, shown
 from .roles import REPLICATED, all_roles, role_of, role_of_sender, roles_here, split_role
 from .settings import (
     BUNDLED_MODEL,
@@ -58,6 +58,7 @@ __all__ = [
     "WeightsError",
     "all_roles",
     "cut",
+    "cut_middle",
     "load_config",
     "nearest",
     "parse_value",

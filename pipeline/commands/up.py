@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 import anyio
 import anyio.abc
+import anyio.lowlevel
 import typer
-from anyio.streams.buffered import BufferedByteReceiveStream
 from rich.console import Console
 from rich.text import Text
 
@@ -31,6 +31,7 @@ from ...config import (
     split_role,
 )
 from ..supervisor import RestartBudget, StageFailed
+from .child_output import Line, Lines
 from .embedded import embedded_server
 from .gateway import GatewayPort
 from .options import BusUrl, ConfigFile, LogLevel, ModelPath, Settings, build_config
@@ -235,11 +236,13 @@ class _House:
         )
         self._children[role] = child
         assert child.stdout is not None
-        lines = BufferedByteReceiveStream(child.stdout)
-        with contextlib.suppress(anyio.IncompleteRead, anyio.EndOfStream):
-            while True:
-                line = await lines.receive_until(b"\n", 1 << 20)
-                self._print(role, line.decode(errors="replace"))
+        lines = Lines()
+        async for chunk in child.stdout:
+            for line in lines.feed(chunk):
+                self._print(role, line)
+                await anyio.lowlevel.checkpoint()  # a flood of one leaves others their turn
+        for line in lines.end():
+            self._print(role, line)
         return await child.wait()
 
     def _command(self, role: str) -> list[str]:
@@ -289,8 +292,12 @@ class _House:
                 child.kill()
 
     def _say(self, text: str) -> None:
-        self._console.print(Text("up         ", style="bold") + Text(text))
+        self._write(Text("up         ", style="bold") + Text(text))
 
-    def _print(self, role: str, line: str) -> None:
-        prefix = Text(f"{role:<10} ", style=_COLOURS[split_role(role)[0]])
-        self._console.print(prefix + Text.from_ansi(line))
+    def _print(self, role: str, line: Line) -> None:
+        self._write(Text(f"{role:<10} ", style=_COLOURS[split_role(role)[0]]) + Text(str(line)))
+
+    def _write(self, text: Text) -> None:
+        # On a disk that is full, say; the pipeline is worth more than a line.
+        with contextlib.suppress(OSError):
+            self._console.print(text)

@@ -50,7 +50,7 @@ def gateway(
     Give it the pipeline's model and settings, so that it can tell of them and has the tokenizer.
     Ctrl-C or SIGTERM ends it; requests in flight have a few seconds.
     """
-    config = client_config(config_file, bus, settings, log_level or "info", model)
+    config = client_config(config_file, bus, settings, log_level, model, quiet=False)
     listening = port or config.gateway.port or DEFAULT_PORT
     own = msgspec.structs.replace(config.gateway, port=listening)
     config = msgspec.structs.replace(config, gateway=own)

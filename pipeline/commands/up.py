@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
-from typing import Annotated
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import anyio
@@ -28,13 +29,24 @@ from ...config import (
     Config,
     NanoInferenceError,
     all_roles,
+    as_environment,
+    load_config,
+    redact,
     split_role,
 )
 from ..supervisor import RestartBudget, StageFailed
 from .child_output import Line, Lines
 from .embedded import embedded_server
 from .gateway import GatewayPort
-from .options import BusUrl, ConfigFile, LogLevel, ModelPath, Settings, build_config
+from .options import (
+    BusUrl,
+    ConfigFile,
+    LogLevel,
+    ModelPath,
+    Settings,
+    build_config,
+    overrides_of,
+)
 from .run import DRAIN
 
 _GATEWAY = "gateway"
@@ -96,13 +108,15 @@ def up(
     if gateway is not None:
         settings = [*(settings or ()), f"gateway.port={gateway}"]
     config = build_config(config_file, bus, model, settings, log_level)
+    overrides = overrides_of(bus, model, settings, log_level)
     with contextlib.ExitStack() as stack:
         if config.bus.url == "memory":
             url = stack.enter_context(embedded_server(port))
-            config = build_config(config_file, url, model, settings, log_level)
-        arguments = _child_arguments(config, config_file, model, settings, log_level)
+            config = load_config(config_file, overrides=overrides | {"bus.url": url})
+        arguments = [] if config_file is None else ["--config", str(config_file)]
+        environment = _child_environment(config, overrides)
         anyio.run(_reach, config)  # so that one process complains, and not five
-        anyio.run(_House(config, arguments).run)
+        anyio.run(_House(config, arguments, environment).run)
 
 
 async def _reach(config: Config) -> None:
@@ -113,34 +127,28 @@ async def _reach(config: Config) -> None:
         await bus.aclose()
 
 
-def _child_arguments(
-    config: Config,
-    config_file: ConfigFile,
-    model: ModelPath,
-    settings: Settings,
-    log_level: LogLevel,
-) -> list[str]:
-    """What makes a child read the same settings."""
-    arguments = ["--with-parent", "--bus", config.bus.url]
-    if config_file is not None:
-        arguments += ["--config", str(config_file)]
-    if model is not None:
-        arguments += ["--model", model]
-    if log_level is not None:
-        arguments += ["--log-level", log_level]
+def _child_environment(config: Config, overrides: Mapping[str, Any]) -> dict[str, str]:
+    """What makes a child read the same settings: command lines are for every user to read, and a
+    setting may be a password."""
+    settings = {**overrides, "bus.url": config.bus.url}
     if config.telemetry.log_format == "auto" and sys.stderr.isatty():
-        arguments += ["--set", "telemetry.log_format=text"]
-    for setting in settings or ():
-        arguments += ["--set", setting]
-    return arguments
+        settings["telemetry.log_format"] = "text"
+    return as_environment(settings, os.environ)
 
 
 class _House:
     """The processes: five, two for each further replica, and the gateway's where one is wanted."""
 
-    def __init__(self, config: Config, arguments: list[str]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Args: the settings, and what makes a child read the same (None: this process's own)."""
         self._config = config
-        self._arguments = arguments
+        self._arguments = ("--with-parent", *arguments)
+        self._environment = environment
         self._roles = all_roles(config.pipeline.replicas)
         if config.gateway.port:
             self._roles = (*self._roles, _GATEWAY)
@@ -157,9 +165,6 @@ class _House:
             StageFailed: A child has used up its restarts, and no replica can do without it.
             NanoInferenceError: A child can't start; it has said why.
         """
-        # redis-py is loaded only here, so that `--help` stays fast.
-        from ...bus.redis_client import redact
-
         number = {5: "five", 6: "six", 7: "seven"}.get(len(self._roles), str(len(self._roles)))
         self._say(f"starting {number} processes over {redact(self._config.bus.url)}")
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
@@ -233,6 +238,7 @@ class _House:
             stderr=subprocess.STDOUT,
             # Ctrl-C goes to this process alone, which stops the children in order.
             start_new_session=True,
+            env=self._environment,
         )
         self._children[role] = child
         assert child.stdout is not None

@@ -11,6 +11,7 @@ import structlog
 import typer
 
 from ...config import Config
+from ...stages.temporary import sweep
 from ..gateway import DEFAULT_PORT, Gateway
 from .connection import connected
 from .options import BusUrl, ConfigFile, LogLevel, ModelPath, Settings, WithParent, client_config
@@ -54,6 +55,8 @@ def gateway(
     listening = port or config.gateway.port or DEFAULT_PORT
     own = msgspec.structs.replace(config.gateway, port=listening)
     config = msgspec.structs.replace(config, gateway=own)
+    if not with_parent:  # which has done it
+        sweep()
     forbid_torch()
     anyio.run(_serve, config, with_parent)
 

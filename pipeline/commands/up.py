@@ -34,6 +34,7 @@ from ...config import (
     redact,
     split_role,
 )
+from ...stages.temporary import sweep
 from ..supervisor import RestartBudget, StageFailed
 from .child_output import Line, Lines
 from .embedded import embedded_server
@@ -109,6 +110,7 @@ def up(
         settings = [*(settings or ()), f"gateway.port={gateway}"]
     config = build_config(config_file, bus, model, settings, log_level)
     overrides = overrides_of(bus, model, settings, log_level)
+    sweep()
     with contextlib.ExitStack() as stack:
         if config.bus.url == "memory":
             url = stack.enter_context(embedded_server(port))

@@ -135,7 +135,11 @@ def _child_environment(config: Config, overrides: Mapping[str, Any]) -> dict[str
     settings = {**overrides, "bus.url": config.bus.url}
     if config.telemetry.log_format == "auto" and sys.stderr.isatty():
         settings["telemetry.log_format"] = "text"
-    return as_environment(settings, os.environ)
+    environment = as_environment(settings, os.environ)
+    if path := environment.get("PYTHONPATH"):
+        # An empty part is the working folder too; few who have one mean that.
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, path.split(os.pathsep)))
+    return environment
 
 
 class _House:
@@ -254,7 +258,8 @@ class _House:
         return await child.wait()
 
     def _command(self, role: str) -> list[str]:
-        program = [sys.executable, "-m", "nano_inference"]
+        # Else `-m` would have a `redis.py` in the working folder taken for the real one.
+        program = [sys.executable, "-P", "-m", "nano_inference"]
         if role == _GATEWAY:
             return [*program, "gateway", *self._arguments]
         stage, replica = split_role(role)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -22,7 +26,7 @@ from nano_inference.bus.control import StageStopped
 from nano_inference.bus.messages import Envelope
 from nano_inference.config import MOST_TEXT, Config, PipelineConfig, TelemetryConfig, load_config
 from nano_inference.pipeline.commands.child_output import MOST_LINE_BYTES, Lines, fit_to_show
-from nano_inference.pipeline.commands.up import _House
+from nano_inference.pipeline.commands.up import _child_environment, _House
 from nano_inference.pipeline.supervisor import StageFailed, supervise
 from nano_inference.stages.actor import Actor, StageContext
 from nano_inference.telemetry import Tracing, setup_logging
@@ -104,6 +108,54 @@ def test_lines_are_the_same_however_they_arrive(chunks: list[bytes], most: int) 
 def test_what_is_shown_steers_no_terminal(text: str) -> None:
     assert not set(fit_to_show(text)) & {chr(code) for code in (*range(9), *range(11, 32), 127)}
     assert fit_to_show("plain \tüλ") == "plain \tüλ"
+
+
+# --- what a child imports ---------------------------------------------------------------------
+
+PLANTED = ("anyio", "msgspec", "redis", "rich", "structlog", "torch", "typer", "yaml", "json")
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Path:
+    """A working folder with modules that have the names of others."""
+    for name in PLANTED:
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name} was planted')")
+    (tmp_path / "nano_inference").mkdir()
+    (tmp_path / "nano_inference" / "__main__.py").write_text("raise SystemExit('we were planted')")
+    return tmp_path
+
+
+@pytest.mark.parametrize("role", ["admission", "executor.1", "gateway"])
+def test_a_child_imports_nothing_from_the_working_folder(
+    planted: Path, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As `export PYTHONPATH=$PYTHONPATH:/somewhere` makes it: the empty part is the working folder.
+    monkeypatch.setenv("PYTHONPATH", f"{os.pathsep}{planted / 'none'}")
+    config = load_config(env={}, overrides={"pipeline.replicas": 2, "gateway.port": 1})
+    environment = _child_environment(config, {})
+    assert environment["PYTHONPATH"] == str(planted / "none")
+    house = _House(config, [], environment)
+    ran = subprocess.run(
+        [*house._command(role), "--help"],
+        cwd=planted,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "--with-parent" not in ran.stdout
+    assert "Usage: nano-inference" in ran.stdout
+
+
+def test_as_a_module_it_imports_nothing_else_from_the_working_folder(planted: Path) -> None:
+    """Python itself puts the working folder first for `python -m`; what is imported before us can
+    come from there, and no more."""
+    (planted / "json.py").unlink()  # which Python's own start may want
+    shutil.rmtree(planted / "nano_inference")
+    command = [sys.executable, "-m", "nano_inference", "status", "--bus", "redis://127.0.0.1:1"]
+    ran = subprocess.run(command, cwd=planted, capture_output=True, text=True)
+    assert "planted" not in ran.stdout + ran.stderr
+    assert "can't reach Redis" in ran.stderr
 
 
 # --- our own lines ----------------------------------------------------------------------------

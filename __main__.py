@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 
 
@@ -12,5 +14,13 @@ def main() -> None:
     sys.exit(run_command())
 
 
+def _leave_working_folder() -> None:
+    """`python -m` looks for all modules in the working folder first, also for those of others."""
+    with contextlib.suppress(FileNotFoundError):  # it is gone
+        if not sys.flags.safe_path and sys.path[0] in ("", os.getcwd()):
+            del sys.path[0]
+
+
 if __name__ == "__main__":
+    _leave_working_folder()
     main()

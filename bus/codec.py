@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..config import SamplingParams
+from ..config import SamplingParams, cut_middle
 from .channel import Malformed
 from .messages import Envelope
 from .public import GenerateRequest, Output
@@ -89,7 +89,7 @@ def check_request(
     try:
         raw = _envelope_encoder.encode(_with_integer_keys(request))
     except _UNREADABLE as error:
-        return Malformed(named_id(request), "invalid_request", _unsendable(error))
+        return _quoting(named_id(request), "invalid_request", _unsendable(error))
     checked = decode_request(raw, "msgpack", max_bytes)
     if isinstance(checked, Malformed) and not checked.request_id:
         return msgspec.structs.replace(checked, request_id=named_id(request))
@@ -109,7 +109,7 @@ def encode_request(request: GenerateRequest | dict[str, Any] | bytes) -> tuple[s
             return "msgpack", _envelope_encoder.encode(request)
         return "json", _json_encoder.encode(request)
     except _UNREADABLE as error:
-        refused = Malformed(named_id(request), "invalid_request", _unsendable(error))
+        refused = _quoting(named_id(request), "invalid_request", _unsendable(error))
         return "refused", _json_encoder.encode(refused)
 
 
@@ -178,10 +178,15 @@ def _explain(raw: bytes, encoding: Encoding, error: Exception) -> Malformed:
     except RecursionError:
         return Malformed("", "malformed", "the request is nested too deeply")
     except _UNREADABLE as unparsed:
-        return Malformed("", "malformed", f"the request is not valid {name}: {unparsed}")
+        return _quoting("", "malformed", f"the request is not valid {name}: {unparsed}")
     if isinstance(error, msgspec.ValidationError):
-        return Malformed(named_id(tree), "invalid_request", str(error))
-    return Malformed(named_id(tree), "malformed", f"the request can't be read: {error}")
+        return _quoting(named_id(tree), "invalid_request", str(error))
+    return _quoting(named_id(tree), "malformed", f"the request can't be read: {error}")
+
+
+def _quoting(request_id: str, code: str, message: str) -> Malformed:
+    """The message is someone else's and quotes what was sent; it ends with the place."""
+    return Malformed(request_id, code, cut_middle(message))
 
 
 def _unsendable(error: Exception) -> str:

@@ -53,6 +53,7 @@ def parse_address(url: str) -> Address:
         ValueError: It is not valid. The text may quote a piece of the password.
     """
     scheme, _, rest = url.partition("://")
+    _check_meaning(scheme, rest)
     plain, _, kind = scheme.partition("+")
     if kind not in ("sentinel", "cluster"):
         return Address("server", *_options(url))
@@ -82,6 +83,16 @@ def parse_address(url: str) -> Address:
         "sentinel" if kind == "sentinel" else "cluster",
         *(connection_class, options, nodes, service, sentinel_options),
     )
+
+
+def _check_meaning(scheme: str, rest: str) -> None:
+    """Refuses what may be a password with a "/", "?" or "#" that ends the host too early."""
+    parts = urlsplit(f"//{rest}")
+    options = parts.query.split("&") if parts.query else []
+    if "@" in parts.fragment or any("@" in option.partition("=")[0] for option in options):
+        raise ValueError("an @ is not percent-encoded")
+    if "@" in parts.path and (scheme != "unix" or parts.netloc):
+        raise ValueError("an @ in the path is not percent-encoded")
 
 
 def _options(url: str) -> tuple[type[Connection], dict[str, Any]]:

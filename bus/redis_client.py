@@ -23,7 +23,7 @@ from redis.asyncio.sentinel import (
 from redis.backoff import NoBackoff
 from redis.maint_notifications import MaintNotificationsConfig
 
-from ..config import BusError
+from ..config import BusError, redact
 from .line import bus_closed
 from .redis_address import parse_address
 
@@ -428,14 +428,6 @@ async def end_tasks(tasks: set[asyncio.Task[Any]]) -> None:
             task.exception()  # marks it as seen
 
 
-def redact(url: str) -> str:
-    """A URL without anything secret, also when it is not a valid one."""
-    scheme, _, rest = url.partition("://")
-    if "password=" in rest:
-        return f"{scheme}://***"
-    return f"{scheme}://{rest.rpartition('@')[2].partition('?')[0]}"
-
-
 def check_version(info: dict[str, Any], server_name: str) -> None:
     """Looks at the reply to INFO server.
 
@@ -453,13 +445,15 @@ def check_version(info: dict[str, Any], server_name: str) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """What the operating system said, in few words."""
+    """What the operating system said, in few words. The client's own words name the host."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ConnectionRefusedError):
             return "connection refused"
         if isinstance(cause, TimeoutError | exceptions.TimeoutError):
             return "no answer in time"
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror.rstrip(".")
         cause = cause.__cause__ or cause.__context__
     text = str(error)
     if "Connect call failed" in text or "Connection refused" in text:

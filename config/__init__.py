@@ -10,8 +10,9 @@ from .errors import (
     RequestError,
     WeightsError,
 )
-from .load import load_config, nearest, parse_value
-from .quoting import MOST_SHOWN, MOST_TEXT, cut, shown
+from .load import as_environment, load_config, nearest, parse_value
+from .quoting import MOST_SHOWN, MOST_TEXT, cut, cut_middle, shown
+from .redact import REDIS_SCHEMES, redact
 from .roles import REPLICATED, all_roles, role_of, role_of_sender, roles_here, split_role
 from .settings import (
     BUNDLED_MODEL,
@@ -35,6 +36,7 @@ __all__ = [
     "DEFAULT_URL",
     "MOST_SHOWN",
     "MOST_TEXT",
+    "REDIS_SCHEMES",
     "REPLICATED",
     "STAGES",
     "AdmissionConfig",
@@ -57,10 +59,13 @@ __all__ = [
     "TelemetryConfig",
     "WeightsError",
     "all_roles",
+    "as_environment",
     "cut",
+    "cut_middle",
     "load_config",
     "nearest",
     "parse_value",
+    "redact",
     "role_of",
     "role_of_sender",
     "roles_here",

@@ -7,6 +7,7 @@ Environment: `NANO_INFERENCE_<SECTION>__<SETTING>`, for example
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -47,14 +48,35 @@ def load_config(
         _merge_file(tree, path)
     for name, value in sorted((os.environ if env is None else env).items()):
         if name.startswith(ENV_PREFIX):
-            dotted = name[len(ENV_PREFIX) :].lower().replace("__", ".", 1)
-            _put(tree, dotted, parse_value(value), source=name)
+            _put(tree, _dotted(name), parse_value(value), source=name)
     for dotted, value in (overrides or {}).items():
         _put(tree, dotted, value, source=dotted)
     try:
         return msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"bad setting: {error}") from None
+
+
+def as_environment(overrides: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which `load_config` finds these settings, and all else of `env`.
+
+    It is how one process gives another what others may not read, as they may its command line.
+    """
+    found = {
+        name: value
+        for name, value in env.items()
+        if not name.startswith(ENV_PREFIX) or _dotted(name) not in overrides
+    }
+    for dotted, value in overrides.items():
+        text = yaml.safe_dump(value, default_flow_style=True, width=math.inf)
+        name = ENV_PREFIX + dotted.upper().replace(".", "__", 1)
+        found[name] = text.removesuffix("\n").removesuffix("\n...")
+    return found
+
+
+def _dotted(name: str) -> str:
+    """The setting that an environment variable is of."""
+    return name[len(ENV_PREFIX) :].lower().replace("__", ".", 1)
 
 
 def parse_value(text: str) -> Any:
@@ -76,12 +98,17 @@ def _merge_file(tree: Tree, path: Path) -> None:
     if content is None:
         return
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold sections such as 'engine:', not {content!r:.40}")
+        raise ConfigError(f"{path} must hold sections such as 'engine:', not {_kind(content)}")
     for section, settings in content.items():
         if not isinstance(settings, dict):
             raise ConfigError(f"{path}: section {section!r} must hold 'name: value' lines")
         for name, value in settings.items():
             _put(tree, f"{section}.{name}", value, source=f"{path}: {section}.{name}")
+
+
+def _kind(content: object) -> str:
+    """What is in a file instead of settings, in a word: it may be something secret."""
+    return "a list" if isinstance(content, list) else "a single value"
 
 
 def _put(tree: Tree, dotted: str, value: Any, *, source: str) -> None:

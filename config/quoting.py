@@ -29,3 +29,12 @@ def shown(value: object) -> str:
 def cut(text: str, most: int = MOST_TEXT) -> str:
     """A text of at most `most` characters, of which the last three say that it went on."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def cut_middle(text: str, most: int = MOST_TEXT) -> str:
+    """The same, of which a quarter is the text's end: where something is, or what a traceback is
+    about."""
+    if len(text) <= most:
+        return text
+    end = most // 4
+    return f"{text[: most - 3 - end]}...{text[len(text) - end :]}"

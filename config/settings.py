@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 import msgspec
 
 from .errors import ConfigError
+from .redact import REDIS_SCHEMES, redact
 
 Stage = Literal["admission", "fairness", "batching", "executor", "streaming"]
 
@@ -214,14 +215,11 @@ class BusConfig(Settings, frozen=True, forbid_unknown_fields=True):
     max_request_bytes: int = 4 << 20
 
     def __post_init__(self) -> None:
-        kinds = ("", "+sentinel", "+cluster")
-        schemes = ("unix://", *(f"{tls}{kind}://" for tls in ("redis", "rediss") for kind in kinds))
-        self.require(
-            "url",
-            self.url == "memory" or self.url.startswith(schemes),
-            "'memory' or a URL that starts with redis://, rediss://, unix://, "
-            "redis+sentinel:// or redis+cluster://",
-        )
+        if self.url != "memory" and self.url.partition("://")[0] not in REDIS_SCHEMES:
+            raise ConfigError(
+                f"bus.url is {redact(self.url)!r}; it must be 'memory' or a URL that starts with "
+                "redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://"
+            )
         self.require(
             "prefix",
             bool(self.prefix) and not set(self.prefix) & {"{", "}"},

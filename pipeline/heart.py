@@ -12,7 +12,7 @@ import anyio
 import structlog
 
 from ..bus import Bus, StageReport, StageState
-from ..config import Config, NanoInferenceError, roles_here
+from ..config import Config, NanoInferenceError, cut, roles_here
 from ..stages.actor import Actor
 from ..telemetry import Metrics, instruments, names
 
@@ -99,7 +99,7 @@ class Heart:
             pid=os.getpid(),
             epoch=actor.epoch if actor else 0,
             state=state,
-            reason=reason,
+            reason=cut(reason),
             since_s=round(self._in_state_s(role, incarnation, state), 3),
             load=load,
         )

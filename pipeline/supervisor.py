@@ -16,6 +16,7 @@ from ..config import (
     ModelError,
     NanoInferenceError,
     PipelineConfig,
+    cut,
 )
 from ..stages.actor import FAILED, Actor
 
@@ -91,10 +92,11 @@ async def supervise(make: Callable[[], Actor], config: PipelineConfig) -> None:
                 raise cause from None
             if isinstance(cause, ModelError | ConfigError) and not actor.opened:
                 raise cause from None
+            reason = cut(repr(cause))
             # The same traceback a second time helps nobody.
-            log.error("stage_failed", error=repr(cause), exc_info=repr(cause) != last and cause)
-            last = repr(cause)
-            await _tell(actor, repr(cause))
+            log.error("stage_failed", error=reason, exc_info=reason != last and cause)
+            last = reason
+            await _tell(actor, reason)
         wait_s = budget.failed(time.monotonic())
         log.warning("stage_restarts", wait_s=round(wait_s, 3))
         await anyio.sleep(wait_s)

@@ -14,7 +14,7 @@ from ..bus import Bus, Inbox, Outcome, Sender, StageState
 from ..bus.control import Reset, StageReady, StageStarted, StageStopped
 from ..bus.links import CONTROL, Link, at
 from ..bus.messages import Envelope, Message
-from ..config import REPLICATED, BusError, Config, NanoInferenceError, role_of
+from ..config import REPLICATED, BusError, Config, NanoInferenceError, cut, role_of
 from ..telemetry import Attributes, Metrics, TraceContext, Tracing, is_sampled, names, now_ns
 
 FAILED = "failed: "
@@ -184,7 +184,7 @@ class Actor(ABC):
 
     async def leave(self, reason: str) -> None:
         """Tells admission that what this stage held is lost."""
-        stopped = StageStopped(self.role, self.incarnation, reason)
+        stopped = StageStopped(self.role, self.incarnation, cut(reason))
         await self.send(CONTROL["admission"], stopped, epoch=0)
 
     async def _dispatch(self, envelope: Envelope) -> None:

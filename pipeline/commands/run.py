@@ -16,6 +16,7 @@ import typer
 from ...bus.codec import encode_output
 from ...bus.public import Completion
 from ...config import STAGES, Config, ConfigError, nearest
+from ...stages.temporary import sweep
 from ...telemetry import setup_logging
 from ..pipeline import Pipeline
 from .options import BusUrl, ConfigFile, LogLevel, ModelPath, Settings, WithParent, build_config
@@ -66,6 +67,8 @@ def run(
         config_file, bus, model, settings, log_level, **{"pipeline.stages": names}
     )
     setup_logging(config.telemetry)
+    if not with_parent:  # which has done it
+        sweep()
     if "executor" not in names:
         forbid_torch()
     if config.bus.url == "memory":

@@ -17,7 +17,7 @@ from rich.text import Text
 from ...bus import StageReport
 from ...bus.keys import Keys
 from ...bus.links import all_links
-from ...config import STAGES, BusConfig, BusError
+from ...config import STAGES, BusConfig, BusError, redact
 from ..health import LATE_S, LaneHealth, lanes_of, problem_of, replicas_of, verdict
 from .connection import unreachable
 from .options import BusUrl, ConfigFile, LogLevel, Settings, client_config
@@ -138,8 +138,6 @@ async def look(config: BusConfig) -> BusStatus:
 
 
 def _address(config: BusConfig) -> str:
-    from ...bus.redis_client import redact
-
     return redact(config.url)
 
 

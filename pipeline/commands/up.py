@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
-from typing import Annotated
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import anyio
 import anyio.abc
+import anyio.lowlevel
 import typer
-from anyio.streams.buffered import BufferedByteReceiveStream
 from rich.console import Console
 from rich.text import Text
 
@@ -28,12 +29,25 @@ from ...config import (
     Config,
     NanoInferenceError,
     all_roles,
+    as_environment,
+    load_config,
+    redact,
     split_role,
 )
+from ...stages.temporary import sweep
 from ..supervisor import RestartBudget, StageFailed
+from .child_output import Line, Lines
 from .embedded import embedded_server
 from .gateway import GatewayPort
-from .options import BusUrl, ConfigFile, LogLevel, ModelPath, Settings, build_config
+from .options import (
+    BusUrl,
+    ConfigFile,
+    LogLevel,
+    ModelPath,
+    Settings,
+    build_config,
+    overrides_of,
+)
 from .run import DRAIN
 
 _GATEWAY = "gateway"
@@ -95,13 +109,16 @@ def up(
     if gateway is not None:
         settings = [*(settings or ()), f"gateway.port={gateway}"]
     config = build_config(config_file, bus, model, settings, log_level)
+    overrides = overrides_of(bus, model, settings, log_level)
+    sweep()
     with contextlib.ExitStack() as stack:
         if config.bus.url == "memory":
             url = stack.enter_context(embedded_server(port))
-            config = build_config(config_file, url, model, settings, log_level)
-        arguments = _child_arguments(config, config_file, model, settings, log_level)
+            config = load_config(config_file, overrides=overrides | {"bus.url": url})
+        arguments = [] if config_file is None else ["--config", str(config_file)]
+        environment = _child_environment(config, overrides)
         anyio.run(_reach, config)  # so that one process complains, and not five
-        anyio.run(_House(config, arguments).run)
+        anyio.run(_House(config, arguments, environment).run)
 
 
 async def _reach(config: Config) -> None:
@@ -112,34 +129,32 @@ async def _reach(config: Config) -> None:
         await bus.aclose()
 
 
-def _child_arguments(
-    config: Config,
-    config_file: ConfigFile,
-    model: ModelPath,
-    settings: Settings,
-    log_level: LogLevel,
-) -> list[str]:
-    """What makes a child read the same settings."""
-    arguments = ["--with-parent", "--bus", config.bus.url]
-    if config_file is not None:
-        arguments += ["--config", str(config_file)]
-    if model is not None:
-        arguments += ["--model", model]
-    if log_level is not None:
-        arguments += ["--log-level", log_level]
+def _child_environment(config: Config, overrides: Mapping[str, Any]) -> dict[str, str]:
+    """What makes a child read the same settings: command lines are for every user to read, and a
+    setting may be a password."""
+    settings = {**overrides, "bus.url": config.bus.url}
     if config.telemetry.log_format == "auto" and sys.stderr.isatty():
-        arguments += ["--set", "telemetry.log_format=text"]
-    for setting in settings or ():
-        arguments += ["--set", setting]
-    return arguments
+        settings["telemetry.log_format"] = "text"
+    environment = as_environment(settings, os.environ)
+    if path := environment.get("PYTHONPATH"):
+        # An empty part is the working folder too; few who have one mean that.
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, path.split(os.pathsep)))
+    return environment
 
 
 class _House:
     """The processes: five, two for each further replica, and the gateway's where one is wanted."""
 
-    def __init__(self, config: Config, arguments: list[str]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Args: the settings, and what makes a child read the same (None: this process's own)."""
         self._config = config
-        self._arguments = arguments
+        self._arguments = ("--with-parent", *arguments)
+        self._environment = environment
         self._roles = all_roles(config.pipeline.replicas)
         if config.gateway.port:
             self._roles = (*self._roles, _GATEWAY)
@@ -156,9 +171,6 @@ class _House:
             StageFailed: A child has used up its restarts, and no replica can do without it.
             NanoInferenceError: A child can't start; it has said why.
         """
-        # redis-py is loaded only here, so that `--help` stays fast.
-        from ...bus.redis_client import redact
-
         number = {5: "five", 6: "six", 7: "seven"}.get(len(self._roles), str(len(self._roles)))
         self._say(f"starting {number} processes over {redact(self._config.bus.url)}")
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
@@ -232,18 +244,22 @@ class _House:
             stderr=subprocess.STDOUT,
             # Ctrl-C goes to this process alone, which stops the children in order.
             start_new_session=True,
+            env=self._environment,
         )
         self._children[role] = child
         assert child.stdout is not None
-        lines = BufferedByteReceiveStream(child.stdout)
-        with contextlib.suppress(anyio.IncompleteRead, anyio.EndOfStream):
-            while True:
-                line = await lines.receive_until(b"\n", 1 << 20)
-                self._print(role, line.decode(errors="replace"))
+        lines = Lines()
+        async for chunk in child.stdout:
+            for line in lines.feed(chunk):
+                self._print(role, line)
+                await anyio.lowlevel.checkpoint()  # a flood of one leaves others their turn
+        for line in lines.end():
+            self._print(role, line)
         return await child.wait()
 
     def _command(self, role: str) -> list[str]:
-        program = [sys.executable, "-m", "nano_inference"]
+        # Else `-m` would have a `redis.py` in the working folder taken for the real one.
+        program = [sys.executable, "-P", "-m", "nano_inference"]
         if role == _GATEWAY:
             return [*program, "gateway", *self._arguments]
         stage, replica = split_role(role)
@@ -289,8 +305,12 @@ class _House:
                 child.kill()
 
     def _say(self, text: str) -> None:
-        self._console.print(Text("up         ", style="bold") + Text(text))
+        self._write(Text("up         ", style="bold") + Text(text))
 
-    def _print(self, role: str, line: str) -> None:
-        prefix = Text(f"{role:<10} ", style=_COLOURS[split_role(role)[0]])
-        self._console.print(prefix + Text.from_ansi(line))
+    def _print(self, role: str, line: Line) -> None:
+        self._write(Text(f"{role:<10} ", style=_COLOURS[split_role(role)[0]]) + Text(str(line)))
+
+    def _write(self, text: Text) -> None:
+        # On a disk that is full, say; the pipeline is worth more than a line.
+        with contextlib.suppress(OSError):
+            self._console.print(text)

@@ -8,8 +8,8 @@ import pytest
 from redis.asyncio import Redis
 
 from nano_inference.bus import open_bus
-from nano_inference.bus.redis_client import check_version, redact
-from nano_inference.config import BusConfig, BusError
+from nano_inference.bus.redis_client import check_version
+from nano_inference.config import BusConfig, BusError, redact
 
 
 async def ping_error(url: str) -> str:

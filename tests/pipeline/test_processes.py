@@ -102,7 +102,7 @@ class House:
     def child(self, stage: str) -> int:
         """The process id of a stage."""
         found = subprocess.run(
-            ["pgrep", "-f", "--", f"--set bus.prefix={self.bus.prefix} .*--stages {stage}"],
+            ["pgrep", "-P", str(self.process.pid), "-f", "--", f"--stages {stage}"],
             capture_output=True,
             text=True,
             check=True,

@@ -7,9 +7,12 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
-import tempfile
+from contextlib import ExitStack, suppress
 from pathlib import Path
+
+from ...temporary import sweep, temporary_folder
 
 SOURCE = Path(__file__).with_name("cpu.c")
 
@@ -17,13 +20,15 @@ _FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-fopenmp", "-Wall", "-
 
 _COMPILER_TIMEOUT_S = 120.0
 
+_DIGEST_BYTES = 32
+
 
 class KernelsUnavailable(Exception):
     """There are no kernels here, and the message says why."""
 
 
 def load_library() -> ctypes.CDLL:
-    """The library, compiled now if it is not in the user's cache folder yet.
+    """The library, compiled now if it is not in the user's cache folder, whole and safe.
 
     Raises:
         KernelsUnavailable: The machine, its compiler or torch's build don't allow it.
@@ -38,14 +43,22 @@ def load_library() -> ctypes.CDLL:
         raise KernelsUnavailable("there is no C compiler; install gcc, or set CC to one")
     openmp = _openmp_of_torch()
     name = _name(compiler, processor, openmp)
-    folder = _cache_folder()
-    library = folder / name
-    if not library.is_file():
-        _compile(compiler, openmp, library)
+    cache = _cache_folder()
+    if cache is not None:
+        with suppress(OSError):
+            return _load(cache, name)
+    sweep()
     try:
-        return ctypes.CDLL(str(library))
+        with temporary_folder("kernels") as folder:
+            content = _compile(compiler, openmp, folder)
+            if cache is not None:
+                with suppress(OSError):
+                    _keep(content, cache, name)
+                    return _load(cache, name)
+            _keep(content, folder, name)
+            return _load(folder, name)
     except OSError as error:
-        raise KernelsUnavailable(f"can't load {library}: {error}") from None
+        raise KernelsUnavailable(f"can't make and load {name}: {error}") from None
 
 
 def _processor_flags() -> str:
@@ -68,16 +81,64 @@ def _openmp_of_torch() -> str:
     raise KernelsUnavailable("torch was built without OpenMP")
 
 
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+def _cache_folder() -> Path | None:
+    """Where the library is kept; None when there is no folder that only this user may write to."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # the specification has it ignored
+        home = os.environ.get("HOME")
+        # What the system knows of the user; "~" itself when it knows nothing.
+        base = os.path.join(os.path.expanduser("~") if home is None else home, ".cache")
+    if not os.path.isabs(base):
+        return None
     folder = Path(base) / "nano-inference"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
+        return folder if _only_we_write(os.stat(folder)) else None
     except OSError:
-        pass
-    return Path(tempfile.mkdtemp(prefix="nano-inference-"))
+        return None
+
+
+def _only_we_write(found: os.stat_result) -> bool:
+    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _keep(content: bytes, folder: Path, name: str) -> None:
+    """Writes the library, and behind it what tells whether it is whole.
+
+    It is a new file in any case, since another process may be running what the old one holds. Who
+    reads it before it is whole finds that it is not.
+
+    Raises:
+        OSError: It can't be written.
+    """
+    (folder / name).unlink(missing_ok=True)
+    file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with open(file, "wb") as kept:
+        kept.write(content + hashlib.sha256(content).digest())
+
+
+def _load(folder: Path, name: str) -> ctypes.CDLL:
+    """Loads what `_keep` wrote. What is looked at is what is loaded, even if somebody puts another
+    in its place meanwhile.
+
+    Raises:
+        OSError: It is not there, is damaged, may come from somebody else, or can't be loaded.
+    """
+    with ExitStack() as stack:
+        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        stack.callback(os.close, place)
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        file = stack.enter_context(open(os.open(name, flags, dir_fd=place), "rb"))
+        found = os.fstat(file.fileno())
+        if not (stat.S_ISREG(found.st_mode) and _only_we_write(found)):
+            raise OSError("others may write to it")
+        if not _only_we_write(os.fstat(place)):
+            raise OSError(f"others may write to {folder}")
+        whole = file.read()
+        content, digest = whole[:-_DIGEST_BYTES], whole[-_DIGEST_BYTES:]
+        if hashlib.sha256(content).digest() != digest:
+            raise OSError("it is damaged")
+        return ctypes.CDLL(f"/proc/self/fd/{file.fileno()}")
 
 
 def _name(compiler: str, *parts: str) -> str:
@@ -89,20 +150,25 @@ def _name(compiler: str, *parts: str) -> str:
     return f"cpu-{digest.hexdigest()[:24]}.so"
 
 
-def _compile(compiler: str, openmp: str, library: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        compiled, linked = f"{folder}/cpu.o", f"{folder}/cpu.so"
-        _run([compiler, *_FLAGS, "-c", str(SOURCE), "-o", compiled])
-        # Linked by its path: the compiler would take its own OpenMP library.
-        _run([compiler, "-shared", compiled, openmp, "-lm", "-o", linked])
-        # Another process may do the same; whole files replace one another.
-        os.replace(linked, library)
+def _compile(compiler: str, openmp: str, folder: Path) -> bytes:
+    compiled, linked = f"{folder}/cpu.o", f"{folder}/cpu.so"
+    _run([compiler, *_FLAGS, "-c", str(SOURCE), "-o", compiled], folder)
+    # Linked by its path: the compiler would take its own OpenMP library.
+    _run([compiler, "-shared", compiled, openmp, "-lm", "-o", linked], folder)
+    return Path(linked).read_bytes()
 
 
-def _run(command: list[str]) -> str:
+def _run(command: list[str], folder: Path | None = None) -> str:
+    """Args: `folder` is where the compiler puts what it makes on its way."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=_COMPILER_TIMEOUT_S
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=True,
+            timeout=_COMPILER_TIMEOUT_S,
+            env=None if folder is None else {**os.environ, "TMPDIR": str(folder)},
         )
     except subprocess.CalledProcessError as error:
         reason = (error.stderr.strip().splitlines() or ["no message"])[0]

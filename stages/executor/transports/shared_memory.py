@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.shared_memory import SharedMemory
-from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -15,10 +14,9 @@ from torch import Tensor
 
 from ....bus.weights import SharedMemoryWeights, TensorMeta
 from ....config import WeightsError, shown
+from ...temporary import SHARED_MEMORY, new_name, own, sweep
 from ..limits import UNLIMITED, WeightLimits
 from .layout import as_tensor, dtype_of, meta_of, read_file, sizes_of, unhurried
-
-_FOLDER = Path("/dev/shm")  # where Linux has it
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 
@@ -41,7 +39,8 @@ class SharedWeights:
     The executor copies them before it answers, so they may change as soon as it has. The memory is
     given back at the end of the block, and also when this process is killed: Python's resource
     tracker, a process of its own, removes what is left. It is one for all processes that
-    `multiprocessing` started together, and then does it when the last of them has gone.
+    `multiprocessing` started together, and then does it when the last of them has gone. Where it
+    was killed too, the next one who shares weights, or starts a pipeline, does it.
 
     Attributes:
         source: Where the weights are, as `update_weights` takes it.
@@ -61,9 +60,13 @@ class SharedWeights:
         metas = tuple(meta_of(name, tensor) for name, tensor in self._tensors.items())
         sizes, places = _lay_out(self._tensors, metas, bucket_bytes)
         self._segments: list[SharedMemory] = []
+        self._locks: list[int] = []
+        sweep()
         try:
             for size in sizes:
-                self._segments.append(_reserve(size))
+                segment, lock = _reserve(size)
+                self._segments.append(segment)
+                self._locks.append(lock)
             self.source = SharedMemoryWeights(
                 tuple(segment.name.removeprefix("/") for segment in self._segments), metas, places
             )
@@ -114,6 +117,8 @@ class SharedWeights:
             segment = self._segments.pop()
             segment.close()
             segment.unlink()
+        while self._locks:
+            os.close(self._locks.pop())
 
 
 def read_shared_memory(
@@ -184,8 +189,14 @@ def _lay_out(
     return used, tuple(places)
 
 
-def _reserve(size: int) -> SharedMemory:
-    segment = SharedMemory(create=True, size=max(size, 1))
+def _reserve(size: int) -> tuple[SharedMemory, int]:
+    """A segment, and what keeps others from sweeping it."""
+    while True:
+        segment = SharedMemory(new_name("tensors"), create=True, size=max(size, 1))
+        lock = own(SHARED_MEMORY / segment.name)
+        if lock is not None:
+            break
+        segment.close()
     try:
         with _opened(segment.name.removeprefix("/"), os.O_RDWR) as file:
             # Else the memory would be looked for when it is written, and its lack kill the process.
@@ -193,13 +204,14 @@ def _reserve(size: int) -> SharedMemory:
     except BaseException as error:
         segment.close()
         segment.unlink()
+        os.close(lock)
         if isinstance(error, OSError):
             raise WeightsError(
                 f"{size} bytes of shared memory are not to be had ({error.strerror}); enlarge "
-                f"{_FOLDER}, or send the weights another way"
+                f"{SHARED_MEMORY}, or send the weights another way"
             ) from None
         raise
-    return segment
+    return segment, lock
 
 
 @contextmanager
@@ -208,7 +220,7 @@ def _opened(name: str, flags: int = os.O_RDONLY) -> Iterator[int]:
     if not _NAME.fullmatch(name) or name.startswith("."):
         raise WeightsError(f"{shown(name)} names no shared memory")
     try:
-        file = os.open(_FOLDER / name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        file = os.open(SHARED_MEMORY / name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         raise WeightsError(
             f"there is no shared memory {shown(name)}; the trainer must keep it until it is read, "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from base64 import b64decode
 from binascii import Error as Base64Error
 from pathlib import Path
@@ -16,6 +15,7 @@ from starlette.responses import Response
 from ....bus.control import MEMORY_TAGS, MemoryTag
 from ....bus.weights import FolderWeights, GroupWeights, InFlight, TensorMeta, WeightsSource
 from ....config import GatewayConfig, NanoInferenceError, RequestError
+from ...temporary import temporary_folder
 from ..engine import EngineClient
 from ..http import JsonResponse, error_response, read_object
 from .fields import read_fields
@@ -178,9 +178,9 @@ class WeightCalls:
             raise RequestError("serialized_named_tensors is empty")
         files = [_decoded(text) for text in body.serialized_named_tensors]
         del found
-        with tempfile.TemporaryDirectory(prefix="nano-weights-") as folder:
-            await anyio.to_thread.run_sync(_write, Path(folder), files)
-            return await self._take(FolderWeights(folder), body)
+        with temporary_folder("weights") as folder:
+            await anyio.to_thread.run_sync(_write, folder, files)
+            return await self._take(FolderWeights(str(folder)), body)
 
     async def begin(self, request: Request) -> Response:
         body = read_fields(await self._object(request), SessionBody)

@@ -1,0 +1,200 @@
+"""The library of kernels is loaded only if it is ours and whole, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nano_inference.stages.executor.kernels import compile as compiling
+
+COMPILER = shutil.which("cc") or shutil.which("gcc")
+
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="there is no C compiler"),
+    pytest.mark.skipif(os.uname().sysname != "Linux", reason="kernels are for Linux"),
+]
+
+SOURCE = "int answer(void) { return 42; }\n"
+
+
+class Machine:
+    """One where kernels are of the smallest kind, with folders of its own.
+
+    Attributes:
+        cache: The user's cache folder.
+        temporary: Where temporary files go.
+        compiled: How often the compiler was run.
+    """
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cache = folder / "cache"
+        self.temporary = folder / "temporary"
+        self.working = folder / "working"
+        for each in (self.cache, self.temporary, self.working):
+            each.mkdir()
+        self.compiled = 0
+        source = folder / "cpu.c"
+        source.write_text(SOURCE)
+        monkeypatch.setattr(compiling, "SOURCE", source)
+        monkeypatch.setattr(compiling, "_FLAGS", ("-fPIC",))
+        monkeypatch.setattr(compiling, "_processor_flags", lambda: "avx512_bf16")
+        monkeypatch.setattr(compiling, "_openmp_of_torch", lambda: "-lm")
+        monkeypatch.setattr(compiling.platform, "machine", lambda: "x86_64")
+        monkeypatch.setattr(tempfile, "tempdir", str(self.temporary))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(self.cache))
+        monkeypatch.chdir(self.working)
+        compile_once = compiling._compile
+
+        def count(*arguments: object) -> object:
+            self.compiled += 1
+            return compile_once(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(compiling, "_compile", count)
+
+    def load(self) -> int:
+        """Starts once; says how often the compiler was needed."""
+        before = self.compiled
+        assert compiling.load_library().answer() == 42
+        assert list(self.temporary.iterdir()) == [], "nothing is left"
+        assert list(self.working.iterdir()) == [], "nor where the process runs"
+        return self.compiled - before
+
+    @property
+    def folder(self) -> Path:
+        return self.cache / "nano-inference"
+
+    @property
+    def library(self) -> Path:
+        (found,) = self.folder.iterdir()
+        return found
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tmp_path, monkeypatch)
+
+
+def test_it_is_compiled_once(machine: Machine) -> None:
+    old_umask = os.umask(0o002)
+    try:
+        assert [machine.load() for _ in range(3)] == [1, 0, 0]
+    finally:
+        os.umask(old_umask)
+    assert machine.library.stat().st_mode & 0o777 == 0o600
+
+
+def truncated(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def zeros(content: bytes) -> bytes:
+    return bytes(len(content))
+
+
+def empty(content: bytes) -> bytes:
+    return b""
+
+
+def short(content: bytes) -> bytes:
+    return b"\x7fELF"
+
+
+def flipped(content: bytes) -> bytes:
+    place = len(content) // 3
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+
+def of_before(content: bytes) -> bytes:
+    """As it was kept before it had a digest."""
+    return content[:-32]
+
+
+@pytest.mark.parametrize("damage", [truncated, zeros, empty, short, flipped, of_before])
+def test_a_damaged_one_is_compiled_again(
+    machine: Machine, damage: Callable[[bytes], bytes]
+) -> None:
+    machine.load()
+    machine.library.write_bytes(damage(machine.library.read_bytes()))
+    assert [machine.load(), machine.load()] == [1, 0]
+
+
+def test_one_in_use_is_not_written_over(machine: Machine) -> None:
+    machine.load()
+    with machine.library.open("r+b") as used:
+        used.write(b"damaged")
+        used.flush()
+        machine.load()
+        used.seek(0)
+        assert used.read(7) == b"damaged"
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o1777])
+def test_a_folder_that_others_may_write_to_is_not_used(machine: Machine, mode: int) -> None:
+    machine.load()
+    os.chmod(machine.folder, mode)
+    before = machine.library.stat()
+    assert [machine.load(), machine.load()] == [1, 1]
+    assert machine.library.stat() == before, "nor written to"
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602])
+def test_a_library_that_others_may_write_to_is_not_loaded(machine: Machine, mode: int) -> None:
+    machine.load()
+    machine.library.chmod(mode)
+    assert [machine.load(), machine.load()] == [1, 0]
+
+
+def test_a_link_to_a_library_is_not_loaded(machine: Machine, tmp_path: Path) -> None:
+    machine.load()
+    name = machine.library
+    shutil.move(name, tmp_path / "elsewhere")
+    name.symlink_to(tmp_path / "elsewhere")
+    assert [machine.load(), machine.load()] == [1, 0]
+    assert not machine.library.is_symlink()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+@pytest.mark.parametrize("whole_folder", [False, True])
+def test_what_belongs_to_somebody_else_is_not_loaded(machine: Machine, whole_folder: bool) -> None:
+    machine.load()
+    os.chown(machine.folder if whole_folder else machine.library, 12345, -1)
+    assert [machine.load(), machine.load()] == ([1, 1] if whole_folder else [1, 0])
+
+
+def test_a_relative_cache_folder_is_ignored(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert [machine.load(), machine.load()] == [1, 0]
+    assert (tmp_path / "home" / ".cache" / "nano-inference").is_dir()
+
+
+@pytest.mark.parametrize("home", [None, "", "~", "relative"])
+def test_without_a_home_nothing_is_kept(
+    machine: Machine, home: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    if home is None:
+        monkeypatch.delenv("HOME")
+    else:
+        monkeypatch.setenv("HOME", home)
+    assert [machine.load(), machine.load()] == [1, 1]
+
+
+def test_a_cache_folder_that_can_not_be_made_is_done_without(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert [machine.load(), machine.load()] == [1, 1]

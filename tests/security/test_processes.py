@@ -1,0 +1,307 @@
+"""Whatever a child of `up` prints, `up` goes on; and no line of a log is long."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import structlog
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from structlog.testing import capture_logs
+
+from nano_inference.bus import Malformed, MemoryBus
+from nano_inference.bus.codec import check_request, decode_request
+from nano_inference.bus.control import StageStopped
+from nano_inference.bus.messages import Envelope
+from nano_inference.config import MOST_TEXT, Config, PipelineConfig, TelemetryConfig, load_config
+from nano_inference.pipeline.commands.child_output import MOST_LINE_BYTES, Lines, fit_to_show
+from nano_inference.pipeline.commands.up import _child_environment, _House
+from nano_inference.pipeline.supervisor import StageFailed, supervise
+from nano_inference.stages.actor import Actor, StageContext
+from nano_inference.telemetry import Tracing, setup_logging
+from nano_inference.telemetry.bounded import MOST_LOG_BYTES
+
+LONG = 1_200_000
+"""Characters: more than `up` could once read as one line."""
+
+HOSTILE = r"""
+import os
+def say(data):
+    while data:
+        data = data[os.write(1, data):]
+say(b"first\n")
+say(b"x" * 3_000_000 + b"\n")
+say(b"\xff\xfe\xed\xa0\x80 no UTF-8\n")
+say(b"\x1b[" + "\u00b2".encode() + b"m a colour that is no number\n")
+say(b"\x1b[" + b"1" * 5000 + b"m a colour of 5000 digits\n")
+say(b"\x1b]" * 30_000 + b"\n")
+say(bytes(range(32)) + b"\n")
+say(b"[bold]no markup[/]\n")
+say(b"last, without an end")
+"""
+
+
+class Talker(_House):
+    """Whose children run a program of ours."""
+
+    def __init__(self, program: str) -> None:
+        super().__init__(load_config(env={}), [])
+        self.shown = io.StringIO()
+        self._console = Console(file=self.shown, soft_wrap=True)
+        self._program = program
+
+    def _command(self, role: str) -> list[str]:
+        return [sys.executable, "-I", "-c", self._program]
+
+
+async def test_nothing_that_a_child_prints_ends_up() -> None:
+    house = Talker(HOSTILE)
+    assert await house._run_once("executor") == 0
+    lines = house.shown.getvalue().splitlines()
+    assert lines[0].endswith("first")
+    assert f"({3_000_000 - MOST_LINE_BYTES} more bytes left out)" in lines[1]
+    assert [line for line in lines if "no UTF-8" in line]
+    assert [line for line in lines if line.endswith("a colour that is no number")]
+    assert [line for line in lines if line.endswith("a colour of 5000 digits")]
+    assert [line for line in lines if "[bold]no markup[/]" in line]
+    assert lines[-1].endswith("last, without an end")
+    assert max(map(len, lines)) < MOST_LINE_BYTES + 200
+    assert all(char.isprintable() or char == "\n" for char in house.shown.getvalue())
+
+
+async def test_a_console_that_takes_nothing_does_not_end_up() -> None:
+    """Its file is on a disk that is full, say."""
+
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    house = Talker("print('a line')")
+    house._console = Console(file=Full())
+    assert await house._run_once("executor") == 0
+
+
+@given(st.lists(st.binary(max_size=40)), st.integers(1, 30))
+def test_lines_are_the_same_however_they_arrive(chunks: list[bytes], most: int) -> None:
+    lines = Lines(most)
+    found = [line for chunk in chunks for line in lines.feed(chunk)] + list(lines.end())
+    whole = b"".join(chunks)
+    wanted = whole.split(b"\n")
+    if not wanted[-1]:
+        wanted.pop()
+    assert [line.kept for line in found] == [line[:most] for line in wanted]
+    assert [len(line.kept) + line.left_out for line in found] == [len(line) for line in wanted]
+
+
+@given(st.text())
+def test_what_is_shown_steers_no_terminal(text: str) -> None:
+    assert not set(fit_to_show(text)) & {chr(code) for code in (*range(9), *range(11, 32), 127)}
+    assert fit_to_show("plain \tüλ") == "plain \tüλ"
+
+
+# --- what a child imports ---------------------------------------------------------------------
+
+PLANTED = ("anyio", "msgspec", "redis", "rich", "structlog", "torch", "typer", "yaml", "json")
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Path:
+    """A working folder with modules that have the names of others."""
+    for name in PLANTED:
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name} was planted')")
+    (tmp_path / "nano_inference").mkdir()
+    (tmp_path / "nano_inference" / "__main__.py").write_text("raise SystemExit('we were planted')")
+    return tmp_path
+
+
+@pytest.mark.parametrize("role", ["admission", "executor.1", "gateway"])
+def test_a_child_imports_nothing_from_the_working_folder(
+    planted: Path, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As `export PYTHONPATH=$PYTHONPATH:/somewhere` makes it: the empty part is the working folder.
+    monkeypatch.setenv("PYTHONPATH", f"{os.pathsep}{planted / 'none'}")
+    config = load_config(env={}, overrides={"pipeline.replicas": 2, "gateway.port": 1})
+    environment = _child_environment(config, {})
+    assert environment["PYTHONPATH"] == str(planted / "none")
+    house = _House(config, [], environment)
+    ran = subprocess.run(
+        [*house._command(role), "--help"],
+        cwd=planted,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "--with-parent" not in ran.stdout
+    assert "Usage: nano-inference" in ran.stdout
+
+
+def test_as_a_module_it_imports_nothing_else_from_the_working_folder(planted: Path) -> None:
+    """Python itself puts the working folder first for `python -m`; what is imported before us can
+    come from there, and no more."""
+    (planted / "json.py").unlink()  # which Python's own start may want
+    shutil.rmtree(planted / "nano_inference")
+    command = [sys.executable, "-m", "nano_inference", "status", "--bus", "redis://127.0.0.1:1"]
+    ran = subprocess.run(command, cwd=planted, capture_output=True, text=True)
+    assert "planted" not in ran.stdout + ran.stderr
+    assert "can't reach Redis" in ran.stderr
+
+
+# --- our own lines ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def logs_restored() -> Iterator[None]:
+    root = logging.getLogger()
+    configured, before = structlog.get_config(), (root.handlers[:], root.level)
+    yield
+    structlog.configure(**configured)
+    root.handlers[:], root.level = before
+
+
+def raised(error: Exception, depth: int = 50) -> Exception:
+    """An error with a traceback."""
+    try:
+        if depth:
+            raised(error, depth - 1)
+        raise error
+    except Exception as found:  # noqa: BLE001
+        return found
+
+
+class Chatty:
+    """Something that is logged and has a long rendering, or none."""
+
+    def __repr__(self) -> str:
+        return "y" * LONG
+
+
+class Mute:
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+def deep(levels: int) -> list[object]:
+    found: list[object] = []
+    for _ in range(levels):
+        found = [found]
+    return found
+
+
+VALUES: dict[str, object] = {
+    "ascii": "x" * LONG,
+    "escaped": "\x00" * LONG,
+    "wide": "\U0001f600" * LONG,
+    "surrogates": "\udc80" * LONG,
+    "bytes": b"\xff" * LONG,
+    "list": ["x" * 1000] * 1000,
+    "dict": {f"k{i}": {"a": "x" * 500} for i in range(1000)},
+    "deep": deep(5000),
+    "integer": 1 << 1_000_000,
+    "integers": [1 << 1_000_000],
+    "object": Chatty(),
+    "objects": [Chatty(), Mute(), {Mute(): (1, 2)}],
+}
+
+
+@pytest.mark.parametrize("log_format", ["json", "text"])
+@pytest.mark.parametrize("kind", [*VALUES, "all", "traceback"])
+@pytest.mark.usefixtures("logs_restored")
+def test_no_line_of_ours_is_long(
+    capsys: pytest.CaptureFixture[str], kind: str, log_format: str
+) -> None:
+    setup_logging(TelemetryConfig(log_format=log_format))  # type: ignore[arg-type]
+    log = structlog.get_logger().bind(stage="admission")
+    if kind == "traceback":
+        log.error("stage_failed", exc_info=raised(ValueError("x" * LONG)))
+    elif kind == "all":
+        log.error("stage_failed", **VALUES)
+    else:
+        log.error("stage_failed", value=VALUES[kind], other=1.5)
+    line = capsys.readouterr().err
+    assert len(line.encode(errors="replace")) <= MOST_LOG_BYTES + 1
+    assert "stage_failed" in line
+    if log_format == "json":
+        found = json.loads(line)
+        assert (found["level"], found["stage"]) == ("error", "admission")
+        assert kind != "traceback" or (
+            "Traceback (most recent call last)" in found["exception"]
+            and found["exception"].endswith("xxx")
+        )
+
+
+@pytest.mark.parametrize("log_format", ["json", "text"])
+@pytest.mark.usefixtures("logs_restored")
+def test_no_line_of_a_library_is_long(capsys: pytest.CaptureFixture[str], log_format: str) -> None:
+    setup_logging(TelemetryConfig(log_format=log_format))  # type: ignore[arg-type]
+    error = raised(ValueError("\x00" * LONG))
+    logging.getLogger("some.library").error("%s is long", "\x00" * LONG, exc_info=error)
+    line = capsys.readouterr().err
+    assert len(line.encode()) <= MOST_LOG_BYTES + 1
+    assert log_format == "text" or json.loads(line)["level"] == "error"
+
+
+@pytest.mark.usefixtures("logs_restored")
+def test_a_line_that_fits_is_not_touched(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging(TelemetryConfig(log_format="json"))
+    structlog.get_logger().info("said", values=[1, {"a": None}], path="p" * 500, at=2.5)
+    found = json.loads(capsys.readouterr().err)
+    assert (found["values"], found["path"], found["at"]) == ([1, {"a": None}], "p" * 500, 2.5)
+
+
+# --- what crosses the bus ---------------------------------------------------------------------
+
+
+class Broken(Actor):
+    """Fails with a long message."""
+
+    name: ClassVar[str] = "batching"
+
+    async def open(self) -> None:
+        raise RuntimeError("x" * LONG)
+
+    async def handle(self, envelope: Envelope) -> None: ...
+
+    async def reset(self) -> None: ...
+
+
+async def test_the_reason_of_a_failure_is_short_where_it_arrives() -> None:
+    bus = MemoryBus(Config().bus)
+    inbox = await bus.open_inbox("admission")
+    context = StageContext(Config(), bus, Tracing(None))
+    with capture_logs() as lines, pytest.raises(StageFailed):
+        await supervise(lambda: Broken(context), PipelineConfig(max_restarts=0))
+    assert [len(line["error"]) for line in lines if line["event"] == "stage_failed"] == [MOST_TEXT]
+    (envelope,) = await inbox.receive()
+    assert isinstance(envelope.body, StageStopped)
+    assert envelope.body.reason.startswith("failed: RuntimeError('xxx")
+    assert len(envelope.body.reason) <= MOST_TEXT
+    await bus.aclose()
+
+
+@pytest.mark.parametrize("encoding", ["json", "msgpack"])
+def test_an_unknown_field_is_refused_in_few_words(encoding: str) -> None:
+    name = "x" * LONG
+    request = {"prompt": "1", "sampling": {name: 1}}
+    raw = json.dumps(request).encode()
+    found = (
+        decode_request(raw, "json", 1 << 22)
+        if encoding == "json"
+        else check_request(request, 1 << 22)
+    )
+    assert isinstance(found, Malformed)
+    assert found.code == "invalid_request"
+    assert len(found.message) <= MOST_TEXT
+    assert found.message.startswith("Object contains unknown field `xxx")
+    assert found.message.endswith("at `$.sampling`"), "the path is not what is left out"

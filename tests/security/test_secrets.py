@@ -1,0 +1,245 @@
+"""No command line, log line or message holds a password, however it is written."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from redis import exceptions
+from rich.console import Console
+
+from nano_inference.bus.redis_address import parse_address
+from nano_inference.bus.redis_client import Server
+from nano_inference.config import (
+    BusConfig,
+    BusError,
+    Config,
+    ConfigError,
+    as_environment,
+    load_config,
+    redact,
+)
+from nano_inference.pipeline.commands.options import build_config, overrides_of
+from nano_inference.pipeline.commands.up import _child_environment, _House
+
+PLACES = ("redis://host:6379/0", "rediss+cluster://host:6379", "redis+sentinel://host:6379/main")
+
+# Text with the characters that mean something in a URL, and digits, which could be a port.
+secrets = st.text(st.sampled_from("@/#?:%&=[]0123ab\\ '\"ü"), max_size=12) | st.text(max_size=12)
+
+
+def with_userinfo(place: str, userinfo: str) -> str:
+    scheme, _, rest = place.partition("://")
+    return f"{scheme}://{userinfo}@{rest}"
+
+
+@pytest.mark.parametrize("place", PLACES)
+@given(user=secrets, password=secrets)
+def test_nothing_of_a_userinfo_is_shown(place: str, user: str, password: str) -> None:
+    url = with_userinfo(place, f"{user}:{password}")
+    scheme = place.partition("://")[0]
+    names = (place, f"{scheme}://***")
+    assert redact(url) in names
+    # Without its beginning, or with a wrong one, it is not even clear what is a part of what.
+    for broken in (url.partition("//")[2], f"{user}{url}", f"x{url}", url.replace("://", ":/")):
+        assert redact(broken) in (*names, "***")
+    try:
+        server = Server(url)
+    except BusError as error:
+        said = error.message
+    else:
+        reason = "Error 111 connecting to ab:12. Connect call failed ('127.0.0.1', 12)"
+        said = server.explain(exceptions.ConnectionError(reason)).message
+    wanted = " is not a valid Redis URL;", ": connection refused;"
+    assert said.startswith(
+        tuple(
+            f"{start}{name}{then}"
+            for start in ("bus.url ", "can't reach Redis at ")
+            for name in names
+            for then in wanted
+        )
+    )
+
+
+@given(user=secrets, password=secrets)
+def test_a_url_is_refused_or_read_as_it_was_meant(user: str, password: str) -> None:
+    url = with_userinfo(PLACES[0], f"{user}:{password}")
+    try:
+        options = parse_address(url).options
+    except (ValueError, TypeError):
+        return
+    if "?" in user + password:  # with options that redis-py knows, it may have another meaning
+        return
+    assert (options["host"], options["port"]) == ("host", 6379)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:12#34@host:6379/0",
+        "redis://:12/34@host:6379/0",
+        "redis://:12?34@host:6379/0",
+        "redis://u:12/34@host:6379/0",
+        "unix://:12/34@/tmp/socket",
+        "redis+cluster://u:12/34@host:6379",
+    ],
+)
+def test_a_password_is_not_taken_for_a_port(url: str) -> None:
+    with pytest.raises(BusError, match="percent-encode special characters") as caught:
+        Server(url)
+    assert not {"12", "34"} & set(caught.value.message.replace("@", "/").split("/"))
+
+
+def test_an_at_sign_may_stand_where_it_means_nothing_else() -> None:
+    assert parse_address("unix:///tmp/a@b.sock").options["path"] == "/tmp/a@b.sock"
+    assert parse_address("redis://h:1/0?password=p@w").options["password"] == "p@w"
+
+
+@pytest.mark.parametrize(
+    "url", ["http://:s3cret@h", "s3cret", "redis:/:s3cret@h", ":s3cret@h:6379", "s3cret://h"]
+)
+def test_a_url_of_another_kind_is_not_quoted(url: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"bus\.url is '\*\*\*'; it must be 'memory' or"
+    ) as caught:
+        BusConfig(url=url)
+    assert "s3cret" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "redis://:s3cret@h",
+        "bus.url:redis://:s3cret@h",
+        "redis://:s3.cret@h/0?db=1",
+        "bus_url=redis://:s3cret@h",
+        "bus.urll=redis://:s3cret@h",
+        "bus.url=[redis://:s3cret@h",
+        "bus.url={redis: s3cret}",
+        "bus=redis://:s3cret@h",
+    ],
+)
+def test_a_setting_that_is_misspelt_is_not_quoted(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_config(None, None, None, [text], None)
+    assert "cret" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "redis://:s3cret@h",
+        "- redis://:s3cret@h",
+        "bus: redis://:s3cret@h",
+        "bus: [s3cret",
+        "a: b: s3cret",
+    ],
+)
+def test_a_settings_file_is_not_quoted(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, env={})
+    assert "s3cret" not in caught.value.message
+
+
+# --- what `up` hands to its children ------------------------------------------------------------
+
+values = (
+    st.text(max_size=20)
+    | secrets
+    | st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.lists(st.text(max_size=5), max_size=3)
+    | st.dictionaries(st.text(max_size=5), st.floats(0, 1), max_size=3)
+)
+
+
+@given(text=st.text(max_size=30) | secrets)
+def test_an_environment_says_what_was_set(text: str) -> None:
+    url = f"redis://:{text}@h"
+    env = as_environment({"bus.url": url, "telemetry.service_name": text}, {})
+    found = load_config(env={name: os.fsdecode(os.fsencode(value)) for name, value in env.items()})
+    assert (found.bus.url, found.telemetry.service_name) == (url, text)
+
+
+@given(st.dictionaries(st.text(max_size=5), st.floats(0.1, 1e300), max_size=3))
+def test_an_environment_says_more_than_text(weights: dict[str, float]) -> None:
+    env = as_environment({"fairness.tenant_weights": weights, "admission.max_in_flight": 7}, {})
+    found = load_config(env=env)
+    assert found.fairness.tenant_weights == weights
+    assert found.admission.max_in_flight == 7
+
+
+def test_what_is_set_wins_over_every_spelling_in_the_environment() -> None:
+    before = {
+        "NANO_INFERENCE_BUS__URL": "redis://a",
+        "NANO_INFERENCE_bus__url": "redis://b",
+        "NANO_INFERENCE_BUS__PREFIX": "kept",
+        "PATH": "/bin",
+    }
+    env = as_environment({"bus.url": "redis://c"}, before)
+    assert env["PATH"] == "/bin"
+    found = load_config(env=env)
+    assert (found.bus.url, found.bus.prefix) == ("redis://c", "kept")
+
+
+def test_children_read_the_settings_of_their_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANO_INFERENCE_BUS__URL", "redis://wrong")
+    monkeypatch.setenv("NANO_INFERENCE_ENGINE__SEED", "5")
+    options = (
+        *("redis://:p@ss: #w0rd@h", None),
+        ["engine.seed=6", "bus.lane=007", "engine.dtype=float32"],
+        "error",
+    )
+    parent = build_config(None, *options)
+    env = _child_environment(parent, overrides_of(*options))
+    child = load_config(env=env)
+    assert child == parent
+    assert (child.engine.seed, child.telemetry.log_level) == (6, "error")
+    options = ("redis://wrong", None, ["bus.url=redis://right"], None)
+    env = _child_environment(build_config(None, *options), overrides_of(*options))
+    assert load_config(env=env).bus.url == "redis://right"
+
+
+async def test_no_child_has_a_password_in_its_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = "redis://user:s3cret@127.0.0.1:1/0"
+    overrides = overrides_of(None, None, [f"bus.url={url}", "gateway.port=1"], None)
+    config = load_config(env={}, overrides=overrides)
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$@"; echo "$NANO_INFERENCE_BUS__URL" >&2\n')
+    python.chmod(stat.S_IRWXU)
+    monkeypatch.setattr(sys, "executable", str(python))
+    house = _House(config, [], _child_environment(config, overrides))
+    for role in ("admission", "executor", "gateway"):
+        shown = io.StringIO()
+        house._console = Console(file=shown, soft_wrap=True)
+        assert await house._run_once(role) == 0
+        arguments, environment = shown.getvalue().splitlines()
+        assert "nano_inference" in arguments
+        assert "s3cret" not in arguments
+        assert url in environment
+
+
+def test_the_gateway_takes_the_severity_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parent says it by the environment; by default it is the setting's own."""
+    from nano_inference.pipeline.commands.options import client_config
+
+    monkeypatch.setenv("NANO_INFERENCE_TELEMETRY__LOG_LEVEL", "error")
+    monkeypatch.setattr("nano_inference.pipeline.commands.options.setup_logging", lambda _: None)
+    assert client_config(None, None, None, quiet=False).telemetry.log_level == "error"
+    assert client_config(None, None, None).telemetry.log_level == "warning"
+    monkeypatch.delenv("NANO_INFERENCE_TELEMETRY__LOG_LEVEL")
+    assert client_config(None, None, None, quiet=False).telemetry.log_level == (
+        Config().telemetry.log_level
+    )

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
 from ..bus.channel import RequestEntry
-from ..bus.control import MEMORY_TAGS, Cancel, MemoryTag
+from ..bus.control import MEMORY_TAGS, Cancel, JoinWeightsGroup, MemoryTag
 from ..bus.messages import Dispatch
 from ..bus.public import Completion
-from ..bus.weights import InFlight
+from ..bus.weights import InFlight, WeightsSource
 from ..config import (
     Config,
     EngineConfig,
@@ -25,10 +25,12 @@ from ..config import (
 from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
 from ..stages.executor.core import ExecutorCore
+from ..stages.executor.transports import WeightGroups
 from ..stages.streaming.core import StreamingCore
 from ..stages.tokenizer import default_sampling_params, load_tokenizer, stop_token_ids_of
 from ..telemetry import now_ns
 from .engine_requests import Unfinished, UnfinishedRequests, make_request, make_sample
+from .engine_weights import receive_weights
 from .rollouts import Prompt, RequestId, RolloutEngine, TrainingSample
 
 if TYPE_CHECKING:
@@ -77,6 +79,7 @@ class InferenceEngine:
         self._batching = BatchingCore(self.config, capacity, steps_ahead=1)
         self._streaming = StreamingCore(tokenizer)
         self._requests = UnfinishedRequests()
+        self._groups = WeightGroups()
         # Finished while `generate` waited for others; the next `step` returns them.
         self._uncollected: list[_Finished] = []
 
@@ -253,12 +256,13 @@ class InferenceEngine:
 
     def update_weights(
         self,
-        state_dict: Mapping[str, Tensor],
+        state_dict: Mapping[str, Tensor] | WeightsSource,
         blocking: bool = False,
         *,
         in_flight: InFlight = "keep",
         version: int | None = None,
         partial: bool = False,
+        timeout_s: float = 300.0,
     ) -> None:
         """Replaces the model's weights; tokens sampled from then on carry the next version.
 
@@ -266,7 +270,8 @@ class InferenceEngine:
         after the update.
 
         Args:
-            state_dict: The whole model's, by parameter name, on any device and in any dtype.
+            state_dict: The whole model's, by parameter name, on any device and in any dtype. Or
+                where it is, as docs/weights.md says: it is fetched before this returns.
             blocking: Put in place before this returns; otherwise before the next step, and the
                 tensors must not be changed till then.
             in_flight: What becomes of requests under way. keep: they go on from their KV as it
@@ -274,15 +279,46 @@ class InferenceEngine:
                 abort: the next step ends them with what they have.
             version: What to count from then on, above the present version; None for the next.
             partial: Whether parameters that are not in `state_dict` stay as they are.
+            timeout_s: How long a group may be silent while weights come from it.
 
         Raises:
-            WeightsError: The weights don't fit the model, or an update waits already; weights and
-                version are as they were.
+            WeightsError: The weights can't be had, are not finite or don't fit the model, or an
+                update waits already; weights and version are as they were.
         """
-        sync = (
-            self._executor.weights.sync_blocking if blocking else self._executor.weights.start_sync
-        )
-        self._batching.change_weights(sync(state_dict, version, partial=partial), in_flight)
+        weights = self._executor.weights
+        tensors = receive_weights(state_dict, version, weights, self._groups, timeout_s)
+        sync = weights.sync_blocking if blocking else weights.start_sync
+        self._batching.change_weights(sync(tensors, version, partial=partial), in_flight)
+
+    def join_weights_group(
+        self,
+        group: str,
+        address: str,
+        world_size: int,
+        *,
+        rank: int = 1,
+        backend: Literal["gloo", "nccl"] = "gloo",
+        timeout_s: float = 60.0,
+    ) -> None:
+        """Joins a torch.distributed group that a trainer broadcasts weights to (`WeightsGroup`).
+
+        Args:
+            group: Its name; one of this name that was joined before is left.
+            address: host:port of the group's TCP store, which rank 0 keeps.
+            world_size: How many there are, rank 0 included.
+            rank: This engine's, at least 1.
+            backend: "gloo", or "nccl" where trainer and engine have GPUs.
+            timeout_s: How long to wait for the others.
+
+        Raises:
+            WeightsError: The group can't be, or the others did not come in time.
+        """
+        wish = JoinWeightsGroup(group, address, rank, world_size, backend, timeout_s)
+        self._groups.join(wish, self._executor.weights.device)
+
+    def leave_weights_group(self, group: str) -> None:
+        """Leaves a group, if this engine is in it."""
+        self._groups.leave(group)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The weights in place, by parameter name, as `update_weights` takes them; not copies.
@@ -341,6 +377,7 @@ class InferenceEngine:
 
         The engine can't be used afterwards: what needs the model raises RuntimeError.
         """
+        self._groups.close()
         if self._core is not None:
             self._core.close()
             self._core = None

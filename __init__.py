@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from .config import Config, EngineConfig, SamplingParams, SchedulerConfig, load_config
     from .config.errors import NanoInferenceError, RequestError, WeightsError
     from .pipeline.client import BusClient
-    from .pipeline.engine import InferenceEngine, TrainingSample
+    from .pipeline.engine import InferenceEngine
     from .pipeline.exact_forward import ExactForward
     from .pipeline.gateway import Gateway
     from .pipeline.pipeline import Pipeline
+    from .pipeline.rollouts import RolloutEngine, TrainingSample
     from .stages.batching import (
         CacheAllocation,
         KVCacheManager,
@@ -54,13 +55,14 @@ _HOME = {
     "Pipeline": ".pipeline.pipeline",
     "RadixKVCache": ".stages.batching",
     "RequestError": ".config",
+    "RolloutEngine": ".pipeline.rollouts",
     "SamplingParams": ".config",
     "SchedulerConfig": ".config",
     "SchedulerOutput": ".stages.batching",
     "Sequence": ".stages.batching",
     "SequenceStatus": ".stages.batching",
     "SharedWeights": ".stages.executor.transports",
-    "TrainingSample": ".pipeline.engine",
+    "TrainingSample": ".pipeline.rollouts",
     "WeightSyncManager": ".stages.executor",
     "WeightsError": ".config",
     "WeightsGroup": ".stages.executor.transports",
@@ -90,6 +92,7 @@ __all__ = [
     "Pipeline",
     "RadixKVCache",
     "RequestError",
+    "RolloutEngine",
     "SamplingParams",
     "SchedulerConfig",
     "SchedulerOutput",

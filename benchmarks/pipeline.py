@@ -42,8 +42,8 @@ from nano_inference import InferenceEngine, SamplingParams
 from nano_inference.bus.public import Completion, CompletionChunk, GenerateRequest
 from nano_inference.config import BusConfig, Config, EngineConfig, TelemetryConfig
 from nano_inference.pipeline.client import BusClient
-from nano_inference.pipeline.engine import TrainingSample
 from nano_inference.pipeline.pipeline import Pipeline
+from nano_inference.pipeline.rollouts import TrainingSample
 from nano_inference.stages.tokenizer import load_tokenizer
 from nano_inference.telemetry import Tracing, setup_logging, setup_tracing
 

@@ -4,71 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
 from ..bus.channel import RequestEntry
-from ..bus.control import MEMORY_TAGS, Cancel, MemoryTag
+from ..bus.control import MEMORY_TAGS, Cancel, JoinWeightsGroup, MemoryTag
 from ..bus.messages import Dispatch
-from ..bus.public import (
-    Completion,
-    CompletionSample,
-    FinishReason,
-    GenerateRequest,
-    TokenLogprob,
-)
-from ..bus.weights import InFlight
+from ..bus.public import Completion
+from ..bus.weights import InFlight, WeightsSource
 from ..config import (
     Config,
     EngineConfig,
     ModelError,
-    RequestError,
     SamplingParams,
     WeightsError,
 )
 from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
 from ..stages.executor.core import ExecutorCore
+from ..stages.executor.transports import WeightGroups
 from ..stages.streaming.core import StreamingCore
 from ..stages.tokenizer import default_sampling_params, load_tokenizer, stop_token_ids_of
 from ..telemetry import now_ns
+from .engine_requests import Unfinished, UnfinishedRequests, make_request, make_sample
+from .engine_weights import receive_weights
+from .rollouts import Prompt, RequestId, RolloutEngine, TrainingSample
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Prompt = str | Sequence[int]
-
-
-class TrainingSample(msgspec.Struct, frozen=True):
-    """One completion, with what training needs.
-
-    Attributes:
-        prompt_tokens: `[prompt]`.
-        completion_tokens: `[completion]`, the stop token included.
-        logprobs: `[completion]`, float32; docs/sampling.md says of which distribution.
-        ref_logprobs: `[completion]`, the same by the reference model; None when there is none.
-        weight_version: Of the weights that made the oldest of these tokens.
-        finish_reason: "stop" for a stop token or string, "length" for a limit, "abort".
-        weight_versions: (version, index of its first token) for each run of tokens that one
-            version made.
-        top_logprobs: `[completion]`, the likeliest tokens at each place, when asked for.
-        prompt_logprobs: `[prompt]`, None for the first token, when asked for.
-        prompt_top_logprobs: `[prompt]`, the likeliest tokens at each place, when asked for.
-    """
-
-    prompt_tokens: tuple[int, ...]
-    completion_tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    ref_logprobs: tuple[float, ...] | None
-    weight_version: int
-    finish_reason: FinishReason
-    weight_versions: tuple[tuple[int, int], ...] = ()
-    top_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
-    prompt_logprobs: tuple[float | None, ...] | None = None
-    prompt_top_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
 
 
 _Finished = tuple[TrainingSample, SamplingParams]
@@ -112,10 +78,10 @@ class InferenceEngine:
         # Results come back at once here, so nothing is planned ahead of them.
         self._batching = BatchingCore(self.config, capacity, steps_ahead=1)
         self._streaming = StreamingCore(tokenizer)
-        self._unfinished: dict[str, tuple[tuple[int, ...], SamplingParams]] = {}
+        self._requests = UnfinishedRequests()
+        self._groups = WeightGroups()
         # Finished while `generate` waited for others; the next `step` returns them.
         self._uncollected: list[_Finished] = []
-        self._next_id = 0
 
     def __enter__(self) -> InferenceEngine:
         return self
@@ -158,17 +124,19 @@ class InferenceEngine:
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
         if len(sampling_params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {len(sampling_params)} sampling_params")
-        request_ids: list[str] = []
+        names: list[str] = []
         found: dict[str, list[_Finished]] = {}
         try:
             for prompt, params in zip(prompts, sampling_params, strict=True):
-                request_ids.append(self.add_request(prompt, params, num_samples_per_prompt))
-            self._finish_all(request_ids, found, show_progress)
+                name = self._requests.new_name()
+                self._queue(name, None, prompt, params, num_samples_per_prompt)
+                names.append(name)
+            self._finish_all(names, found, show_progress)
         except BaseException:
-            for request_id in request_ids:
-                self.abort(request_id)
+            for name in names:
+                self._abort(name)
             raise
-        return self._compare([pair for each in request_ids for pair in found[each]])
+        return self._compare([pair for name in names for pair in found[name]])
 
     def score(
         self,
@@ -210,16 +178,16 @@ class InferenceEngine:
         ]
 
     def _finish_all(
-        self, request_ids: list[str], found: dict[str, list[_Finished]], show_progress: bool
+        self, names: list[str], found: dict[str, list[_Finished]], show_progress: bool
     ) -> None:
         """Steps until all of these have ended, and puts their samples into `found`."""
-        wanted = set(request_ids)
+        wanted = set(names)
         with Progress(console=Console(stderr=True), disable=not show_progress) as progress:
             bar = progress.add_task("Generating", total=len(wanted))
             while len(found) < len(wanted):
-                for request_id, samples in self._advance():
-                    if request_id in wanted:
-                        found[request_id] = samples
+                for name, samples in self._advance():
+                    if name in wanted:
+                        found[name] = samples
                         progress.advance(bar)
                     else:
                         self._uncollected += samples
@@ -239,38 +207,25 @@ class InferenceEngine:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         num_samples: int = 1,
-    ) -> str:
-        """Queues one request and returns its id.
+        *,
+        request_id: RequestId | None = None,
+    ) -> RequestId:
+        """Queues one request and returns its id, which its samples carry.
+
+        Args:
+            prompt: Text, or token ids.
+            sampling_params: The defaults when None.
+            num_samples: Samples of the prompt; its computation is shared.
+            request_id: Any text or integer that no unfinished request has; chosen when None.
 
         Raises:
             RequestError: It is refused; its `code` and message say why.
         """
-        try:
-            # A struct built with values of the wrong type is only found out here.
-            params = msgspec.convert(
-                msgspec.to_builtins(sampling_params or SamplingParams()), SamplingParams
-            )
-        except msgspec.ValidationError as error:
-            raise RequestError(f"bad sampling_params: {error}") from None
-        self._next_id += 1
-        request_id = f"engine-{self._next_id}"
-        is_text = isinstance(prompt, str)
-        request = GenerateRequest(
-            prompt=prompt if isinstance(prompt, str) else None,
-            prompt_token_ids=None if is_text else tuple(map(int, prompt)),
-            sampling=params,
-            n=num_samples,
-            stream=False,
-            request_id=request_id,
-        )
-        now = now_ns()
-        admitted = self._admission.admit(RequestEntry(request_id, request), now, now)
-        self._unfinished[request_id] = admitted.token_ids, params
-        self._batching.add(
-            Dispatch(
-                admitted.info, admitted.token_ids, admitted.sampling, admitted.sequences, priority=0
-            )
-        )
+        if request_id is not None:
+            self._requests.check_id(request_id)
+        name = self._requests.new_name()
+        request_id = name if request_id is None else request_id
+        self._queue(name, request_id, prompt, sampling_params, num_samples)
         return request_id
 
     def step(self) -> list[TrainingSample]:
@@ -285,36 +240,29 @@ class InferenceEngine:
 
     def has_pending(self) -> bool:
         """Whether any request is unfinished, or its samples are still to be collected."""
-        return bool(self._unfinished or self._uncollected)
+        return bool(self._requests or self._uncollected)
 
-    def abort(self, request_id: str) -> list[TrainingSample]:
+    def abort(self, request_id: RequestId) -> list[TrainingSample]:
         """Ends a request early.
 
         Returns:
             Its samples as far as they had come; those cut short have the finish_reason "abort".
             Empty when none had begun, and for an id that is unknown or has ended.
         """
-        if request_id not in self._unfinished:
-            return []
-        cancel = Cancel(request_id, request_id, "cancelled", "cancelled", "aborted")
-        self._batching.cancel(cancel)
-        ended = self._streaming.end(cancel, now_ns()).ended
-        if not ended:
-            del self._unfinished[request_id]
-            self._admission.finish(request_id, request_id)
-            return []
-        return self._compare(self._finished(ended[0].completion)[1])
+        name = self._requests.name_of(request_id)
+        return [] if name is None else self._abort(name)
 
     # --- weights ------------------------------------------------------------------------------
 
     def update_weights(
         self,
-        state_dict: Mapping[str, Tensor],
+        state_dict: Mapping[str, Tensor] | WeightsSource,
         blocking: bool = False,
         *,
         in_flight: InFlight = "keep",
         version: int | None = None,
         partial: bool = False,
+        timeout_s: float = 300.0,
     ) -> None:
         """Replaces the model's weights; tokens sampled from then on carry the next version.
 
@@ -322,7 +270,8 @@ class InferenceEngine:
         after the update.
 
         Args:
-            state_dict: The whole model's, by parameter name, on any device and in any dtype.
+            state_dict: The whole model's, by parameter name, on any device and in any dtype. Or
+                where it is, as docs/weights.md says: it is fetched before this returns.
             blocking: Put in place before this returns; otherwise before the next step, and the
                 tensors must not be changed till then.
             in_flight: What becomes of requests under way. keep: they go on from their KV as it
@@ -330,15 +279,46 @@ class InferenceEngine:
                 abort: the next step ends them with what they have.
             version: What to count from then on, above the present version; None for the next.
             partial: Whether parameters that are not in `state_dict` stay as they are.
+            timeout_s: How long a group may be silent while weights come from it.
 
         Raises:
-            WeightsError: The weights don't fit the model, or an update waits already; weights and
-                version are as they were.
+            WeightsError: The weights can't be had, are not finite or don't fit the model, or an
+                update waits already; weights and version are as they were.
         """
-        sync = (
-            self._executor.weights.sync_blocking if blocking else self._executor.weights.start_sync
-        )
-        self._batching.change_weights(sync(state_dict, version, partial=partial), in_flight)
+        weights = self._executor.weights
+        tensors = receive_weights(state_dict, version, weights, self._groups, timeout_s)
+        sync = weights.sync_blocking if blocking else weights.start_sync
+        self._batching.change_weights(sync(tensors, version, partial=partial), in_flight)
+
+    def join_weights_group(
+        self,
+        group: str,
+        address: str,
+        world_size: int,
+        *,
+        rank: int = 1,
+        backend: Literal["gloo", "nccl"] = "gloo",
+        timeout_s: float = 60.0,
+    ) -> None:
+        """Joins a torch.distributed group that a trainer broadcasts weights to (`WeightsGroup`).
+
+        Args:
+            group: Its name; one of this name that was joined before is left.
+            address: host:port of the group's TCP store, which rank 0 keeps.
+            world_size: How many there are, rank 0 included.
+            rank: This engine's, at least 1.
+            backend: "gloo", or "nccl" where trainer and engine have GPUs.
+            timeout_s: How long to wait for the others.
+
+        Raises:
+            WeightsError: The group can't be, or the others did not come in time.
+        """
+        wish = JoinWeightsGroup(group, address, rank, world_size, backend, timeout_s)
+        self._groups.join(wish, self._executor.weights.device)
+
+    def leave_weights_group(self, group: str) -> None:
+        """Leaves a group, if this engine is in it."""
+        self._groups.leave(group)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The weights in place, by parameter name, as `update_weights` takes them; not copies.
@@ -397,6 +377,7 @@ class InferenceEngine:
 
         The engine can't be used afterwards: what needs the model raises RuntimeError.
         """
+        self._groups.close()
         if self._core is not None:
             self._core.close()
             self._core = None
@@ -411,11 +392,40 @@ class InferenceEngine:
             raise RuntimeError("this engine was shut down; make another one")
         return self._core
 
+    def _queue(
+        self,
+        name: str,
+        request_id: RequestId | None,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        num_samples: int,
+    ) -> None:
+        request = make_request(name, prompt, sampling_params, num_samples)
+        now = now_ns()
+        admitted = self._admission.admit(RequestEntry(name, request), now, now)
+        self._requests.add(name, Unfinished(admitted.token_ids, request.sampling, request_id))
+        self._batching.add(
+            Dispatch(
+                admitted.info, admitted.token_ids, admitted.sampling, admitted.sequences, priority=0
+            )
+        )
+
+    def _abort(self, name: str) -> list[TrainingSample]:
+        if name not in self._requests:
+            return []
+        cancel = Cancel(name, name, "cancelled", "cancelled", "aborted")
+        self._batching.cancel(cancel)
+        ended = self._streaming.end(cancel, now_ns()).ended
+        if not ended:
+            self._forget(name)
+            return []
+        return self._compare(self._finished(ended[0].completion)[1])
+
     def _advance(self) -> list[tuple[str, list[_Finished]]]:
         executor = self._executor
         plan = self._batching.plan(now_ns())
         if plan is None:
-            if self._unfinished:
+            if self._requests:
                 if self._batching.lacks:
                     raise self._released()
                 raise RuntimeError("requests are unfinished and nothing can run; please report it")
@@ -443,7 +453,7 @@ class InferenceEngine:
         return [
             self._finished(ended.completion)
             for ended in deliveries.ended
-            if ended.completion.request_id in self._unfinished
+            if ended.completion.request_id in self._requests
         ]
 
     def _released(self) -> WeightsError:
@@ -455,11 +465,14 @@ class InferenceEngine:
         )
 
     def _finished(self, completion: Completion) -> tuple[str, list[_Finished]]:
-        request_id = completion.request_id
-        prompt, params = self._unfinished.pop(request_id)
-        self._admission.finish(request_id, request_id)
-        samples = [_sample(prompt, completion, each) for each in completion.samples]
-        return request_id, [(sample, params) for sample in samples]
+        name = completion.request_id
+        request = self._forget(name)
+        samples = [make_sample(request, completion, each) for each in completion.samples]
+        return name, [(sample, request.params) for sample in samples]
+
+    def _forget(self, name: str) -> Unfinished:
+        self._admission.finish(name, name)
+        return self._requests.pop(name)
 
     def _compare(self, finished: list[_Finished]) -> list[TrainingSample]:
         """Adds what the reference model says of samples, if there is one."""
@@ -478,18 +491,6 @@ class InferenceEngine:
         ]
 
 
-def _sample(
-    prompt: tuple[int, ...], completion: Completion, sample: CompletionSample
-) -> TrainingSample:
-    return TrainingSample(
-        prompt_tokens=prompt,
-        completion_tokens=sample.token_ids,
-        logprobs=sample.logprobs,
-        ref_logprobs=None,
-        weight_version=sample.weight_version,
-        finish_reason=sample.finish_reason,
-        weight_versions=sample.weight_versions,
-        top_logprobs=sample.top_logprobs,
-        prompt_logprobs=completion.prompt_logprobs,
-        prompt_top_logprobs=completion.prompt_top_logprobs,
-    )
+if TYPE_CHECKING:
+    # So that mypy holds the engine against the contract.
+    _fulfils: type[RolloutEngine] = InferenceEngine

@@ -128,3 +128,37 @@ def test_links_lead_to_files() -> None:
     for path in DOCUMENTS:
         for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def test_the_life_of_a_request_names_what_there_is() -> None:
+    """Every path, class and method on the page, and for each of the six steps its functions."""
+    text = (ROOT / "docs" / "life-of-a-request.md").read_text()
+    paths = set(re.findall(r"`([^`\s]+\.py)`", text))
+    assert not {path for path in paths if not (ROOT / path).is_file()}
+    rows = re.findall(r"^\| (\d) \| `(.+?)` \| (.+) \|$", text, re.M)
+    assert {step for step, _, _ in rows} == {"1", "2", "3", "4", "5", "6"}
+    for _, path, cell in rows:
+        functions = set(re.findall(r"`([\w.]+)`", cell)) - paths
+        assert functions, f"{path} stands there without a function"
+        assert not functions - names_in(ROOT / path), f"{path} has others"
+    rooms = ("bus", "pipeline", "stages")
+    known = set().union(*(names_in(path) for room in rooms for path in (ROOT / room).rglob("*.py")))
+    assert not set(re.findall(r"`([A-Z]\w*(?:\.\w+)?)`", text)) - known
+
+
+def names_in(path: Path) -> set[str]:
+    """A module's functions and classes, and what classes have, as `Class.method`."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                found.add(name)
+            case ast.ClassDef(name=owner, body=body):
+                found.add(owner)
+                for inner in body:
+                    match inner:
+                        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                            found.add(f"{owner}.{name}")
+                        case ast.AnnAssign(target=ast.Name(id=name)):
+                            found.add(f"{owner}.{name}")
+    return found

@@ -107,13 +107,14 @@ class BatchingCore:
         info = dispatch.info
         for spec in dispatch.sequences:
             seq = Sequence(
-                spec,
-                info,
+                spec.seq_id,
                 dispatch.token_ids,
                 dispatch.sampling,
-                dispatch.priority,
-                dispatch.cache_salt,
-                dispatch.rank,
+                spec=spec,
+                info=info,
+                priority=dispatch.priority,
+                cache_salt=dispatch.cache_salt,
+                rank=dispatch.rank,
             )
             self._sequences[seq.seq_id] = seq
             self._by_request.setdefault(info.request_id, set()).add(seq.seq_id)
@@ -264,7 +265,6 @@ class BatchingCore:
                 continue
             seq.num_computed += num_tokens
             if samples:
-                seq.num_pending -= 1
                 seq.append_token(tokens[seq.seq_id])
             if seq.num_computed >= seq.next_commit:
                 self._commit(seq)
@@ -449,13 +449,10 @@ class BatchingCore:
             num_tokens = decision.num_tokens[seq_id]
             if seq.status is SequenceStatus.WAITING:
                 new.append(self._start(seq, copies))
-            elif seq.num_scheduled == len(seq.block_ids) * self.limits.block_size:
+            elif seq.needs_block(self.limits.block_size):
                 grown.append((seq_id, (self.cache.extend(seq.lease),)))
-            samples = num_tokens == seq.num_remaining
-            seq.num_scheduled += num_tokens
-            seq.num_pending += samples
             seq.last_step = self._step_id
-            rows.append((seq, num_tokens, samples))
+            rows.append((seq, num_tokens, seq.plan(num_tokens)))
         ended, self._ended = tuple(self._ended), []
         self._sent.append(SentPlan(self._step_id, bool(in_step), tuple(rows), ended))
         forget, self._forget = tuple(self._forget), []
@@ -476,7 +473,7 @@ class BatchingCore:
         )
 
     def _start(self, seq: Sequence, copies: list[tuple[int, int]]) -> NewSequence:
-        allocation = self.cache.start(seq.lease, seq.num_to_allocate)
+        allocation = self.cache.start(seq.lease, seq.blocks_to_start(self.limits.block_size))
         copies += allocation.copies
         self._count_start(seq, allocation.cached_length)
         self._waiting.remove(seq)

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 import msgspec
 
 from ...config import SchedulerConfig
-from .sequence import Sequence
+from .sequence import Sequence, SequenceStatus
 
 MAX_SCORED_TOKENS = 256
 """Most tokens per step of prompts whose logprobs are wanted.
@@ -61,34 +61,44 @@ def schedule(
     """Decides what runs in the next step. No side effects.
 
     Decodes come first, then prefills under way, then waiting sequences in their order, all within
-    the token budget; prompts to be scored share a smaller one. When a decode finds no free block,
-    the last of `running` is preempted; nothing new starts in such a step.
+    the batch size and the token budget; prompts to be scored share a smaller one. When a decode
+    finds no free block, the last of `running` is preempted; nothing new starts in such a step. Nor
+    does it where it would leave less than a block for each `block_size` sequences that run.
+
+    Whoever carries the decision out frees the blocks of those preempted first (`preempt`), then
+    gives each that starts its blocks (`start`), each that `needs_block` one more, and tells all of
+    them their tokens (`plan`). No more blocks than are free will be asked for.
 
     Args:
-        waiting: Those that may start, in order; each with `num_cached` and `num_to_allocate` set.
-        running: Those under way, most deserving first; with `num_reclaimable` set when there are
-            fewer free blocks than sequences.
+        waiting: Those that may start, in order. Where a prefix cache knows some of their tokens,
+            `num_cached` and `num_to_allocate` say so.
+        running: Those under way, most deserving first, with blocks for all tokens that they had
+            when they started. Where blocks are shared, `num_reclaimable` says how many are not; it
+            matters when there are fewer free blocks than sequences.
         num_free_blocks: Blocks that nobody holds.
         config: The limits.
+
+    Raises:
+        ValueError: A sequence is in the wrong list, or the number of blocks is below 0.
     """
+    _check(waiting, running, num_free_blocks)
     free = num_free_blocks
     decodes: list[int] = []
     preempted: list[int] = []
 
     stays = list(running)
+    most = min(config.max_tokens_per_batch, config.max_batch_size)
     index = 0
-    while index < len(stays):
+    while index < len(stays) and len(decodes) < most:
         seq = stays[index]
         index += 1
-        if len(decodes) == config.max_tokens_per_batch:
-            break
         if seq.num_remaining != 1 or not seq.may_sample:
             continue
-        needs_block = seq.num_scheduled == len(seq.block_ids) * config.block_size
+        needs_block = seq.needs_block(config.block_size)
         while needs_block and free == 0:
             victim = stays.pop()
             preempted.append(victim.seq_id)
-            free += victim.num_reclaimable
+            free += victim.blocks_to_reclaim()
             if victim is seq:
                 break
         else:
@@ -125,6 +135,8 @@ def schedule_prefills(
     budget = _Budget(config.max_tokens_per_batch - num_decodes)
     prefills: dict[int, int] = {}
     for seq in running:
+        if num_decodes + len(prefills) == config.max_batch_size:
+            break
         if seq.num_remaining > 1 and (count := budget.take(seq, seq.num_remaining)):
             prefills[seq.seq_id] = count
 
@@ -133,10 +145,23 @@ def schedule_prefills(
     free = num_free_blocks - -(-num_running // config.block_size)
     room = config.max_batch_size - num_running
     for seq in waiting[: max(room, 0)]:
-        if budget.tokens == 0 or seq.num_to_allocate > free:
+        needed = seq.blocks_to_start(config.block_size)
+        if budget.tokens == 0 or needed > free:
             break
         # Where only the budget of prompts to be scored is used up, those behind may start.
         if count := budget.take(seq, len(seq.token_ids) - seq.num_cached):
-            free -= seq.num_to_allocate
+            free -= needed
             prefills[seq.seq_id] = count
     return prefills
+
+
+def _check(waiting: Seq[Sequence], running: Seq[Sequence], num_free_blocks: int) -> None:
+    if num_free_blocks < 0:
+        raise ValueError(f"there can't be {num_free_blocks} free blocks")
+    for seqs, status in ((waiting, SequenceStatus.WAITING), (running, SequenceStatus.RUNNING)):
+        for seq in seqs:
+            if seq.status is not status:
+                raise ValueError(
+                    f"sequence {seq.seq_id} is {seq.status.name.lower()}, and stands among those "
+                    f"that are {status.name.lower()}"
+                )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum, auto
 
 import msgspec
@@ -22,6 +23,10 @@ class SequenceStatus(Enum):
 class Sequence:
     """Mutable state of one sample.
 
+    Made of an id, a prompt and parameters, it waits. `start` gives it blocks and lets it run;
+    `plan` notes what a step computes of it, `append_token` what the step sampled. `preempt` lets it
+    wait again, and whoever ends it sets its status to FINISHED.
+
     Plans are made ahead of results, so there are three counts of tokens:
 
         num_computed  <=  num_scheduled  <=  num_tokens + num_pending
@@ -31,14 +36,18 @@ class Sequence:
 
     Attributes:
         token_ids: Prompt and generated tokens, as far as results are back.
+        output_logprobs: `[generated]`, of the tokens that `append_token` was given with one.
+            Empty in the pipeline, where logprobs go to streaming and not through batching.
         block_ids: The block table; the list is the lease's, which extends it.
         lease: What the sequence has of the prefix cache.
         num_to_prefill: Tokens that were known when it started.
         rank: As in Dispatch; those with a smaller one go first, and are preempted last.
         next_commit: When so many tokens are computed, the prefix cache is to be told.
         last_step: Id of the last plan that names the sequence; its blocks are in use until then.
-        num_reclaimable: Blocks that preempting it would free; set when blocks are short.
-        num_to_allocate: Free blocks that starting it takes; set while it waits.
+        num_reclaimable: Blocks that preempting it would free, as the prefix cache says; set when
+            blocks are short. None for all of its blocks, which is right where none is shared.
+        num_to_allocate: Free blocks that starting it takes, as the prefix cache says; set while it
+            waits. None for a block for each `block_size` tokens, which nothing cached can exceed.
         num_cached: Leading tokens found in the cache; while it waits, those that would be found.
         order: Sorts those that run, most deserving first.
         leaves_at: The first step of the RunningBatch that is not to have it any more; 0 while it is
@@ -63,6 +72,7 @@ class Sequence:
         "num_to_allocate",
         "num_to_prefill",
         "order",
+        "output_logprobs",
         "plans_counted",
         "priority",
         "rank",
@@ -77,21 +87,44 @@ class Sequence:
 
     def __init__(
         self,
-        spec: SequenceSpec,
-        info: RequestInfo,
-        token_ids: tuple[int, ...],
-        sampling: SamplingParams,
+        seq_id: int,
+        token_ids: Iterable[int],
+        sampling: SamplingParams | None = None,
+        *,
+        spec: SequenceSpec | None = None,
+        info: RequestInfo | None = None,
         priority: int = 0,
         cache_salt: str = "",
         rank: int = 0,
     ) -> None:
-        self.seq_id = spec.seq_id
+        """A sequence that waits.
+
+        Args:
+            seq_id: Names it in plans and decisions.
+            token_ids: The prompt, at least one token.
+            sampling: Its parameters, of which `max_tokens` limits what is planned.
+            spec: Its place in its request, and what was generated before; the first sample of one
+                when None.
+            info: Its request; a request of its own when None.
+            priority: Those with a higher one are preempted later.
+            cache_salt: Only sequences of the same salt find each other's tokens in a cache.
+            rank: As in Dispatch.
+
+        Raises:
+            ValueError: There is no token.
+        """
+        prompt = list(token_ids)
+        if not prompt:
+            raise ValueError(f"sequence {seq_id} has no token; it needs at least one to compute")
+        spec = spec or SequenceSpec(seq_id, sample_index=0, seed=0)
+        self.seq_id = seq_id
         # The tokens are in `token_ids`; the executor needs them once.
         self.spec = msgspec.structs.replace(spec, generated=()) if spec.generated else spec
-        self.info = info
-        self.token_ids = [*token_ids, *spec.generated]
-        self.num_prompt_tokens = len(token_ids)
-        self.sampling = sampling
+        self.info = info or RequestInfo("", "", "", 1, False, (), len(prompt), "", "", 0)
+        self.token_ids = [*prompt, *spec.generated]
+        self.output_logprobs: list[float] = []
+        self.num_prompt_tokens = len(prompt)
+        self.sampling = sampling or SamplingParams()
         self.priority = priority
         self.rank = rank
         self.status = SequenceStatus.WAITING
@@ -106,8 +139,8 @@ class Sequence:
         self.num_scheduled = 0
         self.num_pending = 0
         self.last_step = 0
-        self.num_reclaimable = 0
-        self.num_to_allocate = 0
+        self.num_reclaimable: int | None = None
+        self.num_to_allocate: int | None = None
         self.order = (0, 0, 0)
         self.leaves_at = 0
         self.plans_counted = 0
@@ -143,18 +176,29 @@ class Sequence:
         wanted = self.sampling.prompt_logprobs is not None
         return wanted and self.spec.sample_index == 0 and self.num_generated == 0
 
-    def append_token(self, token_id: int) -> None:
-        """Adds a generated token.
+    def blocks_to_start(self, block_size: int) -> int:
+        """Free blocks that starting it takes, at most."""
+        if self.num_to_allocate is not None:
+            return self.num_to_allocate
+        return -(-len(self.token_ids) // block_size)
 
-        Raises:
-            ValueError: The sequence is not running.
+    def blocks_to_reclaim(self) -> int:
+        """Blocks that preempting it frees."""
+        return len(self.block_ids) if self.num_reclaimable is None else self.num_reclaimable
+
+    def needs_block(self, block_size: int) -> bool:
+        """Whether its blocks are full, so that its next token takes another one."""
+        return self.num_scheduled == len(self.block_ids) * block_size
+
+    def start(self, num_cached: int = 0, block_ids: Iterable[int] | None = None) -> None:
+        """WAITING to RUNNING.
+
+        Args:
+            num_cached: Leading tokens that are computed already, less than all.
+            block_ids: Blocks for all its tokens, in order; None when its lease has them.
         """
-        if self.status is not SequenceStatus.RUNNING:
-            raise ValueError(f"sequence {self.seq_id} is {self.status.name.lower()}, not running")
-        self.token_ids.append(token_id)
-
-    def start(self, num_cached: int) -> None:
-        """WAITING to RUNNING: it has blocks for all its tokens, the first `num_cached` computed."""
+        if block_ids is not None:
+            self.lease.block_ids = list(block_ids)
         self.status = SequenceStatus.RUNNING
         self.started = True
         self.block_ids = self.lease.block_ids
@@ -163,9 +207,34 @@ class Sequence:
         self.next_commit = 0
         self.order = (self.rank, -self.priority, self.seq_id)
 
+    def plan(self, num_tokens: int) -> bool:
+        """A step will compute its next `num_tokens` tokens; returns whether it samples another."""
+        samples = num_tokens == self.num_remaining
+        self.num_scheduled += num_tokens
+        self.num_pending += samples
+        return samples
+
+    def append_token(self, token_id: int, logprob: float | None = None) -> None:
+        """Adds a generated token.
+
+        Args:
+            token_id: What was sampled.
+            logprob: For `output_logprobs`; None where the caller keeps logprobs elsewhere.
+
+        Raises:
+            ValueError: The sequence is not running.
+        """
+        if self.status is not SequenceStatus.RUNNING:
+            raise ValueError(f"sequence {self.seq_id} is {self.status.name.lower()}, not running")
+        self.num_pending = max(self.num_pending - 1, 0)
+        self.token_ids.append(token_id)
+        if logprob is not None:
+            self.output_logprobs.append(logprob)
+
     def preempt(self) -> None:
         """RUNNING to WAITING: it keeps its tokens and gives up its blocks; nothing is in flight."""
         self.status = SequenceStatus.WAITING
         self.block_ids = []
         self.lease.may_reuse = not self.scores_prompt
-        self.num_computed = self.num_scheduled = self.num_pending = 0
+        self.num_computed = self.num_scheduled = self.num_pending = self.num_cached = 0
+        self.num_to_allocate = self.num_reclaimable = None

@@ -1,7 +1,8 @@
-"""Deterministic mode on the bundled model: batching and executor in a loop, arranged each way."""
+"""Deterministic mode on the bundled model: its cores and its stages, arranged each way."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 import struct
 from collections import deque
@@ -13,14 +14,25 @@ from typing import Any
 import pytest
 import torch
 
-from nano_inference import InferenceEngine
-from nano_inference.bus.messages import Dispatch, RequestInfo, SequenceSpec, StepPlan, StepResult
-from nano_inference.config import EngineConfig, SamplingParams
+from nano_inference import Completion, GenerateRequest, InferenceEngine, Pipeline
+from nano_inference.bus.messages import (
+    Dispatch,
+    NewSequence,
+    RequestInfo,
+    SequenceSpec,
+    StepPlan,
+    StepResult,
+)
+from nano_inference.config import EngineConfig, SamplingParams, load_config
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, load_model
 
+from .test_life import until
+from .test_replicas import break_once, core_of, epoch_of, lanes_of
+
 NUM_REQUESTS = 64
 MOST_STEPS = 4_000
+LIMIT_S = 120
 CONFIG = EngineConfig(dtype="float32", max_model_len=512, deterministic=True)
 
 
@@ -240,3 +252,48 @@ def test_the_engine_takes_the_setting() -> None:
         apart = [engine.generate([prompt], sampling)[0] for prompt in prompts]
     assert together == apart
     assert all(sample.top_logprobs and sample.prompt_logprobs for sample in together)
+
+
+def told(completion: Completion) -> list[Any]:
+    """All numbers that a client gets, by sample."""
+    samples = [(s.token_ids, s.logprobs, s.top_logprobs) for s in completion.samples]
+    return [samples, completion.prompt_logprobs, completion.prompt_top_logprobs]
+
+
+@pytest.mark.slow
+async def test_restarts_replays_and_replicas_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, resumed: list[NewSequence]
+) -> None:
+    """Both replicas work; an executor fails, all goes on elsewhere, then a batching stage fails."""
+    wishes = [
+        GenerateRequest(
+            prompt_token_ids=request.prompt,
+            sampling=SamplingParams(
+                temperature=request.sampling.temperature,
+                top_p=request.sampling.top_p,
+                seed=request.seed,
+                max_tokens=16,
+                ignore_eos=True,
+                logprobs=2,
+                prompt_logprobs=1 if request.seed % 4 == 0 else None,
+            ),
+            n=1 + request.seed % 3,
+        )
+        for request in requests()[:8]
+    ]
+    engine = {name: getattr(CONFIG, name) for name in CONFIG.__struct_fields__}
+    settings = {"pipeline.replicas": 1, "pipeline.restart_backoff_s": 0.01}
+    settings |= {f"engine.{name}": value for name, value in engine.items()}
+    async with asyncio.timeout(LIMIT_S), Pipeline(load_config(env={}, overrides=settings)) as alone:
+        expected = [told(await alone.complete(wish)) for wish in wishes]
+    settings["pipeline.replicas"] = 2
+    config = load_config(env={}, overrides=settings)
+    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
+        await until(lambda: len(lanes_of(pipeline)) == 2)
+        before = epoch_of(pipeline)
+        break_once(monkeypatch, core_of(pipeline, "executor"), "execute", after=5)
+        break_once(monkeypatch, core_of(pipeline, "batching.1"), "absorb", after=9)
+        completions = await asyncio.gather(*map(pipeline.complete, wishes))
+        assert epoch_of(pipeline) >= before + 2, "both have failed"
+    assert [told(completion) for completion in completions] == expected
+    assert len(resumed) > len(wishes), "most went on behind tokens that they had, some twice"

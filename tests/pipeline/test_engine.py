@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 import msgspec
@@ -61,6 +62,57 @@ def test_step_by_step(engine: InferenceEngine) -> None:
         finished += engine.step()
     assert len(ids) == len(finished) == 2
     assert {sample.finish_reason for sample in finished} == {"stop"}
+
+
+def test_samples_carry_the_id_of_their_request(engine: InferenceEngine) -> None:
+    """With the type that it was given, so that 7 and "7" are two requests."""
+    chosen: list[str | int] = [7, "7", "", -(10**30), "rollout/\ud800"]
+    for request_id in chosen:
+        given = engine.add_request("1 + 1 =", GREEDY, num_samples=2, request_id=request_id)
+        assert given is request_id
+    own = [engine.add_request("1 + 1 =", GREEDY, num_samples=2) for _ in range(2)]
+    samples: list[TrainingSample] = []
+    while engine.has_pending():
+        samples += engine.step()
+    found = Counter((type(sample.request_id), sample.request_id) for sample in samples)
+    assert found == {(type(request_id), request_id): 2 for request_id in [*chosen, *own]}
+    assert [sample.request_id for sample in engine.generate(["1 + 1 ="], GREEDY)] == [None]
+
+
+def test_an_id_is_taken_until_its_request_has_ended(engine: InferenceEngine) -> None:
+    engine.add_request("1 + 1 =", ENDLESS, request_id=7)
+    with pytest.raises(RequestError, match="request 7 is not finished") as refused:
+        engine.add_request("2 + 2 =", GREEDY, request_id=7)
+    assert refused.value.code == "duplicate_request"
+    for wrong in (True, 7.0, b"7"):
+        with pytest.raises(RequestError, match="text or an integer") as refused:
+            engine.add_request("2 + 2 =", GREEDY, request_id=wrong)  # type: ignore[arg-type]
+        assert refused.value.code == "invalid_request_id"
+    for _ in range(3):
+        engine.step()
+    assert [sample.request_id for sample in engine.abort(7)] == [7]
+    assert engine.abort(7) == []
+    with pytest.raises(RequestError, match="empty"):
+        engine.add_request("", GREEDY, request_id=7)
+    engine.add_request("2 + 2 =", GREEDY, request_id=7)
+    assert not engine.abort("7")
+    engine.abort(7)
+    assert not engine.has_pending()
+
+
+def test_chosen_ids_and_made_ones_do_not_meet(engine: InferenceEngine) -> None:
+    made = engine.add_request("1 + 1 =", GREEDY)
+    number = int(str(made).removeprefix("engine-"))
+    ahead = [f"engine-{number + more}" for more in range(1, 5)]
+    for request_id in ahead:
+        engine.add_request("1 + 1 =", GREEDY, request_id=request_id)
+    last = engine.add_request("1 + 1 =", GREEDY)
+    ids = {made, last, *ahead}
+    assert len(ids) == 6
+    samples: list[TrainingSample] = []
+    while engine.has_pending():
+        samples += engine.step()
+    assert {sample.request_id for sample in samples} == ids
 
 
 def test_abort_returns_what_there_is_and_leaves_the_others_alone(engine: InferenceEngine) -> None:
@@ -189,14 +241,17 @@ def test_as_many_parameters_as_prompts(engine: InferenceEngine) -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_after_weights_that_are_not_numbers_good_ones_work_again(deterministic: bool) -> None:
-    """What the broken weights left in the KV cache must not spoil what comes after."""
+    """What the broken weights left in the KV cache must not spoil what comes after.
+
+    No update brings such weights; whoever writes into the tensors of `state_dict` does.
+    """
     config = EngineConfig(deterministic=deterministic, kv_cache_bytes=1 << 22, max_model_len=512)
     with InferenceEngine(config) as engine:
         prompts = [list(range(60, 100)), list(range(30, 75))]
         before = engine.generate(prompts, ENDLESS_8)
         good = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
-        del good["lm_head.weight"]  # tied, and NaN does not equal itself
-        engine.update_weights({name: tensor * math.nan for name, tensor in good.items()})
+        for parameter in engine.state_dict().values():
+            parameter.fill_(math.nan)
         fill_the_cache = [[20 + i] * 500 for i in range(8)]
         with pytest.raises(ModelError, match="not finite"):
             engine.generate(fill_the_cache, ENDLESS_8)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nano_inference.bus.messages import RequestInfo, SequenceSpec, StepPlan
+from nano_inference.bus.messages import SequenceSpec, StepPlan
 from nano_inference.config import SamplingParams, SchedulerConfig
 from nano_inference.stages.batching import Sequence, schedule
 from nano_inference.stages.batching.schedule import MAX_SCORED_TOKENS
@@ -24,9 +24,9 @@ def cache_type(request: pytest.FixtureRequest) -> CacheType:
 
 
 def sequence(seq_id: int, length: int, *, scored: bool = True, sample_index: int = 0) -> Sequence:
-    info = RequestInfo("r", "e", "m", 1, False, (), length, "", "", 0)
     sampling = SamplingParams(prompt_logprobs=0 if scored else None)
-    return Sequence(SequenceSpec(seq_id, sample_index, 0), info, (1,) * length, sampling)
+    spec = SequenceSpec(seq_id, sample_index, seed=0)
+    return Sequence(seq_id, (1,) * length, sampling, spec=spec)
 
 
 def scored_positions(log: list[StepPlan]) -> dict[int, set[int]]:
@@ -138,9 +138,7 @@ def test_scored_tokens_of_a_step_are_few(
     for number, (length, scored) in enumerate(running + waiting):
         sequences[number] = seq = sequence(number, length, scored=scored)
         if number < len(running):
-            seq.lease.block_ids = list(range(-(-length // 16)))
-            seq.start(0)
-        seq.num_to_allocate = -(-length // 16)
+            seq.start(block_ids=range(-(-length // 16)))
     all_of_them = list(sequences.values())
     output = schedule(all_of_them[len(running) :], all_of_them[: len(running)], 10_000, config)
     scored_tokens = [

@@ -1,0 +1,175 @@
+"""New weights for the engine on its caller's thread: from everywhere, whole, or not at all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nano_inference import (
+    EngineConfig,
+    FolderWeights,
+    InferenceEngine,
+    SamplingParams,
+    SharedWeights,
+    WeightsError,
+    WeightsGroup,
+)
+from nano_inference.bus.weights import GroupWeights, SharedMemoryWeights, TensorMeta
+
+from .. import oracle
+
+PROMPT = [60, 61, 62]
+GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+LIMIT_S = 60.0
+State = dict[str, Tensor]
+
+
+@pytest.fixture
+def engine() -> Iterator[InferenceEngine]:
+    with InferenceEngine(EngineConfig(dtype="float32", max_model_len=64)) as engine:
+        yield engine
+
+
+def spelling(engine: InferenceEngine, version: int) -> State:
+    return oracle.announcing(engine.state_dict(), version)
+
+
+def spells(engine: InferenceEngine) -> tuple[int, int]:
+    """The version that tokens are stamped with, and the token that its weights sample."""
+    (sample,) = engine.generate([PROMPT], GREEDY)
+    (token,) = set(sample.completion_tokens)
+    return sample.weight_version, token
+
+
+def from_folder(engine: InferenceEngine, weights: State, folder: Path) -> None:
+    save_file(weights, folder / "model.safetensors")
+    engine.update_weights(FolderWeights(str(folder)))
+
+
+def from_shared_memory(engine: InferenceEngine, weights: State, folder: Path) -> None:
+    with SharedWeights(weights) as shared:
+        engine.update_weights(shared.source)
+
+
+def from_group(engine: InferenceEngine, weights: State, folder: Path) -> None:
+    with WeightsGroup("127.0.0.1:0", 2, timeout_s=LIMIT_S) as group:
+        engine.join_weights_group("weights", group.address, 2, timeout_s=LIMIT_S)
+        sending = group.broadcast(weights)
+        engine.update_weights(sending.source, timeout_s=LIMIT_S)
+        sending.result()
+
+
+Send = Callable[[InferenceEngine, State, Path], None]
+SOURCES: list[Send] = [from_folder, from_shared_memory, from_group]
+
+
+@pytest.mark.parametrize("send", SOURCES)
+def test_weights_come_from_where_the_pipelines_do(
+    engine: InferenceEngine, send: Send, tmp_path: Path
+) -> None:
+    """They are fetched before the call returns, so that their place may be given up."""
+    send(engine, spelling(engine, 5), tmp_path)
+    assert engine.get_weight_version() == 0, "before the next step, and not at once"
+    assert spells(engine) == (1, oracle.token_of(5))
+
+
+@pytest.mark.parametrize("send", SOURCES)
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_numbers_that_are_not_finite_are_refused_from_everywhere(
+    engine: InferenceEngine, send: Send, bad: float, tmp_path: Path
+) -> None:
+    engine.update_weights(spelling(engine, 1), blocking=True)
+    weights = spelling(engine, 2)
+    weights["model.norm.weight"][3] = bad
+    with pytest.raises(WeightsError, match=r"NaN or infinity.* in model\.norm\.weight") as refused:
+        send(engine, weights, tmp_path)
+    assert refused.value.code == "weights_not_finite"
+    assert spells(engine) == (1, oracle.token_of(1))
+    send(engine, spelling(engine, 3), tmp_path)
+    assert spells(engine) == (2, oracle.token_of(3))
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_state_dict_is_held_against_the_models_dtype(blocking: bool) -> None:
+    """The largest number of float32 is infinity in bfloat16."""
+    with InferenceEngine(EngineConfig(dtype="bfloat16", max_model_len=64)) as engine:
+        weights = {name: tensor.float() for name, tensor in spelling(engine, 1).items()}
+        engine.update_weights(weights, blocking)
+        assert spells(engine) == (1, oracle.token_of(1))
+        weights["model.norm.weight"][0] = torch.finfo(torch.float32).max
+        with pytest.raises(WeightsError) as refused:
+            engine.update_weights(weights, blocking)
+        assert refused.value.code == "weights_not_finite"
+        assert spells(engine) == (1, oracle.token_of(1))
+
+
+META = TensorMeta("model.norm.weight", "float32", (128,))
+NOT_TO_BE_HAD: list[Any] = [
+    FolderWeights("/nowhere"),
+    SharedMemoryWeights(("nobody-made-this",), (META,), ((0, 0),)),
+    GroupWeights("nobody-joined-this", (META,)),
+    "/a/folder",
+    None,
+    {"model.norm.weight": [1.0] * 128},
+    {"model.norm.weight": torch.ones(3)},
+    {"no.such.weight": torch.ones(3)},
+]
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_failed_update_leaves_weights_and_version_alone(
+    engine: InferenceEngine, blocking: bool, tmp_path: Path
+) -> None:
+    engine.update_weights(spelling(engine, 4), blocking=True)
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
+    engine.add_request(PROMPT, GREEDY)
+    engine.step()
+    for source in [*NOT_TO_BE_HAD, FolderWeights(str(tmp_path))]:
+        with pytest.raises(WeightsError):
+            engine.update_weights(source, blocking, partial=True, timeout_s=1)
+        with pytest.raises(WeightsError):
+            engine.update_weights(spelling(engine, 9), blocking, version=1)
+    (sample,) = [sample for _ in range(3) for sample in engine.step()]
+    assert sample.weight_versions == ((1, 0),), "no request saw a change"
+    assert set(sample.completion_tokens) == {oracle.token_of(4)}
+    engine.update_weights(spelling(engine, 6), blocking)
+    assert spells(engine) == (2, oracle.token_of(6))
+
+
+def test_what_is_broadcast_while_an_update_waits_is_not_taken_for_the_next_one(
+    engine: InferenceEngine,
+) -> None:
+    with WeightsGroup("127.0.0.1:0", 2, timeout_s=LIMIT_S) as group:
+        engine.join_weights_group("weights", group.address, 2, timeout_s=LIMIT_S)
+        engine.update_weights(spelling(engine, 1))
+        with pytest.raises(WeightsError) as refused:
+            engine.update_weights(group.broadcast(spelling(engine, 2)).source)
+        assert refused.value.code == "weights_busy"
+        assert spells(engine) == (1, oracle.token_of(1))
+        with pytest.raises(WeightsError, match="join it first"):
+            engine.update_weights(group.broadcast(spelling(engine, 3)).source)
+    assert spells(engine) == (1, oracle.token_of(1))
+
+
+@pytest.mark.parametrize("way", ["leave", "shut down"])
+def test_a_trainer_is_not_kept_waiting_by_an_engine_that_has_gone(
+    engine: InferenceEngine, way: str
+) -> None:
+    with WeightsGroup("127.0.0.1:0", 2, timeout_s=LIMIT_S) as group:
+        engine.join_weights_group("weights", group.address, 2, timeout_s=LIMIT_S)
+        weights = spelling(engine, 1)
+        if way == "leave":
+            engine.leave_weights_group("weights")
+            engine.leave_weights_group("never joined")
+        else:
+            engine.shutdown()
+        with pytest.raises(WeightsError) as failed:
+            group.broadcast(weights).result()
+        assert failed.value.code == "weights_interrupted"

@@ -18,14 +18,14 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..config import ModelError
-from ..stages.executor.attention import probe_mask
+from ..stages.executor.attention.interface import probe_mask
+from ..stages.executor.attention.tiled import TiledBatch, tiled_attention
 from ..stages.executor.batch import Rows
 from ..stages.executor.fixed_tiles import FixedTiles, require_cpu
 from ..stages.executor.inputs import InputBuilder
 from ..stages.executor.kv_cache import KVCache
 from ..stages.executor.logprobs import scale_logits
 from ..stages.executor.model import wrap_model
-from ..stages.executor.tiled_attention import TiledBatch, tiled_attention
 
 IMPLEMENTATION = "nano_exact"
 """The name for `attn_implementation`."""

@@ -24,11 +24,11 @@ from .batch import IntArray, Rows, Uploader, flatten_rows, order_rows
 from .choose import choose_tokens, packed_sampling
 from .cuda_graphs import CudaCapture
 from .deterministic import Determinism
+from .fast_modules.modules import FastModules, find_fast_modules
 from .feed import TokenFeed
 from .graphs import Capture, DecodeGraphs, DecodeStep
 from .inputs import InputBuilder, StepInputs, model_forward
 from .kernels.compile import KernelsUnavailable
-from .kernels.modules import FastModules, find_fast_modules
 from .kv_cache import DecodeKernel, KVCache, count_blocks
 from .memory import LaneMemory, no_memory
 from .model import LoadedModel, load_model

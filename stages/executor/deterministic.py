@@ -1,6 +1,6 @@
 """Deterministic mode: where it may be used, and the check at load that it holds.
 
-What makes it so is in `fixed_tiles` and `tiled_attention`; docs/determinism.md has the whole story.
+What makes it so is in `fixed_tiles` and `attention.tiled`; docs/determinism.md has the whole story.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from ...config import ModelError
+from .attention.tiled import TiledBatch, check_attention
 from .batch import IntArray, Rows
 from .fixed_tiles import FixedTiles, require_cpu
 from .inputs import InputBuilder, model_forward
 from .kv_cache import KVCache
 from .model import LoadedModel
-from .tiled_attention import TiledBatch, check_attention
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .attention.tiled import TiledBatch
 from .batch import (
     AttentionBatch,
     IntArray,
@@ -20,7 +21,6 @@ from .batch import (
 )
 from .kv_cache import KVCache
 from .model import LoadedModel
-from .tiled_attention import TiledBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from ...config import EngineConfig, ModelError
-from .attention import IMPLEMENTATION, register_attention
+from .attention.interface import IMPLEMENTATION, register_attention
+from .attention.probe import LayerProbe, LayerSpec
 from .checkpoint import check_checkpoint
 from .fixed_tiles import require_cpu
-from .probe import LayerProbe, LayerSpec
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ..attention import attend
+from ..attention.interface import attend
 from ..batch import AttentionBatch
+from ..kernels.cpu import MOST_ROWS, Kind, Linear, PagedAttention, RMSNorm, gate, rotate
 from ..kv_cache import KVCache
 from ..model import LoadedModel
-from .cpu import MOST_ROWS, Kind, Linear, PagedAttention, RMSNorm, gate, rotate
 from .decoder import DecoderLayers, LayerParts
 
 Forward = Callable[..., Any]

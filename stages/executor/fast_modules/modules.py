@@ -22,10 +22,10 @@ from torch import nn
 
 from ..batch import Rows
 from ..inputs import InputBuilder, model_forward
+from ..kernels.compile import KernelsUnavailable
+from ..kernels.cpu import PagedAttention, library
 from ..kv_cache import KVCache
 from ..model import LoadedModel
-from .compile import KernelsUnavailable
-from .cpu import PagedAttention, library
 from .patterns import Forward, find_patterns, join_layers
 
 _COMPARED_TOKENS = 8

@@ -17,14 +17,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from nano_inference.config import ModelError
-from nano_inference.stages.executor import (
-    KVCache,
-    LoadedModel,
-    attention,
-    batch,
-    tiled_attention,
-)
-from nano_inference.stages.executor.attention import paged_attention
+from nano_inference.stages.executor import KVCache, LoadedModel, batch
+from nano_inference.stages.executor.attention import interface, tiled
+from nano_inference.stages.executor.attention.interface import paged_attention
+from nano_inference.stages.executor.attention.probe import LayerSpec
+from nano_inference.stages.executor.attention.tiled import TiledBatch
 from nano_inference.stages.executor.batch import (
     AttentionBatch,
     Rows,
@@ -34,8 +31,6 @@ from nano_inference.stages.executor.batch import (
     order_rows,
     slot_mapping,
 )
-from nano_inference.stages.executor.probe import LayerSpec
-from nano_inference.stages.executor.tiled_attention import TiledBatch
 
 MAX_ERROR = 1e-5
 
@@ -272,8 +267,8 @@ def test_bounded_pieces_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long batches are cut to bound memory; here the bounds are so low that everything is cut."""
     monkeypatch.setattr(batch, "MAX_GATHERED_TOKENS", 16)
     monkeypatch.setattr(batch, "_SLACK_TOKENS", 0)
-    monkeypatch.setattr(attention, "_MAX_SCORES", 64)
-    monkeypatch.setattr(tiled_attention, "_MAX_SCORES", 64)
+    monkeypatch.setattr(interface, "_MAX_SCORES", 64)
+    monkeypatch.setattr(tiled, "_MAX_SCORES", 64)
     for name in ("causal", "all_decode", "window", "sinks_softcap", "padding", "long_window"):
         assert run_case(CASES[name], "cpu") < MAX_ERROR
         assert run_case(replace(CASES[name], tiled=True), "cpu") < MAX_ERROR

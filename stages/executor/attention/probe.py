@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ...config import ModelError
+from ....config import ModelError
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..batch import AttentionBatch
-from . import cpu
-from .cpu import Linear, PagedAttention, RMSNorm
+from ..kernels import cpu
+from ..kernels.cpu import Linear, PagedAttention, RMSNorm
 
 
 class _Norm(ctypes.Structure):

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ...config import ModelError
-from .batch import AttentionBatch, DecodeChunk, PrefillRow, visible
+from ....config import ModelError
+from ..batch import AttentionBatch, DecodeChunk, PrefillRow, visible
 from .probe import LayerProbe, MaskProbe
-from .tiled_attention import TiledBatch, tiled_attention
+from .tiled import TiledBatch, tiled_attention
 
 if TYPE_CHECKING:
-    from .kv_cache import KVCache
+    from ..kv_cache import KVCache
 
 IMPLEMENTATION = "nano_paged"
 """The name for `attn_implementation`."""

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...config import ModelError
-from .batch import IntArray, Rows, cut_chunks
-from .fixed_tiles import elementwise
+from ....config import ModelError
+from ..batch import IntArray, Rows, cut_chunks
+from ..fixed_tiles import elementwise
 
 if TYPE_CHECKING:
-    from .kv_cache import KVCache
+    from ..kv_cache import KVCache
 
 BLOCK = 64
 """Positions whose keys and values are multiplied together."""

@@ -1,0 +1,1 @@
+"""Modules of Transformers' models that run with our kernels, and compute what they did before."""

@@ -18,14 +18,16 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..config import ModelError
-from ..stages.executor.attention import probe_mask
+from ..stages.executor.attention.backend import QKV
+from ..stages.executor.attention.probe import probe_mask
+from ..stages.executor.attention.tiled import TiledBackend, TiledBatch
 from ..stages.executor.batch import Rows
 from ..stages.executor.fixed_tiles import FixedTiles, require_cpu
 from ..stages.executor.inputs import InputBuilder
 from ..stages.executor.kv_cache import KVCache
+from ..stages.executor.loaded_model import AttentionOptions
 from ..stages.executor.logprobs import scale_logits
 from ..stages.executor.model import wrap_model
-from ..stages.executor.tiled_attention import TiledBatch, tiled_attention
 
 IMPLEMENTATION = "nano_exact"
 """The name for `attn_implementation`."""
@@ -64,12 +66,12 @@ class ExactForward:
         self._model = wrap_model(module, max_model_len)
         require_cpu(self._model.device)
         for options in self._model.attention_options:
-            if options.get("softcap") is not None or options.get("sinks") is not None:
+            if options.softcap is not None or options.sinks is not None:
                 raise ModelError("attention with a soft cap or sinks has no exact training pass")
         AttentionInterface.register(IMPLEMENTATION, exact_attention)
         AttentionMaskInterface.register(IMPLEMENTATION, probe_mask)
         self._model.module.set_attn_implementation(IMPLEMENTATION)  # type: ignore[operator]
-        self._builder = InputBuilder(self._model, _BLOCK_SIZE, deterministic=True)
+        self._builder = InputBuilder(self._model, _BLOCK_SIZE, TiledBackend(_BLOCK_SIZE))
         self._tiles = FixedTiles()
         self._cache = KVCache(self._model, 1, _BLOCK_SIZE)
 
@@ -102,6 +104,7 @@ class ExactForward:
                 position_ids=step.position_ids,
                 attention_mask=step.position_ids.new_empty(1, 1, 1, 1),
                 use_cache=False,
+                attention_backend=step.backend,
                 attention_batch=step.attention,
                 kv_cache=self._cache,
             )
@@ -129,6 +132,7 @@ def exact_attention(
     value: Tensor,
     attention_mask: object,
     *,
+    attention_backend: TiledBackend,
     attention_batch: TiledBatch,
     kv_cache: KVCache,
     scaling: float | None = None,
@@ -143,6 +147,7 @@ def exact_attention(
         key: `[1, kv_heads, tokens, dim]`.
         value: `[1, kv_heads, tokens, value_dim]`.
         attention_mask: Ignored; the batch says what may be seen.
+        attention_backend: Computes it forward.
         attention_batch: The sequences.
         kv_cache: Scratch memory.
         scaling: Factor of the scores; 1/sqrt(dim) when None.
@@ -152,8 +157,9 @@ def exact_attention(
         `[1, tokens, heads, value_dim]`, and None for the weights.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    options = AttentionOptions(scale, sliding_window)
     output: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        query, key, value, attention_batch, kv_cache, module.layer_idx, sliding_window, scale
+        query, key, value, attention_backend, attention_batch, kv_cache, module.layer_idx, options
     )
     return output, None
 
@@ -167,27 +173,16 @@ class _Attention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        backend: TiledBackend,
         batch: TiledBatch,
         cache: KVCache,
         layer: int,
-        window: int | None,
-        scale: float,
+        options: AttentionOptions,
     ) -> Tensor:
         ctx.save_for_backward(query, key, value)
-        ctx.lengths, ctx.window, ctx.scale = batch.rows.num_tokens.tolist(), window, scale
-        output = tiled_attention(
-            batch,
-            query[0].transpose(0, 1),
-            key[0].transpose(0, 1),
-            value[0].transpose(0, 1),
-            cache,
-            layer,
-            window=window,
-            scale=scale,
-            softcap=None,
-            sinks=None,
-        )
-        return output[None]
+        ctx.lengths, ctx.options = batch.rows.num_tokens.tolist(), options
+        qkv = QKV(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
+        return backend.forward(batch, cache, layer, qkv, options)[None]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -195,16 +190,16 @@ class _Attention(torch.autograd.Function):
         with torch.enable_grad():
             queries, keys, values = (torch.split(each, ctx.lengths, dim=2) for each in inputs)
             outputs = [
-                _attend(*part, ctx.window, ctx.scale)
-                for part in zip(queries, keys, values, strict=True)
+                _attend(*part, ctx.options) for part in zip(queries, keys, values, strict=True)
             ]
             output = torch.cat(outputs, dim=2).transpose(1, 2)
         found = torch.autograd.grad(output, inputs, gradients)
         return (*found, None, None, None, None, None)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """One sequence, `[1, heads, tokens, dim]` each."""
+    scale, window, *_ = options
     mask = None
     if window is not None and window < query.shape[2]:
         ones = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool)

@@ -8,7 +8,8 @@ from .batch import Rows
 from .core import ExecutorCore
 from .inputs import InputBuilder, StepInputs, model_forward
 from .kv_cache import KVCache
-from .model import LoadedModel, load_model, wrap_model
+from .loaded_model import LoadedModel
+from .model import load_model, wrap_model
 from .sampling import sample_with_logprobs, uniform
 from .weights import WeightSyncManager
 

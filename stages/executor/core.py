@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,19 +21,22 @@ from ...bus.messages import (
     TopLogprobs,
 )
 from ...config import EngineConfig
+from .attention.backend import AttentionBackend
+from .attention.choose import choose_backend
+from .attention.paged import PagedBackend
 from .batch import IntArray, Rows, Uploader, flatten_rows, order_rows
 from .choose import choose_tokens, packed_sampling
 from .cuda_graphs import CudaCapture
 from .deterministic import Determinism
+from .fast_modules.modules import FastModules
 from .feed import TokenFeed
 from .graphs import Capture, DecodeGraphs, DecodeStep
 from .inputs import InputBuilder, StepInputs, model_forward
-from .kernels.compile import KernelsUnavailable
-from .kernels.modules import FastModules, find_fast_modules
-from .kv_cache import DecodeKernel, KVCache, count_blocks
+from .kv_cache import KVCache, count_blocks
 from .limits import limits_of
+from .loaded_model import LoadedModel
 from .memory import LaneMemory, no_memory
-from .model import LoadedModel, load_model
+from .model import load_model
 from .report import score_prompts
 from .sampling import sample_plain
 from .sequences import BoolArray, SequenceTable
@@ -55,6 +59,7 @@ class ExecutorCore:
 
     Attributes:
         runs_ahead: Whether steps may be launched before those before them are finished: on CUDA.
+        backend: Computes attention.
         graphs: The recorded decode steps; None when there are none.
         without_graphs: Why there are none; empty when there are.
         fast_modules: The modules that run with our kernels; None when none do.
@@ -67,6 +72,7 @@ class ExecutorCore:
         *,
         now_ns: Callable[[], int] = time.time_ns,
         model: LoadedModel | None = None,
+        backend: AttentionBackend[Any] | None = None,
     ) -> None:
         """Loads the model and allocates the cache.
 
@@ -74,6 +80,7 @@ class ExecutorCore:
             config: What to run.
             now_ns: The clock for `start_ns` and `end_ns`.
             model: Taken instead of the one that the configuration names.
+            backend: Taken instead of the one that fits model and machine.
 
         Raises:
             ModelError: The model can't be loaded, the cache does not fit, or deterministic mode is
@@ -91,9 +98,9 @@ class ExecutorCore:
         # Sequences that finished linger until the plans say so, hence some more rows than run.
         rows = config.max_batch_size + 16
         self._table = SequenceTable(rows, self.model.max_model_len, config.block_size)
-        self._builder = InputBuilder(
-            self.model, config.block_size, deterministic=config.deterministic
-        )
+        given = None if backend is None else (backend, "another back end was given")
+        self.backend, self.without_kernels = given or choose_backend(config, self.model)
+        self._builder = InputBuilder(self.model, config.block_size, self.backend)
         self._upload = Uploader(self.model.device)
         self._feed = TokenFeed(rows, self.model.device)
         self._unread = UnreadTokens(self._table)
@@ -101,23 +108,20 @@ class ExecutorCore:
         self._max_batch_size = config.max_batch_size
         self.runs_ahead = self.model.device.type == "cuda"
         self.graphs: DecodeGraphs | None = None
-        self.without_graphs = "they are for CUDA"
+        self.without_graphs = ""
         self.fast_modules: FastModules | None = None
-        self.without_kernels = ""
         self._determinism: Determinism | None = None
+        # What a step runs in.
+        self._within: Callable[[], AbstractContextManager[object]] = nullcontext
         if config.deterministic:
-            self.without_kernels = "deterministic mode has its own"
             self._determinism = Determinism(self.model, self.cache, self._builder)
             self._determinism.check()
-        elif config.kernels == "off":
-            self.without_kernels = self.without_graphs = "engine.kernels is off"
-        elif self.model.device.type == "cuda":
-            self._prepare_cuda(config)
-        else:
-            try:
-                self.fast_modules = find_fast_modules(self.model, self.cache, self._builder)
-            except KernelsUnavailable as error:
-                self.without_kernels = str(error)
+            tiles = self._determinism.tiles
+            self._within = lambda: tiles
+        elif not self.without_kernels and self.model.device.type == "cpu":
+            self.fast_modules = FastModules(self.model, self.cache, self._builder)
+            self._within = self.fast_modules.active
+        self._record_at_load(config)
 
     def capacity(self) -> LaneCapacity:
         """What this lane can hold."""
@@ -146,20 +150,20 @@ class ExecutorCore:
             if self._determinism is not None:
                 self._determinism.check()
 
-    def use_decode_kernel(self, kernel: DecodeKernel) -> None:
-        """Lets a kernel read the KV cache for all rows of one token."""
-        self.cache.decode_kernel = kernel
-        self._builder.paged = True
-
     def record_graphs(self, capture: Capture) -> None:
-        """Records the decode steps, which takes a decode kernel, and uses them from then on.
+        """Records the decode steps, which takes a PagedBackend, and uses them from then on.
 
         Raises:
             RuntimeError: The model's step can't be recorded.
         """
-        self.graphs = DecodeGraphs(
-            self.model, self.cache, self._feed, capture, self._max_batch_size
-        )
+        assert isinstance(self.backend, PagedBackend)
+        try:
+            self.graphs = DecodeGraphs(
+                self.model, self.backend, self.cache, self._feed, capture, self._max_batch_size
+            )
+        except RuntimeError as error:
+            self.without_graphs = f"the model's step can't be recorded: {error}"
+            raise
         self._capture = capture
         self.without_graphs = ""
 
@@ -175,7 +179,6 @@ class ExecutorCore:
         try:
             self.record_graphs(self._capture)
         except RuntimeError as error:
-            self.without_graphs = f"the model's step can't be recorded: {error}"
             raise no_memory(error) from None
 
     def reset(self) -> None:
@@ -200,7 +203,7 @@ class ExecutorCore:
             # Modules that hold a pass which holds them would wait for the garbage collector.
             self.fast_modules.remove()
         del self.model, self.weights, self.cache, self.memory
-        del self.fast_modules, self.graphs, self._capture, self._determinism
+        del self.fast_modules, self.graphs, self._capture, self._determinism, self._within
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs one plan.
@@ -227,8 +230,8 @@ class ExecutorCore:
         rows, num_tokens = self._select(plan)
         if rows.size and not self.memory.runs:
             raise ValueError(f"the plan has rows, and the lane lacks {self.memory.lacks}")
-        step = self._step if self._determinism is None else self._determinism.wrap(self._step)
-        sampled, prompts = step(rows, num_tokens) if rows.size else (None, ())
+        with self._within():
+            sampled, prompts = self._step(rows, num_tokens) if rows.size else (None, ())
         started = tuple(_started(new, plan.made_ns, start_ns) for new in plan.new)
         return LaunchedStep(plan, started, self.weights.version, start_ns, sampled, prompts)
 
@@ -258,20 +261,16 @@ class ExecutorCore:
 
     # --- inside -------------------------------------------------------------------------------
 
-    def _prepare_cuda(self, config: EngineConfig) -> None:
-        try:
-            from .kernels.triton_decode import TritonPagedAttention
-        except ImportError as error:
-            self.without_kernels = self.without_graphs = f"Triton can't be imported: {error}"
-            return
-        self.use_decode_kernel(TritonPagedAttention)
-        if config.cuda_graphs == "off":
+    def _record_at_load(self, config: EngineConfig) -> None:
+        if self.model.device.type != "cuda":
+            self.without_graphs = "they are for CUDA"
+        elif self.without_kernels:
+            self.without_graphs = self.without_kernels
+        elif config.cuda_graphs == "off":
             self.without_graphs = "engine.cuda_graphs is off"
-            return
-        try:
-            self.record_graphs(CudaCapture(self.model.device))
-        except RuntimeError as error:
-            self.without_graphs = f"the model's step can't be recorded: {error}"
+        else:
+            with suppress(RuntimeError):
+                self.record_graphs(CudaCapture(self.model.device))
 
     def _apply(self, plan: StepPlan) -> None:
         """Takes over what changed. Finished first: a preempted sequence may come back at once."""
@@ -327,8 +326,7 @@ class ExecutorCore:
         if self.graphs and self.graphs.fits(num_tokens) and samples.all() and not num_scored.any():
             return self._replay(self.graphs, rows), ()
         inputs = self._inputs(rows, num_tokens, samples, num_scored)
-        with self.fast_modules.active() if self.fast_modules else nullcontext():
-            logits = model_forward(self.model.module, inputs, self.cache)
+        logits = model_forward(self.model.module, inputs, self.cache)
         num_samples = int(samples.sum())
         prompts = score_prompts(
             logits[num_samples:],
@@ -352,12 +350,12 @@ class ExecutorCore:
         order, num_decodes = order_rows(starts, num_tokens)
         rows, starts, counts = rows[order], starts[order], num_tokens[order]
         width = -(-int((starts + counts).max()) // self.cache.block_size)
-        row_of_token, positions = flatten_rows(starts, counts)
+        batch_rows = Rows(starts, counts, table.blocks[rows, :width], num_decodes)
+        row_of_token, positions = batch_rows.flat
         input_ids = table.tokens[rows[row_of_token], positions]
         # Logits come back in the plan's order, not in that of the batch.
         last_token = np.empty_like(order)
         last_token[order] = np.cumsum(counts) - 1
-        batch_rows = Rows(starts, counts, table.blocks[rows, :width], num_decodes)
         logits_index = last_token[samples]
         if num_scored.any():
             first_token = last_token - num_tokens + 1

@@ -1,28 +1,21 @@
 """Deterministic mode: where it may be used, and the check at load that it holds.
 
-What makes it so is in `fixed_tiles` and `tiled_attention`; docs/determinism.md has the whole story.
+What makes it so is in `fixed_tiles` and `attention.tiled`; docs/determinism.md has the whole story.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from functools import wraps
-from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...config import ModelError
+from .attention.tiled import TiledBatch, check_attention
 from .batch import IntArray, Rows
 from .fixed_tiles import FixedTiles, require_cpu
 from .inputs import InputBuilder, model_forward
 from .kv_cache import KVCache
-from .model import LoadedModel
-from .tiled_attention import TiledBatch, check_attention
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+from .loaded_model import LoadedModel
 
 _CHECKED_TOKENS = 24
 _CHUNKS = (1, 1, 5, 1, 9)
@@ -32,12 +25,15 @@ _CHUNKS = (1, 1, 5, 1, 9)
 class Determinism:
     """One lane's deterministic mode.
 
-    Use: make it when the model is loaded, wrap what computes, and `check` before the first step and
-    whenever the number of threads has changed.
+    Use: make it when the model is loaded, compute within `tiles`, and `check` before the first step
+    and whenever the number of threads has changed.
+
+    Attributes:
+        tiles: Keeps all torch calls within it to fixed shapes.
     """
 
     def __init__(self, model: LoadedModel, cache: KVCache, builder: InputBuilder) -> None:
-        """Takes over the lane's parts.
+        """Takes the lane's parts; the builder's back end is the TiledBackend.
 
         Raises:
             ModelError: The device or dtype is one for which nobody has verified anything.
@@ -51,17 +47,7 @@ class Determinism:
         self._model = model
         self._cache = cache
         self._builder = builder
-        self._tiles = FixedTiles()
-
-    def wrap(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
-        """The function, with all torch calls in it kept to fixed shapes."""
-
-        @wraps(function)
-        def fixed(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            with self._tiles:
-                return function(*args, **kwargs)
-
-        return fixed
+        self.tiles = FixedTiles()
 
     def check(self) -> None:
         """Compares the bits of one pass over some tokens with those of several beside neighbours.
@@ -104,15 +90,12 @@ class Determinism:
         rows = Rows(starts[used], counts[used], tables[used], 0)
         wanted = np.arange(len(neighbour), len(neighbour) + len(ids))
         inputs = self._builder.build(rows, np.concatenate((neighbour, ids)), wanted)
-        with self._tiles:
+        with self.tiles:
             logits = model_forward(self._model.module, inputs, self._cache)
-        self._check_tiles(inputs.attention)
-        return logits
-
-    def _check_tiles(self, batch: object) -> None:
-        assert isinstance(batch, TiledBatch)
+        batch: TiledBatch = inputs.attention
         with torch.inference_mode():
             for window, heads, group in batch.chunks:
                 for spec in set(self._model.layers):
                     if (spec.window, spec.num_kv_heads) == (window, heads):
                         check_attention(group, spec.key_dim, spec.value_dim)
+        return logits

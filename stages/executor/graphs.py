@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .batch import AttentionBatch, BatchView, DecodeRows, IntArray, Uploader
+from .attention.paged import PagedBackend, PagedBatch
+from .batch import DecodeRows, IntArray, Uploader
 from .feed import TokenFeed
 from .inputs import StepInputs, model_forward
 from .kv_cache import KVCache
-from .model import LoadedModel
+from .loaded_model import LoadedModel
 from .sampling import sample_plain
 
 Step = Callable[[], tuple[Tensor, Tensor]]
@@ -110,6 +111,7 @@ class DecodeGraphs:
     def __init__(
         self,
         model: LoadedModel,
+        backend: PagedBackend,
         cache: KVCache,
         feed: TokenFeed,
         capture: Capture,
@@ -119,7 +121,8 @@ class DecodeGraphs:
 
         Args:
             model: What to run.
-            cache: Its KV cache, which must have a `decode_kernel`.
+            backend: Computes its attention.
+            cache: Its KV cache.
             feed: Gives and takes the tokens.
             capture: Records a step.
             max_batch_size: The largest bucket.
@@ -139,9 +142,8 @@ class DecodeGraphs:
         self._buffers: dict[int, Tensor] = {}
         self._steps: dict[int, Step] = {}
         for size in reversed(self.buckets):
-            buffer = torch.from_numpy(self._pack(None, size)).to(model.device)
-            self._buffers[size] = buffer
-            self._steps[size] = capture(decode_step(model, cache, feed, buffer, self._logits, size))
+            self._buffers[size] = torch.from_numpy(self._pack(None, size)).to(model.device)
+            self._steps[size] = capture(self._step(model, backend, feed, size))
 
     def fits(self, num_tokens: IntArray) -> bool:
         """Whether rows that compute so many tokens are a step for a graph."""
@@ -165,41 +167,25 @@ class DecodeGraphs:
     def _pack(self, step: DecodeStep | None, size: int) -> IntArray:
         return pack_step(step, size, self._width, self._cache, self._padding_row)
 
+    def _step(self, model: LoadedModel, backend: PagedBackend, feed: TokenFeed, size: int) -> Step:
+        """The step of one bucket as a function without arguments, to be recorded.
 
-def decode_step(
-    model: LoadedModel,
-    cache: KVCache,
-    feed: TokenFeed,
-    buffer: Tensor,
-    logits_out: Tensor,
-    size: int,
-) -> Step:
-    """The step of one bucket as a function without arguments, to be recorded.
+        It has no shape that depends on data, and never waits for the device.
+        """
+        buffer, cache, logits_out = self._buffers[size], self._cache, self._logits[:size]
+        columns = buffer[: size * _COLUMNS].view(_COLUMNS, size)
+        input_ids, positions, slots, contexts, table_rows, *packed = columns.unbind()
+        temperatures, uniforms = (column.view(torch.float64) for column in packed)
+        rows = DecodeRows(size, buffer[size * _COLUMNS :].view(size, -1), contexts)
+        attention = PagedBatch(slots, rows)
+        every_row = torch.arange(size, device=buffer.device)
 
-    It has no shape that depends on data, and never waits for the device.
+        def step() -> tuple[Tensor, Tensor]:
+            ids = feed.resolve(input_ids)
+            inputs = StepInputs(ids[None], positions[None], every_row, attention, backend)
+            logits = logits_out.copy_(model_forward(model.module, inputs, cache))
+            tokens, logprobs = sample_plain(logits, temperatures, uniforms)
+            feed.put(table_rows, tokens)
+            return tokens, logprobs
 
-    Args:
-        model: What to run.
-        cache: Its KV cache.
-        feed: Gives and takes the tokens.
-        buffer: As `pack_step` makes it, on the device.
-        logits_out: `[at least size, vocab]`, takes the logits.
-        size: Of the bucket.
-    """
-    columns = buffer[: size * _COLUMNS].view(_COLUMNS, size)
-    input_ids, positions, slots, contexts, table_rows, *packed = columns.unbind()
-    temperatures, uniforms = (column.view(torch.float64) for column in packed)
-    rows = DecodeRows(size, buffer[size * _COLUMNS :].view(size, -1), contexts)
-    views = {(spec.window, spec.num_kv_heads): BatchView((), ()) for spec in model.layers}
-    attention = AttentionBatch(slots, views, rows)
-    every_row = torch.arange(size, device=buffer.device)
-
-    def step() -> tuple[Tensor, Tensor]:
-        ids = feed.resolve(input_ids)
-        inputs = StepInputs(ids[None], positions[None], every_row, attention)
-        logits = logits_out[:size].copy_(model_forward(model.module, inputs, cache))
-        tokens, logprobs = sample_plain(logits, temperatures, uniforms)
-        feed.put(table_rows, tokens)
-        return tokens, logprobs
-
-    return torch.inference_mode()(step)
+        return torch.inference_mode()(step)

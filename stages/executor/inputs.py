@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .batch import (
-    AttentionBatch,
-    IntArray,
-    Rows,
-    Uploader,
-    ViewKey,
-    build_attention_batch,
-    flatten_rows,
-    slot_mapping,
-)
+from .attention.backend import AttentionBackend
+from .attention.gather import GatherBackend
+from .batch import IntArray, Rows, Uploader
 from .kv_cache import KVCache
-from .model import LoadedModel
-from .tiled_attention import TiledBatch
+from .loaded_model import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +24,15 @@ class StepInputs:
         input_ids: `[1, tokens]`.
         position_ids: `[1, tokens]`, each token's position in its own sequence.
         logits_index: `[samples]`, the tokens of the batch whose logits are wanted.
-        attention: Slot mapping, context and masks, or tiles in deterministic mode.
+        attention: The step, as the back end prepared it.
+        backend: Computes attention.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     logits_index: Tensor
-    attention: AttentionBatch | TiledBatch
+    attention: Any
+    backend: AttentionBackend[Any]
 
 
 @torch.inference_mode()
@@ -61,6 +56,7 @@ def model_forward(model: nn.Module, inputs: StepInputs, cache: KVCache) -> Tenso
         attention_mask=placeholder,
         use_cache=False,
         logits_to_keep=inputs.logits_index,
+        attention_backend=inputs.backend,
         attention_batch=inputs.attention,
         kv_cache=cache,
     )
@@ -69,23 +65,14 @@ def model_forward(model: nn.Module, inputs: StepInputs, cache: KVCache) -> Tenso
 
 
 class InputBuilder:
-    """Turns the rows of a step into StepInputs on the device.
+    """Turns the rows of a step into StepInputs on the device."""
 
-    Attributes:
-        paged: Whether a kernel reads the KV cache for the rows of one token.
-    """
-
-    def __init__(self, model: LoadedModel, block_size: int, *, deterministic: bool = False) -> None:
-        self.paged = False
-        self._deterministic = deterministic
+    def __init__(
+        self, model: LoadedModel, block_size: int, backend: AttentionBackend[Any] | None = None
+    ) -> None:
+        """For a model, blocks of so many tokens, and a back end: GatherBackend if none is given."""
         self._block_size = block_size
-        self._dtype = model.dtype
-        self._kinds: tuple[ViewKey, ...] = tuple(
-            sorted(
-                {(spec.window, spec.num_kv_heads) for spec in model.layers},
-                key=lambda kind: (kind[0] or 0, kind[1]),
-            )
-        )
+        self._backend = GatherBackend(model, block_size) if backend is None else backend
         self._upload = Uploader(model.device)
 
     def build(self, rows: Rows, input_ids: IntArray, logits_index: IntArray) -> StepInputs:
@@ -96,26 +83,13 @@ class InputBuilder:
             input_ids: `[tokens]`.
             logits_index: `[samples]`.
         """
-        row_of_token, positions = flatten_rows(rows.starts, rows.num_tokens)
-        slots = slot_mapping(rows.tables, row_of_token, positions, self._block_size)
-        on_device = self._upload(
+        ids, places, index, *layout = self._upload(
             input_ids,
-            positions,
+            rows.flat[1],
             logits_index,
-            slots,
+            rows.slots(self._block_size),
             np.ascontiguousarray(rows.tables),
             rows.contexts,
         )
-        attention: AttentionBatch | TiledBatch
-        if self._deterministic:
-            attention = TiledBatch(on_device[3], rows, self._block_size)
-        else:
-            attention = build_attention_batch(
-                rows,
-                *on_device[3:],
-                block_size=self._block_size,
-                kinds=self._kinds,
-                dtype=self._dtype,
-                paged=self.paged,
-            )
-        return StepInputs(on_device[0][None], on_device[1][None], on_device[2], attention)
+        attention = self._backend.prepare(rows, *layout)
+        return StepInputs(ids[None], places[None], index, attention, self._backend)

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from ...config import EngineConfig, ModelError
-from .batch import MAX_GATHERED_TOKENS, DecodeRows, IntArray, Uploader
-from .kernels.cpu import PagedAttention
-from .model import LoadedModel
+from .batch import DecodeRows, IntArray, Uploader
+from .loaded_model import AttentionOptions, LoadedModel
+
+MAX_GATHERED_TOKENS = 1 << 16
+"""Most context tokens, padding included, that rows of one token gather together."""
 
 
 class PagedLayer(Protocol):
-    """Reads and writes one layer's blocks; `kernels.cpu.PagedAttention` says how."""
+    """Reads and writes one layer's blocks in place; `kernels.cpu.PagedAttention` says how."""
 
     def store(self, keys: Tensor, values: Tensor, slots: Tensor) -> None: ...
 
@@ -35,9 +37,6 @@ class KVCache:
     The last block, `padding_block`, belongs to no sequence: rows that only pad a batch write and
     read there. The tensors live as long as this object; their contents are overwritten in place.
     Whoever gives them other memory says so (`moved`).
-
-    Attributes:
-        decode_kernel: Makes what `paged_attention` gives for a layer.
     """
 
     def __init__(self, model: LoadedModel, num_blocks: int, block_size: int) -> None:
@@ -53,30 +52,36 @@ class KVCache:
         self.keys = [allocate(spec.num_kv_heads, spec.key_dim) for spec in model.layers]
         self.values = [allocate(spec.num_kv_heads, spec.value_dim) for spec in model.layers]
 
-        # Gathered keys and gathered values, kept between calls: a new tensor of some megabytes is
-        # memory that the allocator maps, and the kernel clears, for every layer of every step.
-        self._gathered = [self.keys[0].new_empty(0) for _ in range(2)]
-
         self._upload = Uploader(model.device)
-        self.decode_kernel: DecodeKernel = PagedAttention
         self._paged: dict[int, PagedLayer] = {}
+        self.moved()
 
-    def paged_attention(self, layer: int, heads: int, **options: Any) -> PagedLayer:
-        """The kernel that reads one layer in place.
+    def paged_layer(
+        self, layer: int, kernel: DecodeKernel, heads: int, options: AttentionOptions
+    ) -> PagedLayer:
+        """The kernel that reads one layer in place, made at the first call.
 
         Args:
             layer: The layer.
+            kernel: Makes it; like the rest the same in each call for a layer.
             heads: Its query heads.
-            options: As `decode_kernel` takes them; the same in each call for a layer.
+            options: The layer's.
         """
         found = self._paged.get(layer)
         if found is None:
-            found = self.decode_kernel(self.keys[layer], self.values[layer], heads, **options)
+            found = kernel(self.keys[layer], self.values[layer], heads, **options._asdict())
             self._paged[layer] = found
         return found
 
+    def store(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Writes keys and values of one layer, `[tokens, kv_heads, dim]` each, to `[tokens]`."""
+        self.keys[layer].view(-1, *keys.shape[1:]).index_copy_(0, slots, keys)
+        self.values[layer].view(-1, *values.shape[1:]).index_copy_(0, slots, values)
+
     def moved(self) -> None:
         """The tensors, or the model's, have other memory now: finds it, and keeps no scratch."""
+        # Gathered keys and gathered values, kept between calls: a new tensor of some megabytes is
+        # memory that the allocator maps, and the kernel clears, for every layer of every step.
         self._gathered = [self.keys[0].new_empty(0) for _ in range(2)]
         for layer in self._paged.values():
             layer.find_tensors()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +15,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from ...config import EngineConfig, ModelError
-from .attention import IMPLEMENTATION, register_attention
+from .attention.interface import IMPLEMENTATION, register_attention
+from .attention.probe import PROBING, LayerProbe
 from .checkpoint import check_checkpoint
 from .fixed_tiles import require_cpu
-from .probe import LayerProbe, LayerSpec
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model that is ready to run.
-
-    Attributes:
-        module: The causal language model, in eval mode, without gradients.
-        hf_config: Its configuration.
-        device: Where the weights are.
-        dtype: Of weights, activations and KV cache.
-        max_model_len: The configured limit cut to the model's own, in tokens.
-        vocab_size: Rows of the output layer.
-        layers: The attention layers in order.
-        attention_options: By number, what each passes to `attend` besides tensors of tokens.
-    """
-
-    module: nn.Module
-    hf_config: PreTrainedConfig
-    device: torch.device
-    dtype: torch.dtype
-    max_model_len: int
-    vocab_size: int
-    layers: tuple[LayerSpec, ...]
-    attention_options: tuple[dict[str, Any], ...] = ()
+from .loaded_model import LoadedModel
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
@@ -80,7 +55,6 @@ def wrap_model(module: Any, max_model_len: int) -> LoadedModel:
     hf_config: PreTrainedConfig = module.config
     _check_architecture(hf_config, type(module))
     register_attention()
-    module.set_attn_implementation(IMPLEMENTATION)
     module.eval()
     limit = min(max_model_len, _longest_context(hf_config, max_model_len))
     output: nn.Module | None = module.get_output_embeddings()
@@ -89,6 +63,7 @@ def wrap_model(module: Any, max_model_len: int) -> LoadedModel:
         raise ModelError(f"{type(module).__name__} has no output layer; choose another model")
     probe = _probe_layers(module, hf_config, limit, weight.device)
     layers = probe.finish(hf_config.get_text_config().num_hidden_layers)
+    module.set_attn_implementation(IMPLEMENTATION)
     return LoadedModel(
         module=module,
         hf_config=hf_config,
@@ -221,10 +196,11 @@ def _longest_context(hf_config: PreTrainedConfig, fallback: int) -> int:
 
 @torch.no_grad()
 def _probe_layers(
-    module: nn.Module, hf_config: PreTrainedConfig, max_model_len: int, device: torch.device
+    module: Any, hf_config: PreTrainedConfig, max_model_len: int, device: torch.device
 ) -> LayerProbe:
     name = type(module).__name__
     probe = LayerProbe(name, max_model_len)
+    module.set_attn_implementation(PROBING)
     tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
     positions = torch.arange(2, device=device)[None]
     try:
@@ -233,8 +209,7 @@ def _probe_layers(
             position_ids=positions,
             use_cache=False,
             logits_to_keep=1,
-            attention_batch=probe,
-            kv_cache=None,
+            layer_probe=probe,
         )
     except ModelError:
         raise

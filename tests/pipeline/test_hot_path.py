@@ -19,7 +19,7 @@ from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.bus.control import LaneCapacity
 from nano_inference.bus.messages import Dispatch, RequestInfo, SequenceSpec, StepPlan, StepResult
 from nano_inference.stages.batching import BatchingCore
-from nano_inference.stages.executor import batch
+from nano_inference.stages.executor.attention import cpu as cpu_attention
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.kernels import cpu
 from nano_inference.stages.executor.kernels.compile import KernelsUnavailable
@@ -179,7 +179,7 @@ def test_a_step_of_single_tokens_takes_all_layers_in_one_call(
 def test_kernels_and_operations_per_layer_beside_a_prompt(
     library: CountedLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch, "SHORT_CONTEXT", 0)
+    monkeypatch.setattr(cpu_attention, "SHORT_CONTEXT", 0)
     (few, at_two), (more, at_six) = (count_in_step(library, layers, 1, 3) for layers in (2, 6))
     assert few["decoder_layers"] == 0
     assert 5 <= (more.total() - few.total()) / 4 <= KERNELS_PER_LAYER

@@ -279,10 +279,9 @@ class PagedAttention:
         self._arguments.sinks = None if sinks is None else sinks.data_ptr()
 
     @staticmethod
-    def handles(keys: Tensor, values: Tensor) -> bool:
-        """Whether the kernel knows caches of this kind."""
-        widths = (keys.shape[3], values.shape[3])
-        return keys.dtype == torch.bfloat16 and all(width % 16 == 0 for width in widths)
+    def handles(key_width: int, value_width: int) -> bool:
+        """Whether the kernel knows heads of these widths."""
+        return key_width % 16 == 0 and value_width % 16 == 0
 
     def store(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Writes `[tokens, kv_heads, width]` each to `slots`, `[tokens]`.

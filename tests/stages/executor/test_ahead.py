@@ -12,6 +12,7 @@ from nano_inference.bus.messages import Dispatch, RequestInfo, SequenceSpec, Ste
 from nano_inference.config import EngineConfig, ModelError, SamplingParams
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, wrap_model
+from nano_inference.stages.executor.attention.paged import PagedBackend
 from nano_inference.stages.executor.feed import Readback
 from nano_inference.stages.executor.unread import LaunchedStep
 
@@ -32,10 +33,10 @@ def model() -> LoadedModel:
 
 
 def make_core(model: LoadedModel, *, graphs: bool) -> ExecutorCore:
-    core = ExecutorCore(CONFIG, model=model)
+    backend = PagedBackend(model, CONFIG.block_size, PlainPagedAttention) if graphs else None
+    core = ExecutorCore(CONFIG, model=model, backend=backend)
     core.runs_ahead = True
     if graphs:
-        core.use_decode_kernel(PlainPagedAttention)
         core.record_graphs(OperationRecorder())
     return core
 

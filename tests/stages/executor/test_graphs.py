@@ -11,6 +11,7 @@ import torch
 
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, uniform, wrap_model
+from nano_inference.stages.executor.attention.paged import PagedBackend
 from nano_inference.stages.executor.feed import TokenFeed, placeholders
 from nano_inference.stages.executor.graphs import DecodeStep, batch_buckets, pack_step
 
@@ -31,9 +32,9 @@ def make_core(model: LoadedModel, *, graphs: bool, **settings: Any) -> ExecutorC
     """A core that runs as on CUDA, with recorded decode steps or without."""
     settings = {"max_batch_size": 12, **settings}
     config = EngineConfig(block_size=4, kv_cache_bytes=1 << 20, **settings)
-    core = ExecutorCore(config, model=model)
+    backend = PagedBackend(model, config.block_size, PlainPagedAttention)
+    core = ExecutorCore(config, model=model, backend=backend)
     core.runs_ahead = True
-    core.use_decode_kernel(PlainPagedAttention)
     if graphs:
         core.record_graphs(OperationRecorder())
     return core

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nano_inference.config import EngineConfig, SamplingParams, WeightsError
 from nano_inference.stages.executor import ExecutorCore, wrap_model
+from nano_inference.stages.executor.attention.paged import PagedBackend
 from nano_inference.stages.executor.kernels import cpu
 from nano_inference.stages.executor.kernels.compile import KernelsUnavailable
 
@@ -24,9 +25,16 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 MIB = 1 << 20
 
 
-def make_core(model: Any, **settings: Any) -> ExecutorCore:
+def make_core(module: Any, *, graphs: bool = False, **settings: Any) -> ExecutorCore:
     config = EngineConfig(max_model_len=64, max_batch_size=8, block_size=4, **settings)
-    return ExecutorCore(config, model=wrap_model(model, 64))
+    model = wrap_model(module, 64)
+    if not graphs:
+        return ExecutorCore(config, model=model)
+    backend = PagedBackend(model, config.block_size, PlainPagedAttention)
+    core = ExecutorCore(config, model=model, backend=backend)
+    core.runs_ahead = True
+    core.record_graphs(OperationRecorder())
+    return core
 
 
 def generate(core: ExecutorCore) -> list[list[int]]:
@@ -61,11 +69,7 @@ def test_afterwards_all_is_as_before(name: str, how: str) -> None:
         except KernelsUnavailable as error:
             pytest.skip(f"no kernels on this machine: {error}")
         model = model.to(torch.bfloat16)
-    core = make_core(model, deterministic=how == "deterministic")
-    if how == "graphs":
-        core.runs_ahead = True
-        core.use_decode_kernel(PlainPagedAttention)
-        core.record_graphs(OperationRecorder())
+    core = make_core(model, graphs=how == "graphs", deterministic=how == "deterministic")
     before, state = generate(core), state_of(core)
     kept: list[Any] = []
     for tags in (("kv_cache",), ("weights",), BOTH):

@@ -15,18 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...config import ModelError
-from .batch import IntArray, Rows, cut_chunks
-from .fixed_tiles import elementwise
-
-if TYPE_CHECKING:
-    from .kv_cache import KVCache
+from ....config import ModelError
+from ..batch import IntArray, Rows
+from ..fixed_tiles import elementwise
+from ..kv_cache import KVCache
+from ..loaded_model import AttentionOptions
+from .backend import QKV
+from .gather import cut_chunks
 
 BLOCK = 64
 """Positions whose keys and values are multiplied together."""
@@ -45,8 +46,7 @@ class TileChunk:
     Attributes:
         tokens: `[tiles, tile_tokens]`, tokens of the batch; places left over repeat the first.
         used: `[used]`, places of the flattened `tokens` that count.
-        index: `[blocks, sequences, kv_heads, BLOCK]`, flattened, rows of the flat cache
-            `[slots * kv_heads, dim]`.
+        index: `[blocks, sequences, kv_heads, BLOCK]`, flattened, as `KVCache.gather` takes it.
         num_blocks: Blocks per sequence, padding included.
         shared: All tiles are of one sequence, and `index` is that one's.
         masks: Per block `[tiles, 1, tile_rows, BLOCK]`, true where a row may not look; None where
@@ -63,7 +63,7 @@ class TileChunk:
 
 @dataclass(frozen=True, slots=True)
 class TiledBatch:
-    """What attention must know of one step, as `AttentionBatch`; tiles are cut when first used.
+    """A step. Tiles are cut when the first layer of a kind wants them.
 
     Attributes:
         slots: `[tokens]`, where each token's key and value go.
@@ -80,11 +80,9 @@ class TiledBatch:
     def chunks_of(self, window: int | None, heads: int, group: int) -> tuple[TileChunk, ...]:
         """The tiles for layers of this kind."""
         key = (window, heads, group)
-        found = self.chunks.get(key)
-        if found is None:
-            cutter = _Cutter(self.rows, self.block_size, window, heads, group)
-            found = self.chunks[key] = tuple(cutter.chunks())
-        return found
+        if key not in self.chunks:
+            self.chunks[key] = tuple(_Cutter(self.rows, self.block_size, *key).chunks())
+        return self.chunks[key]
 
 
 def tile_shape(group: int) -> tuple[int, int]:
@@ -93,24 +91,24 @@ def tile_shape(group: int) -> tuple[int, int]:
     return rows, rows // group if rows == _MIN_ROWS else 1
 
 
+@dataclass
 class _Cutter:
-    """Cuts one step into tiles."""
+    """Cuts one step into tiles for layers of one kind."""
 
-    def __init__(
-        self, rows: Rows, block_size: int, window: int | None, heads: int, group: int
-    ) -> None:
-        self._rows = rows
-        self._block_size = block_size
-        self._window = window
-        self._heads = heads
-        self._group = group
-        self._tile_rows, self._tile_tokens = tile_shape(group)
+    rows: Rows
+    block_size: int
+    window: int | None
+    heads: int
+    group: int
+
+    def __post_init__(self) -> None:
+        self._tile_rows, self._tile_tokens = tile_shape(self.group)
 
     def chunks(self) -> Iterator[TileChunk]:
-        rows = self._rows
+        rows = self.rows
         first_token = np.cumsum(rows.num_tokens) - rows.num_tokens
         single = np.flatnonzero(rows.num_tokens <= self._tile_tokens)
-        num_blocks = self._last_block(rows.contexts - 1) - self._first_block(rows.starts) + 1
+        num_blocks = (rows.contexts - 1) // BLOCK - self._first_block(rows.starts) + 1
         single = single[np.argsort(-num_blocks[single], kind="stable")]
         for start, stop in cut_chunks(num_blocks[single] * BLOCK):
             chosen = single[start:stop]
@@ -121,7 +119,7 @@ class _Cutter:
 
     def _long_row(self, row: np.int64, first_token: int) -> Iterator[TileChunk]:
         """A sequence of several tiles, as many at a time as memory allows."""
-        start, count = int(self._rows.starts[row]), int(self._rows.num_tokens[row])
+        start, count = int(self.rows.starts[row]), int(self.rows.num_tokens[row])
         done = 0
         while done < count:
             context = start + done + self._tile_tokens
@@ -158,99 +156,78 @@ class _Cutter:
         first = self._first_block(starts)
         if shared:
             first = first[:1]
-        num_blocks = int((self._last_block(positions.max(1)) - first).max()) + 1
+        num_blocks = int((positions.max(1) // BLOCK - first).max()) + 1
         blocks = first + np.arange(num_blocks)[:, None]
         keys = blocks[:, :, None] * BLOCK + np.arange(BLOCK)
         return TileChunk(
             tokens=torch.from_numpy(first_tokens[:, None] + offsets),
             used=torch.from_numpy(np.flatnonzero(valid)),
-            index=torch.from_numpy(self._index(rows[: len(first)], keys)),
+            index=self._index(rows[: len(first)], keys),
             num_blocks=num_blocks,
             shared=shared,
             masks=tuple(self._mask(positions, block) for block in keys),
         )
 
-    def _index(self, rows: IntArray, keys: IntArray) -> IntArray:
+    def _index(self, rows: IntArray, keys: IntArray) -> Tensor:
         """Rows of the flat cache for positions `[blocks, sequences, BLOCK]`."""
-        tables = self._rows.tables
+        tables = self.rows.tables
         # What lies past the table is hidden; any block will do.
-        columns = np.minimum(keys // self._block_size, tables.shape[1] - 1)
-        slots = tables[rows[:, None], columns] * self._block_size + keys % self._block_size
-        index = slots[:, :, None] * self._heads + np.arange(self._heads)[:, None]
-        flat: IntArray = index.reshape(-1)
-        return flat
+        columns = np.minimum(keys // self.block_size, tables.shape[1] - 1)
+        slots = tables[rows[:, None], columns] * self.block_size + keys % self.block_size
+        index = slots[:, :, None] * self.heads + np.arange(self.heads)[:, None]
+        return torch.from_numpy(index.reshape(-1))
 
     def _mask(self, positions: IntArray, keys: IntArray) -> Tensor | None:
         """What the queries at `[tiles, tile_tokens]` may not see of keys `[1 or tiles, BLOCK]`."""
         hidden = keys[:, None] > positions[:, :, None]
-        if self._window is not None:
-            hidden |= keys[:, None] <= positions[:, :, None] - self._window
+        if self.window is not None:
+            hidden |= keys[:, None] <= positions[:, :, None] - self.window
         if not hidden.any():
             return None
         # One row for each query head; rows left over see what the first token sees.
-        mask = np.repeat(hidden, self._group, axis=1)
+        mask = np.repeat(hidden, self.group, axis=1)
         rest = self._tile_rows - mask.shape[1]
         mask = np.concatenate((mask, np.repeat(mask[:, :1], rest, axis=1)), axis=1)
         return torch.from_numpy(mask[:, None])
 
     def _first_block(self, positions: IntArray) -> IntArray:
         """Block of the first position that a query at these positions sees."""
-        if self._window is None:
+        if self.window is None:
             return np.zeros_like(positions)
-        return np.maximum(positions - self._window + 1, 0) // BLOCK
-
-    def _last_block(self, positions: IntArray) -> IntArray:
-        return positions // BLOCK
+        return np.maximum(positions - self.window + 1, 0) // BLOCK
 
 
-def tiled_attention(
-    batch: TiledBatch,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    cache: KVCache,
-    layer: int,
-    *,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Attention of one layer for the whole step.
+class TiledBackend:
+    """An AttentionBackend."""
 
-    Args:
-        batch: The step.
-        queries: `[tokens, query_heads, key_dim]`.
-        keys: `[tokens, kv_heads, key_dim]`, written to the cache first.
-        values: `[tokens, kv_heads, value_dim]`, likewise.
-        cache: The KV cache.
-        layer: The layer.
-        window: A query sees itself and the `window - 1` tokens before it; None sees all.
-        scale: Factor of the scores.
-        softcap: Scores become softcap * tanh(score / softcap).
-        sinks: `[query_heads]`, a score without a value in each softmax.
+    def __init__(self, block_size: int) -> None:
+        """For blocks of so many tokens, of the cache."""
+        self._block_size = block_size
 
-    Returns:
-        `[tokens, query_heads, value_dim]` in the queries' dtype.
-    """
-    tokens, num_heads, _ = queries.shape
-    heads = keys.shape[1]
-    group = num_heads // heads
-    for tensor, new in ((cache.keys[layer], keys), (cache.values[layer], values)):
-        tensor.view(-1, *tensor.shape[2:]).index_copy_(0, batch.slots, new)
-    output = queries.new_empty(tokens, num_heads, values.shape[-1])
-    scaled = queries.float() * scale
-    sink_rows = None if sinks is None else _sink_rows(sinks, heads, group)
-    # The shapes are fixed here by hand, so that the function mode has nothing to add.
-    with torch._C.DisableTorchFunction():
-        for chunk in batch.chunks_of(window, heads, group):
-            tiles = _pack(scaled[chunk.tokens], heads, group)
-            context = cache.gather(layer, chunk.index)
-            result = _chunk_attention(chunk, tiles, *context, softcap, sink_rows)
-            found = _unpack(result, chunk.tokens.shape[1], group)
-            target = chunk.tokens.view(-1)[chunk.used]
-            output.index_copy_(0, target, found[chunk.used].to(output.dtype))
-    return output
+    def prepare(self, rows: Rows, slots: Tensor, tables: Tensor, contexts: Tensor) -> TiledBatch:
+        return TiledBatch(slots, rows, self._block_size)
+
+    def forward(
+        self, batch: TiledBatch, cache: KVCache, layer: int, qkv: QKV, options: AttentionOptions
+    ) -> Tensor:
+        queries, keys, values = qkv
+        tokens, num_heads, _ = queries.shape
+        heads = keys.shape[1]
+        group = num_heads // heads
+        cache.store(layer, keys, values, batch.slots)
+        output = queries.new_empty(tokens, num_heads, values.shape[-1])
+        scaled = queries.float() * options.scale
+        sink_rows = None if options.sinks is None else _sink_rows(options.sinks, heads, group)
+        # The shapes are fixed here by hand, so that the function mode has nothing to add.
+        with torch._C.DisableTorchFunction():
+            for chunk in batch.chunks_of(options.window, heads, group):
+                tiles = _pack(scaled[chunk.tokens], heads, group)
+                context = cache.gather(layer, chunk.index)
+                result = _chunk_attention(chunk, tiles, *context, options.softcap, sink_rows)
+                found = _unpack(result, chunk.tokens.shape[1], group)
+                target = chunk.tokens.view(-1)[chunk.used]
+                output.index_copy_(0, target, found[chunk.used].to(output.dtype))
+        return output
 
 
 def _pack(queries: Tensor, heads: int, group: int) -> Tensor:
@@ -322,7 +299,7 @@ def _attend(
         keys: `[blocks, n, BLOCK, key_dim]`.
         values: `[blocks, n, BLOCK, value_dim]`.
         masks: One per block, as in TileChunk; n is tiles, or tiles times KV heads.
-        softcap: As in `tiled_attention`.
+        softcap: As in AttentionOptions.
         sinks: `[n, rows]`.
 
     Returns:
@@ -364,24 +341,15 @@ def check_attention(group: int, key_dim: int, value_dim: int) -> None:
     queries = torch.randn(37, rows, key_dim, generator=generator)
     keys = torch.randn(2, 37, BLOCK, key_dim, generator=generator)
     values = torch.randn(2, 37, BLOCK, value_dim, generator=generator)
-    wanted = _attend(queries, keys, values, (None, None), None, None)
+    attend = partial(_attend, masks=(None, None), softcap=None, sinks=None)
+    wanted = attend(queries, keys, values)
     order = torch.randperm(rows, generator=generator)
-    same = torch.equal(
-        _attend(queries[:, order], keys, values, (None, None), None, None), wanted[:, order]
-    )
+    same = torch.equal(attend(queries[:, order], keys, values), wanted[:, order])
     for count in (1, 2, 5, 16):
         part = slice(7, 7 + count)
-        found = _attend(queries[part], keys[:, part], values[:, part], (None, None), None, None)
-        same &= torch.equal(found, wanted[part])
-        one = _attend(
-            queries[:count],
-            keys[:, :1].expand(-1, count, -1, -1),
-            values[:, :1].expand(-1, count, -1, -1),
-            (None, None),
-            None,
-            None,
-        )
-        same &= torch.equal(one[:1], wanted[:1])
+        same &= torch.equal(attend(queries[part], keys[:, part], values[:, part]), wanted[part])
+        one = (each[:, :1].expand(-1, count, -1, -1) for each in (keys, values))
+        same &= torch.equal(attend(queries[:count], *one)[:1], wanted[:1])
     if not same:
         raise ModelError(
             "deterministic mode is impossible here: batched matrix products of "

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ..attention import attend
-from ..batch import AttentionBatch
+from ..attention.backend import QKV, AttentionBackend
+from ..attention.paged import PagedBatch
+from ..kernels.cpu import MOST_ROWS, Kind, Linear, PagedAttention, RMSNorm, gate, rotate
 from ..kv_cache import KVCache
-from ..model import LoadedModel
-from .cpu import MOST_ROWS, Kind, Linear, PagedAttention, RMSNorm, gate, rotate
+from ..loaded_model import LoadedModel
 from .decoder import DecoderLayers, LayerParts
 
 Forward = Callable[..., Any]
@@ -171,6 +171,7 @@ def _attended(module: nn.Module, model: LoadedModel) -> Forward | None:
         rows: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         *_: Any,
+        attention_backend: AttentionBackend[Any],
         attention_batch: Any,
         kv_cache: Any,
         **others: Any,
@@ -193,15 +194,12 @@ def _attended(module: nn.Module, model: LoadedModel) -> Forward | None:
             )
             rotate(queries, heads, cos, sin)
             rotate(keys, kv_heads, cos, sin)
-        output = attend(
-            attention_batch,
-            kv_cache,
-            index,
+        qkv = QKV(
             queries.unflatten(1, (heads, width)),
             keys.unflatten(1, (kv_heads, width)),
             values.unflatten(1, (kv_heads, spec.value_dim)),
-            **options,
         )
+        output = attention_backend.forward(attention_batch, kv_cache, index, qkv, options)
         return output.flatten(1)
 
     return attended
@@ -261,45 +259,41 @@ def _added(layer: nn.Linear) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def join_layers(
-    module: nn.Module, model: LoadedModel, cache: KVCache, agreed: Mapping[nn.Module, Forward]
-) -> Forward | None:
-    """A decoder's forward pass with all its layers in one call, for steps of one token per row.
+    model: LoadedModel, cache: KVCache, agreed: Mapping[nn.Module, Forward]
+) -> Iterator[tuple[nn.Module, list[Forward]]]:
+    """Decoders, each with a pass with all its layers in one call, for steps of one token per row.
 
     Args:
-        module: Any module.
-        model: The model it is of.
-        cache: What the pass will be used with.
-        agreed: The offers that are right.
-
-    Returns:
-        None if it is no decoder, or one of its layers has none of the offers.
+        model: The model.
+        cache: What the passes will be used with.
+        agreed: The offers that are right; a decoder with a layer that has none is left out.
     """
-    parts = dict(module.named_children())
-    if sorted(parts) != sorted(_DECODER_PARTS):
-        return None
-    offers = [agreed.get(layer) for layer in parts["layers"].children()]
-    found = [_layer_parts(offer, model, cache, agreed) for offer in offers]
-    known = [layer for layer in found if layer is not None]
-    if not known or len(known) < len(found):
-        return None
-    layers, plain = DecoderLayers(known), module.forward
+    for module in model.module.modules():
+        parts = dict(module.named_children())
+        if sorted(parts) != sorted(_DECODER_PARTS):
+            continue
+        layers = parts["layers"].children()
+        found = [_layer_parts(agreed.get(layer), model, cache, agreed) for layer in layers]
+        known = [layer for layer in found if layer is not None]
+        if known and len(known) == len(found):
+            yield module, [_joined(DecoderLayers(known), module.forward, parts)]
+
+
+def _joined(layers: DecoderLayers, plain: Forward, parts: Mapping[str, nn.Module]) -> Forward:
+    """A decoder's forward pass: all layers at once in steps for which that is possible."""
     embed, rotary, norm = parts["embed_tokens"], parts["rotary_emb"], parts["norm"]
 
-    def forward(
-        *, input_ids: Tensor, position_ids: Tensor, attention_batch: AttentionBatch, **others: Any
+    def at_once(
+        *, input_ids: Tensor, position_ids: Tensor, attention_batch: PagedBatch, **_: Any
     ) -> BaseModelOutputWithPast:
-        if not layers.handles(attention_batch):
-            output: BaseModelOutputWithPast = plain(
-                input_ids=input_ids,
-                position_ids=position_ids,
-                attention_batch=attention_batch,
-                **others,
-            )
-            return output
         hidden = embed(input_ids)
         cos, sin = (part[0].contiguous() for part in rotary(hidden, position_ids))
         layers(hidden[0], cos, sin, attention_batch)
         return BaseModelOutputWithPast(last_hidden_state=norm(hidden))
+
+    def forward(*, attention_batch: PagedBatch, **inputs: Any) -> Any:
+        chosen = at_once if layers.handles(attention_batch) else plain
+        return chosen(attention_batch=attention_batch, **inputs)
 
     return forward
 
@@ -323,10 +317,10 @@ def _layer_parts(
     index = attention.layer_idx
     key_width = model.layers[index].key_dim
     heads = projections[0].out_features // key_width
-    paged = cache.paged_attention(index, heads, **model.attention_options[index])
+    paged = cache.paged_layer(index, PagedAttention, heads, model.attention_options[index])
     kind = _kind_of(mlp.act_fn)
-    if not isinstance(paged, PagedAttention) or kind is None:
-        return None
+    assert isinstance(paged, PagedAttention)
+    assert kind is not None
     linears = {
         "projection": Linear(projections),
         "output": Linear(_linears(attention, "o_proj")),

@@ -14,24 +14,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ...config import ModelError
+from ....config import ModelError
+from ..loaded_model import AttentionOptions, LayerSpec
 
+_CALL = ("scaling", "sliding_window", "softcap", "s_aux")
+"""What models call the fields of AttentionOptions."""
 
-@dataclass(frozen=True, slots=True)
-class LayerSpec:
-    """One attention layer.
-
-    Attributes:
-        num_kv_heads: Heads of the keys and values.
-        key_dim: Width of one key head.
-        value_dim: Width of one value head.
-        window: A query sees itself and the `window - 1` tokens before it; None sees all.
-    """
-
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-    window: int | None
+PROBING = "nano_probe"
+"""The name for `attn_implementation` in that pass, whose forward call takes a `layer_probe`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,46 +49,54 @@ class MaskProbe:
         return bool(torch.equal(allowed, (keys <= queries) & (keys > queries - span)))
 
 
+def probe_mask(*, mask_function: Any, **_: Any) -> MaskProbe:
+    """Gives the model the rule of the mask it wants, for the probe to check."""
+    return MaskProbe(mask_function)
+
+
+def probe_layer(*args: Any, layer_probe: LayerProbe, **kwargs: Any) -> tuple[Tensor, None]:
+    """Takes what `interface.paged_attention` takes, and computes nothing.
+
+    Raises:
+        ModelError: As `LayerProbe.record`.
+    """
+    return layer_probe.record(*args, **kwargs), None
+
+
 class LayerProbe:
-    """Stands in for the attention batch during the probing pass, and collects the layers.
+    """Collects the layers in the probing pass.
 
     Attributes:
         layers: By number.
-        options: By number, what each passes to `attend` besides tensors of tokens.
+        options: By number.
     """
 
     def __init__(self, architecture: str, max_position: int) -> None:
         self.layers: dict[int, LayerSpec] = {}
-        self.options: dict[int, dict[str, Any]] = {}
+        self.options: dict[int, AttentionOptions] = {}
         self._architecture = architecture
         self._max_position = max_position
 
     def record(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: object,
-        options: dict[str, Any],
-        others: dict[str, Any],
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **call: Any
     ) -> Tensor:
         """Notes one layer's call; returns an output of the right shape, `[1, tokens, heads, dim]`.
 
         Raises:
             ModelError: The layer asks for something that our attention does not do.
         """
-        window: int | None = options["window"]
+        scale, window, softcap, sinks = map(call.get, _CALL)
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int) or index in self.layers:
             self._refuse("its attention layers don't have a KV cache of their own each")
         if query.shape[1] % key.shape[1]:
             self._refuse("its query heads don't divide evenly among its KV heads")
-        if others.get("position_bias") is not None or others.get("is_causal") is False:
+        if call.get("position_bias") is not None or call.get("is_causal") is False:
             self._refuse(f"layer {index} uses a position bias or looks ahead")
         if not isinstance(mask, MaskProbe) or not mask.agrees(window, self._max_position):
             self._refuse(f"the mask of layer {index} is neither causal nor a sliding window")
-        self.options[index] = options
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        self.options[index] = AttentionOptions(scale, window, softcap, sinks)
         self.layers[index] = LayerSpec(key.shape[1], key.shape[-1], value.shape[-1], window)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
 

@@ -20,43 +20,17 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..attention.cpu import CpuBackend
 from ..batch import Rows
 from ..inputs import InputBuilder, model_forward
 from ..kv_cache import KVCache
-from ..model import LoadedModel
-from .compile import KernelsUnavailable
-from .cpu import PagedAttention, library
+from ..loaded_model import LoadedModel
 from .patterns import Forward, find_patterns, join_layers
 
 _COMPARED_TOKENS = 8
 
 _TOLERANCE = 0.02
 """Most difference relative to the output. Correct offers differ by rounding, about 0.004."""
-
-
-def find_fast_modules(model: LoadedModel, cache: KVCache, builder: InputBuilder) -> FastModules:
-    """Compares and installs what there is for a model. Overwrites some blocks of the cache.
-
-    Raises:
-        KernelsUnavailable: There are no kernels on this machine, or none for this model.
-    """
-    if model.device.type != "cpu" or model.dtype != torch.bfloat16:
-        raise KernelsUnavailable(f"there are none for {model.dtype} on {model.device.type}")
-    library()
-    length = min(_COMPARED_TOKENS, model.max_model_len, cache.num_blocks * cache.block_size)
-    tables = np.arange(-(-length // cache.block_size))[None]
-    rows = Rows(np.array([0]), np.array([length]), tables, 0)
-    token_ids = np.random.default_rng(0).integers(0, model.vocab_size, length)
-
-    def run() -> None:
-        inputs = builder.build(rows, token_ids, np.array([length - 1]))
-        model_forward(model.module, inputs, cache)
-
-    fast = FastModules(model, run)
-    builder.paged = all(map(PagedAttention.handles, cache.keys, cache.values))
-    if builder.paged:
-        fast.join(cache, run)
-    return fast
 
 
 class FastModules:
@@ -67,36 +41,35 @@ class FastModules:
         refused: By class name, why modules that a pattern knew stay as they are.
     """
 
-    def __init__(self, model: LoadedModel, run: Callable[[], object]) -> None:
-        """Finds them.
+    def __init__(self, model: LoadedModel, cache: KVCache, builder: InputBuilder) -> None:
+        """Compares and installs what there is for a model. Overwrites some blocks of the cache.
 
         Args:
-            model: A bfloat16 model on the CPU.
-            run: Runs the model over a few tokens, with a KV cache whose contents don't matter.
+            model: A bfloat16 model on the CPU, where there are kernels.
+            cache: What the model will be used with, and nothing else.
+            builder: Makes the inputs of its steps.
         """
         self.count: dict[str, int] = {}
         self.refused: dict[str, str] = {}
-        self._model = model
         self._active = False
         # What each module had in place of its class's pass, if anything, in the order of changes.
         self._replaced: list[tuple[nn.Module, Forward | None]] = []
+        length = min(_COMPARED_TOKENS, model.max_model_len, cache.num_blocks * cache.block_size)
+        tables = np.arange(-(-length // cache.block_size))[None]
+        rows = Rows(np.array([0]), np.array([length]), tables, 0)
+        token_ids = np.random.default_rng(0).integers(0, model.vocab_size, length)
+        inputs = builder.build(rows, token_ids, np.array([length - 1]))
+
+        def run() -> None:
+            model_forward(model.module, inputs, cache)
+
         self._agreed = self._compare(find_patterns(model), run, _agree)
         self._install(self._agreed)
-
-    def join(self, cache: KVCache, run: Callable[[], object]) -> None:
-        """Takes all layers in one call where that gives the same bits as one by one.
-
-        Args:
-            cache: What the layers will be used with, and nothing else.
-            run: As in the constructor, with inputs for a kernel that reads the cache in place.
-        """
-        found = []
-        for module in self._model.module.modules():
-            joined = join_layers(module, self._model, cache, self._agreed)
-            if joined is not None:
-                found.append((module, [joined]))
-        with self.active():
-            self._install(self._compare(found, run, _same_bits))
+        if isinstance(inputs.backend, CpuBackend):
+            # All layers in one call, where that gives the same bits as one by one.
+            joined = join_layers(model, cache, self._agreed)
+            with self.active():
+                self._install(self._compare(joined, run, _same_bits))
 
     def remove(self) -> None:
         """Gives the modules the passes back that they had; nothing here holds them any more.

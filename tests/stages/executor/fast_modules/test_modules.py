@@ -10,9 +10,9 @@ import torch
 
 from nano_inference.config import EngineConfig
 from nano_inference.stages.executor.core import ExecutorCore
+from nano_inference.stages.executor.fast_modules.decoder import DecoderLayers
 from nano_inference.stages.executor.kernels import cpu
 from nano_inference.stages.executor.kernels.compile import KernelsUnavailable
-from nano_inference.stages.executor.kernels.decoder import DecoderLayers
 from nano_inference.stages.executor.model import wrap_model
 
 from ..lane import Lane

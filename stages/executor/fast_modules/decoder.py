@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..batch import AttentionBatch
-from . import cpu
-from .cpu import Linear, PagedAttention, RMSNorm
+from ..attention.paged import PagedBatch
+from ..kernels import cpu
+from ..kernels.cpu import Linear, PagedAttention, RMSNorm
 
 
 class _Norm(ctypes.Structure):
@@ -111,13 +111,11 @@ class DecoderLayers:
         self._addresses: list[int] = []
 
     @staticmethod
-    def handles(batch: AttentionBatch) -> bool:
+    def handles(batch: PagedBatch) -> bool:
         """Whether a step's rows are few enough, and of one token each."""
-        count = batch.slots.shape[0]
-        decodes = batch.decode_rows
-        return count <= cpu.MOST_ROWS and decodes is not None and decodes.count == count
+        return batch.decodes.count == batch.slots.shape[0] <= cpu.MOST_ROWS
 
-    def __call__(self, rows: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch) -> None:
+    def __call__(self, rows: Tensor, cos: Tensor, sin: Tensor, batch: PagedBatch) -> None:
         """Runs a step that it handles, in place.
 
         Args:
@@ -129,8 +127,8 @@ class DecoderLayers:
         Raises:
             ValueError: Not all of a head rotates.
         """
-        decodes = batch.decode_rows
-        if cos.shape != (rows.shape[0], self._key_width) or decodes is None:
+        decodes = batch.decodes
+        if cos.shape != (rows.shape[0], self._key_width):
             raise ValueError(f"{tuple(cos.shape)} numbers rotate {tuple(rows.shape)} rows")
         self._find_weights()
         step = _Step(

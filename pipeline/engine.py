@@ -128,9 +128,8 @@ class InferenceEngine:
         found: dict[str, list[_Finished]] = {}
         try:
             for prompt, params in zip(prompts, sampling_params, strict=True):
-                name = self._requests.new_name()
-                self._queue(name, None, prompt, params, num_samples_per_prompt)
-                names.append(name)
+                names.append(self._requests.new_name())
+                self._queue(names[-1], None, prompt, params, num_samples_per_prompt)
             self._finish_all(names, found, show_progress)
         except BaseException:
             for name in names:

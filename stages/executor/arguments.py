@@ -61,22 +61,22 @@ def check_arguments(operation: Operation, limits: WeightLimits) -> None:
             _check_name("part_of", operation.part_of)
             _check_name("prepare_as", operation.prepare_as)
             _check_wait(operation.timeout_s)
-            check_version(operation.version)
+            _check_version(operation.version)
             _check_source(operation.source, limits)
         case FinishUpdate():
             _check_name("prepared", operation.prepared)
-            check_version(operation.version)
+            _check_version(operation.version)
         case JoinWeightsGroup():
             _check_join(operation)
         case LeaveWeightsGroup():
             _check_name("group", operation.group)
 
 
-def check_version(version: int | None) -> None:
-    """Raises WeightsError for a number that is no version; None is the next one."""
-    if version is not None and not 0 < version <= LARGEST_VERSION:
+def _check_version(version: int | None) -> None:
+    """Raises WeightsError for one that is too large; whether it is large enough, others know."""
+    if version is not None and version > LARGEST_VERSION:
         raise WeightsError(
-            f"version is {shown(version)}; give a number from 1 to {LARGEST_VERSION}, or none"
+            f"version is {shown(version)}; give a number up to {LARGEST_VERSION}, or none"
         )
 
 

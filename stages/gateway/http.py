@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import anyio
 import msgspec
@@ -13,9 +13,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ...config import BusError, NanoInferenceError, RequestError, WeightsError
+from ...config import BusError, NanoInferenceError, RequestError, WeightsError, shown
 
 T = TypeVar("T")
+
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""An integer of a body. JSON has larger ones, which nothing behind the gateway takes."""
 
 SendEvent = Callable[[bytes], Awaitable[None]]
 

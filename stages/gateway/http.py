@@ -92,7 +92,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
         return error_response(error)
     if isinstance(error, HTTPException):
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-        message = f"{request.method} {request.url.path}: {error.detail}"
+        message = f"{request.method} {shown(request.url.path)}: {error.detail}"
         body = {"error": {"message": message, "type": "invalid_request_error", "code": code}}
         return JsonResponse(body, error.status_code, error.headers)
     structlog.get_logger().error("http_handler_failed", path=request.url.path, exc_info=error)
@@ -127,12 +127,23 @@ async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
     Raises:
         RequestError: malformed, request_too_large.
     """
-    body = await read_body(request, max_bytes)
-    if not body.strip():
+    return decode_object(await read_body(request, max_bytes))
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    """A JSON object; without anything but spaces an empty one. Of names alike the last counts.
+
+    Raises:
+        RequestError: malformed.
+    """
+    if not body or body.isspace():
         return {}
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise RequestError("the body is nested too deeply", code="malformed") from None
+    # msgspec's own errors are kinds of ValueError, and so are those of text and of numbers.
+    except (ValueError, OverflowError) as error:
         raise RequestError(f"the body is not a JSON object: {error}", code="malformed") from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, TypeVar
 
@@ -19,6 +20,11 @@ T = TypeVar("T")
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """An integer of a body. JSON has larger ones, which nothing behind the gateway takes."""
+
+MOST_CONTAINERS = 500_000
+"""Lists and objects of one body: some for each of its prompts, one for each tensor of a model."""
+
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 SendEvent = Callable[[bytes], Awaitable[None]]
 
@@ -134,10 +140,19 @@ def decode_object(body: bytes) -> dict[str, Any]:
     """A JSON object; without anything but spaces an empty one. Of names alike the last counts.
 
     Raises:
-        RequestError: malformed.
+        RequestError: malformed; request_too_large, of what takes seconds to be made, and a hundred
+            times its size in memory.
     """
     if not body or body.isspace():
         return {}
+    if (
+        _containers(body) > MOST_CONTAINERS
+        and _containers(_STRING.sub(b"", body)) > MOST_CONTAINERS
+    ):
+        raise RequestError(
+            f"the body holds more than {MOST_CONTAINERS} lists and objects; send less at a time",
+            code="request_too_large",
+        )
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
     except RecursionError:
@@ -145,6 +160,10 @@ def decode_object(body: bytes) -> dict[str, Any]:
     # msgspec's own errors are kinds of ValueError, and so are those of text and of numbers.
     except (ValueError, OverflowError) as error:
         raise RequestError(f"the body is not a JSON object: {error}", code="malformed") from None
+
+
+def _containers(body: bytes) -> int:
+    return body.count(b"[") + body.count(b"{")
 
 
 def convert(found: Any, kind: type[T], what: str = "the body") -> T:

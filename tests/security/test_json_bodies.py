@@ -13,6 +13,7 @@ import pytest
 from nano_inference.bus.codec import decode_request, encode_request
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import nearest
+from nano_inference.stages.gateway.http import MOST_CONTAINERS
 from nano_inference.stages.gateway.sglang import generate, info, requests, weights
 
 from ..stages.gateway.fake import FakeEngine, completion
@@ -65,6 +66,19 @@ async def test_what_can_not_be_read_is_malformed(
     http: httpx.AsyncClient, body: bytes, path: str
 ) -> None:
     assert error_of(await http.post(path, content=body, headers=JSON), 400) == "malformed"
+
+
+@pytest.mark.parametrize("each", [b"[]", b"{}", b'{"a":["[[["]}'])
+async def test_millions_of_lists_are_not_made(http: httpx.AsyncClient, each: bytes) -> None:
+    body = b'{"text": "a", "x": [' + b",".join([each] * MOST_CONTAINERS) + b"]}"
+    answer = await http.post("/generate", content=body, headers=JSON)
+    assert error_of(answer, 413) == "request_too_large"
+
+
+@pytest.mark.parametrize("text", ["[{", "\\[{", '"[{', '\\"[{', "[{\n", "\u00e9[{"])
+async def test_text_may_have_any_number_of_brackets(http: httpx.AsyncClient, text: str) -> None:
+    body = {"text": [text * (MOST_CONTAINERS // 4)] * 3}
+    assert (await http.post("/generate", json=body)).status_code == 200
 
 
 LARGE = 10**30

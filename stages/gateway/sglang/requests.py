@@ -143,8 +143,12 @@ def read_call(body: Body, max_prompts: int, max_priority: int = MAX_INT64) -> Ca
         RequestError: There are too many prompts, a field is of the wrong type or not supported, or
             lists differ in length.
     """
+    for given in (body.get("text"), body.get("input_ids")):
+        # Of numbers it is one prompt.
+        if isinstance(given, list) and not (given and isinstance(given[0], int)):
+            _check_number(len(given), max_prompts)
     fields = read_fields(body, GenerateBody, _IGNORED)
-    prompts, batch = _prompts(fields, max_prompts)
+    prompts, batch = _prompts(fields)
     count = len(prompts)
     given = _each(fields.sampling_params or {}, "sampling_params", count)
     first = _read_sampling(given[0])
@@ -185,7 +189,7 @@ def _read_sampling(given: Body) -> SamplingBody:
     return read_fields(given, SamplingBody, _IGNORED_SAMPLING, "sampling_params.")
 
 
-def _prompts(fields: GenerateBody, max_prompts: int) -> tuple[list[str | tuple[int, ...]], bool]:
+def _prompts(fields: GenerateBody) -> tuple[list[str | tuple[int, ...]], bool]:
     """Texts or token ids, and whether they came as a list."""
     if (fields.text is None) == (fields.input_ids is None):
         raise RequestError("give exactly one of text and input_ids", code="invalid_prompt")
@@ -196,7 +200,6 @@ def _prompts(fields: GenerateBody, max_prompts: int) -> tuple[list[str | tuple[i
         raise RequestError("there is no prompt in the list", code="empty_prompt")
     if isinstance(given[0], int):
         return [convert(given, tuple[int, ...], "input_ids")], False
-    _check_number(len(given), max_prompts)
     if fields.text is not None:
         return list(given), True
     return list(convert(given, tuple[tuple[int, ...], ...], "input_ids")), True

@@ -17,6 +17,7 @@ import msgspec
 import yaml
 
 from .errors import ConfigError
+from .quoting import MOST_SHOWN
 from .settings import Config
 
 ENV_PREFIX = "NANO_INFERENCE_"
@@ -124,6 +125,10 @@ def _put(tree: Tree, dotted: str, value: Any, *, source: str) -> None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name: the nearest known one, or all of them."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    """The end of a sentence about an unknown name: the nearest known one, or all of them.
+
+    Comparing takes time with the square of a name's length, so only short ones are compared.
+    """
+    short = len(name) <= MOST_SHOWN
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5) if short else []
     return f"; did you mean {matches[0]!r}?" if matches else f"; known: {', '.join(known)}"

@@ -431,6 +431,14 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
         sync_timeout_s: How long a part of a weight update may take to arrive. A call about weights
             waits for others half a minute longer, and is then refused as `weights_busy`.
         health_timeout_s: How long `/health_generate` waits for its one token.
+        max_prompts: Most prompts of one call, each counted as often as it is sampled.
+        max_in_flight: Requests of this gateway in the pipeline; more wait here, and tenants take
+            turns. None is, for each lane, three quarters of `admission.max_in_flight`, at least two
+            full batches. One tenant alone has half of them.
+        max_waiting: Requests that may wait here; beyond that the newest call of the tenant that
+            has most is refused as "overloaded".
+        max_priority: Higher ones are cut to this. None is one below
+            `fairness.high_priority_threshold`, so that none preempts others.
     """
 
     SECTION: ClassVar[str] = "gateway"
@@ -451,11 +459,15 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
     effects_by_get: Literal["none", "flush_cache", "all"] = "flush_cache"
     sync_timeout_s: float = 300.0
     health_timeout_s: float = 20.0
+    max_prompts: int = 8192
+    max_in_flight: int | None = None
+    max_waiting: int = 16_384
+    max_priority: int | None = None
 
     def __post_init__(self) -> None:
         self.require("port", 0 <= self.port <= 65_535, "a port, or 0")
         self.require("host", bool(self.host), "an address of this machine")
-        for name in ("max_connections", "max_body_bytes", "max_weights_bytes"):
+        for name in ("max_connections", "max_body_bytes", "max_weights_bytes", "max_prompts"):
             self.require(name, getattr(self, name) >= 1, "at least 1")
         self.require(
             "max_bodies_bytes",
@@ -478,6 +490,10 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
             all(re.fullmatch(r"https?://[^/*\s]+", origin) for origin in self.allowed_origins),
             "origins such as https://example.org, without a path",
         )
+        self.require("max_waiting", self.max_waiting >= 1, "at least 1")
+        # One tenant may have half of the places.
+        enough = self.max_in_flight is None or self.max_in_flight >= 2
+        self.require("max_in_flight", enough, "at least 2, or null")
 
 
 class Config(Settings, frozen=True, forbid_unknown_fields=True):
@@ -490,6 +506,24 @@ class Config(Settings, frozen=True, forbid_unknown_fields=True):
     pipeline: PipelineConfig = PipelineConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     gateway: GatewayConfig = GatewayConfig()
+
+    @property
+    def gateway_places(self) -> int:
+        """`gateway.max_in_flight`, with its default worked out, which is for each lane.
+
+        One tenant alone has half of the places. Two full batches are enough for that half to keep
+        all executors busy.
+        """
+        if self.gateway.max_in_flight is not None:
+            return self.gateway.max_in_flight
+        batches = self.engine.max_batch_size * self.pipeline.replicas
+        return max(2, self.admission.max_in_flight * 3 // 4, 2 * batches)
+
+    @property
+    def gateway_max_priority(self) -> int:
+        """`gateway.max_priority`, with its default worked out."""
+        given = self.gateway.max_priority
+        return self.fairness.high_priority_threshold - 1 if given is None else given
 
     def __post_init__(self) -> None:
         if self.bus.url == "memory" and set(self.pipeline.stages) != set(STAGES):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import re
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import anyio
 import msgspec
@@ -13,9 +15,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ...config import BusError, NanoInferenceError, RequestError, WeightsError
+from ...config import BusError, NanoInferenceError, RequestError, WeightsError, shown
 
 T = TypeVar("T")
+
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""An integer of a body. JSON has larger ones, which nothing behind the gateway takes."""
+
+MOST_CONTAINERS = 500_000
+"""Lists and objects of one body: some for each of its prompts, one for each tensor of a model."""
+
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 SendEvent = Callable[[bytes], Awaitable[None]]
 
@@ -94,7 +104,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
         return error_response(error)
     if isinstance(error, HTTPException):
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-        message = f"{request.method} {request.url.path}: {error.detail}"
+        message = f"{request.method} {shown(request.url.path)}: {error.detail}"
         if methods := (error.headers or {}).get("Allow"):
             message += f"; call it by {methods}"
         body = {"error": {"message": message, "type": "invalid_request_error", "code": code}}
@@ -131,13 +141,43 @@ async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
     Raises:
         RequestError: malformed, request_too_large.
     """
-    body = await read_body(request, max_bytes)
-    if not body.strip():
+    return decode_object(await read_body(request, max_bytes))
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    """A JSON object; without anything but spaces an empty one. Of names alike the last counts.
+
+    Raises:
+        RequestError: malformed; request_too_large, of what takes seconds to be made, and a hundred
+            times its size in memory.
+    """
+    if not body or body.isspace():
         return {}
+    if (
+        _containers(body) > MOST_CONTAINERS
+        and _containers(_STRING.sub(b"", body)) > MOST_CONTAINERS
+    ):
+        raise RequestError(
+            f"the body holds more than {MOST_CONTAINERS} lists and objects; send less at a time",
+            code="request_too_large",
+        )
+    # What is made here is not garbage yet, and looking for some takes far longer than decoding.
+    collects = gc.isenabled()
+    gc.disable()
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise RequestError("the body is nested too deeply", code="malformed") from None
+    # msgspec's own errors are kinds of ValueError, and so are those of text and of numbers.
+    except (ValueError, OverflowError) as error:
         raise RequestError(f"the body is not a JSON object: {error}", code="malformed") from None
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _containers(body: bytes) -> int:
+    return body.count(b"[") + body.count(b"{")
 
 
 def convert(found: Any, kind: type[T], what: str = "the body") -> T:

@@ -22,7 +22,7 @@ def sglang_routes(engine: EngineClient, config: Config, words: LazyWords) -> lis
     """Its endpoints."""
     labels = VersionLabels()
     sync = WeightSync(engine, labels, config.gateway.sync_timeout_s)
-    generation = Generation(engine, config.gateway, words, labels)
+    generation = Generation(engine, config, words, labels)
     info = InfoCalls(engine, config, generation, sync, labels)
     weights = WeightCalls(engine, config.gateway, sync)
     read, write = ["GET"], ["POST"]

@@ -140,7 +140,7 @@ class InfoCalls:
         found = await read_object(request, self._config.gateway.max_body_bytes)
         body = read_fields(found, AbortBody, ("finished_reason", "abort_message"))
         if body.abort_all:
-            await self._engine.cancel_all()
+            await self._generation.abort_all()
         elif body.rid:
             await self._generation.abort(body.rid)
         else:
@@ -178,8 +178,10 @@ class InfoCalls:
         lanes = _by_lane(await self._engine.reports())
         loads = [_load(lane, told) for lane, told in enumerate(lanes.values())]
         told = sum(load["num_reqs"] for load in loads)
-        # The lanes tell once a second; what is in flight here is known at once.
-        if loads and (missing := self._generation.in_flight - told) > 0:
+        # The lanes tell once a second; what is in flight here is known at once. They don't know of
+        # what waits here.
+        missing = max(0, self._generation.in_flight - told) + self._generation.waiting
+        if loads and missing:
             loads[0]["num_waiting_reqs"] += missing
             loads[0]["num_reqs"] += missing
             loads[0]["num_total_reqs"] += missing

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
+from itertools import repeat
 from typing import Any
 
 import msgspec
 
 from ....bus.public import GenerateRequest
 from ....config import RequestError, SamplingParams
-from ..http import convert
+from ..http import Int64, convert
 from .fields import Body, read_fields
 
 DEFAULT_MAX_NEW_TOKENS = 128
 
 _GREEDY_BELOW = 1e-6
 _ALL_TOKENS = 1 << 30
+MAX_INT64 = 2**63 - 1
 
 # They say how to route, log or trace a request, or which rank should run it.
 _IGNORED = frozenset(
@@ -31,8 +34,8 @@ _IGNORED = frozenset(
         "session_id",
     }
 )
-# How the text of slow tokenizers is spaced, and how often a stream has an event.
-_IGNORED_SAMPLING = frozenset({"spaces_between_special_tokens", "stream_interval"})
+# How the text of slow tokenizers is spaced.
+_IGNORED_SAMPLING = frozenset({"spaces_between_special_tokens"})
 
 
 class GenerateBody(msgspec.Struct, frozen=True):
@@ -40,37 +43,38 @@ class GenerateBody(msgspec.Struct, frozen=True):
 
     rid: str | list[str] | None = None
     text: str | list[str] | None = None
-    input_ids: list[int | list[int]] | None = None
+    input_ids: list[Int64 | list[Int64]] | None = None
     sampling_params: Body | list[Body] | None = None
     return_logprob: bool | list[bool] = False
-    logprob_start_len: int | list[int] = -1
-    top_logprobs_num: int | list[int] = 0
+    logprob_start_len: Int64 | list[Int64] = -1
+    top_logprobs_num: Int64 | list[Int64] = 0
     return_text_in_logprobs: bool = False
     stream: bool = False
-    priority: int = 0
+    priority: Int64 = 0
     extra_key: str | list[str] = ""
 
 
 class SamplingBody(msgspec.Struct, frozen=True):
     """SGLang's SamplingParams."""
 
-    max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
-    min_new_tokens: int = 0
+    max_new_tokens: Int64 = DEFAULT_MAX_NEW_TOKENS
+    min_new_tokens: Int64 = 0
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = -1
+    top_k: Int64 = -1
     min_p: float = 0.0
     stop: str | list[str] = ""
-    stop_token_ids: list[int] = []
+    stop_token_ids: list[Int64] = []
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
-    n: int = 1
+    n: Int64 = 1
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
-    sampling_seed: int | None = None
+    logit_bias: dict[Int64, float] = {}
+    sampling_seed: Int64 | None = None
+    stream_interval: Int64 = 1
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +89,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         token_texts: Whether logprobs come with the tokens' texts.
         skip_special: Whether special tokens are left out of the text.
         trim_stop: Whether what ended a generation is left out of the text.
+        interval_tokens: A stream has an event at every so many tokens at most.
     """
 
     request: GenerateRequest
@@ -95,6 +100,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     token_texts: bool
     skip_special: bool
     trim_stop: bool
+    interval_tokens: int
 
     @property
     def plain_text(self) -> bool:
@@ -113,36 +119,74 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Call(msgspec.Struct, frozen=True):
-    """All prompts of a call; `batch`: the answer is a list."""
+    """All prompts of a call.
 
-    prompts: tuple[Wanted, ...]
+    Attributes:
+        prompts: Made one by one as they are asked for, so that others can be served in between; a
+            RequestError may come of each.
+        batch: The answer is a list.
+    """
+
+    prompts: Iterator[Wanted]
     batch: bool
     stream: bool
 
 
-def read_call(body: Body) -> Call:
+def read_call(body: Body, max_prompts: int, max_priority: int = MAX_INT64) -> Call:
     """A body as a call.
 
+    Args:
+        max_prompts: More, each counted as often as it is sampled, are refused.
+        max_priority: Higher ones are cut to this.
+
     Raises:
-        RequestError: A field is of the wrong type or not supported, or lists differ in length.
+        RequestError: There are too many prompts, a field is of the wrong type or not supported, or
+            lists differ in length.
     """
+    for given in (body.get("text"), body.get("input_ids")):
+        # Of numbers it is one prompt.
+        if isinstance(given, list) and not (given and isinstance(given[0], int)):
+            _check_number(len(given), max_prompts)
     fields = read_fields(body, GenerateBody, _IGNORED)
     prompts, batch = _prompts(fields)
     count = len(prompts)
-    sampling = _each(fields.sampling_params or {}, "sampling_params", count)
+    given = _each(fields.sampling_params or {}, "sampling_params", count)
+    first = _read_sampling(given[0])
+    one_for_all = not isinstance(fields.sampling_params, list)
+    fields = msgspec.structs.replace(fields, priority=min(fields.priority, max_priority))
     columns = zip(
         prompts,
         _request_ids(fields.rid, count, batch),
-        sampling,
+        repeat(first, count) if one_for_all else map(_read_sampling, given),
         _each(fields.return_logprob, "return_logprob", count),
         _each(fields.logprob_start_len, "logprob_start_len", count),
         _each(fields.top_logprobs_num, "top_logprobs_num", count),
         _each(fields.extra_key, "extra_key", count),
         strict=True,
     )
-    wanted = tuple(_wanted(fields, *row) for row in columns)
-    batch = batch or any(each.request.n > 1 for each in wanted)
-    return Call(wanted, batch, fields.stream)
+    wanted = (_wanted(fields, *row) for row in columns)
+    return Call(_not_too_many(wanted, max_prompts), batch or first.n > 1, fields.stream)
+
+
+def _not_too_many(prompts: Iterator[Wanted], max_prompts: int) -> Iterator[Wanted]:
+    samples = 0
+    for wanted in prompts:
+        samples += max(1, wanted.request.n)
+        _check_number(samples, max_prompts)
+        yield wanted
+
+
+def _check_number(prompts: int, max_prompts: int) -> None:
+    if prompts > max_prompts:
+        raise RequestError(
+            f"the call has more than {max_prompts} prompts (gateway.max_prompts), each counted n "
+            "times; send them in several calls",
+            code="too_many_prompts",
+        )
+
+
+def _read_sampling(given: Body) -> SamplingBody:
+    return read_fields(given, SamplingBody, _IGNORED_SAMPLING, "sampling_params.")
 
 
 def _prompts(fields: GenerateBody) -> tuple[list[str | tuple[int, ...]], bool]:
@@ -183,13 +227,12 @@ def _wanted(
     fields: GenerateBody,
     prompt: str | tuple[int, ...],
     request_id: str,
-    sampling: Body,
+    params: SamplingBody,
     logprobs: bool,
     logprob_start: int,
     top_logprobs: int,
     extra_key: str,
 ) -> Wanted:
-    params = read_fields(sampling, SamplingBody, _IGNORED_SAMPLING, "sampling_params.")
     start = logprob_start if logprobs else -1
     top = top_logprobs if logprobs else 0
     scores_only = params.max_new_tokens == 0
@@ -212,6 +255,7 @@ def _wanted(
         token_texts=logprobs and fields.return_text_in_logprobs,
         skip_special=params.skip_special_tokens,
         trim_stop=not params.no_stop_trim,
+        interval_tokens=max(1, params.stream_interval),
     )
 
 

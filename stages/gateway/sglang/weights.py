@@ -17,7 +17,7 @@ from ....bus.weights import FolderWeights, GroupWeights, InFlight, TensorMeta, W
 from ....config import GatewayConfig, NanoInferenceError, RequestError
 from ...temporary import temporary_folder
 from ..engine import EngineClient
-from ..http import JsonResponse, error_response, read_object
+from ..http import Int64, JsonResponse, error_response, read_object
 from .fields import read_fields
 from .sync import WeightSync
 
@@ -35,9 +35,9 @@ class GroupBody(msgspec.Struct, frozen=True):
     """InitWeightsUpdateGroupReqInput."""
 
     master_address: str
-    master_port: int
-    rank_offset: int
-    world_size: int
+    master_port: Int64
+    rank_offset: Int64
+    world_size: Int64
     group_name: str = "weight_update_group"
     backend: Literal["gloo", "nccl"] = "nccl"
 
@@ -62,7 +62,7 @@ class DistributedBody(UpdateBody, frozen=True, kw_only=True):
 
     names: list[str]
     dtypes: list[str]
-    shapes: list[tuple[int, ...]]
+    shapes: list[tuple[Int64, ...]]
     group_name: str = "weight_update_group"
 
 

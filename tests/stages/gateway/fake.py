@@ -31,6 +31,7 @@ class FakeEngine:
         requests: What was submitted.
         outputs: What a request is answered with; without a Completion it hangs.
         left: Ids of requests whose output was not read to the end.
+        ended: Ids of those whose output was.
         failures: What a method raises.
         version: Of the weights in place.
         parts: Staged, by the update's name.
@@ -41,6 +42,7 @@ class FakeEngine:
         self.requests: list[GenerateRequest] = []
         self.outputs: Outputs = lambda request: [completion(request)]
         self.left: list[str] = []
+        self.ended: list[str] = []
         self.failures: dict[str, NanoInferenceError] = {}
         self.version = 0
         self.parts: dict[str, int] = {}
@@ -78,9 +80,8 @@ class FakeEngine:
             if not done:
                 await anyio.sleep_forever()
         finally:
-            if not done:
-                self.left.append(request.request_id)
-                self._changed.set()
+            (self.ended if done else self.left).append(request.request_id)
+            self._changed.set()
 
     async def cancel(self, request_id: str) -> None:
         self._called("cancel", request_id=request_id)

@@ -27,8 +27,8 @@ def words() -> Words:
 
 
 def answers(words: Words | None = None, **body: Any) -> Answers:
-    call = read_call({"input_ids": [11, 12, 13, 14], "rid": "r"} | body)
-    return Answers(call.prompts[0], words, VersionLabels())
+    call = read_call({"input_ids": [11, 12, 13, 14], "rid": "r"} | body, max_prompts=10)
+    return Answers(next(call.prompts), words, VersionLabels())
 
 
 def top(*token_ids: int) -> tuple[TokenLogprob, ...]:
@@ -190,10 +190,11 @@ def chunk(token_ids: tuple[int, ...], text: str, offset: int, version: int = 3) 
 
 
 def test_a_stream_repeats_what_came_before() -> None:
-    writer = answers(return_logprob=True)
-    writer.growing(chunk((5,), "five", 0))
-    answer = writer.growing(chunk((6, 7), " six seven", 1, version=4))
-    assert (answer["text"], answer["output_ids"]) == ("five six seven", (5, 6, 7))
+    growing = answers(return_logprob=True).growing(0)
+    growing.add(chunk((5,), "five", 0))
+    growing.add(chunk((6, 7), " six seven", 1, version=4))
+    answer = growing.answer()
+    assert (answer["text"], answer["output_ids"]) == ("five six seven", [5, 6, 7])
     meta = answer["meta_info"]
     assert meta["finish_reason"] is None
     assert [entry[1] for entry in meta["output_token_logprobs"]] == [5, 6, 7]
@@ -202,5 +203,31 @@ def test_a_stream_repeats_what_came_before() -> None:
 
 def test_a_stream_holds_back_what_may_become_a_stop_string(words: Words) -> None:
     writer = answers(words, sampling_params={"skip_special_tokens": False, "stop": [" = 9"]})
-    answer = writer.growing(chunk(words.token_ids("98 + 25 ="), "", 0))
-    assert answer["text"] == "98 + 25"
+    growing = writer.growing(0)
+    growing.add(chunk(words.token_ids("98 + 25 ="), "", 0))
+    assert growing.answer()["text"] == "98 + 25"
+    growing.add(chunk(words.token_ids(" 8"), "", 5))
+    assert growing.answer()["text"] == "98 + 25 = 8"
+
+
+def test_no_stop_string_is_held_back_where_none_is_looked_for(words: Words) -> None:
+    params = {"skip_special_tokens": False, "stop": ["9", "8 +"], "min_new_tokens": 2}
+    growing = answers(words, sampling_params=params).growing(0)
+    texts = []
+    for token_id in words.token_ids("98 + 298"):
+        growing.add(chunk((token_id,), "", 0))
+        texts.append(growing.answer()["text"])
+    assert texts[:4] == ["9", "98", "98 +", "98 + "]
+    assert texts[-1] == "98 + 2"
+
+
+def test_a_character_that_is_not_whole_is_not_shown_yet(words: Words) -> None:
+    writer = answers(words, sampling_params={"no_stop_trim": True})
+    growing = writer.growing(0)
+    texts = []
+    token_ids = words.token_ids("a\N{GRINNING FACE}")
+    for token_id in token_ids:
+        growing.add(chunk((token_id,), "", 0))
+        texts.append(growing.answer()["text"])
+    assert len(texts) > 2
+    assert set(texts) == {"a", "a\N{GRINNING FACE}"}

@@ -7,14 +7,21 @@ from typing import Any
 import pytest
 
 from nano_inference.config import RequestError, SamplingParams
-from nano_inference.stages.gateway.sglang.requests import Call, Wanted, read_call
+from nano_inference.stages.gateway.sglang.requests import Wanted, read_call
+
+MOST = 100
 
 
 def one(**body: Any) -> Wanted:
-    call = read_call({"text": "a"} | body)
-    assert not call.batch
-    (wanted,) = call.prompts
+    (wanted,), batch = read({"text": "a"} | body)
+    assert not batch
     return wanted
+
+
+def read(body: dict[str, Any]) -> tuple[list[Wanted], bool]:
+    """The prompts, and whether the answer is a list."""
+    call = read_call(body, MOST)
+    return list(call.prompts), call.batch
 
 
 def sampling(**params: Any) -> SamplingParams:
@@ -103,12 +110,12 @@ def test_when_the_tokenizer_is_needed() -> None:
     assert one(return_text_in_logprobs=True, return_logprob=True).needs_words
 
 
-def texts(call: Call) -> list[str | None]:
-    return [wanted.request.prompt for wanted in call.prompts]
+def texts(prompts: list[Wanted]) -> list[str | None]:
+    return [wanted.request.prompt for wanted in prompts]
 
 
 def test_a_list_of_prompts_is_a_batch() -> None:
-    call = read_call(
+    prompts, batch = read(
         {
             "text": ["a", "b"],
             "rid": ["r", "s"],
@@ -116,29 +123,40 @@ def test_a_list_of_prompts_is_a_batch() -> None:
             "return_logprob": [True, False],
         }
     )
-    assert call.batch
-    assert texts(call) == ["a", "b"]
-    assert [wanted.request.request_id for wanted in call.prompts] == ["r", "s"]
-    assert [wanted.request.sampling.max_tokens for wanted in call.prompts] == [1, 2]
-    assert [wanted.logprobs for wanted in call.prompts] == [True, False]
+    assert batch
+    assert texts(prompts) == ["a", "b"]
+    assert [wanted.request.request_id for wanted in prompts] == ["r", "s"]
+    assert [wanted.request.sampling.max_tokens for wanted in prompts] == [1, 2]
+    assert [wanted.logprobs for wanted in prompts] == [True, False]
 
 
 def test_token_ids_of_one_prompt_and_of_several() -> None:
-    call = read_call({"input_ids": [1, 2]})
-    assert not call.batch
-    assert call.prompts[0].request.prompt_token_ids == (1, 2)
-    call = read_call({"input_ids": [[1, 2], [3]], "rid": "r", "extra_key": "k"})
-    assert call.batch
-    assert [each.request.prompt_token_ids for each in call.prompts] == [(1, 2), (3,)]
-    assert [each.request.request_id for each in call.prompts] == ["r_0", "r_1"]
-    assert {each.request.cache_salt for each in call.prompts} == {"k"}
+    prompts, batch = read({"input_ids": [1, 2]})
+    assert not batch
+    assert prompts[0].request.prompt_token_ids == (1, 2)
+    prompts, batch = read({"input_ids": [[1, 2], [3]], "rid": "r", "extra_key": "k"})
+    assert batch
+    assert [each.request.prompt_token_ids for each in prompts] == [(1, 2), (3,)]
+    assert [each.request.request_id for each in prompts] == ["r_0", "r_1"]
+    assert {each.request.cache_salt for each in prompts} == {"k"}
 
 
 def test_several_samples_are_a_batch() -> None:
-    call = read_call({"text": "a", "rid": "r", "sampling_params": {"n": 2}})
-    assert call.batch
-    assert call.prompts[0].request.n == 2
-    assert call.prompts[0].request.request_id == "r"
+    prompts, batch = read({"text": "a", "rid": "r", "sampling_params": {"n": 2}})
+    assert batch
+    assert prompts[0].request.n == 2
+    assert prompts[0].request.request_id == "r"
+
+
+@pytest.mark.parametrize(("asked", "got"), [(-7, -7), (4, 4), (5, 4), (2**62, 4)])
+def test_a_priority_is_cut_to_the_highest(asked: int, got: int) -> None:
+    call = read_call({"text": "a", "priority": asked}, MOST, max_priority=4)
+    assert next(call.prompts).request.priority == got
+
+
+def test_how_often_a_stream_has_an_event() -> None:
+    assert one().interval_tokens == one(sampling_params={"stream_interval": 0}).interval_tokens == 1
+    assert one(sampling_params={"stream_interval": 9}).interval_tokens == 9
 
 
 @pytest.mark.parametrize(
@@ -162,7 +180,7 @@ def test_several_samples_are_a_batch() -> None:
 )
 def test_refusals(body: dict[str, Any], code: str, word: str) -> None:
     with pytest.raises(RequestError, match=word) as refused:
-        read_call(body)
+        read(body)
     assert refused.value.code == code
 
 

@@ -1,0 +1,135 @@
+"""Who may put a request into the pipeline next, of many tenants with more requests than it takes.
+
+The rule is the dynamic threshold of Choudhury and Hahne ("Dynamic queue length thresholds for
+shared-memory packet switches", 1998) with alpha 1: a tenant gets another place while it has fewer
+than are free. So one tenant alone has half of the places, two have a third each, and however many
+one asks for, the next one to come finds some free.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+
+
+class Ticket:
+    """A call that waits for places.
+
+    Attributes:
+        tenant: Whose it is.
+        wanted: How many more places it waits for.
+        granted: Places that it was given and has not taken yet.
+        refused: Too many waited; it gets no more.
+    """
+
+    __slots__ = ("granted", "refused", "tenant", "wanted")
+
+    def __init__(self, tenant: str, wanted: int) -> None:
+        self.tenant = tenant
+        self.wanted = wanted
+        self.granted = 0
+        self.refused = False
+
+
+class Places:
+    """A number of places, and the tickets that wait for them, first come first served by tenant.
+
+    Tenants take turns. Every method returns the tickets that were given a place or were refused,
+    some perhaps several times.
+
+    Attributes:
+        free: Places that nobody has; below 0 while more are held than there are.
+        waiting: How many are waited for.
+    """
+
+    def __init__(self, number: int, max_waiting: int) -> None:
+        """`max_waiting`: places that tickets may wait for, all together."""
+        self._number = number
+        self._max_waiting = max_waiting
+        self._held: Counter[str] = Counter()
+        self._wanted: Counter[str] = Counter()
+        self.free = number
+        self.waiting = 0
+        # The tenant whose turn is next comes first.
+        self._queues: OrderedDict[str, deque[Ticket]] = OrderedDict()
+
+    def resize(self, number: int) -> list[Ticket]:
+        """There are so many places from now on."""
+        self.free += number - self._number
+        self._number = number
+        return self._grant()
+
+    def held(self, tenant: str) -> int:
+        """Places that a tenant has, with those not taken yet."""
+        return self._held[tenant]
+
+    def ask(self, ticket: Ticket) -> list[Ticket]:
+        """Joins the queue."""
+        self._queues.setdefault(ticket.tenant, deque()).append(ticket)
+        self._wanted[ticket.tenant] += ticket.wanted
+        self.waiting += ticket.wanted
+        return self._grant() + self._shed()
+
+    def give_back(self, tenant: str, number: int = 1) -> list[Ticket]:
+        """Places that a tenant had are free again."""
+        _subtract(self._held, tenant, number)
+        self.free += number
+        return self._grant()
+
+    def want_less(self, ticket: Ticket) -> list[Ticket]:
+        """Waits for one place less, or gives one back that was not taken yet."""
+        if ticket.wanted:
+            self._drop(ticket, 1)
+            return []
+        ticket.granted -= 1
+        return self.give_back(ticket.tenant)
+
+    def leave(self, ticket: Ticket) -> list[Ticket]:
+        """Waits no longer, and gives back what was not taken yet."""
+        self._drop(ticket, ticket.wanted)
+        unused, ticket.granted = ticket.granted, 0
+        return self.give_back(ticket.tenant, unused)
+
+    def _grant(self) -> list[Ticket]:
+        given: list[Ticket] = []
+        while (tenant := self._next()) is not None:
+            self._queues.move_to_end(tenant)
+            ticket = self._queues[tenant][0]
+            ticket.granted += 1
+            self._held[tenant] += 1
+            self.free -= 1
+            self._drop(ticket, 1)
+            given.append(ticket)
+        return given
+
+    def _next(self) -> str | None:
+        if self.free <= 0:
+            return None
+        return next((tenant for tenant in self._queues if self._held[tenant] < self.free), None)
+
+    def _shed(self) -> list[Ticket]:
+        refused: list[Ticket] = []
+        while self.waiting > self._max_waiting:
+            ((tenant, _),) = self._wanted.most_common(1)
+            ticket = self._queues[tenant][-1]
+            ticket.refused = True
+            self._drop(ticket, ticket.wanted)
+            refused.append(ticket)
+        return refused
+
+    def _drop(self, ticket: Ticket, number: int) -> None:
+        """Takes places off what a ticket waits for, and off the queue what waits for none."""
+        if not ticket.wanted:
+            return
+        ticket.wanted -= number
+        self.waiting -= number
+        _subtract(self._wanted, ticket.tenant, number)
+        if not ticket.wanted:
+            self._queues[ticket.tenant].remove(ticket)
+            if not self._queues[ticket.tenant]:
+                del self._queues[ticket.tenant]
+
+
+def _subtract(counter: Counter[str], tenant: str, number: int) -> None:
+    counter[tenant] -= number
+    if not counter[tenant]:
+        del counter[tenant]

@@ -1,0 +1,261 @@
+"""Whatever stands in a body, the answer is JSON, and 500 is never the client's doing."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from nano_inference.bus.codec import decode_request, encode_request
+from nano_inference.bus.public import GenerateRequest, Output
+from nano_inference.config import nearest
+from nano_inference.stages.gateway.http import MOST_CONTAINERS
+from nano_inference.stages.gateway.sglang import generate, info, requests, weights
+
+from ..stages.gateway.fake import FakeEngine, completion
+from ..stages.gateway.test_http import error_of
+from .conftest import OpenHttp
+
+DEEP = 10_000
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    """One that encodes what it is given, as a bus does."""
+    engine = FakeEngine()
+
+    def outputs(request: GenerateRequest) -> list[Output]:
+        field, raw = encode_request(request)
+        assert field == "json"
+        assert isinstance(decode_request(raw, "json", 1 << 30), GenerateRequest)
+        return [completion(request)]
+
+    engine.outputs = outputs
+    return engine
+
+
+UNREADABLE = {
+    "nested lists": b'{"text": "a", "x": ' + b"[" * DEEP + b"]" * DEEP + b"}",
+    "nested objects": b'{"text": ' + b'{"a": ' * DEEP + b"1" + b"}" * DEEP + b"}",
+    "nested and cut off": b"[" * DEEP,
+    "thousands of digits": b'{"text": "a", "priority": ' + b"9" * 5000 + b"}",
+    "a large exponent": b'{"text": "a", "sampling_params": {"temperature": 1e' + b"9" * 50 + b"}}",
+    "NaN": b'{"text": "a", "sampling_params": {"temperature": NaN}}',
+    "infinity": b'{"text": "a", "sampling_params": {"temperature": -Infinity}}',
+    "a lone surrogate": b'{"text": "\\ud800"}',
+    "a lone surrogate in a name": b'{"\\udfff": 1}',
+    "a byte order mark": b'\xef\xbb\xbf{"text": "a"}',
+    "UTF-16": '{"text": "a"}'.encode("utf-16"),
+    "invalid UTF-8": b'{"text": "\xff"}',
+    "invalid UTF-8 in a name": b'{"\xff": 1}',
+    "a control character": b'{"text": "\x00"}',
+    "no object": b"[]",
+    "two objects": b'{"text": "a"}{}',
+    "cut off": b'{"text": "a',
+}
+
+
+@pytest.mark.parametrize("path", ["/generate", "/abort_request", "/init_weights_update_group"])
+@pytest.mark.parametrize("body", UNREADABLE.values(), ids=UNREADABLE)
+async def test_what_can_not_be_read_is_malformed(
+    http: httpx.AsyncClient, body: bytes, path: str
+) -> None:
+    assert error_of(await http.post(path, content=body, headers=JSON), 400) == "malformed"
+
+
+@pytest.mark.parametrize("each", [b"[]", b"{}", b'{"a":["[[["]}'])
+async def test_millions_of_lists_are_not_made(http: httpx.AsyncClient, each: bytes) -> None:
+    body = b'{"text": "a", "x": [' + b",".join([each] * MOST_CONTAINERS) + b"]}"
+    answer = await http.post("/generate", content=body, headers=JSON)
+    assert error_of(answer, 413) == "request_too_large"
+
+
+@pytest.mark.parametrize("text", ["[{", "\\[{", '"[{', '\\"[{', "[{\n", "\u00e9[{"])
+async def test_text_may_have_any_number_of_brackets(http: httpx.AsyncClient, text: str) -> None:
+    body = {"text": [text * (MOST_CONTAINERS // 4)] * 3}
+    assert (await http.post("/generate", json=body)).status_code == 200
+
+
+LARGE = 10**30
+GROUP = {"master_address": "a", "master_port": 1, "rank_offset": 1, "world_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": "a", "priority": LARGE}),
+        ("/generate", {"text": "a", "top_logprobs_num": -LARGE, "return_logprob": True}),
+        ("/generate", {"text": ["a"], "logprob_start_len": [LARGE], "return_logprob": True}),
+        ("/generate", {"input_ids": [1, LARGE]}),
+        ("/generate", {"input_ids": [[1], [LARGE]]}),
+        ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": LARGE}}),
+        ("/generate", {"text": "a", "sampling_params": {"stop_token_ids": [LARGE]}}),
+        ("/generate", {"text": "a", "sampling_params": {"logit_bias": {str(LARGE): 1}}}),
+        ("/generate", {"text": "a", "sampling_params": {"sampling_seed": 2**63}}),
+        ("/init_weights_update_group", GROUP | {"world_size": LARGE}),
+        ("/init_weights_update_group", GROUP | {"master_port": LARGE}),
+        ("/init_weights_update_group", GROUP | {"rank_offset": -LARGE}),
+        (
+            "/update_weights_from_distributed",
+            {"names": ["a"], "dtypes": ["bfloat16"], "shapes": [[LARGE]]},
+        ),
+    ],
+)
+async def test_a_number_beyond_64_bits_is_refused_with_its_place(
+    http: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> None:
+    answer = await http.post(path, json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] in ("invalid_request", "invalid_prompt")
+    assert "`$" in answer.text
+
+
+def test_no_field_of_a_body_takes_a_number_beyond_64_bits() -> None:
+    bodies = [
+        kind
+        for module in (generate, info, requests, weights)
+        for kind in vars(module).values()
+        if isinstance(kind, type)
+        and issubclass(kind, msgspec.Struct)
+        and kind.__name__.endswith("Body")
+    ]
+    assert len(bodies) >= 6
+    for kind in bodies:
+        for found in integers(msgspec.inspect.type_info(kind)):
+            assert (found.ge, found.le) == (-(2**63), 2**63 - 1), kind
+
+
+def integers(found: Any) -> list[msgspec.inspect.IntType]:
+    """Those within a type."""
+    if isinstance(found, msgspec.inspect.IntType):
+        return [found]
+    if isinstance(found, list | tuple):
+        return [each for part in found for each in integers(part)]
+    if not isinstance(found, msgspec.inspect.Type | msgspec.inspect.Field):
+        return []
+    return [each for name in found.__struct_fields__ for each in integers(getattr(found, name))]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": "a", "x" * 3_000_000: 1}),
+        ("/generate", {"text": "a", "sampling_params": {"y" * 3_000_000: 1}}),
+        ("/generate", {"text": "a", "\x00\x1b[31m\u202e": 1}),
+        ("/abort_request", {"z" * 3_000_000: 1}),
+        ("/update_weights_from_distributed", {"z" * 3_000_000: 1}),
+        ("/begin_weight_update", {"selector": "s" * 3_000_000}),
+    ],
+)
+async def test_what_is_quoted_is_short_and_plain(
+    open_http: OpenHttp, path: str, body: dict[str, Any]
+) -> None:
+    answer = await open_http().post(path, json=body)
+    assert answer.status_code == 400
+    assert len(answer.content) < 5000
+    assert answer.json()["error"]["message"].isprintable()
+
+
+async def test_a_long_path_is_cut(http: httpx.AsyncClient) -> None:
+    answer = await http.get("/" + "p" * 50_000)
+    assert error_of(answer, 404) == "not_found"
+    assert len(answer.content) < 3000
+
+
+def test_names_are_compared_only_when_they_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[str] = []
+
+    def compare(name: str, known: list[str], **options: Any) -> list[str]:
+        compared.append(name)
+        return []
+
+    monkeypatch.setattr("difflib.get_close_matches", compare)
+    assert (
+        nearest("x" * 200, ["abc", "def"]) == nearest("xx", ["abc", "def"]) == ("; known: abc, def")
+    )
+    assert compared == ["xx"]
+
+
+# --- mutations ----------------------------------------------------------------------------------
+
+SEEDS: list[tuple[str, Any]] = [
+    ("/generate", {"text": "a", "sampling_params": {"stop": ["b"], "logit_bias": {"7": 1}}}),
+    ("/generate", {"input_ids": [[1], [2, 3]], "rid": ["r", "s"], "return_logprob": [True, False]}),
+    ("/generate", {"text": ["a", "b"], "stream": True, "sampling_params": [{"n": 2}, {}]}),
+    ("/abort_request", {"rid": "r", "abort_all": False}),
+    ("/init_weights_update_group", GROUP | {"group_name": "g", "backend": "gloo"}),
+    (
+        "/update_weights_from_distributed",
+        {"names": ["a"], "dtypes": ["bfloat16"], "shapes": [[1]], "group_name": "g"},
+    ),
+    ("/pause_generation", {"mode": "retract"}),
+    ("/update_weight_version", {"new_version": "7"}),
+]
+
+ODD: list[Any] = [
+    None, True, 0, -1, 2**63, -(10**30), 1e308, -0.0, "", "\x00", "\U0001f600", "x" * 3000,
+    [], {}, [[]], [[[[]]]], [None], {"": ""}, {"a": {"b": [1]}}, [1, "a", None, {}, [2]],
+]  # fmt: skip
+
+
+def mutated(value: Any, rng: random.Random) -> Any:
+    """The same with one place changed."""
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        name = rng.choice(sorted(value))
+        changed = dict(value)
+        match rng.randrange(4):
+            case 0:
+                del changed[name]
+            case 1:
+                changed[name + rng.choice("_x\x00é")] = changed.pop(name)
+            case _:
+                changed[name] = mutated(value[name], rng)
+        return changed
+    if isinstance(value, list) and value and rng.random() < 0.7:
+        place = rng.randrange(len(value))
+        return [*value[:place], mutated(value[place], rng), *value[place + rng.randrange(2) :]]
+    return rng.choice(ODD)
+
+
+def spoiled(raw: bytes, rng: random.Random) -> bytes:
+    """The same text with some bytes changed, left out or said twice."""
+    data = bytearray(raw)
+    for _ in range(rng.randrange(1, 4)):
+        place = rng.randrange(len(data))
+        match rng.randrange(3):
+            case 0:
+                data[place] = rng.choice(b'"\\{}[],:0e-\x00\xff\xc3')
+            case 1:
+                del data[place : place + rng.randrange(1, 9)]
+            case _:
+                data[place:place] = data[max(0, place - rng.randrange(1, 9)) : place]
+        data = data or bytearray(b" ")
+    return bytes(data)
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_mutated_bodies_never_fail_the_gateway(
+    open_http: OpenHttp, engine: FakeEngine, seed: int
+) -> None:
+    rng = random.Random(seed)
+    http = open_http(gateway__sync_timeout_s=0.05)
+    for _ in range(60):
+        path, body = rng.choice(SEEDS)
+        for _ in range(rng.randrange(1, 4)):
+            body = mutated(body, rng)
+        raw = json.dumps(body, ensure_ascii=rng.random() < 0.5).encode(errors="surrogatepass")
+        if rng.random() < 0.4:
+            raw = spoiled(raw, rng)
+        answer = await http.post(path, content=raw, headers=JSON)
+        assert answer.status_code < 500, (path, raw, answer.text)
+        if answer.status_code != 200:
+            error_of(answer, answer.status_code)
+        elif answer.headers.get("content-type", "").startswith("text/event-stream"):
+            assert answer.text.endswith("data: [DONE]\n\n")
+        elif answer.content:
+            answer.json()

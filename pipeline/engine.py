@@ -24,6 +24,7 @@ from ..config import (
 )
 from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
+from ..stages.executor.arguments import check_arguments
 from ..stages.executor.core import ExecutorCore
 from ..stages.executor.transports import WeightGroups
 from ..stages.streaming.core import StreamingCore
@@ -313,7 +314,9 @@ class InferenceEngine:
             WeightsError: The group can't be, or the others did not come in time.
         """
         wish = JoinWeightsGroup(group, address, rank, world_size, backend, timeout_s)
-        self._groups.join(wish, self._executor.weights.device)
+        weights = self._executor.weights
+        check_arguments(wish, weights.limits)
+        self._groups.join(wish, weights.device).result()
 
     def leave_weights_group(self, group: str) -> None:
         """Leaves a group, if this engine is in it."""

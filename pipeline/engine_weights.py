@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ..bus.control import UpdateWeights
 from ..bus.weights import FolderWeights, GroupWeights, WeightsSource
 from ..config import WeightsError
 from ..stages.executor import WeightSyncManager
+from ..stages.executor.arguments import check_arguments
 from ..stages.executor.transports import WeightGroups, fetch
 
 if TYPE_CHECKING:
@@ -46,5 +48,9 @@ def receive_weights(
         if isinstance(source, GroupWeights):
             groups.skip(source.group)  # else these would be taken for the next ones
         raise
-    tensors = source if isinstance(source, Mapping) else fetch(source, groups, timeout_s)
+    if isinstance(source, Mapping):
+        tensors = source
+    else:
+        check_arguments(UpdateWeights(source, timeout_s=timeout_s), weights.limits)
+        tensors = fetch(source, groups, timeout_s, weights.limits)
     return weights.prepare(tensors, checkpoint=isinstance(source, FolderWeights))

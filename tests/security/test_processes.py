@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import pytest
 import structlog
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from structlog.testing import capture_logs
@@ -92,6 +92,7 @@ async def test_a_console_that_takes_nothing_does_not_end_up() -> None:
     assert await house._run_once("executor") == 0
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(max_size=40)), st.integers(1, 30))
 def test_lines_are_the_same_however_they_arrive(chunks: list[bytes], most: int) -> None:
     lines = Lines(most)
@@ -104,6 +105,7 @@ def test_lines_are_the_same_however_they_arrive(chunks: list[bytes], most: int) 
     assert [len(line.kept) + line.left_out for line in found] == [len(line) for line in wanted]
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_what_is_shown_steers_no_terminal(text: str) -> None:
     assert not set(fit_to_show(text)) & {chr(code) for code in (*range(9), *range(11, 32), 127)}

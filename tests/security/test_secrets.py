@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis import exceptions
 from rich.console import Console
@@ -40,6 +40,7 @@ def with_userinfo(place: str, userinfo: str) -> str:
 
 
 @pytest.mark.parametrize("place", PLACES)
+@settings(deadline=None)
 @given(user=secrets, password=secrets)
 def test_nothing_of_a_userinfo_is_shown(place: str, user: str, password: str) -> None:
     url = with_userinfo(place, f"{user}:{password}")
@@ -67,6 +68,7 @@ def test_nothing_of_a_userinfo_is_shown(place: str, user: str, password: str) ->
     )
 
 
+@settings(deadline=None)
 @given(user=secrets, password=secrets)
 def test_a_url_is_refused_or_read_as_it_was_meant(user: str, password: str) -> None:
     url = with_userinfo(PLACES[0], f"{user}:{password}")
@@ -151,18 +153,8 @@ def test_a_settings_file_is_not_quoted(tmp_path: Path, content: str) -> None:
 
 # --- what `up` hands to its children ------------------------------------------------------------
 
-values = (
-    st.text(max_size=20)
-    | secrets
-    | st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False)
-    | st.lists(st.text(max_size=5), max_size=3)
-    | st.dictionaries(st.text(max_size=5), st.floats(0, 1), max_size=3)
-)
 
-
+@settings(deadline=None)
 @given(text=st.text(max_size=30) | secrets)
 def test_an_environment_says_what_was_set(text: str) -> None:
     url = f"redis://:{text}@h"
@@ -171,6 +163,7 @@ def test_an_environment_says_what_was_set(text: str) -> None:
     assert (found.bus.url, found.telemetry.service_name) == (url, text)
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=5), st.floats(0.1, 1e300), max_size=3))
 def test_an_environment_says_more_than_text(weights: dict[str, float]) -> None:
     env = as_environment({"fairness.tenant_weights": weights, "admission.max_in_flight": 7}, {})

@@ -45,8 +45,9 @@ class AttentionBackend(Protocol[Batch]):
             contexts: `[rows]` int64, `rows.contexts` on the device.
 
         Returns:
-            What `forward` of this back end takes. It is good for one pass over the model's layers,
-            and may share the memory of the arguments, which must stay as they are until then.
+            What `forward` of this back end takes, for any number of passes over this same step. It
+            may share the memory of the arguments, which must stay as they are until the last one.
+            What only a layer can tell may be added to it at that layer's first call.
         """
         ...
 
@@ -57,7 +58,7 @@ class AttentionBackend(Protocol[Batch]):
 
         Writes the new keys and values to this layer's slots of the cache, and nothing else; then a
         query finds its own position there like all others. A token's row sees its own sequence
-        only, up to itself. What the gathering methods of the cache gave before is overwritten.
+        only, up to itself. What `cache.gather` gave before is overwritten.
 
         Args:
             batch: The step.
@@ -70,6 +71,6 @@ class AttentionBackend(Protocol[Batch]):
             `[tokens, heads, value_dim]` in the queries' dtype.
 
         Raises:
-            KeyError: No layer of this kind was there when the back end was made.
+            KeyError: The model that the back end was made for has no layer of this kind.
         """
         ...

@@ -77,7 +77,7 @@ class GatherBatch:
 
 
 class GatherBackend:
-    """An AttentionBackend."""
+    """An AttentionBackend that gathers all context."""
 
     def __init__(self, model: LoadedModel, block_size: int) -> None:
         """For the kinds of layers and the dtype of a model, and blocks of so many tokens."""

@@ -34,7 +34,7 @@ class PagedBatch:
 
 
 class PagedBackend:
-    """An AttentionBackend."""
+    """An AttentionBackend with a kernel, which it makes once for each layer of a cache."""
 
     def __init__(self, model: LoadedModel, block_size: int, kernel: DecodeKernel) -> None:
         """For the kinds of layers of a model, blocks of so many tokens, and a kernel."""

@@ -198,7 +198,7 @@ class _Cutter:
 
 
 class TiledBackend:
-    """An AttentionBackend."""
+    """An AttentionBackend for deterministic mode."""
 
     def __init__(self, block_size: int) -> None:
         """For blocks of so many tokens, of the cache."""

@@ -20,8 +20,9 @@ from nano_inference.stages.executor.loaded_model import LayerSpec
 
 
 def model(dtype: torch.dtype, width: int = 32) -> LoadedModel:
-    spec, config = LayerSpec(2, width, width, None), Any
-    return LoadedModel(nn.Module(), config, torch.device("cpu"), dtype, 64, 16, (spec,))  # type: ignore[arg-type]
+    config: Any = None
+    layers = (LayerSpec(2, width, width, None),)
+    return LoadedModel(nn.Module(), config, torch.device("cpu"), dtype, 64, 16, layers)
 
 
 @pytest.mark.parametrize(

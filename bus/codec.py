@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..config import SamplingParams
+from ..config import SamplingParams, cut
 from .channel import Malformed
 from .messages import Envelope
 from .public import GenerateRequest, Output
@@ -178,10 +178,10 @@ def _explain(raw: bytes, encoding: Encoding, error: Exception) -> Malformed:
     except RecursionError:
         return Malformed("", "malformed", "the request is nested too deeply")
     except _UNREADABLE as unparsed:
-        return Malformed("", "malformed", f"the request is not valid {name}: {unparsed}")
+        return Malformed("", "malformed", cut(f"the request is not valid {name}: {unparsed}"))
     if isinstance(error, msgspec.ValidationError):
-        return Malformed(named_id(tree), "invalid_request", str(error))
-    return Malformed(named_id(tree), "malformed", f"the request can't be read: {error}")
+        return Malformed(named_id(tree), "invalid_request", cut(str(error)))
+    return Malformed(named_id(tree), "malformed", cut(f"the request can't be read: {error}"))
 
 
 def _unsendable(error: Exception) -> str:
@@ -191,7 +191,7 @@ def _unsendable(error: Exception) -> str:
         return "the request is nested too deeply"
     if isinstance(error, OverflowError):
         return "the request holds an integer that does not fit in 64 bits"
-    return f"the request must be plain data (str, int, float, bool, list, dict): {error}"
+    return cut(f"the request must be plain data (str, int, float, bool, list, dict): {error}")
 
 
 def _too_large(request_id: str, size: int, max_bytes: int) -> Malformed:

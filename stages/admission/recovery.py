@@ -23,14 +23,15 @@ import msgspec
 from ...bus import RequestEntry
 from ...bus.control import Cancel, LaneCapacity, Reset, StageReady
 from ...bus.links import ADMITTED, CONTROL, REFUSED, at
-from ...bus.messages import AdmittedRequest, Recover, RecoveredSample
-from ...bus.public import ErrorInfo
-from ...config import REPLICATED, all_roles, role_of, split_role
+from ...bus.messages import Recover, RecoveredSample
+from ...bus.public import ErrorInfo, GenerateRequest
+from ...config import REPLICATED, BusError, ChannelClosed, all_roles, role_of, shown, split_role
 from ...telemetry import TraceContext, names, now_ns
 from ..actor import Actor, StageContext, budget_of
 from .checks import MAX_INT64
 from .core import AdmissionCore, request_id_of
 from .ledger import Ledger, Unanswered
+from .poison import is_of_the_entry, why_given_up
 
 T = TypeVar("T")
 
@@ -239,17 +240,16 @@ class RecoveringStage(Actor):
                 case "alone":
                     self._alone.append(item.entry_id)
                 case "dead":
-                    await self._bury(item)
+                    await self._end(item, await self._bury(item, self._why_dead(item)))
         self._update_room()
         self.takes_part()
         await self._next_alone()
 
     async def _resume(self, item: Unanswered) -> None:
-        assert item.request is not None, "an entry that was not let in has an end"
         samples = self._answers.get(item.entry_id, ())
         self._replayed += 1
         self._trace_replay(item, sum(len(sample.token_ids) for sample in samples))
-        await self._send_request(item, self._core.resumed(item.request, samples))
+        await self._hand_on(item, samples)
 
     async def _next_alone(self) -> None:
         """Lets the next suspect run once nothing else does; opens when there is none left."""
@@ -264,17 +264,26 @@ class RecoveringStage(Actor):
             self._open.set()
             self.log.info("ready", epoch=self.epoch)
 
-    async def _bury(self, item: Unanswered) -> None:
-        """Gives up on a request that its lane did not survive time after time."""
+    def _why_dead(self, item: Unanswered) -> ErrorInfo:
         message = (
             f"the lane failed {item.deaths} times during this request, so it is given up; its "
             "entry is kept among the dead letters"
         )
-        error = ErrorInfo(code="lane_failed", message=message)
-        await self.bus.requests.bury(item.entry, error, item.deaths)
+        return ErrorInfo(code="lane_failed", message=message)
+
+    async def _bury(self, item: Unanswered, error: ErrorInfo) -> Cancel:
+        """Gives up on a request, of which nothing is in the lane; returns what it ends with."""
         log = self.log_of(item.request_id, context_of(item))
-        log.error("request_given_up", deaths=item.deaths)
-        await self._end(item, Cancel(item.request_id, item.entry_id, "error", error.code, message))
+        log.error("request_given_up", code=error.code, deaths=item.deaths)
+        if isinstance(item.entry.request, GenerateRequest):
+            try:
+                await self.bus.requests.bury(item.entry, error, item.deaths)
+            except ChannelClosed:
+                raise
+            # What can't be kept either is ended all the same.
+            except (BusError, TypeError, ValueError, RecursionError) as reason:
+                log.error("dead_letter_lost", error=shown(str(reason)))
+        return Cancel(item.request_id, item.entry_id, "error", error.code, error.message)
 
     # --- into the lane, and out of it ---------------------------------------------------------
 
@@ -282,13 +291,23 @@ class RecoveringStage(Actor):
         claims = [(request_id_of(entry), entry.entry_id) for entry in entries]
         return await self.bus.results.claim(claims)
 
-    async def _send_request(self, item: Unanswered, request: AdmittedRequest) -> None:
-        await self.send(
-            ADMITTED,
-            request,
-            trace=TraceContext(request.info.traceparent, request.info.tracestate),
-            budget_ns=budget_of(item.deadline_ns, now_ns()),
-        )
+    async def _hand_on(self, item: Unanswered, samples: Sequence[RecoveredSample] | None) -> None:
+        """Sends a request into the lane, behind what there is of it; buries one that can't be."""
+        request = item.request
+        assert request is not None, "an entry that was not let in has an end"
+        try:
+            if samples is not None:
+                request = self._core.resumed(request, samples)
+            await self.send(
+                ADMITTED,
+                request,
+                trace=TraceContext(request.info.traceparent, request.info.tracestate),
+                budget_ns=budget_of(item.deadline_ns, now_ns()),
+            )
+        except Exception as error:
+            if not is_of_the_entry(error):
+                raise
+            await self._end(item, await self._bury(item, why_given_up(error)))
 
     async def _end(self, item: Unanswered, cancel: Cancel) -> None:
         """Ends a request of which nothing is in the lane; streaming adds what it has of it."""

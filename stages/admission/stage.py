@@ -35,6 +35,7 @@ from ..tokenizer import load_tokenizer, stop_token_ids_of
 from .core import AdmissionCore, request_id_of, status_of
 from .ledger import Unanswered
 from .overload import FinishRate, overloaded
+from .poison import is_of_the_entry, why_given_up
 from .recovery import RecoveringStage, deadline_of
 from .spans import trace_first_again
 
@@ -292,8 +293,8 @@ class AdmissionStage(RecoveringStage):
         item = await self._judge_entry(entry, received_ns, owner)
         if item.end is not None:
             await self._end(item, item.end)
-        elif item.request is not None:
-            await self._send_request(item, item.request)
+        else:
+            await self._hand_on(item, None)
 
     async def _judge_entry(
         self, entry: RequestEntry, received_ns: int, owner: str | None
@@ -303,28 +304,36 @@ class AdmissionStage(RecoveringStage):
         received_ns -= entry.waited_ns
         item = Unanswered(entry)
         try:
-            if self._draining:
-                raise RequestError("the pipeline is shutting down", code="shutting_down")
-            request = await self._validate(entry, received_ns, owner)
+            await self._let_in(item, received_ns, owner)
+            item.deadline_ns = deadline
+            item.end = self._cancelled_early.pop(entry.entry_id, None)
         except RequestError as error:
             status = status_of(error.code)
             item.end = Cancel(item.request_id, item.entry_id, status, error.code, error.message)
             trace = self._trace(entry, received_ns, error=error.code)
             log = self.log_of(item.request_id, trace)
             log.info("request_refused", code=error.code, reason=error.message)
-        else:
-            trace = self._trace(entry, received_ns, request)
-            if self.config.telemetry.log_prompts:
-                content = msgspec.to_builtins(entry.request)
-                self.log_of(item.request_id, trace).info("request_admitted", request=content)
-            item.request = self._core.leaving(
-                request, now_ns(), trace.traceparent, trace.tracestate
-            )
-            item.deadline_ns = deadline
-            item.end = self._cancelled_early.pop(entry.entry_id, None)
+        except Exception as error:
+            if not is_of_the_entry(error):
+                raise
+            item.request = None
+            self._core.finish(item.request_id, item.entry_id)
+            item.end = await self._bury(item, why_given_up(error))
         self._ledger.add(item)
         self._update_room()
         return item
+
+    async def _let_in(self, item: Unanswered, received_ns: int, owner: str | None) -> None:
+        """Sets an entry's request. Raises RequestError when it is refused."""
+        entry = item.entry
+        if self._draining:
+            raise RequestError("the pipeline is shutting down", code="shutting_down")
+        request = await self._validate(entry, received_ns, owner)
+        trace = self._trace(entry, received_ns, request)
+        if self.config.telemetry.log_prompts:
+            content = msgspec.to_builtins(entry.request)
+            self.log_of(item.request_id, trace).info("request_admitted", request=content)
+        item.request = self._core.leaving(request, now_ns(), trace.traceparent, trace.tracestate)
 
     async def _validate(
         self, entry: RequestEntry, received_ns: int, owner: str | None

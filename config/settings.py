@@ -190,6 +190,8 @@ class BusConfig(Settings, frozen=True, forbid_unknown_fields=True):
         results_maxlen: Entries kept in the shared results stream.
         link_capacity: Messages that may wait on one link before its sender has to wait.
         max_request_bytes: A larger request is refused before it is parsed.
+        max_result_bytes: A request whose result, as JSON, may be larger is refused. Redis takes at
+            most 512 MiB in one piece, unless it was set to less.
     """
 
     SECTION: ClassVar[str] = "bus"
@@ -203,6 +205,7 @@ class BusConfig(Settings, frozen=True, forbid_unknown_fields=True):
     results_maxlen: int = 10_000
     link_capacity: int = 1024
     max_request_bytes: int = 4 << 20
+    max_result_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
         kinds = ("", "+sentinel", "+cluster")
@@ -227,6 +230,7 @@ class BusConfig(Settings, frozen=True, forbid_unknown_fields=True):
         )
         for name in ("results_ttl_s", "results_maxlen", "link_capacity", "max_request_bytes"):
             self.require(name, getattr(self, name) >= 1, "at least 1")
+        self.require("max_result_bytes", self.max_result_bytes >= 1 << 16, "at least 65536")
 
 
 class AdmissionConfig(Settings, frozen=True, forbid_unknown_fields=True):

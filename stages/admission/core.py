@@ -18,6 +18,7 @@ from .checks import (
     MAX_REQUEST_ID_LENGTH,
     check_min_tokens,
     check_request,
+    check_result_size,
     check_sampling,
     is_usable_request_id,
 )
@@ -43,6 +44,7 @@ class AdmissionCore:
         self._model_name = config.engine.model_name
         self._engine_seed = config.engine.seed
         self._limits = config.admission
+        self._max_result_bytes = config.bus.max_result_bytes
         self._tokenizer = tokenizer
         self._stop_token_ids = stop_token_ids
         self._capacity: LaneCapacity | None = None
@@ -103,7 +105,7 @@ class AdmissionCore:
         capacity = self.capacity
         check_sampling(request.sampling, vocab_size=capacity.vocab_size)
         token_ids = prompt_token_ids(request, self._tokenizer, vocab_size=capacity.vocab_size)
-        sampling = self._resolve(request.sampling, len(token_ids))
+        sampling = self._resolve(request.sampling, request.n, len(token_ids))
         info = RequestInfo(
             request_id=request_id,
             entry_id=entry.entry_id,
@@ -193,7 +195,7 @@ class AdmissionCore:
             )
         return request
 
-    def _resolve(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+    def _resolve(self, sampling: SamplingParams, n: int, num_prompt_tokens: int) -> SamplingParams:
         """Cuts max_tokens to what fits, and adds the model's stop ids."""
         capacity = self.capacity
         most = capacity.max_model_len - num_prompt_tokens
@@ -218,9 +220,11 @@ class AdmissionCore:
         if not sampling.ignore_eos:
             stop_token_ids |= self._stop_token_ids
         check_min_tokens(sampling.min_tokens, stop_token_ids, vocab_size=capacity.vocab_size)
-        return msgspec.structs.replace(
+        resolved = msgspec.structs.replace(
             sampling, max_tokens=max_tokens, stop_token_ids=stop_token_ids
         )
+        check_result_size(resolved, n, num_prompt_tokens, self._max_result_bytes)
+        return resolved
 
     def _sequences(self, request: GenerateRequest, request_id: str) -> tuple[SequenceSpec, ...]:
         if request.sampling.seed is not None:

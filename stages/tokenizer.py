@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import ModelError, SamplingParams
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+from ..config import ModelError, RequestError, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+ANY_LENGTH = sys.maxsize
+"""Bytes of a token that may stand for text of any length."""
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
@@ -51,6 +57,125 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
             f"(a fast tokenizer) and save it there"
         )
     return tokenizer
+
+
+def longest_token_bytes(tokenizer: PreTrainedTokenizerFast) -> int:
+    """Most bytes of UTF-8 that a text may have for each of its tokens.
+
+    So a text has at least `len(text.encode()) / longest_token_bytes` tokens, which is known without
+    tokenising it. It looks through the whole vocabulary: ask once, where the tokenizer is loaded.
+
+    Returns:
+        The longest token's bytes, times what the tokenizer's normalizer may shrink a text by; or
+        `ANY_LENGTH` where a token may stand for, or swallow, text without end: a normalizer or
+        pre-tokenizer that drops characters, an "unknown" token for a whole word or a run of
+        characters, special tokens that take the spaces beside them. Truncation does not count,
+        since none is applied to prompts.
+    """
+    backend = tokenizer.backend_tokenizer
+    normalizers = list(_parts(backend.normalizer, "normalizers"))
+    before = list(_parts(backend.pre_tokenizer, "pretokenizers"))
+    byte_level = any(part["type"] == "ByteLevel" for part in normalizers + before)
+    vocabulary = backend.get_vocab(with_added_tokens=False)
+    added = backend.get_added_tokens_decoder().values()
+    if (
+        not _reads_everything(backend, vocabulary, byte_level)
+        or any(part["type"] not in _KEEPING or part.get("behavior") == "Removed" for part in before)
+        or any(token.lstrip or token.rstrip for token in added)
+    ):
+        return ANY_LENGTH
+    # A byte-level token has one character for each of its bytes. Others are text, at most as short
+    # as what they stand for.
+    sizes = (len(token if byte_level else token.encode()) for token in vocabulary)
+    own = (len(_normalized(backend, token).encode()) for token in added)
+    # Four bytes: a character that has no token may become one "unknown" token.
+    longest = max((4, *sizes, *own))
+    return int(min(ANY_LENGTH, longest * math.prod(map(_shrinks, normalizers))))
+
+
+def check_text_fits(text: str, longest_token_bytes: int, max_model_len: int) -> None:
+    """Refuses a text that is too long however it is tokenised, before that work is done.
+
+    Args:
+        longest_token_bytes: The function's.
+        max_model_len: Tokens that prompt and completion may have together.
+
+    Raises:
+        RequestError: prompt_too_long.
+    """
+    most_bytes = longest_token_bytes * (max_model_len - 1)
+    # Most texts need not be encoded to see that they fit.
+    if len(text) * 4 <= most_bytes:
+        return
+    size_bytes = len(text.encode(errors="surrogatepass"))
+    if size_bytes > most_bytes:
+        raise RequestError(
+            f"the prompt has {size_bytes} bytes, which make at least "
+            f"{math.ceil(size_bytes / longest_token_bytes)} tokens; prompt and completion together "
+            f"may have {max_model_len}, so shorten it",
+            code="prompt_too_long",
+        )
+
+
+_KEEPING = frozenset(
+    {"ByteLevel", "Digits", "FixedLength", "Metaspace", "Punctuation", "Split", "UnicodeScripts"}
+)
+"""Pre-tokenizers that drop nothing, but for the behavior "Removed"."""
+
+# How many bytes may become one. Normal forms: 4 for compatibility characters such as U+1D400, 3.5
+# for U+0390 written with U+1FBE. Lower case: 3 for U+212A, the sign of the kelvin.
+_SHRINKING = {
+    "ByteLevel": 1,
+    "Prepend": 1,
+    "Lowercase": 3,
+    "NFC": 4,
+    "NFD": 4,
+    "NFKC": 4,
+    "NFKD": 4,
+}
+
+
+def _shrinks(normalizer: dict[str, Any]) -> float:
+    if normalizer["type"] == "Replace":
+        old, new = normalizer["pattern"].get("String", ""), normalizer["content"]
+        if old and new:
+            return max(1, len(old.encode()) / len(new.encode()))
+    return _SHRINKING.get(normalizer["type"], ANY_LENGTH)
+
+
+def _reads_everything(backend: Tokenizer, vocabulary: dict[str, int], byte_level: bool) -> bool:
+    """Whether each character of a text, or each of its bytes, is some token's or a token itself."""
+    model = backend.model
+    if byte_level and isinstance(model, models.BPE):
+        return all(each in vocabulary for each in pre_tokenizers.ByteLevel.alphabet())
+    if isinstance(model, models.BPE) and model.unk_token and not model.fuse_unk:
+        return True
+    # Unigram does not show the setting as an attribute.
+    bytes_too = isinstance(model, models.BPE | models.Unigram) and (
+        b'"byte_fallback":true' in model.__getstate__()
+    )
+    return bytes_too and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+
+
+def _normalized(backend: Tokenizer, token: AddedToken) -> str:
+    """What an added token is looked for as."""
+    if token.normalized and backend.normalizer is not None:
+        return str(backend.normalizer.normalize_str(token.content))
+    return token.content
+
+
+def _parts(part: Any, inside: str) -> Iterator[dict[str, Any]]:
+    """The settings of a normalizer or pre-tokenizer, those of a Sequence one by one."""
+    if part is not None:
+        yield from _unpacked(json.loads(part.__getstate__()), inside)
+
+
+def _unpacked(state: dict[str, Any], inside: str) -> Iterator[dict[str, Any]]:
+    if state["type"] == "Sequence":
+        for part in state[inside]:
+            yield from _unpacked(part, inside)
+    else:
+        yield state
 
 
 def stop_token_ids_of(folder: Path, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:

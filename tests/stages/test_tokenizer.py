@@ -5,13 +5,19 @@ import math
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from nano_inference.config import ModelError, RequestError, SamplingParams
+from nano_inference.config import Config, ModelError, RequestError, SamplingParams
 from nano_inference.stages.admission.checks import check_sampling
 from nano_inference.stages.tokenizer import (
+    ANY_LENGTH,
+    check_text_fits,
     default_sampling_params,
     load_tokenizer,
+    longest_token_bytes,
     stop_token_ids_of,
 )
 
@@ -179,3 +185,128 @@ def test_unreadable_advice(tmp_path: Path, content: str) -> None:
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(ModelError, match=r"generation_config\.json"):
         default_sampling_params(tmp_path)
+
+
+# --- how long a text can be that fits -----------------------------------------------------------
+
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def bpe(
+    *tokens: str,
+    normalizer: object = None,
+    before: object = None,
+    added: tuple[AddedToken, ...] = (),
+    **options: object,
+) -> PreTrainedTokenizerFast:
+    """A tokenizer of these tokens, none of which are merged from others."""
+    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, [], **options))
+    backend.normalizer, backend.pre_tokenizer = normalizer, before
+    backend.add_tokens(list(added))
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def byte_level(*added: AddedToken, normalizer: object = None) -> PreTrainedTokenizerFast:
+    before = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return bpe(*alphabet, normalizer=normalizer, before=before, added=added)
+
+
+def metaspace(normalizer: object = None) -> PreTrainedTokenizerFast:
+    before = pre_tokenizers.Metaspace()
+    return bpe(*BYTES, "\u2581", "<unk>", before=before, normalizer=normalizer, byte_fallback=True)
+
+
+BOUNDED = {
+    "bundled": load_tokenizer(Config().engine.model_folder),
+    "bytes": byte_level(),
+    "added tokens": byte_level(AddedToken("end of turn"), AddedToken("\N{OHM SIGN}")),
+    "byte fallback": metaspace(),
+    "unknown characters": bpe("a", "<unk>", unk_token="<unk>"),
+    "lower case": byte_level(normalizer=normalizers.Lowercase()),
+    "fewer bytes": metaspace(normalizers.Replace("abcdef", "a")),
+    "two normalizers": byte_level(
+        normalizer=normalizers.Sequence([normalizers.Lowercase(), normalizers.NFKC()])
+    ),
+    **{
+        form: byte_level(normalizer=getattr(normalizers, form)())
+        for form in ("NFC", "NFD", "NFKC", "NFKD")
+    },
+}
+
+UNBOUNDED = {
+    "no tokens for some bytes": bpe("a", "b"),
+    "unknown ones together": bpe("a", "<unk>", unk_token="<unk>", fuse_unk=True),
+    "spaces beside a token": byte_level(AddedToken("<mask>", lstrip=True)),
+    "stripped": byte_level(normalizer=normalizers.Strip()),
+    "replaced by nothing": byte_level(normalizer=normalizers.Replace(" ", "")),
+    "spaces split off": bpe(*BYTES, before=pre_tokenizers.Whitespace(), byte_fallback=True),
+    "letters split off": bpe(
+        *BYTES, before=pre_tokenizers.Split("a", "removed"), byte_fallback=True
+    ),
+}
+
+# Text that normalizers shrink most, and that is spelled out in added tokens.
+SHRINKING = st.sampled_from(
+    [
+        "\N{KELVIN SIGN}",
+        "\N{OHM SIGN}",
+        "\u1fbe\u0308\u0301",
+        "\u1112\u1161\u11ab",
+        "\U0001d400",
+        "e\u0301",
+        "abcdef",
+        "end of turn",
+        "<|im_end|>",
+        "  ",
+    ]
+)
+
+
+@pytest.mark.parametrize("kind", BOUNDED)
+@settings(max_examples=40)
+@given(parts=st.lists(SHRINKING | st.text(max_size=5), min_size=1, max_size=30))
+@example(parts=["\N{KELVIN SIGN}"] * 50)
+@example(parts=["\u1fbe\u0308\u0301"] * 50)
+@example(parts=["\U0001d400"] * 50)
+@example(parts=["abcdef"] * 50)
+@example(parts=[" "] * 200)
+def test_no_text_is_longer_than_its_tokens_may_be(kind: str, parts: list[str]) -> None:
+    tokenizer, text = BOUNDED[kind], "".join(parts)
+    tokens = len(tokenizer(text)["input_ids"])
+    longest = longest_token_bytes(tokenizer)
+    assert len(text.encode()) <= tokens * longest < ANY_LENGTH
+    check_text_fits(text, longest, tokens + 1)
+
+
+@pytest.mark.parametrize("kind", UNBOUNDED)
+def test_a_tokenizer_that_may_swallow_text_sets_no_bound(kind: str) -> None:
+    assert longest_token_bytes(UNBOUNDED[kind]) == ANY_LENGTH
+
+
+def test_words_that_have_no_token_set_no_bound(word_tokenizer: PreTrainedTokenizerFast) -> None:
+    assert longest_token_bytes(word_tokenizer) == ANY_LENGTH
+
+
+def test_a_token_has_as_many_bytes_as_it_stands_for() -> None:
+    assert longest_token_bytes(byte_level()) == 4  # never less than a character
+    assert longest_token_bytes(byte_level(AddedToken("end of turn"))) == 11
+    assert longest_token_bytes(byte_level(normalizer=normalizers.NFC())) == 16
+
+
+def test_a_tokenizers_own_truncation_is_not_applied() -> None:
+    """Or texts that it cuts would fit, however long they are."""
+    tokenizer = byte_level()
+    tokenizer.backend_tokenizer.enable_truncation(3)
+    assert len(tokenizer("a" * 100)["input_ids"]) == 100
+    assert longest_token_bytes(tokenizer) == 4
+
+
+def test_what_can_not_fit_is_refused_unread() -> None:
+    check_text_fits("a" * 36, 4, max_model_len=10)
+    with pytest.raises(RequestError, match=r"37 bytes.*at least 10 tokens") as refusal:
+        check_text_fits("a" * 37, 4, max_model_len=10)
+    assert refusal.value.code == "prompt_too_long"
+    with pytest.raises(RequestError, match="39 bytes"):
+        check_text_fits("\udc80" * 13, 4, max_model_len=10)
+    check_text_fits("a" * 100_000, ANY_LENGTH, max_model_len=2)

@@ -151,8 +151,8 @@ def result_bytes(sampling: SamplingParams, n: int, num_prompt_tokens: int) -> in
     """How large the JSON of a Completion may be, at the most that is to be expected.
 
     Numbers count with the most characters that they can have. Text counts with `TEXT_BYTES` for
-    each token, more than any that somebody reads has; what is larger all the same, the bus ends with
-    an error where it would be written.
+    each token, more than any that somebody reads has; what is larger all the same, the bus ends
+    with an error where it would be written.
     """
     token = TOKEN_ID_BYTES + LOGPROB_BYTES + TEXT_BYTES + _tops_bytes(sampling.logprobs)
     size = COMPLETION_BYTES + n * sampling.max_tokens * token

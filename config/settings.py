@@ -243,6 +243,8 @@ class AdmissionConfig(Settings, frozen=True, forbid_unknown_fields=True):
         max_samples: Largest `n` of one request.
         max_lane_deaths: A request during which the lane failed so often, without a token in
             between, is given up and put among the dead letters.
+        share_prefixes_across_tenants: KV of a prompt's beginning is found by all tenants, not by its
+            own alone. Then each can learn what the others have sent.
         lease_s: Seconds after which another pipeline on the same requests stream takes over the
             requests of one that gives no sign of life.
     """
@@ -253,6 +255,7 @@ class AdmissionConfig(Settings, frozen=True, forbid_unknown_fields=True):
     max_queued: int = 10_000
     max_samples: int = 64
     max_lane_deaths: int = 3
+    share_prefixes_across_tenants: bool = False
     lease_s: float = 30.0
 
     def __post_init__(self) -> None:

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+DEFAULT: str = GenerateRequest().tenant
+"""The tenant of requests that name none."""
+
+
 class AdmissionCore:
     """Checks requests, makes sequences of them, and knows which are in flight.
 
@@ -170,7 +174,7 @@ class AdmissionCore:
             sequences=self._sequences(request, request_id),
             tenant=request.tenant,
             priority=request.priority,
-            cache_salt=request.cache_salt,
+            cache_salt=self._salt_of(request),
         )
 
     def resumed(
@@ -269,6 +273,17 @@ class AdmissionCore:
         )
         check_result_size(resolved, n, num_prompt_tokens, self._max_result_bytes)
         return resolved
+
+    def _salt_of(self, request: GenerateRequest) -> str:
+        """Names those who share prefixes with a request: its tenant, and in it who has its salt.
+
+        No other pair of tenant and salt has the same name: tenants are printable, so the first NUL
+        ends one. What says nothing of either is "", as it was before there were tenants.
+        """
+        salt = request.cache_salt
+        if self._limits.share_prefixes_across_tenants or (request.tenant, salt) == (DEFAULT, ""):
+            return salt
+        return f"{request.tenant}\0{salt}"
 
     def _sequences(self, request: GenerateRequest, request_id: str) -> tuple[SequenceSpec, ...]:
         if request.sampling.seed is not None:

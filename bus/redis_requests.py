@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 
 from ..config import BusConfig, BusError
 from .channel import Backlog, DeadLetter, Malformed, RequestEntry, dead_letter
-from .codec import decode_request, encode_request
+from .codec import decode_refused, decode_request, encode_request
 from .entries import MAX_FIELDS, usable_trace
 from .keys import JSON, MSGPACK, REFUSED, TRACEPARENT, TRACESTATE, Keys, parse_id
 from .line import bus_closed
@@ -407,10 +407,9 @@ def read_request(fields: dict[bytes, bytes], max_bytes: int) -> GenerateRequest 
         )
     body = fields[bodies[0]]
     if bodies[0] == REFUSED:
-        try:
-            return msgspec.json.decode(body, type=Malformed)
-        except (ValueError, RecursionError):
-            return Malformed("", "malformed", "the field 'refused' can't be read")
+        if len(body) > max_bytes:
+            return Malformed("", "malformed", "the field 'refused' is too long")
+        return decode_refused(body)
     return decode_request(body, "json" if bodies[0] == JSON else "msgpack", max_bytes)
 
 

@@ -239,12 +239,12 @@ class AdmissionConfig(Settings, frozen=True, forbid_unknown_fields=True):
     Attributes:
         max_in_flight: Requests inside the pipeline; more wait on the requests stream.
         max_queued: Requests that may wait unread on the Redis requests stream; beyond that the
-            newest are refused as "overloaded".
+            newest of the tenants that have most waiting are refused as "overloaded".
         max_samples: Largest `n` of one request.
         max_lane_deaths: A request during which the lane failed so often, without a token in
             between, is given up and put among the dead letters.
-        share_prefixes_across_tenants: KV of a prompt's beginning is found by all tenants, not by its
-            own alone. Then each can learn what the others have sent.
+        share_prefixes_across_tenants: KV of a prompt's beginning is found by all tenants, not by
+            its own alone. Then each can learn what the others have sent.
         lease_s: Seconds after which another pipeline on the same requests stream takes over the
             requests of one that gives no sign of life.
     """

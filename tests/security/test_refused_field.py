@@ -1,4 +1,4 @@
-"""The field `refused` of an entry: a client tells of its own request alone, in words that are known.
+"""The field `refused` of an entry: a client tells of its own request, in words that are known.
 
 It is for requests that a client's library could not write down, and anybody can write it.
 """

@@ -283,6 +283,8 @@ class FairnessConfig(Settings, frozen=True, forbid_unknown_fields=True):
         max_preemptions: A sequence that was preempted so often is left alone.
         deadline_order: Among a tenant's requests of one priority the earliest deadline goes first.
         expire_hopeless: A request that can't be done in its time any more ends before it runs.
+        tenant_timeslice_tokens: After so many tokens a sequence makes room for a request of another
+            tenant, if one waits who goes first and finds no place; 0 is off.
     """
 
     SECTION: ClassVar[str] = "fairness"
@@ -298,6 +300,7 @@ class FairnessConfig(Settings, frozen=True, forbid_unknown_fields=True):
     max_preemptions: int = 3
     deadline_order: bool = False
     expire_hopeless: bool = True
+    tenant_timeslice_tokens: int = 64
 
     def __post_init__(self) -> None:
         for name in ("aging_s", "decode_weight"):
@@ -313,7 +316,12 @@ class FairnessConfig(Settings, frozen=True, forbid_unknown_fields=True):
             all(math.isfinite(each) and each > 0 for each in self.tenant_weights.values()),
             "finite numbers above 0 by tenant",
         )
-        for name in ("locality_tokens", "max_timeslice_tokens", "max_preemptions"):
+        for name in (
+            "locality_tokens",
+            "max_timeslice_tokens",
+            "max_preemptions",
+            "tenant_timeslice_tokens",
+        ):
             self.require(name, getattr(self, name) >= 0, "at least 0")
 
 

@@ -131,7 +131,8 @@ def by_priority(config: FairnessConfig) -> Queue:
 
 def by_counters(config: FairnessConfig) -> Queue:
     """Virtual token counters alone."""
-    return FairnessCore(FairnessConfig(tenant_weights=config.tenant_weights))
+    alone = FairnessConfig(tenant_weights=config.tenant_weights, tenant_timeslice_tokens=0)
+    return FairnessCore(alone)
 
 
 def ours(config: FairnessConfig) -> Queue:

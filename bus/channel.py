@@ -226,7 +226,8 @@ class RequestQueue(Protocol):
     async def shed(
         self, max_queued: int, answer: Callable[[RequestEntry, int], Completion], epoch: int
     ) -> int:
-        """Ends the newest of the entries that nobody has taken, when more than `max_queued` wait.
+        """Ends some of the entries that nobody has taken, when more than `max_queued` wait: each
+        time the newest of a tenant that has most of them.
 
         Each is removed and its terminal message written in one go, so that it is answered once
         and never lost. In memory `publish` waits instead, and this does nothing.

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..config import SamplingParams, cut_middle
+from ..config import SamplingParams, cut, cut_middle, shown
 from .channel import Malformed
 from .messages import Envelope
 from .public import GenerateRequest, Output
@@ -24,6 +24,15 @@ _INT64_MIN, _INT64_MAX = -(1 << 63), (1 << 63) - 1
 # for nesting beyond the interpreter's limit RecursionError; for values that have no counterpart
 # on the wire TypeError and OverflowError.
 _UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
+
+UNSENDABLE = "invalid_request"
+"""The code of a request that its client could not write down."""
+
+_NOT_UNICODE = "the request holds text that is not Unicode (a lone surrogate)"
+_NESTED = "the request is nested too deeply"
+_BEYOND_64_BITS = "the request holds an integer that does not fit in 64 bits"
+_NOT_PLAIN = "the request must be plain data (str, int, float, bool, list, dict)"
+_SENTENCES = frozenset({_NOT_UNICODE, _NESTED, _BEYOND_64_BITS, _NOT_PLAIN})
 
 _envelope_encoder = msgspec.msgpack.Encoder()
 _envelope_decoder = msgspec.msgpack.Decoder(Envelope)
@@ -89,7 +98,7 @@ def check_request(
     try:
         raw = _envelope_encoder.encode(_with_integer_keys(request))
     except _UNREADABLE as error:
-        return _quoting(named_id(request), "invalid_request", _unsendable(error))
+        return Malformed(named_id(request), UNSENDABLE, _unsendable(error))
     checked = decode_request(raw, "msgpack", max_bytes)
     if isinstance(checked, Malformed) and not checked.request_id:
         return msgspec.structs.replace(checked, request_id=named_id(request))
@@ -109,8 +118,28 @@ def encode_request(request: GenerateRequest | dict[str, Any] | bytes) -> tuple[s
             return "msgpack", _envelope_encoder.encode(request)
         return "json", _json_encoder.encode(request)
     except _UNREADABLE as error:
-        refused = _quoting(named_id(request), "invalid_request", _unsendable(error))
+        refused = Malformed(named_id(request), UNSENDABLE, _unsendable(error))
         return "refused", _json_encoder.encode(refused)
+
+
+def decode_refused(raw: bytes) -> Malformed:
+    """What a client says of a request of its own that it could not send. Never raises.
+
+    Anybody may write that. So there is the one code that `encode_request` gives, and of the message
+    our own sentence is kept, and the rest quoted in few characters.
+    """
+    try:
+        told = msgspec.json.decode(raw, type=Malformed)
+    except _UNREADABLE:
+        return Malformed("", "malformed", "the field 'refused' can't be read")
+    if told.code != UNSENDABLE:
+        return Malformed("", "malformed", "the field 'refused' has a code that no client gives")
+    sentence, _, detail = told.message.partition(": ")
+    if sentence not in _SENTENCES:
+        sentence, detail = "the client could not send the request", told.message
+    return Malformed(
+        told.request_id, UNSENDABLE, f"{sentence}: {shown(detail)}" if detail else sentence
+    )
 
 
 def named_id(request: object) -> str:
@@ -176,7 +205,7 @@ def _explain(raw: bytes, encoding: Encoding, error: Exception) -> Malformed:
     except UnicodeDecodeError:
         return Malformed("", "malformed", f"the request is not {name} with text in UTF-8")
     except RecursionError:
-        return Malformed("", "malformed", "the request is nested too deeply")
+        return Malformed("", "malformed", _NESTED)
     except _UNREADABLE as unparsed:
         return _quoting("", "malformed", f"the request is not valid {name}: {unparsed}")
     if isinstance(error, msgspec.ValidationError):
@@ -191,12 +220,12 @@ def _quoting(request_id: str, code: str, message: str) -> Malformed:
 
 def _unsendable(error: Exception) -> str:
     if isinstance(error, UnicodeEncodeError):
-        return "the request holds text that is not Unicode (a lone surrogate)"
+        return _NOT_UNICODE
     if isinstance(error, RecursionError):
-        return "the request is nested too deeply"
+        return _NESTED
     if isinstance(error, OverflowError):
-        return "the request holds an integer that does not fit in 64 bits"
-    return f"the request must be plain data (str, int, float, bool, list, dict): {error}"
+        return _BEYOND_64_BITS
+    return cut(f"{_NOT_PLAIN}: {error}")
 
 
 def _too_large(request_id: str, size: int, max_bytes: int) -> Malformed:

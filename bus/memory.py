@@ -17,6 +17,7 @@ from ..config import STAGES, BusConfig, BusError, role_of_sender, split_role
 from .board import MemoryBoard
 from .channel import Backlog, DeadLetter, Inbox, RequestEntry, Sender, dead_letter
 from .codec import check_request
+from .entries import usable_trace
 from .in_place import MemoryWeightsMemory
 from .line import Line, bus_closed
 from .links import Link
@@ -180,7 +181,7 @@ class MemoryRequests:
         entry_id = f"0-{self._last}"
         # Outputs can come as soon as the entry is in the line, so their place is made first.
         self._results.expect(entry_id, checked.request_id)
-        entry = RequestEntry(entry_id, checked, traceparent, tracestate)
+        entry = RequestEntry(entry_id, checked, *usable_trace(traceparent, tracestate))
         item = (entry, time.monotonic_ns())
         try:
             await self._line.put(item, capacity=self._config.link_capacity)

@@ -73,8 +73,10 @@ class GenerateRequest(
         tenant: Whose request it is.
         budget_ns: Time that the answer may take from arrival on, relative, in nanoseconds.
             Zero or less is refused as expired; absent means no deadline.
-        cache_salt: Prefixes are shared only among requests of the same salt, so that nobody can
-            learn by timing what others have asked. Empty shares with all others that are empty.
+        cache_salt: Prefixes are shared only among a tenant's requests of the same salt, so that
+            nobody can learn from times or `cached_tokens` what others have asked. Empty shares with
+            the tenant's others that are empty. Where `admission.share_prefixes_across_tenants` is
+            set, tenants do not matter.
     """
 
     request_id: str = ""

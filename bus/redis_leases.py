@@ -13,15 +13,21 @@ from typing import Any, NamedTuple
 from ..config import BusConfig, LaneReplaced
 from .channel import RequestEntry
 from .keys import Keys
-from .public import Completion
+from .public import Completion, GenerateRequest
 from .redis_client import Commands, execute, persist
+from .waiting import WaitingEntries
 
 SHED_PAGE = 64
 """Entries that are refused in one go."""
 
+LOOK_PAGE = 256
+"""Entries that are looked at in one go, to see whose they are."""
+
 TAKE_OVER_PAGE = 1024
 RENEW_PAGE = 4096
 """Entries in one script; a Lua function takes fewer than 8000 arguments."""
+
+DEFAULT_TENANT: str = GenerateRequest().tenant
 
 _NOW = """
 local time = redis.call('TIME')
@@ -96,15 +102,51 @@ end
 return redis.status_reply('OK')
 """
 
-# How many entries nobody has taken, and the newest of those beyond ARGV[2]. Entries are deleted
-# when they are acknowledged, so the rest is pending. An error: there is no group yet.
-_EXCESS = """
-local queued = redis.call('XLEN', KEYS[1])
+# How many entries nobody has taken, and the last that was handed out. Entries are deleted when they
+# are acknowledged, so the rest is pending. An error: there is no group yet.
+_QUEUED = """
+local queued, last = redis.call('XLEN', KEYS[1]), '0-0'
 local pending = redis.pcall('XPENDING', KEYS[1], ARGV[1])
-if not pending.err then queued = queued - pending[1] end
-local excess = math.min(queued - tonumber(ARGV[2]), tonumber(ARGV[3]))
-if excess <= 0 then return {queued, {}} end
-return {queued, redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', excess)}
+if pending.err then return {queued, last} end
+for _, group in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
+  local of = {}
+  for i = 1, #group, 2 do of[group[i]] = group[i + 1] end
+  if of['name'] == ARGV[1] then last = of['last-delivered-id'] end
+end
+return {queued - pending[1], last}
+"""
+
+# Whose the entries behind one are. Within JSON a key can't be mistaken: in text a quote is escaped.
+# It is only for the order in which entries are refused, so what is odd is somebody's of its own.
+_TENANTS = """
+local rows = {}
+for _, entry in ipairs(redis.call('XRANGE', KEYS[1], '(' .. ARGV[1], '+', 'COUNT', ARGV[2])) do
+  local tenant = ''
+  for i = 1, #entry[2], 2 do
+    local body = entry[2][i + 1]
+    if entry[2][i] == 'json' then
+      tenant = ARGV[3]
+      local at = string.find(body, '"tenant"', 1, true)
+      while at do
+        local found = string.match(body, '^"tenant"%s*:%s*"([^"]*)"', at)
+        if found then tenant = string.sub(found, 1, 128) end
+        at = not found and string.find(body, '"tenant"', at + 8, true)
+      end
+    end
+  end
+  rows[#rows + 1] = {entry[1], tenant}
+end
+return rows
+"""
+
+# What is left of some entries.
+_READ = """
+local rows = {}
+for i = 1, #ARGV do
+  local found = redis.call('XRANGE', KEYS[1], ARGV[i], ARGV[i])
+  if found[1] then rows[#rows + 1] = found[1] end
+end
+return rows
 """
 
 # Entries that were answered without being taken. Who has taken one meanwhile finds the answer.
@@ -139,6 +181,7 @@ class Leases:
         self._commands = commands
         self._keeper = keeper
         self.consumer = consumer_of(config.lane)
+        self._waiting = WaitingEntries()
 
     async def enlist(self) -> None:
         """Makes this process the keeper of the lane, with a first, short lease."""
@@ -190,10 +233,29 @@ class Leases:
         )
 
     async def excess(self, max_queued: int) -> tuple[int, RawEntries]:
-        """How many entries nobody has taken, and the newest of those beyond `max_queued`."""
-        limits = (self._config.group, max_queued, SHED_PAGE)
-        queued, rows = await self._eval("requests", _EXCESS, [self._keys.requests], *limits)
-        return int(queued), _entries(rows)
+        """How many entries nobody has taken, and some of those that are too many.
+
+        These are the newest of the tenants that have most waiting. To know whose they are, each
+        entry is looked at once, while there are too many: at most twice `max_queued` of them.
+        """
+        waiting, key, group = self._waiting, [self._keys.requests], self._config.group
+        queued, last = await self._eval("requests", _QUEUED, key, group)
+        waiting.forget_taken(last)
+        if queued <= max_queued:
+            if 2 * queued < max_queued:
+                waiting.clear()
+            return int(queued), []
+        page = LOOK_PAGE
+        while page == LOOK_PAGE and len(waiting) <= 2 * max_queued:
+            looked = (waiting.position, LOOK_PAGE, DEFAULT_TENANT)
+            rows = await self._eval("requests", _TENANTS, key, *looked)
+            waiting.add((entry_id, tenant.decode("utf-8", "replace")) for entry_id, tenant in rows)
+            page = len(rows)
+        wanted = min(int(queued) - max_queued, SHED_PAGE)
+        found: RawEntries = []
+        while len(found) < wanted and (ids := waiting.take_newest(wanted - len(found))):
+            found += _entries(await self._eval("requests", _READ, key, *ids))
+        return int(queued), found
 
     async def remove(self, entry_ids: Sequence[str]) -> int:
         """Removes entries that nobody has taken; returns how many."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -191,12 +191,13 @@ class LinkWriter:
             await self._write_control(payloads)
             return WRITE_BATCH
         await self._wait_for_room()
+        for some in within_bytes(payloads, MAX_MESSAGE_BYTES):
 
-        async def attempt() -> int:
-            command = ("EVAL", _SEND, 1, self._key, self._nonce, *payloads)
-            return int(await execute(self._redis, *command))
+            async def attempt(some: Sequence[bytes] = some) -> int:
+                command = ("EVAL", _SEND, 1, self._key, self._nonce, *some)
+                return int(await execute(self._redis, *command))
 
-        self._length = await persist(self._server, self._name, attempt)
+            self._length = await persist(self._server, self._name, attempt)
         if self._capacity is None:
             return WRITE_BATCH
         return max(1, min(WRITE_BATCH, self._capacity - self._length))
@@ -227,6 +228,20 @@ class LinkWriter:
             )
             if self._length >= self._capacity:
                 await self._hold.wait()
+
+
+def within_bytes(payloads: Sequence[bytes], most_bytes: int) -> Iterator[list[bytes]]:
+    """Cuts a batch where it gets too large: a server ends the connection of whoever sends more in
+    one command than it keeps for a client (`client-query-buffer-limit`), each time again."""
+    some: list[bytes] = []
+    size = 0
+    for payload in payloads:
+        if some and size + len(payload) > most_bytes:
+            yield some
+            some, size = [], 0
+        some.append(payload)
+        size += len(payload)
+    yield some
 
 
 class RedisSender:

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -16,7 +17,8 @@ from redis.asyncio import Redis
 
 from ..config import BusConfig, BusError
 from .channel import Backlog, DeadLetter, Malformed, RequestEntry, dead_letter
-from .codec import decode_request, encode_request
+from .codec import decode_refused, decode_request, encode_request
+from .entries import MAX_FIELDS, usable_trace
 from .keys import JSON, MSGPACK, REFUSED, TRACEPARENT, TRACESTATE, Keys, parse_id
 from .line import bus_closed
 from .public import Completion, ErrorInfo, GenerateRequest
@@ -96,9 +98,10 @@ class RedisRequests:
         """See `RequestQueue.publish`."""
         field, body = encode_request(request)
         command: list[Any] = ["XADD", self._key, "*", field, body]
-        for name, value in ((TRACEPARENT, traceparent), (TRACESTATE, tracestate)):
+        trace = usable_trace(traceparent, tracestate)
+        for name, value in zip((TRACEPARENT, TRACESTATE), trace, strict=True):
             if value:
-                command += [name, value.encode("ascii", "ignore")]
+                command += [name, value]
         redis = self._commands.redis
         if self._server.is_cluster:
             # Its client does not look whether an idle connection was closed, so that what is sent
@@ -383,8 +386,7 @@ class RedisRequests:
             RequestEntry(
                 entry_id.decode(),
                 request,
-                fields.get(TRACEPARENT, b"").decode("ascii", "ignore"),
-                fields.get(TRACESTATE, b"").decode("ascii", "ignore"),
+                *usable_trace(fields.get(TRACEPARENT, b""), fields.get(TRACESTATE, b"")),
                 0
                 if now_ms is None or getattr(request, "budget_ns", None) is None
                 else max(0, now_ms - parse_id(entry_id)[0]) * 1_000_000,
@@ -395,9 +397,8 @@ class RedisRequests:
 
 def read_request(fields: dict[bytes, bytes], max_bytes: int) -> GenerateRequest | Malformed:
     """The request in an entry's fields, whoever wrote them. Never raises."""
-    unknown = sorted(set(fields) - _FIELDS)
     bodies = [name for name in _BODIES if name in fields]
-    if unknown or len(bodies) != 1:
+    if len(fields) > MAX_FIELDS or not fields.keys() <= _FIELDS or len(bodies) != 1:
         return Malformed(
             "",
             "malformed",
@@ -406,16 +407,17 @@ def read_request(fields: dict[bytes, bytes], max_bytes: int) -> GenerateRequest 
         )
     body = fields[bodies[0]]
     if bodies[0] == REFUSED:
-        try:
-            return msgspec.json.decode(body, type=Malformed)
-        except (ValueError, RecursionError):
-            return Malformed("", "malformed", "the field 'refused' can't be read")
+        if len(body) > max_bytes:
+            return Malformed("", "malformed", "the field 'refused' is too long")
+        return decode_refused(body)
     return decode_request(body, "json" if bodies[0] == JSON else "msgpack", max_bytes)
 
 
 def _names(fields: dict[bytes, bytes]) -> str:
-    names = [repr(name[:40].decode("utf-8", "replace")) for name in sorted(fields)[:8]]
-    return ", ".join(names) or "none"
+    first = sorted(islice(fields, MAX_FIELDS))
+    names = [repr(name[:40].decode("utf-8", "replace")) for name in first]
+    more = f" and {len(fields) - len(first)} more" if len(fields) > len(first) else ""
+    return (", ".join(names) or "none") + more
 
 
 def is_no_group(error: Exception) -> bool:

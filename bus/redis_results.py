@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
+
+from redis import exceptions
 
 from ..config import BusConfig
 from .codec import decode_output, encode_output
@@ -28,11 +30,18 @@ from .redis_client import (
 )
 from .redis_follow import RedisFollow, RedisTail
 from .redis_readers import readers_of
+from .result_parts import REFUSED, TOO_LARGE, Part, ending, part_of
 
 REMEMBERED_STREAMS = 65_536
 """Streams of which the next number is remembered. For any other, Redis is asked."""
 
 KEYS_PER_FLUSH = 256
+
+LARGE_BYTES = 1 << 20
+"""The smallest limit that a server can be given (`proto-max-bulk-len` and
+`client-query-buffer-limit`). What is as large as that is written by itself."""
+
+LARGE_ATTEMPTS = 4
 
 # Several entries, or a terminal one with all that belongs to it: whole or not at all, so that
 # neither a lost reply nor a second writer can leave a part. `pcall` gives back Redis's own error.
@@ -108,11 +117,8 @@ return entries
 """
 
 
-class _Part(NamedTuple):
-    """What is still to be written to one stream."""
-
-    payloads: list[bytes]
-    ends: bool
+class _TooLarge(Exception):
+    """The server is there and does not take so much."""
 
 
 class RedisResults:
@@ -131,14 +137,11 @@ class RedisResults:
         self, batch: Sequence[tuple[str, Sequence[Output]]], epoch: int = 1
     ) -> set[str]:
         """See `ResultStreams.deliver`."""
-        parts: dict[str, _Part] = {}
+        of_key: dict[str, list[Output]] = {}
         for key, outputs in batch:
-            payloads, ends = parts.get(key, _Part([], False))
-            for output in outputs:
-                if not ends:
-                    payloads.append(encode_output(output))
-                    ends = isinstance(output, Completion)
-            parts[key] = _Part(payloads, ends)
+            of_key.setdefault(key, []).extend(outputs)
+        limit = self._config.max_result_bytes
+        parts = {key: part_of(outputs, limit) for key, outputs in of_key.items()}
         return await self._commands.shielded(self._deliver(parts, epoch))
 
     async def recover(self, keys: Sequence[str], epoch: int) -> list[list[Output]]:
@@ -254,7 +257,7 @@ class RedisResults:
                 await self._conclude(ended)
         return found
 
-    async def _deliver(self, parts: dict[str, _Part], epoch: int) -> set[str]:
+    async def _deliver(self, parts: dict[str, Part], epoch: int) -> set[str]:
         fenced: set[str] = set()
         async with self._writing:
             backoff = Backoff()
@@ -270,21 +273,15 @@ class RedisResults:
         return fenced
 
     async def _flush(
-        self, parts: list[tuple[str, _Part]], epoch: int, fenced: set[str]
-    ) -> list[tuple[str, _Part]]:
+        self, parts: list[tuple[str, Part]], epoch: int, fenced: set[str]
+    ) -> list[tuple[str, Part]]:
         """Writes to many streams in one round trip; returns what has to be tried again.
 
         Adds to `fenced` the streams that belong to a larger epoch.
         """
-
-        async def attempt() -> list[Any]:
-            commands = [self._command(key, part, epoch) for key, part in parts]
-            return await execute_all(self._commands.redis, commands, raise_on_error=False)
-
-        again: list[tuple[str, _Part]] = []
+        again: list[tuple[str, Part]] = []
         ended: dict[str, bytes] = {}
-        replies = await persist(self._server, "results", attempt)
-        for (key, part), reply in zip(parts, replies, strict=True):
+        for key, part, reply in await self._write(parts, epoch):
             if not isinstance(reply, Exception):
                 self._note(key, self._next.get(key, 1) + len(part.payloads), part.ends)
                 if part.ends:
@@ -297,10 +294,57 @@ class RedisResults:
                     again.append((key, rest))
             elif is_transient(reply):
                 again.append((key, part))
-            else:
+            elif not part.instead:
                 log.error("bus.output_refused", key=key, error=str(reply))
+                code = TOO_LARGE if isinstance(reply, _TooLarge) else REFUSED
+                again.append((key, ending(part, code, str(reply))))
+            else:  # not even that; those who follow the shared stream learn of it
+                ended[key] = part.payloads[-1]
         await self._conclude(ended)
         return again
+
+    async def _write(
+        self, parts: list[tuple[str, Part]], epoch: int
+    ) -> list[tuple[str, Part, Any]]:
+        """Each part with what Redis said of it: all in one round trip, but for large ones."""
+        small = [each for each in parts if each[1].largest_bytes < LARGE_BYTES]
+
+        async def attempt() -> list[Any]:
+            commands = [self._command(key, part, epoch) for key, part in small]
+            return await execute_all(self._commands.redis, commands, raise_on_error=False)
+
+        replies = await persist(self._server, "results", attempt) if small else []
+        said = [(*each, reply) for each, reply in zip(small, replies, strict=True)]
+        for key, part in parts:
+            if part.largest_bytes >= LARGE_BYTES:
+                said.append((key, part, await self._write_large(key, part, epoch)))
+        return said
+
+    async def _write_large(self, key: str, part: Part, epoch: int) -> Any:
+        """What Redis said of one part that may be larger than it takes.
+
+        It then ends the connection, as if it were away, and would each time again. So this gives up
+        where that happened `LARGE_ATTEMPTS` times and Redis was there each time.
+        """
+        redis, backoff = self._commands.redis, Backoff()
+        refused = 0
+        while True:
+            try:
+                command = self._command(key, part, epoch)
+                (reply,) = await execute_all(redis, [command], raise_on_error=False)
+                return _TooLarge(str(reply)) if "Protocol error" in str(reply) else reply
+            except (exceptions.RedisError, OSError) as error:
+                try:
+                    await execute(redis, "XLEN", self._keys.results)
+                    refused += 1
+                except (exceptions.RedisError, OSError):
+                    refused = 0
+                if refused == LARGE_ATTEMPTS:
+                    log.error("bus.output_too_large", key=key, error=str(error))
+                    return _TooLarge(
+                        f"Redis took {part.largest_bytes} bytes in none of {refused} attempts"
+                    )
+                await backoff.wait()
 
     async def _conclude(self, ended: dict[str, bytes]) -> None:
         """Puts terminal messages, by stream, into the shared stream, and lets the ids expire.
@@ -320,7 +364,7 @@ class RedisResults:
         redis = self._commands.redis
         await persist(self._server, "results", lambda: execute_all(redis, commands))
 
-    def _command(self, key: str, part: _Part, epoch: int) -> list[Any]:
+    def _command(self, key: str, part: Part, epoch: int) -> list[Any]:
         number, out = self._next.get(key, 1), self._keys.out(key)
         if len(part.payloads) == 1 and not part.ends:
             return ["XADD", out, f"{epoch}-{number}", JSON, part.payloads[0]]
@@ -341,8 +385,8 @@ class RedisResults:
             self._next.popitem(last=False)
 
     async def _resolve(
-        self, key: str, part: _Part, epoch: int, ended: dict[str, bytes]
-    ) -> _Part | None:
+        self, key: str, part: Part, epoch: int, ended: dict[str, bytes]
+    ) -> Part | None:
         """After a refused id: what still has to be written, behind what the stream holds.
 
         None when someone went on with the stream in a larger epoch. Otherwise the number
@@ -362,7 +406,7 @@ class RedisResults:
         if _is_terminal(last):
             self._next.pop(key, None)
             ended[key] = last
-            return _Part([], False)
+            return Part([], False, None)
         last_epoch, last_number = parse_id(last_id)
         if last_epoch > epoch:
             log.warning("bus.output_of_an_older_epoch_dropped", key=key, epoch=epoch)
@@ -372,7 +416,7 @@ class RedisResults:
         while equal < len(taken) and _field(taken[equal]) == part.payloads[equal]:
             equal += 1
         self._note(key, last_number + 1, ended=False)
-        return _Part(part.payloads[equal:], part.ends)
+        return part.rest(equal)
 
 
 def _readable(entries: list[tuple[bytes, dict[bytes, bytes]]]) -> list[Output]:

@@ -200,6 +200,8 @@ class BusConfig(Settings, frozen=True, forbid_unknown_fields=True):
         results_maxlen: Entries kept in the shared results stream.
         link_capacity: Messages that may wait on one link before its sender has to wait.
         max_request_bytes: A larger request is refused before it is parsed.
+        max_result_bytes: A request whose result, as JSON, may be larger is refused. Redis takes at
+            most 512 MiB in one piece, unless it was set to less.
     """
 
     SECTION: ClassVar[str] = "bus"
@@ -213,6 +215,7 @@ class BusConfig(Settings, frozen=True, forbid_unknown_fields=True):
     results_maxlen: int = 10_000
     link_capacity: int = 1024
     max_request_bytes: int = 4 << 20
+    max_result_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
         if self.url != "memory" and self.url.partition("://")[0] not in REDIS_SCHEMES:
@@ -234,6 +237,7 @@ class BusConfig(Settings, frozen=True, forbid_unknown_fields=True):
         )
         for name in ("results_ttl_s", "results_maxlen", "link_capacity", "max_request_bytes"):
             self.require(name, getattr(self, name) >= 1, "at least 1")
+        self.require("max_result_bytes", self.max_result_bytes >= 1 << 16, "at least 65536")
 
 
 class AdmissionConfig(Settings, frozen=True, forbid_unknown_fields=True):
@@ -242,10 +246,12 @@ class AdmissionConfig(Settings, frozen=True, forbid_unknown_fields=True):
     Attributes:
         max_in_flight: Requests inside the pipeline; more wait on the requests stream.
         max_queued: Requests that may wait unread on the Redis requests stream; beyond that the
-            newest are refused as "overloaded".
+            newest of the tenants that have most waiting are refused as "overloaded".
         max_samples: Largest `n` of one request.
         max_lane_deaths: A request during which the lane failed so often, without a token in
             between, is given up and put among the dead letters.
+        share_prefixes_across_tenants: KV of a prompt's beginning is found by all tenants, not by
+            its own alone. Then each can learn what the others have sent.
         lease_s: Seconds after which another pipeline on the same requests stream takes over the
             requests of one that gives no sign of life.
     """
@@ -256,6 +262,7 @@ class AdmissionConfig(Settings, frozen=True, forbid_unknown_fields=True):
     max_queued: int = 10_000
     max_samples: int = 64
     max_lane_deaths: int = 3
+    share_prefixes_across_tenants: bool = False
     lease_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -283,6 +290,8 @@ class FairnessConfig(Settings, frozen=True, forbid_unknown_fields=True):
         max_preemptions: A sequence that was preempted so often is left alone.
         deadline_order: Among a tenant's requests of one priority the earliest deadline goes first.
         expire_hopeless: A request that can't be done in its time any more ends before it runs.
+        tenant_timeslice_tokens: After so many tokens a sequence makes room for a request of another
+            tenant, if one waits who goes first and finds no place; 0 is off.
     """
 
     SECTION: ClassVar[str] = "fairness"
@@ -298,6 +307,7 @@ class FairnessConfig(Settings, frozen=True, forbid_unknown_fields=True):
     max_preemptions: int = 3
     deadline_order: bool = False
     expire_hopeless: bool = True
+    tenant_timeslice_tokens: int = 64
 
     def __post_init__(self) -> None:
         for name in ("aging_s", "decode_weight"):
@@ -313,7 +323,12 @@ class FairnessConfig(Settings, frozen=True, forbid_unknown_fields=True):
             all(math.isfinite(each) and each > 0 for each in self.tenant_weights.values()),
             "finite numbers above 0 by tenant",
         )
-        for name in ("locality_tokens", "max_timeslice_tokens", "max_preemptions"):
+        for name in (
+            "locality_tokens",
+            "max_timeslice_tokens",
+            "max_preemptions",
+            "tenant_timeslice_tokens",
+        ):
             self.require(name, getattr(self, name) >= 0, "at least 0")
 
 

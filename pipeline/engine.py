@@ -16,6 +16,7 @@ from ..bus.messages import Dispatch
 from ..bus.public import Completion
 from ..bus.weights import InFlight, WeightsSource
 from ..config import (
+    BusConfig,
     Config,
     EngineConfig,
     ModelError,
@@ -72,8 +73,10 @@ class InferenceEngine:
         tokenizer = load_tokenizer(folder)
         self._core: ExecutorCore | None = ExecutorCore(self.config, now_ns=now_ns)
         capacity = self._executor.capacity()
+        # Results stay in this process, so no bus has to carry them.
+        config_of_all = Config(engine=self.config, bus=BusConfig(max_result_bytes=1 << 62))
         self._admission = AdmissionCore(
-            Config(engine=self.config), tokenizer, stop_token_ids_of(folder, tokenizer)
+            config_of_all, tokenizer, stop_token_ids_of(folder, tokenizer)
         )
         self._admission.set_capacity(capacity)
         # Results come back at once here, so nothing is planned ahead of them.

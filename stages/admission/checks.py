@@ -21,6 +21,13 @@ MAX_BIASED_TOKENS = 1024
 MAX_LOGPROBS = 20
 MAX_INT64 = 2**63 - 1
 
+# Of a result as JSON, commas included: the most characters that each can have.
+COMPLETION_BYTES = 4096
+TOKEN_ID_BYTES = 8
+LOGPROB_BYTES = 25
+TEXT_BYTES = 16
+TOP_LOGPROB_BYTES = len('{"token_id":,"logprob":},') + TOKEN_ID_BYTES + LOGPROB_BYTES
+
 
 def is_usable_request_id(request_id: str) -> bool:
     """Whether it can name a result stream and be shown in logs: printable, not too long."""
@@ -140,6 +147,38 @@ def check_min_tokens(min_tokens: int, stop_token_ids: frozenset[int], *, vocab_s
         )
 
 
+def result_bytes(sampling: SamplingParams, n: int, num_prompt_tokens: int) -> int:
+    """How large the JSON of a Completion may be, at the most that is to be expected.
+
+    Numbers count with the most characters that they can have. Text counts with `TEXT_BYTES` for
+    each token, more than any that somebody reads has; what is larger all the same, the bus ends
+    with an error where it would be written.
+    """
+    token = TOKEN_ID_BYTES + LOGPROB_BYTES + TEXT_BYTES + _tops_bytes(sampling.logprobs)
+    size = COMPLETION_BYTES + n * sampling.max_tokens * token
+    if sampling.prompt_logprobs is not None:
+        size += num_prompt_tokens * (LOGPROB_BYTES + _tops_bytes(sampling.prompt_logprobs))
+    return size
+
+
+def check_result_size(
+    sampling: SamplingParams, n: int, num_prompt_tokens: int, max_bytes: int
+) -> None:
+    """Whether the bus carries the result of a request, of which `max_tokens` is cut to what fits.
+
+    Raises:
+        RequestError: result_too_large.
+    """
+    size = result_bytes(sampling, n, num_prompt_tokens)
+    if size > max_bytes:
+        raise RequestError(
+            f"the result may have {size} bytes and at most {max_bytes} are carried "
+            f"(bus.max_result_bytes); lower n ({n}), max_tokens ({sampling.max_tokens}), logprobs "
+            f"({sampling.logprobs}) or prompt_logprobs ({sampling.prompt_logprobs})",
+            code="result_too_large",
+        )
+
+
 def is_encodable(text: str) -> bool:
     """False for text with lone surrogates, which JSON escapes can bring in."""
     try:
@@ -147,6 +186,11 @@ def is_encodable(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _tops_bytes(number: int) -> int:
+    """Of the likeliest tokens at one place."""
+    return len("[],") + number * TOP_LOGPROB_BYTES if number else 0
 
 
 def _check_penalties(p: SamplingParams) -> None:

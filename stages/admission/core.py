@@ -14,17 +14,23 @@ from ...bus.control import LaneCapacity
 from ...bus.messages import AdmittedRequest, RecoveredSample, RequestInfo, SequenceSpec
 from ...bus.public import GenerateRequest, StageTime
 from ...config import Config, RequestError, SamplingParams
+from ..tokenizer import longest_token_bytes
 from .checks import (
     MAX_REQUEST_ID_LENGTH,
     check_min_tokens,
     check_request,
+    check_result_size,
     check_sampling,
     is_usable_request_id,
 )
-from .prompts import prompt_token_ids
+from .prompts import TextLimit, check_prompt, prompt_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+DEFAULT: str = GenerateRequest().tenant
+"""The tenant of requests that name none."""
 
 
 class AdmissionCore:
@@ -43,7 +49,9 @@ class AdmissionCore:
         self._model_name = config.engine.model_name
         self._engine_seed = config.engine.seed
         self._limits = config.admission
+        self._max_result_bytes = config.bus.max_result_bytes
         self._tokenizer = tokenizer
+        self._longest_token_bytes = longest_token_bytes(tokenizer)
         self._stop_token_ids = stop_token_ids
         self._capacity: LaneCapacity | None = None
         # Request id to entry id.
@@ -76,8 +84,53 @@ class AdmissionCore:
 
     # --- the way in ---------------------------------------------------------------------------
 
-    def admit(
+    def check(
         self, entry: RequestEntry, received_ns: int, now_ns: int, *, owner: str | None = None
+    ) -> GenerateRequest:
+        """The request of an entry, as far as it can be checked without its prompt. See `admit`.
+
+        Raises:
+            RequestError: Refused.
+        """
+        request = self._readable(entry, request_id_of(entry), owner)
+        check_request(request, model_name=self._model_name, max_samples=self._limits.max_samples)
+        if request.budget_ns is not None and request.budget_ns <= max(0, now_ns - received_ns):
+            raise RequestError(
+                "the request's time (budget_ns) was over before it could run; give it more",
+                code="expired",
+            )
+        check_sampling(request.sampling, vocab_size=self.capacity.vocab_size)
+        return request
+
+    def may_fit(self, entry: RequestEntry) -> bool:
+        """Whether a prompt has to be tokenised to see if it is too long."""
+        try:
+            if isinstance(entry.request, GenerateRequest):
+                check_prompt(entry.request, self._text_limit())
+        except RequestError:
+            return False
+        return True
+
+    def tokenize(self, request: GenerateRequest) -> tuple[int, ...]:
+        """The prompt of a request as tokens. It takes long for a long text, and may be done by
+        another thread: it changes nothing here.
+
+        Raises:
+            RequestError: Refused for its prompt.
+        """
+        limit = self._text_limit()
+        check_prompt(request, limit)
+        vocab_size = self.capacity.vocab_size
+        return prompt_token_ids(request, self._tokenizer, limit, vocab_size=vocab_size)
+
+    def admit(
+        self,
+        entry: RequestEntry,
+        received_ns: int,
+        now_ns: int,
+        *,
+        owner: str | None = None,
+        token_ids: tuple[int, ...] | None = None,
     ) -> AdmittedRequest:
         """Checks a request and enters it in the ledger.
 
@@ -87,23 +140,17 @@ class AdmissionCore:
             received_ns: When the entry was taken; its budget counts from there.
             owner: The entry whose outputs stand in the result stream of `request_id_of(entry)`;
                 its own after a failure.
+            token_ids: What `tokenize` gave, if it was asked before.
 
         Raises:
             RequestError: Refused; the ledger is as it was. `status_of` its code is the status of
                 the terminal message.
         """
+        request = self.check(entry, received_ns, now_ns, owner=owner)
         request_id = request_id_of(entry)
-        request = self._readable(entry, request_id, owner)
-        check_request(request, model_name=self._model_name, max_samples=self._limits.max_samples)
-        if request.budget_ns is not None and request.budget_ns <= max(0, now_ns - received_ns):
-            raise RequestError(
-                "the request's time (budget_ns) was over before it could run; give it more",
-                code="expired",
-            )
-        capacity = self.capacity
-        check_sampling(request.sampling, vocab_size=capacity.vocab_size)
-        token_ids = prompt_token_ids(request, self._tokenizer, vocab_size=capacity.vocab_size)
-        sampling = self._resolve(request.sampling, len(token_ids))
+        if token_ids is None:
+            token_ids = self.tokenize(request)
+        sampling = self._resolve(request.sampling, request.n, len(token_ids))
         info = RequestInfo(
             request_id=request_id,
             entry_id=entry.entry_id,
@@ -127,7 +174,7 @@ class AdmissionCore:
             sequences=self._sequences(request, request_id),
             tenant=request.tenant,
             priority=request.priority,
-            cache_salt=request.cache_salt,
+            cache_salt=self._salt_of(request),
         )
 
     def resumed(
@@ -172,6 +219,9 @@ class AdmissionCore:
             raise RuntimeError("set_capacity must come before the first request")
         return self._capacity
 
+    def _text_limit(self) -> TextLimit:
+        return TextLimit(self._longest_token_bytes, self.capacity.max_model_len)
+
     def _readable(self, entry: RequestEntry, request_id: str, owner: str | None) -> GenerateRequest:
         """The request, if it can be read and may use its id.
 
@@ -193,7 +243,7 @@ class AdmissionCore:
             )
         return request
 
-    def _resolve(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+    def _resolve(self, sampling: SamplingParams, n: int, num_prompt_tokens: int) -> SamplingParams:
         """Cuts max_tokens to what fits, and adds the model's stop ids."""
         capacity = self.capacity
         most = capacity.max_model_len - num_prompt_tokens
@@ -218,9 +268,22 @@ class AdmissionCore:
         if not sampling.ignore_eos:
             stop_token_ids |= self._stop_token_ids
         check_min_tokens(sampling.min_tokens, stop_token_ids, vocab_size=capacity.vocab_size)
-        return msgspec.structs.replace(
+        resolved = msgspec.structs.replace(
             sampling, max_tokens=max_tokens, stop_token_ids=stop_token_ids
         )
+        check_result_size(resolved, n, num_prompt_tokens, self._max_result_bytes)
+        return resolved
+
+    def _salt_of(self, request: GenerateRequest) -> str:
+        """Names those who share prefixes with a request: its tenant, and in it who has its salt.
+
+        No other pair of tenant and salt has the same name: tenants are printable, so the first NUL
+        ends one. What says nothing of either is "", as it was before there were tenants.
+        """
+        salt = request.cache_salt
+        if self._limits.share_prefixes_across_tenants or (request.tenant, salt) == (DEFAULT, ""):
+            return salt
+        return f"{request.tenant}\0{salt}"
 
     def _sequences(self, request: GenerateRequest, request_id: str) -> tuple[SequenceSpec, ...]:
         if request.sampling.seed is not None:

@@ -10,6 +10,8 @@ import msgspec
 from ...bus.channel import RequestEntry
 from ...bus.control import Cancel
 from ...bus.messages import AdmittedRequest, RecoveredSample, RecoveryItem
+from ...telemetry import TraceContext
+from .checks import MAX_INT64
 from .core import request_id_of
 
 Verdict = Literal["go", "alone", "dead"]
@@ -104,3 +106,18 @@ class Ledger:
         if item.deaths >= self._max_lane_deaths:
             return "dead"
         return "alone" if item.deaths and item.deaths == self._max_lane_deaths - 1 else "go"
+
+
+def deadline_of(entry: RequestEntry, received_ns: int) -> int | None:
+    """When an entry's time is over, on this process's clock; it was `received_ns` here."""
+    budget_ns = getattr(entry.request, "budget_ns", None)
+    if budget_ns is None:
+        return None
+    return int(received_ns - entry.waited_ns + max(0, min(budget_ns, MAX_INT64)))
+
+
+def context_of(item: Unanswered) -> TraceContext:
+    """Where the other stages' spans of a request belong; of one refused, what it came with."""
+    if item.request is None:
+        return TraceContext(item.entry.traceparent, item.entry.tracestate)
+    return TraceContext(item.request.info.traceparent, item.request.info.tracestate)

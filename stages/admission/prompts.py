@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from jinja2 import TemplateError
 
 from ...bus.public import ChatMessage, GenerateRequest
 from ...config import RequestError, shown
+from ..tokenizer import check_text_fits
 from .checks import is_encodable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-def prompt_token_ids(
-    request: GenerateRequest, tokenizer: PreTrainedTokenizerFast, *, vocab_size: int
-) -> tuple[int, ...]:
-    """The prompt as tokens, at least one, all within the vocabulary.
+class TextLimit(NamedTuple):
+    """What a text may have at the most, however it is tokenised."""
 
-    A text gets the special tokens that the tokenizer adds by default. A conversation goes through
-    the model's chat template, with the beginning of the assistant's turn; the template writes its
-    special tokens itself, so none are added. As everywhere in Transformers, special tokens that
-    are spelled out in a text are read as such.
+    longest_token_bytes: int
+    max_model_len: int
+
+    def check(self, text: str) -> None:
+        """Raises RequestError: prompt_too_long."""
+        check_text_fits(text, self.longest_token_bytes, self.max_model_len)
+
+
+def check_prompt(request: GenerateRequest, limit: TextLimit) -> None:
+    """All that can be told of a prompt without tokenising it.
+
+    Of a conversation all that was sent counts, also what the template would leave out.
 
     Raises:
-        RequestError: invalid_prompt, empty_prompt, invalid_messages, no_chat_template,
-            invalid_token_ids.
+        RequestError: invalid_prompt, empty_prompt, prompt_too_long.
     """
     given = [request.prompt, request.prompt_token_ids, request.messages]
     if sum(one is not None for one in given) != 1:
@@ -38,9 +44,40 @@ def prompt_token_ids(
             "the prompt is empty; give at least one token to continue from", code="empty_prompt"
         )
     if request.prompt is not None:
+        limit.check(request.prompt)
+    elif request.messages is not None:
+        if len(request.messages) >= limit.max_model_len:
+            raise RequestError(
+                f"the conversation has {len(request.messages)} messages, and prompt and completion "
+                f"together may have {limit.max_model_len} tokens; send fewer",
+                code="prompt_too_long",
+            )
+        limit.check("".join(message.content for message in request.messages))
+
+
+def prompt_token_ids(
+    request: GenerateRequest,
+    tokenizer: PreTrainedTokenizerFast,
+    limit: TextLimit,
+    *,
+    vocab_size: int,
+) -> tuple[int, ...]:
+    """The prompt as tokens, at least one, all within the vocabulary, after `check_prompt`.
+
+    A text gets the special tokens that the tokenizer adds by default. A conversation goes through
+    the model's chat template, with the beginning of the assistant's turn; the template writes its
+    special tokens itself, so none are added. As everywhere in Transformers, special tokens that
+    are spelled out in a text are read as such.
+
+    Raises:
+        RequestError: invalid_prompt, empty_prompt, invalid_messages, no_chat_template,
+            invalid_token_ids, prompt_too_long.
+    """
+    if request.prompt is not None:
         ids = _encode(request.prompt, tokenizer, add_special_tokens=True, code="invalid_prompt")
     elif request.messages is not None:
         text = _render(request.messages, tokenizer)
+        limit.check(text)
         ids = _encode(text, tokenizer, add_special_tokens=False, code="invalid_messages")
     else:
         ids = request.prompt_token_ids or ()
@@ -62,7 +99,13 @@ def _encode(
         raise RequestError("the text holds a lone surrogate; send valid Unicode", code=code)
     try:
         # verbose: no warning about lengths, which are this stage's own business.
-        encoded = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+        encoded = tokenizer(
+            text,
+            add_special_tokens=add_special_tokens,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
     # The tokenizers library raises Exception itself, for example for a character that a vocabulary
     # without an "unknown" token lacks.
     except Exception as error:

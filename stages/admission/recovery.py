@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -23,14 +23,16 @@ import msgspec
 from ...bus import RequestEntry
 from ...bus.control import Cancel, LaneCapacity, Reset, StageReady
 from ...bus.links import ADMITTED, CONTROL, REFUSED, at
-from ...bus.messages import AdmittedRequest, Recover, RecoveredSample
-from ...bus.public import ErrorInfo
-from ...config import REPLICATED, all_roles, role_of, split_role
+from ...bus.messages import Recover, RecoveredSample
+from ...bus.public import ErrorInfo, GenerateRequest
+from ...config import REPLICATED, BusError, ChannelClosed, all_roles, role_of, shown, split_role
 from ...telemetry import TraceContext, names, now_ns
 from ..actor import Actor, StageContext, budget_of
-from .checks import MAX_INT64
 from .core import AdmissionCore, request_id_of
-from .ledger import Ledger, Unanswered
+from .ledger import Ledger, Unanswered, context_of, deadline_of
+from .long_prompts import Tokenized, is_long
+from .poison import is_of_the_entry, why_given_up
+from .replicas import is_replicated, smallest
 
 T = TypeVar("T")
 
@@ -76,7 +78,9 @@ class RecoveringStage(Actor):
         self._resumed = False
         self._open = asyncio.Event()
         # Taken from the queue, and not in the ledger yet.
-        self._in_hand: set[str] = set()
+        self._in_hand: dict[str, RequestEntry] = {}
+        # Of this epoch: entries that streaming was asked about after the others had gone on.
+        self._late: set[str] = set()
         self._elsewhere: deque[Cancel] = deque(maxlen=REMEMBERED_ELSEWHERE)
         self._renewed_ns = now_ns()
         # For `measure`: what counters have gained.
@@ -86,9 +90,17 @@ class RecoveringStage(Actor):
 
     @abstractmethod
     async def _judge_entry(
-        self, entry: RequestEntry, received_ns: int, owner: str | None
+        self,
+        entry: RequestEntry,
+        received_ns: int,
+        owner: str | None,
+        tokenized: Tokenized | None = None,
     ) -> Unanswered:
         """Enters an entry in the ledger, either with its request or with what it ends with."""
+
+    @abstractmethod
+    def _take_up_later(self, entry: RequestEntry, received_ns: int, owner: str | None) -> None:
+        """Tokenises an inherited entry first, then asks streaming about it."""
 
     @abstractmethod
     def _update_room(self) -> None:
@@ -107,6 +119,7 @@ class RecoveringStage(Actor):
         self._capacities.clear()
         self._patient_until_ns = now_ns() + int(PATIENCE_S * 1e9)
         self._asked.clear()
+        self._late.clear()
         self._answers.clear()
         self._alone.clear()
         self.epoch = await self.bus.next_epoch()
@@ -197,7 +210,11 @@ class RecoveringStage(Actor):
         inherited, self._inherited = self._inherited, []
         owners = await self._claim([entry for entry, _ in inherited])
         for (entry, received_ns), owner in zip(inherited, owners, strict=True):
-            if entry.entry_id not in self._ledger:
+            if entry.entry_id in self._ledger or entry.entry_id in self._in_hand:
+                continue
+            if self._takes_long(entry):
+                self._take_up_later(entry, received_ns, owner)
+            else:
                 await self._judge_entry(entry, received_ns, owner)
         await self._ask(list(self._ledger))
         self._asked_all = True
@@ -219,7 +236,24 @@ class RecoveringStage(Actor):
         item = self._ledger.get(entry_id)
         if self._missing and item is not None and item.end is not None:
             await self._end(item, item.end)
+        elif entry_id in self._late and item is not None:
+            self._late.discard(entry_id)
+            await self._go_on_with(item)
+            if self._alone:
+                await self._next_alone()
         await self._resume_when_answered()
+
+    def _takes_long(self, entry: RequestEntry) -> bool:
+        """Whether others should not wait until an entry's prompt is tokenised."""
+        return is_long(entry) and self._core.may_fit(entry)
+
+    async def _ask_late(self, item: Unanswered) -> None:
+        """Asks about an inherited entry when the others have gone on.
+
+        Somebody may have worked on it, but not in this epoch: it was inherited before this began.
+        """
+        self._late.add(item.entry_id)
+        await self._ask([item])
 
     async def _resume_when_answered(self) -> None:
         """All stages are ready, and streaming has said what it has: every request goes on."""
@@ -229,27 +263,29 @@ class RecoveringStage(Actor):
         if len(self._ledger):
             self.log.info("resuming", requests=len(self._ledger), epoch=self.epoch)
         for item in self._ledger:
-            samples = self._answers.get(item.entry_id, ())
-            if item.end is not None:
-                await self._end(item, item.end)
-                continue
-            match self._ledger.judge(item, samples):
-                case "go":
-                    await self._resume(item)
-                case "alone":
-                    self._alone.append(item.entry_id)
-                case "dead":
-                    await self._bury(item)
+            await self._go_on_with(item)
         self._update_room()
         self.takes_part()
         await self._next_alone()
 
+    async def _go_on_with(self, item: Unanswered) -> None:
+        if item.end is not None:
+            await self._end(item, item.end)
+            return
+        match self._ledger.judge(item, self._answers.get(item.entry_id, ())):
+            case "go":
+                await self._resume(item)
+            case "alone":
+                self._open.clear()
+                self._alone.append(item.entry_id)
+            case "dead":
+                await self._end(item, await self._bury(item, self._why_dead(item)))
+
     async def _resume(self, item: Unanswered) -> None:
-        assert item.request is not None, "an entry that was not let in has an end"
         samples = self._answers.get(item.entry_id, ())
         self._replayed += 1
         self._trace_replay(item, sum(len(sample.token_ids) for sample in samples))
-        await self._send_request(item, self._core.resumed(item.request, samples))
+        await self._hand_on(item, samples)
 
     async def _next_alone(self) -> None:
         """Lets the next suspect run once nothing else does; opens when there is none left."""
@@ -264,17 +300,26 @@ class RecoveringStage(Actor):
             self._open.set()
             self.log.info("ready", epoch=self.epoch)
 
-    async def _bury(self, item: Unanswered) -> None:
-        """Gives up on a request that its lane did not survive time after time."""
+    def _why_dead(self, item: Unanswered) -> ErrorInfo:
         message = (
             f"the lane failed {item.deaths} times during this request, so it is given up; its "
             "entry is kept among the dead letters"
         )
-        error = ErrorInfo(code="lane_failed", message=message)
-        await self.bus.requests.bury(item.entry, error, item.deaths)
+        return ErrorInfo(code="lane_failed", message=message)
+
+    async def _bury(self, item: Unanswered, error: ErrorInfo) -> Cancel:
+        """Gives up on a request, of which nothing is in the lane; returns what it ends with."""
         log = self.log_of(item.request_id, context_of(item))
-        log.error("request_given_up", deaths=item.deaths)
-        await self._end(item, Cancel(item.request_id, item.entry_id, "error", error.code, message))
+        log.error("request_given_up", code=error.code, deaths=item.deaths)
+        if isinstance(item.entry.request, GenerateRequest):
+            try:
+                await self.bus.requests.bury(item.entry, error, item.deaths)
+            except ChannelClosed:
+                raise
+            # What can't be kept either is ended all the same.
+            except (BusError, TypeError, ValueError, RecursionError) as reason:
+                log.error("dead_letter_lost", error=shown(str(reason)))
+        return Cancel(item.request_id, item.entry_id, "error", error.code, error.message)
 
     # --- into the lane, and out of it ---------------------------------------------------------
 
@@ -282,13 +327,23 @@ class RecoveringStage(Actor):
         claims = [(request_id_of(entry), entry.entry_id) for entry in entries]
         return await self.bus.results.claim(claims)
 
-    async def _send_request(self, item: Unanswered, request: AdmittedRequest) -> None:
-        await self.send(
-            ADMITTED,
-            request,
-            trace=TraceContext(request.info.traceparent, request.info.tracestate),
-            budget_ns=budget_of(item.deadline_ns, now_ns()),
-        )
+    async def _hand_on(self, item: Unanswered, samples: Sequence[RecoveredSample] | None) -> None:
+        """Sends a request into the lane, behind what there is of it; buries one that can't be."""
+        request = item.request
+        assert request is not None, "an entry that was not let in has an end"
+        try:
+            if samples is not None:
+                request = self._core.resumed(request, samples)
+            await self.send(
+                ADMITTED,
+                request,
+                trace=TraceContext(request.info.traceparent, request.info.tracestate),
+                budget_ns=budget_of(item.deadline_ns, now_ns()),
+            )
+        except Exception as error:
+            if not is_of_the_entry(error):
+                raise
+            await self._end(item, await self._bury(item, why_given_up(error)))
 
     async def _end(self, item: Unanswered, cancel: Cancel) -> None:
         """Ends a request of which nothing is in the lane; streaming adds what it has of it."""
@@ -376,7 +431,8 @@ class RecoveringStage(Actor):
         number = 0
         for entry_id in entry_ids:
             number += entry_id in self._in_hand or entry_id in self._ledger
-            self._in_hand.discard(entry_id)
+            self._in_hand.pop(entry_id, None)
+            self._late.discard(entry_id)
             self._inherited = [each for each in self._inherited if each[0].entry_id != entry_id]
             self._asked.discard(entry_id)
             self._answers.pop(entry_id, None)
@@ -415,36 +471,6 @@ class RecoveringStage(Actor):
         mine = [entry_id for entry_id in entry_ids if entry_id in self._ledger]
         if mine:
             await self._begin_epoch(f"{len(mine)} streams were taken by a lane that has not them")
-
-
-def is_replicated(role: str) -> bool:
-    """Whether it is a stage of a replica."""
-    return split_role(role)[0] in REPLICATED
-
-
-def smallest(capacities: Collection[LaneCapacity]) -> LaneCapacity:
-    """What fits each of several executors. They run one model, so that all else is the same."""
-    first, *_ = capacities
-    return msgspec.structs.replace(
-        first,
-        num_blocks=min(each.num_blocks for each in capacities),
-        max_model_len=min(each.max_model_len for each in capacities),
-    )
-
-
-def deadline_of(entry: RequestEntry, received_ns: int) -> int | None:
-    """When an entry's time is over, on this process's clock; it was `received_ns` here."""
-    budget_ns = getattr(entry.request, "budget_ns", None)
-    if budget_ns is None:
-        return None
-    return int(received_ns - entry.waited_ns + max(0, min(budget_ns, MAX_INT64)))
-
-
-def context_of(item: Unanswered) -> TraceContext:
-    """Where the other stages' spans of a request belong; of one refused, what it came with."""
-    if item.request is None:
-        return TraceContext(item.entry.traceparent, item.entry.tracestate)
-    return TraceContext(item.request.info.traceparent, item.request.info.tracestate)
 
 
 def batched(items: Sequence[T], size: int) -> Iterator[tuple[T, ...]]:

@@ -1,14 +1,49 @@
-"""First spans of traces that a killed admission has taken with it."""
+"""Admission's span of each entry; and first spans that a killed admission has taken with it."""
 
 from __future__ import annotations
 
+from ...bus.channel import RequestEntry
+from ...bus.messages import AdmittedRequest
 from ...bus.public import Completion
 from ...config import BusError
 from ...telemetry import Attributes, TraceContext, names
 from ..actor import Actor
+from .core import request_id_of
 
 LOST_S = 10.0
 """What ended longer before the last request has its spans exported: ten times the interval."""
+
+
+def trace_entry(
+    stage: Actor,
+    entry: RequestEntry,
+    received_ns: int,
+    request: AdmittedRequest | None = None,
+    error: str = "",
+) -> TraceContext:
+    """The span of an entry; returns the context for the other stages' spans.
+
+    They are siblings below the client's span, or, if the client gave none, below ours.
+    """
+    given = TraceContext(entry.traceparent, entry.tracestate)
+    own = None
+    if not given.is_valid:
+        given = TraceContext()
+        own = stage.first_context(entry.entry_id)
+    if not stage.records((own or given).traceparent):
+        return own or given
+    attributes: dict[str, str | int | float] = {names.MESSAGE_ID: entry.entry_id}
+    if request is not None:
+        attributes |= {
+            names.REQUEST_MODEL: request.info.model,
+            names.INPUT_TOKENS: request.info.num_prompt_tokens,
+            names.SAMPLES: request.info.n,
+            names.TENANT: request.tenant,
+            names.PRIORITY: request.priority,
+        }
+    request_id = request_id_of(entry)
+    stage.span(request_id, given, received_ns, attributes, error=error, own=own)
+    return own or given
 
 
 async def trace_first_again(stage: Actor) -> None:

@@ -9,6 +9,7 @@ from typing import ClassVar
 import anyio
 import anyio.to_thread
 import msgspec
+from anyio.abc import TaskGroup
 
 from ...bus import Inbox, RequestEntry, StageState
 from ...bus.control import (
@@ -21,7 +22,6 @@ from ...bus.control import (
     StageStopped,
 )
 from ...bus.messages import (
-    AdmittedRequest,
     Envelope,
     Fenced,
     Recovered,
@@ -29,14 +29,16 @@ from ...bus.messages import (
 )
 from ...bus.public import Completion
 from ...config import RequestError
-from ...telemetry import TraceContext, instruments, names, now_ns
+from ...telemetry import instruments, names, now_ns
 from ..actor import FAILED, StageContext
 from ..tokenizer import load_tokenizer, stop_token_ids_of
 from .core import AdmissionCore, request_id_of, status_of
-from .ledger import Unanswered
+from .ledger import Unanswered, deadline_of
+from .long_prompts import LongPrompts, Tokenized
 from .overload import FinishRate, overloaded
-from .recovery import RecoveringStage, deadline_of
-from .spans import trace_first_again
+from .poison import is_of_the_entry, why_given_up
+from .recovery import RecoveringStage
+from .spans import trace_entry, trace_first_again
 
 # Cancellations of entries not seen yet that are kept.
 REMEMBERED_CANCELS = 4096
@@ -46,9 +48,6 @@ TAKE_BATCH = 64
 
 # How often to look whether too many requests wait.
 LOOK_S = 1.0
-
-# Text longer than this is tokenised beside the event loop, which would stand still meanwhile.
-LONG_TEXT = 16_384
 
 
 class AdmissionStage(RecoveringStage):
@@ -76,6 +75,10 @@ class AdmissionStage(RecoveringStage):
         # Entries that were cancelled before they were let in, oldest first.
         self._cancelled_early: OrderedDict[str, Cancel] = OrderedDict()
         self._taking = anyio.CancelScope()
+        self._long_prompts = LongPrompts()
+        # Entries whose prompts are tokenised apart, until they are in the ledger.
+        self._apart: set[str] = set()
+        self._group: TaskGroup
         self._rate = FinishRate()
 
     # --- starting -----------------------------------------------------------------------------
@@ -83,7 +86,9 @@ class AdmissionStage(RecoveringStage):
     async def open(self) -> None:
         folder = self.config.engine.model_folder
         tokenizer = await anyio.to_thread.run_sync(load_tokenizer, folder)
-        self._core = AdmissionCore(self.config, tokenizer, stop_token_ids_of(folder, tokenizer))
+        self._core = await anyio.to_thread.run_sync(
+            lambda: AdmissionCore(self.config, tokenizer, stop_token_ids_of(folder, tokenizer))
+        )
         # Prometheus sees a counter rise only if it has seen it before.
         self._count_refused(0)
 
@@ -91,8 +96,9 @@ class AdmissionStage(RecoveringStage):
         pending = await self.bus.requests.pending()
         now = self._renewed_ns = now_ns()
         self._inherited = [(entry, now) for entry in pending]
-        await self._begin_epoch("admission started")
         async with anyio.create_task_group() as group:
+            self._group = group
+            await self._begin_epoch("admission started")
             group.start_soon(self._admit_forever)
             if self.config.bus.url != "memory":
                 group.start_soon(self._keep_lane)
@@ -250,19 +256,68 @@ class AdmissionStage(RecoveringStage):
         # On Redis others can serve what is still in the queue; in memory nobody else will.
         while not self._draining or self.config.bus.url == "memory":
             await self._open.wait()
+            self._update_room()
             await self._room.wait()
             entries: list[RequestEntry] = []
             with anyio.CancelScope() as self._taking:
                 entries = await self.bus.requests.take(min(TAKE_BATCH, max(1, self._free())))
             received = now_ns()
-            self._in_hand = {entry.entry_id for entry in entries}
+            self._in_hand |= {entry.entry_id: entry for entry in entries}
             owners = await self._claim(entries)
             for entry, owner in zip(entries, owners, strict=True):
-                await self._wait_for_turn()
-                try:
-                    await self._admit(entry, received, owner)
-                finally:
-                    self._turn.release()
+                if owner != entry.entry_id and self._takes_long(entry):
+                    self._apart.add(entry.entry_id)
+                    self._group.start_soon(self._admit_apart, entry, received, owner)
+                else:
+                    await self._admit_in_turn(entry, received, owner)
+
+    async def _admit_apart(self, entry: RequestEntry, received_ns: int, owner: str | None) -> None:
+        """Admits an entry whose prompt takes long to tokenise; nobody waits for it."""
+        tokenized = await self._tokenize(entry, received_ns, owner)
+        await self._admit_in_turn(entry, received_ns, owner, tokenized)
+
+    async def _tokenize(
+        self, entry: RequestEntry, received_ns: int, owner: str | None
+    ) -> Tokenized:
+        try:
+            self._core.check(entry, received_ns - entry.waited_ns, now_ns(), owner=owner)
+        except Exception as error:
+            if not is_of_the_entry(error):
+                raise
+            return error
+        deadline_ns = deadline_of(entry, received_ns)
+        return await self._long_prompts.tokenize(entry, deadline_ns, self._core.tokenize)
+
+    async def _admit_in_turn(
+        self,
+        entry: RequestEntry,
+        received_ns: int,
+        owner: str | None,
+        tokenized: Tokenized | None = None,
+    ) -> None:
+        await self._wait_for_turn()
+        try:
+            await self._admit(entry, received_ns, owner, tokenized)
+        finally:
+            self._apart.discard(entry.entry_id)
+            self._turn.release()
+
+    def _take_up_later(self, entry: RequestEntry, received_ns: int, owner: str | None) -> None:
+        self._in_hand[entry.entry_id] = entry
+        self._apart.add(entry.entry_id)
+        self._group.start_soon(self._take_up_apart, entry, received_ns, owner)
+
+    async def _take_up_apart(
+        self, entry: RequestEntry, received_ns: int, owner: str | None
+    ) -> None:
+        tokenized = await self._tokenize(entry, received_ns, owner)
+        await self._wait_for_turn()
+        try:
+            if self._in_hand.pop(entry.entry_id, None) is not None:
+                await self._ask_late(await self._judge_entry(entry, received_ns, owner, tokenized))
+        finally:
+            self._apart.discard(entry.entry_id)
+            self._turn.release()
 
     async def _wait_for_turn(self) -> None:
         """Takes the turn at a time when all stages take part.
@@ -277,63 +332,83 @@ class AdmissionStage(RecoveringStage):
                 return
             self._turn.release()
 
-    async def _admit(self, entry: RequestEntry, received_ns: int, owner: str | None) -> None:
+    async def _admit(
+        self,
+        entry: RequestEntry,
+        received_ns: int,
+        owner: str | None,
+        tokenized: Tokenized | None,
+    ) -> None:
         if now_ns() - self._renewed_ns > self.config.admission.lease_s * 1e9:
             # This process stood still for long; others may have what it holds.
             await self._renew()
-        if entry.entry_id not in self._in_hand:
+        if self._in_hand.pop(entry.entry_id, None) is None:
             return
-        self._in_hand.discard(entry.entry_id)
         if entry.entry_id in self._ledger:
             return  # handed out twice, as a queue may; the first one counts
         if owner == entry.entry_id:
             await self._inherit([entry], "took_a_request_that_was_begun_before")
             return
-        item = await self._judge_entry(entry, received_ns, owner)
+        item = await self._judge_entry(entry, received_ns, owner, tokenized)
         if item.end is not None:
             await self._end(item, item.end)
-        elif item.request is not None:
-            await self._send_request(item, item.request)
+        else:
+            await self._hand_on(item, None)
 
     async def _judge_entry(
-        self, entry: RequestEntry, received_ns: int, owner: str | None
+        self,
+        entry: RequestEntry,
+        received_ns: int,
+        owner: str | None,
+        tokenized: Tokenized | None = None,
     ) -> Unanswered:
         """Enters an entry in the ledger, either with its request or with what it ends with."""
         deadline = deadline_of(entry, received_ns)
         received_ns -= entry.waited_ns
         item = Unanswered(entry)
         try:
-            if self._draining:
-                raise RequestError("the pipeline is shutting down", code="shutting_down")
-            request = await self._validate(entry, received_ns, owner)
+            self._let_in(item, received_ns, owner, tokenized)
+            item.deadline_ns = deadline
+            item.end = item.end or self._cancelled_early.pop(entry.entry_id, None)
         except RequestError as error:
             status = status_of(error.code)
             item.end = Cancel(item.request_id, item.entry_id, status, error.code, error.message)
-            trace = self._trace(entry, received_ns, error=error.code)
+            trace = trace_entry(self, entry, received_ns, error=error.code)
             log = self.log_of(item.request_id, trace)
             log.info("request_refused", code=error.code, reason=error.message)
-        else:
-            trace = self._trace(entry, received_ns, request)
-            if self.config.telemetry.log_prompts:
-                content = msgspec.to_builtins(entry.request)
-                self.log_of(item.request_id, trace).info("request_admitted", request=content)
-            item.request = self._core.leaving(
-                request, now_ns(), trace.traceparent, trace.tracestate
-            )
-            item.deadline_ns = deadline
-            item.end = self._cancelled_early.pop(entry.entry_id, None)
+        except Exception as error:
+            if not is_of_the_entry(error):
+                raise
+            item.request = None
+            self._core.finish(item.request_id, item.entry_id)
+            item.end = await self._bury(item, why_given_up(error))
         self._ledger.add(item)
         self._update_room()
         return item
 
-    async def _validate(
-        self, entry: RequestEntry, received_ns: int, owner: str | None
-    ) -> AdmittedRequest:
-        if len(getattr(entry.request, "prompt", None) or "") < LONG_TEXT:
-            return self._core.admit(entry, received_ns, now_ns(), owner=owner)
-        return await anyio.to_thread.run_sync(
-            lambda: self._core.admit(entry, received_ns, now_ns(), owner=owner)
-        )
+    def _let_in(
+        self,
+        item: Unanswered,
+        received_ns: int,
+        owner: str | None,
+        tokenized: Tokenized | None,
+    ) -> None:
+        """Sets an entry's request. Raises RequestError when it is refused."""
+        entry = item.entry
+        if self._draining:
+            raise RequestError("the pipeline is shutting down", code="shutting_down")
+        if isinstance(tokenized, Exception):
+            self._core.check(entry, received_ns, now_ns(), owner=owner)
+            item.end = self._cancelled_early.pop(entry.entry_id, None)
+            if item.end is None:
+                raise tokenized
+            return
+        request = self._core.admit(entry, received_ns, now_ns(), owner=owner, token_ids=tokenized)
+        trace = trace_entry(self, entry, received_ns, request)
+        if self.config.telemetry.log_prompts:
+            content = msgspec.to_builtins(entry.request)
+            self.log_of(item.request_id, trace).info("request_admitted", request=content)
+        item.request = self._core.leaving(request, now_ns(), trace.traceparent, trace.tracestate)
 
     # --- the way out --------------------------------------------------------------------------
 
@@ -342,6 +417,7 @@ class AdmissionStage(RecoveringStage):
         if entry_id in self._ledger:
             self._rate.finished(now_ns())
         self._ledger.remove(entry_id)
+        self._late.discard(entry_id)
         self._answers.pop(entry_id, None)
         self._asked.discard(entry_id)
         self._update_room()
@@ -351,12 +427,14 @@ class AdmissionStage(RecoveringStage):
             await self._next_alone()
 
     async def _cancel(self, cancel: Cancel) -> None:
-        entry_id = cancel.entry_id or self._core.entry_of(cancel.request_id) or ""
+        entry_id = cancel.entry_id or self._core.entry_of(cancel.request_id)
+        entry_id = entry_id or self._in_hand_as(cancel.request_id)
         item = self._ledger.get(entry_id)
         if item is None or item.request_id != cancel.request_id:
-            if cancel.entry_id:
+            if entry_id:
                 # It may be on its way in, or have ended already; nobody can tell here.
-                self._cancelled_early[cancel.entry_id] = cancel
+                self._cancelled_early[entry_id] = cancel
+                self._long_prompts.hurry(entry_id)
                 if len(self._cancelled_early) > REMEMBERED_CANCELS:
                     self._cancelled_early.popitem(last=False)
         elif item.end is None:
@@ -364,14 +442,24 @@ class AdmissionStage(RecoveringStage):
 
     async def _cancel_all(self) -> None:
         message = "all requests in flight were ended from outside"
+        for entry_id in self._apart:
+            request_id = request_id_of(self._in_hand[entry_id]) if entry_id in self._in_hand else ""
+            await self._cancel(Cancel(request_id, entry_id, "cancelled", "aborted", message))
         for item in list(self._ledger):
             if item.end is None:
                 cancel = Cancel(item.request_id, item.entry_id, "cancelled", "aborted", message)
                 await self._cut_short(item, cancel)
 
+    def _in_hand_as(self, request_id: str) -> str:
+        """The entry in hand that has this request id, "" for none."""
+        found = (
+            each for each, entry in self._in_hand.items() if request_id_of(entry) == request_id
+        )
+        return next(found, "")
+
     def _free(self) -> int:
         """How many more entries may be taken: those that were refused count until it is told."""
-        unanswered = len(self._ledger) + len(self._inherited)
+        unanswered = len(self._ledger) + len(self._inherited) + len(self._in_hand)
         return min(self._core.room(), self.config.admission.max_in_flight - unanswered)
 
     def _update_room(self) -> None:
@@ -386,6 +474,7 @@ class AdmissionStage(RecoveringStage):
         if not self._draining:
             self._draining = True
             self._taking.cancel()
+            self._long_prompts.hurry()
             self._drain_until_ns = now_ns() + timeout_ns
             self.log.info("draining", in_flight=len(self._ledger))
 
@@ -398,38 +487,5 @@ class AdmissionStage(RecoveringStage):
                 if item.end is None:
                     late = Cancel(item.request_id, item.entry_id, "error", "shutting_down", message)
                     await self._cut_short(item, late)
-        if not len(self._ledger):
+        if not len(self._ledger) and (self._overdue or not self._apart):
             self._on_drained()
-
-    # --- telemetry ----------------------------------------------------------------------------
-
-    def _trace(
-        self,
-        entry: RequestEntry,
-        received_ns: int,
-        request: AdmittedRequest | None = None,
-        error: str = "",
-    ) -> TraceContext:
-        """This stage's span; the context for the other stages' spans.
-
-        They are siblings below the client's span, or, if the client gave none, below ours.
-        """
-        given = TraceContext(entry.traceparent, entry.tracestate)
-        own = None
-        if not given.is_valid:
-            given = TraceContext()
-            own = self.first_context(entry.entry_id)
-        if not self.records((own or given).traceparent):
-            return own or given
-        attributes: dict[str, str | int | float] = {names.MESSAGE_ID: entry.entry_id}
-        if request is not None:
-            attributes |= {
-                names.REQUEST_MODEL: request.info.model,
-                names.INPUT_TOKENS: request.info.num_prompt_tokens,
-                names.SAMPLES: request.info.n,
-                names.TENANT: request.tenant,
-                names.PRIORITY: request.priority,
-            }
-        request_id = request_id_of(entry)
-        self.span(request_id, given, received_ns, attributes, error=error, own=own)
-        return own or given

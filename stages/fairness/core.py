@@ -181,10 +181,14 @@ class FairnessCore:
         assert first is not None, "sequences wait in no class"
         if self.config.enable_preemption:
             asked += self._preempt(full, first, now_ns)
-        if self.config.max_timeslice_tokens:
-            for lane in full:
+        least = first.order.first()
+        assert least is not None, "a class in the order has nothing that waits"
+        for lane in full:
+            if self.config.max_timeslice_tokens or (
+                self.config.tenant_timeslice_tokens and lane.serves_others(least.tenant)
+            ):
                 self._count(lane)
-                asked += self._end_slices(lane, first, now_ns)
+                asked += self._end_slices(lane, first, least, now_ns)
         return asked
 
     def expire(self, now_ns: int) -> list[Cancel]:
@@ -341,8 +345,9 @@ class FairnessCore:
 
     def _count(self, lane: Lane) -> None:
         """Charges the tokens that were generated since this was last done."""
-        price, slice_tokens = self.config.decode_weight, self.config.max_timeslice_tokens
-        tokens = self.counts.tokens
+        price, tokens = self.config.decode_weight, self.counts.tokens
+        slices = (self.config.max_timeslice_tokens, self.config.tenant_timeslice_tokens)
+        slice_tokens = min((each for each in slices if each), default=0)
         for running, number in lane.counted():
             running.flow.charge(number * price)
             priority = running.request.priority
@@ -413,20 +418,44 @@ class FairnessCore:
         return asked
 
     def _end_slices(
-        self, lane: Lane, first: PriorityClass, now_ns: int
+        self, lane: Lane, first: PriorityClass, least: Flow, now_ns: int
     ) -> list[tuple[str, Running]]:
-        """Room where a slice is used up, somebody else goes first, and going on costs little."""
+        """Room where a slice is used up, somebody else goes first, and going on costs little.
+
+        A tenant that has no place at all gets one even where going on costs all.
+        """
         asked: list[tuple[str, Running]] = []
-        least = first.order.first()
-        assert least is not None, "a class in the order has nothing that waits"
+        costly: list[Running] = []
+        staying: set[Flow] = set()
         for running in list(lane.due.values()):
+            if running.flow in staying or not self._is_used_up(running, least):
+                continue
             if not self._gives_way(running, first, least, now_ns):
+                staying.add(running.flow)
                 continue
             behind = least is running.flow
             if lane.keeps(running, before=least.waiting_tokens if behind else 0):
                 lane.ask(running, now_ns, preempted=False, behind=behind)
                 asked.append((lane.name, running))
+            elif running.preemptions < self.config.max_preemptions:
+                costly.append(running)
+        if costly and not (asked or least.num_running or self._num_leaving):
+            others = [each for each in costly if self._is_anothers(each, least)]
+            if others:
+                running = min(others, key=lambda each: each.num_tokens)
+                lane.ask(running, now_ns, preempted=True, behind=False)
+                asked.append((lane.name, running))
         return asked
+
+    def _is_used_up(self, running: Running, least: Flow) -> bool:
+        """Whether its slice is, for what waits of `least`."""
+        own = 0 < self.config.max_timeslice_tokens <= running.in_slice
+        return own or self._is_anothers(running, least)
+
+    def _is_anothers(self, running: Running, least: Flow) -> bool:
+        """Whether the slice that a tenant has before others is used up, and another waits."""
+        used_up = 0 < self.config.tenant_timeslice_tokens <= running.in_slice
+        return used_up and running.request.tenant != least.tenant
 
     def _gives_way(self, running: Running, first: PriorityClass, least: Flow, now_ns: int) -> bool:
         """Whether somebody else would get the place of a sequence that made room now."""

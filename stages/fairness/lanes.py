@@ -106,6 +106,7 @@ class Lane:
         self.aside_tokens = 0
         self.kv_free = 0
         self.prefixes = prefixes if prefixes is not None else PrefixIndex()
+        self._tenants: Counter[str] = Counter()
         self._steps: list[tuple[int, ...]] = []
         self._victims: list[tuple[float, int, Running]] = []
 
@@ -113,6 +114,10 @@ class Lane:
     def load(self) -> int:
         """Sequences that it has."""
         return len(self.running)
+
+    def serves_others(self, tenant: str) -> bool:
+        """Whether sequences of other tenants run here."""
+        return len(self._tenants) > (tenant in self._tenants)
 
     def has(self, request_id: str) -> bool:
         """Whether sequences of a request run or are set aside here."""
@@ -129,6 +134,7 @@ class Lane:
         if self.paused.pop(seq_id, None) is not None:
             self.aside_tokens -= running.num_tokens
         self.running[seq_id] = running
+        self._tenants[running.request.tenant] += 1
         if preemptible:
             heapq.heappush(self._victims, _as_victim(running))
             if len(self._victims) > 2 * len(self.running) + LEFTOVERS_KEPT:
@@ -205,6 +211,10 @@ class Lane:
         running = self.running.pop(seq_id, None)
         if running is not None:
             self.due.pop(seq_id, None)
+            tenant = running.request.tenant
+            self._tenants[tenant] -= 1
+            if not self._tenants[tenant]:
+                del self._tenants[tenant]
             if running.leaving:
                 self.num_leaving -= 1
                 self.aside_tokens -= running.asked_tokens

@@ -171,7 +171,7 @@ async def test_a_failed_admission_finds_its_requests_again(
 ) -> None:
     config = make_config(pipeline__restart_backoff_s=0.01)
     async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
-        break_once(monkeypatch, AdmissionCore, "admit", after=6)
+        break_once(monkeypatch, AdmissionCore, "room", after=6)
         await whole_streams(pipeline)
 
 

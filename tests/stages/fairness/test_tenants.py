@@ -109,7 +109,9 @@ def test_prompts_are_charged_by_what_they_took() -> None:
     visitors=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 30), st.integers(1, 40))),
     report_every=st.sampled_from([1, 8]),
     slice_tokens=st.sampled_from([0, 0, 3]),
+    tenant_slice_tokens=st.sampled_from([0, 3, 64]),
     locality=st.sampled_from([0, 0, 100]),
+    kv_free=st.sampled_from([0, 10**9]),
 )
 def test_no_tenant_that_always_waits_falls_behind_by_more_than_the_bound(
     loads: list[tuple[int, int, float]],
@@ -117,15 +119,20 @@ def test_no_tenant_that_always_waits_falls_behind_by_more_than_the_bound(
     visitors: list[tuple[int, int, int]],
     report_every: int,
     slice_tokens: int,
+    tenant_slice_tokens: int,
     locality: int,
+    kv_free: int,
 ) -> None:
     weights = {f"t{index}": weight for index, (_, _, weight) in enumerate(loads)}
     config = FairnessConfig(
-        tenant_weights=weights, max_timeslice_tokens=slice_tokens, locality_tokens=locality
+        tenant_weights=weights,
+        max_timeslice_tokens=slice_tokens,
+        tenant_timeslice_tokens=tenant_slice_tokens,
+        locality_tokens=locality,
     )
     if locality:  # long enough to be looked for
         loads = [(tokens, prompt + 40, weight) for tokens, prompt, weight in loads]
-    lane = StepLane(config, places=places, report_every=report_every)
+    lane = StepLane(config, places=places, report_every=report_every, kv_free=kv_free)
     longest = max(tokens for tokens, _, _ in loads)
     prompts = max(prompt for _, prompt, _ in loads)
     unit = config.prefill_weight * prompts + config.decode_weight * places * longest
@@ -162,21 +169,28 @@ def test_no_tenant_that_always_waits_falls_behind_by_more_than_the_bound(
     ),
     st.integers(1, 4),
     st.integers(0, 5),
+    st.integers(0, 5),
     st.booleans(),
     st.sampled_from([0, 100]),
+    st.sampled_from([0, 10**9]),
 )
 def test_requests_are_conserved(
     arrivals: list[tuple[int, int, int, int, bool]],
     places: int,
     slice_tokens: int,
+    tenant_slice_tokens: int,
     preempt: bool,
     locality: int,
+    kv_free: int,
 ) -> None:
     """Each runs to its end once, whatever makes room for it; the cancelled never start again."""
     config = FairnessConfig(
-        max_timeslice_tokens=slice_tokens, enable_preemption=preempt, locality_tokens=locality
+        max_timeslice_tokens=slice_tokens,
+        tenant_timeslice_tokens=tenant_slice_tokens,
+        enable_preemption=preempt,
+        locality_tokens=locality,
     )
-    lane = StepLane(config, places=places)
+    lane = StepLane(config, places=places, kv_free=kv_free)
     cancelled = set()
     for number, (tenant, priority, samples, tokens, drop) in enumerate(arrivals):
         lane.submit(str(number), tokens, tenant=str(tenant), priority=priority, samples=samples)

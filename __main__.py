@@ -9,7 +9,7 @@ import sys
 
 def main() -> None:
     """Runs the command that `sys.argv` names and ends the process with its exit status."""
-    from .pipeline.commands.app import main as run_command
+    from .cli.app import main as run_command
 
     sys.exit(run_command())
 

@@ -41,8 +41,8 @@ from fairness_model import (
     read_trace,
 )
 
+from nano_inference.cli.fairness import changed
 from nano_inference.config import FairnessConfig
-from nano_inference.pipeline.commands.fairness import changed
 
 POLICIES: dict[str, tuple[Callable[[FairnessConfig], Queue], bool]] = {
     "FCFS": (first_come, True),

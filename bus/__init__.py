@@ -15,7 +15,7 @@ from .channel import (
     Sender,
 )
 from .in_place import WeightsInPlace
-from .memory import MemoryBus
+from .memory.bus import MemoryBus
 from .replies import Outcome, Replies
 
 
@@ -34,7 +34,7 @@ def open_bus(
     """
     if config.url == "memory":
         return MemoryBus(config)
-    from .redis import RedisBus  # only here, so that the memory bus needs no Redis client
+    from .redis.bus import RedisBus  # only here, so that the memory bus needs no Redis client
 
     return RedisBus(config, local_stages, replicas)
 

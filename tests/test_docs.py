@@ -88,7 +88,7 @@ def test_error_codes_are_all_listed() -> None:
     text = (ROOT / "docs" / "errors.md").read_text()
     listed = set(re.findall(r"`([a-z_]+)`", text))
     used = set()
-    for room in ("bus", "config", "pipeline", "stages"):
+    for room in ("bus", "cli", "config", "gateway", "pipeline", "stages"):
         for path in (ROOT / room).rglob("*.py"):
             used |= codes_in(ast.parse(path.read_text()))
     used |= {f"invalid_{name}" for name in checked_sampling_fields()}
@@ -141,7 +141,7 @@ def test_the_life_of_a_request_names_what_there_is() -> None:
         functions = set(re.findall(r"`([\w.]+)`", cell)) - paths
         assert functions, f"{path} stands there without a function"
         assert not functions - names_in(ROOT / path), f"{path} has others"
-    rooms = ("bus", "pipeline", "stages")
+    rooms = ("bus", "pipeline", "stages", "gateway", "cli")
     known = set().union(*(names_in(path) for room in rooms for path in (ROOT / room).rglob("*.py")))
     assert not set(re.findall(r"`([A-Z]\w*(?:\.\w+)?)`", text)) - known
 

@@ -79,7 +79,7 @@ async def test_what_was_sent_before_closing_can_be_received(buses: Any, kit: Any
 
 
 async def test_open_bus_chooses_by_url(redis_url: str) -> None:
-    from nano_inference.bus.redis import RedisBus
+    from nano_inference.bus.redis.bus import RedisBus
 
     memory, redis = open_bus(BusConfig()), open_bus(BusConfig(url=redis_url))
     assert isinstance(memory, MemoryBus)

@@ -9,7 +9,7 @@ import pytest
 from redis.asyncio.connection import Connection, SSLConnection
 
 from nano_inference.bus import open_bus
-from nano_inference.bus.redis_address import Address, parse_address
+from nano_inference.bus.redis.address import Address, parse_address
 from nano_inference.config import BusConfig, BusError
 
 from ..servers import SERVICE, Node, valkey

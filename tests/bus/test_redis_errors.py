@@ -8,7 +8,7 @@ import pytest
 from redis.asyncio import Redis
 
 from nano_inference.bus import open_bus
-from nano_inference.bus.redis_client import check_version
+from nano_inference.bus.redis.client import check_version
 from nano_inference.config import BusConfig, BusError, redact
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from nano_inference.bus import redis_readers, redis_results
 from nano_inference.bus.codec import encode_output
 from nano_inference.bus.keys import Keys
+from nano_inference.bus.redis import readers as redis_readers
+from nano_inference.bus.redis import results as redis_results
 from nano_inference.config import BusError
 
 

@@ -14,11 +14,12 @@ import pytest_asyncio
 from redis import exceptions
 from redis.asyncio import Redis
 
-from nano_inference.bus import Bus, open_bus, redis_client
+from nano_inference.bus import Bus, open_bus
 from nano_inference.bus.control import ServerRestarted
 from nano_inference.bus.links import CREDITS
 from nano_inference.bus.messages import Credit
-from nano_inference.bus.redis_client import is_transient
+from nano_inference.bus.redis import client as redis_client
+from nano_inference.bus.redis.client import is_transient
 from nano_inference.config import BusConfig, BusError
 
 from ..rig import load, mortal_server
@@ -187,7 +188,7 @@ async def test_a_follower_gets_no_token_twice(place: Place, kit: Any) -> None:
 async def test_a_follower_of_what_was_lost_is_told(
     place: Place, kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nano_inference.bus.redis_follow.IDLE_CHECK_S", 0.05)
+    monkeypatch.setattr("nano_inference.bus.redis.follow.IDLE_CHECK_S", 0.05)
     bus = place.open()
     entry = await bus.requests.publish({"request_id": "r", "prompt": "x"})
     following = asyncio.create_task(kit.collect(bus.results.follow("r", entry)))

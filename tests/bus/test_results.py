@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from nano_inference.bus import Bus, MemoryBus
-from nano_inference.bus.memory_results import KEPT_FINISHED, TAIL_CAPACITY
+from nano_inference.bus.memory.results import KEPT_FINISHED, TAIL_CAPACITY
 from nano_inference.bus.public import Completion, CompletionSample, StageTime, Timings, Usage
 from nano_inference.config import BusError
 

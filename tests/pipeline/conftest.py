@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from nano_inference.bus.messages import NewSequence, StepPlan, StepResult
 from nano_inference.config import Config, load_config
-from nano_inference.pipeline.gateway import Gateway
+from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.stages.executor.core import ExecutorCore
 

@@ -20,7 +20,7 @@ import safetensors.torch
 from torch import Tensor
 
 from nano_inference.config import ConfigError, load_config
-from nano_inference.pipeline.gateway import Gateway
+from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
 
 from ..oracle import announcing, token_of

@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from nano_inference.config import load_config
-from nano_inference.stages.gateway import make_app
+from nano_inference.gateway.app import make_app
 
-from ..stages.gateway.fake import FakeEngine
+from ..gateway.fake import FakeEngine
 
 OpenHttp = Callable[..., httpx.AsyncClient]
 

@@ -12,11 +12,11 @@ import pytest
 
 from nano_inference.bus import StageReport
 from nano_inference.config import STAGES, ConfigError, load_config
+from nano_inference.gateway.app import make_app
 from nano_inference.pipeline.health import lanes_of, verdict, weights_trouble
-from nano_inference.stages.gateway import make_app
 
-from ..stages.gateway.fake import FakeEngine
-from ..stages.gateway.test_http import error_of
+from ..gateway.fake import FakeEngine
+from ..gateway.test_http import error_of
 
 LAN = "http://10.0.0.5:30000"
 FIREFOX = "Mozilla/5.0 (X11; Linux x86_64; rv:140.0) Gecko/20100101 Firefox/140.0"

@@ -19,12 +19,12 @@ import structlog
 
 from nano_inference.bus.public import CompletionChunk, GenerateRequest, Output
 from nano_inference.config import Config, ConfigError, GatewayConfig
-from nano_inference.stages.gateway import make_app
-from nano_inference.stages.gateway.connections import SPARE_CONNECTIONS
-from nano_inference.stages.gateway.limits import UNCOUNTED_BYTES
-from nano_inference.stages.gateway.server import HttpServer, connections_for
+from nano_inference.gateway.app import make_app
+from nano_inference.gateway.connections import SPARE_CONNECTIONS
+from nano_inference.gateway.limits import UNCOUNTED_BYTES
+from nano_inference.gateway.server import HttpServer, connections_for
 
-from ..stages.gateway.fake import FakeEngine, completion, sample
+from ..gateway.fake import FakeEngine, completion, sample
 
 LIMIT_S = 30
 
@@ -410,7 +410,7 @@ SERVER = """
 import asyncio, resource, socket, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 from nano_inference.config import GatewayConfig
-from nano_inference.stages.gateway.server import HttpServer
+from nano_inference.gateway.server import HttpServer
 
 async def app(scope, receive, send):
     headers = [(b"content-length", b"0")]

@@ -12,8 +12,9 @@ import pytest_asyncio
 from redis.asyncio import Redis
 
 from nano_inference import BusClient, Config, GenerateRequest, Pipeline, load_config
-from nano_inference.bus import Bus, Malformed, open_bus, redis_links
+from nano_inference.bus import Bus, Malformed, open_bus
 from nano_inference.bus.entries import MAX_TRACEPARENT_BYTES, MAX_TRACESTATE_BYTES
+from nano_inference.bus.redis import links as redis_links
 from nano_inference.config import MOST_TEXT, BusConfig, BusError, ChannelClosed
 from nano_inference.stages.admission.core import AdmissionCore
 from nano_inference.stages.admission.poison import is_of_the_entry

@@ -13,11 +13,11 @@ import pytest
 from nano_inference.bus.codec import decode_request, encode_request
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import nearest
-from nano_inference.stages.gateway.http import MOST_CONTAINERS
-from nano_inference.stages.gateway.sglang import generate, info, requests, weights
+from nano_inference.gateway.http import MOST_CONTAINERS
+from nano_inference.gateway.sglang import generate, info, requests, weights
 
-from ..stages.gateway.fake import FakeEngine, completion
-from ..stages.gateway.test_http import error_of
+from ..gateway.fake import FakeEngine, completion
+from ..gateway.test_http import error_of
 from .conftest import OpenHttp
 
 DEEP = 10_000

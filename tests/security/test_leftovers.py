@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="there is no 
 # In one process: it takes a second or two to start.
 OWNER = """
 import sys, torch
-from nano_inference.pipeline.commands.embedded import embedded_server
+from nano_inference.cli.embedded import embedded_server
 from nano_inference.stages.temporary import temporary_folder
 from nano_inference.stages.executor.transports import SharedWeights
 tensors = {name: torch.ones(1000) for name in "ab"}

@@ -24,9 +24,9 @@ from nano_inference.bus import Malformed, MemoryBus
 from nano_inference.bus.codec import check_request, decode_request
 from nano_inference.bus.control import StageStopped
 from nano_inference.bus.messages import Envelope
+from nano_inference.cli.child_output import MOST_LINE_BYTES, Lines, fit_to_show
+from nano_inference.cli.up import _child_environment, _House
 from nano_inference.config import MOST_TEXT, Config, PipelineConfig, TelemetryConfig, load_config
-from nano_inference.pipeline.commands.child_output import MOST_LINE_BYTES, Lines, fit_to_show
-from nano_inference.pipeline.commands.up import _child_environment, _House
 from nano_inference.pipeline.supervisor import StageFailed, supervise
 from nano_inference.stages.actor import Actor, StageContext
 from nano_inference.telemetry import Tracing, setup_logging

@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from nano_inference.stages.gateway.words import Words
+from nano_inference.gateway.words import Words
 
-from ..stages.gateway.fake import FakeEngine
-from ..stages.gateway.test_http import error_of
+from ..gateway.fake import FakeEngine
+from ..gateway.test_http import error_of
 from .conftest import OpenHttp
 
 LIMIT_S = 20

@@ -28,7 +28,7 @@ from nano_inference.bus.keys import Keys
 from nano_inference.bus.public import Completion, CompletionChunk, ErrorInfo
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import BusConfig, BusError, FairnessConfig, load_config
-from nano_inference.pipeline.gateway import Gateway
+from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
 
 ROOT = Path(__file__).parents[2]

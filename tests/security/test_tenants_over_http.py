@@ -14,11 +14,11 @@ import pytest
 from nano_inference.bus import StageReport
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config, load_config
+from nano_inference.gateway.tenants import MAX_TENANT_LENGTH
 from nano_inference.stages.admission.checks import MAX_TENANT_LENGTH as ADMISSIONS
-from nano_inference.stages.gateway.tenants import MAX_TENANT_LENGTH
 
-from ..stages.gateway.fake import FakeEngine, completion
-from ..stages.gateway.test_http import error_of
+from ..gateway.fake import FakeEngine, completion
+from ..gateway.test_http import error_of
 from .conftest import OpenHttp
 
 LIMIT_S = 20

@@ -22,16 +22,16 @@ from nano_inference.bus.control import (
 )
 from nano_inference.bus.weights import FolderWeights, GroupWeights, TensorMeta, WeightsSource
 from nano_inference.config import WeightsError, load_config
+from nano_inference.gateway.app import make_app
+from nano_inference.gateway.sglang import sync as sync_module
+from nano_inference.gateway.sglang import weights as weights_module
+from nano_inference.gateway.sglang.labels import VersionLabels
+from nano_inference.gateway.sglang.sync import WeightSync
 from nano_inference.stages.executor.transports import SharedWeights, WeightsGroup, group
-from nano_inference.stages.gateway import make_app
-from nano_inference.stages.gateway.sglang import sync as sync_module
-from nano_inference.stages.gateway.sglang import weights as weights_module
-from nano_inference.stages.gateway.sglang.labels import VersionLabels
-from nano_inference.stages.gateway.sglang.sync import WeightSync
 
+from ..gateway.fake import FakeEngine
 from ..pipeline.test_life import until
 from ..stages.executor.transports.peers import free_address
-from ..stages.gateway.fake import FakeEngine
 from .executor import LIMIT_S, Executor, running
 
 NEVER_S = 3600.0

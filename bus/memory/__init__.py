@@ -1,0 +1,5 @@
+"""The bus within one process."""
+
+from .bus import MemoryBus
+
+__all__ = ["MemoryBus"]

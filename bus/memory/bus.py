@@ -1,0 +1,315 @@
+"""The bus within one process: messages pass by reference, and nothing is encoded.
+
+Everything belongs to one event loop; a hop costs one deque and, when somebody waits, one wake-up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from ...config import STAGES, BusConfig, BusError, role_of_sender, split_role
+from ..board import MemoryBoard
+from ..channel import Backlog, DeadLetter, Inbox, RequestEntry, Sender, dead_letter
+from ..codec import check_request
+from ..entries import usable_trace
+from ..in_place import MemoryWeightsMemory
+from ..line import Line, bus_closed
+from ..links import Link
+from ..messages import Envelope, Message
+from ..public import Completion, ErrorInfo, GenerateRequest
+from ..replies import MemoryReplies
+from .results import MemoryResults
+
+KEPT_DEAD = 1024
+"""Dead letters that are kept in memory."""
+
+
+class MemoryInbox:
+    """All links that end at a stage, in one line in order of arrival."""
+
+    def __init__(self, stage: str, link_capacity: int) -> None:
+        self._line: Line[Envelope] = Line(f"the inbox of {stage}")
+        self._link_capacity = link_capacity
+
+    async def receive(self, max_items: int = 64) -> list[Envelope]:
+        """See `Inbox.receive`."""
+        return await self._line.take(max_items)
+
+    async def put(self, link: Link, envelope: Envelope) -> None:
+        """Appends a message; waits while `link` has its share of the line full.
+
+        Clients have a share of their own on the control links, which they could fill without end.
+
+        Raises:
+            ChannelClosed: The inbox was closed.
+        """
+        if link.closes_circle and _stage_of(envelope.sender) not in STAGES:
+            await self._line.put(envelope, f"{link.name} of clients", self._link_capacity)
+        else:
+            capacity = None if link.closes_circle else self._link_capacity
+            await self._line.put(envelope, link.name, capacity)
+
+    def take_over(self, older: MemoryInbox) -> None:
+        """Closes an older inbox of the same stage; its waiting senders go on with this one."""
+        older._line.move_waiting_to(self._line)
+        older._line.close()
+
+    def close(self) -> None:
+        """Takes no more messages; those already there can still be received."""
+        self._line.close()
+
+    async def aclose(self) -> None:
+        """See `Inbox.aclose`."""
+        self.close()
+
+
+def _stage_of(sender: str) -> str:
+    return split_role(role_of_sender(sender))[0]
+
+
+class Inboxes:
+    """The inboxes of this process, by stage."""
+
+    def __init__(self) -> None:
+        self._by_stage: dict[str, MemoryInbox] = {}
+        self.closed = False
+
+    def add(self, stage: str, inbox: MemoryInbox) -> None:
+        older = self._by_stage.get(stage)
+        self._by_stage[stage] = inbox
+        if older is not None:
+            inbox.take_over(older)
+
+    def get(self, stage: str) -> MemoryInbox | None:
+        """The stage's inbox, or None when it was never opened.
+
+        Raises:
+            ChannelClosed: The bus was closed.
+        """
+        if self.closed:
+            raise bus_closed()
+        return self._by_stage.get(stage)
+
+    def close(self) -> None:
+        self.closed = True
+        for inbox in self._by_stage.values():
+            inbox.close()
+
+
+class Numbering:
+    """Counts the messages of each sender on each link, from 1, across all of its senders' objects.
+
+    A second object for the same incarnation goes on counting, or its messages would look repeated.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, str], int] = {}
+
+    def next(self, link: str, sender: str) -> int:
+        number = self._last.get((link, sender), 0) + 1
+        self._last[link, sender] = number
+        return number
+
+
+class MemorySender:
+    """The sending end of a link whose receiver lives in this process."""
+
+    def __init__(self, inboxes: Inboxes, numbering: Numbering, link: Link, sender: str) -> None:
+        self._inboxes = inboxes
+        self._numbering = numbering
+        self._link = link
+        self._sender = sender
+
+    async def send(
+        self,
+        body: Message,
+        *,
+        epoch: int = 0,
+        traceparent: str = "",
+        tracestate: str = "",
+        budget_ns: int | None = None,
+    ) -> None:
+        """See `Sender.send`."""
+        inbox = self._inboxes.get(self._link.receiver)
+        if inbox is None:
+            return
+        number = self._numbering.next(self._link.name, self._sender)
+        envelope = Envelope(
+            body,
+            epoch,
+            self._sender,
+            number,
+            time.time_ns(),
+            traceparent,
+            tracestate,
+            budget_ns,
+        )
+        await inbox.put(self._link, envelope)
+
+    async def flush(self) -> None:
+        """Does nothing: what was sent is in the receiver's inbox."""
+
+
+class MemoryRequests:
+    """The requests queue; see `RequestQueue`. Entry ids are "0-1", "0-2" and so on."""
+
+    def __init__(self, config: BusConfig, results: MemoryResults) -> None:
+        self._config = config
+        self._results = results
+        # Each with the time at which it was published.
+        self._line: Line[tuple[RequestEntry, int]] = Line("the requests queue")
+        self._taken: dict[str, tuple[RequestEntry, int]] = {}
+        self._dead: OrderedDict[str, DeadLetter] = OrderedDict()
+        self._last = 0
+
+    async def publish(
+        self,
+        request: GenerateRequest | dict[str, Any] | bytes,
+        *,
+        traceparent: str = "",
+        tracestate: str = "",
+    ) -> str:
+        """See `RequestQueue.publish`."""
+        checked = check_request(request, self._config.max_request_bytes)
+        self._last += 1
+        entry_id = f"0-{self._last}"
+        # Outputs can come as soon as the entry is in the line, so their place is made first.
+        self._results.expect(entry_id, checked.request_id)
+        entry = RequestEntry(entry_id, checked, *usable_trace(traceparent, tracestate))
+        item = (entry, time.monotonic_ns())
+        try:
+            await self._line.put(item, capacity=self._config.link_capacity)
+        except (BusError, asyncio.CancelledError):
+            self._results.forget(entry_id)
+            raise
+        return entry_id
+
+    async def pending(self) -> list[RequestEntry]:
+        """See `RequestQueue.pending`."""
+        return [_aged(*item) for item in self._taken.values()]
+
+    async def take(self, max_items: int = 64) -> list[RequestEntry]:
+        """See `RequestQueue.take`."""
+        items = await self._line.take(max_items)
+        self._taken.update((entry.entry_id, (entry, since)) for entry, since in items)
+        return [_aged(*item) for item in items]
+
+    async def acknowledge(self, entry_id: str) -> None:
+        """See `RequestQueue.acknowledge`."""
+        self._taken.pop(entry_id, None)
+
+    async def renew(self, lease_s: float) -> set[str]:
+        """See `RequestQueue.renew`. There is no other lane that could take anything."""
+        return set()
+
+    def distrust(self) -> None:
+        """See `RequestQueue.distrust`. No server, no restart."""
+
+    async def take_over(self, lease_s: float, max_items: int) -> list[RequestEntry]:
+        """See `RequestQueue.take_over`."""
+        return []
+
+    async def shed(
+        self, max_queued: int, answer: Callable[[RequestEntry, int], Completion], epoch: int
+    ) -> int:
+        """See `RequestQueue.shed`. Here `publish` waits."""
+        return 0
+
+    async def bury(self, entry: RequestEntry, error: ErrorInfo, deaths: int) -> None:
+        """See `RequestQueue.bury`. The oldest go when there are more than `KEPT_DEAD`."""
+        letter = dead_letter(entry, error, deaths, time.time_ns())
+        self._dead[entry.entry_id] = msgspec.structs.replace(letter, letter_id=entry.entry_id)
+        if len(self._dead) > KEPT_DEAD:
+            self._dead.popitem(last=False)
+
+    async def dead_letters(self) -> list[DeadLetter]:
+        """See `RequestQueue.dead_letters`."""
+        return list(self._dead.values())
+
+    async def drop_dead_letter(self, letter_id: str) -> bool:
+        """See `RequestQueue.drop_dead_letter`."""
+        return self._dead.pop(letter_id, None) is not None
+
+    async def backlog(self) -> Backlog:
+        """See `RequestQueue.backlog`."""
+        return Backlog(len(self._line), len(self._taken), len(self._dead))
+
+    def close(self) -> None:
+        self._line.close()
+
+
+def _aged(entry: RequestEntry, since_ns: int) -> RequestEntry:
+    if getattr(entry.request, "budget_ns", None) is None:
+        return entry
+    return msgspec.structs.replace(entry, waited_ns=time.monotonic_ns() - since_ns)
+
+
+class MemoryBus:
+    """Everything in this process and one event loop; see `Bus`."""
+
+    requests: MemoryRequests
+    results: MemoryResults
+    stages: MemoryBoard
+    replies: MemoryReplies
+    weights: MemoryWeightsMemory
+
+    def __init__(self, config: BusConfig) -> None:
+        self._config = config
+        self._inboxes = Inboxes()
+        self._numbering = Numbering()
+        self._epoch = 0
+        self.results = MemoryResults()
+        self.requests = MemoryRequests(config, self.results)
+        self.stages = MemoryBoard()
+        self.replies = MemoryReplies()
+        self.weights = MemoryWeightsMemory()
+
+    async def open_inbox(self, stage: str) -> Inbox:
+        """See `Bus.open_inbox`."""
+        self._check_open()
+        inbox = MemoryInbox(stage, self._config.link_capacity)
+        self._inboxes.add(stage, inbox)
+        return inbox
+
+    async def lanes(self) -> list[str]:
+        """See `Bus.lanes`. There is one."""
+        return [self._config.lane]
+
+    def sender(self, link: Link, sender: str, lane: str | None = None) -> Sender:
+        """See `Bus.sender`."""
+        return MemorySender(self._inboxes, self._numbering, link, sender)
+
+    async def next_epoch(self) -> int:
+        """See `Bus.next_epoch`."""
+        self._check_open()
+        self._epoch += 1
+        return self._epoch
+
+    async def is_epoch(self, number: int) -> bool:
+        """See `Bus.is_epoch`."""
+        return number <= self._epoch
+
+    @property
+    def reconnects(self) -> int:
+        """See `Bus.reconnects`. There is nothing that could be away."""
+        return 0
+
+    async def ping(self) -> None:
+        """Returns at once; raises ChannelClosed after `aclose`."""
+        self._check_open()
+
+    async def aclose(self) -> None:
+        """See `Bus.aclose`."""
+        self._inboxes.close()
+        self.requests.close()
+        self.results.close()
+
+    def _check_open(self) -> None:
+        if self._inboxes.closed:
+            raise bus_closed()

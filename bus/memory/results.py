@@ -1,0 +1,284 @@
+"""Result streams in memory: outputs by reference, kept from publish until they were followed."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from typing import Self
+
+from ...config import BusError
+from ..line import bus_closed
+from ..public import Completion, Output
+
+KEPT_FINISHED = 1024
+"""Requests that ended and that nobody has followed yet, of which the outputs are kept."""
+
+REMEMBERED_ENDED = 16_384
+"""Ended requests that are remembered by their entry id, so that none ends twice."""
+
+TAIL_CAPACITY = 1024
+"""Terminal messages that may wait for a slow reader of `tail`; older ones are dropped."""
+
+
+class _Signal:
+    """Wakes those who wait for something to change."""
+
+    __slots__ = ("_waiters",)
+
+    def __init__(self) -> None:
+        self._waiters: list[asyncio.Future[None]] = []
+
+    async def wait(self) -> None:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        await waiter
+
+    def notify(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+class _Route:
+    """The outputs of one entry, and the keys that lead to it."""
+
+    __slots__ = ("changed", "claimed", "ended", "entry_id", "keys", "outputs")
+
+    def __init__(self, entry_id: str) -> None:
+        self.entry_id = entry_id
+        self.keys: set[str] = set()
+        self.claimed: set[str] = set()
+        self.outputs: list[Output] = []
+        self.ended = False
+        self.changed = _Signal()
+
+
+class MemoryResults:
+    """See `ResultStreams`.
+
+    Outputs find their way by entry id, so two requests of the same id never mix. A request that
+    runs keeps its outputs; of those that ended without being followed, the latest
+    `KEPT_FINISHED` do.
+    """
+
+    def __init__(self) -> None:
+        self._routes: dict[str, _Route] = {}
+        self._by_key: dict[str, _Route] = {}
+        self._finished: dict[str, None] = {}
+        self._ended: dict[str, None] = {}
+        self._tails: weakref.WeakSet[_Tail] = weakref.WeakSet()
+        self._appeared = _Signal()
+        self._closed = False
+
+    def expect(self, entry_id: str, request_id: str) -> None:
+        """Makes place for the outputs of an entry. `request_id` may be "", or taken already."""
+        self._check_open()
+        route = self._routes[entry_id] = _Route(entry_id)
+        for key in {entry_id, request_id} - {""}:
+            self._lead(key, route)
+
+    def forget(self, entry_id: str) -> None:
+        """Drops an entry's outputs and all that leads to them."""
+        self._finished.pop(entry_id, None)
+        route = self._routes.pop(entry_id, None)
+        if route is not None:
+            for key in route.keys:
+                self._by_key.pop(key, None)
+
+    async def deliver(
+        self, batch: Sequence[tuple[str, Sequence[Output]]], epoch: int = 1
+    ) -> set[str]:
+        """See `ResultStreams.deliver`. A stage that was replaced in this process is gone, so
+        the epoch is of no use here."""
+        self._check_open()
+        for key, outputs in batch:
+            for output in outputs:
+                self._append(key, output)
+        return set()
+
+    async def recover(self, keys: Sequence[str], epoch: int) -> list[list[Output]]:
+        """See `ResultStreams.recover`."""
+        self._check_open()
+        routes = [self._by_key.get(key) for key in keys]
+        return [[] if route is None else list(route.outputs) for route in routes]
+
+    async def claim(self, claims: Sequence[tuple[str, str]]) -> list[str | None]:
+        """See `ResultStreams.claim`."""
+        return [self._claim(key, entry_id) for key, entry_id in claims]
+
+    def follow(self, request_id: str, entry_id: str) -> _Follow:
+        """See `ResultStreams.follow`."""
+        return _Follow(self, request_id, entry_id)
+
+    async def tail(self) -> _Tail:
+        """See `ResultStreams.tail`."""
+        self._check_open()
+        tail = _Tail(self)
+        self._tails.add(tail)
+        return tail
+
+    async def newest(self, within_s: float) -> AsyncIterator[Completion]:
+        """See `ResultStreams.newest`."""
+        ends = [self._routes[entry_id].outputs[-1] for entry_id in self._finished]
+        kept = [end for end in ends if isinstance(end, Completion)]
+        since = kept[-1].timings.finished_ns - within_s * 1e9 if kept else 0
+        for completion in kept:
+            if completion.timings.finished_ns >= since:
+                yield completion
+
+    def close(self) -> None:
+        """Ends all who follow or tail, once they have read what is there."""
+        self._closed = True
+        self._appeared.notify()
+        for route in self._routes.values():
+            route.changed.notify()
+        for tail in self._tails:
+            tail.changed.notify()
+
+    def _lead(self, key: str, route: _Route) -> None:
+        """The first of two entries with the same request id has the key."""
+        if self._by_key.setdefault(key, route) is route:
+            route.keys.add(key)
+            self._appeared.notify()
+
+    def _claim(self, key: str, entry_id: str) -> str | None:
+        """A claimed key leads to its owner, whichever of two entries was published first."""
+        holder = self._by_key.get(key)
+        if holder is not None and key in holder.claimed:
+            return holder.entry_id
+        route = self._routes.get(entry_id)
+        if route is None and entry_id not in self._ended:
+            route = self._routes[entry_id] = _Route(entry_id)
+        if route is None:
+            return None
+        if holder is not None and holder is not route:
+            holder.keys.discard(key)
+        self._by_key[key] = route
+        route.keys.add(key)
+        route.claimed.add(key)
+        return None
+
+    def _append(self, key: str, output: Output) -> None:
+        entry_id = output.entry_id
+        route = self._routes.get(entry_id)
+        if route is None and entry_id not in self._ended:
+            route = self._routes[entry_id] = _Route(entry_id)
+        if route is None or route.ended:
+            return
+        self._lead(key, route)
+        route.claimed.add(key)
+        route.outputs.append(output)
+        if isinstance(output, Completion):
+            self._end(route, output)
+        route.changed.notify()
+
+    def _end(self, route: _Route, completion: Completion) -> None:
+        route.ended = True
+        _remember(self._ended, route.entry_id, REMEMBERED_ENDED)
+        oldest = _remember(self._finished, route.entry_id, KEPT_FINISHED)
+        if oldest is not None:
+            self.forget(oldest)
+        for tail in self._tails:
+            tail.push(completion)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise bus_closed()
+
+    async def _find(self, request_id: str, entry_id: str) -> _Route:
+        if entry_id:
+            route = self._routes.get(entry_id)
+            if route is None:
+                raise BusError(
+                    f"entry {entry_id} is not in flight, and its outputs are no longer kept; "
+                    "each request can be followed once",
+                    code="unknown_request",
+                )
+            return route
+        while (route := self._by_key.get(request_id)) is None:
+            self._check_open()
+            await self._appeared.wait()
+        return route
+
+
+class _Follow:
+    """Reads one entry's outputs from the first on."""
+
+    def __init__(self, results: MemoryResults, request_id: str, entry_id: str) -> None:
+        self._results = results
+        self._wanted = (request_id, entry_id)
+        self._route: _Route | None = None
+        self._position = 0
+        self._done = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Output:
+        if self._done:
+            raise StopAsyncIteration
+        if self._route is None:
+            self._route = await self._results._find(*self._wanted)
+        route = self._route
+        while self._position == len(route.outputs):
+            self._results._check_open()
+            await route.changed.wait()
+            if self._done:  # by `aclose`
+                raise StopAsyncIteration
+        output = route.outputs[self._position]
+        self._position += 1
+        if isinstance(output, Completion):
+            self._done = True
+            self._results.forget(route.entry_id)
+        return output
+
+    async def aclose(self) -> None:
+        """Stops reading; the outputs stay."""
+        self._done = True
+        if self._route is not None:
+            self._route.changed.notify()
+
+
+class _Tail:
+    """Reads terminal messages as they come."""
+
+    def __init__(self, results: MemoryResults) -> None:
+        self._results = results
+        self._queue: deque[Completion] = deque(maxlen=TAIL_CAPACITY)
+        self._done = False
+        self.changed = _Signal()
+
+    def push(self, completion: Completion) -> None:
+        self._queue.append(completion)
+        self.changed.notify()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Completion:
+        while not self._queue:
+            if self._done:
+                raise StopAsyncIteration
+            self._results._check_open()
+            await self.changed.wait()
+        return self._queue.popleft()
+
+    async def aclose(self) -> None:
+        """Stops reading."""
+        self._done = True
+        self._results._tails.discard(self)
+        self._queue.clear()
+        self.changed.notify()
+
+
+def _remember(names: dict[str, None], name: str, most: int) -> str | None:
+    """Notes a name, and drops and returns the oldest beyond `most`."""
+    names[name] = None
+    if len(names) <= most:
+        return None
+    oldest = next(iter(names))
+    del names[oldest]
+    return oldest

@@ -1,0 +1,201 @@
+"""The bus on Redis: durable ends, links between processes, and results for clients anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import uuid
+from functools import partial
+
+from ...config import STAGES, BusConfig, BusError, role_of_sender, split_role
+from ..channel import Inbox, Sender
+from ..keys import Keys
+from ..line import bus_closed
+from ..links import Link, links_to
+from ..memory.bus import Inboxes, MemoryInbox, MemorySender, Numbering
+from .board import RedisBoard
+from .client import (
+    NOT_PERMITTED,
+    Commands,
+    Server,
+    check_version,
+    execute,
+    on_each,
+    time_ms,
+)
+from .in_place import RedisWeightsMemory
+from .leases import live_lanes
+from .links import LinkReader, LinkWriter, RedisSender, Seen
+from .replies import RedisReplies
+from .requests import RedisRequests
+from .results import RedisResults
+
+COMMAND_CONNECTIONS = 8
+"""Connections for commands that don't block, shared by everything in this bus."""
+
+CLOSE_PATIENCE_S = 5.0
+"""How long `aclose` waits for what is still to be written, when Redis is slow or away."""
+
+# Not below the time of day in milliseconds: a server that has lost its data would count from 1
+# again, and who knows a larger epoch would take the new one for an old one.
+_EPOCH = """
+local time = redis.call('TIME')
+local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+local epoch = math.max(tonumber(redis.call('GET', KEYS[1]) or 0) + 1, now_ms)
+redis.call('SET', KEYS[1], string.format('%.0f', epoch))
+return epoch
+"""
+
+
+class RedisBus:
+    """Everything over one Redis server; see `Bus`.
+
+    A link stays in memory when both of its ends are stages of this process (`local_stages`) and
+    `config.links` is "auto". Who else sends on such a link (a client, on a control link) sends
+    over Redis, and the inbox merges both.
+    """
+
+    requests: RedisRequests
+    results: RedisResults
+    stages: RedisBoard
+    replies: RedisReplies
+    weights: RedisWeightsMemory
+
+    def __init__(
+        self, config: BusConfig, local_stages: frozenset[str] = frozenset(), replicas: int = 1
+    ) -> None:
+        """Does not connect yet. Raises BusError when the URL can't be used."""
+        self._config = config
+        self._replicas = replicas
+        self._local = local_stages if config.links == "auto" else frozenset()
+        self._keys = Keys(config.prefix, config.lane)
+        self._server = Server(config.url, _client_name(local_stages))
+        self._commands = Commands(self._server, COMMAND_CONNECTIONS)
+        self._writes = self._server.client(COMMAND_CONNECTIONS)
+        self._inboxes = Inboxes()
+        self._numbering = Numbering()
+        self._seen = Seen()
+        self._nonce = uuid.uuid4().bytes[:8]
+        self._writers: dict[tuple[str, str], LinkWriter] = {}
+        self._readers: dict[str, LinkReader] = {}
+        self.results = RedisResults(config, self._keys, self._server, self._commands)
+        self.requests = RedisRequests(
+            config, self._keys, self._server, self._commands, self.results
+        )
+        self.stages = RedisBoard(self._keys, self._commands)
+        self.replies = RedisReplies(self._keys, self._commands)
+        self.weights = RedisWeightsMemory(self._keys, self._commands)
+
+    async def open_inbox(self, stage: str) -> Inbox:
+        """See `Bus.open_inbox`. Waits while Redis is away."""
+        self._check_open()
+        older = self._readers.pop(stage, None)
+        if older is not None:
+            await older.aclose()
+        inbox = MemoryInbox(stage, self._config.link_capacity)
+        links = [link for link in links_to(stage, self._replicas) if not self._is_local(link)]
+        if links:
+            capacity = self._config.link_capacity
+            reader = LinkReader(self._server, self._keys, links, inbox, self._seen, capacity)
+            self._readers[stage] = reader
+            await self._commands.idempotent(f"inbox of {stage}", reader.start)
+        self._check_open()
+        self._inboxes.add(stage, inbox)
+        return inbox
+
+    def sender(self, link: Link, sender: str, lane: str | None = None) -> Sender:
+        """See `Bus.sender`. `sender` begins with its stage's name and a hyphen."""
+        lane = self._config.lane if lane is None else lane
+        local = link.receiver in self._local and lane == self._config.lane
+        if local and role_of_sender(sender) in self._local:
+            return MemorySender(self._inboxes, self._numbering, link, sender)
+        return RedisSender(partial(self._writer, lane=lane), self._numbering, link, sender)
+
+    async def lanes(self) -> list[str]:
+        """See `Bus.lanes`."""
+
+        redis, key = self._commands.redis, self._keys.lanes
+        registry = await self._commands.idempotent("lanes", lambda: execute(redis, "HGETALL", key))
+        now_ms = await self._commands.idempotent("lanes", lambda: time_ms(redis, key))
+        return live_lanes(registry, now_ms) or [self._config.lane]
+
+    async def next_epoch(self) -> int:
+        """See `Bus.next_epoch`. Waits while Redis is away."""
+        redis, key = self._commands.redis, self._keys.epoch
+        return int(
+            await self._commands.idempotent("epoch", lambda: execute(redis, "EVAL", _EPOCH, 1, key))
+        )
+
+    async def is_epoch(self, number: int) -> bool:
+        """See `Bus.is_epoch`. When the counter is lost, it will go on from the server's time."""
+        redis, key = self._commands.redis, self._keys.epoch
+        last = await self._commands.idempotent("epoch", lambda: execute(redis, "GET", key))
+        if last is not None:
+            return number <= int(last)
+        now_ms = await self._commands.idempotent("epoch", lambda: time_ms(redis, key))
+        return number <= now_ms + 1000
+
+    @property
+    def reconnects(self) -> int:
+        """See `Bus.reconnects`."""
+        return self._server.reconnects
+
+    async def ping(self) -> None:
+        """See `Bus.ping`. Looks at the server's version too, where it may."""
+        redis = self._commands.redis
+        await self._commands.once(lambda: execute(redis, "PING"))
+        try:
+            infos = await self._commands.once(lambda: on_each(redis, "INFO", "server"))
+        except BusError as error:
+            if error.code != NOT_PERMITTED:
+                raise
+            return  # a client needs no right to look at the server
+        for info in infos:
+            check_version(info, self._server.name)
+
+    async def aclose(self) -> None:
+        """See `Bus.aclose`. Gives up after `CLOSE_PATIENCE_S` when Redis is away."""
+        if self._inboxes.closed:
+            return
+        self._inboxes.close()
+        await asyncio.gather(
+            *(writer.aclose(CLOSE_PATIENCE_S) for writer in self._writers.values()),
+            *(reader.aclose() for reader in self._readers.values()),
+            self.requests.aclose(CLOSE_PATIENCE_S),
+            self.results.aclose(),
+        )
+        await self._commands.aclose(CLOSE_PATIENCE_S)
+        await self._writes.aclose()
+        await self._server.aclose()
+
+    def _is_local(self, link: Link) -> bool:
+        """Whether nobody sends on this link over Redis. Anybody may send on a control link."""
+        if link.name.startswith("control."):
+            return False
+        return link.receiver in self._local and all(s in self._local for s in link.senders)
+
+    def _writer(self, link: Link, *, lane: str) -> LinkWriter:
+        self._check_open()
+        writer = self._writers.get((lane, link.name))
+        if writer is None:
+            writer = self._writers[lane, link.name] = LinkWriter(
+                self._server,
+                self._writes,
+                self._keys.link(link.name, lane),
+                link,
+                self._nonce,
+                self._config.link_capacity,
+            )
+        return writer
+
+    def _check_open(self) -> None:
+        if self._inboxes.closed:
+            raise bus_closed()
+
+
+def _client_name(stages: frozenset[str]) -> str:
+    """What tells this process's connections from others in CLIENT LIST; without spaces."""
+    ordered = sorted(stages, key=lambda role: (STAGES.index(split_role(role)[0]), role))
+    role = "+".join(ordered) or "client"
+    return f"{role}.{socket.gethostname()}-{os.getpid()}"

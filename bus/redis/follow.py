@@ -1,0 +1,182 @@
+"""Following one request, or the results of all, on Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Self
+
+from redis import exceptions
+
+from ...config import BusError, ChannelClosed
+from ..codec import decode_output
+from ..keys import Keys
+from ..public import Completion, CompletionChunk, Output
+from .client import Commands, execute_all, log
+from .readers import Readers, Subscription
+
+IDLE_CHECK_S = 30.0
+"""Who follows a request of which nothing comes looks so often whether something still can."""
+
+
+class RedisFollow:
+    """Reads the outputs of one request; see `ResultStreams.follow`."""
+
+    def __init__(
+        self,
+        readers: Readers,
+        keys: Keys,
+        commands: Commands,
+        request_id: str,
+        entry_id: str,
+    ) -> None:
+        self._readers = readers
+        self._commands = commands
+        self._requests_key = keys.requests
+        self._entry_id = entry_id
+        self._outs = [keys.out(key) for key in dict.fromkeys((request_id, entry_id)) if key]
+        self._subscription: Subscription | None = None
+        self._done = False
+        # Tokens given out of each sample: a server restarted with old data gets some again.
+        self._given: dict[int, int] = {}
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Output:
+        if self._done:
+            raise StopAsyncIteration
+        if self._subscription is None:
+            if self._entry_id:
+                await self._check_known()
+            self._subscription = self._readers.subscribe(dict.fromkeys(self._outs, b"0-0"))
+        subscription = self._subscription
+        while True:
+            try:
+                async with asyncio.timeout(IDLE_CHECK_S):
+                    key, raw = await subscription.next()
+            except TimeoutError:
+                await self._check_still_known()
+                continue
+            except ChannelClosed:
+                if self._done:  # by our own `aclose`
+                    raise StopAsyncIteration from None
+                raise
+            output = self._decode(key, raw)
+            if self._entry_id and output.entry_id != self._entry_id:
+                continue  # another request of the same id
+            if isinstance(output, CompletionChunk) and not self._is_next(output):
+                continue
+            subscription.keep_only(key)
+            if isinstance(output, Completion):
+                await self.aclose()
+            return output
+
+    async def aclose(self) -> None:
+        """Stops reading."""
+        self._done = True
+        if self._subscription is not None:
+            self._subscription.close()
+
+    def __del__(self) -> None:
+        if self._subscription is not None:
+            self._subscription.close()
+
+    def _decode(self, key: bytes, raw: bytes | None) -> Output:
+        try:
+            return decode_output(raw or b"")
+        except (ValueError, RecursionError) as error:
+            self._done = True
+            if self._subscription is not None:
+                self._subscription.close()
+            raise BusError(
+                f"the stream {key.decode('utf-8', 'replace')} holds something that is not an "
+                f"output: {error}",
+                code="malformed_output",
+            ) from None
+
+    def _is_next(self, chunk: CompletionChunk) -> bool:
+        """Whether it continues what was given out.
+
+        Not when it was given out already, and not when tokens are missing before it: a server
+        restarted without its last entries may get one more before the stream is written anew.
+        """
+        given = self._given.get(chunk.sample_index, 0)
+        if chunk.token_offset != given:
+            return False
+        self._given[chunk.sample_index] = given + len(chunk.token_ids)
+        return True
+
+    async def _check_still_known(self) -> None:
+        """A server that lost its data has neither the request nor its outputs.
+
+        Raises:
+            BusError: So it is.
+        """
+        if self._entry_id:
+            try:
+                await self._check_known()
+            except BusError:
+                await self.aclose()
+                raise
+
+    async def _check_known(self) -> None:
+        """An entry leaves the queue only after its terminal message is written.
+
+        Raises:
+            BusError: It is not in the queue, and there is no output: nothing will ever come.
+        """
+        entry_id = self._entry_id
+
+        redis, key = self._commands.redis, self._requests_key
+        ask = (("XRANGE", key, entry_id, entry_id),)
+        # An error: the entry id is not one of Redis's. The order counts: the queue first.
+        (queued,) = await self._commands.idempotent(
+            "follow", lambda: execute_all(redis, ask, raise_on_error=False)
+        )
+        looks = [("EXISTS", out) for out in self._outs]
+        written = await self._commands.idempotent("follow", lambda: execute_all(redis, looks))
+        if isinstance(queued, exceptions.NoPermissionError):
+            return  # who may not read the queue has to trust that it holds his request
+        if not any(written) and (isinstance(queued, Exception) or not queued):
+            self._done = True
+            raise BusError(
+                f"entry {entry_id[:80]!r} is not in the requests queue, and its outputs are no "
+                "longer readable; they are kept for bus.results_ttl_s after its end",
+                code="unknown_request",
+            )
+
+
+class RedisTail:
+    """Reads the results stream; see `ResultStreams.tail`."""
+
+    def __init__(self, subscription: Subscription) -> None:
+        self._subscription = subscription
+        self._done = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Completion:
+        while not self._done:
+            try:
+                _, raw = await self._subscription.next()
+            except ChannelClosed:
+                if self._done:  # by our own `aclose`
+                    break
+                raise
+            try:
+                output = decode_output(raw or b"")
+            except (ValueError, RecursionError) as error:
+                log.warning("bus.undecodable_entry", stream="results", error=str(error))
+                continue
+            if isinstance(output, Completion):
+                return output
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Stops reading."""
+        self._done = True
+        self._subscription.close()
+
+    def __del__(self) -> None:
+        self._subscription.close()

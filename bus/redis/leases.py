@@ -1,0 +1,315 @@
+"""Who has which entry of the requests stream: leases, taking over, and refusing what is too much.
+
+Several pipelines ("lanes") share the stream. Each is one consumer of its group, so the group's
+list of pending entries says whose an entry is, and how long its lease was not renewed. Whatever
+depends on that is done in a script: looking and acting is one step, for all lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from ...config import BusConfig, LaneReplaced
+from ..channel import RequestEntry
+from ..keys import Keys
+from ..public import Completion, GenerateRequest
+from .client import Commands, execute, persist
+from .waiting import WaitingEntries
+
+SHED_PAGE = 64
+"""Entries that are refused in one go."""
+
+LOOK_PAGE = 256
+"""Entries that are looked at in one go, to see whose they are."""
+
+TAKE_OVER_PAGE = 1024
+RENEW_PAGE = 4096
+"""Entries in one script; a Lua function takes fewer than 8000 arguments."""
+
+DEFAULT_TENANT: str = GenerateRequest().tenant
+
+_NOW = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+"""
+
+# The lane is ours from now on.
+_ENLIST = f"""{_NOW}
+redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f %s', now + ARGV[3], ARGV[2]))
+"""
+
+# An entry that nobody has but that is still there (the group was made again) is neither ours nor
+# lost: it will be handed out again. When the registry does not know us, the server has lost its
+# data, and what is gone was not answered by anybody. Lanes that are long dead leave the registry.
+_RENEW = f"""{_NOW}
+local group, consumer, lane, keeper, lease = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local kept = redis.call('HGET', KEYS[2], lane)
+if kept and string.match(kept, ' (.*)') ~= keeper then return redis.error_reply('REPLACED') end
+redis.call('HSET', KEYS[2], lane, string.format('%.0f %s', now + lease, keeper))
+local all = redis.call('HGETALL', KEYS[2])
+for i = 1, #all, 2 do
+  local ends = tonumber(string.match(all[i + 1], '^%d+')) or 0
+  if ends + 3600000 < now then redis.call('HDEL', KEYS[2], all[i]) end
+end
+local lost, gone, claim = {{}}, {{}}, {{'XCLAIM', KEYS[1], group, consumer, 0}}
+for i = 6, #ARGV do
+  local row = redis.pcall('XPENDING', KEYS[1], group, ARGV[i], ARGV[i], 1)
+  if row.err then
+    if string.sub(row.err, 1, 7) == 'NOGROUP' then return {{lost, gone}} end
+    return row
+  end
+  if row[1] and row[1][2] == consumer then
+    claim[#claim + 1] = ARGV[i]
+  elseif row[1] then
+    lost[#lost + 1] = ARGV[i]
+  elseif #redis.call('XRANGE', KEYS[1], ARGV[i], ARGV[i]) == 0 then
+    gone[#gone + 1] = ARGV[i]
+  end
+end
+if #claim > 5 then
+  claim[#claim + 1] = 'JUSTID'
+  redis.call(unpack(claim))
+end
+return {{lost, kept and gone or {{}}}}
+"""
+
+# XCLAIM drops what was deleted.
+_TAKE_OVER = """
+local rows = redis.pcall('XPENDING', KEYS[1], ARGV[1], 'IDLE', ARGV[3], '-', '+', ARGV[4])
+if rows.err then
+  if string.sub(rows.err, 1, 7) == 'NOGROUP' then return {} end
+  return rows
+end
+if #rows == 0 then return {} end
+local claim = {'XCLAIM', KEYS[1], ARGV[1], ARGV[2], ARGV[3]}
+for _, row in ipairs(rows) do claim[#claim + 1] = row[1] end
+return redis.call(unpack(claim))
+"""
+
+# Acknowledged and deleted together: an entry that is only acknowledged would come back when the
+# group is made again. What another lane has is left to it; what nobody has is answered too.
+_ACKNOWLEDGE = """
+local group, consumer = ARGV[1], ARGV[2]
+for i = 3, #ARGV do
+  local row = redis.pcall('XPENDING', KEYS[1], group, ARGV[i], ARGV[i], 1)
+  if row.err and string.sub(row.err, 1, 7) ~= 'NOGROUP' then return row end
+  if row.err or not row[1] or row[1][2] == consumer then
+    if not row.err then redis.call('XACK', KEYS[1], group, ARGV[i]) end
+    redis.call('XDEL', KEYS[1], ARGV[i])
+  end
+end
+return redis.status_reply('OK')
+"""
+
+# How many entries nobody has taken, and the last that was handed out. Entries are deleted when they
+# are acknowledged, so the rest is pending. An error: there is no group yet.
+_QUEUED = """
+local queued, last = redis.call('XLEN', KEYS[1]), '0-0'
+local pending = redis.pcall('XPENDING', KEYS[1], ARGV[1])
+if pending.err then return {queued, last} end
+for _, group in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
+  local of = {}
+  for i = 1, #group, 2 do of[group[i]] = group[i + 1] end
+  if of['name'] == ARGV[1] then last = of['last-delivered-id'] end
+end
+return {queued - pending[1], last}
+"""
+
+# Whose the entries behind one are. Within JSON a key can't be mistaken: in text a quote is escaped.
+# It is only for the order in which entries are refused, so what is odd is somebody's of its own.
+_TENANTS = """
+local rows = {}
+for _, entry in ipairs(redis.call('XRANGE', KEYS[1], '(' .. ARGV[1], '+', 'COUNT', ARGV[2])) do
+  local tenant = ''
+  for i = 1, #entry[2], 2 do
+    local body = entry[2][i + 1]
+    if entry[2][i] == 'json' then
+      tenant = ARGV[3]
+      local at = string.find(body, '"tenant"', 1, true)
+      while at do
+        local found = string.match(body, '^"tenant"%s*:%s*"([^"]*)"', at)
+        if found then tenant = string.sub(found, 1, 128) end
+        at = not found and string.find(body, '"tenant"', at + 8, true)
+      end
+    end
+  end
+  rows[#rows + 1] = {entry[1], tenant}
+end
+return rows
+"""
+
+# What is left of some entries.
+_READ = """
+local rows = {}
+for i = 1, #ARGV do
+  local found = redis.call('XRANGE', KEYS[1], ARGV[i], ARGV[i])
+  if found[1] then rows[#rows + 1] = found[1] end
+end
+return rows
+"""
+
+# Entries that were answered without being taken. Who has taken one meanwhile finds the answer.
+_REMOVE = """
+local group, removed = ARGV[1], 0
+for i = 2, #ARGV do
+  local row = redis.pcall('XPENDING', KEYS[1], group, ARGV[i], ARGV[i], 1)
+  if row.err and string.sub(row.err, 1, 7) ~= 'NOGROUP' then return row end
+  if row.err or not row[1] then removed = removed + redis.call('XDEL', KEYS[1], ARGV[i]) end
+end
+return removed
+"""
+
+RawEntries = list[tuple[bytes, dict[bytes, bytes]]]
+
+
+class Refusal(NamedTuple):
+    """An entry that nobody has taken, the key of its output, and its answer."""
+
+    entry_id: str
+    key: str
+    answer: Completion
+
+
+class Leases:
+    """The commands of one lane, as the consumer `admission-{lane}`."""
+
+    def __init__(self, config: BusConfig, keys: Keys, commands: Commands, keeper: str) -> None:
+        """`keeper` tells this process from others that serve the same lane."""
+        self._config = config
+        self._keys = keys
+        self._commands = commands
+        self._keeper = keeper
+        self.consumer = consumer_of(config.lane)
+        self._waiting = WaitingEntries()
+
+    async def enlist(self) -> None:
+        """Makes this process the keeper of the lane, with a first, short lease."""
+        lane = (self._config.lane, self._keeper, 1000)
+        await self._eval("lanes", _ENLIST, [self._keys.lanes], *lane)
+
+    async def renew(self, lease_s: float, entry_ids: Sequence[str]) -> tuple[set[str], set[str]]:
+        """See `RequestQueue.renew`; which of `entry_ids` are another's, and which are no more."""
+        lost: list[bytes] = []
+        gone: list[bytes] = []
+        try:
+            for start in range(0, max(1, len(entry_ids)), RENEW_PAGE):
+                reply = await self._eval(
+                    "leases",
+                    _RENEW,
+                    [self._keys.requests, self._keys.lanes],
+                    *(self._config.group, self.consumer, self._config.lane, self._keeper),
+                    int(lease_s * 1000),
+                    *entry_ids[start : start + RENEW_PAGE],
+                )
+                lost += reply[0]
+                gone += reply[1]
+        except _Replaced:
+            raise LaneReplaced(
+                f"another process has started to serve the lane {self._config.lane!r}, so this one "
+                "stops; give each pipeline a bus.lane of its own"
+            ) from None
+        return {each.decode() for each in lost}, {each.decode() for each in gone}
+
+    async def take_over(self, lease_s: float, max_items: int) -> RawEntries:
+        """Entries that were not renewed for so long, now ours."""
+        count = min(max_items, TAKE_OVER_PAGE)
+        if count < 1:
+            return []
+        group = (self._config.group, self.consumer, max(1, int(lease_s * 1000)), count)
+        reply = await self._eval("leases", _TAKE_OVER, [self._keys.requests], *group)
+        return _entries(reply)
+
+    async def acknowledge(self, entry_ids: Sequence[str]) -> None:
+        """Removes entries for good, unless another lane has them."""
+        await persist(
+            self._commands.server,
+            "acknowledgements",
+            lambda: execute(
+                self._commands.redis,
+                *("EVAL", _ACKNOWLEDGE, 1, self._keys.requests),
+                *(self._config.group, self.consumer, *entry_ids),
+            ),
+        )
+
+    async def excess(self, max_queued: int) -> tuple[int, RawEntries]:
+        """How many entries nobody has taken, and some of those that are too many.
+
+        These are the newest of the tenants that have most waiting. To know whose they are, each
+        entry is looked at once, while there are too many: at most twice `max_queued` of them.
+        """
+        waiting, key, group = self._waiting, [self._keys.requests], self._config.group
+        queued, last = await self._eval("requests", _QUEUED, key, group)
+        waiting.forget_taken(last)
+        if queued <= max_queued:
+            if 2 * queued < max_queued:
+                waiting.clear()
+            return int(queued), []
+        page = LOOK_PAGE
+        while page == LOOK_PAGE and len(waiting) <= 2 * max_queued:
+            looked = (waiting.position, LOOK_PAGE, DEFAULT_TENANT)
+            rows = await self._eval("requests", _TENANTS, key, *looked)
+            waiting.add((entry_id, tenant.decode("utf-8", "replace")) for entry_id, tenant in rows)
+            page = len(rows)
+        wanted = min(int(queued) - max_queued, SHED_PAGE)
+        found: RawEntries = []
+        while len(found) < wanted and (ids := waiting.take_newest(wanted - len(found))):
+            found += _entries(await self._eval("requests", _READ, key, *ids))
+        return int(queued), found
+
+    async def remove(self, entry_ids: Sequence[str]) -> int:
+        """Removes entries that nobody has taken; returns how many."""
+        group = self._config.group
+        key = [self._keys.requests]
+        return int(await self._eval("requests", _REMOVE, key, group, *entry_ids))
+
+    async def _eval(self, what: str, script: str, keys: list[bytes], *arguments: Any) -> Any:
+        async def attempt() -> Any:
+            try:
+                command = ("EVAL", script, len(keys), *keys, *arguments)
+                return await execute(self._commands.redis, *command)
+            except Exception as error:
+                if str(error).startswith("REPLACED"):
+                    raise _Replaced from None
+                raise
+
+        return await self._commands.shielded(persist(self._commands.server, what, attempt))
+
+
+class _Replaced(Exception):
+    """The registry names another keeper."""
+
+
+def consumer_of(lane: str) -> str:
+    """A lane's name in the consumer group. Its successor has the same, and so finds its entries."""
+    return f"admission-{lane}"
+
+
+def live_lanes(registry: dict[bytes, bytes], now_ms: int) -> list[str]:
+    """The lanes whose lease has not ended, in order."""
+    live = []
+    for lane, kept in registry.items():
+        ends = kept.partition(b" ")[0]
+        if ends.isdigit() and int(ends) >= now_ms:
+            live.append(lane.decode("utf-8", "replace"))
+    return sorted(live)
+
+
+def refusals_of(
+    entries: Sequence[RequestEntry], queued: int, answer: Callable[[RequestEntry, int], Completion]
+) -> list[Refusal]:
+    """The answers to entries, of which `queued` wait altogether."""
+    refusals = []
+    for entry in entries:
+        completion = answer(entry, queued)
+        refusals.append(Refusal(entry.entry_id, completion.request_id, completion))
+    return refusals
+
+
+def _entries(rows: list[Any]) -> RawEntries:
+    """A script's reply, of which the client does not make dicts."""
+    return [
+        (entry_id, dict(zip(fields[::2], fields[1::2], strict=True)))
+        for entry_id, fields in rows
+        if fields
+    ]

@@ -1,0 +1,289 @@
+"""Reading results from Redis: one connection reads all streams that anybody here follows.
+
+A cluster keeps the streams in many places, and a read can name those of one place only. There each
+stream that is followed has a connection of its own, for as long as it is followed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import deque
+from typing import Protocol
+
+from redis import exceptions
+
+from ...config import BusError
+from ..keys import JSON, Keys, parse_id
+from ..line import bus_closed
+from .client import Commands, Server, end_tasks, execute_all, log, persist, watched
+from .links import read
+
+FOLLOW_BLOCK_S = 2.0
+
+PAGE = 128
+BUFFERED = 512
+"""Entries that may wait for one slow reader before its streams are left alone for a while."""
+
+WAKE_TTL_S = 60
+
+Entry = tuple[bytes, bytes | None]
+"""A stream's key, and the field `json` of one of its entries."""
+
+
+class Readers(Protocol):
+    """What reads the streams of subscriptions."""
+
+    def subscribe(self, positions: dict[bytes, bytes]) -> Subscription:
+        """Follows streams, each from behind an entry id on. Raises ChannelClosed."""
+
+    def remove(self, key: bytes, subscription: Subscription) -> None:
+        """Leaves a stream. A running read may still name it; the next one does not."""
+
+    def wake(self) -> None:
+        """Looks again at what should be read."""
+
+    async def aclose(self) -> None:
+        """Ends the reading; whoever waits gets ChannelClosed."""
+
+
+class Subscription:
+    """Some streams that one reader follows, and what has been read from them for it.
+
+    Attributes:
+        positions: The last entry read from each stream.
+    """
+
+    def __init__(self, readers: Readers, positions: dict[bytes, bytes]) -> None:
+        self._readers = readers
+        self._queue: deque[Entry] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self.positions = positions
+        self.closed = False
+
+    @property
+    def wants_more(self) -> bool:
+        return len(self._queue) < BUFFERED
+
+    async def next(self) -> Entry:
+        """Waits for the next entry of any of the streams. Raises ChannelClosed."""
+        while not self._queue:
+            if self.closed:
+                raise bus_closed()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        was_full = not self.wants_more
+        entry = self._queue.popleft()
+        if was_full:
+            self._readers.wake()
+        return entry
+
+    def push(self, key: bytes, entry_id: bytes, fields: dict[bytes, bytes]) -> None:
+        """Takes an entry, unless it was read before (for another reader that began later)."""
+        if parse_id(entry_id) > parse_id(self.positions[key]):
+            self.positions[key] = entry_id
+            self._queue.append((key, fields.get(JSON)))
+            self._notify()
+
+    def keep_only(self, key: bytes) -> None:
+        """Leaves all streams but one."""
+        for other in set(self.positions) - {key}:
+            self._readers.remove(other, self)
+            del self.positions[other]
+
+    def close(self) -> None:
+        """Leaves all streams."""
+        self.closed = True
+        for key in self.positions:
+            self._readers.remove(key, self)
+        self._notify()
+
+    def _notify(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class StreamReader:
+    """One task with one blocking XREAD over the streams of all subscriptions.
+
+    A stream of its own is among them: an entry there ends the wait, so that the next XREAD can
+    name the streams that were added meanwhile.
+    """
+
+    def __init__(self, keys: Keys, server: Server, commands: Commands) -> None:
+        self._server = server
+        self._commands = commands
+        self._redis = server.client(1, FOLLOW_BLOCK_S)
+        self._subscriptions: dict[bytes, set[Subscription]] = {}
+        self._wake_key = keys.wake(uuid.uuid4().hex)
+        self._wake_position = b"0-0"
+        self._changed = asyncio.Event()
+        self._blocking = False
+        self._waking: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def subscribe(self, positions: dict[bytes, bytes]) -> Subscription:
+        """See `Readers.subscribe`."""
+        if self._closed:
+            raise bus_closed()
+        subscription = Subscription(self, positions)
+        for key in positions:
+            self._subscriptions.setdefault(key, set()).add(subscription)
+        if self._task is None:
+            self._task = watched(self._run(), "results reader", self._end_all)
+        self.wake()
+        return subscription
+
+    def remove(self, key: bytes, subscription: Subscription) -> None:
+        """See `Readers.remove`."""
+        followers = self._subscriptions.get(key)
+        if followers is not None:
+            followers.discard(subscription)
+            if not followers:
+                del self._subscriptions[key]
+
+    def wake(self) -> None:
+        """See `Readers.wake`."""
+        self._changed.set()
+        if self._blocking and self._waking is None:
+            self._waking = asyncio.create_task(self._interrupt())
+
+    async def aclose(self) -> None:
+        """See `Readers.aclose`."""
+        self._end_all()
+        await end_tasks({task for task in (self._task, self._waking) if task is not None})
+        await self._redis.aclose()
+
+    def _end_all(self) -> None:
+        self._closed = True
+        for followers in list(self._subscriptions.values()):
+            for subscription in list(followers):
+                subscription.close()
+
+    async def _run(self) -> None:
+        while True:
+            self._changed.clear()
+            positions = self._positions()
+            if not positions:
+                await self._changed.wait()
+                continue
+            positions[self._wake_key] = self._wake_position
+            try:
+                await self._round(positions)
+            except BusError as error:
+                log.error("bus.read_refused", reader="results", error=error.message)
+                await asyncio.sleep(1.0)
+
+    async def _round(self, positions: dict[bytes, bytes]) -> None:
+        self._blocking = True
+        try:
+            reply = await persist(
+                self._server,
+                "results reader",
+                lambda: read(self._redis, positions, PAGE, FOLLOW_BLOCK_S),
+            )
+        finally:
+            self._blocking = False
+        woken = reply.pop(self._wake_key, [])
+        if woken:
+            self._wake_position = woken[-1][0]
+        for key, entries in reply.items():
+            for subscription in tuple(self._subscriptions.get(key, ())):
+                # Who came during the read, and begins further back, is served by the next one.
+                if parse_id(positions[key]) <= parse_id(subscription.positions[key]):
+                    for entry_id, fields in entries:
+                        subscription.push(key, entry_id, fields)
+
+    def _positions(self) -> dict[bytes, bytes]:
+        """Where to read on: for each stream, behind what all of its readers have."""
+        positions: dict[bytes, bytes] = {}
+        for key, followers in self._subscriptions.items():
+            starts = [follower.positions[key] for follower in followers if follower.wants_more]
+            if starts:
+                positions[key] = starts[0] if len(starts) == 1 else min(starts, key=parse_id)
+        return positions
+
+    async def _interrupt(self) -> None:
+        try:
+            interruption = [
+                ("XADD", self._wake_key, "MAXLEN", "=", 1, "*", "w", ""),
+                ("EXPIRE", self._wake_key, WAKE_TTL_S),
+            ]
+            await execute_all(self._commands.redis, interruption)
+        except (exceptions.RedisError, OSError):
+            pass  # the reader looks by itself before long
+        finally:
+            self._waking = None
+
+
+class ClusterReaders:
+    """A task with a blocking XREAD for each stream of each subscription."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._redis = server.client(1, FOLLOW_BLOCK_S)
+        self._subscriptions: set[Subscription] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        # Set, and replaced, when a reader that was full has room again.
+        self._room = asyncio.Event()
+        self._closed = False
+
+    def subscribe(self, positions: dict[bytes, bytes]) -> Subscription:
+        """See `Readers.subscribe`."""
+        if self._closed:
+            raise bus_closed()
+        subscription = Subscription(self, positions)
+        self._subscriptions.add(subscription)
+        for key in positions:
+            task = watched(self._run(key, subscription), "results reader", subscription.close)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return subscription
+
+    def remove(self, key: bytes, subscription: Subscription) -> None:
+        """See `Readers.remove`. The task sees it after its read."""
+        if subscription.closed:
+            self._subscriptions.discard(subscription)
+
+    def wake(self) -> None:
+        """See `Readers.wake`."""
+        self._room.set()
+        self._room = asyncio.Event()
+
+    async def aclose(self) -> None:
+        """See `Readers.aclose`."""
+        self._closed = True
+        for subscription in list(self._subscriptions):
+            subscription.close()
+        await end_tasks(self._tasks)
+        await self._redis.aclose()
+
+    async def _run(self, key: bytes, subscription: Subscription) -> None:
+        while not subscription.closed and key in subscription.positions:
+            if not subscription.wants_more:
+                await self._room.wait()
+                continue
+            try:
+                await self._round(key, subscription)
+            except BusError as error:
+                log.error("bus.read_refused", reader="results", error=error.message)
+                await asyncio.sleep(1.0)
+
+    async def _round(self, key: bytes, subscription: Subscription) -> None:
+        positions = {key: subscription.positions[key]}
+        reply = await persist(
+            self._server,
+            "results reader",
+            lambda: read(self._redis, positions, PAGE, FOLLOW_BLOCK_S),
+        )
+        for entry_id, fields in reply.get(key, ()):
+            if key in subscription.positions:
+                subscription.push(key, entry_id, fields)
+
+
+def readers_of(keys: Keys, server: Server, commands: Commands) -> Readers:
+    """What reads from this server."""
+    if server.is_cluster:
+        return ClusterReaders(server)
+    return StreamReader(keys, server, commands)

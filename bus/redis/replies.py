@@ -1,0 +1,43 @@
+"""Answers to control messages on Redis: a short list for each operation."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+
+from ..keys import Keys
+from ..replies import KEPT_S, Outcome
+from .client import Commands, execute, execute_all
+
+_FIRST_LOOK_S = 0.002
+_LONGEST_WAIT_S = 0.1
+
+
+class RedisReplies:
+    """See `Replies`. Who waits looks again and again, since operations are few and take long."""
+
+    def __init__(self, keys: Keys, commands: Commands) -> None:
+        self._keys = keys
+        self._commands = commands
+
+    async def answer(self, operation_id: str, outcome: Outcome) -> None:
+        """See `Replies.answer`."""
+        if not operation_id:
+            return
+        key = self._keys.reply(operation_id)
+        commands = [("RPUSH", key, msgspec.json.encode(outcome)), ("EXPIRE", key, KEPT_S)]
+        await self._commands.once(lambda: execute_all(self._commands.redis, commands))
+
+    async def outcomes(self, operation_id: str, number: int, timeout_s: float) -> list[Outcome]:
+        """See `Replies.outcomes`."""
+        redis, key = self._commands.redis, self._keys.reply(operation_id)
+        end, wait_s = time.monotonic() + timeout_s, _FIRST_LOOK_S
+        while True:
+            raw = await self._commands.once(lambda: execute(redis, "LRANGE", key, 0, -1))
+            left_s = end - time.monotonic()
+            if len(raw) >= number or left_s <= 0:
+                return [msgspec.json.decode(each, type=Outcome) for each in raw]
+            await asyncio.sleep(min(wait_s, left_s))
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)

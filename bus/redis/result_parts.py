@@ -1,0 +1,80 @@
+"""What is to be written to one result stream, and what takes its place when that can't be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ...config import shown
+from ..codec import encode_output
+from ..public import Completion, ErrorInfo, Output, Timings, Usage
+
+TOO_LARGE = "result_too_large"
+REFUSED = "result_refused"
+
+
+class Part(NamedTuple):
+    """Outputs of one stream that are still to be written, encoded.
+
+    Attributes:
+        ends: The last of them is the terminal message.
+        of: One of the outputs; says whose they are. None only where nothing is left to write.
+        instead: They stand in place of what was refused.
+    """
+
+    payloads: list[bytes]
+    ends: bool
+    of: Output | None
+    instead: bool = False
+
+    @property
+    def largest_bytes(self) -> int:
+        """Size of the largest one."""
+        return max(map(len, self.payloads), default=0)
+
+    def rest(self, start: int) -> Part:
+        """What is left behind the first ones."""
+        return self._replace(payloads=self.payloads[start:])
+
+
+def part_of(outputs: Sequence[Output], max_bytes: int) -> Part:
+    """Outputs as they are written: up to the terminal message, and none larger than `max_bytes`.
+
+    At one that is larger the request ends with an error.
+    """
+    payloads: list[bytes] = []
+    for output in outputs:
+        raw = encode_output(output)
+        part = Part(payloads, isinstance(output, Completion), output)
+        if len(raw) > max_bytes:
+            reason = f"it has {len(raw)} bytes, and bus.max_result_bytes is {max_bytes}"
+            end = ending(part, TOO_LARGE, reason)
+            return end._replace(payloads=[*payloads, *end.payloads])
+        payloads.append(raw)
+        if part.ends:
+            return part
+    return Part(payloads, False, outputs[-1] if outputs else None)
+
+
+def ending(part: Part, code: str, reason: str) -> Part:
+    """A terminal error in place of what can't be written."""
+    output = part.of
+    assert output is not None, "what was written has no owner"
+    whole = output if isinstance(output, Completion) else None
+    completion = Completion(
+        request_id=output.request_id,
+        entry_id=output.entry_id,
+        model=whole.model if whole else "",
+        status="error",
+        error=ErrorInfo(
+            code=code,
+            message=f"a part of the result can't be written: {reason}. Ask for less in one "
+            "request: lower n, max_tokens, logprobs or prompt_logprobs"
+            if code == TOO_LARGE
+            else f"the result can't be written: {shown(reason)}",
+        ),
+        usage=whole.usage if whole else Usage(),
+        timings=whole.timings if whole else Timings(),
+        trace_id=whole.trace_id if whole else "",
+    )
+    return Part([encode_output(completion)], True, completion, instead=True)

@@ -1,0 +1,443 @@
+"""Writing results to Redis: one stream per request, and one with every terminal message.
+
+Entries of a request's stream have explicit ids `<epoch>-<n>`, n counting the stream's entries from
+1. Redis refuses an id that is not above the last one. So a repeated write can't double anything,
+and once a stream is recovered in a larger epoch, a predecessor can't write to it any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from redis import exceptions
+
+from ...config import BusConfig
+from ..codec import decode_output, encode_output
+from ..keys import JSON, Keys, id_after, parse_id
+from ..public import Completion, Output
+from .client import (
+    Backoff,
+    Commands,
+    Server,
+    execute,
+    execute_all,
+    is_transient,
+    log,
+    persist,
+)
+from .follow import RedisFollow, RedisTail
+from .readers import readers_of
+from .result_parts import REFUSED, TOO_LARGE, Part, ending, part_of
+
+REMEMBERED_STREAMS = 65_536
+"""Streams of which the next number is remembered. For any other, Redis is asked."""
+
+KEYS_PER_FLUSH = 256
+
+LARGE_BYTES = 1 << 20
+"""The smallest limit that a server can be given (`proto-max-bulk-len` and
+`client-query-buffer-limit`). What is as large as that is written by itself."""
+
+LARGE_ATTEMPTS = 4
+
+# Several entries, or a terminal one with all that belongs to it: whole or not at all, so that
+# neither a lost reply nor a second writer can leave a part. `pcall` gives back Redis's own error.
+_APPEND = """
+local number = tonumber(ARGV[2])
+for i = 5, #ARGV do
+  local id = string.format('%s-%.0f', ARGV[1], number)
+  local reply = redis.pcall('XADD', KEYS[1], id, 'json', ARGV[i])
+  if type(reply) == 'table' and reply.err then return reply end
+  number = number + 1
+end
+if ARGV[3] == '1' then redis.call('EXPIRE', KEYS[1], ARGV[4]) end
+return number
+"""
+
+# The results stream gets each terminal message once, however often this is repeated.
+_TELL = """
+if not redis.call('SET', KEYS[2], '', 'NX', 'EX', ARGV[1]) then return 0 end
+redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', 'json', ARGV[3])
+return 1
+"""
+
+# A terminal message instead of all output. Replies with what ends the stream, or nothing when
+# somebody has begun to write to it. An empty message only looks.
+_ANSWER = """
+if redis.call('EXISTS', KEYS[1]) == 1 then
+  local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)
+  return last[1] and last[1][2][2]
+end
+if ARGV[3] == '' then return false end
+local reply = redis.pcall('XADD', KEYS[1], ARGV[1] .. '-1', 'json', ARGV[3])
+if type(reply) == 'table' and reply.err then return reply end
+redis.call('EXPIRE', KEYS[1], ARGV[2])
+return ARGV[3]
+"""
+
+# What a stream holds: entries from a number on, the last one, the last id that it ever had.
+_LOOK = """
+local info = redis.pcall('XINFO', 'STREAM', KEYS[1])
+if info.err then return false end
+local last
+for i = 1, #info, 2 do
+  if info[i] == 'last-generated-id' then last = info[i + 1] end
+end
+return {
+  redis.call('XRANGE', KEYS[1], ARGV[1], '+', 'COUNT', ARGV[2]),
+  redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1),
+  last,
+}
+"""
+
+# Raises the stream's last id to `<epoch>-0`, below which nobody can write any more, by an entry
+# that no reader sees; XSETID would do the same but not for a stream that does not exist yet.
+# A stream from which entries are missing, since the server was restarted with old data, begins
+# anew, unless it has ended.
+_FENCE = """
+local entries, whole = redis.call('XRANGE', KEYS[1], '-', '+'), true
+for i, entry in ipairs(entries) do
+  whole = whole and tonumber(string.match(entry[1], '-(%d+)$')) == i
+end
+if not whole and not string.find(entries[#entries][2][2], '"type":"completion"', 1, true) then
+  redis.call('DEL', KEYS[1])
+  entries = {}
+end
+local fence = ARGV[1] .. '-0'
+local reply = redis.pcall('XADD', KEYS[1], fence, 'fence', '')
+if type(reply) == 'string' then
+  redis.call('XDEL', KEYS[1], fence)
+elseif not string.find(reply.err, 'equal or smaller', 1, true) then
+  return reply
+end
+return entries
+"""
+
+
+class _TooLarge(Exception):
+    """The server is there and does not take so much."""
+
+
+class RedisResults:
+    """See `ResultStreams`."""
+
+    def __init__(self, config: BusConfig, keys: Keys, server: Server, commands: Commands) -> None:
+        self._config = config
+        self._keys = keys
+        self._server = server
+        self._commands = commands
+        self._readers = readers_of(keys, server, commands)
+        self._next: OrderedDict[str, int] = OrderedDict()
+        self._writing = asyncio.Lock()
+
+    async def deliver(
+        self, batch: Sequence[tuple[str, Sequence[Output]]], epoch: int = 1
+    ) -> set[str]:
+        """See `ResultStreams.deliver`."""
+        of_key: dict[str, list[Output]] = {}
+        for key, outputs in batch:
+            of_key.setdefault(key, []).extend(outputs)
+        limit = self._config.max_result_bytes
+        parts = {key: part_of(outputs, limit) for key, outputs in of_key.items()}
+        return await self._commands.shielded(self._deliver(parts, epoch))
+
+    async def recover(self, keys: Sequence[str], epoch: int) -> list[list[Output]]:
+        """See `ResultStreams.recover`."""
+        return await self._commands.shielded(self._recover(keys, epoch))
+
+    async def claim(self, claims: Sequence[tuple[str, str]]) -> list[str | None]:
+        """See `ResultStreams.claim`."""
+        if not claims:
+            return []
+
+        async def attempt() -> list[Any]:
+            commands = [
+                # Nobody else can have it; but somebody may have begun.
+                ("EXISTS", self._keys.out(key))
+                if key == entry_id
+                else ("SET", self._keys.own(key), entry_id, "NX", "GET")
+                for key, entry_id in claims
+            ]
+            return await execute_all(self._commands.redis, commands)
+
+        found = await self._commands.shielded(persist(self._server, "claims", attempt))
+        return [
+            owner.decode() if isinstance(owner, bytes) else entry_id if owner else None
+            for owner, (_, entry_id) in zip(found, claims, strict=True)
+        ]
+
+    async def answer(
+        self, answers: Sequence[tuple[str, Completion | None]], epoch: int
+    ) -> set[str]:
+        """Ends streams that nobody has begun. Returns the keys of those that have ended now.
+
+        With None it only looks whether the stream has ended.
+        """
+        commands = [
+            (
+                *("EVAL", _ANSWER, 1, self._keys.out(key)),
+                *(epoch, self._config.results_ttl_s),
+                b"" if completion is None else encode_output(completion),
+            )
+            for key, completion in answers
+        ]
+        return await self._commands.shielded(self._answer([key for key, _ in answers], commands))
+
+    def follow(self, request_id: str, entry_id: str) -> RedisFollow:
+        """See `ResultStreams.follow`."""
+        return RedisFollow(self._readers, self._keys, self._commands, request_id, entry_id)
+
+    async def tail(self) -> RedisTail:
+        """See `ResultStreams.tail`."""
+        last = await self._range("XREVRANGE", "+", "-", 1)
+        start = last[0][0] if last else b"0-0"
+        return RedisTail(self._readers.subscribe({self._keys.results: start}))
+
+    async def newest(self, within_s: float) -> AsyncIterator[Completion]:
+        """See `ResultStreams.newest`. Entries that come while it reads are left out."""
+        last = await self._range("XREVRANGE", "+", "-", 1)
+        if not last:
+            return
+        until = last[0][0]
+        position = str(max(0, parse_id(until)[0] - int(within_s * 1e3)))
+        while entries := await self._range("XRANGE", position, until, KEYS_PER_FLUSH):
+            for output in _readable(entries):
+                if isinstance(output, Completion):
+                    yield output
+            position = id_after(entries[-1][0])
+
+    async def aclose(self) -> None:
+        """Ends all who follow or tail."""
+        await self._readers.aclose()
+
+    async def _range(
+        self, command: str, start: bytes | str, end: bytes | str, count: int
+    ) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        """A part of the results stream."""
+        redis, key = self._commands.redis, self._keys.results
+        found: list[tuple[bytes, dict[bytes, bytes]]] = await self._commands.idempotent(
+            "results", lambda: execute(redis, command, key, start, end, "COUNT", count)
+        )
+        return found
+
+    async def _answer(self, keys: list[str], commands: Sequence[Sequence[Any]]) -> set[str]:
+        redis = self._commands.redis
+        replies = await persist(self._server, "answers", lambda: execute_all(redis, commands))
+        found = zip(keys, replies, strict=True)
+        ended = {key: raw for key, raw in found if raw and _is_terminal(raw)}
+        await self._conclude(ended)
+        return set(ended)
+
+    async def _recover(self, keys: Sequence[str], epoch: int) -> list[list[Output]]:
+        found: list[list[Output]] = []
+        for start in range(0, len(keys), KEYS_PER_FLUSH):
+            some = keys[start : start + KEYS_PER_FLUSH]
+
+            async def attempt(some: Sequence[str] = some) -> list[Any]:
+                fences = [("EVAL", _FENCE, 1, self._keys.out(key), epoch) for key in some]
+                return await execute_all(self._commands.redis, fences)
+
+            async with self._writing:
+                ended: dict[str, bytes] = {}
+                replies = await persist(self._server, "results", attempt)
+                for key, entries in zip(some, replies, strict=True):
+                    self._note(key, len(entries) + 1, ended=False)
+                    # A script's reply is not made into dicts by the client.
+                    pairs = [
+                        (each, dict(zip(fields[::2], fields[1::2], strict=True)))
+                        for each, fields in entries
+                    ]
+                    outputs = _readable(pairs)
+                    if outputs and isinstance(outputs[-1], Completion):
+                        ended[key] = pairs[-1][1].get(JSON, b"")
+                    found.append(outputs)
+                await self._conclude(ended)
+        return found
+
+    async def _deliver(self, parts: dict[str, Part], epoch: int) -> set[str]:
+        fenced: set[str] = set()
+        async with self._writing:
+            backoff = Backoff()
+            left = [(key, part) for key, part in parts.items() if part.payloads]
+            while left:
+                now, left = left[:KEYS_PER_FLUSH], left[KEYS_PER_FLUSH:]
+                again = await self._flush(now, epoch, fenced)
+                if again:
+                    await backoff.wait()
+                else:
+                    backoff.reset()
+                left = again + left
+        return fenced
+
+    async def _flush(
+        self, parts: list[tuple[str, Part]], epoch: int, fenced: set[str]
+    ) -> list[tuple[str, Part]]:
+        """Writes to many streams in one round trip; returns what has to be tried again.
+
+        Adds to `fenced` the streams that belong to a larger epoch.
+        """
+        again: list[tuple[str, Part]] = []
+        ended: dict[str, bytes] = {}
+        for key, part, reply in await self._write(parts, epoch):
+            if not isinstance(reply, Exception):
+                self._note(key, self._next.get(key, 1) + len(part.payloads), part.ends)
+                if part.ends:
+                    ended[key] = part.payloads[-1]
+            elif "equal or smaller" in str(reply):
+                rest = await self._resolve(key, part, epoch, ended)
+                if rest is None:
+                    fenced.add(key)
+                elif rest.payloads:
+                    again.append((key, rest))
+            elif is_transient(reply):
+                again.append((key, part))
+            elif not part.instead:
+                log.error("bus.output_refused", key=key, error=str(reply))
+                code = TOO_LARGE if isinstance(reply, _TooLarge) else REFUSED
+                again.append((key, ending(part, code, str(reply))))
+            else:  # not even that; those who follow the shared stream learn of it
+                ended[key] = part.payloads[-1]
+        await self._conclude(ended)
+        return again
+
+    async def _write(
+        self, parts: list[tuple[str, Part]], epoch: int
+    ) -> list[tuple[str, Part, Any]]:
+        """Each part with what Redis said of it: all in one round trip, but for large ones."""
+        small = [each for each in parts if each[1].largest_bytes < LARGE_BYTES]
+
+        async def attempt() -> list[Any]:
+            commands = [self._command(key, part, epoch) for key, part in small]
+            return await execute_all(self._commands.redis, commands, raise_on_error=False)
+
+        replies = await persist(self._server, "results", attempt) if small else []
+        said = [(*each, reply) for each, reply in zip(small, replies, strict=True)]
+        for key, part in parts:
+            if part.largest_bytes >= LARGE_BYTES:
+                said.append((key, part, await self._write_large(key, part, epoch)))
+        return said
+
+    async def _write_large(self, key: str, part: Part, epoch: int) -> Any:
+        """What Redis said of one part that may be larger than it takes.
+
+        It then ends the connection, as if it were away, and would each time again. So this gives up
+        where that happened `LARGE_ATTEMPTS` times and Redis was there each time.
+        """
+        redis, backoff = self._commands.redis, Backoff()
+        refused = 0
+        while True:
+            try:
+                command = self._command(key, part, epoch)
+                (reply,) = await execute_all(redis, [command], raise_on_error=False)
+                return _TooLarge(str(reply)) if "Protocol error" in str(reply) else reply
+            except (exceptions.RedisError, OSError) as error:
+                try:
+                    await execute(redis, "XLEN", self._keys.results)
+                    refused += 1
+                except (exceptions.RedisError, OSError):
+                    refused = 0
+                if refused == LARGE_ATTEMPTS:
+                    log.error("bus.output_too_large", key=key, error=str(error))
+                    return _TooLarge(
+                        f"Redis took {part.largest_bytes} bytes in none of {refused} attempts"
+                    )
+                await backoff.wait()
+
+    async def _conclude(self, ended: dict[str, bytes]) -> None:
+        """Puts terminal messages, by stream, into the shared stream, and lets the ids expire.
+
+        This may be done again: when we end before it is done, the one who recovers the stream
+        does it. (In a cluster the streams are in other places, so it can't be done at once.)
+        """
+        if not ended:
+            return
+        config = self._config
+        commands: list[Sequence[Any]] = []
+        for key, raw in ended.items():
+            marked = (self._keys.results, self._keys.told(raw))
+            limits = (config.results_ttl_s, config.results_maxlen)
+            commands.append(("EVAL", _TELL, 2, *marked, *limits, raw))
+            commands.append(("EXPIRE", self._keys.own(key), config.results_ttl_s))
+        redis = self._commands.redis
+        await persist(self._server, "results", lambda: execute_all(redis, commands))
+
+    def _command(self, key: str, part: Part, epoch: int) -> list[Any]:
+        number, out = self._next.get(key, 1), self._keys.out(key)
+        if len(part.payloads) == 1 and not part.ends:
+            return ["XADD", out, f"{epoch}-{number}", JSON, part.payloads[0]]
+        return [
+            *("EVAL", _APPEND, 1, out),
+            *(epoch, number, int(part.ends), self._config.results_ttl_s),
+            *part.payloads,
+        ]
+
+    def _note(self, key: str, number: int, ended: bool) -> None:
+        """Remembers the next number of a stream; forgets a stream that has ended."""
+        if ended:
+            self._next.pop(key, None)
+            return
+        self._next[key] = number
+        self._next.move_to_end(key)
+        if len(self._next) > REMEMBERED_STREAMS:
+            self._next.popitem(last=False)
+
+    async def _resolve(
+        self, key: str, part: Part, epoch: int, ended: dict[str, bytes]
+    ) -> Part | None:
+        """After a refused id: what still has to be written, behind what the stream holds.
+
+        None when someone went on with the stream in a larger epoch. Otherwise the number
+        was taken by ourselves (a write of which the reply got lost: then the entries are equal) or
+        by another writer of this epoch. After a terminal message, which is added to `ended`,
+        nothing is written any more.
+        """
+        out, number = self._keys.out(key), self._next.get(key, 1)
+        redis = self._commands.redis
+        command = ("EVAL", _LOOK, 1, out, f"{epoch}-{number}", len(part.payloads))
+        found = await persist(self._server, "results", lambda: execute(redis, *command))
+        if found is None:  # expired in between
+            self._next.pop(key, None)
+            return part
+        taken, tail, last_id = found
+        last = _field(tail[0]) if tail else b""
+        if _is_terminal(last):
+            self._next.pop(key, None)
+            ended[key] = last
+            return Part([], False, None)
+        last_epoch, last_number = parse_id(last_id)
+        if last_epoch > epoch:
+            log.warning("bus.output_of_an_older_epoch_dropped", key=key, epoch=epoch)
+            self._next.pop(key, None)
+            return None
+        equal = 0
+        while equal < len(taken) and _field(taken[equal]) == part.payloads[equal]:
+            equal += 1
+        self._note(key, last_number + 1, ended=False)
+        return part.rest(equal)
+
+
+def _readable(entries: list[tuple[bytes, dict[bytes, bytes]]]) -> list[Output]:
+    """The outputs in a stream's entries; what is none was not written by us."""
+    outputs: list[Output] = []
+    for entry_id, fields in entries:
+        try:
+            outputs.append(decode_output(fields.get(JSON, b"")))
+        except (ValueError, RecursionError) as error:
+            log.warning("bus.undecodable_entry", entry_id=entry_id.decode(), error=str(error))
+    return outputs
+
+
+def _field(row: list[Any]) -> bytes:
+    """The field `json` of an entry in a script's reply."""
+    fields: list[bytes] = row[1]
+    return dict(zip(fields[::2], fields[1::2], strict=True)).get(JSON, b"")
+
+
+def _is_terminal(raw: bytes) -> bool:
+    try:
+        return isinstance(decode_output(raw), Completion)
+    except (ValueError, RecursionError):
+        return False

@@ -1,0 +1,159 @@
+"""The command line: its commands, and how errors end."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from ..config import NanoInferenceError
+from ..pipeline.supervisor import StageFailed
+from .demo import demo
+from .dlq import app as dlq
+from .doctor import doctor
+from .fairness import app as fairness
+from .gateway import gateway
+from .health import health
+from .run import run
+from .status import status
+from .submit import submit
+from .tail import tail
+from .terminal import PROGRAM, complain
+from .top import top
+from .trace import trace
+from .up import up
+from .weights import app as weights
+from .weights import flush_cache, pause, release_memory, resume, resume_memory
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
+app = typer.Typer(
+    name=PROGRAM,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_LOOK, _START, _USE = "Look around", "Start a pipeline", "Use a running pipeline"
+app.command(rich_help_panel=_LOOK)(demo)
+app.command(rich_help_panel=_LOOK)(doctor)
+app.command(rich_help_panel=_START)(up)
+app.command(rich_help_panel=_START)(run)
+app.command(rich_help_panel=_START)(gateway)
+app.command(rich_help_panel=_USE)(submit)
+app.command(rich_help_panel=_USE)(tail)
+_KEEP = "Keep a pipeline running"
+app.command(rich_help_panel=_KEEP)(status)
+app.command(rich_help_panel=_KEEP)(health)
+app.command(rich_help_panel=_KEEP)(top)
+app.command(rich_help_panel=_KEEP)(trace)
+app.add_typer(dlq, name="dlq", rich_help_panel=_KEEP)
+app.add_typer(fairness, name="fairness", rich_help_panel=_KEEP)
+_TRAIN = "Train with it"
+app.add_typer(weights, name="weights", rich_help_panel=_TRAIN)
+app.command(rich_help_panel=_TRAIN)(pause)
+app.command(rich_help_panel=_TRAIN)(resume)
+app.command("flush-cache", rich_help_panel=_TRAIN)(flush_cache)
+app.command("release-memory", rich_help_panel=_TRAIN)(release_memory)
+app.command("resume-memory", rich_help_panel=_TRAIN)(resume_memory)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"{PROGRAM} {metadata.version(PROGRAM)}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """An LLM inference engine for RL rollouts and serving, as a pipeline on a message bus.
+
+    Try it, without a server and without a download:
+
+        nano-inference demo
+
+    Start a pipeline here, and ask it from another terminal:
+
+        nano-inference up
+
+        nano-inference submit "98 + 25 ="
+
+    Each command explains itself: `nano-inference submit --help`.
+    """
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line; returns its exit status.
+
+    0: done. 1: it ran, and a request, a check or a stage failed. 2: it could not run, and one
+    sentence on standard error says why. 130: Ctrl-C.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        # A model may write any character; a terminal that can't show it must not end the program.
+        if reconfigure := getattr(stream, "reconfigure", None):
+            reconfigure(errors="replace")
+    try:
+        result = app(arguments, prog_name=PROGRAM, standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except BaseException as error:
+        status = _status_of(_cause_of(error))
+        if status is None:
+            raise
+        return status
+
+
+def _cause_of(error: BaseException) -> BaseException:
+    """The error itself, or out of a group the one that decides how the program ends."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    causes = [_cause_of(one) for one in error.exceptions]
+    deciding = (KeyboardInterrupt, typer.Exit, NanoInferenceError, BrokenPipeError)
+    for kind in deciding:
+        for cause in causes:
+            if isinstance(cause, kind):
+                return cause
+    return causes[0]
+
+
+def _status_of(error: BaseException) -> int | None:
+    """Says what went wrong; None for what is a bug, whose traceback is wanted."""
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        return INTERRUPTED
+    if isinstance(error, typer.Exit):
+        return error.exit_code
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, BrokenPipeError):
+        # Python flushes standard output again as it ends, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    if isinstance(error, NanoInferenceError):
+        complain(error.message)
+        return 1 if isinstance(error, StageFailed) else 2
+    if format_message := getattr(error, "format_message", None):  # typer's own, and click's
+        complain(_usage_sentence(str(format_message()), getattr(error, "ctx", None)))
+        return 2
+    return None
+
+
+def _usage_sentence(message: str, context: typer.Context | None) -> str:
+    """Typer's message in our form, with the way to the command's help."""
+    command = context.command_path if context is not None else PROGRAM
+    sentence = f"{message[:1].lower()}{message[1:]}".rstrip(".")
+    return f"{sentence}; see '{command} --help'"

@@ -1,0 +1,46 @@
+"""The connection of a command to a pipeline in other processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from ..config import DEFAULT_URL, BusConfig, BusError, Config
+from ..pipeline.client import BusClient
+from ..telemetry import setup_tracing
+
+
+@asynccontextmanager
+async def connected(config: Config, *, wait_for_bus: bool = False) -> AsyncIterator[BusClient]:
+    """A client of the pipeline at `config.bus`, with tracing as configured.
+
+    Args:
+        config: The settings.
+        wait_for_bus: Start although the bus can't be reached, and work once it can.
+
+    Raises:
+        BusError: The bus can't be reached.
+    """
+    tracing = setup_tracing(config.telemetry, f"client-{os.getpid()}")
+    client = BusClient.connect(config.bus, tracing)
+    try:
+        try:
+            if not wait_for_bus:
+                await client.bus.ping()
+        except BusError as error:
+            raise unreachable(config.bus, error) from None
+        yield client
+    finally:
+        await client.aclose()
+        tracing.shutdown()
+
+
+def unreachable(bus: BusConfig, error: BusError) -> BusError:
+    """Says it in the words of someone who has not started anything yet, where that is likely."""
+    if bus.url != DEFAULT_URL:
+        return error
+    return BusError(
+        f"no pipeline at {DEFAULT_URL}; start one with `nano-inference up`, or give the URL of "
+        f"another with --bus"
+    )

@@ -1,0 +1,163 @@
+"""`nano-inference fairness`: by which settings requests are put in order, and to change them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
+
+import anyio
+import msgspec
+import typer
+from rich.table import Table
+
+from ..config import BusError, Config, ConfigError, FairnessConfig, nearest, parse_value
+from ..pipeline.client import BusClient
+from .connection import connected
+from .options import BusUrl, ConfigFile, LogLevel, Settings, client_config
+from .terminal import harmless, stdout
+
+app = typer.Typer(
+    help="""Look at the settings of the fairness stage, and change them while it runs.
+
+        nano-inference fairness show
+
+        nano-inference fairness set enable_preemption=true max_timeslice_tokens=64
+
+        nano-inference fairness set tenant_weights.gold=3
+
+    docs/fairness.md says what each does. A change holds until the stage's process is started anew.
+    """,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: settings by lane.")]
+Changes = Annotated[
+    list[str], typer.Argument(metavar="NAME=VALUE...", help="Settings; values are read as YAML.")
+]
+Lane = Annotated[str | None, typer.Option("--lane", help="Only this lane; all when not given.")]
+
+CONFIRM_S = 15.0
+"""How long to wait for a lane to say that it has taken a change; it says so every second."""
+
+
+@app.command()
+def show(
+    as_json: AsJson = False,
+    lane: Lane = None,
+    bus: BusUrl = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+    log_level: LogLevel = None,
+) -> None:
+    """Show the settings in force.
+
+    nano-inference fairness show
+    """
+    config = client_config(config_file, bus, settings, log_level)
+
+    async def look() -> dict[str, FairnessConfig]:
+        async with connected(config) as client:
+            return await _in_force(client, lane)
+
+    _print(asyncio.run(look()), as_json)
+
+
+@app.command("set")
+def set_(
+    changes: Changes,
+    as_json: AsJson = False,
+    lane: Lane = None,
+    bus: BusUrl = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+    log_level: LogLevel = None,
+) -> None:
+    """Change settings at once, for what waits and runs too; nothing changes if one is refused.
+
+    nano-inference fairness set aging_s=5 tenant_weights.gold=3
+    """
+    config = client_config(config_file, bus, settings, log_level)
+    _print(asyncio.run(_change(config, changes, lane)), as_json)
+
+
+def changed(config: FairnessConfig, changes: Iterable[str]) -> FairnessConfig:
+    """Settings with "name=value" changes; `tenant_weights.<tenant>` changes one weight.
+
+    Raises:
+        ConfigError: A change is of no such form, names no setting, or is out of range.
+    """
+    known = FairnessConfig.__struct_fields__
+    tree: dict[str, Any] = msgspec.structs.asdict(config)
+    for text in changes:
+        name, equals, value = text.partition("=")
+        name, dot, key = name.strip().partition(".")
+        if not equals:
+            raise ConfigError(f"a change is name=value, not {text!r:.80}")
+        if name not in known:
+            raise ConfigError(f"fairness has no setting {name!r:.80}{nearest(name, known)}")
+        if not dot:
+            tree[name] = parse_value(value)
+        elif name == "tenant_weights" and key:
+            weights = tree[name] if isinstance(tree[name], Mapping) else {}
+            tree[name] = {**weights, key: parse_value(value)}
+        else:
+            raise ConfigError(f"fairness.{name} has no parts; give {name}=value")
+    try:
+        return msgspec.convert(tree, FairnessConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"bad setting: {error}") from None
+
+
+async def _change(
+    config: Config, changes: list[str], lane: str | None
+) -> dict[str, FairnessConfig]:
+    async with connected(config) as client:
+        # All are checked before any is sent.
+        wanted = {
+            name: changed(before, changes)
+            for name, before in (await _in_force(client, lane)).items()
+        }
+        for name, after in wanted.items():
+            await client.update_fairness(after, name)
+        give_up_at = time.monotonic() + CONFIRM_S
+        while True:
+            found = await client.fairness()
+            late = [name for name, after in wanted.items() if found.get(name) != after]
+            if not late:
+                return wanted
+            if time.monotonic() > give_up_at:
+                raise BusError(f"lane {', '.join(late)} did not confirm the change; look again")
+            await anyio.sleep(0.2)
+
+
+async def _in_force(client: BusClient, lane: str | None) -> dict[str, FairnessConfig]:
+    found = await client.fairness()
+    if lane is not None:
+        found = {name: each for name, each in found.items() if name == lane}
+    if not found:
+        which = "of a pipeline" if lane is None else f"of lane {lane}"
+        raise BusError(f"no fairness stage {which} has been heard of; see `nano-inference status`")
+    return found
+
+
+def _print(found: dict[str, FairnessConfig], as_json: bool) -> None:
+    if as_json:
+        typer.echo(msgspec.json.encode(found).decode())
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("setting", no_wrap=True)
+    for lane in found:
+        table.add_column(f"lane {harmless(lane)}", overflow="fold")
+    for name in FairnessConfig.__struct_fields__:
+        values = (getattr(each, name) for each in found.values())
+        table.add_row(name, *(harmless(_shown(value)) for value in values))
+    stdout().print(table)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {each:g}" for key, each in value.items()) or "(none)"
+    return str(value).lower() if isinstance(value, bool) else str(value)

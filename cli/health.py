@@ -1,0 +1,98 @@
+"""`nano-inference health`: one process, for probes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Annotated
+
+import typer
+
+from ..bus import StageReport, open_bus
+from ..bus.board import STALE_AFTER_S
+from ..config import STAGES, BusConfig, BusError, ConfigError, nearest, split_role
+from ..pipeline.health import lanes_of, problem_of
+from .options import BusUrl, ConfigFile, LogLevel, Settings, client_config
+
+
+def health(
+    stage: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--stage", metavar="NAME", help="Only this stage. Repeatable.", show_default=False
+        ),
+    ] = None,
+    live: Annotated[
+        bool,
+        typer.Option("--live/--ready", help="What is asked: does it live, or does it take part?"),
+    ] = False,
+    host: Annotated[
+        str | None,
+        typer.Option(help="Where the process runs; here, by default.", show_default=False),
+    ] = None,
+    bus: BusUrl = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+    log_level: LogLevel = None,
+) -> None:
+    """Ask how the stages on this host are: exit status 0 when they are well, else 1.
+
+    For probes, as those of Kubernetes (`exec`), in the container of the process:
+
+        nano-inference health --live
+
+        nano-inference health --ready --stage executor
+
+    Live: the process was heard of within the last seconds. Ready: each of its stages takes part in
+    the lane's current epoch. While Redis is away nobody can tell; a process counts as live then,
+    since starting it again would not bring Redis back, and as not ready.
+    """
+    for name in stage or ():
+        if split_role(name)[0] not in STAGES:
+            raise ConfigError(f"there is no stage {name!r}{nearest(name, STAGES)}")
+    config = client_config(config_file, bus, settings, log_level or "error")
+    try:
+        reports = asyncio.run(_read(config.bus))
+    except BusError as error:
+        typer.echo(f"{'unknown' if live else 'not ready'}: {error.message}")
+        raise typer.Exit(0 if live else 1) from None
+    here = host or socket.gethostname()
+    problems = problems_of(reports, config.bus.lane, here, stage or [], live=live)
+    for problem in problems:
+        typer.echo(problem)
+    if problems:
+        raise typer.Exit(1)
+    typer.echo("live" if live else "ready")
+
+
+async def _read(config: BusConfig) -> list[StageReport]:
+    bus = open_bus(config)
+    try:
+        return await bus.stages.read()
+    finally:
+        await bus.aclose()
+
+
+def problems_of(
+    reports: list[StageReport], lane: str, host: str, stages: list[str], *, live: bool
+) -> list[str]:
+    """What is wrong with the stages of a lane on a host; with all that are there when none is
+    named."""
+    lanes = {found.lane: found for found in lanes_of(reports)}
+    # Of a process and its successor on the same host, the one heard of last.
+    here: dict[str, StageReport] = {}
+    for report in sorted(reports, key=lambda report: report.age_s):
+        if (report.lane, report.host) == (lane, host):
+            here.setdefault(report.stage, report)
+    problems = [
+        f"the {name} stage of lane {lane} on {host} was not heard of for {STALE_AFTER_S:.0f} s"
+        for name in stages
+        if name not in here
+    ]
+    if not here and not stages:
+        problems = [f"no stage of lane {lane} on {host} was heard of for {STALE_AFTER_S:.0f} s"]
+    if not live:
+        wanted = stages or list(here)
+        found = [problem_of(here[name], lanes[lane].epoch) for name in wanted if name in here]
+        problems += filter(None, found)
+    return problems

@@ -1,0 +1,171 @@
+"""From what the user gives `submit` to requests: a text, a file of lines, standard input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..bus.channel import Malformed
+from ..bus.codec import check_request
+from ..config import ConfigError, RequestError, SamplingParams, nearest, parse_value
+from .stdin import stdin_lines
+
+
+class Submission(msgspec.Struct, frozen=True):
+    """A request to be sent, and what its answer is called where several are printed."""
+
+    label: str
+    request: dict[str, Any]
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What the options say about requests; None where an option was not given."""
+
+    chat: bool = False
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    sampling: dict[str, Any] = {}
+    priority: int | None = None
+    tenant: str | None = None
+    budget_s: float | None = None
+    stream: bool = False
+
+    def __post_init__(self) -> None:
+        if self.budget_s is not None and not math.isfinite(self.budget_s):
+            raise ConfigError("--budget must be a number of seconds")
+
+    def of_text(self, text: str) -> dict[str, Any]:
+        """The request for a prompt. Greedy and 64 tokens unless the options say otherwise."""
+        request: dict[str, Any] = (
+            {"messages": [{"role": "user", "content": text}]} if self.chat else {"prompt": text}
+        )
+        request["sampling"] = {"temperature": 0.0, "max_tokens": 64} | self._sampling()
+        return request | self._fields()
+
+    def of_object(self, given: dict[str, Any]) -> dict[str, Any]:
+        """A request as it was written; options fill in what it leaves out."""
+        request = self._fields() | given
+        sampling = given.get("sampling", {})
+        if isinstance(sampling, dict) and (merged := self._sampling() | sampling):
+            request["sampling"] = merged
+        return request
+
+    def _fields(self) -> dict[str, Any]:
+        budget_ns = None if self.budget_s is None else round(self.budget_s * 1e9)
+        fields = {
+            "n": self.n,
+            "priority": self.priority,
+            "tenant": self.tenant,
+            "budget_ns": budget_ns,
+        }
+        return {"stream": self.stream} | _given(fields)
+
+    def _sampling(self) -> dict[str, Any]:
+        fields = {
+            "temperature": self.temperature,
+            "max_tokens": self.max_tokens,
+            "seed": self.seed,
+            "stop": list(self.stop) or None,
+        }
+        return _given(fields) | self.sampling
+
+
+def parse_sampling(texts: Iterable[str]) -> dict[str, Any]:
+    """Sampling parameters from "name=value" texts; values are read as YAML.
+
+    Raises:
+        ConfigError: A text is not of that form, or names no parameter.
+    """
+    known = SamplingParams.__struct_fields__
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        name = name.strip()
+        if not equals:
+            raise ConfigError(f"--sampling takes name=value, not {text!r:.80}")
+        if name not in known:
+            raise ConfigError(f"--sampling: no parameter {name!r:.80}{nearest(name, known)}")
+        found[name] = parse_value(value)
+    return found
+
+
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+class LineReader:
+    """Turns lines into submissions, and knows where a line that can't be read stands."""
+
+    def __init__(self, name: str, wanted: Wanted, max_bytes: int, *, plain_prompts: bool) -> None:
+        """`plain_prompts`: a line that does not begin with "{" is a prompt as it stands; else
+        every line is JSON, an object (a GenerateRequest) or a string (a prompt)."""
+        self._name = name
+        self._wanted = wanted
+        self._max_bytes = max_bytes
+        self._plain_prompts = plain_prompts
+        self._number = 0
+
+    def read(self, line: bytes) -> Submission | None:
+        """The request of the next line; None for an empty one.
+
+        Raises:
+            RequestError: It is not a request; the message names the line.
+        """
+        self._number += 1
+        line = line.strip()
+        if not line:
+            return None
+        given = self._decode(line)
+        if isinstance(given, str):
+            request = self._wanted.of_text(given)
+        elif isinstance(given, dict):
+            request = self._wanted.of_object(given)
+        else:
+            raise self._error('a line is a request, as {"prompt": "…"}, or a prompt, as "…"')
+        checked = check_request(request, self._max_bytes)
+        if isinstance(checked, Malformed):
+            raise self._error(checked.message)
+        return Submission(checked.request_id or str(self._number), request)
+
+    def _decode(self, line: bytes) -> object:
+        try:
+            if self._plain_prompts and not line.startswith(b"{"):
+                return line.decode()
+            return msgspec.json.decode(line)
+        except (ValueError, RecursionError) as error:
+            # msgspec's errors are ValueErrors, and so is what undecodable text raises.
+            raise self._error(f"not valid JSON: {error}") from None
+
+    def _error(self, problem: str) -> RequestError:
+        return RequestError(f"{self._name}, line {self._number}: {problem}")
+
+
+def read_file(path: Path, reader: LineReader) -> list[Submission]:
+    """All requests of a file, so that one bad line is found before anything is sent.
+
+    Raises:
+        ConfigError: The file can't be read, or holds no request.
+        RequestError: A line is not a request.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ConfigError(f"can't read {path}: {error.strerror}") from None
+    submissions = [submission for line in lines if (submission := reader.read(line)) is not None]
+    if not submissions:
+        raise ConfigError(f"{path} holds no requests")
+    return submissions
+
+
+async def read_stdin(reader: LineReader) -> AsyncIterator[Submission]:
+    """Requests as their lines come. Raises RequestError at a line that is none."""
+    async for line in stdin_lines():
+        if (submission := reader.read(line)) is not None:
+            yield submission

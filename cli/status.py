@@ -1,0 +1,312 @@
+"""`nano-inference status`: what waits where and who works on it, read from Redis itself."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import Counter
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from ..bus import StageReport
+from ..bus.keys import Keys
+from ..bus.links import all_links
+from ..config import STAGES, BusConfig, BusError, redact
+from ..pipeline.health import LATE_S, LaneHealth, lanes_of, problem_of, replicas_of, verdict
+from .connection import unreachable
+from .options import BusUrl, ConfigFile, LogLevel, Settings, client_config
+from .terminal import stdout
+
+_SHOWN_LINKS = 3
+_OWN_NAME = "status"
+_STYLES = {"ready": "green", "starting": "yellow", "waiting": "yellow", "draining": "yellow"}
+
+
+class BusStatus(msgspec.Struct, frozen=True):
+    """What one look at Redis showed.
+
+    Attributes:
+        ready: Whether every stage of at least one lane is there and takes part.
+        reason: Why not, in one sentence.
+        url: The bus's URL, without password.
+        server: Name and version.
+        prefix: First part of the keys.
+        waiting: Requests that nobody has taken.
+        in_flight: Requests taken and not yet answered.
+        dead_letters: Requests that were given up; see `nano-inference dlq`.
+        last_taken_s: Seconds since an admission last asked for requests; None when none ever did.
+        results: Completions in the shared results stream.
+        lanes: The lanes, with what each stage told last.
+        links: Messages that wait on each link that is carried over Redis, at most: a reader removes
+            what it has read a while later. Of lanes other than "0" the link's name follows the
+            lane's and a colon.
+        connections: Connections to the server, by client name; "" for those without.
+    """
+
+    ready: bool
+    reason: str
+    url: str
+    server: str
+    prefix: str
+    waiting: int
+    in_flight: int
+    dead_letters: int
+    last_taken_s: float | None
+    results: int
+    lanes: list[LaneHealth]
+    links: dict[str, int]
+    connections: dict[str, int]
+
+
+def status(
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as one JSON object.")] = False,
+    bus: BusUrl = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+    log_level: LogLevel = None,
+) -> None:
+    """Show the stages of every lane, what waits where, and who is connected.
+
+    The exit status is 0 when every stage of at least one lane is there and ready, else 1, and a
+    sentence says why. It looks at Redis itself, so it works when the pipeline does not:
+
+        nano-inference status
+
+        nano-inference status --bus redis://10.0.0.5:6379 --json
+
+        watch nano-inference status
+    """
+    config = client_config(config_file, bus, settings, log_level)
+    found = asyncio.run(look(config.bus))
+    if as_json:
+        sys.stdout.write(f"{msgspec.json.encode(found).decode()}\n")
+    else:
+        stdout().print(_rendered(found))
+    if not found.ready:
+        raise typer.Exit(1)
+
+
+async def look(config: BusConfig) -> BusStatus:
+    """Takes one look at Redis, in a few round trips.
+
+    Raises:
+        BusError: Redis can't be reached, or refuses a command that can't be done without.
+    """
+    # redis-py is loaded only here, so that `--help` stays fast.
+    from ..bus.redis.bus import RedisBus
+
+    bus = RedisBus(config)
+    try:
+        lanes = lanes_of(await bus.stages.read())
+        names = sorted({lane.lane for lane in lanes} | set(await bus.lanes()))
+        replicas = {lane.lane: 1 + replicas_of(lane.stages)[-1] for lane in lanes}
+        links_of = [
+            (name, link.name) for name in names for link in all_links(replicas.get(name, 1))
+        ]
+    except BusError as error:
+        raise unreachable(config, error) from None
+    finally:
+        await bus.aclose()
+    info, length, dead, results, pending, consumers, clients, *links = await _ask(config, links_of)
+    # These two fail while no pipeline has ever run here and made the group.
+    in_flight = 0 if isinstance(pending, Exception) else int(pending["pending"])
+    idle_ms = [] if isinstance(consumers, Exception) else [int(c[b"idle"]) for c in consumers]
+    reason = verdict(lanes)
+    return BusStatus(
+        ready=not reason,
+        reason=reason,
+        url=_address(config),
+        server=_server_name(info),
+        prefix=config.prefix,
+        # What is answered is deleted, so the rest of the stream has not been taken. (Redis's own
+        # figure of that, the group's lag, is unknown once an entry was deleted unread.)
+        waiting=max(0, int(length) - in_flight),
+        in_flight=in_flight,
+        dead_letters=int(dead),
+        last_taken_s=min(idle_ms) / 1000 if idle_ms else None,
+        results=int(results),
+        lanes=lanes,
+        links=dict(zip(map(_link_name, links_of), map(int, links), strict=True)),
+        connections=_connections(clients),
+    )
+
+
+def _address(config: BusConfig) -> str:
+    return redact(config.url)
+
+
+def _link_name(link: tuple[str, str]) -> str:
+    lane, name = link
+    return name if lane == "0" else f"{lane}:{name}"
+
+
+async def _ask(config: BusConfig, links: list[tuple[str, str]]) -> list[Any]:
+    """The replies to what the board does not tell. `links`: (lane, name) of each."""
+    from redis import exceptions
+
+    from ..bus.redis.client import Server, execute_all, on_each
+
+    server = Server(config.url, _OWN_NAME)
+    redis = server.client(1)
+    keys = Keys(config.prefix, config.lane)
+    lengths = [keys.link(name, lane) for lane, name in links]
+    commands = [
+        ("XLEN", keys.requests),
+        ("XLEN", keys.dead),
+        ("XLEN", keys.results),
+        ("XPENDING", keys.requests, config.group),
+        ("XINFO", "CONSUMERS", keys.requests, config.group),
+        *(("XLEN", key) for key in lengths),
+    ]
+    try:
+        replies = await execute_all(redis, commands, raise_on_error=False)
+        extras = []
+        for command in (("INFO", "server"), ("CLIENT", "LIST")):
+            try:
+                extras.append(await on_each(redis, *command))
+            except exceptions.ResponseError:  # forbidden to this user; there is less to show
+                extras.append([])
+    except (exceptions.RedisError, OSError) as error:
+        raise unreachable(config, server.explain(error)) from None
+    finally:
+        await redis.aclose()
+        await server.aclose()
+    for reply in (*replies[:3], *replies[5:]):
+        if isinstance(reply, Exception):
+            raise server.explain(reply)
+    infos, clients = extras
+    return [infos[0] if infos else {}, *replies[:5], clients, *replies[5:]]
+
+
+def _server_name(info: Any) -> str:
+    fields = _fields(info)
+    for product, name in (("valkey_version", "Valkey"), ("redis_version", "Redis")):
+        if product in fields:
+            return f"{name} {fields[product]}"
+    return "unknown"
+
+
+def _fields(info: Any) -> dict[str, str]:
+    """The reply of INFO, parsed or not."""
+    if isinstance(info, dict):
+        return {_text(name): _text(value) for name, value in info.items()}
+    lines = (line.partition(":") for line in _text(info).splitlines())
+    return {name: value.strip() for name, _, value in lines}
+
+
+def _connections(lists: list[Any]) -> dict[str, int]:
+    """From each CLIENT LIST, parsed or a line of `name=value` fields for each connection."""
+    names: Counter[str] = Counter()
+    for clients in lists:
+        if not isinstance(clients, list):
+            lines = _text(clients).splitlines()
+            clients = [dict(field.partition("=")[::2] for field in line.split()) for line in lines]
+        names.update(_text(fields.get("name", "")) for fields in clients)
+    del names[_OWN_NAME]
+    return dict(sorted(names.items()))
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+def _rendered(found: BusStatus) -> Group:
+    parts: list[Table | Text] = [_overview(found)]
+    for lane in found.lanes:
+        parts.append(lane_table(lane))
+        for stage in lane.rivals:
+            warning = f"more than one process runs the {stage} stage of lane {lane.lane}"
+            parts.append(Text(f"{warning}; give each pipeline a bus.lane of its own", "bold red"))
+    return Group(*parts)
+
+
+def _overview(found: BusStatus) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True, width=9)
+    table.add_column(overflow="fold")
+    table.add_row("bus", f"{found.url}  ({found.server}, prefix {found.prefix})")
+    if found.ready:
+        count = sum(lane.ready for lane in found.lanes)
+        which = "" if len(found.lanes) == 1 else f", {count} of {len(found.lanes)} lanes"
+        table.add_row("pipeline", Text(f"ready{which}", "green"))
+    else:
+        table.add_row("pipeline", Text(f"not ready: {found.reason}", "bold red"))
+    dead = Text(f"{found.dead_letters} dead letters", "bold red" if found.dead_letters else "")
+    requests = Text(f"{found.waiting} waiting, {found.in_flight} in flight, ")
+    table.add_row("requests", requests + dead)
+    if found.last_taken_s is not None and not found.ready:
+        table.add_row("", f"last asked for {_duration(found.last_taken_s)} ago")
+    fullest = sorted(found.links.items(), key=lambda link: -link[1])[:_SHOWN_LINKS]
+    busy = [f"{name} ≤ {count}" for name, count in fullest if count]
+    table.add_row("links", ", ".join(busy) if busy else "nothing waits")
+    table.add_row("results", f"{found.results} kept in the shared stream")
+    names = [
+        f"{name} ({count})" if count > 1 else name
+        for name, count in found.connections.items()
+        # Those of the stages are in the table below.
+        if name and name.startswith("client")
+    ]
+    others = sum(
+        count
+        for name, count in found.connections.items()
+        if not name.startswith(("client", *STAGES))
+    )
+    if others:
+        names.append(f"{others} other connections" if others > 1 else "1 other connection")
+    table.add_row("clients", ", ".join(names) or "none")
+    return table
+
+
+def lane_table(lane: LaneHealth) -> Table:
+    """The stages of a lane: what each told last."""
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        title=f"lane {lane.lane}, epoch {lane.epoch}",
+        title_justify="left",
+        title_style="bold",
+    )
+    table.add_column("stage", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    table.add_column("for", no_wrap=True, justify="right")
+    table.add_column("process", overflow="fold")
+    table.add_column("heard", no_wrap=True, justify="right")
+    table.add_column("load", overflow="fold")
+    for report in lane.stages.values():
+        late = report.age_s > LATE_S
+        heard = Text(f"{report.age_s:.1f} s", "bold red" if late else "")
+        state = "silent" if late else report.state
+        table.add_row(
+            report.stage,
+            Text(state, _STYLES.get(state, "bold red")),
+            _duration(report.since_s + report.age_s),
+            f"{report.pid}@{report.host}",
+            heard,
+            problem_of(report, lane.epoch).removeprefix(f"{report.stage} ") or _load(report),
+        )
+    return table
+
+
+def _load(report: StageReport) -> str:
+    load = dict(report.load)
+    load.pop("settings", None)  # `nano-inference fairness show` has them
+    texts: list[str] = []
+    if "kv_total" in load:
+        free, total = load.pop("kv_free"), load.pop("kv_total")
+        cached = load.pop("kv_cached", 0)
+        texts.append(f"KV blocks {free} of {total} free, {cached} cached")
+    texts[:0] = [f"{name.replace('_', ' ')} {value}" for name, value in load.items()]
+    return ", ".join(texts)
+
+
+def _duration(seconds: float) -> str:
+    for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

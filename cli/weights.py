@@ -1,0 +1,227 @@
+"""`nano-inference weights`, `pause`, `resume`, `flush-cache`, `release-memory`, `resume-memory`.
+
+What a trainer does, by hand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from ..bus.control import MEMORY_TAGS, MemoryTag
+from ..bus.weights import FolderWeights
+from ..pipeline.client import BusClient
+from .connection import connected
+from .options import BusUrl, ConfigFile, LogLevel, Settings, client_config
+
+app = typer.Typer(
+    help="""Look at the weights in place, and replace them while requests are in flight.
+
+        nano-inference weights version
+
+        nano-inference weights update --folder checkpoints/step-200
+
+    docs/weights.md says what happens meanwhile, and how trainers do it.
+    """,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_Result = TypeVar("_Result")
+
+
+class Mode(StrEnum):
+    """What becomes of requests in flight; as `bus.weights.InFlight`."""
+
+    keep = "keep"
+    retract = "retract"
+    abort = "abort"
+
+
+class MemoryKind(StrEnum):
+    """As `bus.control.MemoryTag`."""
+
+    weights = "weights"
+    kv_cache = "kv_cache"
+
+
+Tags = Annotated[
+    list[MemoryKind] | None,
+    typer.Option("--tag", help="What of the memory, also several times; all when not given."),
+]
+
+InFlight = Annotated[
+    Mode,
+    typer.Option(
+        "--in-flight",
+        help="What becomes of requests in flight: they keep their KV, compute it again, or end "
+        "with what they have.",
+    ),
+]
+
+
+@app.command()
+def update(
+    folder: Annotated[
+        Path,
+        typer.Option(
+            "--folder",
+            metavar="FOLDER",
+            help="Checkpoint in Transformers' format, or a safetensors file, where the executor "
+            "can read it.",
+        ),
+    ],
+    in_flight: InFlight = Mode.keep,
+    version: Annotated[
+        int | None,
+        typer.Option("--version", help="What to count from then on; the next when not given."),
+    ] = None,
+    partial: Annotated[
+        bool,
+        typer.Option("--partial", help="Parameters that are not there stay as they are."),
+    ] = False,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0, help="Seconds to wait for the new weights.")
+    ] = 300.0,
+    bus: BusUrl = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+    log_level: LogLevel = None,
+) -> None:
+    """Replace the weights by those of a folder; print the version that they have.
+
+    nano-inference weights update --folder checkpoints/step-200 --in-flight retract
+    """
+    source = FolderWeights(str(folder.absolute()))
+
+    async def replace(client: BusClient) -> int:
+        return await client.update_weights(
+            source,
+            in_flight=in_flight.value,
+            version=version,
+            partial=partial,
+            timeout_s=timeout_s,
+        )
+
+    typer.echo(_run(replace, config_file, bus, settings, log_level))
+
+
+@app.command("version")
+def version_(
+    bus: BusUrl = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+    log_level: LogLevel = None,
+) -> None:
+    """Print the version of the weights in place; 0 are those that were loaded.
+
+    nano-inference weights version
+    """
+    typer.echo(_run(BusClient.weight_version, config_file, bus, settings, log_level))
+
+
+def pause(
+    in_flight: InFlight = Mode.keep,
+    bus: BusUrl = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+    log_level: LogLevel = None,
+) -> None:
+    """Stop generating, and return when no step is under way; requests wait until `resume`.
+
+    nano-inference pause --in-flight retract
+    """
+
+    async def stop(client: BusClient) -> None:
+        await client.pause(in_flight.value)
+
+    _run(stop, config_file, bus, settings, log_level)
+
+
+def resume(
+    bus: BusUrl = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+    log_level: LogLevel = None,
+) -> None:
+    """Go on generating after `pause`.
+
+    nano-inference resume
+    """
+    _run(BusClient.resume, config_file, bus, settings, log_level)
+
+
+def flush_cache(
+    bus: BusUrl = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+    log_level: LogLevel = None,
+) -> None:
+    """Forget all cached prefixes. New weights need no flush.
+
+    nano-inference flush-cache
+    """
+    _run(BusClient.flush_cache, config_file, bus, settings, log_level)
+
+
+def release_memory(
+    tags: Tags = None,
+    bus: BusUrl = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+    log_level: LogLevel = None,
+) -> None:
+    """Give memory back to the device; requests wait until `resume-memory`.
+
+    Released weights are lost: after `resume-memory` they must be sent, all of them.
+
+    nano-inference release-memory --tag kv_cache
+    """
+
+    async def release(client: BusClient) -> None:
+        await client.release_memory(_memory(tags))
+
+    _run(release, config_file, bus, settings, log_level)
+
+
+def resume_memory(
+    tags: Tags = None,
+    bus: BusUrl = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+    log_level: LogLevel = None,
+) -> None:
+    """Take memory again that was released.
+
+    nano-inference resume-memory --tag weights
+    """
+
+    async def take(client: BusClient) -> None:
+        await client.resume_memory(_memory(tags))
+
+    _run(take, config_file, bus, settings, log_level)
+
+
+def _memory(tags: list[MemoryKind] | None) -> tuple[MemoryTag, ...]:
+    return tuple(tag.value for tag in tags) if tags else MEMORY_TAGS
+
+
+def _run(
+    operation: Callable[[BusClient], Awaitable[_Result]],
+    config_file: ConfigFile,
+    bus: BusUrl,
+    settings: Settings,
+    log_level: LogLevel,
+) -> _Result:
+    config = client_config(config_file, bus, settings, log_level)
+
+    async def run() -> _Result:
+        async with connected(config) as client:
+            return await operation(client)
+
+    return asyncio.run(run())

@@ -1,0 +1,31 @@
+"""The ASGI application."""
+
+from __future__ import annotations
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from ..config import Config, NanoInferenceError
+from ..pipeline.client import BusClient
+from .callers import caller_checks
+from .http import answer_error
+from .sglang import sglang_routes
+from .words import LazyWords
+
+_ANSWERED = (NanoInferenceError, HTTPException, ClientDisconnect, Exception)
+
+
+def make_app(engine: BusClient, config: Config) -> Starlette:
+    """An application that serves an engine.
+
+    Args:
+        engine: The client that reaches it.
+        config: The engine's settings as far as clients ask for them, and the gateway's own.
+    """
+    words = LazyWords(config.engine.model_folder)
+    return Starlette(
+        routes=sglang_routes(engine, config, words),
+        middleware=caller_checks(config.gateway),
+        exception_handlers=dict.fromkeys(_ANSWERED, answer_error),
+    )

@@ -1,0 +1,148 @@
+"""Who may call: programs, and of web pages only those that the settings name.
+
+A page that somebody has open in a browser can send requests to whatever that browser reaches, this
+gateway among them. It can't read the answers, and it can't choose everything that it sends: Origin,
+Sec-Fetch-Site, Host and (without asking first) User-Agent are the browser's words, and so is a
+Content-Type other than that of forms and plain text. Here a request is judged by these. Sources:
+https://fetch.spec.whatwg.org and https://www.w3.org/TR/fetch-metadata.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable
+
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ..config import GatewayConfig, RequestError, shown
+from .http import error_response
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def caller_checks(config: GatewayConfig) -> list[Middleware]:
+    """What stands before the routes, outermost first."""
+    checks = [Middleware(_KnownCallers, config)]
+    if config.allowed_origins:
+        checks.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=config.allowed_origins,
+                allow_methods=("GET", "POST", "PUT"),
+                allow_headers=("*",),
+                expose_headers=("Retry-After",),
+            )
+        )
+    return [*checks, Middleware(_JsonOnly)]
+
+
+class _KnownCallers:
+    """ASGI: refuses what a browser sends for a page of another origin, or under another name.
+
+    The name is for DNS rebinding: a page's own name may come to mean this machine, and the browser
+    then takes the gateway for the page's server. It takes a name, so addresses pass.
+    """
+
+    def __init__(self, app: ASGIApp, config: GatewayConfig) -> None:
+        self._app = app
+        names = ("localhost", config.host, socket.gethostname(), *config.allowed_hosts)
+        self._names = {name.lower() for name in names}
+        self._origins = {origin.lower() for origin in config.allowed_origins}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(Headers(scope=scope))
+        app = self._app if refusal is None else error_response(refusal)
+        await app(scope, receive, send)
+
+    def _refusal(self, headers: Headers) -> RequestError | None:
+        host, origin = headers.get("host", ""), headers.get("origin")
+        name = _name_of(host)
+        if name not in self._names and not _is_address(name):
+            return RequestError(
+                f"this gateway is not known as {shown(name)}; call it by its address, or name the "
+                "host in gateway.allowed_hosts",
+                code="forbidden_host",
+            )
+        if origin is not None and origin.lower() not in self._origins:
+            return _of_a_page(f"this comes from a page of {shown(origin)}")
+        # Requests for images, links and the like have no Origin.
+        site = headers.get("sec-fetch-site", "none")
+        if origin is None and site not in ("none", "same-origin"):
+            return _of_a_page("this comes from a page of another site")
+        return None
+
+
+class _JsonOnly:
+    """ASGI: refuses bodies that do not say that they are JSON.
+
+    A browser sends those of forms and plain text for any page, and asks first before any other.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        json = kind == "application/json" or (
+            kind.startswith("application/") and kind.endswith("+json")
+        )
+        app = self._app
+        if (body or kind) and not json:
+            app = error_response(
+                RequestError(
+                    f"the Content-Type is {shown(kind)}; send JSON, and with it the header "
+                    "'Content-Type: application/json'",
+                    code="unsupported_media_type",
+                )
+            )
+        await app(scope, receive, send)
+
+
+def not_for_pages(endpoint: Endpoint) -> Endpoint:
+    """An endpoint with effects that is called by GET, which a page sends with an image's tag.
+
+    To addresses without TLS browsers send neither Origin nor Sec-Fetch-Site with that. What no page
+    can change is the browser's name, and all browsers' names begin with "Mozilla/".
+    """
+
+    async def answer(request: Request) -> Response:
+        agent = request.headers.get("user-agent", "Mozilla/")
+        if agent.startswith("Mozilla/") or "sec-fetch-site" in request.headers:
+            raise RequestError(
+                "browsers may not call this by GET; call it by POST, or give the program a name of "
+                "its own in User-Agent",
+                code="forbidden_origin",
+            )
+        return await endpoint(request)
+
+    return answer
+
+
+def _of_a_page(why: str) -> RequestError:
+    return RequestError(
+        f"{why}; name the page's origin in gateway.allowed_origins if it may call the gateway",
+        code="forbidden_origin",
+    )
+
+
+def _name_of(host: str) -> str:
+    """A Host header without its port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].rstrip(".").lower()
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

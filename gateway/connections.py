@@ -1,0 +1,269 @@
+"""Connections: how many there may be, and how long each may keep the server waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections import Counter
+from contextlib import suppress
+from http import HTTPStatus
+from typing import Any, Literal
+
+import h11
+import structlog
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ..config import GatewayConfig, NanoInferenceError, RequestError
+from .http import error_response
+from .limits import Overloaded, RequestLimits
+
+SPARE_CONNECTIONS = 64
+"""How many there may be beyond those with a request under way: on these the others are told that
+there is no room. It is a few times `server.ACCEPTED_AT_ONCE`, or newcomers would be replaced by
+those behind them before anybody has read what they sent."""
+
+# What is not seen to for longer than that was not: the event loop was held up.
+_MOST_TICK_S = 1.0
+# For a client to read why it was refused, while what it still sends is thrown away: with unread
+# bytes a connection is reset when it is closed, and the answer may be lost.
+_LINGER_S = 2.0
+# In place of `body_timeout_s` while somebody is refused for want of room.
+_PRESSED_S = 1.0
+_LOG_EVERY_S = 1.0
+# When the bodies hold so much less than before, the allocator gives it back.
+_TRIM_BYTES = 64 << 20
+# What is read of one connection before the others have their turn. asyncio's 256 KiB, of each of
+# many large bodies, would keep a small request waiting for seconds.
+_READ_BYTES = 1 << 16
+
+Phase = Literal["head", "body", "working", "sending", "rest", "idle", "leaving"]
+"""Of a connection: its next request's head is awaited or coming (idle: nothing of it has come, but
+requests before it); its body is coming; it is being answered. When the answer is complete: it is
+being taken by the client; what remains of the body comes. Or it has been ended."""
+
+
+class Connection(H11Protocol):
+    """uvicorn's, which says what it waits for and can be ended with an answer.
+
+    Attributes:
+        phase: What it waits for.
+    """
+
+    def __init__(self, connections: Connections, **given: Any) -> None:
+        super().__init__(**given)
+        self.phase: Phase = "head"
+        self._all = connections
+        self._left = False
+        self._received_bytes = 0
+        # When the phase began, or the body's present window did; bytes received until then.
+        self._since_s = connections.now_s
+        self._window_bytes = 0
+        # Bytes that the client has not taken, and since when it has taken none of them.
+        self._unsent_bytes = 0
+        self._unsent_since_s = connections.now_s
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        # asyncio's; a loop of another kind has no such thing, and sets it aside.
+        with suppress(AttributeError):
+            transport.max_size = _READ_BYTES  # type: ignore[attr-defined]
+        self._all.enter(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._all.leave(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._left:
+            return
+        self._received_bytes += len(data)
+        super().data_received(data)
+        self.look()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        # `Connections` sees to it; uvicorn's would not be set again after the rest of a body.
+        self._unset_keepalive_if_required()
+        self.look()
+
+    def send_400_response(self, msg: str) -> None:
+        self.end(RequestError(f"{msg} Send HTTP/1.1", code="malformed"))
+
+    def shutdown(self) -> None:
+        if self._left:
+            self.transport.abort()
+        else:
+            super().shutdown()
+
+    def look(self) -> None:
+        """Finds the phase, and tells when it has changed."""
+        phase = self._find_phase()
+        if phase != self.phase:
+            self.phase = phase
+            self._begin_window()
+            self._all.moved(self)
+
+    def end(self, error: NanoInferenceError | None = None) -> None:
+        """Closes the connection; with an error as the answer, unless there is part of another."""
+        cycle, answered = self.cycle, False
+        if cycle is not None and not cycle.response_complete:
+            answered = cycle.response_started
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if error is None or answered or self.transport.is_closing():
+            self.transport.abort()
+            return
+        # Not through h11, which may have lost its place.
+        response = error_response(error)
+        head = f"HTTP/1.1 {response.status_code} {HTTPStatus(response.status_code).phrase}".encode()
+        fields = [b"%s: %s" % field for field in response.raw_headers]
+        lines = [head, *fields, b"connection: close", b"", bytes(response.body)]
+        self.transport.write(b"\r\n".join(lines))
+        self.transport.write_eof()
+        self._left = True
+        self.look()
+
+    def check(self, window_s: float) -> bool:
+        """Ends the connection when its client is too slow; whether it was.
+
+        Args:
+            window_s: After so long without enough of its body it is.
+        """
+        self.look()
+        config, now_s = self._all.config, self._all.now_s
+        waited_s = now_s - self._since_s
+        unsent_bytes = self.transport.get_write_buffer_size()
+        if not unsent_bytes or unsent_bytes != self._unsent_bytes:
+            self._unsent_bytes, self._unsent_since_s = unsent_bytes, now_s
+        elif now_s - self._unsent_since_s >= config.send_timeout_s:
+            self.end()
+            return True
+        match self.phase:
+            case "idle" if waited_s >= config.keep_alive_s:
+                # As with any server; nobody was slow.
+                self.timeout_keep_alive_handler()
+            case "head" if waited_s >= config.head_timeout_s:
+                late = f"no request came within {config.head_timeout_s:g} s; send it at once"
+                self.end(_timeout(late) if self._received_bytes else None)
+                return True
+            case "body" | "rest" if self.flow.read_paused:
+                self._begin_window()
+            case "body" | "rest" if waited_s >= window_s:
+                least_bytes = config.min_body_bytes_per_s * waited_s
+                if self._received_bytes - self._window_bytes < least_bytes:
+                    self.end(_timeout("the body came too slowly; send it at once"))
+                    return True
+                self._begin_window()
+            case "leaving" if waited_s >= _LINGER_S:
+                self.end()
+        return False
+
+    def _begin_window(self) -> None:
+        self._since_s, self._window_bytes = self._all.now_s, self._received_bytes
+
+    def _find_phase(self) -> Phase:
+        if self._left:
+            return "leaving"
+        reading = self.conn.their_state is h11.SEND_BODY
+        if self.cycle is not None and not self.cycle.response_complete:
+            return "body" if reading else "working"
+        if self.transport.get_write_buffer_size():
+            return "sending"
+        if reading:
+            return "rest"
+        return "head" if self.cycle is None or self.conn.trailing_data[0] else "idle"
+
+
+class Connections:
+    """Those of a server. Beyond the limit a new one takes the place of another.
+
+    That is the one that has waited longest without a request under way, be it idle or slow with
+    its head; so no number of them keeps others out. Of those whose answer is complete but not
+    taken, one goes only when there is no such.
+
+    Attributes:
+        now_s: A clock that stands still while the event loop is held up, so that no client is
+            slow because we are. `sweep` moves it.
+    """
+
+    def __init__(self, config: GatewayConfig, limits: RequestLimits, most: int) -> None:
+        """Args: `most` of them have requests under way; as many as `limits` lets in."""
+        self.now_s = 0.0
+        self.config = config
+        self._limits = limits
+        self._most = most + SPARE_CONNECTIONS
+        self._all: dict[Connection, None] = {}
+        # Each in the order in which they came into the phase.
+        self._waiting: dict[Connection, None] = {}
+        self._sending: dict[Connection, None] = {}
+        self._counts: Counter[str] = Counter()
+        self._logged_s = -_LOG_EVERY_S
+        self._most_held_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def enter(self, connection: Connection) -> None:
+        """A new one is there."""
+        full = len(self._all) >= self._most
+        self._all[connection] = None
+        oldest = next(iter(self._waiting or self._sending), None) if full else None
+        self.moved(connection)
+        if oldest is not None:
+            self.count("replaced")
+            self._forget(oldest)
+            oldest.end()
+        elif full:
+            self.count("refused")
+            connection.end(Overloaded("all connections have requests under way; try again"))
+
+    def moved(self, connection: Connection) -> None:
+        """It has come into another phase."""
+        self._forget(connection)
+        if connection.phase == "sending":
+            self._sending[connection] = None
+        elif connection.phase not in ("body", "working"):
+            self._waiting[connection] = None
+
+    def leave(self, connection: Connection) -> None:
+        """It is closed."""
+        self._all.pop(connection, None)
+        self._forget(connection)
+
+    def count(self, what: str, number: int = 1) -> None:
+        """So many were not served, and why; said about once a second, in one line."""
+        if number:
+            self._counts[what] += number
+
+    def sweep(self, elapsed_s: float) -> None:
+        """Ends those whose clients are too slow; called about twice a second."""
+        self.now_s += min(elapsed_s, _MOST_TICK_S)
+        refused, self._limits.refused = self._limits.refused, 0
+        self.count("refused", refused)
+        window_s = self.config.body_timeout_s
+        if refused:
+            window_s = min(window_s, _PRESSED_S)
+        for connection in list(self._all):
+            self.count("slow", connection.check(window_s))
+        self._trim()
+        if self._counts and self.now_s - self._logged_s >= _LOG_EVERY_S:
+            log = structlog.get_logger()
+            log.warning("connections_not_served", **self._counts, connections=len(self))
+            self._counts.clear()
+            self._logged_s = self.now_s
+
+    def _trim(self) -> None:
+        held_bytes = self._limits.held_bytes
+        self._most_held_bytes = max(self._most_held_bytes, held_bytes)
+        if held_bytes <= self._most_held_bytes - _TRIM_BYTES:
+            self._most_held_bytes = held_bytes
+            if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
+                trim(0)
+
+    def _forget(self, connection: Connection) -> None:
+        self._waiting.pop(connection, None)
+        self._sending.pop(connection, None)
+
+
+def _timeout(message: str) -> RequestError:
+    return RequestError(message, code="request_timeout")

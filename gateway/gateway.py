@@ -1,0 +1,91 @@
+"""The gateway on a client of the bus, behind a port of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ..config import Config, ConfigError
+from ..pipeline.client import BusClient
+
+if TYPE_CHECKING:
+    from .server import HttpServer
+
+DEFAULT_PORT = 30000
+"""SGLang's."""
+
+
+class Gateway:
+    """Serves HTTP while the context is open.
+
+    ```python
+    async with Pipeline(config) as pipeline, Gateway(pipeline.client, config) as gateway:
+        print(gateway.url)
+    ```
+
+    Attributes:
+        port: Where it listens; with `gateway.port` 0 a free one.
+    """
+
+    def __init__(self, client: BusClient, config: Config) -> None:
+        self.port = config.gateway.port
+        self._client = client
+        self._config = config
+        self._server: HttpServer
+        self._task: asyncio.Task[None]
+
+    @property
+    def url(self) -> str:
+        host = self._config.gateway.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    async def __aenter__(self) -> Gateway:
+        """Listens from then on.
+
+        Raises:
+            ConfigError: The extra `gateway` is not installed, or the port can't be had.
+        """
+        try:
+            from .app import make_app
+            from .server import BACKLOG, HttpServer
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"the gateway needs {error.name}; install nano-inference[gateway]"
+            ) from None
+        listener = self._listen(BACKLOG)
+        self.port = listener.getsockname()[1]
+        own = msgspec.structs.replace(self._config.gateway, port=self.port)
+        config = msgspec.structs.replace(self._config, gateway=own)
+        app = make_app(self._client, config)
+        self._server = HttpServer(app, config.gateway)
+        self._task = asyncio.create_task(self._server.serve([listener]), name="gateway")
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Stops listening; requests in flight have a few seconds."""
+        self._server.should_exit = True
+        await asyncio.shield(self._task)
+
+    async def failed(self) -> None:
+        """Waits until the server has stopped, which it does by itself only when it fails."""
+        await asyncio.shield(self._task)
+
+    def _listen(self, backlog: int) -> socket.socket:
+        host, port = self._config.gateway.host, self.port
+        try:
+            family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            return socket.create_server(address[:2], family=family, backlog=backlog)
+        except OSError as error:
+            raise ConfigError(
+                f"the gateway can't listen on {host} port {port}: {error.strerror}; choose another "
+                "gateway.port or gateway.host"
+            ) from None

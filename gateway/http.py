@@ -1,0 +1,261 @@
+"""Bodies in, answers and errors out: what every interface of the gateway shares."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any, TypeVar
+
+import anyio
+import msgspec
+import structlog
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ..config import BusError, NanoInferenceError, RequestError, WeightsError, shown
+
+T = TypeVar("T")
+
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""An integer of a body. JSON has larger ones, which nothing behind the gateway takes."""
+
+MOST_CONTAINERS = 500_000
+"""Lists and objects of one body: some for each of its prompts, one for each tensor of a model."""
+
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+
+SendEvent = Callable[[bytes], Awaitable[None]]
+
+CLIENT_LEFT = 499
+"""The status, seen by nobody, of a request whose client has closed the connection."""
+
+_STATUS = {
+    "request_too_large": 413,
+    "unsupported": 400,
+    "forbidden_host": 403,
+    "forbidden_origin": 403,
+    "request_timeout": 408,
+    "unsupported_media_type": 415,
+    "overloaded": 503,
+    "shutting_down": 503,
+    "not_ready": 503,
+    "weights_interrupted": 503,
+    "out_of_memory": 503,
+    "weights_timeout": 504,
+    "expired": 504,
+    "lane_failed": 500,
+    "out_of_blocks": 500,
+    "internal_error": 500,
+}
+
+
+class JsonResponse(Response):
+    """JSON by msgspec: numbers that JSON has no word for are null."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return msgspec.json.encode(content)
+
+
+class EngineError(RequestError):
+    """The engine has refused a request or failed it; `retry_after_s` as in `ErrorInfo`."""
+
+    def __init__(self, message: str, *, code: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message, code=code)
+        self.retry_after_s = retry_after_s
+
+
+def status_of(error: NanoInferenceError) -> int:
+    """The HTTP status of an error: 4xx when the client can change something, else 5xx."""
+    if error.code in _STATUS:
+        return _STATUS[error.code]
+    if isinstance(error, RequestError | WeightsError):
+        return 400
+    return 503 if isinstance(error, BusError) else 500
+
+
+def error_body(error: NanoInferenceError) -> dict[str, Any]:
+    """An error as OpenAI's and SGLang's clients read it."""
+    kind = "invalid_request_error" if status_of(error) < 500 else "server_error"
+    return {"error": {"message": error.message, "type": kind, "code": error.code}}
+
+
+def error_response(error: NanoInferenceError, more: dict[str, Any] | None = None) -> Response:
+    """Args: `more` stands beside the error."""
+    retry_after_s = getattr(error, "retry_after_s", None)
+    headers = {} if retry_after_s is None else {"Retry-After": str(max(1, round(retry_after_s)))}
+    return JsonResponse({**(more or {}), **error_body(error)}, status_of(error), headers)
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    """The answer to whatever a handler raised."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=CLIENT_LEFT)
+    if isinstance(error, NanoInferenceError):
+        # Load that is shed is counted where it is shed; a line for each would be more load.
+        if status_of(error) >= 500 and error.code != "overloaded":
+            structlog.get_logger().warning(
+                "http_request_failed", path=request.url.path, code=error.code, error=error.message
+            )
+        return error_response(error)
+    if isinstance(error, HTTPException):
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
+        message = f"{request.method} {shown(request.url.path)}: {error.detail}"
+        if methods := (error.headers or {}).get("Allow"):
+            message += f"; call it by {methods}"
+        body = {"error": {"message": message, "type": "invalid_request_error", "code": code}}
+        return JsonResponse(body, error.status_code, error.headers)
+    structlog.get_logger().error("http_handler_failed", path=request.url.path, exc_info=error)
+    return error_response(NanoInferenceError("the gateway has failed; its log says where"))
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The whole body.
+
+    Raises:
+        RequestError: request_too_large. It is noticed before more than that is in memory.
+        ClientDisconnect: The connection was closed before the end.
+    """
+    too_large = RequestError(
+        f"the body is larger than {max_bytes} bytes; send less at a time",
+        code="request_too_large",
+    )
+    told = request.headers.get("content-length", "")
+    if told.isdecimal() and int(told) > max_bytes:
+        raise too_large
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > max_bytes:
+            raise too_large
+    return bytes(body)
+
+
+async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
+    """The body as a JSON object; one without a body is empty.
+
+    Raises:
+        RequestError: malformed, request_too_large.
+    """
+    return decode_object(await read_body(request, max_bytes))
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    """A JSON object; without anything but spaces an empty one. Of names alike the last counts.
+
+    Raises:
+        RequestError: malformed; request_too_large, of what takes seconds to be made, and a hundred
+            times its size in memory.
+    """
+    if not body or body.isspace():
+        return {}
+    if (
+        _containers(body) > MOST_CONTAINERS
+        and _containers(_STRING.sub(b"", body)) > MOST_CONTAINERS
+    ):
+        raise RequestError(
+            f"the body holds more than {MOST_CONTAINERS} lists and objects; send less at a time",
+            code="request_too_large",
+        )
+    # What is made here is not garbage yet, and looking for some takes far longer than decoding.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except RecursionError:
+        raise RequestError("the body is nested too deeply", code="malformed") from None
+    # msgspec's own errors are kinds of ValueError, and so are those of text and of numbers.
+    except (ValueError, OverflowError) as error:
+        raise RequestError(f"the body is not a JSON object: {error}", code="malformed") from None
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _containers(body: bytes) -> int:
+    return body.count(b"[") + body.count(b"{")
+
+
+def convert(found: Any, kind: type[T], what: str = "the body") -> T:
+    """A value as a struct or another type.
+
+    Raises:
+        RequestError: It is none; the message names the field.
+    """
+    try:
+        return msgspec.convert(found, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"{what}: {error}") from None
+
+
+async def while_connected(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
+    """Runs `work`, and cancels it when the client closes the connection.
+
+    Args:
+        receive: Of the request, whose body must have been read.
+        work: What NanoInferenceErrors and TimeoutErrors it raises come out as they are.
+    """
+    failure: Exception | None = None
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        group.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(watch)
+        try:
+            await work()
+        except (NanoInferenceError, TimeoutError) as error:
+            # Not through the group, which would wrap it.
+            failure = error
+        group.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+
+
+async def answer_while_connected(
+    request: Request, work: Callable[[], Awaitable[Response]]
+) -> Response:
+    """As `while_connected`; gives what `work` gives."""
+    response = Response(status_code=CLIENT_LEFT)
+
+    async def answer() -> None:
+        nonlocal response
+        response = await work()
+
+    await while_connected(request.receive, answer)
+    return response
+
+
+class EventStream(Response):
+    """Server-sent events, written until the client closes the connection.
+
+    Starlette's StreamingResponse takes a generator, which it leaves as it is when the client goes
+    while an event is being sent; what the generator holds would then end some time later.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, produce: Callable[[SendEvent], Awaitable[None]]) -> None:
+        """`produce` is called with a function that sends an event's data."""
+        super().__init__(headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._produce = produce
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_event(data: bytes) -> None:
+            event = b"data: " + data + b"\n\n"
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+
+        async def respond() -> None:
+            start = {"type": "http.response.start", "status": self.status_code}
+            await send(start | {"headers": self.raw_headers})
+            await self._produce(send_event)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        await while_connected(receive, respond)

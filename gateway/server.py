@@ -1,0 +1,116 @@
+"""The HTTP server that runs the application."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import structlog
+import uvicorn
+from starlette.types import ASGIApp
+
+from ..config import GatewayConfig
+from .connections import SPARE_CONNECTIONS, Connection, Connections
+from .limits import RequestLimits
+
+BACKLOG = 2048
+"""Connections that may wait in the kernel to be accepted."""
+
+ACCEPTED_AT_ONCE = 8
+"""asyncio accepts up to its backlog before it looks at any of them, and each takes a file."""
+
+# For requests in flight when the server is to stop.
+_LEAVE_S = 5
+# For Redis, models and logs, and for connections that are accepted before others have gone.
+_RESERVED_FILES = 256
+# In the server's ticks, of which there are ten a second.
+_SWEEP_EVERY = 5
+# `Connections` sees to it.
+_NEVER_S = 10**9
+# What asyncio says, for each connection that it tries to accept and once a second again.
+_NO_FILES_LEFT = "socket.accept() out of system resource"
+
+
+LoopHandler = Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object]
+
+
+def connections_for(wanted: int, max_files: int) -> int:
+    """How many requests may be under way at a time, for which there must be files."""
+    if max_files == resource.RLIM_INFINITY:
+        return wanted
+    files = max_files - min(_RESERVED_FILES, max_files // 2) - SPARE_CONNECTIONS
+    return max(1, min(wanted, files))
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn, which leaves the process's signals and its logs alone.
+
+    Attributes:
+        connections: Those that there are.
+    """
+
+    def __init__(self, app: ASGIApp, config: GatewayConfig) -> None:
+        max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = connections_for(config.max_connections, max_files)
+        if most < config.max_connections:
+            structlog.get_logger().info("fewer_connections", most=most, max_files=max_files)
+        limits = RequestLimits(app, most, config.max_bodies_bytes)
+        self.connections = Connections(config, limits, most)
+        self._swept_s = 0.0
+        self._loop_handler: LoopHandler | None = None
+
+        def connect(**given: Any) -> Connection:
+            return Connection(self.connections, **given)
+
+        super().__init__(
+            uvicorn.Config(
+                limits,
+                http=connect,  # type: ignore[arg-type]
+                ws="none",
+                log_config=None,
+                # Its warnings are one a request, for what anybody may send.
+                log_level="error",
+                access_log=False,
+                lifespan="off",
+                backlog=ACCEPTED_AT_ONCE,
+                timeout_keep_alive=_NEVER_S,
+                timeout_graceful_shutdown=_LEAVE_S,
+            )
+        )
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        self._swept_s = loop.time()
+        self._loop_handler = loop.get_exception_handler()
+        loop.set_exception_handler(self._on_loop_error)
+        await super().startup(sockets)
+        for listener in sockets or []:
+            # asyncio has told the kernel how many it accepts at once.
+            listener.listen(BACKLOG)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        asyncio.get_running_loop().set_exception_handler(self._loop_handler)
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _SWEEP_EVERY == 0:
+            now_s = asyncio.get_running_loop().time()
+            self.connections.sweep(now_s - self._swept_s)
+            self._swept_s = now_s
+        return await super().on_tick(counter)
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if context.get("message") == _NO_FILES_LEFT:
+            self.connections.count("not_accepted")
+        elif self._loop_handler is not None:
+            self._loop_handler(loop, context)
+        else:
+            loop.default_exception_handler(context)

@@ -1,0 +1,218 @@
+"""SGLang's calls about the server itself: health, load, what it serves; aborting and flushing."""
+
+from __future__ import annotations
+
+import uuid
+from collections import defaultdict
+from contextlib import aclosing
+from importlib import metadata
+from typing import Any
+
+import anyio
+import msgspec
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from ...bus import StageReport
+from ...bus.public import Completion, GenerateRequest
+from ...config import Config, NanoInferenceError, RequestError, SamplingParams, split_role
+from ...pipeline.client import BusClient
+from ..http import EngineError, JsonResponse, answer_while_connected, read_object
+from .fields import read_fields
+from .generate import Generation
+from .labels import VersionLabels
+from .sync import WeightSync
+
+# The token that /health_generate continues; every vocabulary has it.
+_PROBE = (0,)
+
+
+class AbortBody(msgspec.Struct, frozen=True):
+    """AbortReq."""
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+class InfoCalls:
+    """The endpoints."""
+
+    def __init__(
+        self,
+        engine: BusClient,
+        config: Config,
+        generation: Generation,
+        sync: WeightSync,
+        labels: VersionLabels,
+    ) -> None:
+        self._engine = engine
+        self._config = config
+        self._generation = generation
+        self._sync = sync
+        self._labels = labels
+
+    async def health(self, request: Request) -> Response:
+        """Whether some lane says that it works, and lacks neither weights nor memory."""
+        released = ", ".join(sorted(self._sync.released))
+        # Known here at once; the lanes tell about once a second.
+        trouble = released and f"nothing can be generated: {released} released; resume the memory"
+        if trouble := trouble or await self._engine.trouble():
+            raise NanoInferenceError(trouble, code="not_ready")
+        return Response()
+
+    async def health_generate(self, request: Request) -> Response:
+        """Whether a token comes out; while that can't be, whether the executors answer."""
+
+        async def work() -> Response:
+            with anyio.fail_after(self._config.gateway.health_timeout_s):
+                if self._sync.paused or self._sync.released:
+                    await self._engine.weight_version()
+                else:
+                    await self._probe()
+            return Response()
+
+        try:
+            return await answer_while_connected(request, work)
+        except TimeoutError:
+            trouble = await self._engine.trouble() or "no token came in time"
+            raise NanoInferenceError(trouble, code="not_ready") from None
+
+    async def model_info(self, request: Request) -> Response:
+        return JsonResponse(await self._model_info())
+
+    async def weight_version(self, request: Request) -> Response:
+        return JsonResponse({"weight_version": await self._label()})
+
+    async def server_info(self, request: Request) -> Response:
+        """Names and values as SGLang's ServerArgs has them, where there is anything alike."""
+        config, engine = self._config, self._config.engine
+        lanes = _by_lane(await self._engine.reports())
+        loads = [_load(lane, told) for lane, told in enumerate(lanes.values())]
+        blocks = sum(_number(told, "batching", "kv_total") for told in lanes.values())
+        return JsonResponse(
+            {
+                **await self._model_info(),
+                "served_model_name": engine.model_name,
+                "version": metadata.version("nano-inference"),
+                "host": config.gateway.host,
+                "port": config.gateway.port,
+                "dtype": engine.dtype,
+                "device": engine.device,
+                "random_seed": engine.seed,
+                "context_length": engine.max_model_len,
+                "max_running_requests": engine.max_batch_size,
+                "max_prefill_tokens": engine.max_tokens_per_batch,
+                "max_total_num_tokens": blocks * engine.block_size,
+                "page_size": engine.block_size,
+                "enable_deterministic_inference": engine.deterministic,
+                "enable_memory_saver": True,
+                "disaggregation_mode": "null",
+                "tp_size": 1,
+                "dp_size": len(lanes) or 1,
+                "pp_size": 1,
+                "ep_size": 1,
+                "nnodes": 1,
+                "node_rank": 0,
+                "base_gpu_id": 0,
+                "gpu_id_step": 1,
+                "internal_states": loads,
+            }
+        )
+
+    async def loads(self, request: Request) -> Response:
+        """What runs and waits, by lane; requests of this gateway that no lane tells of count."""
+        loads = await self._loads()
+        return JsonResponse(
+            {"dp_rank_count": len(loads), "version": metadata.version("nano-inference")}
+            | {"loads": loads}
+        )
+
+    async def load(self, request: Request) -> Response:
+        """The same as SGLang had it before `/v1/loads`."""
+        return JsonResponse(await self._loads())
+
+    async def flush_cache(self, request: Request) -> Response:
+        """Unlike SGLang's it works while requests run; they keep their own KV."""
+        await self._engine.flush_cache()
+        return PlainTextResponse("Cache flushed.\n")
+
+    async def abort_request(self, request: Request) -> Response:
+        found = await read_object(request, self._config.gateway.max_body_bytes)
+        body = read_fields(found, AbortBody, ("finished_reason", "abort_message"))
+        if body.abort_all:
+            await self._generation.abort_all()
+        elif body.rid:
+            await self._generation.abort(body.rid)
+        else:
+            raise RequestError("give rid, or abort_all")
+        return Response()
+
+    async def _probe(self) -> None:
+        request = GenerateRequest(
+            request_id=f"health-{uuid.uuid4().hex}",
+            prompt_token_ids=_PROBE,
+            sampling=SamplingParams(max_tokens=1, temperature=0.0),
+            stream=False,
+            # Before what waits, but never in the place of what runs.
+            priority=max(0, self._config.fairness.high_priority_threshold - 1),
+        )
+        async with aclosing(self._engine.submit(request)) as outputs:
+            async for output in outputs:
+                if isinstance(output, Completion) and output.error is not None:
+                    raise EngineError(output.error.message, code="not_ready")
+
+    async def _label(self) -> str:
+        return self._labels.of(await self._engine.weight_version())
+
+    async def _model_info(self) -> dict[str, Any]:
+        folder = str(self._config.engine.model_folder)
+        return {
+            "model_path": folder,
+            "tokenizer_path": folder,
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": await self._label(),
+        }
+
+    async def _loads(self) -> list[dict[str, Any]]:
+        lanes = _by_lane(await self._engine.reports())
+        loads = [_load(lane, told) for lane, told in enumerate(lanes.values())]
+        told = sum(load["num_reqs"] for load in loads)
+        # The lanes tell once a second; what is in flight here is known at once. They don't know of
+        # what waits here.
+        missing = max(0, self._generation.in_flight - told) + self._generation.waiting
+        if loads and missing:
+            loads[0]["num_waiting_reqs"] += missing
+            loads[0]["num_reqs"] += missing
+            loads[0]["num_total_reqs"] += missing
+        return loads
+
+
+Told = dict[str, StageReport]
+
+
+def _by_lane(reports: list[StageReport]) -> dict[str, Told]:
+    lanes: dict[str, Told] = defaultdict(dict)
+    for report in reports:
+        # Youngest first.
+        lanes[report.lane].setdefault(report.stage, report)
+    return lanes
+
+
+def _number(told: Told, stage: str, name: str) -> int:
+    """Of all replicas together."""
+    loads = [report.load for role, report in told.items() if split_role(role)[0] == stage]
+    return sum(int(load.get(name, 0)) for load in loads)
+
+
+def _load(rank: int, told: Told) -> dict[str, Any]:
+    """A lane, in SGLang's words a data-parallel rank. Running ones are counted as sequences."""
+    running = _number(told, "batching", "running")
+    total = max(running, _number(told, "admission", "in_flight"))
+    return {
+        "dp_rank": rank,
+        "num_reqs": total,
+        "num_total_reqs": total,
+        "num_running_reqs": running,
+        "num_waiting_reqs": total - running,
+    }

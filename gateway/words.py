@@ -1,0 +1,104 @@
+"""Text of tokens beyond what completions bring, and tokens of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import anyio
+import anyio.to_thread
+
+from ..config import RequestError
+from ..stages.detokenizer import Detokenizer, TokenPieces
+from ..stages.tokenizer import (
+    check_text_fits,
+    load_tokenizer,
+    longest_token_bytes,
+    stop_token_ids_of,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+T = TypeVar("T")
+
+_THREADS = 2
+"""How many texts are worked on beside the event loop. Each thread keeps a core busy."""
+
+
+class Words:
+    """A model's tokenizer, as far as the gateway uses it.
+
+    Attributes:
+        stop_token_ids: Those that end a generation by default.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, stop_token_ids: frozenset[int]) -> None:
+        self.stop_token_ids = stop_token_ids
+        self._tokenizer = tokenizer
+        self._longest_token_bytes = longest_token_bytes(tokenizer)
+        self._token_texts: dict[int, str] = {}
+        self._pieces = {
+            skip: TokenPieces(tokenizer.backend_tokenizer, skip_special=skip)
+            for skip in (True, False)
+        }
+
+    def check_fits(self, text: str, max_model_len: int) -> None:
+        """Raises RequestError (prompt_too_long) for a text that can't be a prompt in any case."""
+        check_text_fits(text, self._longest_token_bytes, max_model_len)
+
+    def token_ids(self, text: str) -> tuple[int, ...]:
+        """A prompt's tokens, as admission makes them.
+
+        Raises:
+            RequestError: The tokenizer can't read it.
+        """
+        try:
+            return tuple(self._tokenizer(text, verbose=False)["input_ids"])
+        # The tokenizers library raises Exception itself.
+        except Exception as error:
+            raise RequestError(
+                "the model's tokenizer can't read the text", code="invalid_prompt"
+            ) from error
+
+    def text(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
+        """What tokens add to a text; special ones their own name, unless they are skipped."""
+        detokenizer = self.detokenizer(skip_special=skip_special)
+        return detokenizer.push(token_ids) + detokenizer.finish()
+
+    def detokenizer(self, *, skip_special: bool) -> Detokenizer:
+        """The same, for a text that grows."""
+        return Detokenizer(self._pieces[skip_special])
+
+    def token(self, token_id: int) -> str:
+        """The text of a token that stands alone."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = str(self._tokenizer.decode([token_id]))
+        return text
+
+
+class LazyWords:
+    """Loads the tokenizer when it is first needed, which takes a second or two."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._loading = anyio.Lock()
+        self._words: Words | None = None
+        self._threads = anyio.CapacityLimiter(_THREADS)
+
+    async def get(self) -> Words:
+        """Raises ModelError when the folder has no tokenizer that can be used."""
+        async with self._loading:
+            if self._words is None:
+                self._words = await anyio.to_thread.run_sync(self._load)
+        return self._words
+
+    async def beside(self, work: Callable[[], T]) -> T:
+        """Does what takes long in a thread, a few at a time; the event loop serves others."""
+        return await anyio.to_thread.run_sync(work, limiter=self._threads)
+
+    def _load(self) -> Words:
+        tokenizer = load_tokenizer(self._folder)
+        return Words(tokenizer, stop_token_ids_of(self._folder, tokenizer))

@@ -1,0 +1,107 @@
+"""Each check, well and unwell."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from nano_inference.cli import checks
+from nano_inference.config import BUNDLED_MODEL, BusConfig, Config
+
+from .conftest import Run
+
+
+def test_this_environment_is_well() -> None:
+    assert checks.check_python().state == "ok"
+    assert checks.check_packages().state == "ok"
+    assert next(checks.check_torch()).state == "ok"
+
+
+def test_a_package_of_the_wrong_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        checks.metadata, "requires", lambda name: ["torch>=999", "no-such-package", "typer"]
+    )
+    check = checks.check_packages()
+    assert check.state == "fail"
+    assert "is not >=999" in check.found
+    assert "no-such-package is missing" in check.found
+    assert "typer" not in check.found
+
+
+def test_redis_that_answers(redis_url: str) -> None:
+    check = checks.check_bus(BusConfig(url=redis_url))
+    assert check.state == "ok"
+    assert check.found.startswith("Valkey ")
+    assert "round trip" in check.found
+
+
+def test_redis_that_is_down(closed_port: int) -> None:
+    check = checks.check_bus(BusConfig(url=f"redis://127.0.0.1:{closed_port}"))
+    assert check.state == "fail"
+    assert "--bus" in check.advice
+
+
+def test_no_redis_given(monkeypatch: pytest.MonkeyPatch, closed_port: int) -> None:
+    monkeypatch.setattr(checks, "DEFAULT_URL", f"redis://127.0.0.1:{closed_port}")
+    assert checks.check_bus(BusConfig()).state == "ok"
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    check = checks.check_bus(BusConfig())
+    assert check.state == "warn"
+    assert "nano-inference[embedded]" in check.advice
+
+
+def test_no_endpoint() -> None:
+    check = checks.check_endpoint("")
+    assert (check.state, check.found) == ("ok", "no endpoint set: traces are not exported")
+
+
+def test_endpoint_that_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert checks.check_endpoint(f"http://127.0.0.1:{port}").state == "ok"
+
+
+def test_endpoint_that_does_not(closed_port: int) -> None:
+    assert checks.check_endpoint(f"http://127.0.0.1:{closed_port}").state == "fail"
+    assert checks.check_endpoint("http://host:port").state == "fail"
+    assert checks.check_endpoint("collector").state == "fail"
+
+
+def test_model_folder(tmp_path: Path) -> None:
+    assert checks.check_folder(BUNDLED_MODEL).state == "ok"
+    assert checks.check_folder(str(tmp_path / "no")).state == "fail"
+    (tmp_path / "config.json").write_text("{}")
+    check = checks.check_folder(str(tmp_path))
+    assert check.state == "fail"
+    assert "has no tokenizer.json, no weights" in check.found
+    assert "config.json" not in check.found
+
+
+def test_a_model_that_can_not_be_loaded(tmp_path: Path) -> None:
+    check = checks.check_answer(Config(), str(tmp_path), "The", "model")
+    assert (check.name, check.state) == ("model", "fail")
+    assert str(tmp_path) in check.found
+    assert "save_pretrained" in check.advice
+
+
+@pytest.mark.slow
+def test_doctor(run: Run, redis_url: str) -> None:
+    ran = run("doctor", "--bus", redis_url)
+    assert (ran.status, ran.stderr) == (0, "")
+    rows = [line.split() for line in ran.stdout.splitlines() if not line.startswith(" ")]
+    assert [name for _, name, *_ in rows] == [
+        *("python", "packages", "torch", "device", "kernels"),
+        *("bundled", "speed", "redis", "traces"),
+    ]
+    assert {state for state, *_ in rows} <= {"ok", "warn"}
+    assert "'98 + 25 =' → '123'" in ran.stdout
+
+
+@pytest.mark.slow
+def test_doctor_finds_a_fault(run: Run, closed_port: int) -> None:
+    ran = run("doctor", "--bus", f"redis://127.0.0.1:{closed_port}", "--model", "/no/model")
+    assert ran.status == 1
+    failed = [line.split()[1] for line in ran.stdout.splitlines() if line.startswith("fail")]
+    assert failed == ["folder", "redis"]

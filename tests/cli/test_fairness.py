@@ -1,0 +1,95 @@
+"""The commands for fairness's settings, on a running pipeline."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from nano_inference.cli.fairness import changed
+from nano_inference.config import Config, ConfigError, FairnessConfig
+
+from .conftest import Run
+from .test_errors import assert_refused
+
+
+def in_force(run: Run) -> dict[str, object]:
+    ran = run("fairness", "show", "--json")
+    assert ran.status == 0, ran.stderr
+    (settings,) = json.loads(ran.stdout).values()
+    return dict(settings)
+
+
+@pytest.fixture
+def on_fresh(run: Run, on_served: Config) -> Iterator[Config]:
+    """The served pipeline, whose settings are put back afterwards."""
+    give_up_at = time.monotonic() + 30
+    while run("fairness", "show").status:  # until its first heartbeat
+        assert time.monotonic() < give_up_at
+        time.sleep(0.2)
+    yield on_served
+    defaults = msgspec.structs.asdict(FairnessConfig())
+    changes = [f"{name}={json.dumps(value)}" for name, value in defaults.items()]
+    assert run("fairness", "set", *changes).status == 0
+
+
+def test_show_is_what_was_configured(run: Run, on_fresh: Config) -> None:
+    assert in_force(run) == msgspec.to_builtins(on_fresh.fairness)
+    shown = run("fairness", "show").stdout.splitlines()
+    assert shown[0].split() == ["setting", "lane", "0"]
+    rows = {line.split()[0]: line.split()[1] for line in shown[1:]}
+    assert rows["aging_s"] == "2.0"
+    assert rows["enable_preemption"] == "false"
+    assert rows["tenant_weights"] == "(none)"
+    assert list(rows) == list(FairnessConfig.__struct_fields__)
+
+
+def test_set_changes_what_is_named_and_nothing_else(run: Run, on_fresh: Config) -> None:
+    ran = run("fairness", "set", "max_timeslice_tokens=64", "tenant_weights.gold=3", "--json")
+    assert ran.status == 0, ran.stderr
+    wanted = FairnessConfig(max_timeslice_tokens=64, tenant_weights={"gold": 3.0})
+    assert json.loads(ran.stdout) == {"0": msgspec.to_builtins(wanted)}
+    assert in_force(run) == msgspec.to_builtins(wanted)
+    assert run("fairness", "set", "tenant_weights.iron=0.5").status == 0
+    assert in_force(run)["tenant_weights"] == {"gold": 3.0, "iron": 0.5}
+    assert run("submit", "98 + 25 =", "--tenant", "gold").stdout.strip() == "123"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("aging_s=0", "fairness.aging_s is 0.0; it must be above 0"),
+        ("aging_s=soon", "bad setting: Expected `float`, got `str` - at `$.aging_s`"),
+        ("agin_s=1", "fairness has no setting 'agin_s'; did you mean 'aging_s'?"),
+        ("aging_s", "a change is name=value, not 'aging_s'"),
+        ("aging_s.x=1", "fairness.aging_s has no parts; give aging_s=value"),
+        ("max_preemptions=-1", "fairness.max_preemptions is -1; it must be at least 0"),
+        ("tenant_weights.gold=0", "it must be finite numbers above 0 by tenant"),
+    ],
+)
+def test_one_bad_change_and_nothing_changes(
+    run: Run, on_fresh: Config, change: str, sentence: str
+) -> None:
+    before = in_force(run)
+    refused = run("fairness", "set", "max_timeslice_tokens=9", change)
+    assert_refused(refused, sentence)
+    assert in_force(run) == before
+
+
+def test_the_code_of_a_refusal_is_stable() -> None:
+    with pytest.raises(ConfigError) as refused:
+        changed(FairnessConfig(), ["high_priority_threshold=none at all"])
+    assert refused.value.code == "invalid_config"
+
+
+def test_nobody_to_ask(run: Run, on_nobody: str) -> None:
+    assert_refused(run("fairness", "show"), "no fairness stage of a pipeline has been heard of")
+
+
+def test_a_lane_that_is_not_there(run: Run, on_fresh: Config) -> None:
+    refused = run("fairness", "set", "aging_s=3", "--lane", "west")
+    assert_refused(refused, "no fairness stage of lane west has been heard of")
+    assert in_force(run)["aging_s"] == 2.0

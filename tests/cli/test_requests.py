@@ -1,0 +1,129 @@
+"""From options and lines to requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nano_inference.bus.codec import check_request
+from nano_inference.bus.public import GenerateRequest
+from nano_inference.cli.requests import (
+    LineReader,
+    Wanted,
+    parse_sampling,
+    read_file,
+)
+from nano_inference.config import ConfigError, RequestError
+
+LIMIT = 1 << 20
+
+
+def test_a_text_is_greedy_and_short_by_default() -> None:
+    assert Wanted().of_text("12 + 30 =") == {
+        "prompt": "12 + 30 =",
+        "sampling": {"temperature": 0.0, "max_tokens": 64},
+        "stream": False,
+    }
+
+
+def test_a_text_with_every_option() -> None:
+    wanted = Wanted(
+        chat=True,
+        n=2,
+        max_tokens=5,
+        temperature=0.5,
+        seed=7,
+        stop=("a", "b"),
+        priority=3,
+        tenant="me",
+        budget_s=1.5,
+        stream=True,
+    )
+    assert wanted.of_text("Hello") == {
+        "messages": [{"role": "user", "content": "Hello"}],
+        "sampling": {"temperature": 0.5, "max_tokens": 5, "seed": 7, "stop": ["a", "b"]},
+        "n": 2,
+        "priority": 3,
+        "tenant": "me",
+        "budget_ns": 1_500_000_000,
+        "stream": True,
+    }
+
+
+def test_options_fill_in_what_an_object_leaves_out() -> None:
+    given = {"prompt": "x", "n": 3, "sampling": {"temperature": 0.7}}
+    assert Wanted(n=2, max_tokens=5, temperature=0.1).of_object(given) == {
+        "prompt": "x",
+        "n": 3,
+        "sampling": {"temperature": 0.7, "max_tokens": 5},
+        "stream": False,
+    }
+    assert Wanted().of_object({"prompt": "x"}) == {"prompt": "x", "stream": False}
+
+
+def test_any_sampling_parameter_wins_over_its_own_option() -> None:
+    texts = ["top_p=0.9", "logit_bias={17: -2.5}", "temperature = 0.3", "prompt_logprobs=0"]
+    wanted = Wanted(temperature=1.0, sampling=parse_sampling(texts))
+    request = wanted.of_text("x")
+    assert request["sampling"] == {
+        "temperature": 0.3,
+        "max_tokens": 64,
+        "top_p": 0.9,
+        "logit_bias": {17: -2.5},
+        "prompt_logprobs": 0,
+    }
+    assert isinstance(check_request(request, LIMIT), GenerateRequest)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("top_p", "takes name=value"),
+        ("repetition_penality=2", "did you mean 'repetition_penalty'"),
+        ("=3", "no parameter ''"),
+    ],
+)
+def test_a_sampling_parameter_that_is_none(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_sampling([text])
+
+
+def test_a_bias_in_a_line_has_text_for_token_ids() -> None:
+    reader = LineReader("f", Wanted(), LIMIT, plain_prompts=True)
+    assert reader.read(b'{"prompt": "x", "sampling": {"logit_bias": {"17": 2}}}') is not None
+
+
+def test_lines_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "requests.jsonl"
+    file.write_text(
+        '{"prompt": "a"}\n\n"b \\"c\\""\r\n{"prompt": "d", "request_id": "mine"}', "utf-8"
+    )
+    submissions = read_file(file, LineReader("f", Wanted(), LIMIT, plain_prompts=False))
+    assert [(s.label, s.request["prompt"]) for s in submissions] == [
+        ("1", "a"),
+        ("3", 'b "c"'),
+        ("mine", "d"),
+    ]
+
+
+@pytest.mark.parametrize("line", ["12 + 30 =", '"quoted"', "[1]", "größer"])
+def test_plain_lines_are_prompts_as_they_stand(line: str) -> None:
+    reader = LineReader("standard input", Wanted(), LIMIT, plain_prompts=True)
+    submission = reader.read(line.encode() + b"\n")
+    assert submission is not None
+    assert submission.request["prompt"] == line
+
+
+@pytest.mark.parametrize("line", [b'{"prompt"', b'{"prompt": 3}', b"\xff\xfe", b'{"a": ' * 9999])
+def test_unreadable_lines_are_named(line: bytes) -> None:
+    reader = LineReader("standard input", Wanted(), LIMIT, plain_prompts=True)
+    assert reader.read(b"\n") is None
+    with pytest.raises(RequestError, match=r"^standard input, line 2: "):
+        reader.read(line)
+
+
+def test_a_line_above_the_limit_of_the_bus() -> None:
+    reader = LineReader("f", Wanted(), 100, plain_prompts=True)
+    with pytest.raises(RequestError, match="line 1: "):
+        reader.read(b"x" * 200)

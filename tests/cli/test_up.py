@@ -1,0 +1,83 @@
+"""`up` where it can't start, and where it is killed."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from redis.backoff import ConstantBackoff
+from redis.retry import Retry
+
+from nano_inference.cli.up import _House
+from nano_inference.config import load_config
+from nano_inference.pipeline.supervisor import StageFailed
+
+from .conftest import Run
+from .test_errors import assert_refused
+
+LIMIT_S = 60
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def patient() -> Retry:
+    """While a server starts."""
+    return Retry(ConstantBackoff(0.05), LIMIT_S * 20)
+
+
+def test_redis_is_away(run: Run, closed_port: int) -> None:
+    assert_refused(run("up", "--bus", f"redis://127.0.0.1:{closed_port}"), "connection refused")
+
+
+def test_busy_port(run: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        assert_refused(run("up", "--port", str(port)), f"can't start on port {port}")
+
+
+@pytest.mark.slow
+def test_the_embedded_server_ends_with_a_killed_parent(patient: Retry, tmp_path: Path) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "nano_inference", "up", "--port", str(port)]
+    with (tmp_path / "log").open("wb") as log:
+        up = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    with Redis(port=port, retry=patient) as redis:
+        server = os.pidfd_open(redis.info("server")["process_id"])
+        # The stages come after whatever else `up` has to prepare.
+        while not redis.xlen("nano:stages"):
+            assert up.poll() is None
+    up.send_signal(signal.SIGKILL)
+    up.wait()
+    # A process's descriptor is readable once the process has ended.
+    gone, _, _ = select.select([server], [], [], LIMIT_S)
+    os.close(server)
+    assert gone
+    with socket.create_server(("127.0.0.1", port)):
+        pass  # the next one can have the port
+
+
+def test_it_goes_on_without_a_replica_while_there_is_another() -> None:
+    config = load_config(env={}, overrides={"pipeline.replicas": 3})
+    error = StageFailed("it failed too often")
+    house = _House(config, [])
+    house._give_up("executor.2", error)
+    house._give_up("batching.2", error)
+    house._give_up("executor", error)
+    with pytest.raises(StageFailed):
+        house._give_up("batching.1", error)
+    with pytest.raises(StageFailed):
+        _House(config, [])._give_up("streaming", error)
+    with pytest.raises(StageFailed):
+        _House(load_config(env={}), [])._give_up("executor", error)

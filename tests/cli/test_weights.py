@@ -1,0 +1,127 @@
+"""Weights, pauses and the prefix cache by the command line, on a running pipeline."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from nano_inference.config import Config, EngineConfig
+from nano_inference.pipeline import client
+
+from .. import oracle
+from .conftest import Run, serving
+from .test_errors import assert_refused
+
+MODEL = EngineConfig().model_folder
+
+
+@pytest.fixture(scope="module")
+def served(redis_url: str) -> Iterator[Config]:
+    """A pipeline for these tests alone, since its weights change."""
+    with serving(redis_url) as config:
+        yield config
+
+
+def version(run: Run) -> int:
+    ran = run("weights", "version")
+    assert ran.status == 0, ran.stderr
+    return int(ran.stdout)
+
+
+def answer(run: Run, *options: str) -> dict[str, object]:
+    ran = run("submit", "98 + 25 =", "--json", *options)
+    assert ran.status == 0, ran.stderr
+    (sample,) = json.loads(ran.stdout.splitlines()[-1])["samples"]
+    return dict(sample)
+
+
+def test_a_checkpoint_folder_and_back(
+    run: Run, on_served: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = version(run)
+    weights = oracle.announcing(load_file(MODEL / "model.safetensors"), before + 1)
+    save_file(weights, tmp_path / "model.safetensors")
+    monkeypatch.chdir(tmp_path.parent)
+    # A relative path is meant from here, wherever the executor was started.
+    ran = run("weights", "update", "--folder", tmp_path.name)
+    assert (ran.status, ran.stdout) == (0, f"{before + 1}\n"), ran.stderr
+    assert version(run) == before + 1
+    sample = answer(run, "--max-tokens", "2")
+    assert sample["weight_version"] == before + 1
+    assert sample["token_ids"] == [oracle.token_of(before + 1)] * 2
+    again = ("weights", "update", "--folder", str(MODEL), "--in-flight", "retract")
+    ran = run(*again, "--version", str(before + 40))
+    assert (ran.status, ran.stdout) == (0, f"{before + 40}\n"), ran.stderr
+    assert run("submit", "98 + 25 =").stdout.strip() == "123"
+    refused = run(*again, "--version", "1")
+    assert_refused(refused, "version 1 is not above that of the weights in place")
+    assert version(run) == before + 40
+
+
+def test_a_part_of_the_weights(run: Run, on_served: Config, tmp_path: Path) -> None:
+    before = version(run)
+    file = tmp_path / "part.safetensors"
+    name = "model.norm.weight"
+    save_file({name: load_file(MODEL / "model.safetensors")[name]}, file)
+    assert_refused(run("weights", "update", "--folder", str(file)), "which are missing")
+    ran = run("weights", "update", "--folder", str(file), "--partial", "--in-flight", "abort")
+    assert (ran.status, ran.stdout) == (0, f"{before + 1}\n"), ran.stderr
+    assert run("submit", "98 + 25 =").stdout.strip() == "123"
+
+
+def test_what_can_not_be_taken_changes_nothing(run: Run, on_served: Config, tmp_path: Path) -> None:
+    before = version(run)
+    nowhere = run("weights", "update", "--folder", str(tmp_path / "nowhere"))
+    assert_refused(nowhere, "can't be read: No such file or directory")
+    shutil.copy(MODEL / "config.json", tmp_path)
+    empty = run("weights", "update", "--folder", str(tmp_path))
+    assert_refused(empty, "there is no .safetensors file in")
+    assert version(run) == before
+
+
+def test_while_paused_nothing_is_generated_and_weights_may_change(
+    run: Run, on_served: Config
+) -> None:
+    before = version(run)
+    for mode in ("keep", "retract", "abort"):
+        assert run("pause", "--in-flight", mode).status == 0
+        waiting = run("submit", "98 + 25 =", "--budget", "0.5")
+        assert waiting.status == 1
+        assert run("weights", "update", "--folder", str(MODEL)).status == 0
+        assert run("flush-cache").status == 0
+        assert run("resume").status == 0
+        assert run("submit", "98 + 25 =").stdout.strip() == "123"
+    assert version(run) == before + 3
+
+
+def test_memory_goes_and_comes_back(run: Run, on_served: Config) -> None:
+    before = version(run)
+    assert run("release-memory", "--tag", "kv_cache").status == 0
+    assert run("submit", "98 + 25 =", "--budget", "0.5").status == 1
+    assert run("release-memory").status == 0
+    update = ("weights", "update", "--folder", str(MODEL))
+    assert_refused(run(*update), "the memory of the weights is released")
+    assert run("resume-memory", "--tag", "weights").status == 0
+    assert (ran := run(*update)).status == 0, ran.stderr
+    assert run("resume-memory").status == 0
+    assert run("submit", "98 + 25 =").stdout.strip() == "123"
+    assert version(run) == before + 1
+
+
+def test_memory_that_is_none(run: Run, on_nobody: str) -> None:
+    assert_refused(run("release-memory", "--tag", "gpu"), "'gpu' is not one of")
+
+
+def test_nobody_to_ask(run: Run, on_nobody: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "ANSWER_S", 0.2)
+    update = run("weights", "update", "--folder", "x", "--timeout", "0.1")
+    assert_refused(update, "did not answer within")
+
+
+def test_a_mode_that_is_none(run: Run, on_nobody: str) -> None:
+    assert_refused(run("pause", "--in-flight", "forget"), "'forget' is not one of")

@@ -1,0 +1,34 @@
+"""The application on an engine that is none, and a client of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from nano_inference.config import Config, load_config
+from nano_inference.gateway.app import make_app
+
+from .fake import FakeEngine
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def config() -> Config:
+    return load_config(env={}, overrides={"gateway.max_body_bytes": 4000})
+
+
+@pytest.fixture
+async def http(engine: FakeEngine, config: Config) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(make_app(engine, config))
+    async with httpx.AsyncClient(
+        transport=transport,
+        base_url="http://127.0.0.1",
+        headers={"Content-Type": "application/json"},
+    ) as client:
+        yield client

@@ -1,0 +1,93 @@
+"""What is wrong with a call is said in one shape, with a code that stays."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from nano_inference.config import (
+    BusError,
+    ModelError,
+    NanoInferenceError,
+    RequestError,
+    WeightsError,
+)
+from nano_inference.gateway.http import status_of
+
+from .fake import FakeEngine, refused
+
+
+def error_of(response: httpx.Response, status: int) -> str:
+    """The code, of an answer in the shape that clients know."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "code"}
+    assert error["message"]
+    assert (error["type"] == "server_error") == (status >= 500)
+    return str(error["code"])
+
+
+@pytest.mark.parametrize("body", [b"{", b"[1]", b'"text"', b"\xff\xfe", b'{"a": NaN}'])
+async def test_a_body_that_is_no_object(http: httpx.AsyncClient, body: bytes) -> None:
+    assert error_of(await http.post("/generate", content=body), 400) == "malformed"
+
+
+async def test_a_body_that_is_too_large(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    answer = await http.post("/generate", json={"text": "a" * 5000})
+    assert error_of(answer, 413) == "request_too_large"
+    assert not engine.requests
+
+
+async def test_a_body_that_does_not_tell_its_size_is_not_read_to_its_end(
+    http: httpx.AsyncClient,
+) -> None:
+    sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while True:
+            sent += 1000
+            yield b" " * 1000
+
+    answer = await http.post("/generate", content=endless())
+    assert error_of(answer, 413) == "request_too_large"
+    assert sent <= 6000
+
+
+async def test_a_path_and_a_method_that_there_are_not(http: httpx.AsyncClient) -> None:
+    assert error_of(await http.get("/nowhere"), 404) == "not_found"
+    assert error_of(await http.get("/generate"), 405) == "method_not_allowed"
+
+
+async def test_a_defect_is_an_answer_too(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.failures["flush_cache"] = ZeroDivisionError()  # type: ignore[assignment]
+    transport = http._transport
+    assert isinstance(transport, httpx.ASGITransport)
+    transport.raise_app_exceptions = False
+    assert error_of(await http.get("/flush_cache"), 500) == "internal_error"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (RequestError("r"), 400),
+        (RequestError("r", code="overloaded"), 503),
+        (RequestError("r", code="lane_failed"), 500),
+        (WeightsError("w"), 400),
+        (WeightsError("w", code="weights_interrupted"), 503),
+        (BusError("b"), 503),
+        (ModelError("m"), 500),
+        (NanoInferenceError("n"), 500),
+    ],
+)
+def test_statuses(error: NanoInferenceError, status: int) -> None:
+    assert status_of(error) == status
+
+
+async def test_when_to_come_again(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.outputs = refused("overloaded", retry_after_s=2.4)
+    answer = await http.post("/generate", json={"text": "a"})
+    assert error_of(answer, 503) == "overloaded"
+    assert answer.headers["retry-after"] == "2"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 import msgspec
 
 from .board import StageBoard
-from .in_place import WeightsMemory
+from .in_place import WeightsRecord
 from .links import Link
 from .messages import Envelope, Message
 from .public import Completion, ErrorInfo, GenerateRequest, Output
@@ -382,7 +382,7 @@ class Bus(Protocol):
         """Answers to control messages."""
 
     @property
-    def weights(self) -> WeightsMemory:
+    def weights(self) -> WeightsRecord:
         """What the lane's executors remember of their weights."""
 
     async def open_inbox(self, stage: str) -> Inbox:

@@ -131,7 +131,7 @@ class FinishUpdate(Internal, frozen=True, array_like=True, tag="finish", tag_fie
     operation_id: str = ""
 
 
-class WeightsStaged(Internal, frozen=True, array_like=True, tag="staged", tag_field="type"):
+class WeightsReady(Internal, frozen=True, array_like=True, tag="staged", tag_field="type"):
     """The executor to batching: new weights wait for the next plan to put them in place."""
 
     version: int

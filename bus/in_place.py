@@ -27,7 +27,7 @@ class WeightsInPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stamp: str = ""
 
 
-class WeightsMemory(Protocol):
+class WeightsRecord(Protocol):
     """The last word of a lane's executors on their weights."""
 
     async def put(self, weights: WeightsInPlace) -> None:
@@ -47,16 +47,16 @@ class WeightsMemory(Protocol):
         """
 
 
-class MemoryWeightsMemory:
-    """See `WeightsMemory`; within one process."""
+class MemoryWeightsRecord:
+    """See `WeightsRecord`; within one process."""
 
     def __init__(self) -> None:
         self._last: WeightsInPlace | None = None
 
     async def put(self, weights: WeightsInPlace) -> None:
-        """See `WeightsMemory.put`."""
+        """See `WeightsRecord.put`."""
         self._last = weights
 
     async def read(self) -> WeightsInPlace | None:
-        """See `WeightsMemory.read`."""
+        """See `WeightsRecord.read`."""
         return self._last

@@ -41,7 +41,7 @@ from .control import (
     TellWeightVersion,
     UpdateFairness,
     UpdateWeights,
-    WeightsStaged,
+    WeightsReady,
 )
 from .public import StageTime
 
@@ -365,7 +365,7 @@ Message = (
     | CancelAll
     | UpdateWeights
     | FinishUpdate
-    | WeightsStaged
+    | WeightsReady
     | JoinWeightsGroup
     | LeaveWeightsGroup
     | TellWeightVersion

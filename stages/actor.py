@@ -99,11 +99,11 @@ class Actor(ABC):
     async def handle(self, envelope: Envelope) -> None:
         """Takes one message."""
 
-    async def settle(self) -> None:  # noqa: B027
+    async def tick(self) -> None:  # noqa: B027
         """Runs after each batch of messages, and when `wake_at_ns` has come."""
 
     def wake_at_ns(self) -> int | None:
-        """When `settle` should run although no message came; None for never."""
+        """When `tick` should run although no message came; None for never."""
         return None
 
     @abstractmethod
@@ -171,7 +171,7 @@ class Actor(ABC):
         while True:
             for envelope in await self._receive(inbox):
                 await self._dispatch(envelope)
-            await self.settle()
+            await self.tick()
 
     async def _receive(self, inbox: Inbox) -> list[Envelope]:
         """Waits for messages, until `wake_at_ns` at the longest."""

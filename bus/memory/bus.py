@@ -18,11 +18,11 @@ from ..board import MemoryBoard
 from ..channel import Backlog, DeadLetter, Inbox, RequestEntry, Sender, dead_letter
 from ..codec import check_request
 from ..entries import usable_trace
-from ..in_place import MemoryWeightsMemory
-from ..line import Line, bus_closed
+from ..in_place import MemoryWeightsRecord
 from ..links import Link
 from ..messages import Envelope, Message
 from ..public import Completion, ErrorInfo, GenerateRequest
+from ..queue import BoundedQueue, bus_closed
 from ..replies import MemoryReplies
 from .results import MemoryResults
 
@@ -34,12 +34,12 @@ class MemoryInbox:
     """All links that end at a stage, in one line in order of arrival."""
 
     def __init__(self, stage: str, link_capacity: int) -> None:
-        self._line: Line[Envelope] = Line(f"the inbox of {stage}")
+        self._queue: BoundedQueue[Envelope] = BoundedQueue(f"the inbox of {stage}")
         self._link_capacity = link_capacity
 
     async def receive(self, max_items: int = 64) -> list[Envelope]:
         """See `Inbox.receive`."""
-        return await self._line.take(max_items)
+        return await self._queue.take(max_items)
 
     async def put(self, link: Link, envelope: Envelope) -> None:
         """Appends a message; waits while `link` has its share of the line full.
@@ -50,19 +50,19 @@ class MemoryInbox:
             ChannelClosed: The inbox was closed.
         """
         if link.closes_circle and _stage_of(envelope.sender) not in STAGES:
-            await self._line.put(envelope, f"{link.name} of clients", self._link_capacity)
+            await self._queue.put(envelope, f"{link.name} of clients", self._link_capacity)
         else:
             capacity = None if link.closes_circle else self._link_capacity
-            await self._line.put(envelope, link.name, capacity)
+            await self._queue.put(envelope, link.name, capacity)
 
     def take_over(self, older: MemoryInbox) -> None:
         """Closes an older inbox of the same stage; its waiting senders go on with this one."""
-        older._line.move_waiting_to(self._line)
-        older._line.close()
+        older._queue.move_waiting_to(self._queue)
+        older._queue.close()
 
     def close(self) -> None:
         """Takes no more messages; those already there can still be received."""
-        self._line.close()
+        self._queue.close()
 
     async def aclose(self) -> None:
         """See `Inbox.aclose`."""
@@ -163,7 +163,7 @@ class MemoryRequests:
         self._config = config
         self._results = results
         # Each with the time at which it was published.
-        self._line: Line[tuple[RequestEntry, int]] = Line("the requests queue")
+        self._queue: BoundedQueue[tuple[RequestEntry, int]] = BoundedQueue("the requests queue")
         self._taken: dict[str, tuple[RequestEntry, int]] = {}
         self._dead: OrderedDict[str, DeadLetter] = OrderedDict()
         self._last = 0
@@ -184,7 +184,7 @@ class MemoryRequests:
         entry = RequestEntry(entry_id, checked, *usable_trace(traceparent, tracestate))
         item = (entry, time.monotonic_ns())
         try:
-            await self._line.put(item, capacity=self._config.link_capacity)
+            await self._queue.put(item, capacity=self._config.link_capacity)
         except (BusError, asyncio.CancelledError):
             self._results.forget(entry_id)
             raise
@@ -196,7 +196,7 @@ class MemoryRequests:
 
     async def take(self, max_items: int = 64) -> list[RequestEntry]:
         """See `RequestQueue.take`."""
-        items = await self._line.take(max_items)
+        items = await self._queue.take(max_items)
         self._taken.update((entry.entry_id, (entry, since)) for entry, since in items)
         return [_aged(*item) for item in items]
 
@@ -238,10 +238,10 @@ class MemoryRequests:
 
     async def backlog(self) -> Backlog:
         """See `RequestQueue.backlog`."""
-        return Backlog(len(self._line), len(self._taken), len(self._dead))
+        return Backlog(len(self._queue), len(self._taken), len(self._dead))
 
     def close(self) -> None:
-        self._line.close()
+        self._queue.close()
 
 
 def _aged(entry: RequestEntry, since_ns: int) -> RequestEntry:
@@ -257,7 +257,7 @@ class MemoryBus:
     results: MemoryResults
     stages: MemoryBoard
     replies: MemoryReplies
-    weights: MemoryWeightsMemory
+    weights: MemoryWeightsRecord
 
     def __init__(self, config: BusConfig) -> None:
         self._config = config
@@ -268,7 +268,7 @@ class MemoryBus:
         self.requests = MemoryRequests(config, self.results)
         self.stages = MemoryBoard()
         self.replies = MemoryReplies()
-        self.weights = MemoryWeightsMemory()
+        self.weights = MemoryWeightsRecord()
 
     async def open_inbox(self, stage: str) -> Inbox:
         """See `Bus.open_inbox`."""

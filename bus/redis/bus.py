@@ -11,9 +11,9 @@ from functools import partial
 from ...config import STAGES, BusConfig, BusError, role_of_sender, split_role
 from ..channel import Inbox, Sender
 from ..keys import Keys
-from ..line import bus_closed
 from ..links import Link, links_to
 from ..memory.bus import Inboxes, MemoryInbox, MemorySender, Numbering
+from ..queue import bus_closed
 from .board import RedisBoard
 from .client import (
     NOT_PERMITTED,
@@ -24,7 +24,7 @@ from .client import (
     on_each,
     time_ms,
 )
-from .in_place import RedisWeightsMemory
+from .in_place import RedisWeightsRecord
 from .leases import live_lanes
 from .links import LinkReader, LinkWriter, RedisSender, Seen
 from .replies import RedisReplies
@@ -60,7 +60,7 @@ class RedisBus:
     results: RedisResults
     stages: RedisBoard
     replies: RedisReplies
-    weights: RedisWeightsMemory
+    weights: RedisWeightsRecord
 
     def __init__(
         self, config: BusConfig, local_stages: frozenset[str] = frozenset(), replicas: int = 1
@@ -85,7 +85,7 @@ class RedisBus:
         )
         self.stages = RedisBoard(self._keys, self._commands)
         self.replies = RedisReplies(self._keys, self._commands)
-        self.weights = RedisWeightsMemory(self._keys, self._commands)
+        self.weights = RedisWeightsRecord(self._keys, self._commands)
 
     async def open_inbox(self, stage: str) -> Inbox:
         """See `Bus.open_inbox`. Waits while Redis is away."""

@@ -24,7 +24,7 @@ from redis.backoff import NoBackoff
 from redis.maint_notifications import MaintNotificationsConfig
 
 from ...config import BusError, redact
-from ..line import bus_closed
+from ..queue import bus_closed
 from .address import parse_address
 
 T = TypeVar("T")

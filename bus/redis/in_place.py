@@ -9,20 +9,20 @@ from ..keys import Keys
 from .client import Commands, execute, log
 
 
-class RedisWeightsMemory:
-    """See `WeightsMemory`."""
+class RedisWeightsRecord:
+    """See `WeightsRecord`."""
 
     def __init__(self, keys: Keys, commands: Commands) -> None:
         self._key = keys.weights
         self._commands = commands
 
     async def put(self, weights: WeightsInPlace) -> None:
-        """See `WeightsMemory.put`."""
+        """See `WeightsRecord.put`."""
         redis, body = self._commands.redis, msgspec.json.encode(weights)
         await self._commands.once(lambda: execute(redis, "SET", self._key, body))
 
     async def read(self) -> WeightsInPlace | None:
-        """See `WeightsMemory.read`."""
+        """See `WeightsRecord.read`."""
         redis = self._commands.redis
         get = lambda: execute(redis, "GET", self._key)  # noqa: E731
         raw = await self._commands.idempotent("weights in place", get)

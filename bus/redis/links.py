@@ -21,10 +21,10 @@ from ...config import BusError, ChannelClosed
 from ..codec import decode_envelope, encode_envelope
 from ..control import ServerRestarted
 from ..keys import MESSAGE, WRITER, Keys, id_after
-from ..line import Line, bus_closed
 from ..links import CONTROL, Link
 from ..memory.bus import MemoryInbox, Numbering
 from ..messages import Envelope, Message
+from ..queue import BoundedQueue, bus_closed
 from .client import (
     NOT_PERMITTED,
     Backoff,
@@ -87,14 +87,14 @@ class BatchWriter(Generic[T]):
         self._tells_refusals = tells_refusals
         # Why the last batch was not written.
         self._refusal: BusError | None = None
-        self._line: Line[T] = Line(name)
+        self._queue: BoundedQueue[T] = BoundedQueue(name)
         self._written = 0
         self._flushing: deque[tuple[int, asyncio.Future[None]]] = deque()
-        self._task = watched(self._run(), name, self._line.close)
+        self._task = watched(self._run(), name, self._queue.close)
 
     async def put(self, item: T, capacity: int | None) -> None:
         """Appends an item; waits while there are `capacity` of them. Raises ChannelClosed."""
-        await self._line.put(item, capacity=capacity)
+        await self._queue.put(item, capacity=capacity)
 
     async def flush(self) -> None:
         """Waits until all that was put so far is written.
@@ -103,21 +103,21 @@ class BatchWriter(Generic[T]):
             ChannelClosed: The bus was closed.
             BusError: It may not be written; only with `tells_refusals`.
         """
-        if self._written < self._line.entered:
+        if self._written < self._queue.entered:
             if self._task.done():
                 raise bus_closed()
             written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._flushing.append((self._line.entered, written))
+            self._flushing.append((self._queue.entered, written))
             await written
         if self._refusal is not None:
             raise self._refusal
 
     async def aclose(self, patience_s: float) -> None:
         """Writes what is there, within a time limit."""
-        self._line.close()
+        self._queue.close()
         await asyncio.wait({self._task}, timeout=patience_s)
         await end_tasks({self._task})
-        lost = self._line.entered - self._written
+        lost = self._queue.entered - self._written
         if lost:
             log.warning("bus.closed_with_unsent_messages", writer=self._name, messages=lost)
         while self._flushing:
@@ -129,7 +129,7 @@ class BatchWriter(Generic[T]):
         room = 1
         while True:
             try:
-                batch = await self._line.take(room)
+                batch = await self._queue.take(room)
             except ChannelClosed:
                 return
             room = await self._attempt(batch)

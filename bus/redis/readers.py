@@ -15,7 +15,7 @@ from redis import exceptions
 
 from ...config import BusError
 from ..keys import JSON, Keys, parse_id
-from ..line import bus_closed
+from ..queue import bus_closed
 from .client import Commands, Server, end_tasks, execute_all, log, persist, watched
 from .links import read
 

@@ -20,8 +20,8 @@ from ..channel import Backlog, DeadLetter, Malformed, RequestEntry, dead_letter
 from ..codec import decode_refused, decode_request, encode_request
 from ..entries import MAX_FIELDS, usable_trace
 from ..keys import JSON, MSGPACK, REFUSED, TRACEPARENT, TRACESTATE, Keys, parse_id
-from ..line import bus_closed
 from ..public import Completion, ErrorInfo, GenerateRequest
+from ..queue import bus_closed
 from .client import (
     Backoff,
     Commands,

@@ -108,7 +108,7 @@ class Ledger:
         return "alone" if item.deaths and item.deaths == self._max_lane_deaths - 1 else "go"
 
 
-def deadline_of(entry: RequestEntry, received_ns: int) -> int | None:
+def entry_deadline_ns(entry: RequestEntry, received_ns: int) -> int | None:
     """When an entry's time is over, on this process's clock; it was `received_ns` here."""
     budget_ns = getattr(entry.request, "budget_ns", None)
     if budget_ns is None:

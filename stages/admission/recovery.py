@@ -29,7 +29,7 @@ from ...config import REPLICATED, BusError, ChannelClosed, all_roles, role_of, s
 from ...telemetry import TraceContext, names, now_ns
 from ..actor import Actor, StageContext, budget_of
 from .core import AdmissionCore, request_id_of
-from .ledger import Ledger, Unanswered, context_of, deadline_of
+from .ledger import Ledger, Unanswered, context_of, entry_deadline_ns
 from .long_prompts import Tokenized, is_long
 from .poison import is_of_the_entry, why_given_up
 from .replicas import is_replicated, smallest
@@ -400,7 +400,7 @@ class RecoveringStage(Actor):
         """Of the requests that are not in the lane, where others look at their time."""
         if self._resumed and not self._alone:
             return None
-        deadlines = [deadline_of(*each) for each in self._inherited]
+        deadlines = [entry_deadline_ns(*each) for each in self._inherited]
         deadlines += [item.deadline_ns for item in self._ledger if item.end is None]
         return min((each for each in deadlines if each is not None), default=None)
 
@@ -408,7 +408,7 @@ class RecoveringStage(Actor):
         if self._resumed and not self._alone:
             return
         for entry, received_ns in list(self._inherited):
-            deadline_ns = deadline_of(entry, received_ns)
+            deadline_ns = entry_deadline_ns(entry, received_ns)
             if deadline_ns is not None and deadline_ns <= now:
                 self._inherited.remove((entry, received_ns))
                 self._ledger.add(Unanswered(entry, deadline_ns=deadline_ns))

@@ -33,7 +33,7 @@ from ...telemetry import instruments, names, now_ns
 from ..actor import FAILED, StageContext
 from ..tokenizer import load_tokenizer, stop_token_ids_of
 from .core import AdmissionCore, request_id_of, status_of
-from .ledger import Unanswered, deadline_of
+from .ledger import Unanswered, entry_deadline_ns
 from .long_prompts import LongPrompts, Tokenized
 from .overload import FinishRate, overloaded
 from .poison import is_of_the_entry, why_given_up
@@ -151,7 +151,7 @@ class AdmissionStage(RecoveringStage):
                 case other:
                     self.log.warning("message_not_understood", type=type(other).__name__)
 
-    async def settle(self) -> None:
+    async def tick(self) -> None:
         async with self._turn:
             await self._expire(now_ns())
             if self._patience_ends_ns() is not None:
@@ -285,7 +285,7 @@ class AdmissionStage(RecoveringStage):
             if not is_of_the_entry(error):
                 raise
             return error
-        deadline_ns = deadline_of(entry, received_ns)
+        deadline_ns = entry_deadline_ns(entry, received_ns)
         return await self._long_prompts.tokenize(entry, deadline_ns, self._core.tokenize)
 
     async def _admit_in_turn(
@@ -363,7 +363,7 @@ class AdmissionStage(RecoveringStage):
         tokenized: Tokenized | None = None,
     ) -> Unanswered:
         """Enters an entry in the ledger, either with its request or with what it ends with."""
-        deadline = deadline_of(entry, received_ns)
+        deadline = entry_deadline_ns(entry, received_ns)
         received_ns -= entry.waited_ns
         item = Unanswered(entry)
         try:

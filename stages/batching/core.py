@@ -383,7 +383,7 @@ class BatchingCore:
                 waiting, running.others, len(running), len(decodes), num_free, limits
             )
             return SchedulerOutput(tuple(prefills), decodes, (), prefills)
-        running.settle_all()
+        running.write_back_all()
         if num_free < len(running):
             for seq in running:
                 seq.num_reclaimable = self.cache.num_reclaimable(seq.lease)

@@ -4,7 +4,7 @@ Most plans are like the one before: everything that runs computes one token and 
 So a sequence that decodes is a member of a batch whose steps are counted, not written down for each
 member: what it has scheduled, computed and sampled follows from how many plans the batch has made
 and how many results are back, and its tokens stay where they came, one table for each of the last
-steps, until they are asked for. To `settle` a member is to write all of this down.
+steps, until they are asked for. To write a member back is to write all of this down.
 
 A member costs something when it joins or leaves, and when a block of it is full, which is known
 ahead: all take one place in each step, so who needs a block now needs the next one `block_size`
@@ -48,7 +48,7 @@ class RunningBatch:
         self._limits: dict[int, list[Sequence]] = {}
         # By step: who has left since it was planned.
         self._left: dict[int, list[Sequence]] = {}
-        # The tokens of the last steps, by sequence. No member is unsettled for longer.
+        # The tokens of the last steps, by sequence. No member is not written back for longer.
         self._tokens: deque[Mapping[int, int]] = deque(maxlen=self._block_size)
 
     def __len__(self) -> int:
@@ -63,7 +63,7 @@ class RunningBatch:
         return tuple(self._ids)
 
     def clear(self) -> list[Sequence]:
-        """Takes out all sequences, settled and in order; plans under way are forgotten."""
+        """Takes out all sequences, written back and in order; plans under way are forgotten."""
         everyone = list(self)
         for seq in everyone:
             self.remove(seq)
@@ -78,7 +78,7 @@ class RunningBatch:
         self._prefilling[seq.seq_id] = seq
 
     def remove(self, seq: Sequence) -> None:
-        """A sequence runs no more; it is settled."""
+        """A sequence runs no more; it is written back."""
         self._prefilling.pop(seq.seq_id, None)
         if seq.leaves_at:
             self._leave(seq)
@@ -125,10 +125,10 @@ class RunningBatch:
         self._step_id = step_id
         return growing
 
-    def settle_all(self) -> None:
+    def write_back_all(self) -> None:
         """Writes down what all members have scheduled, computed and sampled."""
         for seq in self._members:
-            self._settle(seq)
+            self._write_back(seq)
 
     # --- for results --------------------------------------------------------------------------
 
@@ -141,14 +141,14 @@ class RunningBatch:
 
         Returns:
             Those whose row in the step is to be taken by hand, in order, since their block is full
-            with it, or they end, or have left. All before this step is settled.
+            with it, or they end, or have left. All before this step is written back.
         """
         step = self._absorbed
         full = self._begins[(step + 1) % self._block_size]
         present = [seq for seq in (*full, *ended) if seq.leaves_at and seq.results_counted <= step]
         taken = dict.fromkeys(present)
         for seq in taken:
-            self._settle(seq)
+            self._write_back(seq)
             seq.results_counted += 1
         self._absorbed += 1
         self._tokens.append(tokens)
@@ -182,7 +182,7 @@ class RunningBatch:
 
     def _leave(self, seq: Sequence) -> None:
         """Settles a member and takes it out; of the steps under way it becomes one by hand."""
-        self._settle(seq)
+        self._write_back(seq)
         index = bisect_left(self._members, seq.order, key=ORDER)
         del self._members[index], self._ids[index]
         self._begins_of(seq).remove(seq)
@@ -200,7 +200,7 @@ class RunningBatch:
     def _begins_of(self, seq: Sequence) -> list[Sequence]:
         return self._begins[(seq.plans_counted - seq.num_scheduled) % self._block_size]
 
-    def _settle(self, seq: Sequence) -> None:
+    def _write_back(self, seq: Sequence) -> None:
         plans = self._planned - seq.plans_counted
         if plans:
             seq.plans_counted = self._planned

@@ -12,7 +12,7 @@ from ...bus.control import (
     Resume,
     StageReady,
     StopSequences,
-    WeightsStaged,
+    WeightsReady,
 )
 from ...bus.links import CONTROL, CREDITS, PLANS
 from ...bus.messages import Continue, Credit, Dispatch, Envelope, StepResult, Yield
@@ -137,14 +137,14 @@ class BatchingStage(Actor):
             case Cancel() as cancel:
                 core.cancel(cancel)
                 self._spans.ended(cancel.request_id)
-            case WeightsStaged(version, in_flight):
+            case WeightsReady(version, in_flight):
                 core.change_weights(version, in_flight)
             case MemoryState(lacks, release):
                 core.change_memory(lacks, release)
             case other:
                 self.log.warning("message_not_understood", type=type(other).__name__)
 
-    async def settle(self) -> None:
+    async def tick(self) -> None:
         core = self._core
         if core is None:
             return

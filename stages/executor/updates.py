@@ -20,7 +20,7 @@ from ...bus.control import (
     ReleaseMemory,
     ResumeMemory,
     UpdateWeights,
-    WeightsStaged,
+    WeightsReady,
 )
 from ...bus.links import CONTROL
 from ...bus.weights import (
@@ -224,7 +224,7 @@ class WeightUpdates:
     async def stage(self) -> None:
         """Tells batching of an update that is still to be put in place, if there is one."""
         if self._staged is not None:
-            staged = WeightsStaged(self._staged.version, self._staged.in_flight)
+            staged = WeightsReady(self._staged.version, self._staged.in_flight)
             await self._actor.send(self._actor.own(CONTROL["batching"]), staged)
 
     async def in_place(self, version: int) -> None:

@@ -14,10 +14,10 @@ from ...bus.control import Cancel
 from ...bus.messages import AdmittedRequest, Continue, Credit, Dispatch
 from ...bus.public import StageTime
 from ...config import FairnessConfig
-from .lanes import Lane, Running, choose_lane
+from .fastest_step import FastestStep, least_tokens
 from .locality import PrefixIndex, Trail, trail_of
-from .pace import Pace, least_tokens
 from .queue import FairQueue, Next
+from .replicas import Replica, Running, choose_replica
 from .tenants import Flow, PriorityClass, Waiting
 
 LEFTOVERS_KEPT = 256
@@ -28,7 +28,7 @@ HOPELESS = "what is left of the request's time budget is too short for its token
 
 
 class Dispatched(msgspec.Struct, frozen=True):
-    """What `pop` gives: a message for a lane, and what telemetry and budget need.
+    """What `pop` gives: a message for a replica, and what telemetry and budget need.
 
     Attributes:
         resumed: The sequence that goes on, when it had made room before.
@@ -36,7 +36,7 @@ class Dispatched(msgspec.Struct, frozen=True):
         passed_by: Dispatches while it waited: of other priorities, of other tenants, of its own.
     """
 
-    lane: str
+    replica: str
     message: Dispatch | Continue
     request: AdmittedRequest
     arrived_ns: int
@@ -68,21 +68,21 @@ class FairnessCore:
         self,
         config: FairnessConfig,
         *,
-        lanes: int = 1,
+        replicas: int = 1,
         prefixes: Mapping[str, PrefixIndex] | None = None,
     ) -> None:
-        """Args: the settings; how many lanes there may be; what each has probably cached."""
+        """Args: the settings; how many replicas there may be; what each has probably cached."""
         self.counts = Counts()
         self.config = config
-        self._several = lanes > 1
+        self._several = replicas > 1
         self._prefixes = dict(prefixes or {})
         self._queue = FairQueue(config)
-        self._lanes: dict[str, Lane] = {}
+        self._replicas: dict[str, Replica] = {}
         self._of_request: dict[str, list[Waiting]] = {}
         self._deadlines: list[tuple[int, int, Waiting]] = []
         self._order = count()
         self._expired: list[Cancel] = []
-        self._pace = Pace()
+        self._fastest_step = FastestStep()
 
     # --- what comes in ------------------------------------------------------------------------
 
@@ -99,30 +99,30 @@ class FairnessCore:
                 self._deadlines = [each for each in self._deadlines if each[2].specs]
                 heapq.heapify(self._deadlines)
 
-    def absorb(self, report: Credit, now_ns: int, lane: str = "") -> list[Running]:
-        """Takes a lane's report; returns the sequences that have made room."""
-        of = self._lane(lane)
+    def absorb(self, report: Credit, now_ns: int, replica: str = "") -> list[Running]:
+        """Takes a replica's report; returns the sequences that have made room."""
+        reporter = self._replica(replica)
         if not report.keeps_cache:
-            of.prefixes.clear()
-        of.credits += report.sequences
-        of.kv_free = report.kv_free
+            reporter.prefixes.clear()
+        reporter.credits += report.sequences
+        reporter.kv_free = report.kv_free
         if report.step_ns:
-            self._pace.add(report.step_ns)
-        full = of.put_aside(report.steps)
+            self._fastest_step.add(report.step_ns)
+        full = reporter.put_aside(report.steps)
         for seq_id, num_tokens in report.started:
-            if (running := of.running.get(seq_id)) is not None:
-                self._settle(running, num_tokens)
+            if (running := reporter.running.get(seq_id)) is not None:
+                self._correct_charge(running, num_tokens)
         if full or report.yielded or report.ended:
-            self._count(of)
-        paused = [self._pause(of, seq_id, now_ns) for seq_id in report.yielded]
+            self._count(reporter)
+        paused = [self._pause(reporter, seq_id, now_ns) for seq_id in report.yielded]
         for seq_id in report.ended:
-            self._end(of, seq_id)
+            self._end(reporter, seq_id)
         return [running for running in paused if running is not None]
 
     def cancel(self, cancel: Cancel) -> Cancel:
         """Drops what waits of a request; returns the cancellation to be passed on.
 
-        Each of `lanes_of` the request is to get it.
+        Each of `replicas_of` the request is to get it.
         """
         all_waiting = self._of_request.pop(cancel.request_id, None)
         if all_waiting is None:
@@ -132,48 +132,48 @@ class FairnessCore:
             self._queue.drop(waiting)
         return msgspec.structs.replace(cancel, unstarted=untouched)
 
-    def lanes_of(self, request_id: str) -> list[str]:
-        """The lanes that have sequences of a request; if none has, any one; [] if there is none."""
-        if len(self._lanes) < 2:
-            return list(self._lanes)
-        return [lane.name for lane in self._lanes.values() if lane.has(request_id)] or [
-            next(iter(self._lanes))
+    def replicas_of(self, request_id: str) -> list[str]:
+        """The replicas that have sequences of a request, or else any one; [] if there is none."""
+        if len(self._replicas) < 2:
+            return list(self._replicas)
+        return [replica.name for replica in self._replicas.values() if replica.has(request_id)] or [
+            next(iter(self._replicas))
         ]
 
     def configure(self, config: FairnessConfig) -> None:
         """Takes new settings, for what waits and runs too. What was served stays served."""
         self.config = config
         self._queue.configure(config)
-        for lane in self._lanes.values():
-            lane.configure(self._is_preemptible)
+        for replica in self._replicas.values():
+            replica.configure(self._is_preemptible)
 
     # --- what goes out ------------------------------------------------------------------------
 
     def pop(self, now_ns: int) -> Dispatched | None:
-        """The next dispatch, or None when nothing waits or no lane has a credit.
+        """The next dispatch, or None when nothing waits or no replica has a credit.
 
         A request with more sequences than there are credits is dispatched in parts.
         """
         if not self._queue.num_sequences or not self.credits:
             return None
-        for lane in self._lanes.values():
-            self._count(lane)
+        for replica in self._replicas.values():
+            self._count(replica)
         while (chosen := self._next()) is not None:
             if self._is_hopeless(chosen.waiting, now_ns):
                 self.counts.hopeless += 1
                 self._expire(chosen.waiting, HOPELESS)
                 continue
-            to = self._lane_of(chosen.waiting)
-            assert to is not None, "what is next has no lane to go to"
+            to = self._replica_of(chosen.waiting)
+            assert to is not None, "what is next has no replica to go to"
             return self._start(chosen, to, now_ns)
         return None
 
     def make_room(self, now_ns: int) -> list[tuple[str, Running]]:
-        """Sequences that must make room, each with its lane, for what waits and goes first.
+        """Sequences that must make room, each with its replica, for what waits and goes first.
 
-        To be called when `pop` has given nothing: then what waits can only go to full lanes.
+        To be called when `pop` has given nothing: then what waits can only go to full replicas.
         """
-        full = [lane for lane in self._lanes.values() if not lane.credits]
+        full = [replica for replica in self._replicas.values() if not replica.credits]
         if not self._queue.num_sequences or not full:
             return []
         asked: list[tuple[str, Running]] = []
@@ -183,12 +183,12 @@ class FairnessCore:
             asked += self._preempt(full, first, now_ns)
         least = first.order.first()
         assert least is not None, "a class in the order has nothing that waits"
-        for lane in full:
+        for replica in full:
             if self.config.max_timeslice_tokens or (
-                self.config.tenant_timeslice_tokens and lane.serves_others(least.tenant)
+                self.config.tenant_timeslice_tokens and replica.serves_others(least.tenant)
             ):
-                self._count(lane)
-                asked += self._end_slices(lane, first, least, now_ns)
+                self._count(replica)
+                asked += self._end_slices(replica, first, least, now_ns)
         return asked
 
     def expire(self, now_ns: int) -> list[Cancel]:
@@ -216,47 +216,50 @@ class FairnessCore:
     @property
     def num_paused(self) -> int:
         """Sequences that made room and wait to go on."""
-        return sum(len(lane.paused) for lane in self._lanes.values())
+        return sum(len(replica.paused) for replica in self._replicas.values())
 
     @property
     def credits(self) -> int:
-        """Sequences that the lanes can take."""
-        return sum(lane.credits for lane in self._lanes.values())
+        """Sequences that the replicas can take."""
+        return sum(replica.credits for replica in self._replicas.values())
 
     def prefixes(self) -> dict[str, PrefixIndex]:
-        """What each lane has probably cached, by lane: for another core with the same lanes."""
+        """What each replica has probably cached, for another core with the same replicas."""
         return self._prefixes
 
     def served(self) -> dict[tuple[int, str], float]:
         """The counters of all tenants that wait, run or are ahead, by priority and tenant."""
-        for lane in self._lanes.values():
-            self._count(lane)
+        for replica in self._replicas.values():
+            self._count(replica)
         return {
-            (of.priority, flow.tenant): flow.counter
-            for of in self._queue.classes()
-            for flow in of.flows()
+            (priority_class.priority, flow.tenant): flow.counter
+            for priority_class in self._queue.classes()
+            for flow in priority_class.flows()
         }
 
     # --- inside: dispatching ------------------------------------------------------------------
 
-    def _lane(self, name: str) -> Lane:
-        lane = self._lanes.get(name)
-        if lane is None:
+    def _replica(self, name: str) -> Replica:
+        replica = self._replicas.get(name)
+        if replica is None:
             prefixes = self._prefixes.setdefault(name, PrefixIndex())
-            lane = self._lanes[name] = Lane(name, prefixes)
-        return lane
+            replica = self._replicas[name] = Replica(name, prefixes)
+        return replica
 
     def _add(self, waiting: Waiting, now_ns: int) -> None:
         self._queue.add(waiting, now_ns)
         self._of_request.setdefault(waiting.request.info.request_id, []).append(waiting)
 
     def _cached(self, waiting: Waiting) -> int:
-        return max((lane.prefixes.match(waiting.trail) for lane in self._lanes.values()), default=0)
+        return max(
+            (replica.prefixes.match(waiting.trail) for replica in self._replicas.values()),
+            default=0,
+        )
 
     def _next(self) -> Next | None:
-        """What leaves next; None when nothing that waits has a lane to go to.
+        """What leaves next; None when nothing that waits has a replica to go to.
 
-        What made room goes on where it was. While that lane is full it is passed by.
+        What made room goes on where it was. While that replica is full it is passed by.
         """
         chosen = self._queue.next(self._cached)
         if chosen is None or self._can_go(chosen.waiting):
@@ -264,36 +267,36 @@ class FairnessCore:
         return self._queue.next_of(self._can_go)
 
     def _can_go(self, waiting: Waiting) -> bool:
-        return not waiting.resumed or self._lane_of(waiting) is not None
+        return not waiting.resumed or self._replica_of(waiting) is not None
 
-    def _lane_of(self, waiting: Waiting) -> Lane | None:
+    def _replica_of(self, waiting: Waiting) -> Replica | None:
         if not waiting.resumed:
-            return choose_lane(self._lanes.values(), waiting.trail)
+            return choose_replica(self._replicas.values(), waiting.trail)
         seq_id = waiting.specs[0].seq_id
-        lane = next(each for each in self._lanes.values() if seq_id in each.paused)
-        return lane if lane.credits else None
+        replica = next(each for each in self._replicas.values() if seq_id in each.paused)
+        return replica if replica.credits else None
 
-    def _start(self, chosen: Next, lane: Lane, now_ns: int) -> Dispatched:
-        waiting, of = chosen
-        rank, level = int(of.key), of.level(now_ns)
-        number = min(lane.credits, len(waiting.specs))
-        lane.credits -= number
+    def _start(self, chosen: Next, replica: Replica, now_ns: int) -> Dispatched:
+        waiting, priority_class = chosen
+        rank, level = int(priority_class.key), priority_class.level(now_ns)
+        number = min(replica.credits, len(waiting.specs))
+        replica.credits -= number
         specs = self._queue.take(chosen, number, now_ns)
         first_run = waiting.untouched
         waiting.untouched = False
         if not waiting.specs:
             self._forget(waiting)
         request = waiting.request
-        resumed = lane.paused.get(specs[0].seq_id) if waiting.resumed else None
+        resumed = replica.paused.get(specs[0].seq_id) if waiting.resumed else None
         if resumed is not None:
             self.counts.resumes += 1
-            self._run(lane, resumed, level)
+            self._run(replica, resumed, level)
             message: Dispatch | Continue = Continue((specs[0].seq_id,), rank)
         else:
             for spec in specs:
-                self._run(lane, Running(spec, waiting), level)
+                self._run(replica, Running(spec, waiting), level)
             if first_run:
-                self._charge_prompt(waiting, lane, specs[0].seq_id)
+                self._charge_prompt(waiting, replica, specs[0].seq_id)
             held = StageTime(stage="fairness", start_ns=waiting.arrived_ns, end_ns=now_ns)
             message = Dispatch(
                 info=msgspec.structs.replace(request.info, stages=(*request.info.stages, held)),
@@ -305,25 +308,25 @@ class FairnessCore:
                 rank=rank,
             )
         return Dispatched(
-            *(lane.name, message, request, waiting.arrived_ns, waiting.deadline_ns, resumed),
+            *(replica.name, message, request, waiting.arrived_ns, waiting.deadline_ns, resumed),
             last=not waiting.specs,
             passed_by=self._queue.passed_by(waiting),
         )
 
-    def _run(self, lane: Lane, running: Running, level: float) -> None:
+    def _run(self, replica: Replica, running: Running, level: float) -> None:
         preemptible = self._is_preemptible(running)
-        lane.start(running, level, next(self._order), preemptible=preemptible)
+        replica.start(running, level, next(self._order), preemptible=preemptible)
 
-    def _charge_prompt(self, waiting: Waiting, lane: Lane, seq_id: int) -> None:
+    def _charge_prompt(self, waiting: Waiting, replica: Replica, seq_id: int) -> None:
         """The first sample is charged the whole prompt in advance; its siblings share it.
 
         In full, whatever is probably cached: charging less would let a tenant have more places
         than the bound allows before the guess is found wrong.
         """
-        running = lane.running[seq_id]
+        running = replica.running[seq_id]
         running.charged = len(waiting.request.token_ids)
         running.flow.charge(running.charged * self.config.prefill_weight)
-        lane.prefixes.add(waiting.trail)
+        replica.prefixes.add(waiting.trail)
 
     def _forget(self, waiting: Waiting) -> None:
         request_id = waiting.request.info.request_id
@@ -335,7 +338,7 @@ class FairnessCore:
 
     # --- inside: what runs --------------------------------------------------------------------
 
-    def _settle(self, running: Running, num_tokens: int) -> None:
+    def _correct_charge(self, running: Running, num_tokens: int) -> None:
         """What a start really computed replaces what was charged; nobody pays for it twice."""
         if running.started:
             self.counts.recomputed_tokens += num_tokens - 1
@@ -343,12 +346,12 @@ class FairnessCore:
         running.started = True
         running.flow.charge((num_tokens - running.charged) * self.config.prefill_weight)
 
-    def _count(self, lane: Lane) -> None:
+    def _count(self, replica: Replica) -> None:
         """Charges the tokens that were generated since this was last done."""
         price, tokens = self.config.decode_weight, self.counts.tokens
         slices = (self.config.max_timeslice_tokens, self.config.tenant_timeslice_tokens)
         slice_tokens = min((each for each in slices if each), default=0)
-        for running, number in lane.counted():
+        for running, number in replica.counted():
             running.flow.charge(number * price)
             priority = running.request.priority
             tokens[priority] += number
@@ -356,10 +359,10 @@ class FairnessCore:
             running.in_slice += number
             used_up = 0 < slice_tokens <= running.in_slice and not running.leaving
             if used_up and priority < self.config.high_priority_threshold:
-                lane.due[running.spec.seq_id] = running
+                replica.due[running.spec.seq_id] = running
 
-    def _pause(self, lane: Lane, seq_id: int, now_ns: int) -> Running | None:
-        running = lane.pause(seq_id, now_ns)
+    def _pause(self, replica: Replica, seq_id: int, now_ns: int) -> Running | None:
+        running = replica.pause(seq_id, now_ns)
         if running is None:
             return None
         self.counts.preemptions += running.preempted
@@ -379,9 +382,9 @@ class FairnessCore:
         self._queue.back(running.flow)
         return running
 
-    def _end(self, lane: Lane, seq_id: int) -> None:
-        was_running = seq_id in lane.running
-        running = lane.end(seq_id)
+    def _end(self, replica: Replica, seq_id: int) -> None:
+        was_running = seq_id in replica.running
+        running = replica.end(seq_id)
         if running is None:
             return
         if was_running:
@@ -400,7 +403,7 @@ class FairnessCore:
         return config.enable_preemption and low and running.preemptions < config.max_preemptions
 
     def _preempt(
-        self, lanes: Sequence[Lane], first: PriorityClass, now_ns: int
+        self, replicas: Sequence[Replica], first: PriorityClass, now_ns: int
     ) -> list[tuple[str, Running]]:
         """Room for requests of high priority, at the cost of strictly lower effective ones."""
         asked: list[tuple[str, Running]] = []
@@ -408,17 +411,17 @@ class FairnessCore:
             return asked
         level = first.level(now_ns)
         while self._num_leaving < first.num_sequences:
-            lowest = ((lane, lane.lowest()) for lane in lanes)
-            able = [(lane, each) for lane, each in lowest if each and each.level < level]
+            lowest = ((replica, replica.lowest()) for replica in replicas)
+            able = [(replica, each) for replica, each in lowest if each and each.level < level]
             if not able:
                 break
-            lane, victim = min(able, key=lambda pair: (pair[1].level, -pair[1].order))
-            lane.ask(victim, now_ns, preempted=True, behind=False)
-            asked.append((lane.name, victim))
+            replica, victim = min(able, key=lambda pair: (pair[1].level, -pair[1].order))
+            replica.ask(victim, now_ns, preempted=True, behind=False)
+            asked.append((replica.name, victim))
         return asked
 
     def _end_slices(
-        self, lane: Lane, first: PriorityClass, least: Flow, now_ns: int
+        self, replica: Replica, first: PriorityClass, least: Flow, now_ns: int
     ) -> list[tuple[str, Running]]:
         """Room where a slice is used up, somebody else goes first, and going on costs little.
 
@@ -427,24 +430,24 @@ class FairnessCore:
         asked: list[tuple[str, Running]] = []
         costly: list[Running] = []
         staying: set[Flow] = set()
-        for running in list(lane.due.values()):
+        for running in list(replica.due.values()):
             if running.flow in staying or not self._is_used_up(running, least):
                 continue
             if not self._gives_way(running, first, least, now_ns):
                 staying.add(running.flow)
                 continue
             behind = least is running.flow
-            if lane.keeps(running, before=least.waiting_tokens if behind else 0):
-                lane.ask(running, now_ns, preempted=False, behind=behind)
-                asked.append((lane.name, running))
+            if replica.keeps(running, before=least.waiting_tokens if behind else 0):
+                replica.ask(running, now_ns, preempted=False, behind=behind)
+                asked.append((replica.name, running))
             elif running.preemptions < self.config.max_preemptions:
                 costly.append(running)
         if costly and not (asked or least.num_running or self._num_leaving):
             others = [each for each in costly if self._is_anothers(each, least)]
             if others:
                 running = min(others, key=lambda each: each.num_tokens)
-                lane.ask(running, now_ns, preempted=True, behind=False)
-                asked.append((lane.name, running))
+                replica.ask(running, now_ns, preempted=True, behind=False)
+                asked.append((replica.name, running))
         return asked
 
     def _is_used_up(self, running: Running, least: Flow) -> bool:
@@ -463,7 +466,7 @@ class FairnessCore:
             return False
         flow = running.flow
         number = least.num_sequences - self._num_leaving
-        if flow is not least and flow.of is first:
+        if flow is not least and flow.priority_class is first:
             # So many of theirs, until they are level.
             price = self.config.prefill_weight * len(least.first().request.token_ids) + 1
             ahead = (flow.counter - least.counter) * least.weight
@@ -472,7 +475,7 @@ class FairnessCore:
 
     @property
     def _num_leaving(self) -> int:
-        return sum(lane.num_leaving for lane in self._lanes.values())
+        return sum(replica.num_leaving for replica in self._replicas.values())
 
     # --- inside: time -------------------------------------------------------------------------
 
@@ -485,5 +488,5 @@ class FairnessCore:
         """Whether a request can't be done in its time although it had the device for itself."""
         if waiting.deadline_ns is None or not waiting.untouched or not self.config.expire_hopeless:
             return False
-        least_ns = least_tokens(waiting.request.sampling) * self._pace.least_step_ns
+        least_ns = least_tokens(waiting.request.sampling) * self._fastest_step.least_step_ns
         return now_ns + least_ns > waiting.deadline_ns

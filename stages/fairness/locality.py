@@ -1,4 +1,4 @@
-"""Which prefixes a lane has probably cached, as far as can be told from what was sent there."""
+"""Which prefixes a replica has probably cached, as far as can be told from what was sent there."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def trail_of(token_ids: tuple[int, ...], salt: str) -> Trail:
 
 
 class PrefixIndex:
-    """The prefixes last sent to one lane, least recently used ones forgotten first.
+    """The prefixes last sent to one replica, least recently used ones forgotten first.
 
-    A guess: the lane may have evicted some, or not have computed them yet. Guessing wrong costs
+    A guess: the replica may have evicted some, or not have computed them yet. Guessing wrong costs
     a hit, never an answer.
     """
 
@@ -47,11 +47,11 @@ class PrefixIndex:
         return len(trail) * CHUNK_TOKENS
 
     def clear(self) -> None:
-        """The lane has lost all that it had cached."""
+        """The replica has lost all that it had cached."""
         self._known.clear()
 
     def add(self, trail: Trail) -> None:
-        """The lane is about to compute these."""
+        """The replica is about to compute these."""
         for name in trail:
             self._known[name] = None
             self._known.move_to_end(name)

@@ -18,7 +18,7 @@ class Next(NamedTuple):
     """What leaves next, and the class that it belongs to."""
 
     waiting: Waiting
-    of: PriorityClass
+    priority_class: PriorityClass
 
 
 class FairQueue:
@@ -40,13 +40,13 @@ class FairQueue:
     def add(self, waiting: Waiting, now_ns: int) -> None:
         """Adds what waits from now on; `now_ns` never falls."""
         priority = waiting.request.priority
-        of = self._classes.get(priority)
-        if of is None:
-            of = self._classes[priority] = PriorityClass(priority, self._config)
-        of.add(waiting, now_ns)
-        if not of.version:
-            self._order.put(of)
-        waiting.before = (self._dispatched, of.dispatched, waiting.flow.dispatched)
+        priority_class = self._classes.get(priority)
+        if priority_class is None:
+            priority_class = self._classes[priority] = PriorityClass(priority, self._config)
+        priority_class.add(waiting, now_ns)
+        if not priority_class.version:
+            self._order.put(priority_class)
+        waiting.before = (self._dispatched, priority_class.dispatched, waiting.flow.dispatched)
         self.num_requests += 1
         self.num_sequences += len(waiting.specs)
 
@@ -61,17 +61,17 @@ class FairQueue:
             cached: Tokens of a request that need no computing, as far as is known. Asked only
                 where tenants are close enough for that to decide.
         """
-        of = self._order.first()
-        if of is None:
+        priority_class = self._order.first()
+        if priority_class is None:
             return None
         margin = self._config.locality_tokens
-        least = of.order.first()
+        least = priority_class.order.first()
         assert least is not None, "a class in the order has nothing that waits"
-        if margin and len(of.order) > 1:
-            near = of.order.least(CANDIDATES, margin)
+        if margin and len(priority_class.order) > 1:
+            near = priority_class.order.least(CANDIDATES, margin)
             # The first of several with the same prefix, who is the least served.
             least = max(near, key=lambda flow: cached(flow.first()))
-        return Next(least.first(), of)
+        return Next(least.first(), priority_class)
 
     def next_of(self, able: Callable[[Waiting], bool]) -> Next | None:
         """What leaves next of those that are able to; None when none is.
@@ -79,34 +79,36 @@ class FairQueue:
         For when the first is not. It looks at one after the other, so it takes as long as there
         are others that are not able either, besides putting the tenants in order.
         """
-        for of in sorted(self._classes.values(), key=lambda each: each.key if each.turns else 0):
-            for flow in sorted(of.flows(), key=lambda each: each.key):
+        for priority_class in sorted(
+            self._classes.values(), key=lambda each: each.key if each.turns else 0
+        ):
+            for flow in sorted(priority_class.flows(), key=lambda each: each.key):
                 if (waiting := flow.first_of(able)) is not None:
-                    return Next(waiting, of)
+                    return Next(waiting, priority_class)
         return None
 
     def take(self, chosen: Next, number: int, now_ns: int) -> tuple[SequenceSpec, ...]:
         """Takes so many of its sequences out; they run from now on."""
         self._dispatched += 1
-        specs = chosen.of.take(chosen.waiting, number, now_ns)
+        specs = chosen.priority_class.take(chosen.waiting, number, now_ns)
         self.num_sequences -= number
         if not chosen.waiting.specs:
-            self._gone(chosen.of)
+            self._gone(chosen.priority_class)
         return specs
 
     def drop(self, waiting: Waiting) -> None:
         """Takes out what waits and shall not run."""
-        of = waiting.flow.of
+        priority_class = waiting.flow.priority_class
         self.num_sequences -= len(waiting.specs)
-        of.drop(waiting)
-        self._gone(of)
+        priority_class.drop(waiting)
+        self._gone(priority_class)
 
     def back(self, flow: Flow) -> None:
         """One of the sequences that were taken runs no longer."""
-        of = flow.of
-        of.back(flow)
-        of.forget_idle(flow)
-        self._forget(of)
+        priority_class = flow.priority_class
+        priority_class.back(flow)
+        priority_class.forget_idle(flow)
+        self._forget(priority_class)
 
     def passed_by(self, waiting: Waiting) -> tuple[int, int, int]:
         """Dispatches while it waited: of other classes, of other tenants, of its own tenant.
@@ -115,29 +117,29 @@ class FairQueue:
         """
         in_all, of_class, own = waiting.before
         in_all = self._dispatched - in_all
-        of_class = waiting.flow.of.dispatched - of_class
+        of_class = waiting.flow.priority_class.dispatched - of_class
         own = waiting.flow.dispatched - own
         return in_all - of_class, of_class - own, own - 1
 
     def configure(self, config: FairnessConfig) -> None:
         """Takes settings, for those that wait too."""
         self._config = config
-        for of in self._classes.values():
-            of.configure(config)
-            if of.version:
-                self._order.put(of)
+        for priority_class in self._classes.values():
+            priority_class.configure(config)
+            if priority_class.version:
+                self._order.put(priority_class)
 
     def classes(self) -> list[PriorityClass]:
         """All classes in which something waits or runs."""
         return list(self._classes.values())
 
-    def _gone(self, of: PriorityClass) -> None:
+    def _gone(self, priority_class: PriorityClass) -> None:
         self.num_requests -= 1
-        if not of.num_sequences:
-            self._order.discard(of)
-            self._forget(of)
+        if not priority_class.num_sequences:
+            self._order.discard(priority_class)
+            self._forget(priority_class)
 
-    def _forget(self, of: PriorityClass) -> None:
+    def _forget(self, priority_class: PriorityClass) -> None:
         """When nothing of a class waits or runs, all its tenants are even."""
-        if not of.num_sequences and not of.num_running:
-            self._classes.pop(of.priority, None)
+        if not priority_class.num_sequences and not priority_class.num_running:
+            self._classes.pop(priority_class.priority, None)

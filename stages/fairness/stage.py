@@ -14,7 +14,7 @@ from ...config import role_of_sender, split_role
 from ...telemetry import Attributes, TraceContext, instruments, names, now_ns
 from ..actor import Actor, StageContext, budget_of, deadline_of
 from .core import Counts, Dispatched, FairnessCore
-from .lanes import Running
+from .replicas import Running
 
 
 class FairnessStage(Actor):
@@ -26,14 +26,16 @@ class FairnessStage(Actor):
         super().__init__(context)
         self._settings = self.config.fairness
         self._replicas = self.config.pipeline.replicas
-        self._core = FairnessCore(self._settings, lanes=self._replicas)
-        # Cancellations that wait for the first lane.
+        self._core = FairnessCore(self._settings, replicas=self._replicas)
+        # Cancellations that wait for the first replica.
         self._early: list[Cancel] = []
         self._measured = Counts()
 
     async def reset(self) -> None:
         before = self._core
-        self._core = FairnessCore(self._settings, lanes=self._replicas, prefixes=before.prefixes())
+        self._core = FairnessCore(
+            self._settings, replicas=self._replicas, prefixes=before.prefixes()
+        )
         self._core.counts = before.counts
         self._early.clear()
 
@@ -54,14 +56,14 @@ class FairnessStage(Actor):
             case other:
                 self.log.warning("message_not_understood", type=type(other).__name__)
 
-    async def settle(self) -> None:
+    async def tick(self) -> None:
         while (dispatched := self._core.pop(now_ns())) is not None:
             await self._send(dispatched)
         asked: dict[str, tuple[int, ...]] = {}
-        for lane, running in self._core.make_room(now_ns()):
-            asked[lane] = (*asked.get(lane, ()), running.spec.seq_id)
-        for lane, seq_ids in asked.items():
-            await self.send(_dispatch_to(lane), Yield(seq_ids))
+        for replica, running in self._core.make_room(now_ns()):
+            asked[replica] = (*asked.get(replica, ()), running.spec.seq_id)
+        for replica, seq_ids in asked.items():
+            await self.send(_dispatch_to(replica), Yield(seq_ids))
         early, self._early = self._early, []
         for cancel in (*early, *self._core.expire(now_ns())):
             await self._pass_on(cancel)
@@ -98,10 +100,10 @@ class FairnessStage(Actor):
         self._measured = copy.deepcopy(counts)
 
     async def _pass_on(self, cancel: Cancel) -> None:
-        lanes = self._core.lanes_of(cancel.request_id)
-        for lane in lanes:
-            await self.send(_dispatch_to(lane), cancel)
-        if not lanes:
+        replicas = self._core.replicas_of(cancel.request_id)
+        for replica in replicas:
+            await self.send(_dispatch_to(replica), cancel)
+        if not replicas:
             self._early.append(cancel)
 
     async def _send(self, dispatched: Dispatched) -> None:
@@ -113,7 +115,7 @@ class FairnessStage(Actor):
             self._trace_dispatch(dispatched, trace)
         budget = budget_of(dispatched.deadline_ns, now_ns())
         await self.send(
-            _dispatch_to(dispatched.lane), dispatched.message, trace=trace, budget_ns=budget
+            _dispatch_to(dispatched.replica), dispatched.message, trace=trace, budget_ns=budget
         )
 
     def _trace_dispatch(self, dispatched: Dispatched, trace: TraceContext) -> None:
@@ -151,6 +153,6 @@ class FairnessStage(Actor):
         self.tracing.span(name, trace, start_ns, now_ns(), {**common, **attributes})
 
 
-def _dispatch_to(lane: str) -> Link:
-    """The link to a lane, which has the role of its batching stage for a name."""
-    return at(DISPATCH, split_role(lane)[1])
+def _dispatch_to(replica: str) -> Link:
+    """The link to a replica, which has the role of its batching stage for a name."""
+    return at(DISPATCH, split_role(replica)[1])

@@ -103,17 +103,17 @@ class Flow:
         "num_running",
         "num_sequences",
         "num_waiting",
-        "of",
+        "priority_class",
         "tenant",
         "version",
         "waiting_tokens",
         "weight",
     )
 
-    def __init__(self, tenant: str, weight: float, of: PriorityClass) -> None:
+    def __init__(self, tenant: str, weight: float, priority_class: PriorityClass) -> None:
         self.tenant = tenant
         self.weight = weight
-        self.of = of
+        self.priority_class = priority_class
         self.counter = 0.0
         self.version = 0
         self.num_waiting = 0
@@ -132,7 +132,7 @@ class Flow:
         """Counts service, or takes back (`cost` below zero) what was counted and not needed."""
         self.counter += cost / self.weight
         if cost < 0 and self.version:
-            self.of.order.put(self)
+            self.priority_class.order.put(self)
 
     def add(self, waiting: Waiting, key: int) -> None:
         """Adds a request, to leave in order of `key`."""

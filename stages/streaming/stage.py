@@ -24,8 +24,8 @@ from ..actor import Actor, StageContext
 from ..tokenizer import load_tokenizer
 from .core import Deliveries, EndedRequest, StreamingCore
 from .intervals import TokenIntervals
-from .pace import Pace
 from .spans import trace_end
+from .throughput import Throughput
 
 
 class StreamingStage(Actor):
@@ -43,7 +43,7 @@ class StreamingStage(Actor):
         # Streams that another lane goes on with, as far as this one can tell.
         self._fenced: set[str] = set()
         self._intervals = TokenIntervals()
-        self._pace = Pace(now_ns())
+        self._throughput = Throughput(now_ns())
         # Of the weights that made the last step.
         self._weight_version = 0
 
@@ -60,14 +60,14 @@ class StreamingStage(Actor):
         self._intervals.clear()
 
     def load(self) -> dict[str, int | float | str]:
-        return {"open": len(self._core), **self._pace.load(now_ns())} if self.opened else {}
+        return {"open": len(self._core), **self._throughput.load(now_ns())} if self.opened else {}
 
     async def handle(self, envelope: Envelope) -> None:
         match envelope.body:
             case StepResult() as result:
                 replica = split_role(role_of_sender(envelope.sender))[1]
                 self._deliveries.append((replica, self._core.absorb(result, now_ns())))
-                self._pace.add(len(result.seq_ids))
+                self._throughput.add(len(result.seq_ids))
                 self._weight_version = result.weight_version
                 if self.metrics.enabled:
                     for waited_ns in self._intervals.step(result.seq_ids, result.end_ns):
@@ -81,7 +81,7 @@ class StreamingStage(Actor):
             case other:
                 self.log.warning("message_not_understood", type=type(other).__name__)
 
-    async def settle(self) -> None:
+    async def tick(self) -> None:
         """Delivers what a batch of messages gave, in one go."""
         await self._write(self.epoch)
 
@@ -99,7 +99,7 @@ class StreamingStage(Actor):
             for ended in delivery.ended:
                 timings = ended.completion.timings
                 if timings.first_token_ns:
-                    self._pace.first_token(timings.first_token_ns - timings.received_ns)
+                    self._throughput.first_token(timings.first_token_ns - timings.received_ns)
         outputs = [pair for delivery in deliveries for pair in delivery.outputs]
         lost = await self._deliver(outputs, epoch) if outputs else frozenset()
         for delivery in deliveries:
@@ -129,7 +129,7 @@ class StreamingStage(Actor):
 
     async def _recover(self, items: Sequence[RecoveryItem]) -> None:
         """Tells admission what there is of these requests, which go on in this epoch."""
-        await self.settle()  # what is known to have ended must be seen to have ended
+        await self.tick()  # what is known to have ended must be seen to have ended
         keys = [item.key for item in items]
         for item, outputs in zip(
             items, await self.bus.results.recover(keys, self.epoch), strict=True

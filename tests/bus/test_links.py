@@ -32,7 +32,7 @@ from nano_inference.bus.control import (
     TellWeightVersion,
     UpdateFairness,
     UpdateWeights,
-    WeightsStaged,
+    WeightsReady,
 )
 from nano_inference.bus.links import ADMITTED, CONTROL, CREDITS, DISPATCH, FINISHED, PLANS
 from nano_inference.bus.messages import (
@@ -131,7 +131,7 @@ SAMPLES: tuple[Message, ...] = (
     UpdateWeights(StagedWeights("step-7", 2), part_of="step-8"),
     UpdateWeights(FolderWeights("/weights/7"), prepare_as="op-6"),
     FinishUpdate("op-6", 7, "op-7"),
-    WeightsStaged(8, "abort"),
+    WeightsReady(8, "abort"),
     JoinWeightsGroup("g", "127.0.0.1:1", 1, 2, "gloo", 3.5, "op-3"),
     LeaveWeightsGroup("g", "op-4"),
     TellWeightVersion("op-5"),

@@ -8,7 +8,7 @@ from nano_inference.bus.messages import Credit
 from nano_inference.config import FairnessConfig, SamplingParams
 from nano_inference.stages.fairness import FairnessCore
 from nano_inference.stages.fairness.core import HOPELESS
-from nano_inference.stages.fairness.pace import CAUTION, WINDOW, Pace, least_tokens
+from nano_inference.stages.fairness.fastest_step import CAUTION, WINDOW, FastestStep, least_tokens
 from nano_inference.stages.fairness.tenants import UNDATED_NS
 
 from .requests import SECOND, drain, grant, request
@@ -104,7 +104,7 @@ def test_only_tokens_that_must_come_count(sampling: SamplingParams, number: int)
 
 
 def test_the_pace_forgets_what_was_fast_long_ago() -> None:
-    pace = Pace()
+    pace = FastestStep()
     assert pace.least_step_ns == 0
     pace.add(10)
     for _ in range(WINDOW - 1):

@@ -13,57 +13,59 @@ from nano_inference.config import FairnessConfig
 from nano_inference.stages.fairness import FairnessCore
 from nano_inference.stages.fairness.tenants import IDLE_KEPT
 
-from .lane import StepLane
+from .replica import StepReplica
 from .requests import SECOND, cancel, drain, grant, request
 
 
-def keep_busy(lane: StepLane, tenant: str, tokens: int, prompt: int) -> None:
+def keep_busy(replica: StepReplica, tenant: str, tokens: int, prompt: int) -> None:
     """Sees to it that a tenant always has something that waits, even if it gets all places."""
     number = 0
-    while num_waiting(lane, tenant) <= lane.places:  # the first ones may find a place at once
-        name = f"{tenant}-{lane.steps}-{number}"
-        lane.submit(name, tokens, tenant=tenant, prompt=(7,) * prompt)
+    while num_waiting(replica, tenant) <= replica.places:  # the first ones may find a place at once
+        name = f"{tenant}-{replica.steps}-{number}"
+        replica.submit(name, tokens, tenant=tenant, prompt=(7,) * prompt)
         number += 1
 
 
-def num_waiting(lane: StepLane, tenant: str) -> int:
-    flows = [flow for of in lane.core._queue.classes() for flow in of.flows()]
+def num_waiting(replica: StepReplica, tenant: str) -> int:
+    flows = [flow for level in replica.core._queue.classes() for flow in level.flows()]
     return sum(flow.num_waiting for flow in flows if flow.tenant == tenant)
 
 
 def test_a_tenant_with_fifty_times_the_requests_gets_no_more() -> None:
-    lane = StepLane(places=4)
+    replica = StepReplica(places=4)
     for number in range(50):
-        lane.submit(f"noisy-{number}", tenant="noisy")
+        replica.submit(f"noisy-{number}", tenant="noisy")
     for number in range(5):
-        lane.submit(f"quiet-{number}", tenant="quiet")
-    while "quiet-4" not in lane.started:
-        lane.step()
-    started = [name for name in lane.started if name.startswith("noisy")]
-    assert len(started) <= 5 + 2 * lane.places
+        replica.submit(f"quiet-{number}", tenant="quiet")
+    while "quiet-4" not in replica.started:
+        replica.step()
+    started = [name for name in replica.started if name.startswith("noisy")]
+    assert len(started) <= 5 + 2 * replica.places
 
 
 def test_shares_follow_the_weights() -> None:
-    lane = StepLane(FairnessConfig(tenant_weights={"gold": 3.0}), places=4)
+    replica = StepReplica(FairnessConfig(tenant_weights={"gold": 3.0}), places=4)
     for _ in range(3000):
-        keep_busy(lane, "gold", 5, 4)
-        keep_busy(lane, "iron", 5, 4)
-        lane.step()
+        keep_busy(replica, "gold", 5, 4)
+        keep_busy(replica, "iron", 5, 4)
+        replica.step()
     # `service` is divided by the weights already.
-    assert lane.service["gold"] * 3 / lane.service["iron"] == pytest.approx(3.0, rel=0.05)
+    assert replica.service["gold"] * 3 / replica.service["iron"] == pytest.approx(3.0, rel=0.05)
 
 
 def test_idleness_is_not_saved_up() -> None:
-    lane = StepLane(places=1)
+    replica = StepReplica(places=1)
     for number in range(40):
-        lane.submit(f"busy-{number}", tenant="busy")
-    lane.step(80)
-    served = lane.service["busy"]
+        replica.submit(f"busy-{number}", tenant="busy")
+    replica.step(80)
+    served = replica.service["busy"]
     for number in range(40):
-        lane.submit(f"late-{number}", tenant="late")
-    lane.step(80)
-    gained = lane.service["busy"] - served
-    assert lane.service["late"] / gained == pytest.approx(1.0, rel=0.3), "from then on they share"
+        replica.submit(f"late-{number}", tenant="late")
+    replica.step(80)
+    gained = replica.service["busy"] - served
+    assert replica.service["late"] / gained == pytest.approx(1.0, rel=0.3), (
+        "from then on they share"
+    )
 
 
 def test_a_debt_is_not_lost_by_a_pause() -> None:
@@ -74,7 +76,7 @@ def test_a_debt_is_not_lost_by_a_pause() -> None:
     core.push(request("other-1", tenant="other"), 0)
     grant(core, 1)
     assert drain(core) == ["first"]
-    (running,) = core._lanes[""].running.values()
+    (running,) = core._replicas[""].running.values()
     core.absorb(Credit(1, ((running.spec.seq_id,),) * 500, ended=(running.spec.seq_id,)), 0)
     core.push(request("again", tenant="greedy"), 0)
     grant(core, 2)
@@ -88,7 +90,7 @@ def test_prompts_are_charged_by_what_they_took() -> None:
     grant(core, 2)
     assert drain(core) == ["a"]
     assert core.served()[0, "default"] == 100, "the whole prompt, once, before it ran"
-    first, second = core._lanes[""].running
+    first, second = core._replicas[""].running
     core.absorb(Credit(0, started=((first, 40), (second, 1))), 0)
     assert core.served()[0, "default"] == 41, "60 tokens were cached, and the samples share"
     core.absorb(Credit(0, steps=((first, second), (second,))), 0)
@@ -132,7 +134,7 @@ def test_no_tenant_that_always_waits_falls_behind_by_more_than_the_bound(
     )
     if locality:  # long enough to be looked for
         loads = [(tokens, prompt + 40, weight) for tokens, prompt, weight in loads]
-    lane = StepLane(config, places=places, report_every=report_every, kv_free=kv_free)
+    replica = StepReplica(config, places=places, report_every=report_every, kv_free=kv_free)
     longest = max(tokens for tokens, _, _ in loads)
     prompts = max(prompt for _, prompt, _ in loads)
     unit = config.prefill_weight * prompts + config.decode_weight * places * longest
@@ -140,19 +142,19 @@ def test_no_tenant_that_always_waits_falls_behind_by_more_than_the_bound(
     lead: dict[tuple[str, str], list[float]] = {}
     for step in range(300):
         for index, (tokens, prompt, _) in enumerate(loads):
-            keep_busy(lane, f"t{index}", tokens, prompt)
+            keep_busy(replica, f"t{index}", tokens, prompt)
         for number, (when, tokens, prompt) in enumerate(visitors):
             if when == step:
                 size = (7,) * min(prompt, prompts)
                 name = f"v{number}"
-                lane.submit(name, min(tokens, longest), tenant=f"v{number % 3}", prompt=size)
-        served = {tenant: lane.service.get(tenant, 0.0) for tenant in weights}
+                replica.submit(name, min(tokens, longest), tenant=f"v{number % 3}", prompt=size)
+        served = {tenant: replica.service.get(tenant, 0.0) for tenant in weights}
         for pair in itertools.combinations(weights, 2):
             # All of them wait from here on. What one gains on the other in any interval:
             seen = lead.setdefault(pair, [])
             seen.append(served[pair[0]] - served[pair[1]])
             assert max(seen) - min(seen) <= bound
-        lane.step()
+        replica.step()
 
 
 @settings(max_examples=60, deadline=None)
@@ -190,33 +192,33 @@ def test_requests_are_conserved(
         enable_preemption=preempt,
         locality_tokens=locality,
     )
-    lane = StepLane(config, places=places, kv_free=kv_free)
+    replica = StepReplica(config, places=places, kv_free=kv_free)
     cancelled = set()
     for number, (tenant, priority, samples, tokens, drop) in enumerate(arrivals):
-        lane.submit(str(number), tokens, tenant=str(tenant), priority=priority, samples=samples)
-        if drop and str(number) not in lane.started:
-            assert lane.core.cancel(cancel(str(number))).unstarted
+        replica.submit(str(number), tokens, tenant=str(tenant), priority=priority, samples=samples)
+        if drop and str(number) not in replica.started:
+            assert replica.core.cancel(cancel(str(number))).unstarted
             cancelled.add(str(number))
-        lane.step()
-    lane.run()
+        replica.step()
+    replica.run()
     wanted = {str(n): each[2] for n, each in enumerate(arrivals) if str(n) not in cancelled}
-    assert {name: lane.finished.count(name) for name in set(lane.finished)} == wanted
-    core = lane.core
+    assert {name: replica.finished.count(name) for name in set(replica.finished)} == wanted
+    core = replica.core
     assert (core.num_queued, core.num_paused, core.credits) == (0, 0, places)
     assert not core._queue.classes()
     assert not core._of_request
 
 
 def test_tenants_that_are_gone_are_forgotten() -> None:
-    lane = StepLane(places=2)
+    replica = StepReplica(places=2)
     for number in range(4 * IDLE_KEPT):
-        lane.submit(f"r{number}", 2, tenant=f"tenant-{number}")
+        replica.submit(f"r{number}", 2, tenant=f"tenant-{number}")
         if number % 2:
-            lane.step()
-    (of,) = lane.core._queue.classes()
-    assert lane.core.num_queued < len(of.flows()) <= 2 * (lane.core.num_queued + IDLE_KEPT)
-    lane.run()
-    assert not lane.core._queue.classes()
+            replica.step()
+    (level,) = replica.core._queue.classes()
+    assert replica.core.num_queued < len(level.flows()) <= 2 * (replica.core.num_queued + IDLE_KEPT)
+    replica.run()
+    assert not replica.core._queue.classes()
 
 
 def test_a_cached_prefix_goes_first_only_within_the_margin() -> None:
@@ -232,7 +234,7 @@ def test_a_cached_prefix_goes_first_only_within_the_margin() -> None:
     grant(core, 1)
     # b came when a was the last served, so they are level.
     assert drain(core) == ["hit-0"]
-    (running, *_) = core._lanes[""].running.values()
+    (running, *_) = core._replicas[""].running.values()
     core.absorb(Credit(1, ((running.spec.seq_id,),) * 400), 3)
     assert drain(core) == ["cold"], "a is 800 ahead, which is beyond the margin"
 

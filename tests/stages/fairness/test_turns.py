@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from nano_inference.bus.messages import Credit
 from nano_inference.config import FairnessConfig
 from nano_inference.stages.fairness import FairnessCore
-from nano_inference.stages.fairness.lanes import KEPT_SHARE
+from nano_inference.stages.fairness.replicas import KEPT_SHARE
 
-from .lane import StepLane
+from .replica import StepReplica
 from .requests import SECOND, cancel, drain, grant, request
 
 SLICES = FairnessConfig(max_timeslice_tokens=4)
@@ -19,165 +19,165 @@ PREEMPT = FairnessConfig(enable_preemption=True)
 
 
 def test_off_by_default() -> None:
-    lane = StepLane(places=1)
-    lane.submit("long", 50)
-    lane.submit("urgent", 1, priority=100)
-    lane.run()
-    assert lane.finished == ["long", "urgent"]
-    assert lane.core.counts.preemptions == lane.core.counts.yields == 0
+    replica = StepReplica(places=1)
+    replica.submit("long", 50)
+    replica.submit("urgent", 1, priority=100)
+    replica.run()
+    assert replica.finished == ["long", "urgent"]
+    assert replica.core.counts.preemptions == replica.core.counts.yields == 0
 
 
 def test_a_short_request_passes_a_long_one_after_its_slice() -> None:
-    lane = StepLane(SLICES, places=1)
-    lane.submit("long", 50)
-    lane.step(2)
-    lane.submit("short", 2)
-    lane.run()
-    assert lane.finished == ["short", "long"]
-    assert lane.started["short"] == 4 * lane.step_ns, "when four tokens were made"
-    assert (lane.core.counts.yields, lane.core.counts.resumes) == (1, 1)
+    replica = StepReplica(SLICES, places=1)
+    replica.submit("long", 50)
+    replica.step(2)
+    replica.submit("short", 2)
+    replica.run()
+    assert replica.finished == ["short", "long"]
+    assert replica.started["short"] == 4 * replica.step_ns, "when four tokens were made"
+    assert (replica.core.counts.yields, replica.core.counts.resumes) == (1, 1)
 
 
 def test_nobody_makes_room_for_nobody() -> None:
-    lane = StepLane(SLICES, places=2)
-    lane.submit("a", 50)
-    lane.submit("b", 50)
-    lane.run()
-    assert lane.core.counts.yields == 0
+    replica = StepReplica(SLICES, places=2)
+    replica.submit("a", 50)
+    replica.submit("b", 50)
+    replica.run()
+    assert replica.core.counts.yields == 0
 
 
 def test_a_slice_that_is_used_up_ends_as_soon_as_somebody_waits() -> None:
-    lane = StepLane(SLICES, places=1)
-    lane.submit("long", 50)
-    lane.step(20)
-    lane.submit("short", 1)
-    lane.step(1)
-    assert "short" in lane.started
+    replica = StepReplica(SLICES, places=1)
+    replica.submit("long", 50)
+    replica.step(20)
+    replica.submit("short", 1)
+    replica.step(1)
+    assert "short" in replica.started
 
 
 @pytest.mark.parametrize(("kv_free", "yields"), [(80, False), (130, True)])
 def test_no_slice_ends_where_going_on_would_have_to_compute_all_again(
     kv_free: int, yields: bool
 ) -> None:
-    lane = StepLane(SLICES, places=1, kv_free=kv_free)
-    lane.submit("long", 10, prompt=(1,) * 10)
-    lane.submit("short", 2)
-    lane.run()
-    assert (lane.finished[0] == "short") is yields
+    replica = StepReplica(SLICES, places=1, kv_free=kv_free)
+    replica.submit("long", 10, prompt=(1,) * 10)
+    replica.submit("short", 2)
+    replica.run()
+    assert (replica.finished[0] == "short") is yields
 
 
 def test_those_that_made_room_get_a_share_of_the_free_cache_and_no_more() -> None:
-    lane = StepLane(SLICES, places=4, kv_free=480)
+    replica = StepReplica(SLICES, places=4, kv_free=480)
     for number in range(4):
-        lane.submit(f"long-{number}", 40, prompt=(1,) * 10, tenant="a")
+        replica.submit(f"long-{number}", 40, prompt=(1,) * 10, tenant="a")
     for number in range(4):
-        lane.submit(f"other-{number}", 40, prompt=(1,) * 10, tenant=f"b-{number}")
-    (of,) = lane.core._lanes.values()
+        replica.submit(f"other-{number}", 40, prompt=(1,) * 10, tenant=f"b-{number}")
+    (own,) = replica.core._replicas.values()
     seen = []
-    while lane.core.num_queued:
-        lane.step()
-        assert of.aside_tokens == sum(each.num_tokens for each in of.paused.values())
-        seen.append(of.aside_tokens)
+    while replica.core.num_queued:
+        replica.step()
+        assert own.aside_tokens == sum(each.num_tokens for each in own.paused.values())
+        seen.append(own.aside_tokens)
     assert 0 < max(seen) <= KEPT_SHARE * (480 + 50)
-    lane.run()
-    assert of.aside_tokens == 0
+    replica.run()
+    assert own.aside_tokens == 0
 
 
 def test_who_gives_way_to_another_tenant_is_its_own_tenants_next() -> None:
-    lane = StepLane(SLICES, places=1)
-    lane.submit("first", 30, tenant="a")
-    lane.step()
-    lane.submit("second", 30, tenant="a")
-    lane.step()
-    lane.submit("guest", 2, tenant="b")
-    lane.run()
-    assert lane.core.counts.yields > 0
-    assert lane.finished[0] == "guest"
-    order = lane.starts
+    replica = StepReplica(SLICES, places=1)
+    replica.submit("first", 30, tenant="a")
+    replica.step()
+    replica.submit("second", 30, tenant="a")
+    replica.step()
+    replica.submit("guest", 2, tenant="b")
+    replica.run()
+    assert replica.core.counts.yields > 0
+    assert replica.finished[0] == "guest"
+    order = replica.starts
     assert order[:3] == ["first", "guest", "first"], "not behind what its tenant has waiting"
 
 
 def test_high_priorities_have_no_slices() -> None:
-    lane = StepLane(SLICES, places=1)
-    lane.submit("long", 20, priority=5)
-    lane.submit("short", 2, priority=5)
-    lane.run()
-    assert lane.finished == ["long", "short"]
+    replica = StepReplica(SLICES, places=1)
+    replica.submit("long", 20, priority=5)
+    replica.submit("short", 2, priority=5)
+    replica.run()
+    assert replica.finished == ["long", "short"]
 
 
 def test_no_slice_ends_for_a_lower_priority() -> None:
-    lane = StepLane(SLICES, places=1)
-    lane.submit("long", 20, priority=1)
-    lane.submit("lower", 2, priority=0)
-    lane.run()
-    assert lane.finished == ["long", "lower"]
+    replica = StepReplica(SLICES, places=1)
+    replica.submit("long", 20, priority=1)
+    replica.submit("lower", 2, priority=0)
+    replica.run()
+    assert replica.finished == ["long", "lower"]
 
 
 def test_no_slice_ends_for_a_tenant_that_was_served_more() -> None:
     """It would get its place back at once."""
-    lane = StepLane(SLICES, places=2)
-    lane.submit("filler", 400, tenant="greedy")
-    lane.submit("filler-2", 400, tenant="greedy")
+    replica = StepReplica(SLICES, places=2)
+    replica.submit("filler", 400, tenant="greedy")
+    replica.submit("filler-2", 400, tenant="greedy")
     for number in range(4):
-        lane.submit(f"greedy-{number}", 400, tenant="greedy")
-    lane.step(40)
-    lane.submit("modest", 60, tenant="modest")
-    lane.step(60)
-    assert lane.made[lane._requests["modest"].sequences[0].seq_id] >= 50, "it runs on"
+        replica.submit(f"greedy-{number}", 400, tenant="greedy")
+    replica.step(40)
+    replica.submit("modest", 60, tenant="modest")
+    replica.step(60)
+    assert replica.made[replica._requests["modest"].sequences[0].seq_id] >= 50, "it runs on"
 
 
 def test_a_full_batch_makes_room_for_high_priority_at_once() -> None:
-    lane = StepLane(PREEMPT, places=2)
-    lane.submit("low-0", 50)
-    lane.submit("low-1", 50, priority=1)
-    lane.step(3)
-    lane.submit("urgent", 5, priority=5)
-    lane.step(1)
-    assert "urgent" in lane.started
-    assert lane._requests["low-0"].sequences[0].seq_id in lane.aside, "the lowest goes"
-    lane.run()
-    assert lane.finished[0] == "urgent"
-    assert (lane.core.counts.preemptions, lane.core.counts.resumes) == (1, 1)
+    replica = StepReplica(PREEMPT, places=2)
+    replica.submit("low-0", 50)
+    replica.submit("low-1", 50, priority=1)
+    replica.step(3)
+    replica.submit("urgent", 5, priority=5)
+    replica.step(1)
+    assert "urgent" in replica.started
+    assert replica._requests["low-0"].sequences[0].seq_id in replica.aside, "the lowest goes"
+    replica.run()
+    assert replica.finished[0] == "urgent"
+    assert (replica.core.counts.preemptions, replica.core.counts.resumes) == (1, 1)
 
 
 @pytest.mark.parametrize(("running", "arriving"), [(0, 4), (5, 9), (4, 4)])
 def test_only_high_priority_preempts_and_only_low_is_preempted(running: int, arriving: int) -> None:
-    lane = StepLane(PREEMPT, places=1)
-    lane.submit("running", 10, priority=running)
-    lane.submit("arriving", 1, priority=arriving)
-    lane.run()
-    assert lane.finished == ["running", "arriving"]
+    replica = StepReplica(PREEMPT, places=1)
+    replica.submit("running", 10, priority=running)
+    replica.submit("arriving", 1, priority=arriving)
+    replica.run()
+    assert replica.finished == ["running", "arriving"]
 
 
 def test_only_strictly_lower_effective_priority_is_preempted() -> None:
-    lane = StepLane(PREEMPT, places=1)
-    lane.submit("first", 1100)
-    lane.submit("waited", 100)
-    lane.run_until("waited")
-    assert lane.now_ns >= 11 * SECOND, "it waited for more than five levels"
-    lane.submit("urgent", 1, priority=5)
-    lane.run()
-    assert lane.finished == ["first", "waited", "urgent"]
+    replica = StepReplica(PREEMPT, places=1)
+    replica.submit("first", 1100)
+    replica.submit("waited", 100)
+    replica.run_until("waited")
+    assert replica.now_ns >= 11 * SECOND, "it waited for more than five levels"
+    replica.submit("urgent", 1, priority=5)
+    replica.run()
+    assert replica.finished == ["first", "waited", "urgent"]
 
 
 def test_of_equals_the_last_one_dispatched_goes() -> None:
-    lane = StepLane(PREEMPT, places=3)
+    replica = StepReplica(PREEMPT, places=3)
     for number in range(3):
-        lane.submit(f"low-{number}", 50)
-        lane.step(1)
-    lane.submit("urgent", 1, priority=9)
-    lane.step(1)
-    assert list(lane.aside) == [lane._requests["low-2"].sequences[0].seq_id]
+        replica.submit(f"low-{number}", 50)
+        replica.step(1)
+    replica.submit("urgent", 1, priority=9)
+    replica.step(1)
+    assert list(replica.aside) == [replica._requests["low-2"].sequences[0].seq_id]
 
 
 def test_as_many_make_room_as_are_needed_and_no_more() -> None:
-    lane = StepLane(PREEMPT, places=4)
+    replica = StepReplica(PREEMPT, places=4)
     for number in range(4):
-        lane.submit(f"low-{number}", 50)
-    lane.submit("urgent", 3, priority=9, samples=2)
-    lane.step(1)
-    assert len(lane.aside) == 2
-    core = lane.core
+        replica.submit(f"low-{number}", 50)
+    replica.submit("urgent", 3, priority=9, samples=2)
+    replica.step(1)
+    assert len(replica.aside) == 2
+    core = replica.core
     assert core.counts.preemptions == 2
 
 
@@ -193,84 +193,84 @@ def test_until_room_is_made_nobody_else_is_asked() -> None:
 
 
 def test_who_was_preempted_often_is_left_alone() -> None:
-    lane = StepLane(FairnessConfig(enable_preemption=True, max_preemptions=3), places=1)
-    lane.submit("low", 100)
+    replica = StepReplica(FairnessConfig(enable_preemption=True, max_preemptions=3), places=1)
+    replica.submit("low", 100)
     for number in range(20):
-        lane.step(3)
-        lane.submit(f"urgent-{number}", 1, priority=9)
-    lane.run()
-    (times,) = lane.preemptions.values()
+        replica.step(3)
+        replica.submit(f"urgent-{number}", 1, priority=9)
+    replica.run()
+    (times,) = replica.preemptions.values()
     assert times == 3
-    assert lane.core.counts.preemptions == 3
+    assert replica.core.counts.preemptions == 3
 
 
 def test_cancelled_while_it_has_made_room() -> None:
-    lane = StepLane(PREEMPT, places=1)
-    lane.submit("low", 50)
-    lane.step(2)
-    lane.submit("urgent", 5, priority=9)
-    lane.step(1)
-    (seq_id,) = lane.aside
-    assert not lane.core.cancel(cancel("low")).unstarted, "it has run"
-    lane.core.absorb(Credit(0, ended=(seq_id,)), lane.now_ns)
-    lane.aside.clear()
-    lane.run()
-    assert lane.finished == ["urgent"]
-    assert (lane.core.num_queued, lane.core.num_paused, lane.core.credits) == (0, 0, 1)
-    assert not lane.core._queue.classes()
+    replica = StepReplica(PREEMPT, places=1)
+    replica.submit("low", 50)
+    replica.step(2)
+    replica.submit("urgent", 5, priority=9)
+    replica.step(1)
+    (seq_id,) = replica.aside
+    assert not replica.core.cancel(cancel("low")).unstarted, "it has run"
+    replica.core.absorb(Credit(0, ended=(seq_id,)), replica.now_ns)
+    replica.aside.clear()
+    replica.run()
+    assert replica.finished == ["urgent"]
+    assert (replica.core.num_queued, replica.core.num_paused, replica.core.credits) == (0, 0, 1)
+    assert not replica.core._queue.classes()
 
 
 def test_ended_while_it_has_made_room() -> None:
     """A stop string was found in what it had made."""
-    lane = StepLane(PREEMPT, places=1)
-    lane.submit("low", 50)
-    lane.submit("urgent", 5, priority=9)
-    lane.step(1)
-    (seq_id,) = lane.aside
-    lane.core.absorb(Credit(0, ended=(seq_id,)), lane.now_ns)
-    lane.aside.clear()
-    lane.run()
-    assert lane.finished == ["urgent"]
-    assert lane.core.num_queued == 0
+    replica = StepReplica(PREEMPT, places=1)
+    replica.submit("low", 50)
+    replica.submit("urgent", 5, priority=9)
+    replica.step(1)
+    (seq_id,) = replica.aside
+    replica.core.absorb(Credit(0, ended=(seq_id,)), replica.now_ns)
+    replica.aside.clear()
+    replica.run()
+    assert replica.finished == ["urgent"]
+    assert replica.core.num_queued == 0
 
 
 def test_preemption_can_be_switched_on_while_others_run() -> None:
-    lane = StepLane(places=1)
-    lane.submit("low", 50)
-    lane.submit("urgent", 1, priority=9)
-    lane.step(5)
-    assert "urgent" not in lane.started
-    lane.core.configure(PREEMPT)
-    lane.step(1)
-    assert "urgent" in lane.started
+    replica = StepReplica(places=1)
+    replica.submit("low", 50)
+    replica.submit("urgent", 1, priority=9)
+    replica.step(5)
+    assert "urgent" not in replica.started
+    replica.core.configure(PREEMPT)
+    replica.step(1)
+    assert "urgent" in replica.started
 
 
 def test_the_lowest_priority_starts_within_the_age_bound_under_endless_load() -> None:
     """With preemption: one place, and there is always a request of priority 10 that waits."""
-    lane = StepLane(PREEMPT, places=1, step_ns=SECOND // 10)
-    lane.submit("first", 3, priority=10)
-    lane.submit("lowest", 3, priority=0)
+    replica = StepReplica(PREEMPT, places=1, step_ns=SECOND // 10)
+    replica.submit("first", 3, priority=10)
+    replica.submit("lowest", 3, priority=0)
     number = 0
-    while "lowest" not in lane.started:
-        lane.submit(f"high-{number}", 3, priority=10)
+    while "lowest" not in replica.started:
+        replica.submit(f"high-{number}", 3, priority=10)
         number += 1
-        lane.step(2)
-        assert lane.now_ns <= 10 * 2 * SECOND + SECOND
-    lane.run()
+        replica.step(2)
+        assert replica.now_ns <= 10 * 2 * SECOND + SECOND
+    replica.run()
 
 
 def test_every_tenant_of_the_lowest_priority_has_its_turn() -> None:
     """Ten tenants of priority 0 under endless priority 4: each starts after 8 s of waiting."""
-    lane = StepLane(places=2, step_ns=SECOND // 10)
+    replica = StepReplica(places=2, step_ns=SECOND // 10)
     for number in range(10):
-        lane.submit(f"low-{number}", 2, priority=0, tenant=f"tenant-{number}")
+        replica.submit(f"low-{number}", 2, priority=0, tenant=f"tenant-{number}")
     number = 0
-    while not all(f"low-{n}" in lane.started for n in range(10)):
+    while not all(f"low-{n}" in replica.started for n in range(10)):
         for _ in range(3):
-            lane.submit(f"high-{number}", 2, priority=4, tenant=f"high-{number % 3}")
+            replica.submit(f"high-{number}", 2, priority=4, tenant=f"high-{number % 3}")
             number += 1
-        lane.step()
-        assert lane.now_ns <= (4 * 2 + 3) * SECOND
+        replica.step()
+        assert replica.now_ns <= (4 * 2 + 3) * SECOND
 
 
 @settings(max_examples=60, deadline=None)
@@ -290,15 +290,15 @@ def test_no_ping_pong(
     config = FairnessConfig(
         max_timeslice_tokens=slice_tokens, enable_preemption=True, max_preemptions=cap
     )
-    lane = StepLane(config, places=places)
+    replica = StepReplica(config, places=places)
     tokens = 0
     for number, (priority, length, tenant, pause) in enumerate(arrivals):
         tokens += length
-        lane.submit(str(number), length, priority=priority, tenant=str(tenant))
-        lane.step(pause)
-    lane.run()
-    counts = lane.core.counts
+        replica.submit(str(number), length, priority=priority, tenant=str(tenant))
+        replica.step(pause)
+    replica.run()
+    counts = replica.core.counts
     assert counts.yields <= tokens / slice_tokens
-    assert all(times <= cap for times in lane.preemptions.values())
+    assert all(times <= cap for times in replica.preemptions.values())
     assert counts.resumes == counts.yields + counts.preemptions
-    assert len(lane.finished) == len(arrivals)
+    assert len(replica.finished) == len(arrivals)

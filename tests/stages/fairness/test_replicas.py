@@ -1,4 +1,4 @@
-"""Several lanes behind one queue: where a request goes, and lanes that come."""
+"""Several replicas behind one queue: where a request goes, and replicas that come."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from nano_inference.bus.messages import Continue, Credit, Dispatch
 from nano_inference.config import FairnessConfig
-from nano_inference.stages.fairness import FairnessCore, Lane, choose_lane
+from nano_inference.stages.fairness import FairnessCore, Replica, choose_replica
 from nano_inference.stages.fairness.locality import CHUNK_TOKENS, PrefixIndex, trail_of
 
 from .requests import request
@@ -14,9 +14,9 @@ from .requests import request
 PROMPT = tuple(range(5 * CHUNK_TOKENS))
 
 
-def lane(name: str, credits: int = 1, load: int = 0, prefix: int = 0) -> Lane:
-    """A lane with so many credits and sequences, that was sent so much of the prompt."""
-    made = Lane(name)
+def replica(name: str, credits: int = 1, load: int = 0, prefix: int = 0) -> Replica:
+    """A replica with so many credits and sequences, that was sent so much of the prompt."""
+    made = Replica(name)
     made.credits = credits
     made.running = dict.fromkeys(range(load))  # type: ignore[arg-type]
     made.prefixes.add(trail_of(PROMPT[:prefix], ""))
@@ -24,23 +24,25 @@ def lane(name: str, credits: int = 1, load: int = 0, prefix: int = 0) -> Lane:
 
 
 @pytest.mark.parametrize(
-    ("lanes", "wanted"),
+    ("replicas", "wanted"),
     [
         ([], None),
-        ([lane("a", credits=0)], None),
-        ([lane("a", credits=0, prefix=320), lane("b")], "b"),
-        ([lane("a", prefix=128), lane("b", prefix=256)], "b"),
-        ([lane("a", prefix=256, load=9), lane("b", load=1)], "a"),
-        ([lane("a", load=3), lane("b", load=1)], "b"),
-        ([lane("a", credits=1), lane("b", credits=5)], "b"),
+        ([replica("a", credits=0)], None),
+        ([replica("a", credits=0, prefix=320), replica("b")], "b"),
+        ([replica("a", prefix=128), replica("b", prefix=256)], "b"),
+        ([replica("a", prefix=256, load=9), replica("b", load=1)], "a"),
+        ([replica("a", load=3), replica("b", load=1)], "b"),
+        ([replica("a", credits=1), replica("b", credits=5)], "b"),
     ],
 )
-def test_the_longest_prefix_then_the_least_load(lanes: list[Lane], wanted: str | None) -> None:
-    chosen = choose_lane(lanes, trail_of(PROMPT, ""))
+def test_the_longest_prefix_then_the_least_load(
+    replicas: list[Replica], wanted: str | None
+) -> None:
+    chosen = choose_replica(replicas, trail_of(PROMPT, ""))
     assert (chosen.name if chosen else None) == wanted
 
 
-def test_a_lane_takes_part_from_its_first_credit_on() -> None:
+def test_a_replica_takes_part_from_its_first_credit_on() -> None:
     core = FairnessCore(FairnessConfig())
     core.absorb(Credit(1), 0, "west")
     for number in range(3):
@@ -51,7 +53,7 @@ def test_a_lane_takes_part_from_its_first_credit_on() -> None:
 
 
 def test_requests_that_share_a_prompt_go_where_it_is() -> None:
-    core = FairnessCore(FairnessConfig(), lanes=2)
+    core = FairnessCore(FairnessConfig(), replicas=2)
     core.absorb(Credit(8), 0, "west")
     core.absorb(Credit(8), 0, "east")
     for number in range(8):
@@ -60,62 +62,64 @@ def test_requests_that_share_a_prompt_go_where_it_is() -> None:
     went = dict(sent(core, swap=True))
     assert {went[str(number)] for number in (0, 1, 2, 3)} == {went["0"]}
     assert {went[str(number)] for number in (4, 5, 6, 7)} == {went["4"]}
-    assert went["0"] != went["4"], "the second prompt went to the lane with less to do"
+    assert went["0"] != went["4"], "the second prompt went to the replica with less to do"
 
 
 @pytest.mark.parametrize("keeps_cache", [True, False])
 def test_after_a_failure_requests_go_where_their_prompt_still_is(keeps_cache: bool) -> None:
-    before = FairnessCore(FairnessConfig(), lanes=2)
+    before = FairnessCore(FairnessConfig(), replicas=2)
     before.absorb(Credit(8), 0, "west")
     before.push(request("first", prompt=PROMPT), 0)
     assert sent(before) == [("west", "first")]
-    core = FairnessCore(FairnessConfig(), lanes=2, prefixes=before.prefixes())
+    core = FairnessCore(FairnessConfig(), replicas=2, prefixes=before.prefixes())
     core.absorb(Credit(8), 0, "east")
     core.absorb(Credit(4, keeps_cache=keeps_cache), 0, "west")
     core.push(request("again", prompt=PROMPT), 1)
     assert sent(core) == [("west" if keeps_cache else "east", "again")]
 
 
-def test_a_cancellation_goes_to_every_lane_that_has_a_part() -> None:
+def test_a_cancellation_goes_to_every_replica_that_has_a_part() -> None:
     core = FairnessCore(FairnessConfig())
-    assert core.lanes_of("any") == [], "no lane has come yet"
+    assert core.replicas_of("any") == [], "no replica has come yet"
     for name in ("west", "east", "north"):
         core.absorb(Credit(2), 0, name)
     core.push(request("wide", samples=4), 0)
     core.push(request("narrow"), 1)
     went = sent(core)
-    assert sorted(core.lanes_of("wide")) == sorted(lane for lane, name in went if name == "wide")
-    assert core.lanes_of("narrow") == [lane for lane, name in went if name == "narrow"]
-    assert len(core.lanes_of("unknown")) == 1, "any one passes it on to streaming"
+    assert sorted(core.replicas_of("wide")) == sorted(
+        replica for replica, name in went if name == "wide"
+    )
+    assert core.replicas_of("narrow") == [replica for replica, name in went if name == "narrow"]
+    assert len(core.replicas_of("unknown")) == 1, "any one passes it on to streaming"
 
 
-def test_what_waits_for_a_full_lane_keeps_no_other_lane_idle() -> None:
+def test_what_waits_for_a_full_replica_keeps_no_other_replica_idle() -> None:
     """What made room goes on where it was; places elsewhere go to those that wait behind it."""
     core = FairnessCore(FairnessConfig(max_timeslice_tokens=4))
     core.absorb(Credit(1, kv_free=10**9), 0, "west")
     core.push(request("a", tenant="a"), 0)
     assert sent(core) == [("west", "a")]
     core.push(request("b", tenant="b"), 1)
-    (first,) = core._lanes["west"].running
+    (first,) = core._replicas["west"].running
     core.absorb(Credit(0, steps=((first,),) * 8, kv_free=10**9), 2, "west")
     ((name, running),) = core.make_room(3)
     assert (name, running.spec.seq_id) == ("west", first)
     core.absorb(Credit(1, yielded=(first,), kv_free=10**9), 4, "west")
     assert sent(core) == [("west", "b")]
     # "a" has been served less by now, so it is the first of those that wait.
-    (second,) = core._lanes["west"].running
+    (second,) = core._replicas["west"].running
     core.absorb(Credit(0, steps=((second,),) * 30, kv_free=10**9), 5, "west")
     core.absorb(Credit(1, kv_free=10**9), 6, "east")
     core.push(request("c", tenant="b"), 7)
     assert core.pop(8) is not None, "a place is free in the east"
-    assert core._lanes["east"].load == 1
+    assert core._replicas["east"].load == 1
     assert core.pop(9) is None
     ((name, running),) = core.make_room(10)
     assert (name, running.spec.seq_id) == ("west", second), "for what goes on there"
     core.absorb(Credit(1, yielded=(second,), kv_free=10**9), 11, "west")
     dispatched = core.pop(12)
     assert dispatched is not None
-    assert (dispatched.lane, dispatched.request.info.request_id) == ("west", "a")
+    assert (dispatched.replica, dispatched.request.info.request_id) == ("west", "a")
 
 
 def test_what_made_room_goes_on_where_it_was() -> None:
@@ -130,10 +134,10 @@ def test_what_made_room_goes_on_where_it_was() -> None:
     assert name == where["second"], "of equals the last one dispatched"
     core.absorb(Credit(1, yielded=(running.spec.seq_id,)), 4, name)
     assert sent(core) == [(name, "urgent")]
-    core.absorb(Credit(1, ended=(next(iter(core._lanes[name].running)),)), 5, name)
+    core.absorb(Credit(1, ended=(next(iter(core._replicas[name].running)),)), 5, name)
     dispatched = core.pop(6)
     assert dispatched is not None
-    assert dispatched.lane == name
+    assert dispatched.replica == name
     assert dispatched.message == Continue((running.spec.seq_id,), dispatched.message.rank)
 
 
@@ -156,10 +160,10 @@ def test_salts_share_nothing() -> None:
 
 
 def sent(core: FairnessCore, *, swap: bool = False) -> list[tuple[str, str]]:
-    """(lane, request) of what is dispatched now, or the other way round."""
+    """(replica, request) of what is dispatched now, or the other way round."""
     found = []
     while (dispatched := core.pop(10)) is not None:
         assert isinstance(dispatched.message, Dispatch)
-        pair = dispatched.lane, dispatched.request.info.request_id
+        pair = dispatched.replica, dispatched.request.info.request_id
         found.append(pair[::-1] if swap else pair)
     return found

@@ -11,7 +11,7 @@ CAUTION = 0.5
 """A step may take so much of the fastest that was seen lately: an emptier batch is faster."""
 
 
-class Pace:
+class FastestStep:
     """The fastest step lately, from which follows what certainly can't be done in time.
 
     A sequence gains at most one token with each step, so k tokens take at least k steps.

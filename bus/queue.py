@@ -1,4 +1,4 @@
-"""A waiting line with several entrances, each of which may be bounded.
+"""A queue with several entrances, each of which may be bounded.
 
 The one structure behind inboxes, the requests queue in memory, and the writers' queues.
 """
@@ -14,8 +14,8 @@ from ..config import ChannelClosed
 T = TypeVar("T")
 
 
-class _Gate(Generic[T]):
-    """One entrance: how many of its items are in the line, and who waits outside."""
+class _Entrance(Generic[T]):
+    """One entrance: how many of its items are in the queue, and who waits outside."""
 
     __slots__ = ("capacity", "inside", "waiting")
 
@@ -28,12 +28,12 @@ class _Gate(Generic[T]):
         return self.capacity is None or self.inside < self.capacity
 
 
-class Line(Generic[T]):
+class BoundedQueue(Generic[T]):
     """Items in order of arrival, for one event loop.
 
-    A put waits while its own gate is full; those who wait at a gate get in in the order they came.
+    A put waits while its own entrance is full; those who wait there get in in the order they came.
     Whoever takes items lets in those who wait in the same breath, so nobody can overtake them.
-    Cancelling a wait on either side leaves the line as it was, or the item inside: never half.
+    Cancelling a wait on either side leaves the queue as it was, or the item inside: never half.
 
     Attributes:
         entered: How many items have come in so far.
@@ -41,8 +41,8 @@ class Line(Generic[T]):
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._items: deque[tuple[_Gate[T], T]] = deque()
-        self._gates: dict[str, _Gate[T]] = {}
+        self._items: deque[tuple[_Entrance[T], T]] = deque()
+        self._entrances: dict[str, _Entrance[T]] = {}
         self._takers: deque[asyncio.Future[None]] = deque()
         self._closed = False
         self.entered = 0
@@ -54,35 +54,35 @@ class Line(Generic[T]):
     def closed(self) -> bool:
         return self._closed
 
-    async def put(self, item: T, gate: str = "", capacity: int | None = None) -> None:
-        """Appends an item through `gate`, which holds `capacity` items (None: any number).
+    async def put(self, item: T, entrance: str = "", capacity: int | None = None) -> None:
+        """Appends an item through `entrance`, which holds `capacity` items (None: any number).
 
         Raises:
-            ChannelClosed: The line was closed.
+            ChannelClosed: The queue was closed.
         """
         if self._closed:
             raise self._closed_error()
-        entrance = self._gates.get(gate)
-        if entrance is None:
-            entrance = self._gates[gate] = _Gate(capacity)
-        if not entrance.waiting and entrance.has_room():
-            self._append(entrance, item)
+        own = self._entrances.get(entrance)
+        if own is None:
+            own = self._entrances[entrance] = _Entrance(capacity)
+        if not own.waiting and own.has_room():
+            self._append(own, item)
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         place = (turn, item)
-        entrance.waiting.append(place)
+        own.waiting.append(place)
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.cancelled() and place in entrance.waiting:
-                entrance.waiting.remove(place)
+            if turn.cancelled() and place in own.waiting:
+                own.waiting.remove(place)
             raise
 
     async def take(self, max_items: int) -> list[T]:
         """Waits until there is something and takes the oldest items, at most `max_items`.
 
         Raises:
-            ChannelClosed: The line was closed and is empty.
+            ChannelClosed: The queue was closed and is empty.
         """
         while not self._items:
             if self._closed:
@@ -97,11 +97,11 @@ class Line(Generic[T]):
                 raise
         taken: list[T] = []
         while self._items and len(taken) < max_items:
-            gate, item = self._items.popleft()
-            gate.inside -= 1
+            entrance, item = self._items.popleft()
+            entrance.inside -= 1
             taken.append(item)
-            if gate.waiting:
-                self._admit(gate)
+            if entrance.waiting:
+                self._admit(entrance)
         if self._items and self._takers:
             self._wake()
         return taken
@@ -109,35 +109,35 @@ class Line(Generic[T]):
     def close(self) -> None:
         """Refuses further items; those inside can still be taken. Those who wait get an error."""
         self._closed = True
-        for gate in self._gates.values():
-            while gate.waiting:
-                turn, _ = gate.waiting.popleft()
+        for entrance in self._entrances.values():
+            while entrance.waiting:
+                turn, _ = entrance.waiting.popleft()
                 if not turn.done():
                     turn.set_exception(self._closed_error())
         while self._takers:
             self._wake()
 
-    def move_waiting_to(self, other: Line[T]) -> None:
-        """Sends those who wait outside to the same gates of another line."""
-        for name, gate in self._gates.items():
-            entrance = other._gates.setdefault(name, _Gate(gate.capacity))
-            entrance.waiting.extend(gate.waiting)
-            gate.waiting.clear()
+    def move_waiting_to(self, other: BoundedQueue[T]) -> None:
+        """Sends those who wait outside to the same entrances of another queue."""
+        for name, entrance in self._entrances.items():
+            entrance = other._entrances.setdefault(name, _Entrance(entrance.capacity))
+            entrance.waiting.extend(entrance.waiting)
+            entrance.waiting.clear()
             other._admit(entrance)
 
-    def _append(self, gate: _Gate[T], item: T) -> None:
-        gate.inside += 1
+    def _append(self, entrance: _Entrance[T], item: T) -> None:
+        entrance.inside += 1
         self.entered += 1
-        self._items.append((gate, item))
+        self._items.append((entrance, item))
         if self._takers:
             self._wake()
 
-    def _admit(self, gate: _Gate[T]) -> None:
-        while gate.waiting and gate.has_room():
-            turn, item = gate.waiting.popleft()
+    def _admit(self, entrance: _Entrance[T]) -> None:
+        while entrance.waiting and entrance.has_room():
+            turn, item = entrance.waiting.popleft()
             if not turn.done():  # done: its owner was cancelled
                 turn.set_result(None)
-                self._append(gate, item)
+                self._append(entrance, item)
 
     def _wake(self) -> None:
         while self._takers:

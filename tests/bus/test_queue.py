@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nano_inference.bus.line import Line
+from nano_inference.bus.queue import BoundedQueue
 
 steps = st.lists(
     st.tuples(st.sampled_from(["put", "take", "cancel", "yield", "move"]), st.integers(0, 7)),
@@ -24,7 +24,7 @@ def test_each_item_comes_out_once_and_in_its_gates_order(
 
 
 async def _use(steps: list[tuple[str, int]], capacity: int) -> None:
-    line: Line[tuple[str, int]] = Line("a line")
+    line: BoundedQueue[tuple[str, int]] = BoundedQueue("a line")
     puts: dict[tuple[str, int], asyncio.Task[None]] = {}
     takes: list[asyncio.Task[list[tuple[str, int]]]] = []
     out: list[tuple[str, int]] = []
@@ -45,7 +45,7 @@ async def _use(steps: list[tuple[str, int]], capacity: int) -> None:
             if started:
                 started[value % len(started)].cancel()
         elif step == "move":
-            older, line = line, Line("another line")
+            older, line = line, BoundedQueue("another line")
             out.extend(await older.take(1000) if len(older) else [])
             older.move_waiting_to(line)
             older.close()
@@ -73,7 +73,7 @@ async def _use(steps: list[tuple[str, int]], capacity: int) -> None:
 
 
 async def test_wake_up_of_a_cancelled_taker_is_passed_on() -> None:
-    line: Line[int] = Line("a line")
+    line: BoundedQueue[int] = BoundedQueue("a line")
     first, second = asyncio.create_task(line.take(1)), asyncio.create_task(line.take(1))
     await asyncio.sleep(0)
     await line.put(7)

@@ -1,4 +1,4 @@
-"""What runs: on each lane its credits, its sequences, and which of them should make room."""
+"""What runs: on each replica its credits, its sequences, and which of them should make room."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEPT_SHARE = 1 / 8
 """Of the free KV, how much those may have that made room at the end of their time slice.
 
 Measured with benchmarks/fairness_sim.py where the cache is short: with a half they lose so much of
-it that the lane needs 4.5 % more time, with a quarter 1.1 %, with an eighth 0.1 %.
+it that the replica needs 4.5 % more time, with a quarter 1.1 %, with an eighth 0.1 %.
 """
 
 
@@ -82,7 +82,7 @@ class Running:
         self.paused_ns = 0
 
 
-class Lane:
+class Replica:
     """One batching stage and its executor, as fairness sees it.
 
     Attributes:
@@ -125,7 +125,7 @@ class Lane:
         return any(running.request.info.request_id == request_id for running in here)
 
     def start(self, running: Running, level: float, order: int, *, preemptible: bool) -> None:
-        """A sequence is dispatched to this lane; `order` grows with each one."""
+        """A sequence is dispatched to this replica; `order` grows with each one."""
         seq_id = running.spec.seq_id
         running.level = level
         running.order = order
@@ -231,12 +231,14 @@ def _as_victim(running: Running) -> tuple[float, int, Running]:
     return running.level, -running.order, running
 
 
-def choose_lane(lanes: Iterable[Lane], trail: Trail) -> Lane | None:
-    """Where a request goes: of the lanes with room, that with the longest matching prefix.
+def choose_replica(replicas: Iterable[Replica], trail: Trail) -> Replica | None:
+    """Where a request goes: of the replicas with room, that with the longest matching prefix.
 
     Of several the one with the least load, then the one with the most room.
     """
-    able = [lane for lane in lanes if lane.credits > 0]
+    able = [replica for replica in replicas if replica.credits > 0]
     if len(able) < 2:
         return able[0] if able else None
-    return max(able, key=lambda lane: (lane.prefixes.match(trail), -lane.load, lane.credits))
+    return max(
+        able, key=lambda replica: (replica.prefixes.match(trail), -replica.load, replica.credits)
+    )

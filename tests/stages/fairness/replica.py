@@ -1,4 +1,4 @@
-"""A lane for the fairness core: places, in which each step gives every sequence a token."""
+"""A replica for the fairness core: places, in which each step gives every sequence a token."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from nano_inference.stages.fairness import FairnessCore
 from .requests import request
 
 
-class StepLane:
+class StepReplica:
     """Batching and executor as fairness sees them. Lengths of completions are given by request.
 
     Attributes:
         now_ns: The time; each step takes `step_ns`.
-        service: What each tenant was served, at its price and weight, by the lane's own count.
+        service: What each tenant was served, at its price and weight, by the replica's own count.
         started: When each request first ran.
         starts: Requests in the order in which sequences of theirs got a place, each time.
         made: Tokens of each sequence.
@@ -80,7 +80,7 @@ class StepLane:
         while self.running or self.core.num_queued:
             self._step()
             limit -= 1
-            assert limit, "the lane did not come to rest"
+            assert limit, "the replica did not come to rest"
 
     def run_until(self, name: str, limit: int = 100_000) -> None:
         while name not in self.started:

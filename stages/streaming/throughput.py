@@ -11,7 +11,7 @@ _LEAST_NS = 500_000_000
 """Over a shorter time a rate would say little; then it is what it was."""
 
 
-class Pace:
+class Throughput:
     """Counts tokens, and remembers the last waits for a first one. Times are the caller's."""
 
     def __init__(self, now_ns: int) -> None:

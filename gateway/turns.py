@@ -14,7 +14,7 @@ RETRY_S = 5.0
 """When to come again after too many have waited."""
 
 
-class Line:
+class WaitingCall:
     """A call's requests that wait, in order."""
 
     def __init__(self, ticket: Ticket, request_ids: Iterable[str]) -> None:
@@ -53,7 +53,7 @@ class Turns:
 
     def __init__(self, places: int, max_waiting: int) -> None:
         self._places = Places(places, max_waiting)
-        self._lines: dict[Ticket, Line] = {}
+        self._calls: dict[Ticket, WaitingCall] = {}
 
     @property
     def waiting(self) -> int:
@@ -61,16 +61,16 @@ class Turns:
         return self._places.waiting
 
     @contextmanager
-    def line(self, tenant: str, request_ids: list[str]) -> Iterator[Line]:
+    def wait(self, tenant: str, request_ids: list[str]) -> Iterator[WaitingCall]:
         """Waits for a place for each of these; those not taken by the end are given back."""
-        line = Line(Ticket(tenant, len(request_ids)), request_ids)
-        self._lines[line.ticket] = line
-        self._wake(self._places.ask(line.ticket))
+        call = WaitingCall(Ticket(tenant, len(request_ids)), request_ids)
+        self._calls[call.ticket] = call
+        self._wake(self._places.ask(call.ticket))
         try:
-            yield line
+            yield call
         finally:
-            del self._lines[line.ticket]
-            self._wake(self._places.leave(line.ticket))
+            del self._calls[call.ticket]
+            self._wake(self._places.leave(call.ticket))
 
     def resize(self, places: int) -> None:
         """There are so many places from now on."""
@@ -82,15 +82,15 @@ class Turns:
 
     def end(self, concerns: Callable[[str], bool]) -> None:
         """Ends the requests that wait and have such an id."""
-        for line in list(self._lines.values()):
-            if line.ticket.refused:
+        for call in list(self._calls.values()):
+            if call.ticket.refused:
                 continue
-            for request_id in filter(concerns, list(line.waiting)):
-                del line.waiting[request_id]
-                line.ended.add(request_id)
-                self._wake([*self._places.want_less(line.ticket), line.ticket])
+            for request_id in filter(concerns, list(call.waiting)):
+                del call.waiting[request_id]
+                call.ended.add(request_id)
+                self._wake([*self._places.want_less(call.ticket), call.ticket])
 
     def _wake(self, tickets: Iterable[Ticket]) -> None:
         for ticket in tickets:
-            if ticket in self._lines:
-                self._lines[ticket].changed.set()
+            if ticket in self._calls:
+                self._calls[ticket].changed.set()

@@ -281,11 +281,11 @@ class Generation:
 
         request_ids = [each.wanted.request.request_id for each in writers]
         async with anyio.create_task_group() as group:
-            with self._turns.line(tenant, request_ids) as line:
+            with self._turns.wait(tenant, request_ids) as call:
                 try:
                     await self._count_lanes()
                     for index, request_id in enumerate(request_ids):
-                        begun = await line.take(request_id)
+                        begun = await call.take(request_id)
                         group.start_soon(run_one, index, begun)
                         if index % _AT_ONCE == 0 or failure is not None:
                             await anyio.lowlevel.checkpoint()

@@ -18,7 +18,7 @@ from nano_inference.bus.redis.waiting import WaitingEntries
 from nano_inference.config import BusConfig, FairnessConfig
 from nano_inference.stages.admission.core import request_id_of
 
-from ..stages.fairness.lane import StepLane
+from ..stages.fairness.replica import StepReplica
 
 LIMIT_S = 30
 
@@ -155,68 +155,68 @@ def test_of_a_stream_of_any_length_a_part_is_known() -> None:
 SLICE = FairnessConfig().tenant_timeslice_tokens
 
 
-def full_lane(config: FairnessConfig | None = None, **fields: Any) -> StepLane:
+def full_replica(config: FairnessConfig | None = None, **fields: Any) -> StepReplica:
     """All places have long sequences of one tenant, which has more of them that wait."""
-    lane = StepLane(config, places=4, **fields)
+    replica = StepReplica(config, places=4, **fields)
     for number in range(8):
-        lane.submit(f"long-{number}", 1000, tenant="flood")
-    return lane
+        replica.submit(f"long-{number}", 1000, tenant="flood")
+    return replica
 
 
 @pytest.mark.parametrize("kv_free", [10**9, 0])
 def test_a_newcomer_gets_a_place_when_a_slice_is_used_up(kv_free: int) -> None:
-    lane = full_lane(kv_free=kv_free)
-    lane.step(10)
-    lane.submit("new", 5, tenant="quiet")
-    lane.run_until("new")
-    assert lane.steps <= SLICE + 1
-    lane.run()
-    assert lane.finished[0] == "new"
-    assert len(set(lane.finished)) == 9
-    assert max(lane.preemptions.values(), default=0) <= FairnessConfig().max_preemptions
+    replica = full_replica(kv_free=kv_free)
+    replica.step(10)
+    replica.submit("new", 5, tenant="quiet")
+    replica.run_until("new")
+    assert replica.steps <= SLICE + 1
+    replica.run()
+    assert replica.finished[0] == "new"
+    assert len(set(replica.finished)) == 9
+    assert max(replica.preemptions.values(), default=0) <= FairnessConfig().max_preemptions
 
 
 def test_without_that_it_waits_until_one_ends() -> None:
-    lane = full_lane(FairnessConfig(tenant_timeslice_tokens=0))
-    lane.submit("new", 5, tenant="quiet")
-    lane.run_until("new")
-    assert lane.steps == 1000
+    replica = full_replica(FairnessConfig(tenant_timeslice_tokens=0))
+    replica.submit("new", 5, tenant="quiet")
+    replica.run_until("new")
+    assert replica.steps == 1000
 
 
 def test_one_tenant_alone_never_makes_room_for_itself() -> None:
-    lane = full_lane()
-    lane.submit("urgent", 5, tenant="flood", priority=4)
-    lane.run()
-    assert lane.core.counts.yields == lane.core.counts.preemptions == 0
+    replica = full_replica()
+    replica.submit("urgent", 5, tenant="flood", priority=4)
+    replica.run()
+    assert replica.core.counts.yields == replica.core.counts.preemptions == 0
 
 
 def test_high_priorities_keep_their_places() -> None:
-    lane = StepLane(places=1)
-    lane.submit("high", 500, tenant="flood", priority=5)
-    lane.submit("new", 5, tenant="quiet", priority=5)
-    lane.run()
-    assert lane.finished == ["high", "new"]
+    replica = StepReplica(places=1)
+    replica.submit("high", 500, tenant="flood", priority=5)
+    replica.submit("new", 5, tenant="quiet", priority=5)
+    replica.run()
+    assert replica.finished == ["high", "new"]
 
 
 def test_who_was_served_more_takes_nobodys_place() -> None:
-    lane = StepLane(places=2)
-    lane.submit("a", 1000, tenant="flood")
-    lane.step(200)
-    lane.submit("b", 1000, tenant="quiet")
-    lane.step()
-    lane.submit("more", 5, tenant="flood")
-    lane.step(90)
-    assert "more" not in lane.started
+    replica = StepReplica(places=2)
+    replica.submit("a", 1000, tenant="flood")
+    replica.step(200)
+    replica.submit("b", 1000, tenant="quiet")
+    replica.step()
+    replica.submit("more", 5, tenant="flood")
+    replica.step(90)
+    assert "more" not in replica.started
 
 
 @pytest.mark.parametrize("kv_free", [10**9, 2000, 0])
 def test_two_floods_share_and_change_places_no_oftener_than_slices_end(kv_free: int) -> None:
-    lane = StepLane(places=4, kv_free=kv_free)
+    replica = StepReplica(places=4, kv_free=kv_free)
     for number in range(12):
         for tenant in ("a", "b"):
-            lane.submit(f"{tenant}{number}", 300, tenant=tenant)
-    lane.run()
-    counts = lane.core.counts
+            replica.submit(f"{tenant}{number}", 300, tenant=tenant)
+    replica.run()
+    counts = replica.core.counts
     assert (counts.yields + counts.preemptions) * SLICE <= 24 * 300
-    assert max(lane.preemptions.values(), default=0) <= FairnessConfig().max_preemptions
-    assert len(lane.finished) == 24
+    assert max(replica.preemptions.values(), default=0) <= FairnessConfig().max_preemptions
+    assert len(replica.finished) == 24

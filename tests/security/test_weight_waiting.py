@@ -222,7 +222,7 @@ async def test_calls_wait_for_each_other_only_so_long(
 async def test_reads_do_not_wait(engine: Waiting) -> None:
     config = load_config(env={})
     transport = httpx.ASGITransport(make_app(engine, config))
-    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
         await http.post("/pause_generation", json={"mode": "in_place"})
         async with anyio.create_task_group() as tasks:
             body = {"model_path": "m"}
@@ -231,7 +231,8 @@ async def test_reads_do_not_wait(engine: Waiting) -> None:
                 await http.post("/update_weights_from_disk", json=body)
 
             tasks.start_soon(update)
-            await engine.begun.wait()
+            async with asyncio.timeout(LIMIT_S):
+                await engine.begun.wait()
             for path in ("/health", "/health_generate", "/get_weight_version", "/model_info"):
                 assert (await http.get(path)).status_code == 200, path
             for path in ("/destroy_weights_update_group", "/init_weights_update_group"):
@@ -251,7 +252,7 @@ async def test_a_long_list_of_tensors_is_made_beside_the_event_loop(
 
     monkeypatch.setattr(weights_module, "TensorMeta", meta)
     transport = httpx.ASGITransport(make_app(engine, load_config(env={})))
-    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
         body = {"names": ["x"] * 9, "dtypes": ["float32"] * 9, "shapes": [[1]] * 9}
         answer = await http.post("/update_weights_from_distributed", json=body)
     assert answer.json()["success"]

@@ -119,10 +119,10 @@ class BoundedQueue(Generic[T]):
 
     def move_waiting_to(self, other: BoundedQueue[T]) -> None:
         """Sends those who wait outside to the same entrances of another queue."""
-        for name, entrance in self._entrances.items():
-            entrance = other._entrances.setdefault(name, _Entrance(entrance.capacity))
-            entrance.waiting.extend(entrance.waiting)
-            entrance.waiting.clear()
+        for name, own in self._entrances.items():
+            entrance = other._entrances.setdefault(name, _Entrance(own.capacity))
+            entrance.waiting.extend(own.waiting)
+            own.waiting.clear()
             other._admit(entrance)
 
     def _append(self, entrance: _Entrance[T], item: T) -> None:

@@ -36,12 +36,20 @@ class Played(RuleBasedStateMachine):
         waits = any(each.wanted for each in self.tickets if each.tenant == tenant)
         ticket = Ticket(tenant, wanted)
         self.tickets.append(ticket)
+        wanted_before = self.wanted()
         changed = self.places.ask(ticket)
         self.told(changed)
         if before < free and not waits:
             assert ticket.granted > 0
-        most = {ticket.tenant for ticket in changed if ticket.refused}
-        assert len(most) <= 2
+        most = max(self.wanted().values(), default=0)
+        assert all(wanted_before[each.tenant] >= most for each in changed if each.refused)
+
+    def wanted(self) -> Counter[str]:
+        """How many places each tenant waits for."""
+        wanted: Counter[str] = Counter()
+        for ticket in self.tickets:
+            wanted[ticket.tenant] += ticket.wanted
+        return wanted
 
     @rule(data=st.data())
     def take(self, data: st.DataObject) -> None:

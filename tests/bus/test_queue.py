@@ -17,27 +17,29 @@ steps = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(steps=steps, capacity=st.integers(1, 3))
-def test_each_item_comes_out_once_and_in_its_gates_order(
+def test_each_item_comes_out_once_and_in_its_entrances_order(
     steps: list[tuple[str, int]], capacity: int
 ) -> None:
     asyncio.run(_use(steps, capacity))
 
 
 async def _use(steps: list[tuple[str, int]], capacity: int) -> None:
-    line: BoundedQueue[tuple[str, int]] = BoundedQueue("a line")
+    queue: BoundedQueue[tuple[str, int]] = BoundedQueue("a line")
     puts: dict[tuple[str, int], asyncio.Task[None]] = {}
     takes: list[asyncio.Task[list[tuple[str, int]]]] = []
     out: list[tuple[str, int]] = []
 
     async def take(most: int) -> list[tuple[str, int]]:
-        taken = await line.take(most)
+        taken = await queue.take(most)
         out.extend(taken)
         return taken
 
     for number, (step, value) in enumerate(steps):
         if step == "put":
-            gate = f"gate {value % 2}"
-            puts[gate, number] = asyncio.create_task(line.put((gate, number), gate, capacity))
+            entrance = f"entrance {value % 2}"
+            puts[entrance, number] = asyncio.create_task(
+                queue.put((entrance, number), entrance, capacity)
+            )
         elif step == "take":
             takes.append(asyncio.create_task(take(value + 1)))
         elif step == "cancel":
@@ -45,26 +47,26 @@ async def _use(steps: list[tuple[str, int]], capacity: int) -> None:
             if started:
                 started[value % len(started)].cancel()
         elif step == "move":
-            older, line = line, BoundedQueue("another line")
+            older, queue = queue, BoundedQueue("another line")
             out.extend(await older.take(1000) if len(older) else [])
-            older.move_waiting_to(line)
+            older.move_waiting_to(queue)
             older.close()
         else:
             await asyncio.sleep(0)
-        for gate in ("gate 0", "gate 1"):
-            assert sum(item[0] == gate for _, item in line._items) <= capacity
+        for entrance in ("entrance 0", "entrance 1"):
+            assert sum(item[0] == entrance for _, item in queue._items) <= capacity
     async with asyncio.timeout(20):
-        while any(not task.done() for task in puts.values()) or len(line):
+        while any(not task.done() for task in puts.values()) or len(queue):
             await asyncio.sleep(0)
-            if len(line):
-                out.extend(await line.take(2))
+            if len(queue):
+                out.extend(await queue.take(2))
     for task in takes:
         task.cancel()
     await asyncio.gather(*puts.values(), *takes, return_exceptions=True)
 
     assert len(out) == len(set(out))
-    for name in ("gate 0", "gate 1"):
-        numbers = [number for gate, number in out if gate == name]
+    for name in ("entrance 0", "entrance 1"):
+        numbers = [number for entrance, number in out if entrance == name]
         assert numbers == sorted(numbers)
     finished = {
         item for item, task in puts.items() if not task.cancelled() and not task.exception()
@@ -73,10 +75,10 @@ async def _use(steps: list[tuple[str, int]], capacity: int) -> None:
 
 
 async def test_wake_up_of_a_cancelled_taker_is_passed_on() -> None:
-    line: BoundedQueue[int] = BoundedQueue("a line")
-    first, second = asyncio.create_task(line.take(1)), asyncio.create_task(line.take(1))
+    queue: BoundedQueue[int] = BoundedQueue("a line")
+    first, second = asyncio.create_task(queue.take(1)), asyncio.create_task(queue.take(1))
     await asyncio.sleep(0)
-    await line.put(7)
+    await queue.put(7)
     first.cancel()
     async with asyncio.timeout(20):
         assert await second == [7]

@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 
 from nano_inference import BusClient, Completion
 from nano_inference.bus.public import Output
-from nano_inference.bus.weights import FolderWeights
+from nano_inference.bus.weights import FolderWeights, GroupWeights, TensorMeta
 from nano_inference.config import BusError, all_roles
-from nano_inference.stages.executor.transports import SharedWeights
+from nano_inference.stages.executor.transports import SharedWeights, WeightsGroup
 
 from .. import oracle
 from . import reference
@@ -173,14 +173,15 @@ async def test_a_killed_executor_says_that_its_weights_are_gone(
 async def test_nobody_waits_for_an_executor_that_is_killed_while_it_fetches(
     redis_url: str, tmp_path: Path
 ) -> None:
-    endless = tmp_path / "endless.safetensors"
-    os.mkfifo(endless)  # nobody ever writes to it
-    with up(redis_url, tmp_path / "log", 1) as house:
+    never_sent = GroupWeights("weights", (TensorMeta("model.norm.weight", "float32", (128,)),))
+    with (
+        up(redis_url, tmp_path / "log", 1) as house,
+        WeightsGroup("127.0.0.1:0", 2, timeout_s=LIMIT_S) as group,
+    ):
         async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
             await until_ready(client, 1)
-            update = asyncio.create_task(
-                client.update_weights(FolderWeights(str(endless)), timeout_s=10 * LIMIT_S)
-            )
+            await client.join_weights_group("weights", group.address, 2)
+            update = asyncio.create_task(client.update_weights(never_sent, timeout_s=10 * LIMIT_S))
             asking = asyncio.create_task(client.weight_version())
             assert await asking == 0  # it has got as far as that
             assert not update.done()

@@ -25,9 +25,8 @@ from ..config import (
 )
 from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
-from ..stages.executor.arguments import check_arguments
 from ..stages.executor.core import ExecutorCore
-from ..stages.executor.transports import WeightGroups
+from ..stages.executor.weights import WeightGroups, check_arguments
 from ..stages.streaming.core import StreamingCore
 from ..stages.tokenizer import default_sampling_params, load_tokenizer, stop_token_ids_of
 from ..telemetry import now_ns

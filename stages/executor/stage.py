@@ -31,7 +31,7 @@ from ..actor import Actor, StageContext
 from .core import ExecutorCore
 from .spans import ExecutorSpans
 from .unread import LaunchedStep
-from .updates import WeightUpdates
+from .weights import WeightUpdates
 
 # All torch work of a process happens in this one thread, over restarts of the stage too: with a
 # second thread, OpenMP would keep two teams of workers that take each other's cores.

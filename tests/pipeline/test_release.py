@@ -26,8 +26,8 @@ from nano_inference.bus.weights import FolderWeights
 from nano_inference.stages.batching.core import BatchingCore
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.memory import LaneMemory
-from nano_inference.stages.executor.releases import MemoryReleases
 from nano_inference.stages.executor.stage import ExecutorStage, _on_torch
+from nano_inference.stages.executor.weights.releases import MemoryReleases
 
 from .. import oracle
 from ..resident import needs_proc, resident_bytes

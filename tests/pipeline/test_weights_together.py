@@ -22,8 +22,8 @@ from nano_inference.pipeline import client as client_module
 from nano_inference.pipeline import update_together
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.stage import ExecutorStage
-from nano_inference.stages.executor.transports import SharedWeights, WeightsGroup
-from nano_inference.stages.executor.updates import WeightUpdates
+from nano_inference.stages.executor.weights.transports import SharedWeights, WeightsGroup
+from nano_inference.stages.executor.weights.updates import WeightUpdates
 
 from .. import oracle
 from . import reference

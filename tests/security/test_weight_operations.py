@@ -30,9 +30,9 @@ from nano_inference.bus.weights import (
     TensorMeta,
 )
 from nano_inference.stages.executor import WeightSyncManager
-from nano_inference.stages.executor.transports import SharedWeights
+from nano_inference.stages.executor.weights.transports import SharedWeights
 
-from ..stages.executor.transports.peers import free_address
+from ..stages.executor.weights.transports.peers import free_address
 from .executor import Executor, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -154,7 +154,7 @@ async def test_what_nobody_thought_of_is_an_answer_too(
     def fail(*_: Any) -> None:
         raise error
 
-    package = "nano_inference.stages.executor"
+    package = "nano_inference.stages.executor.weights"
     monkeypatch.setattr(f"{package}.updates.fetch", fail)
     monkeypatch.setattr(f"{package}.updates.stamp_of", fail)
     monkeypatch.setattr(f"{package}.transports.group.await_port", fail, raising=False)
@@ -177,7 +177,7 @@ async def test_an_error_of_the_check_on_the_torch_thread_is_an_answer(
         def fail(*_: Any, **__: Any) -> None:
             raise RuntimeError("it does not compare")
 
-        m.setattr("nano_inference.stages.executor.weights.WeightSyncManager.check_complete", fail)
+        m.setattr(WeightSyncManager, "check_complete", fail)
         for changed in ({}, {"prepare_as": "p"}):
             outcome = await executor.ask(UpdateWeights(shared.source, partial=True, **changed))
             assert (outcome.code, "RuntimeError" in outcome.message) == ("weights_refused", True)

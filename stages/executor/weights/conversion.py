@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...config import WeightsError, shown
-from .model import no_progress_bars
+from ....config import WeightsError, shown
+from ..model import no_progress_bars
 
 
 class PartsMissing(WeightsError):

@@ -3,14 +3,44 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any, Protocol
 
-from ...bus.control import MemoryState, ReleaseMemory, ResumeMemory
-from ...bus.links import CONTROL
-from ...bus.messages import StepPlan
-from ..actor import Actor
-from .core import ExecutorCore
+from ....bus.control import MemoryState, ReleaseMemory, ResumeMemory
+from ....bus.links import CONTROL
+from ....bus.messages import StepPlan
+from ...actor import Actor
+from .sync_manager import WeightSyncManager
+
+
+class Memory(Protocol):
+    """What of a lane's memory is there: `LaneMemory`, which knows this room."""
+
+    @property
+    def pending(self) -> Collection[str]:
+        """What is to be released."""
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """What is released or to be released, and weights that hold nothing."""
+
+    def begin_release(self, tags: Collection[str]) -> None:
+        """From now on these are to be released. Raises WeightsError."""
+
+
+class Executor(Protocol):
+    """What updates need of an executor: `ExecutorCore`, which knows this room."""
+
+    @property
+    def weights(self) -> WeightSyncManager:
+        """What writes new weights."""
+
+    @property
+    def memory(self) -> Memory:
+        """What releases memory."""
+
+    def resume_memory(self, tags: Collection[str]) -> None:
+        """Takes memory again. Raises WeightsError."""
 
 
 class MemoryReleases:
@@ -27,7 +57,7 @@ class MemoryReleases:
         self._turn = asyncio.Lock()
         self._done = asyncio.Event()
 
-    async def obey(self, operation: ReleaseMemory | ResumeMemory, core: ExecutorCore) -> None:
+    async def obey(self, operation: ReleaseMemory | ResumeMemory, core: Executor) -> None:
         """Returns when it is done.
 
         Raises:
@@ -46,12 +76,12 @@ class MemoryReleases:
                 await self.tell(core)
                 await self._done.wait()
 
-    async def tell(self, core: ExecutorCore) -> None:
+    async def tell(self, core: Executor) -> None:
         """Tells batching what there is, and what it is to have released."""
         state = MemoryState(core.memory.lacks, tuple(core.memory.pending))
         await self._actor.send(self._actor.own(CONTROL["batching"]), state)
 
-    async def plan_done(self, plan: StepPlan, core: ExecutorCore) -> None:
+    async def plan_done(self, plan: StepPlan, core: Executor) -> None:
         """A plan has been executed."""
         if plan.weight_version:
             # Batching went by it already, and may have heard of the weights before since.

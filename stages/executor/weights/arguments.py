@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from ...bus.control import (
+from ....bus.control import (
     FinishUpdate,
     JoinWeightsGroup,
     LeaveWeightsGroup,
@@ -16,7 +16,7 @@ from ...bus.control import (
     TellWeightVersion,
     UpdateWeights,
 )
-from ...bus.weights import (
+from ....bus.weights import (
     FolderWeights,
     GroupWeights,
     LocalWeights,
@@ -24,7 +24,7 @@ from ...bus.weights import (
     StagedWeights,
     WeightsSource,
 )
-from ...config import WeightsError, shown
+from ....config import WeightsError, shown
 from .limits import WeightLimits
 from .transports import BACKENDS, host_and_port
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import msgspec
 from torch import Tensor
 
-from ....bus.weights import TensorMeta
-from ....config import WeightsError, cut, shown
-from ..checkpoint import INDEX, WEIGHTS
+from .....bus.weights import TensorMeta
+from .....config import WeightsError, cut, shown
+from ...checkpoint import INDEX, WEIGHTS
 from ..limits import UNLIMITED, WeightLimits
 from .layout import as_tensor, dtype_of, read_file, sizes_of, unhurried
 

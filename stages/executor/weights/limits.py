@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ...config import WeightsError
+from ....config import WeightsError
 
 _TIMES_THE_MODEL = 10
 """A checkpoint has more tensors than a model that fuses them: queries, keys and values apart, gates

@@ -8,9 +8,9 @@ admission that came later has begun a lane anew, for all that can be known here,
 
 from __future__ import annotations
 
-from ...bus import WeightsInPlace
-from ...config import BusError, WeightsError
-from ..actor import Actor
+from ....bus import WeightsInPlace
+from ....config import BusError, WeightsError
+from ...actor import Actor
 from .parts import Origin
 
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...bus.weights import StagedWeights
-from ...config import WeightsError
+from ....bus.weights import StagedWeights
+from ....config import WeightsError
 from .limits import UNLIMITED, WeightLimits
 
 

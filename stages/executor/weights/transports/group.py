@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ....bus.control import JoinWeightsGroup
-from ....bus.weights import GroupWeights
-from ....config import WeightsError, shown
+from .....bus.control import JoinWeightsGroup
+from .....bus.weights import GroupWeights
+from .....config import WeightsError, shown
 from ..limits import UNLIMITED, WeightLimits
 from .layout import as_tensor, buckets, sizes_of
 from .rendezvous import CPU, await_port, broken, open_group, open_store, time_left, was_left

@@ -12,8 +12,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ...bus import WeightsInPlace
-from ...bus.control import (
+from ....bus import WeightsInPlace
+from ....bus.control import (
     FinishUpdate,
     JoinWeightsGroup,
     LeaveWeightsGroup,
@@ -22,8 +22,8 @@ from ...bus.control import (
     UpdateWeights,
     WeightsReady,
 )
-from ...bus.links import CONTROL
-from ...bus.weights import (
+from ....bus.links import CONTROL
+from ....bus.weights import (
     FolderWeights,
     GroupWeights,
     InFlight,
@@ -31,17 +31,16 @@ from ...bus.weights import (
     StagedWeights,
     WeightsSource,
 )
-from ...config import WeightsError, shown
-from ...telemetry import instruments, names, now_ns
-from ..actor import Actor
+from ....config import WeightsError, shown
+from ....telemetry import instruments, names, now_ns
+from ...actor import Actor
 from .arguments import Operation, check_arguments, check_path
-from .core import ExecutorCore
-from .naming import PartsMissing
+from .conversion import PartsMissing
 from .parts import Origin, WeightParts
-from .releases import MemoryReleases
+from .releases import Executor, MemoryReleases
 from .succession import Succession
+from .sync_manager import WeightSyncManager
 from .transports import Background, WeightGroups, fetch, read_folder, stamp_of
-from .weights import WeightSyncManager
 
 # How long the weights of a predecessor may take to be read.
 _RESTORE_S = 300.0
@@ -158,7 +157,7 @@ class WeightUpdates:
         finally:
             self._restoring = ""
 
-    async def obey(self, operation: Operation, core: ExecutorCore) -> None:
+    async def obey(self, operation: Operation, core: Executor) -> None:
         """Does it, and answers unless the answer comes later.
 
         Whatever goes wrong before weights are changed is an answer. What goes wrong while memory
@@ -180,7 +179,7 @@ class WeightUpdates:
         else:
             await self.stage()
 
-    async def _do(self, operation: Operation, core: ExecutorCore) -> bool:
+    async def _do(self, operation: Operation, core: Executor) -> bool:
         """Returns whether it is done; else it will be when the next plan is."""
         weights = core.weights
         match operation:

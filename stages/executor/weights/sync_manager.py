@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ...config import WeightsError, shown
+from ....config import WeightsError, shown
+from .conversion import as_parameters
 from .limits import WeightLimits, limits_of
-from .naming import as_parameters
 
 _NAMED = 3
 """How many tensors an error names."""

@@ -10,8 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ....bus.weights import TensorMeta
-from ....config import WeightsError, shown
+from .....bus.weights import TensorMeta
+from .....config import WeightsError, shown
 from ..limits import UNLIMITED, WeightLimits
 
 _T = TypeVar("_T")

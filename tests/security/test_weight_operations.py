@@ -30,6 +30,7 @@ from nano_inference.bus.weights import (
     TensorMeta,
 )
 from nano_inference.stages.executor import WeightSyncManager
+from nano_inference.stages.executor.weights.effects import Restore
 from nano_inference.stages.executor.weights.transports import SharedWeights
 
 from ..stages.executor.weights.transports.peers import free_address
@@ -181,7 +182,7 @@ async def test_an_error_of_the_check_on_the_torch_thread_is_an_answer(
         for changed in ({}, {"prepare_as": "p"}):
             outcome = await executor.ask(UpdateWeights(shared.source, partial=True, **changed))
             assert (outcome.code, "RuntimeError" in outcome.message) == ("weights_refused", True)
-        assert executor.updates._prepared is None
+        assert not executor.updates.core.prepared
     assert await executor.is_as_it_was()
 
 
@@ -190,15 +191,11 @@ async def test_what_the_lane_is_said_to_have_is_looked_at_too(
     executor: Executor, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It comes from the bus, where others may write."""
-    succession = executor.updates._succession
-
-    async def inherited() -> WeightsInPlace:
-        return WeightsInPlace(version=7, leader="x", folder=folder)
-
-    monkeypatch.setattr(succession, "inherited", inherited)
-    monkeypatch.setattr(succession, "behind", 0)
-    await executor.updates.catch_up(WeightSyncManager(torch.nn.Linear(1, 1)))
-    assert succession.behind == 7
+    core = executor.updates.core
+    monkeypatch.setattr(core._succession, "behind", 0)
+    record = WeightsInPlace(version=7, leader="x", folder=folder)
+    await executor.updates._perform([Restore(record)])
+    assert core.behind == 7
     assert executor.lines[-1]["event"] == "weights_behind"
     monkeypatch.undo()
     assert await executor.is_as_it_was()

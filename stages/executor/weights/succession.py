@@ -9,8 +9,8 @@ admission that came later has begun a lane anew, for all that can be known here,
 from __future__ import annotations
 
 from ....bus import WeightsInPlace
-from ....config import BusError, WeightsError
-from ...actor import Actor
+from ....config import WeightsError
+from .effects import Effect, Log, ReadRecord, Remember, Restore
 from .parts import Origin
 
 
@@ -22,54 +22,44 @@ class Succession:
             what it should have.
     """
 
-    def __init__(self, actor: Actor) -> None:
+    def __init__(self) -> None:
         self.behind = 0
-        self._actor = actor
-        # The admission that has been asked about last; the weights of this executor's own.
+        # The admission that was heard of last; the weights of this executor's own.
         self._leader = ""
         self._own: tuple[int, Origin | None] = 0, None
 
-    async def remember(self, version: int, origin: Origin | None) -> None:
+    def put_in_place(self, version: int, origin: Origin | None) -> list[Effect]:
         """These weights are in place, all of them of one update or on top of what there was."""
         self._own, self.behind = (version, origin), 0
-        await self._write()
+        return [self._record()]
 
-    async def inherited(self) -> WeightsInPlace | None:
-        """What is to be put in place before this executor takes part in a new epoch, if anything.
+    def begin_epoch(self, leader: str) -> list[Effect]:
+        """An admission begins an epoch. Before this executor takes part all of it must be done.
 
-        Only the first time, and not when it has had an update: then this tells the admission's
-        lane of those.
+        The first one is asked for the lane's weights, unless this executor has had an update:
+        then an admission that is new is told of that.
         """
-        leader = self._actor.leader
         if leader == self._leader:
-            return None
+            return []
         first, self._leader = not self._leader, leader
         if self._own[0]:
-            await self._write()
-            return None
-        try:
-            found = await self._actor.bus.weights.read() if first else None
-        except BusError as error:
-            self._actor.log.warning("weights_of_the_lane_unknown", reason=error.message)
-            return None
-        if found is None or found.leader == leader:
-            return found
-        self._actor.log.warning(
-            "weights_of_model_path",
-            before=found.version,
-            reason="the lane was begun anew; what it had before is not restored",
-        )
-        return None
+            return [self._record()]
+        return [ReadRecord()] if first else []
 
-    def fall_behind(self, version: int, why: str) -> None:
+    def read(self, record: WeightsInPlace | None) -> list[Effect]:
+        """What the lane has, as far as it is known."""
+        if record is None:
+            return []
+        if record.leader == self._leader:
+            return [Restore(record)]
+        reason = "the lane was begun anew; what it had before is not restored"
+        return [_warning("weights_of_model_path", before=record.version, reason=reason)]
+
+    def fall_behind(self, version: int, why: str) -> list[Effect]:
         """The lane's weights can't be had: this executor serves those that it loaded."""
         self.behind = version
-        self._actor.log.warning(
-            "weights_behind",
-            version=0,
-            of_the_lane=version,
-            reason=f"{why}; this executor serves the weights of model_path until they are updated",
-        )
+        reason = f"{why}; this executor serves the weights of model_path until they are updated"
+        return [_warning("weights_behind", version=0, of_the_lane=version, reason=reason)]
 
     def check(self, covers: bool) -> None:
         """Whether new weights may be put in place. `covers`: they replace every parameter.
@@ -85,16 +75,19 @@ class Succession:
                 code="weights_behind",
             )
 
-    async def _write(self) -> None:
+    def _record(self) -> Remember:
         version, origin = self._own
-        leader, memory = self._actor.leader, self._actor.bus.weights
         folder, stamp = origin or ("", "")
-        own = WeightsInPlace(version=version, leader=leader, folder=folder, stamp=stamp)
-        try:
-            found = await memory.read()
-            # Another replica may be further on, when an update has failed in this one.
-            if found is None or found.leader != leader or found.version < version:
-                await memory.put(own)
-        except BusError as error:
-            # Nobody loses anything by it but a successor, which serves what it loads.
-            self._actor.log.warning("weights_not_remembered", reason=error.message)
+        return Remember(
+            WeightsInPlace(version=version, leader=self._leader, folder=folder, stamp=stamp)
+        )
+
+
+def supersedes(new: WeightsInPlace, record: WeightsInPlace | None) -> bool:
+    """Whether it is to be written down: another replica may be further on, when an update has
+    failed in this one."""
+    return record is None or record.leader != new.leader or record.version < new.version
+
+
+def _warning(event: str, **fields: object) -> Log:
+    return Log(event, fields, warning=True)

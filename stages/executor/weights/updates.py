@@ -1,52 +1,86 @@
-"""The executor shell's part in a weight update: fetch, have batching plan the change, answer."""
+"""The executor shell's part in weight updates and releases of memory, which `core` decides."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
-import msgspec
 import torch
 from torch import Tensor
 
 from ....bus import WeightsInPlace
-from ....bus.control import (
-    FinishUpdate,
-    JoinWeightsGroup,
-    LeaveWeightsGroup,
-    ReleaseMemory,
-    ResumeMemory,
-    UpdateWeights,
-    WeightsReady,
-)
+from ....bus.control import FinishUpdate, MemoryState, UpdateWeights, WeightsReady
 from ....bus.links import CONTROL
-from ....bus.weights import (
-    FolderWeights,
-    GroupWeights,
-    InFlight,
-    LocalWeights,
-    StagedWeights,
-    WeightsSource,
-)
-from ....config import WeightsError, shown
+from ....bus.messages import Message, StepPlan
+from ....bus.weights import FolderWeights, StagedWeights
+from ....config import BusError, WeightsError, shown
 from ....telemetry import instruments, names, now_ns
 from ...actor import Actor
-from .arguments import Operation, check_arguments, check_path
+from .arguments import Operation, check_path
 from .conversion import PartsMissing
-from .parts import Origin, WeightParts
-from .releases import Executor, MemoryReleases
-from .succession import Succession
+from .core import UpdatesCore
+from .effects import (
+    Answer,
+    BeginRelease,
+    Check,
+    Combine,
+    Effect,
+    Fetch,
+    Fetched,
+    Job,
+    Join,
+    Leave,
+    Log,
+    MakeReady,
+    ReadRecord,
+    Remember,
+    Restore,
+    Result,
+    Resume,
+    SendMemory,
+    SendReady,
+    SkipBroadcast,
+)
+from .parts import Origin
+from .succession import supersedes
 from .sync_manager import WeightSyncManager
 from .transports import Background, WeightGroups, fetch, read_folder, stamp_of
 
 # How long the weights of a predecessor may take to be read.
 _RESTORE_S = 300.0
 
-# What an update has for its fetching that has waited for its turn to the last moment.
-_LEAST_FETCH_S = 0.001
+
+class Memory(Protocol):
+    """What of a lane's memory is there: `LaneMemory`, which knows this room."""
+
+    @property
+    def pending(self) -> Collection[str]:
+        """What is to be released."""
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """What is released or to be released, and weights that hold nothing."""
+
+    def begin_release(self, tags: Collection[str]) -> None:
+        """From now on these are to be released. Raises WeightsError."""
+
+
+class Executor(Protocol):
+    """What updates need of an executor: `ExecutorCore`, which knows this room."""
+
+    @property
+    def weights(self) -> WeightSyncManager:
+        """What writes new weights."""
+
+    @property
+    def memory(self) -> Memory:
+        """What releases memory."""
+
+    def resume_memory(self, tags: Collection[str]) -> None:
+        """Takes memory again. Raises WeightsError."""
 
 
 def _stay_single() -> None:
@@ -63,319 +97,220 @@ def _stay_single() -> None:
     undoing.join()
 
 
-class _Unconverted(dict[str, Tensor]):
-    """Tensors of an update's part, by a checkpoint's names, that take other parts to convert."""
-
-
-class _Fetched(NamedTuple):
-    """New weights in this process, and where they can be had again."""
-
-    tensors: dict[str, Tensor]
-    origin: Origin | None
-
-
-class _Prepared(NamedTuple):
-    """Weights that wait for `FinishUpdate`. `expiry` drops them when that does not come."""
-
-    update: UpdateWeights
-    fetched: _Fetched
-    expiry: asyncio.TimerHandle
-
-
-class _Staged(NamedTuple):
-    """What batching has been told of, for whom, and the version that it will have."""
-
-    operation: UpdateWeights | FinishUpdate
-    in_flight: InFlight
-    version: int
-    origin: Origin | None
-
-
 class WeightUpdates:
-    """Does what the control messages about weights ask for, one at a time, and has memory released.
-
-    An update has three steps. The tensors are fetched while plans run. Batching is told, and its
-    next plan says that they be put in place; only it can tell which KV is older. When that plan's
-    result is there, whoever asked gets the answer.
-
-    An update may come in parts, which are fetched and kept until `StagedWeights` asks for all. One
-    that other executors make as well is fetched and kept until `FinishUpdate`, so that it can still
-    be given up when another executor refuses it.
+    """Does what the control messages about weights and memory ask for.
 
     Attributes:
-        memory: What releases memory.
+        core: What decides.
     """
 
-    def __init__(self, actor: Actor, on_torch: Callable[..., Awaitable[Any]]) -> None:
-        """Args: the stage, and what runs a function on its torch thread."""
-        self.memory = MemoryReleases(actor, on_torch)
+    def __init__(
+        self,
+        actor: Actor,
+        executor: Executor,
+        on_torch: Callable[..., Awaitable[Any]],
+        start_soon: Callable[..., None],
+    ) -> None:
+        """Args: the stage and its core; what runs a function on its torch thread; what runs a
+        coroutine function beside the stage, and ends with it."""
+        self.core = UpdatesCore(executor.weights.limits)
         self._actor = actor
+        self._executor = executor
         self._on_torch = on_torch
-        self._fetching = asyncio.Lock()
+        self._start_soon = start_soon
         self._groups = WeightGroups()
         # Waits for bytes and makes tensors of them while the torch thread runs steps.
         self._thread = Background("weights", _stay_single)
-        self._unanswered: dict[int, Operation] = {}
-        self._staged: _Staged | None = None
-        self._prepared: _Prepared | None = None
-        # Of an update that was given up while it was still fetched.
-        self._given_up = ""
-        self._parts = WeightParts()
-        self._succession = Succession(actor)
+        self._timer: asyncio.TimerHandle | None = None
+        # Decided, and not yet sent.
+        self._answers: list[Answer] = []
         self._restoring = ""
-
-    @property
-    def behind(self) -> int:
-        """See `Succession.behind`."""
-        return self._succession.behind
 
     @property
     def restoring(self) -> str:
         """Which weights of a predecessor are being read, as a sentence; "" when none are."""
         return self._restoring
 
-    async def catch_up(self, weights: WeightSyncManager) -> None:
+    # --- events -------------------------------------------------------------------------------
+
+    async def obey(self, operation: Operation) -> None:
+        """Begins what somebody asks for. It is answered when it is done."""
+        await self._perform(self.core.begin(operation, now_ns()))
+
+    async def begin_epoch(self, leader: str) -> None:
         """Puts the lane's weights in place, if this executor has joined it later than they came.
 
         To be called at the beginning of each epoch, when no plan is under way.
         """
-        found = await self._succession.inherited()
-        if found is None:
-            return
-        self._restoring = f"it reads the weights of version {found.version} from {found.folder}"
+        await self._perform(self.core.begin_epoch(leader))
+
+    async def epoch_begun(self, version: int) -> None:
+        """Tells batching what it has forgotten. `version`: of the weights in place."""
+        await self._perform(self.core.epoch_begun(version, now_ns()))
+
+    async def step_done(self, plan: StepPlan, version: int) -> None:
+        """A plan has been executed, with weights of this version."""
+        effects = self.core.step_done(
+            version,
+            now_ns(),
+            changed=plan.weight_version > 0,
+            pending=bool(self._executor.memory.pending),
+        )
+        if effects:
+            await self._perform(effects)
+
+    def close(self) -> None:
+        """Leaves all groups, so that nothing waits for a trainer any more."""
+        del self._executor
+        self._groups.close()
+        self._thread.close()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def abandon(self) -> None:
+        """Answers what will not be done any more, since the stage ends."""
+        owed = [*self._answers, *self.core.close()]
+        self._answers.clear()
+        await self._perform(owed)
+
+    async def _tick(self) -> None:
+        await self._perform(self.core.tick(now_ns()))
+
+    # --- effects ------------------------------------------------------------------------------
+
+    async def _perform(self, effects: list[Effect]) -> None:
+        self._set_timer()
+        # Should the stage end meanwhile, these are still sent.
+        self._answers += [effect for effect in effects if isinstance(effect, Answer)]
+        for effect in effects:
+            match effect:
+                case Answer():
+                    self._answers.remove(effect)
+                    await self._answer(effect)
+                case SendReady(version, in_flight):
+                    await self._tell_batching(WeightsReady(version, in_flight))
+                case SendMemory():
+                    memory = self._executor.memory
+                    await self._tell_batching(MemoryState(memory.lacks, tuple(memory.pending)))
+                case SkipBroadcast(group):
+                    self._groups.skip(group)
+                case Leave(group):
+                    self._groups.leave(group)
+                case Log(event, fields, warning):
+                    write = self._actor.log.warning if warning else self._actor.log.info
+                    write(event, **fields)
+                case Remember(weights):
+                    await self._remember(weights)
+                case ReadRecord():
+                    await self._perform(self.core.record_read(await self._record()))
+                case Restore(weights):
+                    await self._perform(await self._restore(weights))
+                case job:
+                    self._start_soon(self._work, job)
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline_ns = self.core.next_deadline_ns()
+        if deadline_ns is not None:
+            wait_s = max(0, deadline_ns - now_ns()) / 1e9
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(wait_s, self._start_soon, self._tick)
+
+    async def _answer(self, answer: Answer) -> None:
+        operation, error = answer.operation, answer.error
+        if error is not None:
+            self._actor.log.warning(
+                "operation_refused",
+                operation=type(operation).__name__,
+                code=error.code,
+                reason=error.message,
+                exc_info=error.__cause__,
+            )
+        if _is_an_update(operation) or (error and isinstance(operation, UpdateWeights)):
+            labels = {names.ERROR_TYPE: error.code if error else ""}
+            self._actor.metrics.record(instruments.WEIGHT_UPDATES, 1, labels)
+        await self._actor.answer(
+            operation.operation_id, answer.version, error, answer.newest_version
+        )
+
+    async def _tell_batching(self, message: Message) -> None:
+        await self._actor.send(self._actor.own(CONTROL["batching"]), message)
+
+    async def _remember(self, weights: WeightsInPlace) -> None:
+        record = self._actor.bus.weights
+        try:
+            if supersedes(weights, await record.read()):
+                await record.put(weights)
+        except BusError as error:
+            # Nobody loses anything by it but a successor, which serves what it loads.
+            self._actor.log.warning("weights_not_remembered", reason=error.message)
+
+    async def _record(self) -> WeightsInPlace | None:
+        try:
+            return await self._actor.bus.weights.read()
+        except BusError as error:
+            self._actor.log.warning("weights_of_the_lane_unknown", reason=error.message)
+            return None
+
+    async def _restore(self, weights: WeightsInPlace) -> list[Effect]:
+        self._restoring = f"it reads the weights of version {weights.version} from {weights.folder}"
+        manager = self._executor.weights
         try:
             async with asyncio.timeout(_RESTORE_S):
-                tensors = await self._fetch(_read_again, found, weights)
-            await self._on_torch(weights.sync_blocking, tensors, found.version)
+                tensors = await self._in_background(_read_again, weights, manager)
+            await self._on_torch(manager.sync_blocking, tensors, weights.version)
         except (WeightsError, TimeoutError) as error:
             why = error.message if isinstance(error, WeightsError) else "reading took too long"
-            self._succession.fall_behind(found.version, why)
-        else:
-            self._actor.log.info("weights_restored", version=found.version, folder=found.folder)
-            origin = Origin(found.folder, found.stamp)
-            await self._succession.remember(found.version, origin)
+            return self.core.not_restored(weights, why)
         finally:
             self._restoring = ""
+        return self.core.restored(weights)
 
-    async def obey(self, operation: Operation, core: Executor) -> None:
-        """Does it, and answers unless the answer comes later.
+    # --- jobs ---------------------------------------------------------------------------------
 
-        Whatever goes wrong before weights are changed is an answer. What goes wrong while memory
+    async def _work(self, job: Job) -> None:
+        """Whatever goes wrong before weights are changed is an answer. What goes wrong while memory
         is released or taken again is raised, unless it is a WeightsError: nobody knows then what
-        the executor has.
-        """
-        self._unanswered[id(operation)] = operation
+        the executor has."""
+        result: Result
         try:
-            self._check(operation, core.weights)
-            done = await self._do(operation, core)
+            result = await self._result(job)
         except Exception as error:
-            memory = isinstance(operation, ReleaseMemory | ResumeMemory)
+            memory = isinstance(job, BeginRelease | Resume)
             if memory and not isinstance(error, WeightsError):
                 raise
-            await self._refuse(operation, core.weights.version, error)
-            return
-        if done:
-            await self._answer(operation, core.weights.version)
-        else:
-            await self.stage()
+            result = _refusal(error)
+        await self._perform(self.core.done(job, result, now_ns()))
 
-    async def _do(self, operation: Operation, core: Executor) -> bool:
-        """Returns whether it is done; else it will be when the next plan is."""
-        weights = core.weights
-        match operation:
-            case UpdateWeights(part_of=update) if update:
-                await self._keep_part(operation, weights)
-            case UpdateWeights(prepare_as=name) if name:
-                await self._prepare_update(operation, weights)
-            case UpdateWeights():
-                await self._update(operation, weights)
-                return False
-            case FinishUpdate():
-                await self._finish(operation, weights)
-                return operation.version is None
-            case JoinWeightsGroup():
-                await asyncio.wrap_future(self._groups.join(operation, weights.device))
-            case LeaveWeightsGroup(group):
-                self._groups.leave(group)
-            case ReleaseMemory() | ResumeMemory():
-                await self.memory.obey(operation, core)
-        return True
+    async def _result(self, job: Job) -> Result:
+        executor, weights = self._executor, self._executor.weights
+        match job:
+            case Fetch(_, update):
+                started = now_ns()
+                fetched: Fetched = await self._in_background(self._fetch, update, weights)
+                self._actor.metrics.record(instruments.WEIGHT_FETCH, (now_ns() - started) / 1e9)
+                return fetched
+            case Combine(_, _, tensors, origin):
+                prepared = await self._in_background(weights.prepare, tensors)
+                return Fetched(prepared, origin, weights.covers(prepared))
+            case Check(_, update, fetched):
+                await self._on_torch(_check, update, fetched, weights)
+            case MakeReady(_, update, fetched, version):
+                start = partial(weights.start_sync, partial=update.partial)
+                counted: int = await self._on_torch(start, fetched.tensors, version)
+                return counted
+            case Join(_, wish):
+                await asyncio.wrap_future(self._groups.join(wish, weights.device))
+            case BeginRelease(_, tags):
+                await self._on_torch(executor.memory.begin_release, tags)
+                return bool(executor.memory.pending)
+            case Resume(_, tags):
+                await self._on_torch(executor.resume_memory, tags)
+        return None
 
-    def _check(self, operation: Operation, weights: WeightSyncManager) -> None:
-        try:
-            check_arguments(operation, weights.limits)
-        except WeightsError:
-            if isinstance(operation, UpdateWeights):
-                self._miss(operation)
-            raise
-
-    async def _refuse(self, operation: Operation, version: int, error: Exception) -> None:
-        refusal = _refusal(error)
-        self._actor.log.warning(
-            "operation_refused",
-            operation=type(operation).__name__,
-            code=refusal.code,
-            reason=refusal.message,
-            exc_info=refusal.__cause__,
-        )
-        await self._answer(operation, version, refusal)
-
-    async def stage(self) -> None:
-        """Tells batching of an update that is still to be put in place, if there is one."""
-        if self._staged is not None:
-            staged = WeightsReady(self._staged.version, self._staged.in_flight)
-            await self._actor.send(self._actor.own(CONTROL["batching"]), staged)
-
-    async def in_place(self, version: int) -> None:
-        """The weights of this version made the last step."""
-        if self._staged is not None and version >= self._staged.version:
-            staged, self._staged = self._staged, None
-            self._actor.log.info("weights_in_place", version=version)
-            await self._succession.remember(version, staged.origin)
-            await self._answer(staged.operation, version)
-
-    async def abandon(self, version: int) -> None:
-        """Answers what will not be done any more, since the stage ends."""
-        why = WeightsError(
-            "the executor stopped before it was done; it starts again with all its memory and the "
-            "weights of model_path, as version 0",
-            code="weights_interrupted",
-        )
-        for operation in list(self._unanswered.values()):
-            await self._answer(operation, version, why)
-
-    async def _keep_part(self, update: UpdateWeights, weights: WeightSyncManager) -> None:
-        if isinstance(update.source, LocalWeights):
-            raise WeightsError(
-                "a state dict of this process can't be a part of an update, since it may change "
-                "until the others come; pass all tensors at once"
-            )
-        left_s = await self._take_turn(update)
-        try:
-            update = msgspec.structs.replace(update, timeout_s=left_s)
-            tensors, origin = await self._receive(update, weights)
-            if not isinstance(tensors, _Unconverted):
-                await self._on_torch(partial(weights.check, partial=True), tensors)
-            self._parts.add(update.part_of, tensors, origin, weights.limits)
-        except Exception:
-            self._parts.drop()  # they will never be all
-            raise
-        finally:
-            self._fetching.release()
-
-    async def _take_turn(self, update: UpdateWeights) -> float:
-        """Waits until nothing else is fetched; returns how many seconds the update has left.
-
-        Raises:
-            WeightsError: Something else was fetched all the time that the update had.
-        """
-        loop = asyncio.get_running_loop()
-        end = loop.time() + update.timeout_s
-        try:
-            async with asyncio.timeout_at(end):
-                await self._fetching.acquire()
-        except TimeoutError:
-            self._miss(update)
-            raise _busy() from None
-        return max(end - loop.time(), _LEAST_FETCH_S)
-
-    async def _update(self, update: UpdateWeights, weights: WeightSyncManager) -> None:
-        self._refuse_if_busy(update)
-        async with self._fetching:
-            fetched = await self._receive(update, weights)
-            await self._start(update, update, fetched, update.version, weights)
-
-    async def _prepare_update(self, update: UpdateWeights, weights: WeightSyncManager) -> None:
-        self._refuse_if_busy(update)
-        async with self._fetching:
-            fetched = await self._receive(update, weights)
-            await self._on_torch(weights.check_version, update.version)
-            await self._on_torch(partial(weights.check, partial=update.partial), fetched.tensors)
-            weights.check_complete(fetched.tensors)
-            self._succession.check(weights.covers(fetched.tensors))
-            if update.prepare_as == self._given_up:
-                raise WeightsError("the update was given up", code="weights_incomplete")
-            loop = asyncio.get_running_loop()
-            expiry = loop.call_later(update.timeout_s, self._drop_prepared)
-            self._prepared = _Prepared(update, fetched, expiry)
-
-    async def _finish(self, finish: FinishUpdate, weights: WeightSyncManager) -> None:
-        prepared = self._prepared
-        if prepared is None or prepared.update.prepare_as != finish.prepared:
-            if finish.version is None:
-                self._given_up = finish.prepared
-                return
-            raise WeightsError(
-                "the weights that this executor had prepared are not there any more: it was "
-                "started anew, or was not told in time to put them in place; send them again",
-                code="weights_incomplete",
-            )
-        prepared.expiry.cancel()
-        try:
-            if finish.version is not None:
-                update, fetched, _ = prepared
-                await self._start(finish, update, fetched, finish.version, weights)
-        finally:
-            self._prepared = None
-
-    def _drop_prepared(self) -> None:
-        self._prepared = None
-        self._actor.log.warning("prepared_weights_dropped", reason="nobody asked for them")
-
-    def _refuse_if_busy(self, update: UpdateWeights) -> None:
-        if self._fetching.locked() or self._staged is not None or self._prepared is not None:
-            self._miss(update)
-            raise _busy()
-
-    def _miss(self, update: UpdateWeights) -> None:
-        """What it broadcasts is received by nobody, and must not be taken for what comes later."""
-        if isinstance(update.source, GroupWeights):
-            self._groups.skip(update.source.group)
-
-    async def _start(
-        self,
-        operation: UpdateWeights | FinishUpdate,
-        update: UpdateWeights,
-        fetched: _Fetched,
-        version: int | None,
-        weights: WeightSyncManager,
-    ) -> None:
-        """Has the weights wait for the next plan."""
-        tensors, origin = fetched
-        covers = weights.covers(tensors)
-        self._succession.check(covers)
-        if version is None and self.behind:
-            version = self.behind + 1  # a number that the lane has had means other weights
-        start = partial(weights.start_sync, partial=update.partial)
-        counted = await self._on_torch(start, tensors, version)
-        self._staged = _Staged(operation, update.in_flight, counted, origin if covers else None)
-
-    def _prepare(
-        self, source: WeightsSource, update: UpdateWeights, weights: WeightSyncManager
-    ) -> _Fetched:
-        folder = source.path if isinstance(source, FolderWeights) else ""
-        # Before they are read: what is written anew meanwhile will not have this stamp.
-        origin = Origin(folder, stamp_of(folder, weights.limits)) if folder else None
-        tensors = fetch(source, self._groups, update.timeout_s, weights.limits)
-        try:
-            return _Fetched(weights.prepare(tensors, checkpoint=bool(folder)), origin)
-        except PartsMissing:
-            if not update.part_of:
-                raise
-            return _Fetched(_Unconverted(tensors), origin)
-
-    async def _receive(self, update: UpdateWeights, weights: WeightSyncManager) -> _Fetched:
-        source = update.source
-        if isinstance(source, StagedWeights):
-            # Now that all are there, what could not be converted by itself can be.
-            parts, origin = self._parts.take(source)
-            return _Fetched(await self._fetch(weights.prepare, parts), origin)
-        started = now_ns()
-        fetched: _Fetched = await self._fetch(self._prepare, source, update, weights)
-        self._actor.metrics.record(instruments.WEIGHT_FETCH, (now_ns() - started) / 1e9)
-        return fetched
-
-    async def _fetch(self, function: Callable[..., Any], *args: Any) -> Any:
+    async def _in_background(self, function: Callable[..., Any], *args: Any) -> Any:
         """Raises WeightsError, whatever the function raises."""
         try:
             return await asyncio.wrap_future(self._thread.submit(function, *args))
@@ -384,27 +319,31 @@ class WeightUpdates:
         except Exception as error:
             raise _refusal(error) from error
 
-    def close(self) -> None:
-        """Leaves all groups, so that nothing waits for a trainer any more."""
-        self._groups.close()
-        self._thread.close()
-        if self._prepared is not None:
-            self._prepared.expiry.cancel()
+    def _fetch(self, update: UpdateWeights, weights: WeightSyncManager) -> Fetched:
+        """On the thread that fetches."""
+        source = update.source
+        assert not isinstance(source, StagedWeights)
+        folder = source.path if isinstance(source, FolderWeights) else ""
+        # Before they are read: what is written anew meanwhile will not have this stamp.
+        origin = Origin(folder, stamp_of(folder, weights.limits)) if folder else None
+        tensors = fetch(source, self._groups, update.timeout_s, weights.limits)
+        try:
+            prepared = weights.prepare(tensors, checkpoint=bool(folder))
+        except PartsMissing:
+            if not update.part_of:
+                raise
+            return Fetched(tensors, origin, covers=False, converted=False)
+        return Fetched(prepared, origin, weights.covers(prepared))
 
-    async def _answer(
-        self, operation: Operation, version: int, error: WeightsError | None = None
-    ) -> None:
-        self._unanswered.pop(id(operation), None)
-        if _is_an_update(operation) or (error and isinstance(operation, UpdateWeights)):
-            labels = {names.ERROR_TYPE: error.code if error else ""}
-            self._actor.metrics.record(instruments.WEIGHT_UPDATES, 1, labels)
-        await self._actor.answer(operation.operation_id, version, error, self.behind)
 
-
-def _busy() -> WeightsError:
-    return WeightsError(
-        "a weight update is under way already; wait until it is in place", code="weights_busy"
-    )
+def _check(update: UpdateWeights, fetched: Fetched, weights: WeightSyncManager) -> None:
+    """Raises WeightsError when a part, or all of an update, could not be put in place."""
+    if update.part_of:
+        weights.check(fetched.tensors, partial=True)
+        return
+    weights.check_version(update.version)
+    weights.check(fetched.tensors, partial=update.partial)
+    weights.check_complete(fetched.tensors)
 
 
 def _refusal(error: Exception) -> WeightsError:
@@ -421,25 +360,28 @@ def _refusal(error: Exception) -> WeightsError:
 
 def _is_an_update(operation: Operation) -> bool:
     """Whether weights are in place when it is done."""
-    if isinstance(operation, FinishUpdate):
-        return operation.version is not None
-    return isinstance(operation, UpdateWeights) and not (operation.part_of or operation.prepare_as)
+    match operation:
+        case FinishUpdate(version=version):
+            return version is not None
+        case UpdateWeights(part_of=part, prepare_as=name):
+            return not part and not name
+    return False
 
 
-def _read_again(found: WeightsInPlace, weights: WeightSyncManager) -> dict[str, Tensor]:
+def _read_again(record: WeightsInPlace, weights: WeightSyncManager) -> dict[str, Tensor]:
     """The weights that an earlier executor read from a folder.
 
     Raises:
         WeightsError: They are not there any more.
     """
-    if not found.folder:
+    if not record.folder:
         raise WeightsError("they did not come from a folder as a whole")
-    check_path(found.folder)
-    changed = f"the files of {found.folder} are others than they were"
-    if stamp_of(found.folder, weights.limits) != found.stamp:
+    check_path(record.folder)
+    changed = f"the files of {record.folder} are others than they were"
+    if stamp_of(record.folder, weights.limits) != record.stamp:
         raise WeightsError(changed)
-    read = read_folder(found.folder, weights.limits)
+    read = read_folder(record.folder, weights.limits)
     tensors = weights.prepare(read, checkpoint=True)
-    if stamp_of(found.folder, weights.limits) != found.stamp:
+    if stamp_of(record.folder, weights.limits) != record.stamp:
         raise WeightsError(changed)
     return tensors

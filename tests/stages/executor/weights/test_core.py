@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
-    invariant,
     precondition,
     rule,
     run_state_machine_as_test,
@@ -26,17 +27,85 @@ from nano_inference.bus.control import (
 )
 from nano_inference.bus.weights import FolderWeights, GroupWeights, LocalWeights, StagedWeights
 from nano_inference.stages.executor import memory as memory_module
-from nano_inference.stages.executor.weights.effects import Answer, Fetch, MakeReady, SkipBroadcast
+from nano_inference.stages.executor.weights.effects import Answer, Fetch, SkipBroadcast
 
 from .world import World, place, values_at
 
 SECONDS = 10.0
 """That an update may take."""
 
-NAMES = st.sampled_from(["a", "b", "ab"])
-SOME_TAGS = st.sampled_from([("weights",), ("kv_cache",), ("weights", "kv_cache")])
-IN_FLIGHT = st.sampled_from(["keep", "retract", "abort"])
 INDEX = st.integers(0, 1 << 16)
+IN_FLIGHT = st.sampled_from(["keep", "retract", "abort"])
+UPDATES = st.sampled_from(["u", "u", "u", "v"])
+PREPARED = st.sampled_from(["p", "p", "p", "q"])
+TAGS = st.sampled_from([("weights",), ("kv_cache",), ("weights", "kv_cache")])
+
+
+def at(names: str, **changed: Any) -> UpdateWeights:
+    """Weights for these parameters, which are numbered when it is asked for them."""
+    return UpdateWeights(FolderWeights(names), **{"partial": True, "timeout_s": SECONDS, **changed})
+
+
+def in_parts(update: str, names: list[str], missing: int) -> list[Any]:
+    parts: list[Any] = [at(each, part_of=update) for each in names]
+    return [*parts, UpdateWeights(StagedWeights(update, len(names) + missing), partial=True)]
+
+
+def together(name: str, names: str, version: int | None) -> list[Any]:
+    return [at(names, prepare_as=name), FinishUpdate(name, version)]
+
+
+SCRIPTS = st.one_of(
+    st.builds(at, st.just("ab"), partial=st.booleans(), version=st.none() | st.integers(0, 9)).map(
+        lambda update: [update]
+    ),
+    st.builds(at, st.sampled_from("ab"), partial=st.integers(0, 4).map(bool)).map(
+        lambda update: [update]
+    ),
+    st.builds(
+        in_parts,
+        UPDATES,
+        st.lists(st.sampled_from(["a", "b", "ab"]), min_size=1, max_size=3),
+        st.integers(0, 4).map(lambda chance: chance // 4),
+    ),
+    st.builds(together, PREPARED, st.sampled_from(["a", "ab"]), st.none() | st.integers(1, 30)),
+    st.builds(lambda tags: [ReleaseMemory(tags), ResumeMemory(tags)], TAGS),
+    st.builds(lambda tags: [ReleaseMemory(tags), at("ab"), ResumeMemory(tags), at("ab")], TAGS),
+    st.sampled_from(
+        [
+            TellWeightVersion(),
+            LeaveWeightsGroup("g"),
+            JoinWeightsGroup("g", "127.0.0.1:1", 1, 2, "gloo", 1.0),
+            UpdateWeights(FolderWeights("")),
+            UpdateWeights(LocalWeights("k"), part_of="u"),
+            FinishUpdate("p"),
+            ReleaseMemory(("gpu",)),
+        ]
+    ).map(lambda operation: [operation]),
+)
+"""What somebody asks for, one after the other."""
+
+MOVES = ["ask", "job", "job", "told", "told", "message", "plan", "step", "result"]
+SEED = st.integers(0, 1 << 32)
+NUMBER = st.integers(1, 40)
+"""Of moves, which a seed chooses: hypothesis would rather choose the same ones again and again."""
+
+
+def move(world: World, kind: str, chance: Random, failing: float) -> None:
+    """Has something happen, if there is something that can."""
+    if kind == "job" and world.jobs:
+        world.run_job(chance.randrange(len(world.jobs)), fails=chance.random() < failing)
+    elif kind == "told" and world.results:
+        world.report_job(chance.randrange(len(world.results)))
+    elif kind == "message" and world.messages:
+        world.deliver()
+    elif kind == "plan":
+        world.launch()
+    elif kind == "step" and world.launched:
+        world.execute()
+    elif kind == "result" and world.executed:
+        world.report_step()
+    world.check()
 
 
 @pytest.fixture(autouse=True)
@@ -52,124 +121,72 @@ class Interleaved(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.world = World()
+        self.scripts: list[list[Any]] = []
         self.number = 0
-        self.parts = 0
 
-    # --- what somebody asks for ---------------------------------------------------------------
+    @rule(script=SCRIPTS)
+    def somebody_comes(self, script: list[Any]) -> None:
+        self.scripts.append(script)
 
-    @rule(names=NAMES, partial=st.booleans(), version=st.none() | st.integers(0, 9))
-    def update(self, names: str, partial: bool, version: int | None) -> None:
-        update = UpdateWeights(self.place(names), version=version, partial=partial)
-        self.world.ask(update)
+    @rule(seed=SEED, number=NUMBER)
+    def go_on(self, seed: int, number: int) -> None:
+        chance = Random(seed)
+        for _ in range(number):
+            kind = chance.choice(MOVES)
+            if kind == "ask":
+                self.ask(chance)
+            move(self.world, kind, chance, failing=0.1)
 
-    @rule(names=NAMES, name=st.sampled_from(["u", "v"]), in_flight=IN_FLIGHT)
-    def part(self, names: str, name: str, in_flight: Any) -> None:
-        self.parts += 1
-        update = UpdateWeights(self.place(names), in_flight, partial=True, part_of=name)
-        self.world.ask(self.timed(update))
-
-    @rule(name=st.sampled_from(["u", "v"]), number=st.integers(1, 3))
-    def staged(self, name: str, number: int) -> None:
-        self.world.ask(UpdateWeights(StagedWeights(name, number), partial=True))
-
-    @rule(names=NAMES, name=st.sampled_from(["p", "q"]))
-    def prepare(self, names: str, name: str) -> None:
-        update = UpdateWeights(self.place(names), partial=True, prepare_as=name)
-        self.world.ask(self.timed(update))
-
-    @rule(name=st.sampled_from(["p", "q"]), version=st.none() | st.integers(1, 9))
-    def finish(self, name: str, version: int | None) -> None:
-        self.world.ask(FinishUpdate(name, version))
-
-    @rule(tags=SOME_TAGS)
-    def release(self, tags: tuple[str, ...]) -> None:
-        self.world.ask(ReleaseMemory(tags))
-
-    @rule(tags=SOME_TAGS)
-    def resume(self, tags: tuple[str, ...]) -> None:
-        self.world.ask(ResumeMemory(tags))
-
-    @rule(
-        operation=st.sampled_from(
-            [
-                TellWeightVersion(),
-                LeaveWeightsGroup("g"),
-                JoinWeightsGroup("g", "127.0.0.1:1", 1, 2, "gloo", 1.0),
-                UpdateWeights(FolderWeights("")),
-                UpdateWeights(LocalWeights("k"), part_of="u"),
-                ReleaseMemory(("gpu",)),
-            ]
-        )
-    )
-    def something_else(self, operation: Any) -> None:
+    def ask(self, chance: Random) -> None:
+        if not self.scripts:
+            return
+        script = chance.choice(self.scripts)
+        operation = script.pop(0)
+        source = getattr(operation, "source", None)
+        if isinstance(source, FolderWeights) and source.path:
+            operation = msgspec.structs.replace(operation, source=self.place(source.path))
         self.world.ask(operation)
-
-    # --- what happens -------------------------------------------------------------------------
-
-    @precondition(lambda self: self.world.jobs)
-    @rule(index=INDEX, fails=st.integers(0, 4).map(lambda chance: chance == 0))
-    def run_job(self, index: int, fails: bool) -> None:
-        self.world.run_job(index % len(self.world.jobs), fails=fails)
-
-    @precondition(lambda self: self.world.results)
-    @rule(index=INDEX)
-    def report_job(self, index: int) -> None:
-        self.world.report_job(index % len(self.world.results))
-
-    @precondition(lambda self: self.world.messages)
-    @rule()
-    def deliver(self) -> None:
-        self.world.deliver()
+        self.scripts = [script for script in self.scripts if script]
 
     @rule()
-    def launch(self) -> None:
-        self.world.launch()
+    def rest(self) -> None:
+        self.world.rest()
+        self.world.check()
 
-    @precondition(lambda self: self.world.launched)
-    @rule()
-    def execute(self) -> None:
-        self.world.execute()
-
-    @precondition(lambda self: self.world.executed)
-    @rule()
-    def report_step(self) -> None:
-        self.world.report_step()
-
-    @rule(seconds=st.sampled_from([0.0, 1.0, SECONDS + 1]))
+    @rule(seconds=st.sampled_from([0.0, 1.0, SECONDS / 2, SECONDS + 1]))
     def wait(self, seconds: float) -> None:
         self.world.wait(seconds)
+        self.world.check()
 
-    @rule(anew=st.booleans())
-    def fail_elsewhere(self, anew: bool) -> None:
-        if anew:
-            self.world.leader += "+"
-        self.world.begin_epoch()
-
-    @rule(anew=st.booleans(), restorable=st.booleans())
-    def restart(self, anew: bool, restorable: bool) -> None:
-        if anew:
-            self.world.leader += "+"
-        self.world.restorable = restorable
-        record = self.world.record
-        self.world.restart()
+    @rule(executor=st.integers(0, 3).map(lambda chance: chance == 0), data=st.data())
+    def lose_a_stage(self, executor: bool, data: st.DataObject) -> None:
         world = self.world
+        if data.draw(st.booleans(), "admission anew"):
+            world.leader += "+"
+        if executor:
+            world.restorable = data.draw(st.booleans(), "folders are as they were")
+            self.restart()
+        else:
+            world.begin_epoch()
+        world.check()
+
+    def restart(self) -> None:
+        world, record = self.world, self.world.record
+        world.restart()
         if record is None or record.leader != world.leader:
             assert (world.core.version, world.core.behind) == (0, 0)
-        elif restorable and record.folder:
+        elif world.restorable and record.folder:
             assert (world.core.version, world.core.behind) == (record.version, 0)
             assert world.model.values() == values_at(record.folder)
         else:
             assert (world.core.version, world.core.behind) == (0, record.version)
 
-    # --- what always holds --------------------------------------------------------------------
-
-    @invariant()
-    def nothing_is_mixed_up(self) -> None:
-        self.world.check()
-
     def teardown(self) -> None:
         """Nobody waits for ever, and nothing is left that is in the way of what comes next."""
         world = self.world
+        while self.scripts:
+            self.ask(Random(0))
+            world.rest()
         world.settle()
         world.check()
         assert not world.core.unanswered
@@ -189,17 +206,6 @@ class Interleaved(RuleBasedStateMachine):
         self.number += 1
         return place(self.number, names)
 
-    def timed(self, update: UpdateWeights) -> UpdateWeights:
-        return UpdateWeights(
-            update.source,
-            update.in_flight,
-            update.version,
-            update.partial,
-            SECONDS,
-            part_of=update.part_of,
-            prepare_as=update.prepare_as,
-        )
-
 
 class Together(RuleBasedStateMachine):
     """Two executors that are told of the same updates, and know nothing of each other: whoever
@@ -216,7 +222,7 @@ class Together(RuleBasedStateMachine):
         self.open: list[str] = []
         self.versions: dict[str, int | None] = {}
 
-    @rule(names=NAMES, in_flight=IN_FLIGHT)
+    @rule(names=st.sampled_from(["a", "b", "ab"]), in_flight=IN_FLIGHT)
     def update(self, names: str, in_flight: Any) -> None:
         self.number += 1
         name = str(self.number)
@@ -248,40 +254,21 @@ class Together(RuleBasedStateMachine):
             answered_as = self.worlds[which].ask(operation)
             self.asked.setdefault((name, type(operation)), ["", ""])[which] = answered_as
 
-    @rule(which=st.integers(0, 1), index=INDEX, fails=st.booleans())
-    def run_job(self, which: int, index: int, fails: bool) -> None:
-        world = self.worlds[which]
-        if world.jobs:
-            index %= len(world.jobs)
+    @rule(which=st.integers(0, 1), seed=SEED, number=NUMBER)
+    def go_on(self, which: int, seed: int, number: int) -> None:
+        world, chance = self.worlds[which], Random(seed)
+        for _ in range(number):
             # What was checked does not fail any more, unless the executor is lost.
-            world.run_job(index, fails=fails and not isinstance(world.jobs[index], MakeReady))
-
-    @rule(which=st.integers(0, 1), index=INDEX)
-    def report_job(self, which: int, index: int) -> None:
-        world = self.worlds[which]
-        if world.results:
-            world.report_job(index % len(world.results))
+            fetches = any(isinstance(job, Fetch) for job in world.jobs)
+            move(world, chance.choice(MOVES), chance, failing=0.1 if fetches else 0.0)
 
     @rule(which=st.integers(0, 1))
-    def step(self, which: int) -> None:
-        world = self.worlds[which]
-        if world.executed:
-            world.report_step()
-        elif world.launched:
-            world.execute()
-        elif world.messages:
-            world.deliver()
-        else:
-            world.launch()
+    def rest(self, which: int) -> None:
+        self.worlds[which].rest()
 
     @rule(which=st.integers(0, 1))
     def fail_elsewhere(self, which: int) -> None:
         self.worlds[which].begin_epoch()
-
-    @invariant()
-    def nothing_is_mixed_up(self) -> None:
-        for world in self.worlds:
-            world.check()
 
     def teardown(self) -> None:
         """All have changed, or none has; and in the same order."""

@@ -278,25 +278,26 @@ class World:
 
     def settle(self) -> None:
         """Everything happens that can, in order, and time passes until nothing has a deadline."""
+        self.rest()
+        while (deadline_ns := self.core.next_deadline_ns()) is not None:
+            self.wait((deadline_ns - self.now_ns) / 1e9 + 1)
+            self.rest()
+
+    def rest(self) -> None:
+        """Everything happens that can, in order, but no time passes."""
         for _ in range(1000):
-            busy = bool(self.jobs or self.results or self.messages or self.launched)
-            busy = busy or bool(self.executed)
             if self.jobs:
                 self.run_job()
-            if self.results:
+            elif self.results:
                 self.report_job()
-            if self.messages:
+            elif self.messages:
                 self.deliver()
-            elif self.planner.new_version or self.planner.release:
-                busy = self.launch() or busy
-            if self.launched:
+            elif self.launched:
                 self.execute()
-            if self.executed:
+            elif self.executed:
                 self.report_step()
-            if not busy:
-                if (deadline_ns := self.core.next_deadline_ns()) is None:
-                    return
-                self.wait((deadline_ns - self.now_ns) / 1e9 + 1)
+            elif not ((self.planner.new_version or self.planner.release) and self.launch()):
+                return
         raise AssertionError("it never comes to rest")
 
     # --- effects ------------------------------------------------------------------------------

@@ -66,7 +66,8 @@ class Pause(Internal, frozen=True, array_like=True, tag="pause", tag_field="type
     """To batching: plan no further steps. Answered when no step is under way any more.
 
     Attributes:
-        in_flight: "keep" or "retract"; to abort requests is up to admission (`CancelAll`).
+        in_flight: What becomes of sequences that batching has. Requests that have not come so far
+            are up to admission (`CancelAll`).
         operation_id: Under which the answer is expected; "" for none, here and below.
     """
 

@@ -14,7 +14,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from ..bus.control import MEMORY_TAGS, MemoryTag
-from ..bus.weights import FolderWeights
+from ..bus.weights import FolderWeights, InFlight
 from ..pipeline.client import BusClient
 from .connection import connected
 from .options import BusUrl, ConfigFile, LogLevel, Settings, client_config
@@ -35,14 +35,6 @@ app = typer.Typer(
 _Result = TypeVar("_Result")
 
 
-class Mode(StrEnum):
-    """What becomes of requests in flight; as `bus.weights.InFlight`."""
-
-    keep = "keep"
-    retract = "retract"
-    abort = "abort"
-
-
 class MemoryKind(StrEnum):
     """As `bus.control.MemoryTag`."""
 
@@ -55,8 +47,8 @@ Tags = Annotated[
     typer.Option("--tag", help="What of the memory, also several times; all when not given."),
 ]
 
-InFlight = Annotated[
-    Mode,
+AtPause = Annotated[
+    InFlight,
     typer.Option(
         "--in-flight",
         help="What becomes of requests in flight: they keep their KV, compute it again, or end "
@@ -76,7 +68,7 @@ def update(
             "can read it.",
         ),
     ],
-    in_flight: InFlight = Mode.keep,
+    in_flight: AtPause = "keep",
     version: Annotated[
         int | None,
         typer.Option("--version", help="What to count from then on; the next when not given."),
@@ -102,7 +94,7 @@ def update(
     async def replace(client: BusClient) -> int:
         return await client.update_weights(
             source,
-            in_flight=in_flight.value,
+            in_flight=in_flight,
             version=version,
             partial=partial,
             timeout_s=timeout_s,
@@ -126,7 +118,7 @@ def version_(
 
 
 def pause(
-    in_flight: InFlight = Mode.keep,
+    in_flight: AtPause = "keep",
     bus: BusUrl = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
@@ -138,7 +130,7 @@ def pause(
     """
 
     async def stop(client: BusClient) -> None:
-        await client.pause(in_flight.value)
+        await client.pause(in_flight)
 
     _run(stop, config_file, bus, settings, log_level)
 

@@ -14,7 +14,7 @@ from ..bus.channel import RequestEntry
 from ..bus.control import MEMORY_TAGS, Cancel, JoinWeightsGroup, MemoryTag
 from ..bus.messages import Dispatch
 from ..bus.public import Completion
-from ..bus.weights import InFlight, WeightsSource
+from ..bus.weights import InFlight, WeightsSource, check_in_flight
 from ..config import (
     BusConfig,
     Config,
@@ -287,6 +287,7 @@ class InferenceEngine:
             WeightsError: The weights can't be had, are not finite or don't fit the model, or an
                 update waits already; weights and version are as they were.
         """
+        check_in_flight(in_flight)
         weights = self._executor.weights
         tensors = receive_weights(state_dict, version, weights, self._groups, timeout_s)
         sync = weights.sync_blocking if blocking else weights.start_sync

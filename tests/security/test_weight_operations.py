@@ -76,6 +76,7 @@ BAD: list[tuple[Any, str]] = [
     (folder("x", timeout_s=math.nan), "timeout_s"),
     (folder("x", timeout_s=math.inf), "timeout_s"),
     (folder("x", timeout_s=-1.0), "timeout_s"),
+    (folder("x", in_flight="finish"), "'keep' or 'retract' or 'abort'"),
     (folder("x", part_of="p" * 2_000_000), "part_of"),
     (folder("x", prepare_as="p" * 2_000_000), "prepare_as"),
     (FinishUpdate("p" * 2_000_000), "prepared"),

@@ -23,6 +23,7 @@ from ....bus.weights import (
     SharedMemoryWeights,
     StagedWeights,
     WeightsSource,
+    check_in_flight,
 )
 from ....config import WeightsError, shown
 from .limits import WeightLimits
@@ -62,6 +63,7 @@ def check_arguments(operation: Operation, limits: WeightLimits) -> None:
             _check_name("prepare_as", operation.prepare_as)
             _check_wait(operation.timeout_s)
             _check_version(operation.version)
+            check_in_flight(operation.in_flight)
             _check_source(operation.source, limits)
         case FinishUpdate():
             _check_name("prepared", operation.prepared)

@@ -360,7 +360,10 @@ class UpdatesCore:
             self._finishing = ticket
             self._make_ready(ticket, prepared.update, prepared.fetched, finish.version)
         elif finish.version is None:
-            self._given_up = finish.prepared
+            fetched = self._unanswered[self._fetching] if self._fetching is not None else None
+            if isinstance(fetched, UpdateWeights) and fetched.prepare_as == finish.prepared:
+                # Others may be given up meanwhile that were refused at once.
+                self._given_up = finish.prepared
             self._answer(ticket)
         else:
             raise WeightsError(

@@ -278,10 +278,12 @@ class World:
 
     def settle(self) -> None:
         """Everything happens that can, in order, and time passes until nothing has a deadline."""
-        self.rest()
-        while (deadline_ns := self.core.next_deadline_ns()) is not None:
-            self.wait((deadline_ns - self.now_ns) / 1e9 + 1)
+        for _ in range(100):
             self.rest()
+            if (deadline_ns := self.core.next_deadline_ns()) is None:
+                return
+            self.wait((deadline_ns - self.now_ns) / 1e9 + 1)
+        raise AssertionError("it waits for ever")
 
     def rest(self) -> None:
         """Everything happens that can, in order, but no time passes."""
@@ -324,6 +326,8 @@ class World:
                 case job:
                     if isinstance(job, Combine):
                         self._check_parts(job)
+                    if isinstance(job, Fetch):
+                        self.fetched.add(job.update.operation_id)
                     self.jobs.append(job)
 
     def _check_parts(self, job: Combine) -> None:
@@ -365,7 +369,6 @@ class World:
             case Fetch(_, update):
                 assert isinstance(update.source, FolderWeights)
                 path = update.source.path
-                self.fetched.add(update.operation_id)
                 tensors = Tensors(values_at(path), manager)
                 whole = len(tensors) == 2
                 converted = whole or not update.part_of

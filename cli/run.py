@@ -19,7 +19,7 @@ from ..config import STAGES, Config, ConfigError, nearest
 from ..pipeline.pipeline import Pipeline
 from ..stages.temporary import sweep
 from ..telemetry import setup_logging
-from .options import BusUrl, ConfigFile, LogLevel, ModelPath, Settings, WithParent, build_config
+from .options import ENGINE_OPTIONS, Options, WithParent, takes_options
 from .stdin import stdin_lines
 
 DRAIN = b"drain\n"
@@ -29,16 +29,13 @@ DRAIN = b"drain\n"
 _CONCURRENT_LINES = 256
 
 
+@takes_options(*ENGINE_OPTIONS)
 def run(
+    options: Options,
     stages: Annotated[
         str,
         typer.Option(help="The stages of this process, separated by commas.", metavar="NAMES"),
     ] = ",".join(STAGES),
-    bus: BusUrl = None,
-    model: ModelPath = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    log_level: LogLevel = None,
     with_parent: WithParent = False,
 ) -> None:
     """Run stages in this process.
@@ -63,9 +60,7 @@ def run(
     for name in names:
         if name not in STAGES:
             raise ConfigError(f"there is no stage {name!r}{nearest(name, STAGES)}")
-    config = build_config(
-        config_file, bus, model, settings, log_level, **{"pipeline.stages": names}
-    )
+    config = options.config(**{"pipeline.stages": names})
     setup_logging(config.telemetry)
     if not with_parent:  # which has done it
         sweep()

@@ -17,7 +17,7 @@ from ..gateway.gateway import DEFAULT_PORT, Gateway
 from ..stages.temporary import sweep
 from .connection import connected
 from .options import ENGINE_OPTIONS, Options, WithParent, takes_options
-from .run import forbid_torch, hear_parent
+from .run import forbid_torch, hear_parent, spare_collector
 
 GatewayPort = Annotated[
     int | None,
@@ -77,6 +77,7 @@ async def _serve(config: Config, with_parent: bool) -> None:
             Gateway(client, config) as running,
             anyio.create_task_group() as group,
         ):
+            spare_collector()
             structlog.get_logger().info("gateway_listens", url=running.url)
             group.start_soon(running.failed)
             if with_parent:

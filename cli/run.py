@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -89,10 +90,18 @@ async def _serve(config: Config, with_parent: bool) -> None:
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         # A child may be started again while Redis is away; `up` has seen it before the first one.
         async with Pipeline(config, wait_for_bus=with_parent) as pipeline:
+            spare_collector()
             if await _told_to_drain(pipeline, signals, with_parent):
                 await _drain(pipeline)
             else:
                 structlog.get_logger().info("leaving")
+
+
+def spare_collector() -> None:
+    """What a process has made to start with is there to stay: the garbage collector, which stops
+    everything while it looks, need not look at it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 async def _told_to_drain(

@@ -132,7 +132,10 @@ class BusClient:
         request_id = request_id_of(request) or entry_id
         done = False
         try:
-            async with aclosing(self.bus.results.follow(request_id, entry_id)) as outputs:
+            results = self.bus.results
+            async with aclosing(
+                results.follow(request_id, entry_id, just_published=True)
+            ) as outputs:
                 async for output in outputs:
                     done = isinstance(output, Completion)
                     yield output

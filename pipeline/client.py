@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
@@ -10,6 +11,7 @@ from typing import Any, Literal
 
 import anyio
 import msgspec
+import structlog
 
 from ..bus import Bus, Outcome, StageReport, open_bus
 from ..bus.control import (
@@ -41,6 +43,7 @@ from ..bus.weights import (
 from ..config import (
     BusConfig,
     BusError,
+    ChannelClosed,
     ConfigError,
     FairnessConfig,
     WeightsError,
@@ -71,6 +74,7 @@ class BusClient:
         self._tracing = tracing or Tracing(None)
         self._operators = Operators(bus, f"client-{uuid.uuid4().hex[:8]}")
         self._owns_bus = False
+        self._cancelling: set[asyncio.Task[None]] = set()
 
     @classmethod
     def connect(cls, bus: str | BusConfig, tracing: Tracing | None = None) -> BusClient:
@@ -104,7 +108,10 @@ class BusClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Closes the connection, if it is this client's own."""
+        """Closes the connection, if it is this client's own; cancellations go out before."""
+        if self._cancelling:
+            with anyio.move_on_after(CANCEL_PATIENCE_S, shield=True):
+                await asyncio.wait(list(self._cancelling))
         if self._owns_bus:
             await self.bus.aclose()
 
@@ -141,9 +148,7 @@ class BusClient:
                     yield output
         finally:
             if not done:
-                # Also when the caller itself was cancelled, which ends every wait in here.
-                with anyio.move_on_after(CANCEL_PATIENCE_S, shield=True):
-                    await self.cancel(request_id, entry_id)
+                await self._cancel_shielded(request_id, entry_id)
 
     async def complete(self, request: Request | bytes) -> Completion:
         """Publishes a request and waits for its terminal message."""
@@ -164,6 +169,21 @@ class BusClient:
         message = "the client cancelled the request"
         cancel = Cancel(request_id, entry_id, "cancelled", "cancelled", message)
         await self._control("admission", cancel)
+
+    async def _cancel_shielded(self, request_id: str, entry_id: str) -> None:
+        """Also when the caller itself was cancelled, which ends every wait in here: his request
+        would run on. However long it takes, only he waits no longer than the patience."""
+        cancelling = asyncio.create_task(self.cancel(request_id, entry_id))
+        self._cancelling.add(cancelling)
+        cancelling.add_done_callback(self._cancelled)
+        with anyio.move_on_after(CANCEL_PATIENCE_S, shield=True):
+            await asyncio.wait([cancelling])
+
+    def _cancelled(self, cancelling: asyncio.Task[None]) -> None:
+        self._cancelling.discard(cancelling)
+        error = None if cancelling.cancelled() else cancelling.exception()
+        if error is not None and not isinstance(error, ChannelClosed):
+            structlog.get_logger().warning("not_cancelled", error=str(error))
 
     async def pause(self, in_flight: InFlight = "keep") -> None:
         """Returns when no step is under way any more, and none is run until `resume`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from asyncio import Task
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from types import TracebackType
@@ -74,7 +75,7 @@ class BusClient:
         self._tracing = tracing or Tracing(None)
         self._operators = Operators(bus, f"client-{uuid.uuid4().hex[:8]}")
         self._owns_bus = False
-        self._cancelling: set[asyncio.Task[None]] = set()
+        self._cancelling: set[Task[None]] = set()
 
     @classmethod
     def connect(cls, bus: str | BusConfig, tracing: Tracing | None = None) -> BusClient:
@@ -135,10 +136,11 @@ class BusClient:
         Whatever is wrong with the request comes as a Completion with an error. When the caller
         stops before the end, the request is cancelled.
         """
-        entry_id = await self.publish(request)
-        request_id = request_id_of(request) or entry_id
+        publishing = asyncio.create_task(self.publish(request))
         done = False
         try:
+            entry_id = await asyncio.shield(publishing)
+            request_id = request_id_of(request) or entry_id
             results = self.bus.results
             async with aclosing(
                 results.follow(request_id, entry_id, just_published=True)
@@ -148,7 +150,7 @@ class BusClient:
                     yield output
         finally:
             if not done:
-                await self._cancel_shielded(request_id, entry_id)
+                await self._cancel_shielded(request, publishing)
 
     async def complete(self, request: Request | bytes) -> Completion:
         """Publishes a request and waits for its terminal message."""
@@ -170,16 +172,26 @@ class BusClient:
         cancel = Cancel(request_id, entry_id, "cancelled", "cancelled", message)
         await self._control("admission", cancel)
 
-    async def _cancel_shielded(self, request_id: str, entry_id: str) -> None:
-        """Also when the caller itself was cancelled, which ends every wait in here: his request
-        would run on. However long it takes, only he waits no longer than the patience."""
-        cancelling = asyncio.create_task(self.cancel(request_id, entry_id))
+    async def _cancel_shielded(self, request: Request | bytes, publishing: Task[str]) -> None:
+        """Cancels what was published, also when the caller himself was cancelled, even while he
+        published: the request would run on.
+
+        It takes as long as it takes; the caller waits no longer than the patience.
+        """
+
+        async def cancel() -> None:
+            await asyncio.wait([publishing])
+            if not publishing.cancelled() and publishing.exception() is None:
+                entry_id = publishing.result()
+                await self.cancel(request_id_of(request) or entry_id, entry_id)
+
+        cancelling = asyncio.create_task(cancel())
         self._cancelling.add(cancelling)
         cancelling.add_done_callback(self._cancelled)
         with anyio.move_on_after(CANCEL_PATIENCE_S, shield=True):
             await asyncio.wait([cancelling])
 
-    def _cancelled(self, cancelling: asyncio.Task[None]) -> None:
+    def _cancelled(self, cancelling: Task[None]) -> None:
         self._cancelling.discard(cancelling)
         error = None if cancelling.cancelled() else cancelling.exception()
         if error is not None and not isinstance(error, ChannelClosed):

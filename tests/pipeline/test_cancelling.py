@@ -78,3 +78,34 @@ async def test_a_cancellation_that_takes_long_is_not_given_up(
         await client.aclose()
     assert cancelled == [("mine", entry.entry_id)]
     await bus.aclose()
+
+
+async def test_who_leaves_while_he_publishes_is_cancelled_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_module, "CANCEL_PATIENCE_S", 0.01)
+    bus = open_bus(BusConfig())
+    client = BusClient(bus)
+    begun, go, cancelled = asyncio.Event(), asyncio.Event(), []
+
+    async def publish(request: object) -> str:
+        begun.set()
+        await go.wait()
+        return "7-0"
+
+    async def cancel(request_id: str, entry_id: str = "") -> None:
+        cancelled.append((request_id, entry_id))
+
+    monkeypatch.setattr(client, "publish", publish)
+    monkeypatch.setattr(client, "cancel", cancel)
+    async with asyncio.timeout(LIMIT_S):
+        asking = asyncio.ensure_future(client.complete({"prompt": "x"}))
+        await begun.wait()
+        asking.cancel()
+        await asyncio.wait([asking])
+        assert asking.cancelled()
+        assert not cancelled
+        go.set()
+        await client.aclose()
+    assert cancelled == [("7-0", "7-0")]
+    await bus.aclose()

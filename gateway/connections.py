@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 from collections import Counter
 from contextlib import suppress
 from functools import partial
@@ -33,8 +34,10 @@ _LINGER_S = 2.0
 # In place of `body_timeout_s` while somebody is refused for want of room.
 _PRESSED_S = 1.0
 _LOG_EVERY_S = 1.0
-# When the bodies hold so much less than before, the allocator gives it back.
+# When the bodies hold so much less than before, or so many connections are gone, what they had is
+# given back to the system.
 _TRIM_BYTES = 64 << 20
+_TRIM_CONNECTIONS = 512
 # What is read of one connection before the others have their turn. asyncio's 256 KiB, of each of
 # many large bodies, would keep a small request waiting for seconds.
 _READ_BYTES = 1 << 16
@@ -238,6 +241,7 @@ class Connections:
         self._counts: Counter[str] = Counter()
         self._logged_s = -_LOG_EVERY_S
         self._most_held_bytes = 0
+        self._most_connections = 0
 
     def __len__(self) -> int:
         return len(self._all)
@@ -294,8 +298,13 @@ class Connections:
     def _trim(self) -> None:
         held_bytes = self._limits.held_bytes
         self._most_held_bytes = max(self._most_held_bytes, held_bytes)
-        if held_bytes <= self._most_held_bytes - _TRIM_BYTES:
-            self._most_held_bytes = held_bytes
+        self._most_connections = max(self._most_connections, len(self))
+        if (
+            held_bytes <= self._most_held_bytes - _TRIM_BYTES
+            or len(self) <= self._most_connections - _TRIM_CONNECTIONS
+        ):
+            self._most_held_bytes, self._most_connections = held_bytes, len(self)
+            gc.collect()  # connections and their requests name each other
             if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
                 trim(0)
 

@@ -34,10 +34,10 @@ _LINGER_S = 2.0
 # In place of `body_timeout_s` while somebody is refused for want of room.
 _PRESSED_S = 1.0
 _LOG_EVERY_S = 1.0
-# When the bodies hold so much less than before, or so many connections are gone, what they had is
+# When the bodies hold so much less than before, or so many requests have ended, what they had is
 # given back to the system.
 _TRIM_BYTES = 64 << 20
-_TRIM_CONNECTIONS = 512
+_TRIM_REQUESTS = 256
 # What is read of one connection before the others have their turn. asyncio's 256 KiB, of each of
 # many large bodies, would keep a small request waiting for seconds.
 _READ_BYTES = 1 << 16
@@ -241,7 +241,8 @@ class Connections:
         self._counts: Counter[str] = Counter()
         self._logged_s = -_LOG_EVERY_S
         self._most_held_bytes = 0
-        self._most_connections = 0
+        # Requests under way: the most since memory was given back, and at the last sweep.
+        self._most_under_way = self._under_way = 0
 
     def __len__(self) -> int:
         return len(self._all)
@@ -298,13 +299,15 @@ class Connections:
     def _trim(self) -> None:
         held_bytes = self._limits.held_bytes
         self._most_held_bytes = max(self._most_held_bytes, held_bytes)
-        self._most_connections = max(self._most_connections, len(self))
-        if (
-            held_bytes <= self._most_held_bytes - _TRIM_BYTES
-            or len(self) <= self._most_connections - _TRIM_CONNECTIONS
+        before, self._under_way = self._under_way, self._limits.under_way
+        self._most_under_way = max(self._most_under_way, self._under_way)
+        have_ended = self._most_under_way - self._under_way
+        if held_bytes <= self._most_held_bytes - _TRIM_BYTES or (
+            # While they still end, there will be more.
+            have_ended >= _TRIM_REQUESTS and self._under_way >= before
         ):
-            self._most_held_bytes, self._most_connections = held_bytes, len(self)
-            gc.collect()  # connections and their requests name each other
+            self._most_held_bytes, self._most_under_way = held_bytes, self._under_way
+            gc.collect()  # what belongs to a request is a circle
             if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
                 trim(0)
 

@@ -107,9 +107,11 @@ class Live:
 
     def stored_mb(self) -> float:
         """What the server stores: requests that wait, and results."""
-        with contextlib.suppress(redis.RedisError):
-            with redis.Redis(port=self.target.redis_port, socket_timeout=5) as client:
-                return float(client.info("memory")["used_memory_dataset"]) / (1 << 20)
+        with (
+            contextlib.suppress(redis.RedisError),
+            redis.Redis(port=self.target.redis_port, socket_timeout=5) as client,
+        ):
+            return float(client.info("memory")["used_memory_dataset"]) / (1 << 20)
         return 0.0
 
     def memory_by_role_mb(self) -> dict[str, int]:

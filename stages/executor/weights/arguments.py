@@ -124,7 +124,7 @@ def _check_join(wish: JoinWeightsGroup) -> None:
         raise WeightsError("group is empty; give the group a name")
     _check_wait(wish.timeout_s)
     if wish.backend not in BACKENDS:
-        known = " or ".join(repr(each) for each in BACKENDS)
+        known = " or ".join(repr(backend) for backend in BACKENDS)
         raise WeightsError(f"backend {shown(wish.backend)} is unknown; use {known}")
     if wish.world_size > _LARGEST_WORLD:
         raise WeightsError(

@@ -11,6 +11,7 @@ from nano_inference.bus import StageReport
 from nano_inference.bus.public import GenerateRequest
 from nano_inference.config import BusError, load_config
 from nano_inference.gateway.app import make_app
+from nano_inference.telemetry import TraceContext
 
 from ..fake import FakeEngine, completion, refused
 from ..test_http import error_of
@@ -117,9 +118,9 @@ async def test_what_is_in_flight_here_counts_before_a_lane_tells_of_it(
     engine.outputs = look
     inner = engine.submit
 
-    async def submit(request: GenerateRequest) -> Any:
+    async def submit(request: GenerateRequest, trace: TraceContext | None = None) -> Any:
         totals.append((await http.get("/v1/loads")).json()["loads"][0]["num_total_reqs"])
-        async for output in inner(request):
+        async for output in inner(request, trace):
             yield output
 
     engine.submit = submit  # type: ignore[method-assign]

@@ -72,7 +72,31 @@ TIME_TO_FIRST_TOKEN = Instrument(
     "histogram",
     "s",
     "How long do people wait until something comes?",
-    _GEN_AI,
+    (*_GEN_AI, names.PRIORITY),
+    SECONDS,
+)
+QUEUE_DURATION = Instrument(
+    "nano.request.queue.duration",
+    "histogram",
+    "s",
+    "How long from admission until the first of a request's samples is in a step?",
+    (names.PRIORITY,),
+    SECONDS,
+)
+PREFILL_DURATION = Instrument(
+    "nano.request.prefill.duration",
+    "histogram",
+    "s",
+    "How long from then until the step that made its first token is done?",
+    (names.PRIORITY,),
+    SECONDS,
+)
+DECODE_DURATION = Instrument(
+    "nano.request.decode.duration",
+    "histogram",
+    "s",
+    "How long from then until the step that made its last token is done?",
+    (names.PRIORITY,),
     SECONDS,
 )
 TIME_PER_OUTPUT_TOKEN = Instrument(
@@ -117,6 +141,13 @@ DEAD_LETTERS = Instrument(
     "gauge",
     "{request}",
     "How many requests were given up and wait for somebody to look at them?",
+)
+BURIED = Instrument(
+    "nano.requests.buried",
+    "counter",
+    "{request}",
+    "How many requests became dead letters, and why?",
+    (names.ERROR_TYPE,),
 )
 IN_FLIGHT = Instrument(
     "nano.requests.in_flight",
@@ -226,7 +257,8 @@ PREFIX_LOOKUPS = Instrument(
     "nano.prefix.lookups",
     "counter",
     "{sequence}",
-    "How many samples looked for their beginning in the prefix cache?",
+    "How many samples looked for their beginning in the prefix cache, and how much did they find?",
+    (names.PREFIX_RESULT,),
 )
 PREFIX_HITS = Instrument(
     "nano.prefix.hits",

@@ -47,6 +47,7 @@ FIRST_TOKEN = "nano.first_token"
 CACHED_TOKENS = "nano.usage.cached_tokens"
 STATUS = "nano.request.status"
 SAMPLE_INDEX = "nano.request.sample_index"
+PREFIX_RESULT = "nano.prefix.result"
 GATEWAY_REASON = "nano.gateway.reason"
 
 # Spans of fairness for sequences that make room, and why a request waited: dispatches that came

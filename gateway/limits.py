@@ -33,6 +33,7 @@ class RequestLimits:
 
     Attributes:
         refused: How many were refused, and why, since somebody emptied this.
+        under_way: Requests that are.
         held_bytes: What the bodies of all that are under way hold, beyond the uncounted.
     """
 
@@ -41,7 +42,7 @@ class RequestLimits:
         self._app = app
         self._max_requests = max_requests
         self._max_bodies_bytes = max_bodies_bytes
-        self._under_way = 0
+        self.under_way = 0
         self.held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,15 +67,15 @@ class RequestLimits:
             counted += more
             return message
 
-        self._under_way += 1
+        self.under_way += 1
         try:
             await self._app(scope, receive_counted, send)
         finally:
-            self._under_way -= 1
+            self.under_way -= 1
             self.held_bytes -= counted
 
     def _refusal(self, told: str) -> Overloaded | None:
-        if self._under_way >= self._max_requests:
+        if self.under_way >= self._max_requests:
             return Overloaded(
                 f"{self._max_requests} requests are under way here, which is as many as the "
                 "gateway takes (gateway.max_connections, and its limit of open files); try again",

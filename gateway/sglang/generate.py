@@ -119,7 +119,7 @@ class Generation:
         gateway = self._config.gateway
         arrival, tenant = arrival_of(request), tenant_of(request)
         body = await read_object(request, gateway.max_body_bytes)
-        call = read_call(body, gateway.max_prompts, self._config.gateway_max_priority)
+        call = read_call(body, gateway.max_prompts, gateway.max_priority)
         deadline_ns = call_deadline_ns(request, arrival.at_ns, call.budget_ms)
         origin = Origin(tenant, arrival.trace, deadline_ns)
         writers = await self._writers(call.prompts, tenant)

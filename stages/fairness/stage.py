@@ -20,7 +20,8 @@ from ...telemetry import (
     priority_label,
 )
 from ..actor import Actor, StageContext, budget_of, deadline_of
-from .core import Counts, Dispatched, FairnessCore
+from .core import FairnessCore
+from .outcome import Counts, Dispatched
 from .replicas import Running
 
 

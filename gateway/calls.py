@@ -20,6 +20,9 @@ _METHODS = frozenset(
 _OTHER_METHOD = "_OTHER"
 """What OpenTelemetry's conventions call any other."""
 
+ARRIVED = "arrived_ns"
+"""Under which a connection leaves in a call's state when its head came; it may wait after that."""
+
 _KEY = "arrival"
 _FAILED = 500
 
@@ -68,10 +71,11 @@ class ObservedCalls:
         measures.watch(instruments.GATEWAY_IN_FLIGHT, lambda: self._under_way)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrived_ns = now_ns()
+        state = scope.setdefault("state", {})
+        arrived_ns: int = state.get(ARRIVED) or now_ns()
         client = client_trace(Headers(scope=scope))
         trace = self._begin(scope, client)
-        scope.setdefault("state", {})[_KEY] = Arrival(arrived_ns, trace)
+        state[_KEY] = Arrival(arrived_ns, trace)
         # Unless there is an answer.
         status = CLIENT_LEFT
 

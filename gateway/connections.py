@@ -16,7 +16,8 @@ import structlog
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..config import GatewayConfig, NanoInferenceError, RequestError
-from ..telemetry import instruments
+from ..telemetry import instruments, now_ns
+from .calls import ARRIVED
 from .http import error_response
 from .limits import Overloaded, RequestLimits
 from .measures import Measures, Reason
@@ -71,6 +72,7 @@ class Connection(H11Protocol):
         # Whose it is, as far as it is known; what has come of a request and waits for its round.
         self._client = b""
         self._come: bytes | None = None
+        self._come_ns = 0
         self._received_bytes = 0
         # When the phase began, or the body's present window did; bytes received until then.
         self._since_s = connections.now_s
@@ -106,7 +108,7 @@ class Connection(H11Protocol):
 
     def _wait_for_round(self, data: bytes) -> None:
         """What has come of a request is looked at soon; until then no more of it is read."""
-        self._come = data
+        self._come, self._come_ns = data, now_ns()
         self._client = _named_client(data) or self._client
         self.transport.pause_reading()
         self._all.rounds.put(self._client, self._take_round)
@@ -117,6 +119,7 @@ class Connection(H11Protocol):
         if self._left or self._lost or self.transport.is_closing() or data is None:
             return
         self.transport.resume_reading()
+        self.app_state = {ARRIVED: self._come_ns}
         super().data_received(data)
         self.look()
 

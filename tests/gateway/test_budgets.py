@@ -9,12 +9,14 @@ import httpx
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from nano_inference.config import Config
+from nano_inference.config import Config, GatewayConfig
+from nano_inference.gateway import connections
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.budgets import HEADER, MAX_BUDGET_MS
 from nano_inference.gateway.calls import Arrival
 from nano_inference.telemetry import TraceContext, now_ns
 
+from ..security.test_connections import post, serve
 from .fake import FakeEngine, refused
 from .test_http import error_of
 
@@ -75,6 +77,19 @@ async def test_a_time_that_is_over_when_the_call_is_read(
     assert error_of(answer, 504) == "expired"
     assert HEADER in answer.text
     assert not engine.requests
+
+
+async def test_waiting_for_a_round_counts(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many requests at once begin one after the other."""
+    body = b'{"text": "a", "budget_ms": 60000}'
+    async with serve(engine, GatewayConfig()) as served:
+        assert (await (await served.connect(post(len(body), body))).answer())[0] == 200
+        monkeypatch.setattr(connections, "now_ns", lambda: now_ns() - 61 * 10**9)
+        client = await served.connect(post(len(body), body))
+        assert await client.code() == (504, "expired")
+    assert len(engine.requests) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])

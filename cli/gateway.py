@@ -17,7 +17,8 @@ from ..gateway.gateway import DEFAULT_PORT, Gateway
 from ..stages.temporary import sweep
 from .connection import connected
 from .options import ENGINE_OPTIONS, Options, WithParent, takes_options
-from .run import forbid_torch, hear_parent, spare_collector
+from .process_memory import give_back_forever, spare_collector
+from .run import forbid_torch, hear_parent
 
 GatewayPort = Annotated[
     int | None,
@@ -82,6 +83,7 @@ async def _serve(config: Config, with_parent: bool) -> None:
             spare_collector()
             structlog.get_logger().info("gateway_listens", url=running.url)
             group.start_soon(running.failed)
+            group.start_soon(give_back_forever)
             if with_parent:
                 group.start_soon(hear_parent, [], group.cancel_scope)
             await anext(signals)

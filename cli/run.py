@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
@@ -21,6 +20,7 @@ from ..pipeline.pipeline import Pipeline
 from ..stages.temporary import sweep
 from ..telemetry import setup_logging
 from .options import ENGINE_OPTIONS, Options, WithParent, takes_options
+from .process_memory import give_back_forever, spare_collector
 from .stdin import stdin_lines
 
 DRAIN = b"drain\n"
@@ -97,13 +97,6 @@ async def _serve(config: Config, with_parent: bool) -> None:
                 structlog.get_logger().info("leaving")
 
 
-def spare_collector() -> None:
-    """What a process has made to start with is there to stay: the garbage collector, which stops
-    everything while it looks, need not look at it each time."""
-    gc.collect()
-    gc.freeze()
-
-
 async def _told_to_drain(
     pipeline: Pipeline, signals: AsyncIterator[signal.Signals], with_parent: bool
 ) -> bool:
@@ -118,6 +111,7 @@ async def _told_to_drain(
     asked: signal.Signals | None = None
     async with anyio.create_task_group() as group:
         group.start_soon(pipeline.failed)
+        group.start_soon(give_back_forever)
         if with_parent:
             group.start_soon(hear_parent, words, group.cancel_scope)
         asked = await anext(signals)

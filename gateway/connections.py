@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import gc
 from collections import Counter
 from contextlib import suppress
 from functools import partial
@@ -37,10 +35,6 @@ _LINGER_S = 2.0
 # In place of `body_timeout_s` while somebody is refused for want of room.
 _PRESSED_S = 1.0
 _LOG_EVERY_S = 1.0
-# When the bodies hold so much less than before, or so many requests have ended, what they had is
-# given back to the system.
-_TRIM_BYTES = 64 << 20
-_TRIM_REQUESTS = 256
 # What is read of one connection before the others have their turn. asyncio's 256 KiB, of each of
 # many large bodies, would keep a small request waiting for seconds.
 _READ_BYTES = 1 << 16
@@ -249,9 +243,6 @@ class Connections:
         self._sending: dict[Connection, None] = {}
         self._counts: Counter[Reason] = Counter()
         self._logged_s = -_LOG_EVERY_S
-        self._most_held_bytes = 0
-        # Requests under way: the most since memory was given back, and at the last sweep.
-        self._most_under_way = self._under_way = 0
         measures.watch(instruments.GATEWAY_CONNECTIONS, self.__len__)
 
     def __len__(self) -> int:
@@ -302,7 +293,6 @@ class Connections:
         for connection in list(self._all):
             if slow := connection.check(window_s):
                 self.count(slow)
-        self._trim()
         if self._counts and self.now_s - self._logged_s >= _LOG_EVERY_S:
             log = structlog.get_logger()
             counts = {str(reason): number for reason, number in self._counts.items()}
@@ -310,21 +300,6 @@ class Connections:
             self._counts.clear()
             self._logged_s = self.now_s
         self._measures.tell()
-
-    def _trim(self) -> None:
-        held_bytes = self._limits.held_bytes
-        self._most_held_bytes = max(self._most_held_bytes, held_bytes)
-        before, self._under_way = self._under_way, self._limits.under_way
-        self._most_under_way = max(self._most_under_way, self._under_way)
-        have_ended = self._most_under_way - self._under_way
-        if held_bytes <= self._most_held_bytes - _TRIM_BYTES or (
-            # While they still end, there will be more.
-            have_ended >= _TRIM_REQUESTS and self._under_way >= before
-        ):
-            self._most_held_bytes, self._most_under_way = held_bytes, self._under_way
-            gc.collect()  # what belongs to a request is a circle
-            if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
-                trim(0)
 
     def _forget(self, connection: Connection) -> None:
         self._waiting.pop(connection, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...bus.messages import PromptLogprobs, RequestInfo, TopLogprobs
+from ...bus.messages import PromptLogprobs, RequestInfo, RowFinish, TopLogprobs
 from ...bus.public import (
     CompletionChunk,
     CompletionSample,
@@ -21,14 +21,14 @@ class NewToken(NamedTuple):
     """A token as the executor reported it.
 
     Attributes:
-        reason: "", "stop" or "length".
+        reason: Why the sample ends with it; "" when it goes on.
         weight_version: Of the weights that made it.
         top_logprobs: Empty when none were asked for.
     """
 
     token_id: int
     logprob: float
-    reason: str
+    reason: RowFinish
     weight_version: int
     top_logprobs: TopLogprobs = ()
 
@@ -160,7 +160,7 @@ class Sample:
         if matched:
             self.finish_reason = "stop"
         elif reason:
-            self.finish_reason = "stop" if reason == "stop" else "length"
+            self.finish_reason = reason
             text += self._rest()
         if text:
             self._texts.append(text)

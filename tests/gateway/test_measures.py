@@ -155,7 +155,7 @@ async def test_more_bytes_than_are_held(engine: FakeEngine, told: Told, announce
     size = 1_000_000
     config = GatewayConfig(max_body_bytes=size, max_weights_bytes=size, max_bodies_bytes=size)
     async with serve(engine, config, told.measures) as served:
-        served.server.connections._limits._held_bytes = size
+        served.server.connections._limits.held_bytes = size
         if announced:
             client = await served.connect(post(size))
         else:

@@ -280,7 +280,7 @@ async def test_bodies_that_are_kept_hold_no_more_than_the_budget(engine: FakeEng
         async def watch() -> None:
             nonlocal most
             while len(statuses) < 8:
-                most = max(most, limits._held_bytes)
+                most = max(most, limits.held_bytes)
                 await asyncio.sleep(0)
 
         async def status(client: Client) -> None:
@@ -303,7 +303,7 @@ async def test_bodies_that_are_kept_hold_no_more_than_the_budget(engine: FakeEng
             task.cancel()
         for client in clients:
             client.writer.close()
-        await served.until(lambda: limits._held_bytes == 0)
+        await served.until(lambda: limits.held_bytes == 0)
 
 
 async def test_announced_bodies_hold_nothing(engine: FakeEngine) -> None:

@@ -73,6 +73,7 @@ class RequestInfo(InternalPart, frozen=True, array_like=True):
         min_tokens: Stop strings are not looked for in the text of that many first tokens.
         logprobs: How many of the likeliest tokens are reported at each place.
         prompt_logprobs: The same for the prompt; None when its logprobs are not reported at all.
+        priority: The request's own, by which what is measured of it is split.
     """
 
     request_id: str
@@ -89,6 +90,7 @@ class RequestInfo(InternalPart, frozen=True, array_like=True):
     min_tokens: int = 0
     logprobs: int = 0
     prompt_logprobs: int | None = None
+    priority: int = 0
 
 
 class AdmittedRequest(Internal, frozen=True, array_like=True, tag="admitted", tag_field="type"):

@@ -47,6 +47,7 @@ class RequestState:
         prompt_logprobs: Those of the prompt's tokens that are known, from the first token on, of
             which there is none.
         prompt_top_logprobs: The likeliest tokens at the same places.
+        restored: It was begun by a predecessor of this stage, so that the times are not known.
     """
 
     __slots__ = (
@@ -57,6 +58,7 @@ class RequestState:
         "info",
         "prompt_logprobs",
         "prompt_top_logprobs",
+        "restored",
         "samples",
         "step_end_ns",
         "unfinished",
@@ -73,6 +75,7 @@ class RequestState:
         self.first_token_ns = 0
         self.prompt_logprobs: list[float | None] = [None]
         self.prompt_top_logprobs: list[TokenLogprobs] = [()]
+        self.restored = False
 
     def absorb_prompt(self, found: PromptLogprobs) -> None:
         """Takes logprobs of the prompt. After a preemption some come again, and count once."""

@@ -86,6 +86,12 @@ LogLevel = Annotated[
         show_default=False,
     ),
 ]
+Lane = Annotated[
+    str | None,
+    typer.Option(
+        "--lane", metavar="NAME", help="Only this lane; all when not given.", show_default=False
+    ),
+]
 WithParent = Annotated[
     bool,
     typer.Option(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -17,7 +18,7 @@ from ..bus.control import MEMORY_TAGS, MemoryTag
 from ..bus.weights import FolderWeights
 from ..pipeline.client import BusClient
 from .connection import connected
-from .options import BusUrl, ConfigFile, LogLevel, Settings, client_config
+from .options import BusUrl, ConfigFile, Lane, LogLevel, Settings, client_config
 
 app = typer.Typer(
     help="""Look at the weights in place, and replace them while requests are in flight.
@@ -88,6 +89,7 @@ def update(
     timeout_s: Annotated[
         float, typer.Option("--timeout", min=0, help="Seconds to wait for the new weights.")
     ] = 300.0,
+    lane: Lane = None,
     bus: BusUrl = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
@@ -106,6 +108,7 @@ def update(
             version=version,
             partial=partial,
             timeout_s=timeout_s,
+            lane=lane,
         )
 
     typer.echo(_run(replace, config_file, bus, settings, log_level))
@@ -113,6 +116,7 @@ def update(
 
 @app.command("version")
 def version_(
+    lane: Lane = None,
     bus: BusUrl = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
@@ -122,11 +126,13 @@ def version_(
 
     nano-inference weights version
     """
-    typer.echo(_run(BusClient.weight_version, config_file, bus, settings, log_level))
+    operation = partial(BusClient.weight_version, lane=lane)
+    typer.echo(_run(operation, config_file, bus, settings, log_level))
 
 
 def pause(
     in_flight: InFlight = Mode.keep,
+    lane: Lane = None,
     bus: BusUrl = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
@@ -138,12 +144,13 @@ def pause(
     """
 
     async def stop(client: BusClient) -> None:
-        await client.pause(in_flight.value)
+        await client.pause(in_flight.value, lane=lane)
 
     _run(stop, config_file, bus, settings, log_level)
 
 
 def resume(
+    lane: Lane = None,
     bus: BusUrl = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
@@ -153,10 +160,11 @@ def resume(
 
     nano-inference resume
     """
-    _run(BusClient.resume, config_file, bus, settings, log_level)
+    _run(partial(BusClient.resume, lane=lane), config_file, bus, settings, log_level)
 
 
 def flush_cache(
+    lane: Lane = None,
     bus: BusUrl = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
@@ -166,11 +174,12 @@ def flush_cache(
 
     nano-inference flush-cache
     """
-    _run(BusClient.flush_cache, config_file, bus, settings, log_level)
+    _run(partial(BusClient.flush_cache, lane=lane), config_file, bus, settings, log_level)
 
 
 def release_memory(
     tags: Tags = None,
+    lane: Lane = None,
     bus: BusUrl = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
@@ -184,13 +193,14 @@ def release_memory(
     """
 
     async def release(client: BusClient) -> None:
-        await client.release_memory(_memory(tags))
+        await client.release_memory(_memory(tags), lane=lane)
 
     _run(release, config_file, bus, settings, log_level)
 
 
 def resume_memory(
     tags: Tags = None,
+    lane: Lane = None,
     bus: BusUrl = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
@@ -202,7 +212,7 @@ def resume_memory(
     """
 
     async def take(client: BusClient) -> None:
-        await client.resume_memory(_memory(tags))
+        await client.resume_memory(_memory(tags), lane=lane)
 
     _run(take, config_file, bus, settings, log_level)
 

@@ -64,6 +64,10 @@ class BusClient:
 
     `async with BusClient.connect("redis://127.0.0.1:6390") as client:` opens a connection of its
     own; `Pipeline` makes one on its own bus.
+
+    What is done to a pipeline rather than to a request (`pause`, `flush_cache`, `update_weights`
+    and so on) is done to every lane that lives under the bus's prefix, or to the one that `lane`
+    names: a lane that is not there is a BusError, `unknown_lane`.
     """
 
     def __init__(self, bus: Bus, tracing: Tracing | None = None) -> None:
@@ -162,36 +166,38 @@ class BusClient:
         cancel = Cancel(request_id, entry_id, "cancelled", "cancelled", message)
         await self._control("admission", cancel)
 
-    async def pause(self, in_flight: InFlight = "keep") -> None:
+    async def pause(self, in_flight: InFlight = "keep", *, lane: str | None = None) -> None:
         """Returns when no step is under way any more, and none is run until `resume`.
 
         Args:
             in_flight: What becomes of requests in flight. keep: they go on from their KV
                 afterwards. retract: they compute it again. abort: they end at once with what they
                 have, status "cancelled" and code "aborted".
+            lane: Only this lane; every lane when None, here and in all that follow.
 
         Raises:
             BusError: A lane did not answer.
         """
-        await self._operate("batching", Pause("keep" if in_flight == "abort" else in_flight))
+        kept = Pause("keep" if in_flight == "abort" else in_flight)
+        await self._operate("batching", kept, lane=lane)
         if in_flight == "abort":
-            await self.cancel_all()
+            await self.cancel_all(lane=lane)
 
-    async def resume(self) -> None:
+    async def resume(self, *, lane: str | None = None) -> None:
         """Goes on after `pause`. Raises BusError as that does."""
-        await self._operate("batching", Resume())
+        await self._operate("batching", Resume(), lane=lane)
 
-    async def cancel_all(self) -> None:
+    async def cancel_all(self, *, lane: str | None = None) -> None:
         """Ends all requests that were taken from the queue; they keep what they have.
 
         Raises:
             BusError: A lane did not answer.
         """
-        await self._operate("admission", CancelAll())
+        await self._operate("admission", CancelAll(), lane=lane)
 
-    async def flush_cache(self) -> None:
+    async def flush_cache(self, *, lane: str | None = None) -> None:
         """Forgets all cached prefixes. Raises BusError when a lane did not answer."""
-        await self._operate("batching", FlushCache())
+        await self._operate("batching", FlushCache(), lane=lane)
 
     async def update_weights(
         self,
@@ -201,6 +207,7 @@ class BusClient:
         version: int | None = None,
         partial: bool = False,
         timeout_s: float = 300.0,
+        lane: str | None = None,
     ) -> int:
         """Replaces the weights of every lane between two steps, while requests are in flight.
 
@@ -217,6 +224,7 @@ class BusClient:
                 counted from the newest of all executors.
             partial: Whether parameters that are not among them stay as they are.
             timeout_s: How long fetching them may take.
+            lane: Only this lane. The others keep theirs, and their tokens tell which made them.
 
         Returns:
             The version of the weights in place.
@@ -230,7 +238,7 @@ class BusClient:
         source = lay_down(uuid.uuid4().hex, weights) if isinstance(weights, Mapping) else weights
         try:
             update = UpdateWeights(source, in_flight, version, partial, timeout_s)
-            told = await self._operators.started("executor", ANSWER_S)
+            told = await self._operators.started("executor", ANSWER_S, lane)
             if len(told) == 1:
                 return await self._operate("executor", update, timeout_s + ANSWER_S, told)
 
@@ -251,6 +259,7 @@ class BusClient:
         rank_offset: int = 1,
         backend: Literal["gloo", "nccl"] = "gloo",
         timeout_s: float = 60.0,
+        lane: str | None = None,
     ) -> None:
         """Lets every lane's executor join a torch.distributed group that a trainer broadcasts to.
 
@@ -271,18 +280,23 @@ class BusClient:
             rank = rank_offset + index
             return JoinWeightsGroup(group, address, rank, world_size, backend, timeout_s)
 
-        await self._operate("executor", wish, timeout_s + ANSWER_S)
+        await self._operate("executor", wish, timeout_s + ANSWER_S, lane=lane)
 
-    async def leave_weights_group(self, group: str) -> None:
+    async def leave_weights_group(self, group: str, *, lane: str | None = None) -> None:
         """Lets every lane's executor leave a group, also one that broadcasts and hangs.
 
         Raises:
             BusError: A lane did not answer.
         """
-        await self._operate("executor", LeaveWeightsGroup(group))
+        await self._operate("executor", LeaveWeightsGroup(group), lane=lane)
 
     async def stage_weights(
-        self, update: str, weights: WeightsSource, *, timeout_s: float = 300.0
+        self,
+        update: str,
+        weights: WeightsSource,
+        *,
+        timeout_s: float = 300.0,
+        lane: str | None = None,
     ) -> None:
         """Has every lane fetch a part of an update and keep it.
 
@@ -299,17 +313,19 @@ class BusClient:
             BusError: A lane did not answer.
         """
         part = UpdateWeights(weights, partial=True, timeout_s=timeout_s, part_of=update)
-        await self._operate("executor", part, timeout_s + ANSWER_S)
+        await self._operate("executor", part, timeout_s + ANSWER_S, lane=lane)
 
-    async def weight_version(self) -> int:
+    async def weight_version(self, *, lane: str | None = None) -> int:
         """The version of the weights in place; with several lanes the smallest.
 
         Raises:
             BusError: A lane did not answer.
         """
-        return await self._operate("executor", TellWeightVersion())
+        return await self._operate("executor", TellWeightVersion(), lane=lane)
 
-    async def release_memory(self, tags: Iterable[MemoryTag] = MEMORY_TAGS) -> None:
+    async def release_memory(
+        self, tags: Iterable[MemoryTag] = MEMORY_TAGS, *, lane: str | None = None
+    ) -> None:
         """Gives memory of every lane back to its device, for a trainer that shares it.
 
         Until all is resumed no step runs: requests wait, and what runs computes its KV again
@@ -323,10 +339,14 @@ class BusClient:
             WeightsError: There is no such tag, or a weight update is under way.
             BusError: A lane did not answer.
         """
-        await self._operate("executor", ReleaseMemory(tuple(tags)))
+        await self._operate("executor", ReleaseMemory(tuple(tags)), lane=lane)
 
     async def resume_memory(
-        self, tags: Iterable[MemoryTag] = MEMORY_TAGS, *, timeout_s: float = 300.0
+        self,
+        tags: Iterable[MemoryTag] = MEMORY_TAGS,
+        *,
+        timeout_s: float = 300.0,
+        lane: str | None = None,
     ) -> None:
         """Takes memory again that was released; what is there already stays as it is.
 
@@ -339,7 +359,7 @@ class BusClient:
                 and what could not be had is still released.
             BusError: A lane did not answer.
         """
-        await self._operate("executor", ResumeMemory(tuple(tags)), timeout_s)
+        await self._operate("executor", ResumeMemory(tuple(tags)), timeout_s, lane=lane)
 
     async def reports(self) -> list[StageReport]:
         """How the stages are, as their processes told within the last seconds."""
@@ -371,8 +391,7 @@ class BusClient:
             config: All settings; those not named in it are back at their defaults.
             lane: The lane that takes them; every lane when None.
         """
-        told = None if lane is None else [(lane, "fairness")]
-        await self._control("fairness", UpdateFairness(config), told)
+        await self._control("fairness", UpdateFairness(config), lane)
 
     async def _operate(
         self,
@@ -380,6 +399,7 @@ class BusClient:
         body: Message | Callable[[int], Message],
         timeout_s: float = ANSWER_S,
         told: list[tuple[str, str]] | None = None,
+        lane: str | None = None,
     ) -> int:
         """Tells every lane and waits until all have done it; returns the least weight version.
 
@@ -388,12 +408,14 @@ class BusClient:
             body: What to tell it; where it depends on the lane, by the lane's index.
             timeout_s: How long to wait for the answers.
             told: (lane, role) of whom to tell; everyone when None.
+            lane: Only this lane, of everyone.
 
         Raises:
             WeightsError: A lane refused.
             BusError: A lane did not answer.
         """
-        told = await self._operators.started(stage, ANSWER_S) if told is None else told
+        if told is None:
+            told = await self._operators.started(stage, ANSWER_S, lane)
         outcomes = await self._operators.ask(stage, body, timeout_s, told)
         for outcome in outcomes:
             if outcome.code:
@@ -409,15 +431,9 @@ class BusClient:
                 )
         return min(outcome.weight_version for outcome in outcomes)
 
-    async def _control(
-        self,
-        stage: str,
-        body: Message | Callable[[int], Message],
-        told: list[tuple[str, str]] | None = None,
-    ) -> None:
-        """Tells every lane that lives: whose a request is, only they know. Or those in `told`."""
-        told = await self._operators.everyone(stage) if told is None else told
-        await self._operators.tell(stage, body, told)
+    async def _control(self, stage: str, body: Message, lane: str | None = None) -> None:
+        """Tells every lane that lives: whose a request is, only they know. Or the one named."""
+        await self._operators.tell(stage, body, await self._operators.everyone(stage, lane))
 
     def _published_span(self, request: Request | bytes) -> TraceContext:
         if not self._tracing.enabled:

@@ -35,24 +35,40 @@ class Operators:
         self._bus = bus
         self._sender = sender
 
-    async def everyone(self, stage: str) -> Told:
-        """A stage in every lane that lives, and each of its replicas that was heard of lately."""
+    async def everyone(self, stage: str, lane: str | None = None) -> Told:
+        """A stage, and each of its replicas that was heard of lately, in every lane that lives.
+
+        Args:
+            stage: One of the five.
+            lane: Only this lane.
+
+        Raises:
+            BusError: `unknown_lane`: it does not live.
+        """
+        lanes = sorted(await self._bus.lanes())
+        if lane is not None:
+            if lane not in lanes:
+                raise BusError(
+                    f"no lane {lane!r:.80} lives here; those that do: {', '.join(lanes)}",
+                    code="unknown_lane",
+                )
+            lanes = [lane]
         found: Told = []
-        for lane in sorted(await self._bus.lanes()):
+        for each in lanes:
             replicas = [0]
             if stage in REPLICATED:
                 reports = await self._bus.stages.read()
-                replicas = replicas_of(report.stage for report in reports if report.lane == lane)
-            found += [(lane, role_of(stage, replica)) for replica in replicas]
+                replicas = replicas_of(report.stage for report in reports if report.lane == each)
+            found += [(each, role_of(stage, replica)) for replica in replicas]
         return found
 
-    async def started(self, stage: str, limit_s: float) -> Told:
+    async def started(self, stage: str, limit_s: float, lane: str | None = None) -> Told:
         """As `everyone`, once all have loaded what they need: before that they hear nothing.
 
         Raises:
-            BusError: Some are still loading after this time.
+            BusError: Some are still loading after this time; or as `everyone`.
         """
-        told, end = await self.everyone(stage), time.monotonic() + limit_s
+        told, end = await self.everyone(stage, lane), time.monotonic() + limit_s
         while loading := await self._loading(told):
             if time.monotonic() > end:
                 raise BusError(

@@ -19,7 +19,8 @@ from nano_inference import BusClient, Completion, Config, Pipeline
 from nano_inference.bus.control import Pause, Resume
 from nano_inference.bus.links import CONTROL
 from nano_inference.bus.public import CompletionChunk, Output
-from nano_inference.config import LaneReplaced
+from nano_inference.bus.weights import FolderWeights
+from nano_inference.config import BusError, LaneReplaced
 from nano_inference.stages.admission.stage import AdmissionStage
 
 from .conftest import MakeConfig, config_maker
@@ -158,6 +159,33 @@ async def test_control_messages_reach_every_lane(make_config: MakeConfig) -> Non
         await client.flush_cache()
         await client.resume()
         assert [(await task).status for task in waiting] == ["done"] * 2
+
+
+async def test_an_operation_may_name_one_lane(redis_config: MakeConfig) -> None:
+    configs = [lane_config(redis_config, lane, admission__max_in_flight=1) for lane in "ab"]
+    weights = FolderWeights(str(configs[0].engine.model_folder))
+    async with (
+        asyncio.timeout(LIMIT_S),
+        Pipeline(configs[0]),
+        Pipeline(configs[1]) as second,
+        BusClient.connect(configs[0].bus) as client,
+    ):
+        assert await client.update_weights(weights, lane="a") == 1
+        versions = [await client.weight_version(lane=lane) for lane in ("a", "b", None)]
+        assert versions == [1, 0, 0]
+        await client.pause(lane="b")
+        answers = [asyncio.create_task(client.complete(GOOD)) for _ in range(4)]
+        # The other lane answers all but the one that this lane has taken.
+        await until(lambda: sum(each.done() for each in answers) == 3 and in_flight(second) == 1)
+        await client.flush_cache(lane="a")
+        await client.resume(lane="b")
+        made_by = [each.samples[0].weight_version for each in await asyncio.gather(*answers)]
+        assert sorted(made_by) == [0, 1, 1, 1]
+        operations = (client.pause, client.resume, client.flush_cache, client.cancel_all)
+        for operation in (*operations, client.weight_version, client.release_memory):
+            with pytest.raises(BusError, match="no lane 'c' lives here") as unknown:
+                await operation(lane="c")
+            assert unknown.value.code == "unknown_lane"
 
 
 # --- taking over ------------------------------------------------------------------------------

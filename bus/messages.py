@@ -229,6 +229,8 @@ class StartedSequence(Part, frozen=True, array_like=True):
         num_generated: Tokens that earlier runs of this sequence have already reported.
         planned_ns: When batching first planned it.
         executed_ns: When its first step began on the device.
+        prompt_token_ids: `[prompt]`, of its request; empty where another sequence of that request,
+            which starts in the same step, has them.
     """
 
     seq_id: int
@@ -238,6 +240,7 @@ class StartedSequence(Part, frozen=True, array_like=True):
     info: RequestInfo
     planned_ns: int
     executed_ns: int
+    prompt_token_ids: tuple[int, ...] = ()
 
 
 TopLogprobs = tuple[tuple[int, float], ...]

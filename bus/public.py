@@ -235,6 +235,8 @@ class Completion(
             has none. None when `sampling.prompt_logprobs` did not ask for them, or the request
             ended before all were known.
         prompt_top_logprobs: `[prompt]`, as CompletionSample.top_logprobs; empty for the first.
+        prompt_token_ids: `[prompt]`, the prompt as the model's tokens, however it was given. Empty
+            when the request ended before any of its samples began.
     """
 
     request_id: str
@@ -248,6 +250,7 @@ class Completion(
     trace_id: str = ""
     prompt_logprobs: tuple[float | None, ...] | None = None
     prompt_top_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
+    prompt_token_ids: tuple[int, ...] = ()
 
 
 Output = CompletionChunk | Completion

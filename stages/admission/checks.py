@@ -155,7 +155,7 @@ def result_bytes(sampling: SamplingParams, n: int, num_prompt_tokens: int) -> in
     with an error where it would be written.
     """
     token = TOKEN_ID_BYTES + LOGPROB_BYTES + TEXT_BYTES + _tops_bytes(sampling.logprobs)
-    size = COMPLETION_BYTES + n * sampling.max_tokens * token
+    size = COMPLETION_BYTES + num_prompt_tokens * TOKEN_ID_BYTES + n * sampling.max_tokens * token
     if sampling.prompt_logprobs is not None:
         size += num_prompt_tokens * (LOGPROB_BYTES + _tops_bytes(sampling.prompt_logprobs))
     return size
@@ -174,7 +174,8 @@ def check_result_size(
         raise RequestError(
             f"the result may have {size} bytes and at most {max_bytes} are carried "
             f"(bus.max_result_bytes); lower n ({n}), max_tokens ({sampling.max_tokens}), logprobs "
-            f"({sampling.logprobs}) or prompt_logprobs ({sampling.prompt_logprobs})",
+            f"({sampling.logprobs}) or prompt_logprobs ({sampling.prompt_logprobs}), or give a "
+            f"shorter prompt ({num_prompt_tokens} tokens)",
             code="result_too_large",
         )
 

@@ -232,8 +232,9 @@ class ExecutorCore:
             raise ValueError(f"the plan has rows, and the lane lacks {self.memory.lacks}")
         with self._within():
             sampled, prompts = self._step(rows, num_tokens) if rows.size else (None, ())
-        started = tuple(_started(new, plan.made_ns, start_ns) for new in plan.new)
-        return LaunchedStep(plan, started, self.weights.version, start_ns, sampled, prompts)
+        return LaunchedStep(
+            plan, _started(plan, start_ns), self.weights.version, start_ns, sampled, prompts
+        )
 
     def finish(self, step: LaunchedStep) -> StepResult:
         """The result of the oldest step that was launched; waits for it.
@@ -415,13 +416,23 @@ class ExecutorCore:
         )
 
 
-def _started(new: NewSequence, planned_ns: int, executed_ns: int) -> StartedSequence:
-    return StartedSequence(
-        seq_id=new.seq_id,
-        sample_index=new.sample.sample_index,
-        num_cached=new.num_cached,
-        num_generated=new.num_generated,
-        info=new.info,
-        planned_ns=planned_ns,
-        executed_ns=executed_ns,
+def _started(plan: StepPlan, executed_ns: int) -> tuple[StartedSequence, ...]:
+    """What is told of the sequences that are new in a plan: the prompt once for each request."""
+    first = {new.info.entry_id: new.seq_id for new in reversed(plan.new)}
+    return tuple(
+        StartedSequence(
+            seq_id=new.seq_id,
+            sample_index=new.sample.sample_index,
+            num_cached=new.num_cached,
+            num_generated=new.num_generated,
+            info=new.info,
+            planned_ns=plan.made_ns,
+            executed_ns=executed_ns,
+            prompt_token_ids=_prompt(new) if first[new.info.entry_id] == new.seq_id else (),
+        )
+        for new in plan.new
     )
+
+
+def _prompt(new: NewSequence) -> tuple[int, ...]:
+    return new.token_ids[: len(new.token_ids) - new.num_generated]

@@ -194,7 +194,10 @@ class StreamingCore:
             request.executed_ns = min(request.executed_ns, started.executed_ns)
             request.cached_tokens += started.num_cached
             sample = request.add(started.sample_index, self._pieces)
-        elif sample.finish_reason is not None:
+        sample.request.prompt_token_ids = (
+            started.prompt_token_ids or sample.request.prompt_token_ids
+        )
+        if sample.finish_reason is not None:
             return
         sample.request.step_end_ns = end_ns
         sample.seq_id = started.seq_id
@@ -316,6 +319,7 @@ class StreamingCore:
             trace_id=traced[1] if traced else "",
             prompt_logprobs=prompt_logprobs,
             prompt_top_logprobs=prompt_top_logprobs,
+            prompt_token_ids=request.prompt_token_ids,
         )
         batch.finish(info.request_id, info, completion)
 

@@ -47,6 +47,7 @@ class RequestState:
         prompt_logprobs: Those of the prompt's tokens that are known, from the first token on, of
             which there is none.
         prompt_top_logprobs: The likeliest tokens at the same places.
+        prompt_token_ids: The prompt; empty before the first sample has started.
     """
 
     __slots__ = (
@@ -56,6 +57,7 @@ class RequestState:
         "first_token_ns",
         "info",
         "prompt_logprobs",
+        "prompt_token_ids",
         "prompt_top_logprobs",
         "samples",
         "step_end_ns",
@@ -73,6 +75,7 @@ class RequestState:
         self.first_token_ns = 0
         self.prompt_logprobs: list[float | None] = [None]
         self.prompt_top_logprobs: list[TokenLogprobs] = [()]
+        self.prompt_token_ids: tuple[int, ...] = ()
 
     def absorb_prompt(self, found: PromptLogprobs) -> None:
         """Takes logprobs of the prompt. After a preemption some come again, and count once."""

@@ -103,7 +103,7 @@ SAMPLES: tuple[Message, ...] = (
     ),
     StepResult(
         1,
-        (StartedSequence(7, 1, 0, 0, INFO, 5, 6),),
+        (StartedSequence(7, 1, 0, 0, INFO, 5, 6, (1, 2)),),
         (7,),
         (42,),
         (-0.25,),

@@ -65,6 +65,7 @@ def completion(
         samples=samples,
         prompt_logprobs=scored,
         prompt_top_logprobs=(likeliest[:prompt_tops],) * num_tokens if prompt_tops else None,
+        prompt_token_ids=(9_999_999,) * num_tokens,
     )
 
 
@@ -90,6 +91,7 @@ def chunk(request_id: str, num_bytes: int) -> CompletionChunk:
         {"max_tokens": 4000},
         {"max_tokens": 200, "logprobs": 20},
         {"max_tokens": 1, "prompt_logprobs": 20, "prompt_token_ids": (5,) * 200},
+        {"max_tokens": 1, "prompt_token_ids": (5,) * 20_000},
     ],
 )
 def test_a_request_whose_result_nothing_carries_is_refused(

@@ -117,6 +117,12 @@ DEAD_LETTERS = Instrument(
     "{request}",
     "How many requests were given up and wait for somebody to look at them?",
 )
+QUEUE_LENGTH = Instrument(
+    "nano.queue.length",
+    "gauge",
+    "{request}",
+    "How many requests wait, on the stream and in all lanes, until a sample of theirs begins?",
+)
 IN_FLIGHT = Instrument(
     "nano.requests.in_flight",
     "gauge",

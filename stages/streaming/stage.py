@@ -62,6 +62,9 @@ class StreamingStage(Actor):
     def load(self) -> dict[str, int | float | str]:
         return {"open": len(self._core), **self._throughput.load(now_ns())} if self.opened else {}
 
+    def begun(self) -> int | None:
+        return len(self._core)
+
     async def handle(self, envelope: Envelope) -> None:
         match envelope.body:
             case StepResult() as result:

@@ -19,6 +19,7 @@ from nano_inference import BusClient, Completion, Config, Pipeline
 from nano_inference.bus.control import Pause, Resume
 from nano_inference.bus.links import CONTROL
 from nano_inference.bus.public import CompletionChunk, Output
+from nano_inference.bus.redis import queue_length
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import BusError, LaneReplaced
 from nano_inference.stages.admission.stage import AdmissionStage
@@ -458,3 +459,31 @@ async def test_time_that_runs_out_in_fairness_and_in_batching(make_config: MakeC
         running = await pipeline.complete({**LONG, "budget_ns": 300_000_000})
         assert running.status == "expired"
         assert (await pipeline.complete(GOOD)).status == "done", "its place is free again"
+
+
+# --- how many wait --------------------------------------------------------------------------------
+
+
+async def test_the_queue_length_counts_what_lanes_hold_and_what_a_dead_lane_held(
+    redis_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing waits unread on the stream: a lane takes far more than it can run."""
+    monkeypatch.setattr(queue_length, "TOLD_FOR_MS", 2000)
+    few = {"engine__max_batch_size": 2, "admission__lease_s": 1000.0}
+    configs = [redis_config(bus__lane=lane, **few) for lane in "ab"]
+
+    async def holds(waiting: int) -> None:
+        while (await client.bus.requests.backlog()).queue_length != waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+    async with asyncio.timeout(LIMIT_S), BusClient.connect(configs[0].bus) as client:
+        first = await begin(Pipeline(configs[0]))
+        for _ in range(6):
+            await client.publish({**LONG, "stream": False})
+        await until(lambda: in_flight(first) == 6 and first._actors["streaming"].begun() == 2)
+        await client.pause()  # or some might end
+        await holds(4)
+        async with Pipeline(configs[1]):
+            await holds(4)
+            await kill(first)
+            await holds(6)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Literal
@@ -43,11 +43,13 @@ from ..config import (
     BusError,
     ConfigError,
     FairnessConfig,
+    SamplingParams,
     WeightsError,
 )
 from ..telemetry import TraceContext, Tracing, names, now_ns
 from .health import lanes_of, verdict, weights_trouble
 from .operators import Operators
+from .scoring import ScoredCompletion, complete_all, scored, scoring_params, scoring_requests
 from .update_together import update_together
 
 Request = GenerateRequest | dict[str, Any]
@@ -153,6 +155,37 @@ class BusClient:
                 if isinstance(output, Completion):
                     return output
         raise AssertionError("the output ended without a terminal message")
+
+    async def score(
+        self,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        like: GenerateRequest = GenerateRequest(),  # noqa: B008  (it is frozen)
+    ) -> list[ScoredCompletion]:
+        """How likely the weights in place, and the reference model, find given completions.
+
+        It is what `InferenceEngine.score` computes. Each is a request like any other: it waits for
+        its turn, and goes on after a failure.
+
+        Args:
+            prompts: Token ids.
+            completions: Token ids, at least one for each prompt.
+            sampling_params: One for all, or one for each, of which only the temperature counts.
+            like: Its tenant, priority, budget_ns, model and cache_salt are those of the requests.
+
+        Returns:
+            One for each completion, in order.
+
+        Raises:
+            RequestError: A request was refused or did not end well; the others are cancelled.
+            ValueError: There are not as many completions as prompts, or one is empty.
+        """
+        params = scoring_params(prompts, completions, sampling_params)
+        requests = scoring_requests(prompts, completions, params, like)
+        answers = await complete_all(self.complete, requests)
+        return [scored(each, len(own)) for each, own in zip(answers, completions, strict=True)]
 
     async def cancel(self, request_id: str, entry_id: str = "") -> None:
         """Ends a request; one that has ended is left alone.

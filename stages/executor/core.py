@@ -73,6 +73,7 @@ class ExecutorCore:
         now_ns: Callable[[], int] = time.time_ns,
         model: LoadedModel | None = None,
         backend: AttentionBackend[Any] | None = None,
+        num_blocks: int | None = None,
     ) -> None:
         """Loads the model and allocates the cache.
 
@@ -81,13 +82,15 @@ class ExecutorCore:
             now_ns: The clock for `start_ns` and `end_ns`.
             model: Taken instead of the one that the configuration names.
             backend: Taken instead of the one that fits model and machine.
+            num_blocks: Of the cache; as many as memory allows when None.
 
         Raises:
             ModelError: The model can't be loaded, the cache does not fit, or deterministic mode is
                 wanted and not possible.
         """
         self.model = load_model(config) if model is None else model
-        self.cache = KVCache(self.model, count_blocks(config, self.model), config.block_size)
+        num_blocks = num_blocks or count_blocks(config, self.model)
+        self.cache = KVCache(self.model, num_blocks, config.block_size)
         self.weights = WeightSyncManager(
             self.model.module,
             limits_of(self.model.module, config.max_weight_tensors, config.max_weight_bytes),
@@ -147,8 +150,16 @@ class ExecutorCore:
         """
         if number != torch.get_num_threads():
             torch.set_num_threads(number)
-            if self._determinism is not None:
-                self._determinism.check()
+            self.check_determinism()
+
+    def check_determinism(self) -> None:
+        """Whether deterministic mode holds, if this is it; no sequence may be there.
+
+        Raises:
+            ModelError: It does not.
+        """
+        if self._determinism is not None:
+            self._determinism.check()
 
     def record_graphs(self, capture: Capture) -> None:
         """Records the decode steps, which takes a PagedBackend, and uses them from then on.

@@ -85,6 +85,7 @@ def attack(live: Live, name: str) -> dict[str, Any]:
         "before_mb": round(before_mb),
         "peak_mb": round(peak_mb),
         "after_mb": round(after_mb),
+        "after_by_role_mb": live.memory_by_role_mb(),
         "log_kb": (live.log.stat().st_size - log_bytes) // 1024,
         "same_processes": live.processes() == live.pids,
         "idle": idle,

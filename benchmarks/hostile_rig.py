@@ -102,13 +102,11 @@ class Live:
 
     def memory_mb(self) -> float:
         """Proportional set size of all processes: what is shared counts once."""
-        total_kb = 0
-        for pid in self._tree():
-            with contextlib.suppress(OSError):
-                for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-                    if line.startswith("Pss:"):
-                        total_kb += int(line.split()[1])
-        return total_kb / 1024
+        return sum(map(_pss_mb, self._tree()))
+
+    def memory_by_role_mb(self) -> dict[str, int]:
+        """The same by process."""
+        return {role: round(_pss_mb(pid)) for role, pid in self.processes().items()}
 
     def is_idle(self) -> bool:
         """Whether no request waits or runs."""
@@ -140,6 +138,14 @@ class Live:
                 with contextlib.suppress(OSError):
                     found += [int(child) for child in children.read_text().split()]
         return found
+
+
+def _pss_mb(pid: int) -> float:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) / 1024
+    return 0.0  # it has ended
 
 
 def _role(arguments: list[str]) -> str:

@@ -18,7 +18,7 @@ from ..bus.control import MEMORY_TAGS, MemoryTag
 from ..bus.weights import FolderWeights
 from ..pipeline.client import BusClient
 from .connection import connected
-from .options import BusUrl, ConfigFile, Lane, LogLevel, Settings, client_config
+from .options import Lane, Options, takes_client_options
 
 app = typer.Typer(
     help="""Look at the weights in place, and replace them while requests are in flight.
@@ -67,7 +67,9 @@ InFlight = Annotated[
 
 
 @app.command()
+@takes_client_options
 def update(
+    options: Options,
     folder: Annotated[
         Path,
         typer.Option(
@@ -90,10 +92,6 @@ def update(
         float, typer.Option("--timeout", min=0, help="Seconds to wait for the new weights.")
     ] = 300.0,
     lane: Lane = None,
-    bus: BusUrl = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    log_level: LogLevel = None,
 ) -> None:
     """Replace the weights by those of a folder; print the version that they have.
 
@@ -111,33 +109,21 @@ def update(
             lane=lane,
         )
 
-    typer.echo(_run(replace, config_file, bus, settings, log_level))
+    typer.echo(_run(replace, options))
 
 
 @app.command("version")
-def version_(
-    lane: Lane = None,
-    bus: BusUrl = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    log_level: LogLevel = None,
-) -> None:
+@takes_client_options
+def version_(options: Options, lane: Lane = None) -> None:
     """Print the version of the weights in place; 0 are those that were loaded.
 
     nano-inference weights version
     """
-    operation = partial(BusClient.weight_version, lane=lane)
-    typer.echo(_run(operation, config_file, bus, settings, log_level))
+    typer.echo(_run(partial(BusClient.weight_version, lane=lane), options))
 
 
-def pause(
-    in_flight: InFlight = Mode.keep,
-    lane: Lane = None,
-    bus: BusUrl = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    log_level: LogLevel = None,
-) -> None:
+@takes_client_options
+def pause(options: Options, in_flight: InFlight = Mode.keep, lane: Lane = None) -> None:
     """Stop generating, and return when no step is under way; requests wait until `resume`.
 
     nano-inference pause --in-flight retract
@@ -146,45 +132,29 @@ def pause(
     async def stop(client: BusClient) -> None:
         await client.pause(in_flight.value, lane=lane)
 
-    _run(stop, config_file, bus, settings, log_level)
+    _run(stop, options)
 
 
-def resume(
-    lane: Lane = None,
-    bus: BusUrl = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    log_level: LogLevel = None,
-) -> None:
+@takes_client_options
+def resume(options: Options, lane: Lane = None) -> None:
     """Go on generating after `pause`.
 
     nano-inference resume
     """
-    _run(partial(BusClient.resume, lane=lane), config_file, bus, settings, log_level)
+    _run(partial(BusClient.resume, lane=lane), options)
 
 
-def flush_cache(
-    lane: Lane = None,
-    bus: BusUrl = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    log_level: LogLevel = None,
-) -> None:
+@takes_client_options
+def flush_cache(options: Options, lane: Lane = None) -> None:
     """Forget all cached prefixes. New weights need no flush.
 
     nano-inference flush-cache
     """
-    _run(partial(BusClient.flush_cache, lane=lane), config_file, bus, settings, log_level)
+    _run(partial(BusClient.flush_cache, lane=lane), options)
 
 
-def release_memory(
-    tags: Tags = None,
-    lane: Lane = None,
-    bus: BusUrl = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    log_level: LogLevel = None,
-) -> None:
+@takes_client_options
+def release_memory(options: Options, tags: Tags = None, lane: Lane = None) -> None:
     """Give memory back to the device; requests wait until `resume-memory`.
 
     Released weights are lost: after `resume-memory` they must be sent, all of them.
@@ -195,17 +165,11 @@ def release_memory(
     async def release(client: BusClient) -> None:
         await client.release_memory(_memory(tags), lane=lane)
 
-    _run(release, config_file, bus, settings, log_level)
+    _run(release, options)
 
 
-def resume_memory(
-    tags: Tags = None,
-    lane: Lane = None,
-    bus: BusUrl = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    log_level: LogLevel = None,
-) -> None:
+@takes_client_options
+def resume_memory(options: Options, tags: Tags = None, lane: Lane = None) -> None:
     """Take memory again that was released.
 
     nano-inference resume-memory --tag weights
@@ -214,7 +178,7 @@ def resume_memory(
     async def take(client: BusClient) -> None:
         await client.resume_memory(_memory(tags), lane=lane)
 
-    _run(take, config_file, bus, settings, log_level)
+    _run(take, options)
 
 
 def _memory(tags: list[MemoryKind] | None) -> tuple[MemoryTag, ...]:
@@ -223,12 +187,9 @@ def _memory(tags: list[MemoryKind] | None) -> tuple[MemoryTag, ...]:
 
 def _run(
     operation: Callable[[BusClient], Awaitable[_Result]],
-    config_file: ConfigFile,
-    bus: BusUrl,
-    settings: Settings,
-    log_level: LogLevel,
+    options: Options,
 ) -> _Result:
-    config = client_config(config_file, bus, settings, log_level)
+    config = options.client_config()
 
     async def run() -> _Result:
         async with connected(config) as client:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
+from asyncio import Task
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
@@ -10,8 +12,10 @@ from typing import Any, Literal
 
 import anyio
 import msgspec
+import structlog
 
 from ..bus import Bus, Outcome, StageReport, open_bus
+from ..bus.codec import named_id
 from ..bus.control import (
     MEMORY_TAGS,
     Cancel,
@@ -40,16 +44,15 @@ from ..bus.weights import (
 )
 from ..config import (
     BusConfig,
-    BusError,
+    ChannelClosed,
     ConfigError,
     FairnessConfig,
     SamplingParams,
-    WeightsError,
 )
 from ..telemetry import TraceContext, Tracing, names, now_ns
 from .health import lanes_of, verdict, weights_trouble
-from .operators import Operators
-from .scoring import ScoredCompletion, complete_all, scored, scoring_params, scoring_requests
+from .operators import Operators, least_version
+from .scoring import ScoredCompletion, score_by
 from .update_together import update_together
 
 Request = GenerateRequest | dict[str, Any]
@@ -67,9 +70,8 @@ class BusClient:
     `async with BusClient.connect("redis://127.0.0.1:6390") as client:` opens a connection of its
     own; `Pipeline` makes one on its own bus.
 
-    What is done to a pipeline rather than to a request (`pause`, `flush_cache`, `update_weights`
-    and so on) is done to every lane that lives under the bus's prefix, or to the one that `lane`
-    names: a lane that is not there is a BusError, `unknown_lane`.
+    What is done to a pipeline (`pause`, `update_weights` and so on) is done to every lane that
+    lives under the bus's prefix, or to `lane` alone; BusError `unknown_lane` if it does not live.
     """
 
     def __init__(self, bus: Bus, tracing: Tracing | None = None) -> None:
@@ -77,6 +79,7 @@ class BusClient:
         self._tracing = tracing or Tracing(None)
         self._operators = Operators(bus, f"client-{uuid.uuid4().hex[:8]}")
         self._owns_bus = False
+        self._cancelling: set[Task[None]] = set()
 
     @classmethod
     def connect(cls, bus: str | BusConfig, tracing: Tracing | None = None) -> BusClient:
@@ -110,7 +113,10 @@ class BusClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Closes the connection, if it is this client's own."""
+        """Closes the connection, if it is this client's own; cancellations go out before."""
+        if self._cancelling:
+            with anyio.move_on_after(CANCEL_PATIENCE_S, shield=True):
+                await asyncio.wait(list(self._cancelling))
         if self._owns_bus:
             await self.bus.aclose()
 
@@ -134,19 +140,21 @@ class BusClient:
         Whatever is wrong with the request comes as a Completion with an error. When the caller
         stops before the end, the request is cancelled.
         """
-        entry_id = await self.publish(request)
-        request_id = request_id_of(request) or entry_id
+        publishing = asyncio.create_task(self.publish(request))
         done = False
         try:
-            async with aclosing(self.bus.results.follow(request_id, entry_id)) as outputs:
+            entry_id = await asyncio.shield(publishing)
+            request_id = request_id_of(request) or entry_id
+            results = self.bus.results
+            async with aclosing(
+                results.follow(request_id, entry_id, just_published=True)
+            ) as outputs:
                 async for output in outputs:
                     done = isinstance(output, Completion)
                     yield output
         finally:
             if not done:
-                # Also when the caller itself was cancelled, which ends every wait in here.
-                with anyio.move_on_after(CANCEL_PATIENCE_S, shield=True):
-                    await self.cancel(request_id, entry_id)
+                await self._cancel_shielded(request, publishing)
 
     async def complete(self, request: Request | bytes) -> Completion:
         """Publishes a request and waits for its terminal message."""
@@ -164,7 +172,7 @@ class BusClient:
         *,
         like: GenerateRequest = GenerateRequest(),  # noqa: B008  (it is frozen)
     ) -> list[ScoredCompletion]:
-        """How likely the weights in place, and the reference model, find given completions.
+        """How likely the weights in place and the reference model find given completions, in order.
 
         It is what `InferenceEngine.score` computes. Each is a request like any other: it waits for
         its turn, and goes on after a failure.
@@ -175,17 +183,11 @@ class BusClient:
             sampling_params: One for all, or one for each, of which only the temperature counts.
             like: Its tenant, priority, budget_ns, model and cache_salt are those of the requests.
 
-        Returns:
-            One for each completion, in order.
-
         Raises:
             RequestError: A request was refused or did not end well; the others are cancelled.
             ValueError: There are not as many completions as prompts, or one is empty.
         """
-        params = scoring_params(prompts, completions, sampling_params)
-        requests = scoring_requests(prompts, completions, params, like)
-        answers = await complete_all(self.complete, requests)
-        return [scored(each, len(own)) for each, own in zip(answers, completions, strict=True)]
+        return await score_by(self.complete, prompts, completions, sampling_params, like)
 
     async def cancel(self, request_id: str, entry_id: str = "") -> None:
         """Ends a request; one that has ended is left alone.
@@ -198,6 +200,31 @@ class BusClient:
         message = "the client cancelled the request"
         cancel = Cancel(request_id, entry_id, "cancelled", "cancelled", message)
         await self._control("admission", cancel)
+
+    async def _cancel_shielded(self, request: Request | bytes, publishing: Task[str]) -> None:
+        """Cancels what was published, also when the caller himself was cancelled, even while he
+        published: the request would run on.
+
+        It takes as long as it takes; the caller waits no longer than the patience.
+        """
+
+        async def cancel() -> None:
+            await asyncio.wait([publishing])
+            if not publishing.cancelled() and publishing.exception() is None:
+                entry_id = publishing.result()
+                await self.cancel(request_id_of(request) or entry_id, entry_id)
+
+        cancelling = asyncio.create_task(cancel())
+        self._cancelling.add(cancelling)
+        cancelling.add_done_callback(self._cancelled)
+        with anyio.move_on_after(CANCEL_PATIENCE_S, shield=True):
+            await asyncio.wait([cancelling])
+
+    def _cancelled(self, cancelling: Task[None]) -> None:
+        self._cancelling.discard(cancelling)
+        error = None if cancelling.cancelled() else cancelling.exception()
+        if error is not None and not isinstance(error, ChannelClosed):
+            structlog.get_logger().warning("not_cancelled", error=str(error))
 
     async def pause(self, in_flight: InFlight = "keep", *, lane: str | None = None) -> None:
         """Returns when no step is under way any more, and none is run until `resume`.
@@ -440,8 +467,7 @@ class BusClient:
             stage: Which stage of the lanes does it.
             body: What to tell it; where it depends on the lane, by the lane's index.
             timeout_s: How long to wait for the answers.
-            told: (lane, role) of whom to tell; everyone when None.
-            lane: Only this lane, of everyone.
+            told: (lane, role) of whom to tell; everyone when None, or all of `lane`.
 
         Raises:
             WeightsError: A lane refused.
@@ -450,19 +476,7 @@ class BusClient:
         if told is None:
             told = await self._operators.started(stage, ANSWER_S, lane)
         outcomes = await self._operators.ask(stage, body, timeout_s, told)
-        for outcome in outcomes:
-            if outcome.code:
-                where = f"lane {outcome.lane}, {outcome.role}: " if len(told) > 1 else ""
-                raise WeightsError(where + outcome.message, code=outcome.code)
-        answered = {(outcome.lane, outcome.role) for outcome in outcomes}
-        for lane, role in told:
-            if (lane, role) not in answered:
-                raise BusError(
-                    f"{role} of lane {lane} did not answer within {timeout_s:.0f} s, or was "
-                    "started anew; look at `nano-inference status`",
-                    code="no_answer",
-                )
-        return min(outcome.weight_version for outcome in outcomes)
+        return least_version(told, outcomes, timeout_s)
 
     async def _control(self, stage: str, body: Message, lane: str | None = None) -> None:
         """Tells every lane that lives: whose a request is, only they know. Or the one named."""
@@ -478,12 +492,9 @@ class BusClient:
 
 def request_id_of(request: Request | bytes) -> str:
     """The request's own id, or "" when it has none that can be read."""
-    if isinstance(request, GenerateRequest):
-        return request.request_id if isinstance(request.request_id, str) else ""
     if isinstance(request, bytes):
         try:
             request = msgspec.json.decode(request)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return ""
-    request_id = request.get("request_id", "") if isinstance(request, dict) else ""
-    return request_id if isinstance(request_id, str) else ""
+    return named_id(request)

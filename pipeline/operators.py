@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Generic, TypeVar
 
 import anyio
 import msgspec
@@ -12,8 +14,10 @@ import msgspec
 from ..bus import Bus, Outcome, StageReport
 from ..bus.links import CONTROL, at
 from ..bus.messages import Message
-from ..config import REPLICATED, BusError, role_of, split_role
+from ..config import REPLICATED, BusError, WeightsError, role_of, split_role
 from .health import replicas_of
+
+T = TypeVar("T")
 
 Told = list[tuple[str, str]]
 """(lane, role) of each."""
@@ -27,6 +31,30 @@ PARTING_S = 1.0
 _POLL_S = 0.05
 
 
+class Looks(Generic[T]):
+    """A look that all who want one at the same time share: a thousand cost two.
+
+    Nobody is given what was seen before he asked.
+    """
+
+    def __init__(self, look: Callable[[], Awaitable[T]]) -> None:
+        self._look = look
+        self._running: asyncio.Task[T] | None = None
+        self._next: asyncio.Task[T] | None = None
+
+    async def take(self) -> T:
+        """What the look that begins next sees."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._look_behind(self._running))
+        return await asyncio.shield(self._next)
+
+    async def _look_behind(self, running: asyncio.Task[T] | None) -> T:
+        if running is not None:
+            await asyncio.wait([running])
+        self._running, self._next = self._next, None
+        return await self._look()
+
+
 class Operators:
     """Those that can be heard of on a bus."""
 
@@ -34,6 +62,7 @@ class Operators:
         """`sender`: in whose name they are told."""
         self._bus = bus
         self._sender = sender
+        self._lanes = Looks(bus.lanes)
 
     async def everyone(self, stage: str, lane: str | None = None) -> Told:
         """A stage, and each of its replicas that was heard of lately, in every lane that lives.
@@ -45,7 +74,7 @@ class Operators:
         Raises:
             BusError: `unknown_lane`: it does not live.
         """
-        lanes = sorted(await self._bus.lanes())
+        lanes = sorted(await self._lanes.take())
         if lane is not None:
             if lane not in lanes:
                 raise BusError(
@@ -134,3 +163,25 @@ class Operators:
         """The roles of those that are loading, as far as is known."""
         words = await self._last_words()
         return [each[1] for each in told if each in words and words[each].state == "starting"]
+
+
+def least_version(told: Told, outcomes: Sequence[Outcome], waited_s: float) -> int:
+    """The least weight version that those who were told have answered with.
+
+    Raises:
+        WeightsError: One refused.
+        BusError: One did not answer.
+    """
+    for outcome in outcomes:
+        if outcome.code:
+            where = f"lane {outcome.lane}, {outcome.role}: " if len(told) > 1 else ""
+            raise WeightsError(where + outcome.message, code=outcome.code)
+    answered = {(outcome.lane, outcome.role) for outcome in outcomes}
+    for lane, role in told:
+        if (lane, role) not in answered:
+            raise BusError(
+                f"{role} of lane {lane} did not answer within {waited_s:.0f} s, or was "
+                "started anew; look at `nano-inference status`",
+                code="no_answer",
+            )
+    return min(outcome.weight_version for outcome in outcomes)

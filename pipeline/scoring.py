@@ -54,14 +54,20 @@ def scoring_params(
     ]
 
 
-def scoring_requests(
+async def score_by(
+    complete: Callable[[GenerateRequest], Awaitable[Completion]],
     prompts: Sequence[Sequence[int]],
     completions: Sequence[Sequence[int]],
-    params: Sequence[SamplingParams],
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     like: GenerateRequest,
-) -> list[GenerateRequest]:
-    """A request for each prompt with its completion; all else is as in `like`."""
-    return [
+) -> list[ScoredCompletion]:
+    """See `BusClient.score`.
+
+    Args:
+        complete: Gives a request's terminal message.
+    """
+    params = scoring_params(prompts, completions, sampling_params)
+    requests = [
         msgspec.structs.replace(
             like,
             request_id="",
@@ -74,9 +80,11 @@ def scoring_requests(
         )
         for prompt, completion, sampling in zip(prompts, completions, params, strict=True)
     ]
+    answers = await _complete_all(complete, requests)
+    return [_scored(each, len(own)) for each, own in zip(answers, completions, strict=True)]
 
 
-async def complete_all(
+async def _complete_all(
     complete: Callable[[GenerateRequest], Awaitable[Completion]],
     requests: Sequence[GenerateRequest],
 ) -> list[Completion]:
@@ -103,7 +111,7 @@ async def complete_all(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def scored(completion: Completion, num_tokens: int) -> ScoredCompletion:
+def _scored(completion: Completion, num_tokens: int) -> ScoredCompletion:
     """What the answer to a scoring request says of its last tokens, which were given to it."""
     found, by_reference = completion.prompt_logprobs, completion.prompt_ref_logprobs
     return ScoredCompletion(

@@ -45,7 +45,10 @@ class ReferenceModel:
             reference_model_path="",
             cuda_graphs="off",
         )
-        model = load_model(own)
+        try:
+            model = load_model(own)
+        except ModelError as error:
+            raise ModelError(f"the reference model: {error.message}") from error
         blocks = -(-model.max_model_len // config.block_size)
         self._core = ExecutorCore(own, model=model, num_blocks=blocks)
         self._most_tokens = config.max_tokens_per_batch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,6 +87,12 @@ def test_an_iteration_that_was_given_up_leaves_nothing_behind(model: ReferenceMo
     given_up = model.score([sample(0, 90)])
     assert next(given_up) == ()
     assert passes(model, sample(1, 9)) == [wanted]
+
+
+def test_a_reference_model_that_is_not_there_is_named(tmp_path: Path) -> None:
+    config = EngineConfig(reference_model_path=str(tmp_path / "nowhere"))
+    with pytest.raises(ModelError, match=r"the reference model: there is no .*nowhere"):
+        ReferenceModel(config)
 
 
 @pytest.mark.parametrize(

@@ -56,10 +56,13 @@ class EndedRequest(msgspec.Struct, frozen=True):
 
     Attributes:
         info: None for a request that was refused before any of its sequences ran.
+        last_token_ns: When its last token was delivered, which is before the completion where that
+            waited for the reference model; 0 where this object has delivered none.
     """
 
     info: RequestInfo | None
     completion: Completion
+    last_token_ns: int = 0
 
 
 class Deliveries(msgspec.Struct, frozen=True):
@@ -234,7 +237,7 @@ class StreamingCore:
 
     def _take(self, sample: Sample, token: NewToken, end_ns: int, batch: _Batch) -> None:
         request = sample.request
-        request.step_end_ns = end_ns
+        request.step_end_ns, request.last_token_ns = end_ns, batch.now_ns
         if not request.first_token_ns:
             request.first_token_ns = batch.now_ns
             request.first_step_end_ns = end_ns
@@ -356,7 +359,7 @@ class StreamingCore:
             prompt_token_ids=request.prompt_token_ids,
             prompt_ref_logprobs=request.prompt_ref_logprobs,
         )
-        batch.finish(info.request_id, info, completion)
+        batch.finish(info.request_id, info, completion, request.last_token_ns)
 
 
 class _Batch:
@@ -378,9 +381,15 @@ class _Batch:
         else:
             outputs.append(output)
 
-    def finish(self, key: str, info: RequestInfo | None, completion: Completion) -> None:
+    def finish(
+        self,
+        key: str,
+        info: RequestInfo | None,
+        completion: Completion,
+        last_token_ns: int = 0,
+    ) -> None:
         self.add(key, completion)
-        self.ended.append(EndedRequest(info, completion))
+        self.ended.append(EndedRequest(info, completion, last_token_ns))
 
     def deliveries(self) -> Deliveries:
         return Deliveries(

@@ -50,6 +50,7 @@ class RequestState:
         step_end_ns: When the last step with any of its samples had its tokens on the host.
         first_step_end_ns: The same of the first step that brought a token; 0 before.
         first_token_ns: When that token came here; 0 before.
+        last_token_ns: When the last one so far did.
         prompt_logprobs: Those of the prompt's tokens that are known, from the first token on, of
             which there is none.
         prompt_top_logprobs: The likeliest tokens at the same places.
@@ -64,6 +65,7 @@ class RequestState:
         "first_step_end_ns",
         "first_token_ns",
         "info",
+        "last_token_ns",
         "prompt_logprobs",
         "prompt_ref_logprobs",
         "prompt_token_ids",
@@ -83,6 +85,7 @@ class RequestState:
         self.step_end_ns = 0
         self.first_step_end_ns = 0
         self.first_token_ns = 0
+        self.last_token_ns = 0
         self.prompt_logprobs: list[float | None] = [None]
         self.prompt_top_logprobs: list[TokenLogprobs] = [()]
         self.prompt_token_ids: tuple[int, ...] = ()

@@ -197,5 +197,5 @@ class StreamingStage(Actor):
         # The samples of a request flow side by side, so its longest one takes the time.
         further = max(len(sample.token_ids) for sample in completion.samples) - 1
         if further > 0:
-            flow_s = (timings.finished_ns - timings.first_token_ns) / 1e9
+            flow_s = ((ended.last_token_ns or timings.finished_ns) - timings.first_token_ns) / 1e9
             record(instruments.TIME_PER_OUTPUT_TOKEN, flow_s / further, labels)

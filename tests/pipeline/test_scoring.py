@@ -177,18 +177,28 @@ def fail_at_a_score(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StreamingStage, "handle", handle)
 
 
-@pytest.mark.parametrize("failing", ["streaming", "executor"])
-@pytest.mark.parametrize("bus", ["memory", "redis-links"])
+@pytest.mark.parametrize(
+    ("bus", "replicas", "failing"),
+    [
+        ("memory", 1, "streaming"),
+        ("memory", 1, "executor"),
+        ("memory", 2, "streaming"),
+        ("redis-links", 1, "streaming"),
+        ("redis-links", 1, "executor"),
+    ],
+)
 async def test_a_stage_may_fail_while_samples_wait_for_their_scores(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
     frozen: InferenceEngine,
     bus: str,
+    replicas: int,
     failing: str,
 ) -> None:
     request.param = bus
     make_config: MakeConfig = config_maker(request)
-    async with asyncio.timeout(LIMIT_S), Pipeline(make_config(**SETTINGS)) as pipeline:
+    config = make_config(**SETTINGS, pipeline__replicas=replicas)
+    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
         if failing == "streaming":
             fail_at_a_score(monkeypatch)
         else:

@@ -53,7 +53,9 @@ def test_a_completion_waits_for_the_scores_of_all_samples(client: Client) -> Non
     assert asked == (ScoreSample("r", "entry-r", 0, (*PROMPT, 40, 42), 3, 0.5),)
     assert [chunk.finish_reason for chunk in client.chunks()] == [None, "length"], "not delayed"
     assert not client.completions()
-    assert score(client, -2.5, -3.5).finished
+    ended_ns = client.now_ns
+    (ended,) = score(client, -2.5, -3.5).ended
+    assert ended.last_token_ns == ended_ns < ended.completion.timings.finished_ns
     (completion,) = client.completions()
     assert [each.ref_logprobs for each in completion.samples] == [(-2.5, -3.5), (-1.5,)]
     assert completion.prompt_ref_logprobs is None

@@ -101,8 +101,18 @@ class Live:
         return found
 
     def memory_mb(self) -> float:
-        """Proportional set size of all processes: what is shared counts once."""
-        return sum(map(_pss_mb, self._tree()))
+        """Proportional set size of all processes: what is shared counts once. Without what the
+        server stores: results are kept for `bus.results_ttl_s`, whoever asked for them."""
+        return sum(map(_pss_mb, self._tree())) - self.stored_mb()
+
+    def stored_mb(self) -> float:
+        """What the server stores: requests that wait, and results."""
+        with (
+            contextlib.suppress(redis.RedisError),
+            redis.Redis(port=self.target.redis_port, socket_timeout=5) as client,
+        ):
+            return float(client.info("memory")["used_memory_dataset"]) / (1 << 20)
+        return 0.0
 
     def memory_by_role_mb(self) -> dict[str, int]:
         """The same by process."""

@@ -43,7 +43,10 @@ from .control import (
     UpdateWeights,
     WeightsReady,
 )
-from .public import StageTime
+from .public import FinishReason, StageTime
+
+RowFinish = Literal[""] | FinishReason
+"""Why a sequence has ended with a row's token; "" while it goes on."""
 
 
 class SequenceSpec(Part, frozen=True, array_like=True):
@@ -288,7 +291,7 @@ class StepResult(Internal, frozen=True, array_like=True, tag="step", tag_field="
     seq_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    finish_reasons: tuple[Literal["", "stop", "length"], ...]
+    finish_reasons: tuple[RowFinish, ...]
     ended: tuple[Cancel, ...]
     weight_version: int
     start_ns: int

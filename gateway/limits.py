@@ -31,6 +31,7 @@ class RequestLimits:
 
     Attributes:
         refused: How many were refused since somebody set this to 0.
+        held_bytes: What the bodies of all that are under way hold, beyond the uncounted.
     """
 
     def __init__(self, app: ASGIApp, max_requests: int, max_bodies_bytes: int) -> None:
@@ -39,8 +40,7 @@ class RequestLimits:
         self._max_requests = max_requests
         self._max_bodies_bytes = max_bodies_bytes
         self._under_way = 0
-        # What the bodies of all that are under way hold, beyond the uncounted.
-        self._held_bytes = 0
+        self.held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(Headers(scope=scope).get("content-length", ""))
@@ -55,11 +55,11 @@ class RequestLimits:
             message = await receive()
             received += len(message.get("body", b""))
             more = max(0, received - UNCOUNTED_BYTES) - counted
-            if more and self._held_bytes + more > self._max_bodies_bytes:
+            if more and self.held_bytes + more > self._max_bodies_bytes:
                 self.refused += 1
                 # Whoever reads the body answers with it.
                 raise self._no_room()
-            self._held_bytes += more
+            self.held_bytes += more
             counted += more
             return message
 
@@ -68,7 +68,7 @@ class RequestLimits:
             await self._app(scope, receive_counted, send)
         finally:
             self._under_way -= 1
-            self._held_bytes -= counted
+            self.held_bytes -= counted
 
     def _refusal(self, told: str) -> Overloaded | None:
         if self._under_way >= self._max_requests:
@@ -79,7 +79,7 @@ class RequestLimits:
         size = int(told) if told.isdecimal() else 0
         # What is larger than all of it is refused by its reader, as too large.
         counted = max(0, size - UNCOUNTED_BYTES)
-        if counted <= self._max_bodies_bytes < self._held_bytes + counted:
+        if counted <= self._max_bodies_bytes < self.held_bytes + counted:
             return self._no_room()
         return None
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from ...bus.messages import (
     PromptLogprobs,
     RequestInfo,
+    RowFinish,
     SampleScored,
     ScoreSample,
     TopLogprobs,
@@ -27,14 +28,14 @@ class NewToken(NamedTuple):
     """A token as the executor reported it.
 
     Attributes:
-        reason: "", "stop" or "length".
+        reason: Why the sample ends with it; "" when it goes on.
         weight_version: Of the weights that made it.
         top_logprobs: Empty when none were asked for.
     """
 
     token_id: int
     logprob: float
-    reason: str
+    reason: RowFinish
     weight_version: int
     top_logprobs: TopLogprobs = ()
 
@@ -213,7 +214,7 @@ class Sample:
         if matched:
             self.finish_reason = "stop"
         elif reason:
-            self.finish_reason = "stop" if reason == "stop" else "length"
+            self.finish_reason = reason
             text += self._rest()
         if text:
             self._texts.append(text)

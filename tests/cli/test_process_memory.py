@@ -13,7 +13,12 @@ LIMIT_S = 60
 
 PROGRAM = """
 import anyio
+import os
 from nano_inference.cli import process_memory
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 process_memory.LOOK_S = 0.05
 
@@ -27,7 +32,7 @@ def burst():
 
 async def main():
     process_memory.spare_collector()
-    resident = process_memory._resident_bytes
+    resident = resident_bytes
     async with anyio.create_task_group() as group:
         group.start_soon(process_memory.give_back_forever)
         await anyio.sleep(0)

@@ -73,6 +73,7 @@ class RequestInfo(Part, frozen=True, array_like=True):
         min_tokens: Stop strings are not looked for in the text of that many first tokens.
         logprobs: How many of the likeliest tokens are reported at each place.
         prompt_logprobs: The same for the prompt; None when its logprobs are not reported at all.
+        priority: The request's own, by which what is measured of it is split.
         ref_temperature: That of the logprobs by the reference model; None where there is none.
     """
 
@@ -90,6 +91,7 @@ class RequestInfo(Part, frozen=True, array_like=True):
     min_tokens: int = 0
     logprobs: int = 0
     prompt_logprobs: int | None = None
+    priority: int = 0
     ref_temperature: float | None = None
 
 

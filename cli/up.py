@@ -250,11 +250,12 @@ class _House:
         # Else `-m` would have a `redis.py` in the working folder taken for the real one.
         program = [sys.executable, "-P", "-m", "nano_inference"]
         if role == _GATEWAY:
-            return [*program, "gateway", *self._arguments]
-        stage, replica = split_role(role)
-        command = [*program, "run", *self._arguments, "--stages", stage]
-        if stage in REPLICATED:
-            command += ["--set", f"pipeline.replica={replica}"]
+            command = [*program, "gateway", *self._arguments]
+        else:
+            stage, replica = split_role(role)
+            command = [*program, "run", *self._arguments, "--stages", stage]
+            if stage in REPLICATED:
+                command += ["--set", f"pipeline.replica={replica}"]
         if port := self._config.telemetry.metrics_port:
             # Metrics of each process on a port of its own.
             number = port + self._roles.index(role)

@@ -15,7 +15,7 @@ import msgspec
 import structlog
 
 from ..bus import Bus, Outcome, StageReport, open_bus
-from ..bus.codec import named_id
+from ..bus.codec import written_id
 from ..bus.control import (
     MEMORY_TAGS,
     Cancel,
@@ -49,7 +49,7 @@ from ..config import (
     FairnessConfig,
     SamplingParams,
 )
-from ..telemetry import TraceContext, Tracing, names, now_ns
+from ..telemetry import Metrics, TraceContext, Tracing, names, now_ns
 from .health import lanes_of, verdict, weights_trouble
 from .operators import Operators, least_version
 from .scoring import ScoredCompletion, score_by
@@ -72,17 +72,29 @@ class BusClient:
 
     What is done to a pipeline (`pause`, `update_weights` and so on) is done to every lane that
     lives under the bus's prefix, or to `lane` alone; BusError `unknown_lane` if it does not live.
+
+    Attributes:
+        tracing: Makes the spans of requests that are published without a trace.
+        metrics: Of the process, for what is built on this client.
     """
 
-    def __init__(self, bus: Bus, tracing: Tracing | None = None) -> None:
+    def __init__(
+        self, bus: Bus, tracing: Tracing | None = None, metrics: Metrics | None = None
+    ) -> None:
         self.bus = bus
-        self._tracing = tracing or Tracing(None)
+        self.tracing = tracing or Tracing()
+        self.metrics = metrics or Metrics()
         self._operators = Operators(bus, f"client-{uuid.uuid4().hex[:8]}")
         self._owns_bus = False
         self._cancelling: set[Task[None]] = set()
 
     @classmethod
-    def connect(cls, bus: str | BusConfig, tracing: Tracing | None = None) -> BusClient:
+    def connect(
+        cls,
+        bus: str | BusConfig,
+        tracing: Tracing | None = None,
+        metrics: Metrics | None = None,
+    ) -> BusClient:
         """A client of the pipeline at a Redis URL. Nothing is sent until it is used.
 
         Raises:
@@ -91,7 +103,7 @@ class BusClient:
         config = BusConfig(url=bus) if isinstance(bus, str) else bus
         if config.url == "memory":
             raise ConfigError("a memory bus can't be connected to; use Pipeline.submit there")
-        client = cls(open_bus(config), tracing)
+        client = cls(open_bus(config), tracing, metrics)
         client._owns_bus = True
         return client
 
@@ -120,31 +132,34 @@ class BusClient:
         if self._owns_bus:
             await self.bus.aclose()
 
-    async def publish(self, request: Request | bytes) -> str:
+    async def publish(self, request: Request | bytes, trace: TraceContext | None = None) -> str:
         """Publishes a request without waiting for anything.
 
         Args:
             request: A GenerateRequest, the same as a dict, or its JSON.
+            trace: Where its spans belong; None: below a span of its own, which begins a trace.
 
         Returns:
             The entry's id; with it, and the request's id if it has one, `follow` finds the output.
         """
-        trace = self._published_span(request)
+        trace = trace or self._published_span(request)
         return await self.bus.requests.publish(
             request, traceparent=trace.traceparent, tracestate=trace.tracestate
         )
 
-    async def submit(self, request: Request | bytes) -> AsyncGenerator[Output, None]:
+    async def submit(
+        self, request: Request | bytes, trace: TraceContext | None = None
+    ) -> AsyncGenerator[Output, None]:
         """Publishes a request and yields its output: chunks as they come, then one Completion.
 
         Whatever is wrong with the request comes as a Completion with an error. When the caller
-        stops before the end, the request is cancelled.
+        stops before the end, the request is cancelled. The arguments are those of `publish`.
         """
-        publishing = asyncio.create_task(self.publish(request))
+        publishing = asyncio.create_task(self.publish(request, trace))
         done = False
         try:
             entry_id = await asyncio.shield(publishing)
-            request_id = request_id_of(request) or entry_id
+            request_id = written_id(request) or entry_id
             results = self.bus.results
             async with aclosing(
                 results.follow(request_id, entry_id, just_published=True)
@@ -174,8 +189,7 @@ class BusClient:
     ) -> list[ScoredCompletion]:
         """How likely the weights in place and the reference model find given completions, in order.
 
-        It is what `InferenceEngine.score` computes. Each is a request like any other: it waits for
-        its turn, and goes on after a failure.
+        Each is a request like any other, and the numbers are those of `InferenceEngine.score`.
 
         Args:
             prompts: Token ids.
@@ -212,7 +226,7 @@ class BusClient:
             await asyncio.wait([publishing])
             if not publishing.cancelled() and publishing.exception() is None:
                 entry_id = publishing.result()
-                await self.cancel(request_id_of(request) or entry_id, entry_id)
+                await self.cancel(written_id(request) or entry_id, entry_id)
 
         cancelling = asyncio.create_task(cancel())
         self._cancelling.add(cancelling)
@@ -250,8 +264,7 @@ class BusClient:
     async def cancel_all(self, *, lane: str | None = None) -> None:
         """Ends all requests that were taken from the queue; they keep what they have.
 
-        Raises:
-            BusError: A lane did not answer.
+        Raises BusError when a lane did not answer.
         """
         await self._operate("admission", CancelAll(), lane=lane)
 
@@ -469,12 +482,9 @@ class BusClient:
             timeout_s: How long to wait for the answers.
             told: (lane, role) of whom to tell; everyone when None, or all of `lane`.
 
-        Raises:
-            WeightsError: A lane refused.
-            BusError: A lane did not answer.
+        Raises as `least_version`.
         """
-        if told is None:
-            told = await self._operators.started(stage, ANSWER_S, lane)
+        told = told or await self._operators.started(stage, ANSWER_S, lane)
         outcomes = await self._operators.ask(stage, body, timeout_s, told)
         return least_version(told, outcomes, timeout_s)
 
@@ -483,18 +493,8 @@ class BusClient:
         await self._operators.tell(stage, body, await self._operators.everyone(stage, lane))
 
     def _published_span(self, request: Request | bytes) -> TraceContext:
-        if not self._tracing.enabled:
+        if not self.tracing.enabled:
             return TraceContext()
         now = now_ns()
-        attributes = {names.REQUEST_ID: request_id_of(request)}
-        return self._tracing.span("publish", TraceContext(), now, now, attributes)
-
-
-def request_id_of(request: Request | bytes) -> str:
-    """The request's own id, or "" when it has none that can be read."""
-    if isinstance(request, bytes):
-        try:
-            request = msgspec.json.decode(request)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            return ""
-    return named_id(request)
+        attributes = {names.REQUEST_ID: written_id(request)}
+        return self.tracing.span("publish", TraceContext(), now, now, attributes)

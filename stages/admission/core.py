@@ -166,6 +166,7 @@ class AdmissionCore:
             min_tokens=sampling.min_tokens,
             logprobs=sampling.logprobs,
             prompt_logprobs=sampling.prompt_logprobs,
+            priority=request.priority,
             ref_temperature=sampling.temperature if self._has_reference else None,
         )
         self._ledger[request_id] = entry.entry_id

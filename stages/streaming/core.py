@@ -56,12 +56,15 @@ class EndedRequest(msgspec.Struct, frozen=True):
 
     Attributes:
         info: None for a request that was refused before any of its sequences ran.
+        restored: It was begun by a predecessor of this stage, so that of its times only
+            `received_ns` and `finished_ns` mean what they say.
         last_token_ns: When its last token was delivered, which is before the completion where that
             waited for the reference model; 0 where this object has delivered none.
     """
 
     info: RequestInfo | None
     completion: Completion
+    restored: bool = False
     last_token_ns: int = 0
 
 
@@ -188,6 +191,7 @@ class StreamingCore:
     ) -> None:
         """Takes up a request again from what a predecessor delivered of it, in order."""
         request = self._requests[info.request_id] = RequestState(info, info.received_ns)
+        request.restored = True
         request.prompt_token_ids = prompt_token_ids
         for chunk in chunks:
             index = chunk.sample_index
@@ -302,7 +306,7 @@ class StreamingCore:
                 error=ErrorInfo(code=cancel.code, message=cancel.message),
                 timings=Timings(finished_ns=batch.now_ns),
             )
-            batch.finish(cancel.result_key, None, completion)
+            batch.finish(cancel.result_key, EndedRequest(None, completion))
 
     def _remember_end(self, entry_id: str) -> None:
         self._cut_short[entry_id] = None
@@ -359,7 +363,8 @@ class StreamingCore:
             prompt_token_ids=request.prompt_token_ids,
             prompt_ref_logprobs=request.prompt_ref_logprobs,
         )
-        batch.finish(info.request_id, info, completion, request.last_token_ns)
+        ended = EndedRequest(info, completion, request.restored, request.last_token_ns)
+        batch.finish(info.request_id, ended)
 
 
 class _Batch:
@@ -381,15 +386,9 @@ class _Batch:
         else:
             outputs.append(output)
 
-    def finish(
-        self,
-        key: str,
-        info: RequestInfo | None,
-        completion: Completion,
-        last_token_ns: int = 0,
-    ) -> None:
-        self.add(key, completion)
-        self.ended.append(EndedRequest(info, completion, last_token_ns))
+    def finish(self, key: str, ended: EndedRequest) -> None:
+        self.add(key, ended.completion)
+        self.ended.append(ended)
 
     def deliveries(self) -> Deliveries:
         return Deliveries(

@@ -55,6 +55,7 @@ class RequestState:
         prompt_logprobs: Those of the prompt's tokens that are known, from the first token on, of
             which there is none.
         prompt_top_logprobs: The likeliest tokens at the same places.
+        restored: It was begun by a predecessor of this stage, so that the times are not known.
         prompt_token_ids: The prompt; empty before the first sample has started.
         unscored: Finished samples that the reference model is still to score, by index.
         prompt_ref_logprobs: Of the prompt, by that model; None while it is not known.
@@ -71,6 +72,7 @@ class RequestState:
         "prompt_ref_logprobs",
         "prompt_token_ids",
         "prompt_top_logprobs",
+        "restored",
         "samples",
         "step_end_ns",
         "unfinished",
@@ -89,6 +91,7 @@ class RequestState:
         self.last_token_ns = 0
         self.prompt_logprobs: list[float | None] = [None]
         self.prompt_top_logprobs: list[TokenLogprobs] = [()]
+        self.restored = False
         self.prompt_token_ids: tuple[int, ...] = ()
         self.prompt_ref_logprobs: tuple[float | None, ...] | None = None
         self.unscored: set[int] = set()

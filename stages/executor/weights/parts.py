@@ -63,7 +63,7 @@ class WeightParts:
         parts = self._parts if staged.update == self._update else 0
         tensors, origin = self._tensors, self._origin
         self.drop()
-        if parts != staged.parts:
+        if not parts or parts != staged.parts:
             raise WeightsError(
                 f"{parts} of the update's {staged.parts} parts are here; send all of them again",
                 code="weights_incomplete",

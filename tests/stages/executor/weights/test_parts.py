@@ -41,7 +41,9 @@ def test_only_a_single_part_tells_where_all_is_to_be_had_again() -> None:
     assert kept.take(StagedWeights("v", 2))[1] is None
 
 
-@pytest.mark.parametrize("wanted", [StagedWeights("u", 2), StagedWeights("v", 1), StagedWeights("v", 0)])
+@pytest.mark.parametrize(
+    "wanted", [StagedWeights("u", 2), StagedWeights("v", 1), StagedWeights("v", 0)]
+)
 def test_when_some_are_missing_nothing_is_kept(wanted: StagedWeights) -> None:
     kept = WeightParts()
     kept.add("u", parts(a=1))

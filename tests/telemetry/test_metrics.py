@@ -80,7 +80,7 @@ async def pipeline() -> AsyncIterator[Pipeline]:
 
 
 async def scraped_when(pipeline: Pipeline, name: str, least: float, but: str = "") -> Scraped:
-    """What is there once a metric, told about once a second, has come so far, less that in `but`."""
+    """What is there once a metric, less that in `but`, has come so far; told once a second."""
     async with asyncio.timeout(LIMIT_S):
         while True:
             scraped = await asyncio.to_thread(Scraped, pipeline.config.telemetry.metrics_port)

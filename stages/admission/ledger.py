@@ -85,9 +85,9 @@ class Ledger:
 
     def add(self, item: Unanswered) -> None:
         """Enters an entry, or what was decided about it."""
-        self._entries[item.entry_id] = item
+        self._entries[item.entry.entry_id] = item
         if item.request is not None:
-            self._let_in[item.request_id] = item.entry_id
+            self._let_in[item.request.info.request_id] = item.entry_id
 
     def get(self, entry_id: str) -> Unanswered | None:
         """An entry; None when it is answered or was never taken."""
@@ -100,8 +100,8 @@ class Ledger:
     def remove(self, entry_id: str) -> Unanswered | None:
         """The entry is answered, or another lane's. Returns it, None when it was not there."""
         item = self._entries.pop(entry_id, None)
-        if item is not None and self._let_in.get(item.request_id) == entry_id:
-            del self._let_in[item.request_id]
+        if item is not None and item.request is not None:
+            del self._let_in[item.request.info.request_id]
         return item
 
     def suspect(self, outside: Collection[str]) -> None:

@@ -128,7 +128,8 @@ class AdmissionStage(Actor):
     async def _go_on(self, event: on.AnyEvent) -> None:
         """Does all that follows from an event. The caller has the turn."""
         effects = self.epochs.handle(event, now_ns())
-        self._update_room()
+        if not isinstance(event, on.Tick):  # time alone makes no room
+            self._update_room()
         for effect in effects:
             await self._perform(effect)
 

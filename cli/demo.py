@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 import msgspec
 import typer
+from msgspec.structs import replace
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
@@ -19,7 +20,7 @@ from ..bus.public import Completion, CompletionChunk
 from ..config import BUNDLED_MODEL, STAGES, Config
 from ..pipeline.pipeline import Pipeline
 from ..telemetry import setup_logging
-from .options import LogLevel, Settings, build_config
+from .options import Options, takes_options
 from .terminal import complain, cut, cut_left, milliseconds, one_line, stdout
 from .waterfall import waterfall
 
@@ -81,7 +82,8 @@ class Progress:
             self.texts[output.sample_index] += output.text
 
 
-def demo(settings: Settings = None, log_level: LogLevel = None) -> None:
+@takes_options("settings", "log_level")
+def demo(options: Options) -> None:
     """See it work: a dozen requests at once on the bundled model, here and now.
 
     It needs no server, no download and no GPU. All five stages run in this process; requests go
@@ -93,14 +95,9 @@ def demo(settings: Settings = None, log_level: LogLevel = None) -> None:
 
     In the second one the requests have to take turns, which shows in their times.
     """
-    config = build_config(
-        None,
-        "memory",
-        BUNDLED_MODEL,
-        settings,
-        log_level or "warning",
-        **{"pipeline.stages": list(STAGES)},
-    )
+    here = replace(options, bus="memory", model=BUNDLED_MODEL)
+    here = replace(here, log_level=options.log_level or "warning")
+    config = here.config(**{"pipeline.stages": list(STAGES)})
     setup_logging(config.telemetry)
     rows = [Progress(number, show) for number, show in enumerate(SHOWN, 1)]
     anyio.run(_demo, config, rows)

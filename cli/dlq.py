@@ -16,7 +16,7 @@ from ..bus.channel import DeadLetter
 from ..config import Config, ConfigError
 from ..pipeline.client import BusClient
 from .connection import connected
-from .options import BusUrl, ConfigFile, LogLevel, Settings, client_config
+from .options import Options, takes_client_options
 from .terminal import complain, cut, harmless, one_line, stdout
 
 T = TypeVar("T")
@@ -45,18 +45,13 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before --all.
 
 
 @app.command("list")
-def list_letters(
-    as_json: AsJson = False,
-    bus: BusUrl = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    log_level: LogLevel = None,
-) -> None:
+@takes_client_options
+def list_letters(options: Options, as_json: AsJson = False) -> None:
     """Show all dead letters, oldest first.
 
     nano-inference dlq list
     """
-    config = client_config(config_file, bus, settings, log_level)
+    config = options.client_config()
     letters = asyncio.run(_letters(config))
     if as_json:
         for letter in letters:
@@ -68,19 +63,17 @@ def list_letters(
 
 
 @app.command()
+@takes_client_options
 def show(
+    options: Options,
     letter_id: Annotated[str, typer.Argument(metavar="ID", help="As `dlq list` shows it.")],
     as_json: AsJson = False,
-    bus: BusUrl = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    log_level: LogLevel = None,
 ) -> None:
     """Show one dead letter with its whole request.
 
     nano-inference dlq show 1795185430038-0
     """
-    config = client_config(config_file, bus, settings, log_level)
+    config = options.client_config()
     chosen = _chosen(asyncio.run(_letters(config)), [letter_id])
     if chosen is None:
         raise typer.Exit(1)
@@ -104,15 +97,13 @@ def show(
 
 
 @app.command()
+@takes_client_options
 def retry(
+    options: Options,
     ids: Ids = None,
     everything: All = False,
     yes: Yes = False,
     as_json: AsJson = False,
-    bus: BusUrl = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    log_level: LogLevel = None,
 ) -> None:
     """Publish the requests of dead letters again, and drop the letters.
 
@@ -121,7 +112,7 @@ def retry(
     It is a new request in the old one's trace: its answer is under the id that is printed, since
     the old id may still have its old answer.
     """
-    config = client_config(config_file, bus, settings, log_level)
+    config = options.client_config()
 
     async def publish_again(client: BusClient, letter: DeadLetter) -> str:
         request = msgspec.structs.replace(letter.request, request_id="")
@@ -141,21 +132,19 @@ def retry(
 
 
 @app.command()
+@takes_client_options
 def drop(
+    options: Options,
     ids: Ids = None,
     everything: All = False,
     yes: Yes = False,
     as_json: AsJson = False,
-    bus: BusUrl = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    log_level: LogLevel = None,
 ) -> None:
     """Remove dead letters for good.
 
     nano-inference dlq drop 1795185430038-0
     """
-    config = client_config(config_file, bus, settings, log_level)
+    config = options.client_config()
 
     async def remove(client: BusClient, letter: DeadLetter) -> bool:
         return await client.bus.requests.drop_dead_letter(letter.letter_id)

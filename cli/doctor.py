@@ -7,23 +7,22 @@ from typing import Annotated
 
 import structlog
 import typer
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ..telemetry import setup_logging
 from .checks import Check, all_checks
-from .options import BusUrl, ConfigFile, Level, ModelPath, Settings, build_config
+from .options import Level, Options, takes_options
 from .terminal import stdout
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
+@takes_options("model", "bus", "config_file", "settings")
 def doctor(
-    model: ModelPath = None,
-    bus: BusUrl = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
+    options: Options,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Let the stages' own log lines through.")
     ] = False,
@@ -40,7 +39,8 @@ def doctor(
     status is 1 when a check fails. Figures of speed are rough; nothing else should run meanwhile.
     """
     level = Level.info if verbose else Level.error
-    config = build_config(config_file, bus, None, settings, level)
+    # What is wrong with the model is one of the checks.
+    config = replace(options, model=None, log_level=level).config()
     setup_logging(config.telemetry)
     if not verbose:
         # What goes wrong is in the table, in fewer words.
@@ -49,7 +49,7 @@ def doctor(
         logging.getLogger().setLevel(logging.CRITICAL)
     console = stdout()
     failed = False
-    checks = all_checks(config, model)
+    checks = all_checks(config, options.model)
     while True:
         with console.status("looking …"):
             check = next(checks, None)

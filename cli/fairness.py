@@ -15,7 +15,7 @@ from rich.table import Table
 from ..config import BusError, Config, ConfigError, FairnessConfig, nearest, parse_value
 from ..pipeline.client import BusClient
 from .connection import connected
-from .options import BusUrl, ConfigFile, LogLevel, Settings, client_config
+from .options import Options, takes_client_options
 from .terminal import harmless, stdout
 
 app = typer.Typer(
@@ -44,19 +44,17 @@ CONFIRM_S = 15.0
 
 
 @app.command()
+@takes_client_options
 def show(
+    options: Options,
     as_json: AsJson = False,
     lane: Lane = None,
-    bus: BusUrl = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    log_level: LogLevel = None,
 ) -> None:
     """Show the settings in force.
 
     nano-inference fairness show
     """
-    config = client_config(config_file, bus, settings, log_level)
+    config = options.client_config()
 
     async def look() -> dict[str, FairnessConfig]:
         async with connected(config) as client:
@@ -66,20 +64,18 @@ def show(
 
 
 @app.command("set")
+@takes_client_options
 def set_(
+    options: Options,
     changes: Changes,
     as_json: AsJson = False,
     lane: Lane = None,
-    bus: BusUrl = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    log_level: LogLevel = None,
 ) -> None:
     """Change settings at once, for what waits and runs too; nothing changes if one is refused.
 
     nano-inference fairness set aging_s=5 tenant_weights.gold=3
     """
-    config = client_config(config_file, bus, settings, log_level)
+    config = options.client_config()
     _print(asyncio.run(_change(config, changes, lane)), as_json)
 
 

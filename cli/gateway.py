@@ -16,7 +16,8 @@ from ..config import Config
 from ..gateway.gateway import DEFAULT_PORT, Gateway
 from ..stages.temporary import sweep
 from .connection import connected
-from .options import BusUrl, ConfigFile, LogLevel, ModelPath, Settings, WithParent, client_config
+from .options import ENGINE_OPTIONS, Options, WithParent, takes_options
+from .process_memory import give_back_forever, spare_collector
 from .run import forbid_torch, hear_parent
 
 GatewayPort = Annotated[
@@ -30,16 +31,13 @@ GatewayPort = Annotated[
 ]
 
 
+@takes_options(*ENGINE_OPTIONS)
 def gateway(
+    options: Options,
     port: Annotated[
         int | None,
         typer.Option(help=f"Where it listens; else gateway.port, else {DEFAULT_PORT}."),
     ] = None,
-    bus: BusUrl = None,
-    model: ModelPath = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    log_level: LogLevel = None,
     with_parent: WithParent = False,
 ) -> None:
     """Serve HTTP in front of a running pipeline.
@@ -53,7 +51,7 @@ def gateway(
     Give it the pipeline's model and settings, so that it can tell of them and has the tokenizer.
     Ctrl-C or SIGTERM ends it; requests in flight have a few seconds.
     """
-    config = client_config(config_file, bus, settings, log_level, model, quiet=False)
+    config = options.client_config(least=None)
     listening = port or config.gateway.port or DEFAULT_PORT
     own = msgspec.structs.replace(config.gateway, port=listening)
     config = msgspec.structs.replace(config, gateway=own)
@@ -76,12 +74,16 @@ async def _serve(config: Config, with_parent: bool) -> None:
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with (
             # It may be started again while Redis is away; `up` has seen it before the first time.
-            connected(config, wait_for_bus=with_parent) as client,
+            connected(
+                config, name="gateway", wait_for_bus=with_parent, with_metrics=True
+            ) as client,
             Gateway(client, config) as running,
             anyio.create_task_group() as group,
         ):
+            spare_collector()
             structlog.get_logger().info("gateway_listens", url=running.url)
             group.start_soon(running.failed)
+            group.start_soon(give_back_forever)
             if with_parent:
                 group.start_soon(hear_parent, [], group.cancel_scope)
             await anext(signals)

@@ -12,10 +12,12 @@ from ..bus import StageReport, open_bus
 from ..bus.board import STALE_AFTER_S
 from ..config import STAGES, BusConfig, BusError, ConfigError, nearest, split_role
 from ..pipeline.health import lanes_of, problem_of
-from .options import BusUrl, ConfigFile, LogLevel, Settings, client_config
+from .options import Options, takes_client_options
 
 
+@takes_client_options
 def health(
+    options: Options,
     stage: Annotated[
         list[str] | None,
         typer.Option(
@@ -30,10 +32,6 @@ def health(
         str | None,
         typer.Option(help="Where the process runs; here, by default.", show_default=False),
     ] = None,
-    bus: BusUrl = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    log_level: LogLevel = None,
 ) -> None:
     """Ask how the stages on this host are: exit status 0 when they are well, else 1.
 
@@ -50,7 +48,7 @@ def health(
     for name in stage or ():
         if split_role(name)[0] not in STAGES:
             raise ConfigError(f"there is no stage {name!r}{nearest(name, STAGES)}")
-    config = client_config(config_file, bus, settings, log_level or "error")
+    config = options.client_config("error")
     try:
         reports = asyncio.run(_read(config.bus))
     except BusError as error:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import typer
+from msgspec.structs import replace
 
 from ..config import (
     BUNDLED_MODEL,
@@ -94,86 +98,134 @@ WithParent = Annotated[
 ]
 
 
-def build_config(
-    config_file: Path | None,
-    bus: str | None,
-    model: str | None,
-    settings: list[str] | None,
-    log_level: str | None,
-    **more: Any,
-) -> Config:
-    """The settings of a command: its options over the environment over the file.
+class Options(msgspec.Struct, frozen=True):
+    """What was given of the options that set settings; None is what was not.
 
-    Args:
-        config_file: A YAML file, or None.
-        bus: The bus's URL, or None.
-        model: The model's folder, or None.
+    Attributes:
+        bus: The bus's URL.
+        model: The model's folder.
+        config_file: A YAML file.
         settings: "section.setting=value" texts; they win over the other options.
-        log_level: One of `Level`, or None.
-        more: What the command itself decides, by dotted name.
-
-    Raises:
-        ConfigError: As `load_config`; also for a text without "=".
-        ModelError: `model` names no folder.
+        log_level: One of `Level`.
     """
-    overrides = overrides_of(bus, model, settings, log_level, **more)
-    config = load_config(config_file, overrides=overrides)
-    if model is not None and not config.engine.model_folder.is_dir():
-        raise ModelError(
-            f"there is no model folder {config.engine.model_folder}; give one in Transformers' "
-            f"format (nothing is downloaded), or {BUNDLED_MODEL!r} for the bundled model"
-        )
-    return config
 
+    bus: str | None = None
+    model: str | None = None
+    config_file: Path | None = None
+    settings: list[str] | None = None
+    log_level: str | None = None
 
-def overrides_of(
-    bus: str | None,
-    model: str | None,
-    settings: list[str] | None,
-    log_level: str | None,
-    **more: Any,
-) -> dict[str, Any]:
-    """What the options of a command set, by dotted name; see `build_config`."""
-    named = {"bus.url": bus, "engine.model_path": model}
-    overrides: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
-    if log_level is not None:
-        overrides["telemetry.log_level"] = str(log_level)
-    overrides |= more
-    for text in settings or ():
-        found = _SETTING.fullmatch(text)
-        if found is None:
-            # The rest is not quoted: it may be a password.
-            name = re.match(r"[\w.]*", text)
-            beginning = name.group()[:MOST_SHOWN] if name else ""
-            raise ConfigError(
-                f"--set takes section.setting=value; what begins with {beginning!r} is none"
+    def config(self, **more: Any) -> Config:
+        """The settings of a command: its options over the environment over the file.
+
+        Args:
+            more: What the command itself decides, by dotted name; `settings` win over it.
+
+        Raises:
+            ConfigError: As `load_config`; also for a text without "=".
+            ModelError: `model` names no folder.
+        """
+        config = load_config(self.config_file, overrides=self.overrides(**more))
+        if self.model is not None and not config.engine.model_folder.is_dir():
+            raise ModelError(
+                f"there is no model folder {config.engine.model_folder}; give one in "
+                f"Transformers' format (nothing is downloaded), or {BUNDLED_MODEL!r} for the "
+                f"bundled model"
             )
-        overrides[found["name"]] = parse_value(found["value"])
-    return overrides
-
-
-def client_config(
-    config_file: Path | None,
-    bus: str | None,
-    settings: list[str] | None,
-    log_level: str | None = None,
-    model: str | None = None,
-    *,
-    quiet: bool = True,
-) -> Config:
-    """As `build_config`, for a command that talks to a pipeline in another process.
-
-    Without any URL it is the one where `up` starts its server. Logging is set up; if `quiet`,
-    warnings are the least severity that is logged unless `log_level` asks otherwise, so that they
-    don't mix with the answers.
-    """
-    if quiet:
-        log_level = log_level or "warning"
-    config = build_config(config_file, bus, model, settings, log_level)
-    setup_logging(config.telemetry)
-    if config.bus.url != "memory":
         return config
-    if bus is not None:
-        raise ConfigError("--bus memory has nobody else on it; give the URL that `up` printed")
-    address = msgspec.structs.replace(config.bus, url=DEFAULT_URL)
-    return msgspec.structs.replace(config, bus=address)
+
+    def adding(self, setting: str) -> Options:
+        """The same and one more of `settings`."""
+        return replace(self, settings=[*(self.settings or ()), setting])
+
+    def client_config(self, least: str | None = "warning") -> Config:
+        """As `config`, for a command that talks to a pipeline in another process.
+
+        Without any URL it is the one where `up` starts its server. Logging is set up.
+
+        Args:
+            least: The least severity that is logged unless `log_level` asks otherwise, so that
+                log lines don't mix with the answers; None leaves it to the settings.
+        """
+        config = replace(self, log_level=self.log_level or least).config()
+        setup_logging(config.telemetry)
+        if config.bus.url != "memory":
+            return config
+        if self.bus is not None:
+            raise ConfigError("--bus memory has nobody else on it; give the URL that `up` printed")
+        return replace(config, bus=replace(config.bus, url=DEFAULT_URL))
+
+    def overrides(self, **more: Any) -> dict[str, Any]:
+        """What is set, by dotted name; `more` as in `config`.
+
+        Raises:
+            ConfigError: A text of `settings` has no "=".
+        """
+        named = {
+            "bus.url": self.bus,
+            "engine.model_path": self.model,
+            "telemetry.log_level": None if self.log_level is None else str(self.log_level),
+        }
+        overrides = {name: value for name, value in named.items() if value is not None}
+        return overrides | more | dict(map(_setting, self.settings or ()))
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """The name and the value of a "section.setting=value"."""
+    found = _SETTING.fullmatch(text)
+    if found is None:
+        # The rest is not quoted: it may be a password.
+        name = re.match(r"[\w.]*", text)
+        beginning = name.group()[:MOST_SHOWN] if name else ""
+        raise ConfigError(
+            f"--set takes section.setting=value; what begins with {beginning!r} is none"
+        )
+    return found["name"], parse_value(found["value"])
+
+
+_ANNOTATIONS = {
+    "bus": BusUrl,
+    "model": ModelPath,
+    "config_file": ConfigFile,
+    "settings": Settings,
+    "log_level": LogLevel,
+}
+
+CLIENT_OPTIONS = ("bus", "config_file", "settings", "log_level")
+"""The options of every command that talks to a running pipeline."""
+
+ENGINE_OPTIONS = ("bus", "model", "config_file", "settings", "log_level")
+"""The options of every command that runs a part of a pipeline."""
+
+
+def takes_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command these fields of `Options` as options, behind its own.
+
+    The command gets them together, as its first argument.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        _, *own = signature.parameters.values()
+        shared = [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_ANNOTATIONS[name]
+            )
+            for name in names
+        ]
+
+        @functools.wraps(command)
+        def with_options(**values: Any) -> None:
+            options = Options(**{name: values.pop(name) for name in names})
+            command(options, **values)
+
+        # Typer reads a command's options from these two.
+        parameters = [*own, *shared]
+        with_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        with_options.__annotations__ = {each.name: each.annotation for each in parameters}
+        return with_options
+
+    return decorate
+
+
+takes_client_options = takes_options(*CLIENT_OPTIONS)

@@ -19,7 +19,8 @@ from ..config import STAGES, Config, ConfigError, nearest
 from ..pipeline.pipeline import Pipeline
 from ..stages.temporary import sweep
 from ..telemetry import setup_logging
-from .options import BusUrl, ConfigFile, LogLevel, ModelPath, Settings, WithParent, build_config
+from .options import ENGINE_OPTIONS, Options, WithParent, takes_options
+from .process_memory import give_back_forever, spare_collector
 from .stdin import stdin_lines
 
 DRAIN = b"drain\n"
@@ -29,16 +30,13 @@ DRAIN = b"drain\n"
 _CONCURRENT_LINES = 256
 
 
+@takes_options(*ENGINE_OPTIONS)
 def run(
+    options: Options,
     stages: Annotated[
         str,
         typer.Option(help="The stages of this process, separated by commas.", metavar="NAMES"),
     ] = ",".join(STAGES),
-    bus: BusUrl = None,
-    model: ModelPath = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    log_level: LogLevel = None,
     with_parent: WithParent = False,
 ) -> None:
     """Run stages in this process.
@@ -63,9 +61,7 @@ def run(
     for name in names:
         if name not in STAGES:
             raise ConfigError(f"there is no stage {name!r}{nearest(name, STAGES)}")
-    config = build_config(
-        config_file, bus, model, settings, log_level, **{"pipeline.stages": names}
-    )
+    config = options.config(**{"pipeline.stages": names})
     setup_logging(config.telemetry)
     if not with_parent:  # which has done it
         sweep()
@@ -94,6 +90,7 @@ async def _serve(config: Config, with_parent: bool) -> None:
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         # A child may be started again while Redis is away; `up` has seen it before the first one.
         async with Pipeline(config, wait_for_bus=with_parent) as pipeline:
+            spare_collector()
             if await _told_to_drain(pipeline, signals, with_parent):
                 await _drain(pipeline)
             else:
@@ -114,6 +111,7 @@ async def _told_to_drain(
     asked: signal.Signals | None = None
     async with anyio.create_task_group() as group:
         group.start_soon(pipeline.failed)
+        group.start_soon(give_back_forever)
         if with_parent:
             group.start_soon(hear_parent, words, group.cancel_scope)
         asked = await anext(signals)

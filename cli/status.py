@@ -20,7 +20,7 @@ from ..bus.links import all_links
 from ..config import STAGES, BusConfig, BusError, redact
 from ..pipeline.health import LATE_S, LaneHealth, lanes_of, problem_of, replicas_of, verdict
 from .connection import unreachable
-from .options import BusUrl, ConfigFile, LogLevel, Settings, client_config
+from .options import Options, takes_client_options
 from .terminal import stdout
 
 _SHOWN_LINKS = 3
@@ -64,12 +64,10 @@ class BusStatus(msgspec.Struct, frozen=True):
     connections: dict[str, int]
 
 
+@takes_client_options
 def status(
+    options: Options,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as one JSON object.")] = False,
-    bus: BusUrl = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    log_level: LogLevel = None,
 ) -> None:
     """Show the stages of every lane, what waits where, and who is connected.
 
@@ -82,7 +80,7 @@ def status(
 
         watch nano-inference status
     """
-    config = client_config(config_file, bus, settings, log_level)
+    config = options.client_config()
     found = asyncio.run(look(config.bus))
     if as_json:
         sys.stdout.write(f"{msgspec.json.encode(found).decode()}\n")

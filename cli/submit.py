@@ -15,7 +15,7 @@ from ..config import Config, ConfigError, NanoInferenceError
 from ..pipeline.client import BusClient
 from .answers import AnswerPrinter, ProgressLine
 from .connection import connected
-from .options import BusUrl, ConfigFile, LogLevel, Settings, client_config
+from .options import Options, takes_client_options
 from .requests import LineReader, Submission, Wanted, parse_sampling, read_file, read_stdin
 from .submit_options import (
     AsJson,
@@ -44,7 +44,9 @@ PATIENCE_S = 10.0
 _CONCURRENT = 64
 
 
+@takes_client_options
 def submit(
+    options: Options,
     text: Prompt = None,
     file: RequestFile = None,
     chat: Chat = False,
@@ -60,10 +62,6 @@ def submit(
     as_json: AsJson = False,
     no_wait: NoWait = False,
     trace: Trace = False,
-    bus: BusUrl = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    log_level: LogLevel = None,
 ) -> None:
     """Send requests to a running pipeline and print the answers.
 
@@ -90,7 +88,7 @@ def submit(
     Answers go to standard output, all else to standard error. Ctrl-C cancels what is in flight.
     The exit status is 1 when any request did not end well.
     """
-    config = client_config(config_file, bus, settings, log_level)
+    config = options.client_config()
     one_text = text not in (None, "-") and file is None
     wanted = Wanted(
         chat=chat,

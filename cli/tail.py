@@ -15,7 +15,7 @@ from ..bus.codec import encode_output
 from ..bus.public import Completion
 from ..config import Config
 from .connection import connected
-from .options import BusUrl, ConfigFile, LogLevel, Settings, client_config
+from .options import Options, takes_client_options
 from .terminal import cut, milliseconds, one_line
 
 # Where standard output is not a terminal, so that its width is nobody's business.
@@ -24,7 +24,9 @@ _WIDTH_OF_PIPES = 120
 _HEADING = f"{'request':<20} {'status':<9} {'tokens':>6} {'TTFT ms':>9} {'total ms':>9}  text"
 
 
+@takes_client_options
 def tail(
+    options: Options,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print each Completion as a line of JSON.")
     ] = False,
@@ -32,10 +34,6 @@ def tail(
         int | None,
         typer.Option("--limit", min=1, help="Leave after so many.", show_default=False),
     ] = None,
-    bus: BusUrl = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    log_level: LogLevel = None,
 ) -> None:
     """Print every request that ends from now on, whoever sent it.
 
@@ -47,7 +45,7 @@ def tail(
 
     It reads the shared results stream and takes nothing away from anybody. Ctrl-C leaves.
     """
-    config = client_config(config_file, bus, settings, log_level)
+    config = options.client_config()
     asyncio.run(_tail(config, as_json, limit))
 
 

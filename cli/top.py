@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ..config import BusConfig, BusError, split_role
 from ..pipeline.health import LaneHealth
-from .options import BusUrl, ConfigFile, LogLevel, Settings, client_config
+from .options import Options, takes_client_options
 from .status import BusStatus, lane_table, look
 from .terminal import stdout
 
@@ -26,15 +26,13 @@ _SPARKS = " ▁▂▃▄▅▆▇█"
 _HISTORY = 60
 
 
+@takes_client_options
 def top(
+    options: Options,
     once: Annotated[bool, typer.Option("--once", help="Print one look and leave.")] = False,
     every_s: Annotated[
         float, typer.Option("--every", min=0.1, metavar="SECONDS", help="Between two looks.")
     ] = 1.0,
-    bus: BusUrl = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    log_level: LogLevel = None,
 ) -> None:
     """Watch the stages, queues, batch, tokens per second, first tokens and KV blocks.
 
@@ -45,7 +43,7 @@ def top(
 
         nano-inference top --once --bus redis://10.0.0.5:6379
     """
-    config = client_config(config_file, bus, settings, log_level)
+    config = options.client_config()
     history = History()
     if once or not sys.stdout.isatty():
         stdout().print(view(asyncio.run(look(config.bus)), history))

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ..config import ConfigError
 from ..telemetry import names
-from .options import ConfigFile, Settings, build_config
+from .options import Options, takes_options
 from .terminal import cut, milliseconds, stderr, stdout
 from .trace_jaeger import jaeger
 from .trace_page import page
@@ -24,7 +24,9 @@ _MOST_COLUMNS = 140
 _FEWEST_BAR_COLUMNS = 10
 
 
+@takes_options("config_file", "settings")
 def trace(
+    options: Options,
     request_id: Annotated[
         str, typer.Argument(help="The request's id, its entry's id, or the trace's id.")
     ],
@@ -39,8 +41,6 @@ def trace(
         Path | None,
         typer.Option("--jaeger", metavar="FILE", help="Write what Jaeger's UI loads from disk."),
     ] = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
 ) -> None:
     """Show where a request's time went, from a trace file.
 
@@ -55,7 +55,7 @@ def trace(
     The page needs nothing beside it. What --jaeger writes, Jaeger's search page loads under
     "Upload".
     """
-    config = build_config(config_file, None, None, settings, None)
+    config = options.config()
     path = file or Path(config.telemetry.trace_file).expanduser()
     if file is None and not config.telemetry.trace_file:
         raise ConfigError(

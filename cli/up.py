@@ -39,15 +39,7 @@ from ..stages.temporary import sweep
 from .child_output import Line, Lines
 from .embedded import embedded_server
 from .gateway import GatewayPort
-from .options import (
-    BusUrl,
-    ConfigFile,
-    LogLevel,
-    ModelPath,
-    Settings,
-    build_config,
-    overrides_of,
-)
+from .options import ENGINE_OPTIONS, Options, takes_options
 from .run import DRAIN
 
 _GATEWAY = "gateway"
@@ -71,12 +63,9 @@ _TELL_S = 1.0
 _STOP_S = 10.0
 
 
+@takes_options(*ENGINE_OPTIONS)
 def up(
-    bus: BusUrl = None,
-    model: ModelPath = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    log_level: LogLevel = None,
+    options: Options,
     port: Annotated[
         int, typer.Option(help="Port of the embedded server, when no --bus is given.")
     ] = urlsplit(DEFAULT_URL).port or 0,
@@ -105,17 +94,17 @@ def up(
     flight finish, within `pipeline.drain_timeout_s`, and stops all.
     """
     if replicas is not None:
-        settings = [*(settings or ()), f"pipeline.replicas={replicas}"]
+        options = options.adding(f"pipeline.replicas={replicas}")
     if gateway is not None:
-        settings = [*(settings or ()), f"gateway.port={gateway}"]
-    config = build_config(config_file, bus, model, settings, log_level)
-    overrides = overrides_of(bus, model, settings, log_level)
+        options = options.adding(f"gateway.port={gateway}")
+    config, overrides = options.config(), options.overrides()
     sweep()
     with contextlib.ExitStack() as stack:
         if config.bus.url == "memory":
             url = stack.enter_context(embedded_server(port))
-            config = load_config(config_file, overrides=overrides | {"bus.url": url})
-        arguments = [] if config_file is None else ["--config", str(config_file)]
+            config = load_config(options.config_file, overrides=overrides | {"bus.url": url})
+        file = options.config_file
+        arguments = [] if file is None else ["--config", str(file)]
         environment = _child_environment(config, overrides)
         anyio.run(_reach, config)  # so that one process complains, and not five
         anyio.run(_House(config, arguments, environment).run)
@@ -261,11 +250,12 @@ class _House:
         # Else `-m` would have a `redis.py` in the working folder taken for the real one.
         program = [sys.executable, "-P", "-m", "nano_inference"]
         if role == _GATEWAY:
-            return [*program, "gateway", *self._arguments]
-        stage, replica = split_role(role)
-        command = [*program, "run", *self._arguments, "--stages", stage]
-        if stage in REPLICATED:
-            command += ["--set", f"pipeline.replica={replica}"]
+            command = [*program, "gateway", *self._arguments]
+        else:
+            stage, replica = split_role(role)
+            command = [*program, "run", *self._arguments, "--stages", stage]
+            if stage in REPLICATED:
+                command += ["--set", f"pipeline.replica={replica}"]
         if port := self._config.telemetry.metrics_port:
             # Metrics of each process on a port of its own.
             number = port + self._roles.index(role)

@@ -17,7 +17,7 @@ from ..bus.control import MEMORY_TAGS, MemoryTag
 from ..bus.weights import FolderWeights
 from ..pipeline.client import BusClient
 from .connection import connected
-from .options import BusUrl, ConfigFile, LogLevel, Settings, client_config
+from .options import Options, takes_client_options
 
 app = typer.Typer(
     help="""Look at the weights in place, and replace them while requests are in flight.
@@ -66,7 +66,9 @@ InFlight = Annotated[
 
 
 @app.command()
+@takes_client_options
 def update(
+    options: Options,
     folder: Annotated[
         Path,
         typer.Option(
@@ -88,10 +90,6 @@ def update(
     timeout_s: Annotated[
         float, typer.Option("--timeout", min=0, help="Seconds to wait for the new weights.")
     ] = 300.0,
-    bus: BusUrl = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    log_level: LogLevel = None,
 ) -> None:
     """Replace the weights by those of a folder; print the version that they have.
 
@@ -108,30 +106,21 @@ def update(
             timeout_s=timeout_s,
         )
 
-    typer.echo(_run(replace, config_file, bus, settings, log_level))
+    typer.echo(_run(replace, options))
 
 
 @app.command("version")
-def version_(
-    bus: BusUrl = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    log_level: LogLevel = None,
-) -> None:
+@takes_client_options
+def version_(options: Options) -> None:
     """Print the version of the weights in place; 0 are those that were loaded.
 
     nano-inference weights version
     """
-    typer.echo(_run(BusClient.weight_version, config_file, bus, settings, log_level))
+    typer.echo(_run(BusClient.weight_version, options))
 
 
-def pause(
-    in_flight: InFlight = Mode.keep,
-    bus: BusUrl = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    log_level: LogLevel = None,
-) -> None:
+@takes_client_options
+def pause(options: Options, in_flight: InFlight = Mode.keep) -> None:
     """Stop generating, and return when no step is under way; requests wait until `resume`.
 
     nano-inference pause --in-flight retract
@@ -140,42 +129,29 @@ def pause(
     async def stop(client: BusClient) -> None:
         await client.pause(in_flight.value)
 
-    _run(stop, config_file, bus, settings, log_level)
+    _run(stop, options)
 
 
-def resume(
-    bus: BusUrl = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    log_level: LogLevel = None,
-) -> None:
+@takes_client_options
+def resume(options: Options) -> None:
     """Go on generating after `pause`.
 
     nano-inference resume
     """
-    _run(BusClient.resume, config_file, bus, settings, log_level)
+    _run(BusClient.resume, options)
 
 
-def flush_cache(
-    bus: BusUrl = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    log_level: LogLevel = None,
-) -> None:
+@takes_client_options
+def flush_cache(options: Options) -> None:
     """Forget all cached prefixes. New weights need no flush.
 
     nano-inference flush-cache
     """
-    _run(BusClient.flush_cache, config_file, bus, settings, log_level)
+    _run(BusClient.flush_cache, options)
 
 
-def release_memory(
-    tags: Tags = None,
-    bus: BusUrl = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    log_level: LogLevel = None,
-) -> None:
+@takes_client_options
+def release_memory(options: Options, tags: Tags = None) -> None:
     """Give memory back to the device; requests wait until `resume-memory`.
 
     Released weights are lost: after `resume-memory` they must be sent, all of them.
@@ -186,16 +162,11 @@ def release_memory(
     async def release(client: BusClient) -> None:
         await client.release_memory(_memory(tags))
 
-    _run(release, config_file, bus, settings, log_level)
+    _run(release, options)
 
 
-def resume_memory(
-    tags: Tags = None,
-    bus: BusUrl = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    log_level: LogLevel = None,
-) -> None:
+@takes_client_options
+def resume_memory(options: Options, tags: Tags = None) -> None:
     """Take memory again that was released.
 
     nano-inference resume-memory --tag weights
@@ -204,7 +175,7 @@ def resume_memory(
     async def take(client: BusClient) -> None:
         await client.resume_memory(_memory(tags))
 
-    _run(take, config_file, bus, settings, log_level)
+    _run(take, options)
 
 
 def _memory(tags: list[MemoryKind] | None) -> tuple[MemoryTag, ...]:
@@ -213,12 +184,9 @@ def _memory(tags: list[MemoryKind] | None) -> tuple[MemoryTag, ...]:
 
 def _run(
     operation: Callable[[BusClient], Awaitable[_Result]],
-    config_file: ConfigFile,
-    bus: BusUrl,
-    settings: Settings,
-    log_level: LogLevel,
+    options: Options,
 ) -> _Result:
-    config = client_config(config_file, bus, settings, log_level)
+    config = options.client_config()
 
     async def run() -> _Result:
         async with connected(config) as client:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -14,10 +14,15 @@ import structlog
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..config import GatewayConfig, NanoInferenceError, RequestError
+from ..telemetry import instruments, now_ns
+from .calls import ARRIVED
 from .http import error_response
 from .limits import Overloaded, RequestLimits
+from .measures import Measures, Reason
+from .rounds import Rounds
+from .tenants import HEADER as TENANT_HEADER
 
-SPARE_CONNECTIONS = 64
+SPARE_CONNECTIONS = 128
 """How many there may be beyond those with a request under way: on these the others are told that
 there is no room. It is a few times `server.ACCEPTED_AT_ONCE`, or newcomers would be replaced by
 those behind them before anybody has read what they sent."""
@@ -30,16 +35,19 @@ _LINGER_S = 2.0
 # In place of `body_timeout_s` while somebody is refused for want of room.
 _PRESSED_S = 1.0
 _LOG_EVERY_S = 1.0
-# When the bodies hold so much less than before, the allocator gives it back.
-_TRIM_BYTES = 64 << 20
 # What is read of one connection before the others have their turn. asyncio's 256 KiB, of each of
 # many large bodies, would keep a small request waiting for seconds.
 _READ_BYTES = 1 << 16
 
-Phase = Literal["head", "body", "working", "sending", "rest", "idle", "leaving"]
+Phase = Literal["head", "come", "body", "working", "sending", "rest", "idle", "leaving"]
 """Of a connection: its next request's head is awaited or coming (idle: nothing of it has come, but
-requests before it); its body is coming; it is being answered. When the answer is complete: it is
-being taken by the client; what remains of the body comes. Or it has been ended."""
+requests before it); some of it has come and is to be looked at; its body is coming; it is being
+answered. When the answer is complete: it is being taken by the client; what remains of the body
+comes. Or it has been ended."""
+
+# A head is found in so many bytes, or its client is known by its address.
+_HEAD_BYTES = 8192
+_TENANT = f"\r\n{TENANT_HEADER}:".lower().encode()
 
 
 class Connection(H11Protocol):
@@ -54,6 +62,11 @@ class Connection(H11Protocol):
         self.phase: Phase = "head"
         self._all = connections
         self._left = False
+        self._lost = False
+        # Whose it is, as far as it is known; what has come of a request and waits for its round.
+        self._client = b""
+        self._come: bytes | None = None
+        self._come_ns = 0
         self._received_bytes = 0
         # When the phase began, or the body's present window did; bytes received until then.
         self._since_s = connections.now_s
@@ -67,16 +80,40 @@ class Connection(H11Protocol):
         # asyncio's; a loop of another kind has no such thing, and sets it aside.
         with suppress(AttributeError):
             transport.max_size = _READ_BYTES  # type: ignore[attr-defined]
+        if self.client is not None:
+            self._client = self.client[0].encode()
         self._all.enter(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = True
         self._all.leave(self)
-        super().connection_lost(exc)
+        # It ends a request that is under way, which takes as long as to begin one.
+        self._all.rounds.put(self._client, partial(super().connection_lost, exc))
 
     def data_received(self, data: bytes) -> None:
         if self._left:
             return
         self._received_bytes += len(data)
+        if self.phase in ("head", "idle"):
+            self._wait_for_round(data)
+        else:
+            super().data_received(data)
+            self.look()
+
+    def _wait_for_round(self, data: bytes) -> None:
+        """What has come of a request is looked at soon; until then no more of it is read."""
+        self._come, self._come_ns = data, now_ns()
+        self._client = _named_client(data) or self._client
+        self.transport.pause_reading()
+        self._all.rounds.put(self._client, self._take_round)
+        self.look()
+
+    def _take_round(self) -> None:
+        data, self._come = self._come, None
+        if self._left or self._lost or self.transport.is_closing() or data is None:
+            return
+        self.transport.resume_reading()
+        self.app_state = {ARRIVED: self._come_ns}
         super().data_received(data)
         self.look()
 
@@ -87,6 +124,7 @@ class Connection(H11Protocol):
         self.look()
 
     def send_400_response(self, msg: str) -> None:
+        self._all.count("malformed")
         self.end(RequestError(f"{msg} Send HTTP/1.1", code="malformed"))
 
     def shutdown(self) -> None:
@@ -123,8 +161,8 @@ class Connection(H11Protocol):
         self._left = True
         self.look()
 
-    def check(self, window_s: float) -> bool:
-        """Ends the connection when its client is too slow; whether it was.
+    def check(self, window_s: float) -> Reason | None:
+        """Ends the connection when its client is too slow; returns with what it was.
 
         Args:
             window_s: After so long without enough of its body it is.
@@ -137,7 +175,7 @@ class Connection(H11Protocol):
             self._unsent_bytes, self._unsent_since_s = unsent_bytes, now_s
         elif now_s - self._unsent_since_s >= config.send_timeout_s:
             self.end()
-            return True
+            return "slow_reader"
         match self.phase:
             case "idle" if waited_s >= config.keep_alive_s:
                 # As with any server; nobody was slow.
@@ -145,18 +183,18 @@ class Connection(H11Protocol):
             case "head" if waited_s >= config.head_timeout_s:
                 late = f"no request came within {config.head_timeout_s:g} s; send it at once"
                 self.end(_timeout(late) if self._received_bytes else None)
-                return True
+                return "slow_head"
             case "body" | "rest" if self.flow.read_paused:
                 self._begin_window()
             case "body" | "rest" if waited_s >= window_s:
                 least_bytes = config.min_body_bytes_per_s * waited_s
                 if self._received_bytes - self._window_bytes < least_bytes:
                     self.end(_timeout("the body came too slowly; send it at once"))
-                    return True
+                    return "slow_body"
                 self._begin_window()
             case "leaving" if waited_s >= _LINGER_S:
                 self.end()
-        return False
+        return None
 
     def _begin_window(self) -> None:
         self._since_s, self._window_bytes = self._all.now_s, self._received_bytes
@@ -164,6 +202,8 @@ class Connection(H11Protocol):
     def _find_phase(self) -> Phase:
         if self._left:
             return "leaving"
+        if self._come is not None:
+            return "come"
         reading = self.conn.their_state is h11.SEND_BODY
         if self.cycle is not None and not self.cycle.response_complete:
             return "body" if reading else "working"
@@ -184,21 +224,26 @@ class Connections:
     Attributes:
         now_s: A clock that stands still while the event loop is held up, so that no client is
             slow because we are. `sweep` moves it.
+        rounds: In which requests begin and end.
     """
 
-    def __init__(self, config: GatewayConfig, limits: RequestLimits, most: int) -> None:
+    def __init__(
+        self, config: GatewayConfig, limits: RequestLimits, most: int, measures: Measures
+    ) -> None:
         """Args: `most` of them have requests under way; as many as `limits` lets in."""
         self.now_s = 0.0
+        self.rounds = Rounds()
         self.config = config
         self._limits = limits
+        self._measures = measures
         self._most = most + SPARE_CONNECTIONS
         self._all: dict[Connection, None] = {}
         # Each in the order in which they came into the phase.
         self._waiting: dict[Connection, None] = {}
         self._sending: dict[Connection, None] = {}
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[Reason] = Counter()
         self._logged_s = -_LOG_EVERY_S
-        self._most_held_bytes = 0
+        measures.watch(instruments.GATEWAY_CONNECTIONS, self.__len__)
 
     def __len__(self) -> int:
         return len(self._all)
@@ -214,15 +259,16 @@ class Connections:
             self._forget(oldest)
             oldest.end()
         elif full:
-            self.count("refused")
-            connection.end(Overloaded("all connections have requests under way; try again"))
+            self.count("all_busy")
+            busy = "all connections have requests under way; try again"
+            connection.end(Overloaded(busy, "all_busy"))
 
     def moved(self, connection: Connection) -> None:
         """It has come into another phase."""
         self._forget(connection)
         if connection.phase == "sending":
             self._sending[connection] = None
-        elif connection.phase not in ("body", "working"):
+        elif connection.phase not in ("come", "body", "working"):
             self._waiting[connection] = None
 
     def leave(self, connection: Connection) -> None:
@@ -230,39 +276,40 @@ class Connections:
         self._all.pop(connection, None)
         self._forget(connection)
 
-    def count(self, what: str, number: int = 1) -> None:
+    def count(self, reason: Reason, number: int = 1) -> None:
         """So many were not served, and why; said about once a second, in one line."""
-        if number:
-            self._counts[what] += number
+        self._counts[reason] += number
+        self._measures.refused(reason, number)
 
     def sweep(self, elapsed_s: float) -> None:
         """Ends those whose clients are too slow; called about twice a second."""
         self.now_s += min(elapsed_s, _MOST_TICK_S)
-        refused, self._limits.refused = self._limits.refused, 0
-        self.count("refused", refused)
+        refused, self._limits.refused = self._limits.refused, Counter()
+        for reason, number in refused.items():
+            self.count(reason, number)
         window_s = self.config.body_timeout_s
         if refused:
             window_s = min(window_s, _PRESSED_S)
         for connection in list(self._all):
-            self.count("slow", connection.check(window_s))
-        self._trim()
+            if slow := connection.check(window_s):
+                self.count(slow)
         if self._counts and self.now_s - self._logged_s >= _LOG_EVERY_S:
             log = structlog.get_logger()
-            log.warning("connections_not_served", **self._counts, connections=len(self))
+            counts = {str(reason): number for reason, number in self._counts.items()}
+            log.warning("connections_not_served", **counts, connections=len(self))
             self._counts.clear()
             self._logged_s = self.now_s
-
-    def _trim(self) -> None:
-        held_bytes = self._limits.held_bytes
-        self._most_held_bytes = max(self._most_held_bytes, held_bytes)
-        if held_bytes <= self._most_held_bytes - _TRIM_BYTES:
-            self._most_held_bytes = held_bytes
-            if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
-                trim(0)
+        self._measures.tell()
 
     def _forget(self, connection: Connection) -> None:
         self._waiting.pop(connection, None)
         self._sending.pop(connection, None)
+
+
+def _named_client(head: bytes) -> bytes:
+    """The tenant that a head names, b"" for none: a first look, which decides about turns only."""
+    _, found, rest = head[:_HEAD_BYTES].lower().partition(_TENANT)
+    return rest.partition(b"\r\n")[0].strip() if found else b""
 
 
 def _timeout(message: str) -> RequestError:

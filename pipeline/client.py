@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
+from asyncio import Task
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from types import TracebackType
@@ -10,6 +12,7 @@ from typing import Any, Literal
 
 import anyio
 import msgspec
+import structlog
 
 from ..bus import Bus, Outcome, StageReport, open_bus
 from ..bus.control import (
@@ -41,11 +44,12 @@ from ..bus.weights import (
 from ..config import (
     BusConfig,
     BusError,
+    ChannelClosed,
     ConfigError,
     FairnessConfig,
     WeightsError,
 )
-from ..telemetry import TraceContext, Tracing, names, now_ns
+from ..telemetry import Metrics, TraceContext, Tracing, names, now_ns
 from .health import lanes_of, verdict, weights_trouble
 from .operators import Operators
 from .update_together import update_together
@@ -64,16 +68,29 @@ class BusClient:
 
     `async with BusClient.connect("redis://127.0.0.1:6390") as client:` opens a connection of its
     own; `Pipeline` makes one on its own bus.
+
+    Attributes:
+        tracing: Makes the spans of requests that are published without a trace.
+        metrics: Of the process, for what is built on this client.
     """
 
-    def __init__(self, bus: Bus, tracing: Tracing | None = None) -> None:
+    def __init__(
+        self, bus: Bus, tracing: Tracing | None = None, metrics: Metrics | None = None
+    ) -> None:
         self.bus = bus
-        self._tracing = tracing or Tracing(None)
+        self.tracing = tracing or Tracing()
+        self.metrics = metrics or Metrics()
         self._operators = Operators(bus, f"client-{uuid.uuid4().hex[:8]}")
         self._owns_bus = False
+        self._cancelling: set[Task[None]] = set()
 
     @classmethod
-    def connect(cls, bus: str | BusConfig, tracing: Tracing | None = None) -> BusClient:
+    def connect(
+        cls,
+        bus: str | BusConfig,
+        tracing: Tracing | None = None,
+        metrics: Metrics | None = None,
+    ) -> BusClient:
         """A client of the pipeline at a Redis URL. Nothing is sent until it is used.
 
         Raises:
@@ -82,7 +99,7 @@ class BusClient:
         config = BusConfig(url=bus) if isinstance(bus, str) else bus
         if config.url == "memory":
             raise ConfigError("a memory bus can't be connected to; use Pipeline.submit there")
-        client = cls(open_bus(config), tracing)
+        client = cls(open_bus(config), tracing, metrics)
         client._owns_bus = True
         return client
 
@@ -104,43 +121,51 @@ class BusClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Closes the connection, if it is this client's own."""
+        """Closes the connection, if it is this client's own; cancellations go out before."""
+        if self._cancelling:
+            with anyio.move_on_after(CANCEL_PATIENCE_S, shield=True):
+                await asyncio.wait(list(self._cancelling))
         if self._owns_bus:
             await self.bus.aclose()
 
-    async def publish(self, request: Request | bytes) -> str:
+    async def publish(self, request: Request | bytes, trace: TraceContext | None = None) -> str:
         """Publishes a request without waiting for anything.
 
         Args:
             request: A GenerateRequest, the same as a dict, or its JSON.
+            trace: Where its spans belong; None: below a span of its own, which begins a trace.
 
         Returns:
             The entry's id; with it, and the request's id if it has one, `follow` finds the output.
         """
-        trace = self._published_span(request)
+        trace = trace or self._published_span(request)
         return await self.bus.requests.publish(
             request, traceparent=trace.traceparent, tracestate=trace.tracestate
         )
 
-    async def submit(self, request: Request | bytes) -> AsyncGenerator[Output, None]:
+    async def submit(
+        self, request: Request | bytes, trace: TraceContext | None = None
+    ) -> AsyncGenerator[Output, None]:
         """Publishes a request and yields its output: chunks as they come, then one Completion.
 
         Whatever is wrong with the request comes as a Completion with an error. When the caller
-        stops before the end, the request is cancelled.
+        stops before the end, the request is cancelled. The arguments are those of `publish`.
         """
-        entry_id = await self.publish(request)
-        request_id = request_id_of(request) or entry_id
+        publishing = asyncio.create_task(self.publish(request, trace))
         done = False
         try:
-            async with aclosing(self.bus.results.follow(request_id, entry_id)) as outputs:
+            entry_id = await asyncio.shield(publishing)
+            request_id = request_id_of(request) or entry_id
+            results = self.bus.results
+            async with aclosing(
+                results.follow(request_id, entry_id, just_published=True)
+            ) as outputs:
                 async for output in outputs:
                     done = isinstance(output, Completion)
                     yield output
         finally:
             if not done:
-                # Also when the caller itself was cancelled, which ends every wait in here.
-                with anyio.move_on_after(CANCEL_PATIENCE_S, shield=True):
-                    await self.cancel(request_id, entry_id)
+                await self._cancel_shielded(request, publishing)
 
     async def complete(self, request: Request | bytes) -> Completion:
         """Publishes a request and waits for its terminal message."""
@@ -161,6 +186,31 @@ class BusClient:
         message = "the client cancelled the request"
         cancel = Cancel(request_id, entry_id, "cancelled", "cancelled", message)
         await self._control("admission", cancel)
+
+    async def _cancel_shielded(self, request: Request | bytes, publishing: Task[str]) -> None:
+        """Cancels what was published, also when the caller himself was cancelled, even while he
+        published: the request would run on.
+
+        It takes as long as it takes; the caller waits no longer than the patience.
+        """
+
+        async def cancel() -> None:
+            await asyncio.wait([publishing])
+            if not publishing.cancelled() and publishing.exception() is None:
+                entry_id = publishing.result()
+                await self.cancel(request_id_of(request) or entry_id, entry_id)
+
+        cancelling = asyncio.create_task(cancel())
+        self._cancelling.add(cancelling)
+        cancelling.add_done_callback(self._cancelled)
+        with anyio.move_on_after(CANCEL_PATIENCE_S, shield=True):
+            await asyncio.wait([cancelling])
+
+    def _cancelled(self, cancelling: Task[None]) -> None:
+        self._cancelling.discard(cancelling)
+        error = None if cancelling.cancelled() else cancelling.exception()
+        if error is not None and not isinstance(error, ChannelClosed):
+            structlog.get_logger().warning("not_cancelled", error=str(error))
 
     async def pause(self, in_flight: InFlight = "keep") -> None:
         """Returns when no step is under way any more, and none is run until `resume`.
@@ -420,11 +470,11 @@ class BusClient:
         await self._operators.tell(stage, body, told)
 
     def _published_span(self, request: Request | bytes) -> TraceContext:
-        if not self._tracing.enabled:
+        if not self.tracing.enabled:
             return TraceContext()
         now = now_ns()
         attributes = {names.REQUEST_ID: request_id_of(request)}
-        return self._tracing.span("publish", TraceContext(), now, now, attributes)
+        return self.tracing.span("publish", TraceContext(), now, now, attributes)
 
 
 def request_id_of(request: Request | bytes) -> str:

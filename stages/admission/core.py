@@ -157,6 +157,7 @@ class AdmissionCore:
             min_tokens=sampling.min_tokens,
             logprobs=sampling.logprobs,
             prompt_logprobs=sampling.prompt_logprobs,
+            priority=request.priority,
         )
         return AdmittedRequest(
             info=info,

@@ -28,7 +28,7 @@ from .judging import judge
 from .ledger import entry_deadline_ns
 from .long_prompts import LongPrompts, is_long
 from .overload import overloaded
-from .poison import is_of_the_entry, why_given_up
+from .poison import GIVEN_UP_CODES, is_of_the_entry, why_given_up
 from .spans import trace_cancel, trace_first_again, trace_replay
 
 T = TypeVar("T")
@@ -83,6 +83,8 @@ class AdmissionStage(Actor):
         )
         # Prometheus sees a counter rise only if it has seen it before.
         self._count_refused(0)
+        for code in GIVEN_UP_CODES:
+            self.metrics.record(instruments.BURIED, 0, {names.ERROR_TYPE: code})
 
     async def receive_forever(self, inbox: Inbox) -> None:
         pending = await self.bus.requests.pending()
@@ -223,6 +225,7 @@ class AdmissionStage(Actor):
         if isinstance(entry.request, GenerateRequest):
             try:
                 await self.bus.requests.bury(entry, error, effect.deaths)
+                self.metrics.record(instruments.BURIED, 1, {names.ERROR_TYPE: error.code})
             except ChannelClosed:
                 raise
             # What can't be kept either is ended all the same.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from math import ceil
 
@@ -16,6 +16,7 @@ from ...bus.public import StageTime
 from ...config import FairnessConfig
 from .fastest_step import FastestStep, least_tokens
 from .locality import PrefixIndex, Trail, trail_of
+from .outcome import Counts, Dispatched
 from .queue import FairQueue, Next
 from .replicas import Replica, Running, choose_replica
 from .tenants import Flow, PriorityClass, Waiting
@@ -25,36 +26,6 @@ LEFTOVERS_KEPT = 256
 
 EXPIRED = "the request's time budget ran out while it waited to run"
 HOPELESS = "what is left of the request's time budget is too short for its tokens"
-
-
-class Dispatched(msgspec.Struct, frozen=True):
-    """What `pop` gives: a message for a replica, and what telemetry and budget need.
-
-    Attributes:
-        resumed: The sequence that goes on, when it had made room before.
-        last: No sequence of the request waits any more for its first run.
-        passed_by: Dispatches while it waited: of other priorities, of other tenants, of its own.
-    """
-
-    replica: str
-    message: Dispatch | Continue
-    request: AdmittedRequest
-    arrived_ns: int
-    deadline_ns: int | None
-    resumed: Running | None
-    last: bool
-    passed_by: tuple[int, int, int]
-
-
-class Counts(msgspec.Struct):
-    """What has happened, for telemetry. Tokens are those generated, by priority."""
-
-    preemptions: int = 0
-    yields: int = 0
-    resumes: int = 0
-    recomputed_tokens: int = 0
-    hopeless: int = 0
-    tokens: Counter[int] = msgspec.field(default_factory=Counter)
 
 
 class FairnessCore:
@@ -349,17 +320,20 @@ class FairnessCore:
     def _count(self, replica: Replica) -> None:
         """Charges the tokens that were generated since this was last done."""
         price, tokens = self.config.decode_weight, self.counts.tokens
-        slices = (self.config.max_timeslice_tokens, self.config.tenant_timeslice_tokens)
-        slice_tokens = min((each for each in slices if each), default=0)
+        slice_tokens = self.config.max_timeslice_tokens
         for running, number in replica.counted():
             running.flow.charge(number * price)
             priority = running.request.priority
             tokens[priority] += number
             running.num_tokens += number
             running.in_slice += number
-            used_up = 0 < slice_tokens <= running.in_slice and not running.leaving
-            if used_up and priority < self.config.high_priority_threshold:
+            if priority >= self.config.high_priority_threshold:
+                continue
+            replica.made_since_change += number
+            if 0 < slice_tokens <= running.in_slice and not running.leaving:
                 replica.due[running.spec.seq_id] = running
+        most = self.config.tenant_timeslice_tokens * len(replica.running)
+        replica.made_since_change = min(replica.made_since_change, most)
 
     def _pause(self, replica: Replica, seq_id: int, now_ns: int) -> Running | None:
         running = replica.pause(seq_id, now_ns)
@@ -430,35 +404,64 @@ class FairnessCore:
         asked: list[tuple[str, Running]] = []
         costly: list[Running] = []
         staying: set[Flow] = set()
-        for running in list(replica.due.values()):
-            if running.flow in staying or not self._is_used_up(running, least):
+        for running in self._used_up(replica, least):
+            if running.flow in staying:
                 continue
             if not self._gives_way(running, first, least, now_ns):
                 staying.add(running.flow)
                 continue
             behind = least is running.flow
             if replica.keeps(running, before=least.waiting_tokens if behind else 0):
-                replica.ask(running, now_ns, preempted=False, behind=behind)
-                asked.append((replica.name, running))
+                asked.append(self._end_slice(replica, running, now_ns, behind=behind))
             elif running.preemptions < self.config.max_preemptions:
                 costly.append(running)
         if costly and not (asked or least.num_running or self._num_leaving):
-            others = [each for each in costly if self._is_anothers(each, least)]
+            slice_tokens = self.config.tenant_timeslice_tokens
+            others = [each for each in costly if 0 < slice_tokens <= each.in_slice]
+            others = [each for each in others if each.request.tenant != least.tenant]
             if others:
                 running = min(others, key=lambda each: each.num_tokens)
-                replica.ask(running, now_ns, preempted=True, behind=False)
-                asked.append((replica.name, running))
+                asked.append(self._end_slice(replica, running, now_ns, preempted=True))
         return asked
 
-    def _is_used_up(self, running: Running, least: Flow) -> bool:
-        """Whether its slice is, for what waits of `least`."""
-        own = 0 < self.config.max_timeslice_tokens <= running.in_slice
-        return own or self._is_anothers(running, least)
+    def _used_up(self, replica: Replica, least: Flow) -> Iterator[Running]:
+        """Sequences whose slice is, for what waits of `least`.
 
-    def _is_anothers(self, running: Running, least: Flow) -> bool:
-        """Whether the slice that a tenant has before others is used up, and another waits."""
-        used_up = 0 < self.config.tenant_timeslice_tokens <= running.in_slice
-        return used_up and running.request.tenant != least.tenant
+        A tenant's slices count together: `tenant_timeslice_tokens` made by all of them are one
+        that is used up, be it of a sequence that has made fewer. So a full batch has places for a
+        newcomer at once, and sequences change places no oftener for it.
+        """
+        if self.config.max_timeslice_tokens:
+            yield from list(replica.due.values())
+        slice_tokens = self.config.tenant_timeslice_tokens
+        if not slice_tokens or replica.made_since_change < slice_tokens:
+            return
+        others = [each for each in replica.running.values() if self._may_end(each, least)]
+        others.sort(key=lambda each: -each.in_slice)
+        for running in others:
+            if replica.made_since_change < slice_tokens:
+                return
+            if not running.leaving:
+                yield running
+
+    def _may_end(self, running: Running, least: Flow) -> bool:
+        """Whether a sequence's slice may end for another tenant: it has made a token in it."""
+        low = running.request.priority < self.config.high_priority_threshold
+        return low and running.in_slice > 0 and running.request.tenant != least.tenant
+
+    def _end_slice(
+        self,
+        replica: Replica,
+        running: Running,
+        now_ns: int,
+        *,
+        behind: bool = False,
+        preempted: bool = False,
+    ) -> tuple[str, Running]:
+        replica.ask(running, now_ns, preempted=preempted, behind=behind)
+        left = replica.made_since_change - self.config.tenant_timeslice_tokens
+        replica.made_since_change = max(0, left)
+        return replica.name, running
 
     def _gives_way(self, running: Running, first: PriorityClass, least: Flow, now_ns: int) -> bool:
         """Whether somebody else would get the place of a sequence that made room now."""

@@ -89,7 +89,9 @@ class Replica:
         credits: Sequences that it can take.
         running: Those that it has, by id.
         paused: Those that made room and wait again, by id; batching keeps them.
-        due: Those whose time slice is used up.
+        due: Those whose own time slice is used up.
+        made_since_change: Tokens made that no slice which has ended is counted against; no more
+            than a slice of each sequence.
         num_leaving: Those that were told to make room and have not yet.
         aside_tokens: Tokens of those that made room, or were told to.
         kv_free: Tokens for which KV was free, when it last said so.
@@ -102,6 +104,7 @@ class Replica:
         self.running: dict[int, Running] = {}
         self.paused: dict[int, Running] = {}
         self.due: dict[int, Running] = {}
+        self.made_since_change = 0
         self.num_leaving = 0
         self.aside_tokens = 0
         self.kv_free = 0

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from nano_inference.bus.redis.address import parse_address
 from nano_inference.bus.redis.client import Server
-from nano_inference.cli.options import build_config, overrides_of
+from nano_inference.cli.options import Options
 from nano_inference.cli.up import _child_environment, _House
 from nano_inference.config import (
     BusConfig,
@@ -129,7 +129,7 @@ def test_a_url_of_another_kind_is_not_quoted(url: str) -> None:
 )
 def test_a_setting_that_is_misspelt_is_not_quoted(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        build_config(None, None, None, [text], None)
+        Options(settings=[text]).config()
     assert "cret" not in caught.value.message
 
 
@@ -188,18 +188,18 @@ def test_what_is_set_wins_over_every_spelling_in_the_environment() -> None:
 def test_children_read_the_settings_of_their_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NANO_INFERENCE_BUS__URL", "redis://wrong")
     monkeypatch.setenv("NANO_INFERENCE_ENGINE__SEED", "5")
-    options = (
-        *("redis://:p@ss: #w0rd@h", None),
-        ["engine.seed=6", "bus.lane=007", "engine.dtype=float32"],
-        "error",
+    options = Options(
+        bus="redis://:p@ss: #w0rd@h",
+        settings=["engine.seed=6", "bus.lane=007", "engine.dtype=float32"],
+        log_level="error",
     )
-    parent = build_config(None, *options)
-    env = _child_environment(parent, overrides_of(*options))
+    parent = options.config()
+    env = _child_environment(parent, options.overrides())
     child = load_config(env=env)
     assert child == parent
     assert (child.engine.seed, child.telemetry.log_level) == (6, "error")
-    options = ("redis://wrong", None, ["bus.url=redis://right"], None)
-    env = _child_environment(build_config(None, *options), overrides_of(*options))
+    options = Options(bus="redis://wrong", settings=["bus.url=redis://right"])
+    env = _child_environment(options.config(), options.overrides())
     assert load_config(env=env).bus.url == "redis://right"
 
 
@@ -207,7 +207,7 @@ async def test_no_child_has_a_password_in_its_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = "redis://user:s3cret@127.0.0.1:1/0"
-    overrides = overrides_of(None, None, [f"bus.url={url}", "gateway.port=1"], None)
+    overrides = Options(settings=[f"bus.url={url}", "gateway.port=1"]).overrides()
     config = load_config(env={}, overrides=overrides)
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "$@"; echo "$NANO_INFERENCE_BUS__URL" >&2\n')
@@ -226,13 +226,9 @@ async def test_no_child_has_a_password_in_its_command_line(
 
 def test_the_gateway_takes_the_severity_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its parent says it by the environment; by default it is the setting's own."""
-    from nano_inference.cli.options import client_config
-
     monkeypatch.setenv("NANO_INFERENCE_TELEMETRY__LOG_LEVEL", "error")
     monkeypatch.setattr("nano_inference.cli.options.setup_logging", lambda _: None)
-    assert client_config(None, None, None, quiet=False).telemetry.log_level == "error"
-    assert client_config(None, None, None).telemetry.log_level == "warning"
+    assert Options().client_config(least=None).telemetry.log_level == "error"
+    assert Options().client_config().telemetry.log_level == "warning"
     monkeypatch.delenv("NANO_INFERENCE_TELEMETRY__LOG_LEVEL")
-    assert client_config(None, None, None, quiet=False).telemetry.log_level == (
-        Config().telemetry.log_level
-    )
+    assert Options().client_config(least=None).telemetry.log_level == (Config().telemetry.log_level)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 from nano_inference.bus.channel import RequestEntry
@@ -18,6 +20,7 @@ from nano_inference.bus.public import ErrorInfo, GenerateRequest
 from nano_inference.config import AdmissionConfig, Config, SamplingParams
 from nano_inference.stages.admission import effects as do
 from nano_inference.stages.admission import events as on
+from nano_inference.stages.admission import stage
 from nano_inference.stages.admission.epochs import EpochCore
 
 from .stages import CAPACITY
@@ -227,6 +230,11 @@ def test_a_server_that_was_restarted_is_distrusted_before_it_is_asked_anything()
     driven.done.clear()
     driven.tell(ServerRestarted())
     assert driven.kinds()[0] == "Distrust"
+
+
+def test_the_shell_knows_every_effect() -> None:
+    performed = set(re.findall(r"case do\.(\w+)\(", Path(stage.__file__).read_text()))
+    assert {each.__name__ for each in do.Effect.__subclasses__()} == performed
 
 
 def test_a_message_that_admission_has_no_use_for_is_logged() -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         schedule,
     )
     from .stages.executor import WeightSyncManager, model_forward, sample_with_logprobs
-    from .stages.executor.transports import SharedWeights, WeightsGroup
+    from .stages.executor.weights import SharedWeights, WeightsGroup
 
 __version__ = "0.1.0"
 
@@ -61,11 +61,11 @@ _HOME = {
     "SchedulerOutput": ".stages.batching",
     "Sequence": ".stages.batching",
     "SequenceStatus": ".stages.batching",
-    "SharedWeights": ".stages.executor.transports",
+    "SharedWeights": ".stages.executor.weights",
     "TrainingSample": ".pipeline.rollouts",
     "WeightSyncManager": ".stages.executor",
     "WeightsError": ".config",
-    "WeightsGroup": ".stages.executor.transports",
+    "WeightsGroup": ".stages.executor.weights",
     "compute_block_hash": ".stages.batching",
     "load_config": ".config",
     "model_forward": ".stages.executor",

@@ -24,10 +24,10 @@ from .control import (
     FinishUpdate,
     FlushCache,
     Internal,
+    InternalPart,
     JoinWeightsGroup,
     LeaveWeightsGroup,
     MemoryState,
-    Part,
     Pause,
     ReleaseMemory,
     Reset,
@@ -49,7 +49,7 @@ RowFinish = Literal[""] | FinishReason
 """Why a sequence has ended with a row's token; "" while it goes on."""
 
 
-class SequenceSpec(Part, frozen=True, array_like=True):
+class SequenceSpec(InternalPart, frozen=True, array_like=True):
     """One sample to be made: its id (unique within an epoch), its index in the request, its seed.
 
     A sample's random numbers are a function of (seed, position), so they depend on nothing else.
@@ -65,7 +65,7 @@ class SequenceSpec(Part, frozen=True, array_like=True):
     generated: tuple[int, ...] = ()
 
 
-class RequestInfo(Part, frozen=True, array_like=True):
+class RequestInfo(InternalPart, frozen=True, array_like=True):
     """What the streaming stage must know of a request; rides along untouched.
 
     Attributes:
@@ -164,7 +164,7 @@ class Credit(Internal, frozen=True, array_like=True, tag="credit", tag_field="ty
     keeps_cache: bool = True
 
 
-class NewSequence(Part, frozen=True, array_like=True):
+class NewSequence(InternalPart, frozen=True, array_like=True):
     """All that the executor must know of a sequence, sent once.
 
     Attributes:
@@ -226,7 +226,7 @@ class StepPlan(Internal, frozen=True, array_like=True, tag="plan", tag_field="ty
     release: tuple[str, ...] = ()
 
 
-class StartedSequence(Part, frozen=True, array_like=True):
+class StartedSequence(InternalPart, frozen=True, array_like=True):
     """Told to streaming with the first step of a sequence.
 
     Attributes:
@@ -249,7 +249,7 @@ TopLogprobs = tuple[tuple[int, float], ...]
 """(token id, logprob) of the likeliest tokens at one place, likeliest first."""
 
 
-class PromptLogprobs(Part, frozen=True, array_like=True):
+class PromptLogprobs(InternalPart, frozen=True, array_like=True):
     """What one step found out about a prompt.
 
     Attributes:
@@ -297,7 +297,7 @@ class StepResult(Internal, frozen=True, array_like=True, tag="step", tag_field="
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
-class RecoveryItem(Part, frozen=True, array_like=True):
+class RecoveryItem(InternalPart, frozen=True, array_like=True):
     """A request that admission holds, after a failure.
 
     Attributes:
@@ -320,7 +320,7 @@ class Recover(Internal, frozen=True, array_like=True, tag="recover", tag_field="
     requests: tuple[RecoveryItem, ...]
 
 
-class RecoveredSample(Part, frozen=True, array_like=True):
+class RecoveredSample(InternalPart, frozen=True, array_like=True):
     """What streaming has of one sample, whether from memory or from the result stream."""
 
     sample_index: int

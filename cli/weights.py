@@ -14,7 +14,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from ..bus.control import MEMORY_TAGS, MemoryTag
-from ..bus.weights import FolderWeights
+from ..bus.weights import FolderWeights, InFlight
 from ..pipeline.client import BusClient
 from .connection import connected
 from .options import Options, takes_client_options
@@ -35,14 +35,6 @@ app = typer.Typer(
 _Result = TypeVar("_Result")
 
 
-class Mode(StrEnum):
-    """What becomes of requests in flight; as `bus.weights.InFlight`."""
-
-    keep = "keep"
-    retract = "retract"
-    abort = "abort"
-
-
 class MemoryKind(StrEnum):
     """As `bus.control.MemoryTag`."""
 
@@ -55,8 +47,8 @@ Tags = Annotated[
     typer.Option("--tag", help="What of the memory, also several times; all when not given."),
 ]
 
-InFlight = Annotated[
-    Mode,
+AtPause = Annotated[
+    InFlight,
     typer.Option(
         "--in-flight",
         help="What becomes of requests in flight: they keep their KV, compute it again, or end "
@@ -78,7 +70,7 @@ def update(
             "can read it.",
         ),
     ],
-    in_flight: InFlight = Mode.keep,
+    in_flight: AtPause = "keep",
     version: Annotated[
         int | None,
         typer.Option("--version", help="What to count from then on; the next when not given."),
@@ -100,7 +92,7 @@ def update(
     async def replace(client: BusClient) -> int:
         return await client.update_weights(
             source,
-            in_flight=in_flight.value,
+            in_flight=in_flight,
             version=version,
             partial=partial,
             timeout_s=timeout_s,
@@ -120,14 +112,14 @@ def version_(options: Options) -> None:
 
 
 @takes_client_options
-def pause(options: Options, in_flight: InFlight = Mode.keep) -> None:
+def pause(options: Options, in_flight: AtPause = "keep") -> None:
     """Stop generating, and return when no step is under way; requests wait until `resume`.
 
     nano-inference pause --in-flight retract
     """
 
     async def stop(client: BusClient) -> None:
-        await client.pause(in_flight.value)
+        await client.pause(in_flight)
 
     _run(stop, options)
 

@@ -38,6 +38,7 @@ from ..bus.weights import (
     LocalWeights,
     StagedWeights,
     WeightsSource,
+    check_in_flight,
     lay_down,
     pick_up,
 )
@@ -221,9 +222,11 @@ class BusClient:
                 have, status "cancelled" and code "aborted".
 
         Raises:
+            WeightsError: There is no such way.
             BusError: A lane did not answer.
         """
-        await self._operate("batching", Pause("keep" if in_flight == "abort" else in_flight))
+        check_in_flight(in_flight)
+        await self._operate("batching", Pause(in_flight))
         if in_flight == "abort":
             await self.cancel_all()
 
@@ -276,6 +279,7 @@ class BusClient:
                 `weights_differ` some executors have changed: the message tells all versions.
             BusError: An executor did not answer; its tokens tell their version.
         """
+        check_in_flight(in_flight)
         source: WeightsSource | StagedWeights
         source = lay_down(uuid.uuid4().hex, weights) if isinstance(weights, Mapping) else weights
         try:

@@ -14,7 +14,7 @@ from ..bus.channel import RequestEntry
 from ..bus.control import MEMORY_TAGS, Cancel, JoinWeightsGroup, MemoryTag
 from ..bus.messages import Dispatch
 from ..bus.public import Completion
-from ..bus.weights import InFlight, WeightsSource
+from ..bus.weights import InFlight, WeightsSource, check_in_flight
 from ..config import (
     BusConfig,
     Config,
@@ -25,9 +25,8 @@ from ..config import (
 )
 from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
-from ..stages.executor.arguments import check_arguments
 from ..stages.executor.core import ExecutorCore
-from ..stages.executor.transports import WeightGroups
+from ..stages.executor.weights import WeightGroups, check_arguments
 from ..stages.streaming.core import StreamingCore
 from ..stages.tokenizer import default_sampling_params, load_tokenizer, stop_token_ids_of
 from ..telemetry import now_ns
@@ -288,6 +287,7 @@ class InferenceEngine:
             WeightsError: The weights can't be had, are not finite or don't fit the model, or an
                 update waits already; weights and version are as they were.
         """
+        check_in_flight(in_flight)
         weights = self._executor.weights
         tensors = receive_weights(state_dict, version, weights, self._groups, timeout_s)
         sync = weights.sync_blocking if blocking else weights.start_sync

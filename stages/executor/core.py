@@ -33,7 +33,6 @@ from .feed import TokenFeed
 from .graphs import Capture, DecodeGraphs, DecodeStep
 from .inputs import InputBuilder, StepInputs, model_forward
 from .kv_cache import KVCache, count_blocks
-from .limits import limits_of
 from .loaded_model import LoadedModel
 from .memory import LaneMemory, no_memory
 from .model import load_model
@@ -41,7 +40,7 @@ from .report import score_prompts
 from .sampling import sample_plain
 from .sequences import BoolArray, SequenceTable
 from .unread import LaunchedStep, Sampled, SampledRows, UnreadTokens
-from .weights import WeightSyncManager
+from .weights import WeightSyncManager, limits_of
 
 
 class ExecutorCore:

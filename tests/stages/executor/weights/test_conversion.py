@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from nano_inference.config import WeightsError
 from nano_inference.stages.executor import WeightSyncManager
-from nano_inference.stages.executor.naming import as_parameters
-from nano_inference.stages.executor.transports.folder import read_folder
+from nano_inference.stages.executor.weights.conversion import as_parameters
+from nano_inference.stages.executor.weights.transports.folder import read_folder
 
-from .models import ARCHITECTURES, make_model
+from ..models import ARCHITECTURES, make_model
 
 EXPERTS = ["mixtral", "qwen3_moe"]
 """Whose checkpoints have each expert by itself, and whose modules have them fused."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ....bus.weights import (
+from .....bus.weights import (
     FolderWeights,
     GroupWeights,
     LocalWeights,
@@ -14,7 +14,7 @@ from ....bus.weights import (
     WeightsSource,
     laid_down,
 )
-from ....config import WeightsError
+from .....config import WeightsError
 from ..limits import UNLIMITED, WeightLimits
 from .background import Background
 from .folder import read_folder, stamp_of

@@ -7,7 +7,7 @@ import torch
 
 from nano_inference.bus.weights import StagedWeights
 from nano_inference.config import WeightsError
-from nano_inference.stages.executor.parts import Origin, WeightParts
+from nano_inference.stages.executor.weights.parts import Origin, WeightParts
 
 
 def parts(**names: float) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....config import WeightsError, shown
+from .....config import WeightsError, shown
 
 BACKENDS = ("gloo", "nccl")
 

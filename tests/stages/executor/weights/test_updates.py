@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from nano_inference.stages.executor.transports import Background
-from nano_inference.stages.executor.updates import _stay_single
+from nano_inference.stages.executor.weights.transports import Background
+from nano_inference.stages.executor.weights.updates import _stay_single
 
 
 @pytest.fixture

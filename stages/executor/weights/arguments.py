@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from ...bus.control import (
+from ....bus.control import (
     FinishUpdate,
     JoinWeightsGroup,
     LeaveWeightsGroup,
@@ -16,15 +16,16 @@ from ...bus.control import (
     TellWeightVersion,
     UpdateWeights,
 )
-from ...bus.weights import (
+from ....bus.weights import (
     FolderWeights,
     GroupWeights,
     LocalWeights,
     SharedMemoryWeights,
     StagedWeights,
     WeightsSource,
+    check_in_flight,
 )
-from ...config import WeightsError, shown
+from ....config import WeightsError, shown
 from .limits import WeightLimits
 from .transports import BACKENDS, host_and_port
 
@@ -62,6 +63,7 @@ def check_arguments(operation: Operation, limits: WeightLimits) -> None:
             _check_name("prepare_as", operation.prepare_as)
             _check_wait(operation.timeout_s)
             _check_version(operation.version)
+            check_in_flight(operation.in_flight)
             _check_source(operation.source, limits)
         case FinishUpdate():
             _check_name("prepared", operation.prepared)
@@ -122,7 +124,7 @@ def _check_join(wish: JoinWeightsGroup) -> None:
         raise WeightsError("group is empty; give the group a name")
     _check_wait(wish.timeout_s)
     if wish.backend not in BACKENDS:
-        known = " or ".join(repr(each) for each in BACKENDS)
+        known = " or ".join(repr(backend) for backend in BACKENDS)
         raise WeightsError(f"backend {shown(wish.backend)} is unknown; use {known}")
     if wish.world_size > _LARGEST_WORLD:
         raise WeightsError(

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...bus.weights import StagedWeights
-from ...config import WeightsError
+from ....bus.weights import StagedWeights
+from ....config import WeightsError
 from .limits import UNLIMITED, WeightLimits
 
 
@@ -78,5 +78,5 @@ class WeightParts:
 
 def _held(tensors: Mapping[str, Tensor]) -> int:
     """The memory that is there as long as these tensors are, in bytes: they may be views."""
-    held = {each.untyped_storage().data_ptr(): each for each in tensors.values()}
-    return sum(each.untyped_storage().nbytes() for each in held.values())
+    storages = [tensor.untyped_storage() for tensor in tensors.values()]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -10,8 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ....bus.weights import TensorMeta
-from ....config import WeightsError, shown
+from .....bus.weights import TensorMeta
+from .....config import WeightsError, shown
 from ..limits import UNLIMITED, WeightLimits
 
 _T = TypeVar("_T")
@@ -25,7 +25,7 @@ _NUMBERS = (
 """What torch can convert to a parameter's dtype, each number by itself."""
 
 _DTYPES: dict[str, torch.dtype] = {
-    name: each for name, each in vars(torch).items() if each in _NUMBERS
+    name: dtype for name, dtype in vars(torch).items() if dtype in _NUMBERS
 }
 
 _MOST_BYTES = 1 << 62
@@ -107,11 +107,11 @@ def as_tensor(data: Tensor, meta: TensorMeta) -> Tensor:
 
 def distinct(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Without further names of the same tensor: those of tied parameters."""
-    found: dict[object, str] = {}
+    first_names: dict[object, str] = {}
     for name, tensor in state_dict.items():
         place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        found.setdefault(place if tensor.numel() else name, name)
-    return {name: state_dict[name] for name in found.values()}
+        first_names.setdefault(place if tensor.numel() else name, name)
+    return {name: state_dict[name] for name in first_names.values()}
 
 
 def buckets(tensors: Iterable[TensorMeta], sizes: Iterable[int], most: int) -> list[list[int]]:

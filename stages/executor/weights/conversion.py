@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...config import WeightsError, shown
-from .model import no_progress_bars
+from ....config import WeightsError, shown
+from ..model import no_progress_bars
 
 
 class PartsMissing(WeightsError):
@@ -44,13 +44,13 @@ def as_parameters(
         return tensors  # nothing that could be converted, which whoever checks it will say
     # Apart, since loading casts one kind of number to the other without a word. Integers go first,
     # as those that are no parameter's would be missed among the others.
-    floating = {name: each for name, each in tensors.items() if each.is_floating_point()}
-    integers = {name: each for name, each in tensors.items() if name not in floating}
-    found: dict[str, Tensor] = {}
-    for some in (integers, floating):
-        if some:
-            found |= _load(_hull(module, some), some)
-    return found
+    floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+    integers = {name: tensor for name, tensor in tensors.items() if name not in floating}
+    parameters: dict[str, Tensor] = {}
+    for kind in (integers, floating):
+        if kind:
+            parameters |= _load(_hull(module, kind), kind)
+    return parameters
 
 
 def _hull(module: nn.Module, tensors: Mapping[str, Tensor]) -> Any:
@@ -64,7 +64,8 @@ def _hull(module: nn.Module, tensors: Mapping[str, Tensor]) -> Any:
         return torch.empty_like(tensor, dtype=wanted, device="meta")
 
     hollow: dict[int, Any] = {
-        id(each): nn.Parameter(empty(each), requires_grad=False) for each in module.parameters()
+        id(parameter): nn.Parameter(empty(parameter), requires_grad=False)
+        for parameter in module.parameters()
     }
     hollow |= {id(buffer): empty(buffer) for buffer in module.buffers()}
     return copy.deepcopy(module, hollow)
@@ -83,7 +84,8 @@ def _load(hull: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     own = hull.state_dict()
     with no_progress_bars():
         info, _ = convert_and_load_state_dict_in_model(hull, dict(tensors), rules)
-    loaded = {name: each.detach() for name, each in hull.state_dict().items() if not each.is_meta}
+    state = hull.state_dict()
+    loaded = {name: tensor.detach() for name, tensor in state.items() if not tensor.is_meta}
     wrong_shapes = sorted((name, tuple(shape)) for name, shape, _ in info.mismatched_keys)
     floating = next(iter(tensors.values())).is_floating_point()
     for name in sorted({*loaded, *info.conversion_errors, *(name for name, _ in wrong_shapes)}):

@@ -17,8 +17,8 @@ from torch import Tensor
 from nano_inference.bus.control import JoinWeightsGroup
 from nano_inference.bus.weights import GroupWeights, TensorMeta
 from nano_inference.config import WeightsError
-from nano_inference.stages.executor.transports import WeightGroups, WeightsGroup, fetch
-from nano_inference.stages.executor.transports.layout import distinct
+from nano_inference.stages.executor.weights.transports import WeightGroups, WeightsGroup, fetch
+from nano_inference.stages.executor.weights.transports.layout import distinct
 
 from .peers import Peer, free_address
 from .samples import same, samples

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nano_inference.config import ModelError
 from nano_inference.stages.executor import WeightSyncManager
 
-from .models import make_model
+from ..models import make_model
 
 State = dict[str, Tensor]
 

@@ -16,15 +16,15 @@ import torch
 
 from nano_inference.bus.weights import SharedMemoryWeights, TensorMeta
 from nano_inference.config import WeightsError
-from nano_inference.stages.executor.transports import SharedWeights, fetch
-from nano_inference.stages.executor.transports.group import WeightGroups
-from nano_inference.stages.executor.transports.shared_memory import read_shared_memory
+from nano_inference.stages.executor.weights.transports import SharedWeights, fetch
+from nano_inference.stages.executor.weights.transports.group import WeightGroups
+from nano_inference.stages.executor.weights.transports.shared_memory import read_shared_memory
 
 from .samples import same, samples
 
 TRAINER = """
 import sys, torch
-from nano_inference.stages.executor.transports import SharedWeights
+from nano_inference.stages.executor.weights.transports import SharedWeights
 shared = SharedWeights({"x": torch.ones(1000), "y": torch.ones(2000)}, bucket_bytes=1)
 print(*shared.source.segments, flush=True)
 sys.stdin.read()
@@ -82,7 +82,7 @@ def test_reading_leaves_the_memory_to_the_trainer_and_a_killed_one_leaves_none()
         reader = (
             "import sys, msgspec\n"
             "from nano_inference.bus.weights import SharedMemoryWeights\n"
-            "from nano_inference.stages.executor.transports.shared_memory import *\n"
+            "from nano_inference.stages.executor.weights.transports.shared_memory import *\n"
             "source = msgspec.json.decode(sys.argv[1], type=SharedMemoryWeights)\n"
             "print(len(read_shared_memory(source)))"
         )

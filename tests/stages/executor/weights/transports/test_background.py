@@ -8,11 +8,11 @@ import threading
 
 import pytest
 
-from nano_inference.stages.executor.transports import Background
+from nano_inference.stages.executor.weights.transports import Background
 
 HANGING = """
 import threading
-from nano_inference.stages.executor.transports import Background
+from nano_inference.stages.executor.weights.transports import Background
 begun = threading.Event()
 Background("x").submit(lambda: (begun.set(), threading.Event().wait()))
 begun.wait()

@@ -12,9 +12,9 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from ....bus.weights import SharedMemoryWeights, TensorMeta
-from ....config import WeightsError, shown
-from ...temporary import SHARED_MEMORY, new_name, own, sweep
+from .....bus.weights import SharedMemoryWeights, TensorMeta
+from .....config import WeightsError, shown
+from ....temporary import SHARED_MEMORY, new_name, own, sweep
 from ..limits import UNLIMITED, WeightLimits
 from .layout import as_tensor, dtype_of, meta_of, read_file, sizes_of, unhurried
 
@@ -102,7 +102,7 @@ class SharedWeights:
             if metas != self.source.tensors:
                 raise WeightsError("these tensors are others than at first; share them anew")
             self._tensors = dict(state_dict)
-        memory = [torch.frombuffer(each.buf, dtype=torch.uint8) for each in self._segments]
+        memory = [torch.frombuffer(segment.buf, dtype=torch.uint8) for segment in self._segments]
         try:
             for meta, tensor in _views(memory, self.source):
                 tensor.copy_(self._tensors[meta.name])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nano_inference.bus.weights import TensorMeta
 from nano_inference.config import WeightsError
-from nano_inference.stages.executor.transports.layout import (
+from nano_inference.stages.executor.weights.transports.layout import (
     as_bytes,
     as_tensor,
     buckets,

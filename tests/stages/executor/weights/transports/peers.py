@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nano_inference.bus.weights import GroupWeights
-from nano_inference.stages.executor.transports.layout import meta_of
+from nano_inference.stages.executor.weights.transports.layout import meta_of
 
 
 def free_address() -> str:

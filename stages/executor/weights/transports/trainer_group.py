@@ -11,7 +11,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from ....bus.weights import GroupWeights, TensorMeta
+from .....bus.weights import GroupWeights, TensorMeta
 from .background import Background
 from .group import Member
 from .layout import as_bytes, buckets, distinct, meta_of, sizes_of

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ...config import WeightsError
+from ....config import WeightsError
 
 _TIMES_THE_MODEL = 10
 """A checkpoint has more tensors than a model that fuses them: queries, keys and values apart, gates
@@ -69,8 +69,8 @@ def limits_of(module: nn.Module, tensors: int = 0, num_bytes: int = 0) -> Weight
     checkpoints have one by one.
     """
     parameters = list(module.parameters())
-    counted = sum(each.shape[0] if each.dim() > 2 else 1 for each in parameters)
-    numbers = sum(each.numel() for each in parameters)
+    counted = sum(tensor.shape[0] if tensor.dim() > 2 else 1 for tensor in parameters)
+    numbers = sum(tensor.numel() for tensor in parameters)
     return WeightLimits(
         tensors or _TIMES_THE_MODEL * counted + _MORE_TENSORS,
         num_bytes or _WIDEST_BYTES * numbers + _MORE_BYTES,

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nano_inference.config import WeightsError
-from nano_inference.stages.executor.transports.folder import read_folder
+from nano_inference.stages.executor.weights.transports.folder import read_folder
 
-from ..models import make_model
+from ...models import make_model
 from .samples import same, samples
 
 INDEX = "model.safetensors.index.json"

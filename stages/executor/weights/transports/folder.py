@@ -17,9 +17,9 @@ from pathlib import Path
 import msgspec
 from torch import Tensor
 
-from ....bus.weights import TensorMeta
-from ....config import WeightsError, cut, shown
-from ..checkpoint import INDEX, WEIGHTS
+from .....bus.weights import TensorMeta
+from .....config import WeightsError, cut, shown
+from ...checkpoint import INDEX, WEIGHTS
 from ..limits import UNLIMITED, WeightLimits
 from .layout import as_tensor, dtype_of, read_file, sizes_of, unhurried
 
@@ -105,8 +105,8 @@ def stamp_of(path: str, limits: WeightLimits = UNLIMITED) -> str:
     digest = hashlib.sha256()
     with _readable(path):
         for file in _files(Path(path), limits)[0]:
-            found = file.stat()
-            place = (file.name, found.st_ino, found.st_size, found.st_mtime_ns)
+            status = file.stat()
+            place = (file.name, status.st_ino, status.st_size, status.st_mtime_ns)
             digest.update(repr(place).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
 
@@ -194,13 +194,13 @@ def _read(path: Path, limits: WeightLimits) -> tuple[dict[str, Tensor], int]:
         limits.check_bytes(room)
         metas, places = _entries(path, os.pread(file, header_bytes, 8), room, limits)
         data = read_file(file, 8 + header_bytes, room)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for meta, (start, end) in unhurried(zip(metas, places, strict=True)):
         part = data[start:end]
         # Some writers put a tensor where one of its dtype can't be looked at.
         aligned = start % dtype_of(meta).itemsize == 0
-        found[meta.name] = as_tensor(part if aligned else part.clone(), meta)
-    return found, room
+        tensors[meta.name] = as_tensor(part if aligned else part.clone(), meta)
+    return tensors, room
 
 
 def _check_list(path: Path, length: int, limits: WeightLimits) -> None:
@@ -218,10 +218,10 @@ def _entries(
 ) -> tuple[list[TensorMeta], list[tuple[int, int]]]:
     """The tensors of a file, and where each begins and ends in the data, of `room` bytes."""
     try:
-        found = _names.decode(header)
-        found.pop("__metadata__", None)
-        limits.check_tensors(len(found))
-        entries = {name: _entry.decode(raw) for name, raw in unhurried(found.items())}
+        raw_entries = _names.decode(header)
+        raw_entries.pop("__metadata__", None)
+        limits.check_tensors(len(raw_entries))
+        entries = {name: _entry.decode(raw) for name, raw in unhurried(raw_entries.items())}
     except _UNREADABLE as error:
         raise _not_whole(path, shown(str(error))) from None
     metas = [

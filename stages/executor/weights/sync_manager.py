@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ...config import WeightsError, shown
+from ....config import WeightsError, shown
+from .conversion import as_parameters
 from .limits import WeightLimits, limits_of
-from .naming import as_parameters
 
 _NAMED = 3
 """How many tensors an error names."""
@@ -249,9 +249,9 @@ def _is_finite(tensor: object) -> bool:
 def _check_fits(name: str, tensor: object, own: Tensor) -> None:
     """Whether it has the module's shape, and is of the same kind of number."""
     if not isinstance(tensor, Tensor) or tensor.shape != own.shape:
-        found = tuple(getattr(tensor, "shape", ())) or type(tensor).__name__
+        shape = tuple(getattr(tensor, "shape", ())) or type(tensor).__name__
         raise WeightsError(
-            f"the new weights don't fit: {name!r} is {found}, and the model's is {tuple(own.shape)}"
+            f"the new weights don't fit: {name!r} is {shape}, and the model's is {tuple(own.shape)}"
         )
     if tensor.is_floating_point() != own.is_floating_point():
         raise WeightsError(

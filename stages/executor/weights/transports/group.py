@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ....bus.control import JoinWeightsGroup
-from ....bus.weights import GroupWeights
-from ....config import WeightsError, shown
+from .....bus.control import JoinWeightsGroup
+from .....bus.weights import GroupWeights
+from .....config import WeightsError, shown
 from ..limits import UNLIMITED, WeightLimits
 from .layout import as_tensor, buckets, sizes_of
 from .rendezvous import CPU, await_port, broken, open_group, open_store, time_left, was_left
@@ -211,7 +211,7 @@ class Member:
                 f"the trainer's next broadcast is number {shown(source.first)} of the group, and "
                 f"the executor's is {self.broadcasts}; join a new group"
             )
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
 
         def buffers() -> Iterator[Tensor]:
             for bucket in buckets(source.tensors, sizes, source.bucket_bytes):
@@ -219,12 +219,12 @@ class Member:
                 start = 0
                 for index in bucket:
                     part = buffer[start : start + sizes[index]]
-                    found[source.tensors[index].name] = as_tensor(part, source.tensors[index])
+                    tensors[source.tensors[index].name] = as_tensor(part, source.tensors[index])
                     start += sizes[index]
                 yield buffer
 
         self.broadcast(buffers(), deadline)
-        return {meta.name: found[meta.name] for meta in source.tensors}
+        return {meta.name: tensors[meta.name] for meta in source.tensors}
 
     def broadcast(self, buffers: Iterator[Tensor], deadline: float) -> None:
         """From rank 0 to all others, in order. `[bytes]` each, uint8."""

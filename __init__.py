@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .pipeline.exact_forward import ExactForward
     from .pipeline.pipeline import Pipeline
     from .pipeline.rollouts import RolloutEngine, TrainingSample
+    from .pipeline.scoring import ScoredCompletion
     from .stages.batching import (
         CacheAllocation,
         KVCacheManager,
@@ -59,6 +60,7 @@ _HOME = {
     "SamplingParams": ".config",
     "SchedulerConfig": ".config",
     "SchedulerOutput": ".stages.batching",
+    "ScoredCompletion": ".pipeline.scoring",
     "Sequence": ".stages.batching",
     "SequenceStatus": ".stages.batching",
     "SharedWeights": ".stages.executor.weights",
@@ -96,6 +98,7 @@ __all__ = [
     "SamplingParams",
     "SchedulerConfig",
     "SchedulerOutput",
+    "ScoredCompletion",
     "Sequence",
     "SequenceStatus",
     "SharedWeights",

@@ -86,9 +86,10 @@ class Judge(Effect, frozen=True):
 
 
 class Ask(Effect, frozen=True):
-    """Ask streaming what it has of these requests."""
+    """Ask streaming what it has of these requests. `replica`: whose executor takes part."""
 
     items: tuple[RecoveryItem, ...]
+    replica: int = 0
 
 
 class HandOn(Effect, frozen=True):

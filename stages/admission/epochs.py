@@ -20,7 +20,7 @@ from ...config import REPLICATED, Config, role_of, split_role
 from . import effects as do
 from . import events as on
 from .core import request_id_of
-from .ledger import Unanswered
+from .ledger import Unanswered, recovery_items
 from .participants import Participants
 from .poison import why_dead
 from .requests import Outbox, Requests
@@ -291,9 +291,9 @@ class EpochCore:
             self._ask(items)
 
     def _ask(self, items: Iterable[Unanswered]) -> None:
-        if asked := tuple(item.recovery_item() for item in items):
-            self.asked.update(item.entry_id for item in asked)
-            self._do(do.Ask(asked))
+        for some in recovery_items(items):
+            self.asked.update(item.entry_id for item in some)
+            self._do(do.Ask(some, self.participants.first_executor()))
 
     def _take_answer(self, entry_id: str, samples: tuple[RecoveredSample, ...]) -> None:
         self.asked.discard(entry_id)

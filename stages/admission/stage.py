@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from typing import ClassVar, TypeVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 import anyio
 import anyio.to_thread
@@ -31,13 +31,8 @@ from .overload import overloaded
 from .poison import GIVEN_UP_CODES, is_of_the_entry, why_given_up
 from .spans import trace_cancel, trace_first_again, trace_replay
 
-T = TypeVar("T")
-
 # Entries that are let in, or looked at, in one go.
 TAKE_BATCH = 64
-
-# Requests that streaming is asked about with one message.
-RECOVER_BATCH = 64
 
 # How often to look whether too many requests wait.
 LOOK_S = 1.0
@@ -163,9 +158,8 @@ class AdmissionStage(Actor):
                 owners = tuple(await self._claim(entries))
                 long = tuple(not overdue and self._takes_long(entry) for entry in entries)
                 await self._go_on(on.Claimed(entries, owners, long))
-            case do.Ask(items):
-                for some in batched(items, RECOVER_BATCH):
-                    await self.send(CONTROL["streaming"], Recover(some))
+            case do.Ask(items, replica):
+                await self.send(CONTROL["streaming"], Recover(items, replica))
             case do.Forget(cancel):
                 await self.send(CONTROL["streaming"], cancel)
             case do.Bury():
@@ -211,6 +205,8 @@ class AdmissionStage(Actor):
         try:
             if samples is not None:
                 request = self._core.resumed(request, samples)
+                if not request.sequences:
+                    return  # all are finished, and streaming has them scored
             budget_ns = budget_of(effect.deadline_ns, now_ns())
             await self.send(ADMITTED, request, trace=trace, budget_ns=budget_ns)
         except Exception as error:
@@ -269,6 +265,7 @@ class AdmissionStage(Actor):
         record(instruments.WAITING, backlog.waiting)
         record(instruments.PENDING, backlog.pending)
         record(instruments.DEAD_LETTERS, backlog.dead)
+        record(instruments.QUEUE_LENGTH, backlog.queue_length)
 
     # --- among other lanes --------------------------------------------------------------------
 
@@ -377,9 +374,3 @@ class AdmissionStage(Actor):
             self._room.set()
         else:
             self._room.clear()
-
-
-def batched(items: Sequence[T], size: int) -> Iterator[tuple[T, ...]]:
-    """Cuts into tuples of at most `size` items (itertools has this from Python 3.12 on)."""
-    for start in range(0, len(items), size):
-        yield tuple(items[start : start + size])

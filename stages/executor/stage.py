@@ -24,11 +24,13 @@ from ...bus.control import (
     UpdateWeights,
 )
 from ...bus.links import CONTROL, STEPS_BATCHING, STEPS_STREAMING
-from ...bus.messages import Envelope, StepPlan, StepResult
+from ...bus.messages import Envelope, ScoreSample, StepPlan, StepResult
 from ...config import EngineConfig
 from ...telemetry import instruments, now_ns
 from ..actor import Actor, StageContext
 from .core import ExecutorCore
+from .reference import ReferenceModel
+from .scoring import Scoring
 from .spans import ExecutorSpans
 from .unread import LaunchedStep
 from .weights import WeightUpdates
@@ -50,18 +52,23 @@ _PARTING_S = 2.0
 _SMALL_MODEL_PARAMETERS = 30_000_000
 
 
-def _load(config: EngineConfig, device: int | None) -> ExecutorCore:
+def _load(config: EngineConfig, device: int | None) -> tuple[ExecutorCore, ReferenceModel | None]:
     """Runs on the torch thread, like all that follows. `device`: which of several CUDA devices."""
     if device is not None and config.device in ("auto", "cuda") and torch.cuda.device_count() > 1:
         index = device % torch.cuda.device_count()
         torch.cuda.set_device(index)
         config = msgspec.structs.replace(config, device=f"cuda:{index}")
+    # First, since the KV cache of the other takes what memory is left.
+    reference = ReferenceModel(config) if config.reference_model_path else None
     core = ExecutorCore(config, now_ns=now_ns)
     if core.model.device.type == "cpu":
         size = sum(parameter.numel() for parameter in core.model.module.parameters())
         automatic = 1 if size < _SMALL_MODEL_PARAMETERS else torch.get_num_threads()
         core.set_threads(config.cpu_threads or automatic)
-    return core
+    if reference is not None:
+        reference.check_fits(core)
+        reference.check_threads()
+    return core, reference
 
 
 _OPERATIONS = (
@@ -95,6 +102,7 @@ class ExecutorStage(Actor):
         self._device = ""
         self._weight_version = 0
         self._updates: WeightUpdates
+        self._scoring: Scoring
         self._group: TaskGroup
         self._spans = ExecutorSpans(self)
 
@@ -103,9 +111,10 @@ class ExecutorStage(Actor):
         started = now_ns()
         # Replicas in one process share its torch thread, and so its device.
         device = self.config.pipeline.replica
-        self._core = await asyncio.wrap_future(
+        self._core, reference = await asyncio.wrap_future(
             _TORCH_THREAD.submit(_load, self.config.engine, device)
         )
+        self._scoring = Scoring(self, reference, _on_torch)
         self._updates = WeightUpdates(self, self._core, _on_torch, self._start_soon)
         capacity = self._core.capacity()
         self._device = capacity.device
@@ -118,11 +127,13 @@ class ExecutorStage(Actor):
             max_model_len=capacity.max_model_len,
             kernels=self._core.without_kernels or "in use",
             graphs=self._core.without_graphs or "recorded",
+            reference=self.config.engine.reference_model_path or "none",
         )
 
     async def receive_forever(self, inbox: Inbox) -> None:
         async with anyio.create_task_group() as self._group:
             self._group.start_soon(self._report_forever)
+            self._group.start_soon(self._scoring.score_forever)
             await super().receive_forever(inbox)
 
     def _start_soon(
@@ -133,6 +144,7 @@ class ExecutorStage(Actor):
     async def close(self) -> None:
         self._updates.close()
         # Behind the plans that are under way, and then also when nobody waits any longer.
+        _TORCH_THREAD.submit(self._scoring.close)
         closed = _TORCH_THREAD.submit(self._core.close)
         del self._core
         with anyio.move_on_after(_PARTING_S, shield=True):
@@ -185,6 +197,8 @@ class ExecutorStage(Actor):
             future: Future[StepResult | LaunchedStep] = _TORCH_THREAD.submit(run, envelope.body)
             self._plans += 1
             self._under_way.put_nowait((self.epoch, envelope.body, future))
+        elif isinstance(envelope.body, ScoreSample):
+            self._scoring.ask(envelope.body)
         elif isinstance(envelope.body, _OPERATIONS):
             self._group.start_soon(self._updates.obey, envelope.body)
         else:

@@ -420,7 +420,7 @@ class InferenceEngine:
         self._batching.cancel(cancel)
         ended = self._streaming.end(cancel, now_ns()).ended
         if not ended:
-            self._forget(name)
+            self._requests.pop(name)
             return []
         return self._compare(self._finished(ended[0].completion)[1])
 
@@ -469,13 +469,9 @@ class InferenceEngine:
 
     def _finished(self, completion: Completion) -> tuple[str, list[_Finished]]:
         name = completion.request_id
-        request = self._forget(name)
+        request = self._requests.pop(name)
         samples = [make_sample(request, completion, each) for each in completion.samples]
         return name, [(sample, request.params) for sample in samples]
-
-    def _forget(self, name: str) -> Unfinished:
-        self._admission.finish(name, name)
-        return self._requests.pop(name)
 
     def _compare(self, finished: list[_Finished]) -> list[TrainingSample]:
         """Adds what the reference model says of samples, if there is one."""

@@ -10,7 +10,6 @@ import msgspec
 from ...bus.channel import RequestEntry
 from ...bus.control import Cancel
 from ...bus.messages import AdmittedRequest, RecoveredSample, RecoveryItem
-from ...telemetry import TraceContext
 from .checks import MAX_INT64
 from .core import request_id_of
 
@@ -52,6 +51,13 @@ class Unanswered(msgspec.Struct):
     def request_id(self) -> str:
         return request_id_of(self.entry)
 
+    @property
+    def trace(self) -> tuple[str, str]:
+        """Traceparent and tracestate: where the other stages' spans of the request belong; of one
+        that was refused, what it came with."""
+        where = self.entry if self.request is None else self.request.info
+        return where.traceparent, where.tracestate
+
     def recovery_item(self) -> RecoveryItem:
         """What streaming is asked with."""
         if self.request is not None:
@@ -72,6 +78,9 @@ class Ledger:
     def __init__(self, max_lane_deaths: int) -> None:
         self._max_lane_deaths = max_lane_deaths
         self._entries: dict[str, Unanswered] = {}
+        # Request id to entry id, of those that were let in: a refused duplicate has the same
+        # request id and another entry.
+        self._let_in: dict[str, str] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -84,15 +93,24 @@ class Ledger:
 
     def add(self, item: Unanswered) -> None:
         """Enters an entry, or what was decided about it."""
-        self._entries[item.entry_id] = item
+        self._entries[item.entry.entry_id] = item
+        if item.request is not None:
+            self._let_in[item.request.info.request_id] = item.entry_id
 
     def get(self, entry_id: str) -> Unanswered | None:
         """An entry; None when it is answered or was never taken."""
         return self._entries.get(entry_id)
 
-    def remove(self, entry_id: str) -> None:
-        """The entry is answered."""
-        self._entries.pop(entry_id, None)
+    def entry_of(self, request_id: str) -> str | None:
+        """The entry of a request that was let in and is not answered, None for any other."""
+        return self._let_in.get(request_id)
+
+    def remove(self, entry_id: str) -> Unanswered | None:
+        """The entry is answered, or another lane's. Returns it, None when it was not there."""
+        item = self._entries.pop(entry_id, None)
+        if item is not None and item.request is not None:
+            del self._let_in[item.request.info.request_id]
+        return item
 
     def suspect(self, outside: Collection[str]) -> None:
         """A stage failed by itself: any request in the lane may be the reason.
@@ -136,10 +154,3 @@ def entry_deadline_ns(entry: RequestEntry, received_ns: int) -> int | None:
     if budget_ns is None:
         return None
     return int(received_ns - entry.waited_ns + max(0, min(budget_ns, MAX_INT64)))
-
-
-def context_of(item: Unanswered) -> TraceContext:
-    """Where the other stages' spans of a request belong; of one refused, what it came with."""
-    if item.request is None:
-        return TraceContext(item.entry.traceparent, item.entry.tracestate)
-    return TraceContext(item.request.info.traceparent, item.request.info.tracestate)

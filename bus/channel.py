@@ -437,6 +437,10 @@ class Bus(Protocol):
         never gave, from a damaged message, would be deaf to all others."""
 
     @property
+    def durable(self) -> bool:
+        """Whether other processes share what is in it, and find it when this one has ended."""
+
+    @property
     def reconnects(self) -> int:
         """How often the transport was away and came back, as far as this process noticed."""
 

@@ -277,11 +277,11 @@ class Actor(ABC):
     def first_context(self, entry_id: str) -> TraceContext:
         """Of the trace of a request whose client gave none: the ids of admission's span.
 
-        They follow from the entry, so that a successor goes on with its predecessor's trace. In
-        memory, where the ids of entries repeat, they are new each time.
+        They follow from the entry, so that a successor goes on with its predecessor's trace. On a
+        bus that is not durable, where the ids of entries repeat, they are new each time.
         """
         bus = self.config.bus
-        root = "" if bus.url == "memory" else f"{bus.url}/{bus.prefix}/{entry_id}"
+        root = f"{bus.url}/{bus.prefix}/{entry_id}" if self.bus.durable else ""
         return self.tracing.begin(root)
 
     def span(

@@ -304,6 +304,11 @@ class MemoryBus:
         return number <= self._epoch
 
     @property
+    def durable(self) -> bool:
+        """See `Bus.durable`. What is here ends with this process."""
+        return False
+
+    @property
     def reconnects(self) -> int:
         """See `Bus.reconnects`. There is nothing that could be away."""
         return 0

@@ -137,6 +137,11 @@ class RedisBus:
         return number <= now_ms + 1000
 
     @property
+    def durable(self) -> bool:
+        """See `Bus.durable`."""
+        return True
+
+    @property
     def reconnects(self) -> int:
         """See `Bus.reconnects`."""
         return self._server.reconnects

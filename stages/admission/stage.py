@@ -87,7 +87,7 @@ class AdmissionStage(Actor):
             self._group = group
             await self._tell(on.Began(tuple(pending)))
             group.start_soon(self._admit_forever)
-            if self.config.bus.url != "memory":
+            if self.bus.durable:
                 group.start_soon(self._keep_lane)
                 group.start_soon(trace_first_again, self)
             await super().receive_forever(inbox)
@@ -312,8 +312,8 @@ class AdmissionStage(Actor):
     # --- the way in ---------------------------------------------------------------------------
 
     async def _admit_forever(self) -> None:
-        # On Redis others can serve what is still in the queue; in memory nobody else will.
-        while not self.epochs.draining or self.config.bus.url == "memory":
+        # From a durable bus others can serve what is still in the queue; else nobody will.
+        while not self.epochs.draining or not self.bus.durable:
             await self._gate.wait()
             self._update_room()
             await self._room.wait()

@@ -22,6 +22,14 @@ async def test_epochs_increase_across_buses(buses: Any) -> None:
     assert epochs == sorted(set(epochs))
 
 
+async def test_durable_says_whether_another_process_finds_what_is_in_it(buses: Any) -> None:
+    bus, another = buses.open(), buses.open()
+    await bus.requests.publish({"request_id": "r", "prompt": "x"})
+    backlog = await another.requests.backlog()
+    assert backlog.waiting == int(bus.durable)
+    assert bus.durable == buses.on_redis
+
+
 async def test_ping(bus: Bus) -> None:
     await bus.ping()
 

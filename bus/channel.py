@@ -48,6 +48,16 @@ class RequestEntry(msgspec.Struct, frozen=True):
     tracestate: str = ""
     waited_ns: int = 0
 
+    @property
+    def budget_ns(self) -> int | None:
+        """The request's; None when it has none, or can't be read."""
+        return budget_of(self.request)
+
+
+def budget_of(request: GenerateRequest | Malformed) -> int | None:
+    """See `RequestEntry.budget_ns`."""
+    return None if isinstance(request, Malformed) else request.budget_ns
+
 
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
     """A request that was given up.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
+from ..config import STAGES
 from ..telemetry import names
 from ..telemetry.trace_file import Span
 from .terminal import milliseconds
@@ -46,8 +47,6 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; mar
 dt { color: var(--faint); } dd { margin: 0; overflow-wrap: anywhere; }
 """
 
-_KNOWN = ("admission", "fairness", "batching", "executor", "streaming")
-
 
 def page(trace: Trace) -> str:
     """The page; it follows the reader's choice of light or dark. A row opens on a click."""
@@ -83,7 +82,7 @@ def _ticks(total_ns: int) -> str:
 def _row(row: Row, start_ns: int, end_ns: int) -> str:
     span = row.span
     stage = str(span.attributes.get(names.STAGE, ""))
-    colour = stage if stage in _KNOWN else "other"
+    colour = stage if stage in STAGES else "other"
     scale = 100 / (end_ns - start_ns)
     left = max(0.0, min(100.0, (span.start_ns - start_ns) * scale))
     width = max(0.0, min(100 - left, (span.end_ns - span.start_ns) * scale))

@@ -41,17 +41,11 @@ from .embedded import embedded_server
 from .gateway import GatewayPort
 from .options import ENGINE_OPTIONS, Options, takes_options
 from .run import DRAIN
+from .waterfall import STAGE_STYLES
 
 _GATEWAY = "gateway"
 
-_COLOURS = {
-    "admission": "cyan",
-    "fairness": "magenta",
-    "batching": "yellow",
-    "executor": "green",
-    "streaming": "blue",
-    _GATEWAY: "white",
-}
+_STYLES = {**STAGE_STYLES, _GATEWAY: "white"}
 # What a child exits with when trying again would not help; see app.py.
 _CAN_NOT_START = 2
 # What it exits with when somebody told it to leave, by SIGTERM: before it could answer the signal,
@@ -298,7 +292,7 @@ class _House:
         self._write(Text("up         ", style="bold") + Text(text))
 
     def _print(self, role: str, line: Line) -> None:
-        self._write(Text(f"{role:<10} ", style=_COLOURS[split_role(role)[0]]) + Text(str(line)))
+        self._write(Text(f"{role:<10} ", style=_STYLES[split_role(role)[0]]) + Text(str(line)))
 
     def _write(self, text: Text) -> None:
         # On a disk that is full, say; the pipeline is worth more than a line.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from .base import Settings
 from .errors import ConfigError
@@ -13,7 +13,7 @@ from .redact import REDIS_SCHEMES, redact
 
 Stage = Literal["admission", "fairness", "batching", "executor", "streaming"]
 
-STAGES: tuple[Stage, ...] = ("admission", "fairness", "batching", "executor", "streaming")
+STAGES: tuple[Stage, ...] = get_args(Stage)
 """The five stages, in the order in which a request meets them."""
 
 MOST_REPLICAS = 64

@@ -253,7 +253,7 @@ class MemoryRequests:
 
 
 def _aged(entry: RequestEntry, since_ns: int) -> RequestEntry:
-    if getattr(entry.request, "budget_ns", None) is None:
+    if entry.budget_ns is None:
         return entry
     return msgspec.structs.replace(entry, waited_ns=time.monotonic_ns() - since_ns)
 

@@ -16,7 +16,7 @@ from redis import exceptions
 from redis.asyncio import Redis
 
 from ...config import BusConfig, BusError
-from ..channel import Backlog, DeadLetter, Malformed, RequestEntry, dead_letter
+from ..channel import Backlog, DeadLetter, Malformed, RequestEntry, budget_of, dead_letter
 from ..codec import decode_refused, decode_request, encode_request
 from ..entries import MAX_FIELDS, usable_trace
 from ..keys import JSON, MSGPACK, REFUSED, TRACEPARENT, TRACESTATE, Keys, parse_id
@@ -391,7 +391,7 @@ class RedisRequests:
         """The requests in entries. The server is asked for its time only when one has a budget."""
         requests = [read_request(fields, self._config.max_request_bytes) for _, fields in raw]
         now_ms: int | None = None
-        if any(getattr(request, "budget_ns", None) is not None for request in requests):
+        if any(budget_of(request) is not None for request in requests):
             now_ms = await time_ms(redis, self._key)
         return [
             RequestEntry(
@@ -399,7 +399,7 @@ class RedisRequests:
                 request,
                 *usable_trace(fields.get(TRACEPARENT, b""), fields.get(TRACESTATE, b"")),
                 0
-                if now_ms is None or getattr(request, "budget_ns", None) is None
+                if now_ms is None or budget_of(request) is None
                 else max(0, now_ms - parse_id(entry_id)[0]) * 1_000_000,
             )
             for (entry_id, fields), request in zip(raw, requests, strict=True)

@@ -150,7 +150,7 @@ def recovery_items(items: Iterable[Unanswered]) -> Iterator[tuple[RecoveryItem, 
 
 def entry_deadline_ns(entry: RequestEntry, received_ns: int) -> int | None:
     """When an entry's time is over, on this process's clock; it was `received_ns` here."""
-    budget_ns = getattr(entry.request, "budget_ns", None)
+    budget_ns = entry.budget_ns
     if budget_ns is None:
         return None
     return int(received_ns - entry.waited_ns + max(0, min(budget_ns, MAX_INT64)))

@@ -44,31 +44,6 @@ class SequenceTable:
         logit_bias: Per row, what is added to the logits of which token ids.
     """
 
-    _ARRAYS = (
-        "tokens",
-        "blocks",
-        "num_blocks",
-        "num_known",
-        "num_computed",
-        "num_generated",
-        "max_tokens",
-        "finished",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "seed",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "min_tokens",
-        "adjusted",
-        "plain",
-        "num_logprobs",
-        "prompt_logprobs",
-        "_seq_ids",
-    )
-
     def __init__(self, rows: int, max_model_len: int, block_size: int) -> None:
         self._max_model_len = max_model_len
         self._block_size = block_size
@@ -238,9 +213,9 @@ class SequenceTable:
     def _enlarge(self) -> None:
         """Doubles the number of rows."""
         old = len(self.num_blocks)
-        for name in self._ARRAYS:
-            array = getattr(self, name)
-            setattr(self, name, np.concatenate((array, np.zeros_like(array))))
+        for name, array in list(vars(self).items()):
+            if isinstance(array, np.ndarray):
+                setattr(self, name, np.concatenate((array, np.zeros_like(array))))
         self.stop_ids += [frozenset()] * old
         self.logit_bias += [{}] * old
         self._free = list(range(2 * old - 1, old - 1, -1))

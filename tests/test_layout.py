@@ -1,0 +1,116 @@
+"""What is listed in several places is listed in all of them: stages, back ends, folders, fields."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nano_inference import SamplingParams
+from nano_inference.bus.weights import IN_FLIGHT
+from nano_inference.cli import trace_page
+from nano_inference.cli.waterfall import STAGE_STYLES
+from nano_inference.config import STAGES
+from nano_inference.pipeline.topology import actor_class
+
+ROOT = Path(__file__).parent.parent
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PACKAGES = {name.partition(".")[2] for name in PROJECT["tool"]["setuptools"]["packages"]}
+CONTRACTS: list[dict[str, Any]] = PROJECT["tool"]["importlinter"]["contracts"]
+
+
+def contract(beginning: str) -> dict[str, Any]:
+    """The one import-linter contract of which the name begins so."""
+    (found,) = [each for each in CONTRACTS if each["name"].startswith(beginning)]
+    return found
+
+
+def folders_in(room: str) -> set[str]:
+    return {f"nano_inference.{name}" for name in PACKAGES if re.fullmatch(rf"{room}\.\w+", name)}
+
+
+def test_each_folder_is_packaged() -> None:
+    rooms = {name.partition(".")[0] for name in PACKAGES - {""}}
+    inits = [path.parent for room in rooms for path in (ROOT / room).rglob("__init__.py")]
+    found = {".".join(folder.relative_to(ROOT).parts) for folder in inits}
+    assert found == PACKAGES - {""}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_has_a_shell_of_its_name(stage: str) -> None:
+    assert actor_class(stage).name == stage
+
+
+def test_stages_are_the_folders() -> None:
+    stages = {f"nano_inference.stages.{stage}" for stage in STAGES}
+    assert folders_in("stages") == stages
+    assert set(contract("A stage never")["modules"]) == stages
+    without_torch = {each for each in contract("torch")["source_modules"] if ".stages." in each}
+    assert without_torch == stages - {"nano_inference.stages.executor"}
+
+
+def test_each_stage_has_a_colour() -> None:
+    assert tuple(STAGE_STYLES) == STAGES
+    for stage in STAGES:
+        assert trace_page._STYLE.count(f"--{stage}: #") == 2, "a light one and a dark one"
+
+
+def test_cores_import_no_back_end_of_the_bus() -> None:
+    assert folders_in("bus") <= set(contract("Cores")["forbidden_modules"])
+
+
+def test_the_page_draws_the_tree() -> None:
+    page = (ROOT / "docs" / "tree.md").read_text()
+    drawn, above = set(), [""]
+    for indent, name in re.findall(r"^([│├└─ ]*)(\w+)/ ", page, re.M):
+        depth = len(indent) // 4
+        above[depth:] = [f"{above[depth - 1]}.{name}" if depth else name]
+        drawn.add(above[depth])
+    assert drawn == PACKAGES - {"", "models"}
+    floors = re.findall(r"^(\w+)/ ", page, re.M)
+    layers = contract("A room")["layers"]
+    assert [f"nano_inference.{floor}" for floor in floors] == layers
+
+
+# --- sampling parameters and pause modes ------------------------------------------------------
+
+
+def test_each_sampling_parameter_is_checked_by_admission() -> None:
+    """All but those of which every value is good."""
+    source = (ROOT / "stages" / "admission" / "checks.py").read_text()
+    tree = ast.parse(source)
+    refused = {
+        node.value.removeprefix("invalid_")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    assert set(SamplingParams.__struct_fields__) - refused == {"ignore_eos"}
+
+
+def test_each_sampling_parameter_is_read_by_a_stage() -> None:
+    """Beyond the check of its range."""
+    read: set[str] = set()
+    for path in (ROOT / "stages").rglob("*.py"):
+        if path.name != "checks.py":
+            read |= set(re.findall(r"\bsampling\.(\w+)", path.read_text()))
+    assert set(SamplingParams.__struct_fields__) <= read
+
+
+def test_each_sampling_parameter_comes_through_the_gateway() -> None:
+    tree = ast.parse((ROOT / "gateway" / "sglang" / "requests.py").read_text())
+    (call,) = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "SamplingParams"
+    ]
+    assert {each.arg for each in call.keywords} == set(SamplingParams.__struct_fields__)
+
+
+def test_each_pause_mode_has_its_row() -> None:
+    text = (ROOT / "docs" / "weights.md").read_text()
+    table = text.partition("## What becomes of requests in flight")[2].partition("\n## ")[0]
+    assert tuple(re.findall(r"^\| `(\w+)` \|", table, re.M)) == IN_FLIGHT

@@ -6,11 +6,12 @@ import ast
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from nano_inference import SamplingParams
+from nano_inference.bus.public import FinishReason
 from nano_inference.bus.weights import IN_FLIGHT
 from nano_inference.cli import trace_page
 from nano_inference.cli.waterfall import STAGE_STYLES
@@ -76,7 +77,7 @@ def test_the_page_draws_the_tree() -> None:
     assert [f"nano_inference.{floor}" for floor in floors] == layers
 
 
-# --- sampling parameters and pause modes ------------------------------------------------------
+# --- sampling parameters, pause modes and finish reasons --------------------------------------
 
 
 def test_each_sampling_parameter_is_checked_by_admission() -> None:
@@ -114,3 +115,9 @@ def test_each_pause_mode_has_its_row() -> None:
     text = (ROOT / "docs" / "weights.md").read_text()
     table = text.partition("## What becomes of requests in flight")[2].partition("\n## ")[0]
     assert tuple(re.findall(r"^\| `(\w+)` \|", table, re.M)) == IN_FLIGHT
+
+
+def test_each_finish_reason_stands_on_the_gateways_page() -> None:
+    text = (ROOT / "docs" / "gateway.md").read_text()
+    (row,) = re.findall(r"^\| `finish_reason` \| (.+) \|$", text, re.M)
+    assert set(re.findall(r'"type": "(\w+)"', row)) == set(get_args(FinishReason))

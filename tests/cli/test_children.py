@@ -97,7 +97,7 @@ async def test_it_is_ours_and_seen_by_its_name(
         assert parent_of(child.pid) == os.getpid()
         assert os.getsid(child.pid) == child.pid, "Ctrl-C in a terminal is not for it"
         async with asyncio.timeout(LIMIT_S):
-            while "--stages fairness" not in command_of(child.pid):
+            while "--stages fairness" not in command_of(child.pid):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert len(pipes_of(child.pid)) == 2, "in and out"
         assert child.returncode is None

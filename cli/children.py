@@ -213,13 +213,17 @@ class ForkServer:
             self._process.communicate()  # which closes the pipes
             self._process = None
 
+    def _command(self, connection: int) -> list[str]:
+        """The program, which is given its end of the connection."""
+        return [*PYTHON, "nano_inference.cli.fork_server", str(connection), *self._stages]
+
     async def _open(self) -> None:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             number = theirs.fileno()
             # Asyncio's own would have it watched; it ends unseen, or because we close.
             self._process = subprocess.Popen(  # noqa: ASYNC220
-                [*PYTHON, "nano_inference.cli.fork_server", str(number), *self._stages],
+                self._command(number),
                 pass_fds=[number],
                 # Pipes, as its forks will have: Python's files differ with what they are on.
                 # Nobody reads them. Where it fails, a program of its own is started, and tells.

@@ -374,6 +374,10 @@ BY_NAME = {attack.__name__: attack for attack in ATTACKS}
 DESCRIPTORS = {"idle_connections": 1024}
 """Attacks on a pipeline that may have so many files open."""
 
+NOT_PROMISED = frozenset({"bus_flood", "queue_flood"})
+"""Whoever may write to the requests stream itself is trusted with its order: first come, first
+served, beyond what the lane has in flight."""
+
 
 def _write_safetensors(path: Path, header: bytes, data: bytes = b"") -> None:
     path.write_bytes(struct.pack("<Q", len(header)) + header + data)

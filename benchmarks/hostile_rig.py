@@ -102,14 +102,22 @@ class Live:
         return found
 
     def memory_mb(self) -> float:
-        """Proportional set size of all processes: what is shared counts once."""
-        total_kb = 0
-        for pid in self._tree():
-            with contextlib.suppress(OSError):
-                for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-                    if line.startswith("Pss:"):
-                        total_kb += int(line.split()[1])
-        return total_kb / 1024
+        """Proportional set size of all processes: what is shared counts once. Without what the
+        server stores: results are kept for `bus.results_ttl_s`, whoever asked for them."""
+        return sum(map(_pss_mb, self._tree())) - self.stored_mb()
+
+    def stored_mb(self) -> float:
+        """What the server stores: requests that wait, and results."""
+        with (
+            contextlib.suppress(redis.RedisError),
+            redis.Redis(port=self.target.redis_port, socket_timeout=5) as client,
+        ):
+            return float(client.info("memory")["used_memory_dataset"]) / (1 << 20)
+        return 0.0
+
+    def memory_by_role_mb(self) -> dict[str, int]:
+        """The same by process."""
+        return {role: round(_pss_mb(pid)) for role, pid in self.processes().items()}
 
     def is_idle(self) -> bool:
         """Whether no request waits or runs."""
@@ -141,6 +149,14 @@ class Live:
                 with contextlib.suppress(OSError):
                     found += [int(child) for child in children.read_text().split()]
         return found
+
+
+def _pss_mb(pid: int) -> float:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) / 1024
+    return 0.0  # it has ended
 
 
 def _role(arguments: list[str]) -> str:

@@ -330,12 +330,17 @@ class ResultStreams(Protocol):
             ChannelClosed: The bus was closed.
         """
 
-    def follow(self, request_id: str, entry_id: str) -> OutputStream[Output]:
+    def follow(
+        self, request_id: str, entry_id: str, *, just_published: bool = False
+    ) -> OutputStream[Output]:
         """The outputs of the request that was published as `entry_id`, ending with its Completion.
 
         It starts with the first output, whenever it is called. With an `entry_id` of "", of
         whichever request has that id, now or later. In memory the outputs are forgotten once
         they have been followed to the end.
+
+        Args:
+            just_published: The caller knows that there is such an entry, so nobody need look.
 
         Raises (while iterating):
             BusError: Code "unknown_request": the entry is neither in the queue nor in flight, and

@@ -17,6 +17,7 @@ from ..gateway.gateway import DEFAULT_PORT, Gateway
 from ..stages.temporary import sweep
 from .connection import connected
 from .options import ENGINE_OPTIONS, Options, WithParent, takes_options
+from .process_memory import give_back_forever, spare_collector
 from .run import forbid_torch, hear_parent
 
 GatewayPort = Annotated[
@@ -77,8 +78,10 @@ async def _serve(config: Config, with_parent: bool) -> None:
             Gateway(client, config) as running,
             anyio.create_task_group() as group,
         ):
+            spare_collector()
             structlog.get_logger().info("gateway_listens", url=running.url)
             group.start_soon(running.failed)
+            group.start_soon(give_back_forever)
             if with_parent:
                 group.start_soon(hear_parent, [], group.cancel_scope)
             await anext(signals)

@@ -20,6 +20,7 @@ from ..pipeline.pipeline import Pipeline
 from ..stages.temporary import sweep
 from ..telemetry import setup_logging
 from .options import ENGINE_OPTIONS, Options, WithParent, takes_options
+from .process_memory import give_back_forever, spare_collector
 from .stdin import stdin_lines
 
 DRAIN = b"drain\n"
@@ -89,6 +90,7 @@ async def _serve(config: Config, with_parent: bool) -> None:
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         # A child may be started again while Redis is away; `up` has seen it before the first one.
         async with Pipeline(config, wait_for_bus=with_parent) as pipeline:
+            spare_collector()
             if await _told_to_drain(pipeline, signals, with_parent):
                 await _drain(pipeline)
             else:
@@ -109,6 +111,7 @@ async def _told_to_drain(
     asked: signal.Signals | None = None
     async with anyio.create_task_group() as group:
         group.start_soon(pipeline.failed)
+        group.start_soon(give_back_forever)
         if with_parent:
             group.start_soon(hear_parent, words, group.cancel_scope)
         asked = await anext(signals)

@@ -45,8 +45,8 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
             full batches. One tenant alone has half of them.
         max_waiting: Requests that may wait here; beyond that the newest call of the tenant that
             has most is refused as "overloaded".
-        max_priority: Higher ones are cut to this. None is one below
-            `fairness.high_priority_threshold`, so that none preempts others.
+        max_priority: Higher ones are cut to this. There are no keys yet, so that nobody goes before
+            others because he says so.
     """
 
     SECTION: ClassVar[str] = "gateway"
@@ -70,7 +70,7 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
     max_prompts: int = 8192
     max_in_flight: int | None = None
     max_waiting: int = 16_384
-    max_priority: int | None = None
+    max_priority: int = 0
 
     def __post_init__(self) -> None:
         self.require("port", 0 <= self.port <= 65_535, "a port, or 0")

@@ -277,8 +277,8 @@ class FairnessConfig(Settings, frozen=True, forbid_unknown_fields=True):
         max_preemptions: A sequence that was preempted so often is left alone.
         deadline_order: Among a tenant's requests of one priority the earliest deadline goes first.
         expire_hopeless: A request that can't be done in its time any more ends before it runs.
-        tenant_timeslice_tokens: After so many tokens a sequence makes room for a request of another
-            tenant, if one waits who goes first and finds no place; 0 is off.
+        tenant_timeslice_tokens: Of so many tokens that are made, one sequence makes room for a
+            request of another tenant, if one waits that goes first and finds no place; 0 is off.
     """
 
     SECTION: ClassVar[str] = "fairness"
@@ -427,12 +427,6 @@ class Config(Settings, frozen=True, forbid_unknown_fields=True):
             return self.gateway.max_in_flight
         batches = self.engine.max_batch_size * self.pipeline.replicas
         return max(2, self.admission.max_in_flight * 3 // 4, 2 * batches)
-
-    @property
-    def gateway_max_priority(self) -> int:
-        """`gateway.max_priority`, with its default worked out."""
-        given = self.gateway.max_priority
-        return self.fairness.high_priority_threshold - 1 if given is None else given
 
     def __post_init__(self) -> None:
         if self.bus.url == "memory" and set(self.pipeline.stages) != set(STAGES):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -16,8 +16,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ..config import GatewayConfig, NanoInferenceError, RequestError
 from .http import error_response
 from .limits import Overloaded, RequestLimits
+from .rounds import Rounds
+from .tenants import HEADER as TENANT_HEADER
 
-SPARE_CONNECTIONS = 64
+SPARE_CONNECTIONS = 128
 """How many there may be beyond those with a request under way: on these the others are told that
 there is no room. It is a few times `server.ACCEPTED_AT_ONCE`, or newcomers would be replaced by
 those behind them before anybody has read what they sent."""
@@ -30,16 +32,19 @@ _LINGER_S = 2.0
 # In place of `body_timeout_s` while somebody is refused for want of room.
 _PRESSED_S = 1.0
 _LOG_EVERY_S = 1.0
-# When the bodies hold so much less than before, the allocator gives it back.
-_TRIM_BYTES = 64 << 20
 # What is read of one connection before the others have their turn. asyncio's 256 KiB, of each of
 # many large bodies, would keep a small request waiting for seconds.
 _READ_BYTES = 1 << 16
 
-Phase = Literal["head", "body", "working", "sending", "rest", "idle", "leaving"]
+Phase = Literal["head", "come", "body", "working", "sending", "rest", "idle", "leaving"]
 """Of a connection: its next request's head is awaited or coming (idle: nothing of it has come, but
-requests before it); its body is coming; it is being answered. When the answer is complete: it is
-being taken by the client; what remains of the body comes. Or it has been ended."""
+requests before it); some of it has come and is to be looked at; its body is coming; it is being
+answered. When the answer is complete: it is being taken by the client; what remains of the body
+comes. Or it has been ended."""
+
+# A head is found in so many bytes, or its client is known by its address.
+_HEAD_BYTES = 8192
+_TENANT = f"\r\n{TENANT_HEADER}:".lower().encode()
 
 
 class Connection(H11Protocol):
@@ -54,6 +59,10 @@ class Connection(H11Protocol):
         self.phase: Phase = "head"
         self._all = connections
         self._left = False
+        self._lost = False
+        # Whose it is, as far as it is known; what has come of a request and waits for its round.
+        self._client = b""
+        self._come: bytes | None = None
         self._received_bytes = 0
         # When the phase began, or the body's present window did; bytes received until then.
         self._since_s = connections.now_s
@@ -67,16 +76,39 @@ class Connection(H11Protocol):
         # asyncio's; a loop of another kind has no such thing, and sets it aside.
         with suppress(AttributeError):
             transport.max_size = _READ_BYTES  # type: ignore[attr-defined]
+        if self.client is not None:
+            self._client = self.client[0].encode()
         self._all.enter(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = True
         self._all.leave(self)
-        super().connection_lost(exc)
+        # It ends a request that is under way, which takes as long as to begin one.
+        self._all.rounds.put(self._client, partial(super().connection_lost, exc))
 
     def data_received(self, data: bytes) -> None:
         if self._left:
             return
         self._received_bytes += len(data)
+        if self.phase in ("head", "idle"):
+            self._wait_for_round(data)
+        else:
+            super().data_received(data)
+            self.look()
+
+    def _wait_for_round(self, data: bytes) -> None:
+        """What has come of a request is looked at soon; until then no more of it is read."""
+        self._come = data
+        self._client = _named_client(data) or self._client
+        self.transport.pause_reading()
+        self._all.rounds.put(self._client, self._take_round)
+        self.look()
+
+    def _take_round(self) -> None:
+        data, self._come = self._come, None
+        if self._left or self._lost or self.transport.is_closing() or data is None:
+            return
+        self.transport.resume_reading()
         super().data_received(data)
         self.look()
 
@@ -164,6 +196,8 @@ class Connection(H11Protocol):
     def _find_phase(self) -> Phase:
         if self._left:
             return "leaving"
+        if self._come is not None:
+            return "come"
         reading = self.conn.their_state is h11.SEND_BODY
         if self.cycle is not None and not self.cycle.response_complete:
             return "body" if reading else "working"
@@ -184,11 +218,13 @@ class Connections:
     Attributes:
         now_s: A clock that stands still while the event loop is held up, so that no client is
             slow because we are. `sweep` moves it.
+        rounds: In which requests begin and end.
     """
 
     def __init__(self, config: GatewayConfig, limits: RequestLimits, most: int) -> None:
         """Args: `most` of them have requests under way; as many as `limits` lets in."""
         self.now_s = 0.0
+        self.rounds = Rounds()
         self.config = config
         self._limits = limits
         self._most = most + SPARE_CONNECTIONS
@@ -198,7 +234,6 @@ class Connections:
         self._sending: dict[Connection, None] = {}
         self._counts: Counter[str] = Counter()
         self._logged_s = -_LOG_EVERY_S
-        self._most_held_bytes = 0
 
     def __len__(self) -> int:
         return len(self._all)
@@ -222,7 +257,7 @@ class Connections:
         self._forget(connection)
         if connection.phase == "sending":
             self._sending[connection] = None
-        elif connection.phase not in ("body", "working"):
+        elif connection.phase not in ("come", "body", "working"):
             self._waiting[connection] = None
 
     def leave(self, connection: Connection) -> None:
@@ -245,24 +280,21 @@ class Connections:
             window_s = min(window_s, _PRESSED_S)
         for connection in list(self._all):
             self.count("slow", connection.check(window_s))
-        self._trim()
         if self._counts and self.now_s - self._logged_s >= _LOG_EVERY_S:
             log = structlog.get_logger()
             log.warning("connections_not_served", **self._counts, connections=len(self))
             self._counts.clear()
             self._logged_s = self.now_s
 
-    def _trim(self) -> None:
-        held_bytes = self._limits.held_bytes
-        self._most_held_bytes = max(self._most_held_bytes, held_bytes)
-        if held_bytes <= self._most_held_bytes - _TRIM_BYTES:
-            self._most_held_bytes = held_bytes
-            if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
-                trim(0)
-
     def _forget(self, connection: Connection) -> None:
         self._waiting.pop(connection, None)
         self._sending.pop(connection, None)
+
+
+def _named_client(head: bytes) -> bytes:
+    """The tenant that a head names, b"" for none: a first look, which decides about turns only."""
+    _, found, rest = head[:_HEAD_BYTES].lower().partition(_TENANT)
+    return rest.partition(b"\r\n")[0].strip() if found else b""
 
 
 def _timeout(message: str) -> RequestError:

@@ -20,7 +20,7 @@ from .limits import RequestLimits
 BACKLOG = 2048
 """Connections that may wait in the kernel to be accepted."""
 
-ACCEPTED_AT_ONCE = 8
+ACCEPTED_AT_ONCE = 32
 """asyncio accepts up to its backlog before it looks at any of them, and each takes a file."""
 
 # For requests in flight when the server is to stop.
@@ -42,7 +42,7 @@ def connections_for(wanted: int, max_files: int) -> int:
     """How many requests may be under way at a time, for which there must be files."""
     if max_files == resource.RLIM_INFINITY:
         return wanted
-    files = max_files - min(_RESERVED_FILES, max_files // 2) - SPARE_CONNECTIONS
+    files = max_files - min(_RESERVED_FILES, max_files // 4) - SPARE_CONNECTIONS
     return max(1, min(wanted, files))
 
 

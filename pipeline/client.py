@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
+from asyncio import Task
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from types import TracebackType
@@ -10,6 +12,7 @@ from typing import Any, Literal
 
 import anyio
 import msgspec
+import structlog
 
 from ..bus import Bus, Outcome, StageReport, open_bus
 from ..bus.control import (
@@ -41,6 +44,7 @@ from ..bus.weights import (
 from ..config import (
     BusConfig,
     BusError,
+    ChannelClosed,
     ConfigError,
     FairnessConfig,
     WeightsError,
@@ -71,6 +75,7 @@ class BusClient:
         self._tracing = tracing or Tracing(None)
         self._operators = Operators(bus, f"client-{uuid.uuid4().hex[:8]}")
         self._owns_bus = False
+        self._cancelling: set[Task[None]] = set()
 
     @classmethod
     def connect(cls, bus: str | BusConfig, tracing: Tracing | None = None) -> BusClient:
@@ -104,7 +109,10 @@ class BusClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Closes the connection, if it is this client's own."""
+        """Closes the connection, if it is this client's own; cancellations go out before."""
+        if self._cancelling:
+            with anyio.move_on_after(CANCEL_PATIENCE_S, shield=True):
+                await asyncio.wait(list(self._cancelling))
         if self._owns_bus:
             await self.bus.aclose()
 
@@ -128,19 +136,21 @@ class BusClient:
         Whatever is wrong with the request comes as a Completion with an error. When the caller
         stops before the end, the request is cancelled.
         """
-        entry_id = await self.publish(request)
-        request_id = request_id_of(request) or entry_id
+        publishing = asyncio.create_task(self.publish(request))
         done = False
         try:
-            async with aclosing(self.bus.results.follow(request_id, entry_id)) as outputs:
+            entry_id = await asyncio.shield(publishing)
+            request_id = request_id_of(request) or entry_id
+            results = self.bus.results
+            async with aclosing(
+                results.follow(request_id, entry_id, just_published=True)
+            ) as outputs:
                 async for output in outputs:
                     done = isinstance(output, Completion)
                     yield output
         finally:
             if not done:
-                # Also when the caller itself was cancelled, which ends every wait in here.
-                with anyio.move_on_after(CANCEL_PATIENCE_S, shield=True):
-                    await self.cancel(request_id, entry_id)
+                await self._cancel_shielded(request, publishing)
 
     async def complete(self, request: Request | bytes) -> Completion:
         """Publishes a request and waits for its terminal message."""
@@ -161,6 +171,31 @@ class BusClient:
         message = "the client cancelled the request"
         cancel = Cancel(request_id, entry_id, "cancelled", "cancelled", message)
         await self._control("admission", cancel)
+
+    async def _cancel_shielded(self, request: Request | bytes, publishing: Task[str]) -> None:
+        """Cancels what was published, also when the caller himself was cancelled, even while he
+        published: the request would run on.
+
+        It takes as long as it takes; the caller waits no longer than the patience.
+        """
+
+        async def cancel() -> None:
+            await asyncio.wait([publishing])
+            if not publishing.cancelled() and publishing.exception() is None:
+                entry_id = publishing.result()
+                await self.cancel(request_id_of(request) or entry_id, entry_id)
+
+        cancelling = asyncio.create_task(cancel())
+        self._cancelling.add(cancelling)
+        cancelling.add_done_callback(self._cancelled)
+        with anyio.move_on_after(CANCEL_PATIENCE_S, shield=True):
+            await asyncio.wait([cancelling])
+
+    def _cancelled(self, cancelling: Task[None]) -> None:
+        self._cancelling.discard(cancelling)
+        error = None if cancelling.cancelled() else cancelling.exception()
+        if error is not None and not isinstance(error, ChannelClosed):
+            structlog.get_logger().warning("not_cancelled", error=str(error))
 
     async def pause(self, in_flight: InFlight = "keep") -> None:
         """Returns when no step is under way any more, and none is run until `resume`.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
 
 import anyio
 import msgspec
@@ -14,6 +16,8 @@ from ..bus.links import CONTROL, at
 from ..bus.messages import Message
 from ..config import REPLICATED, BusError, role_of, split_role
 from .health import replicas_of
+
+T = TypeVar("T")
 
 Told = list[tuple[str, str]]
 """(lane, role) of each."""
@@ -27,6 +31,30 @@ PARTING_S = 1.0
 _POLL_S = 0.05
 
 
+class Looks(Generic[T]):
+    """A look that all who want one at the same time share: a thousand cost two.
+
+    Nobody is given what was seen before he asked.
+    """
+
+    def __init__(self, look: Callable[[], Awaitable[T]]) -> None:
+        self._look = look
+        self._running: asyncio.Task[T] | None = None
+        self._next: asyncio.Task[T] | None = None
+
+    async def take(self) -> T:
+        """What the look that begins next sees."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._look_behind(self._running))
+        return await asyncio.shield(self._next)
+
+    async def _look_behind(self, running: asyncio.Task[T] | None) -> T:
+        if running is not None:
+            await asyncio.wait([running])
+        self._running, self._next = self._next, None
+        return await self._look()
+
+
 class Operators:
     """Those that can be heard of on a bus."""
 
@@ -34,11 +62,12 @@ class Operators:
         """`sender`: in whose name they are told."""
         self._bus = bus
         self._sender = sender
+        self._lanes = Looks(bus.lanes)
 
     async def everyone(self, stage: str) -> Told:
         """A stage in every lane that lives, and each of its replicas that was heard of lately."""
         found: Told = []
-        for lane in sorted(await self._bus.lanes()):
+        for lane in sorted(await self._lanes.take()):
             replicas = [0]
             if stage in REPLICATED:
                 reports = await self._bus.stages.read()

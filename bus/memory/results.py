@@ -109,7 +109,7 @@ class MemoryResults:
         """See `ResultStreams.claim`."""
         return [self._claim(key, entry_id) for key, entry_id in claims]
 
-    def follow(self, request_id: str, entry_id: str) -> _Follow:
+    def follow(self, request_id: str, entry_id: str, *, just_published: bool = False) -> _Follow:
         """See `ResultStreams.follow`."""
         return _Follow(self, request_id, entry_id)
 

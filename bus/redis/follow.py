@@ -28,11 +28,14 @@ class RedisFollow:
         commands: Commands,
         request_id: str,
         entry_id: str,
+        *,
+        check_first: bool,
     ) -> None:
         self._readers = readers
         self._commands = commands
         self._requests_key = keys.requests
         self._entry_id = entry_id
+        self._check_first = check_first and bool(entry_id)
         self._outs = [keys.out(key) for key in dict.fromkeys((request_id, entry_id)) if key]
         self._subscription: Subscription | None = None
         self._done = False
@@ -46,7 +49,7 @@ class RedisFollow:
         if self._done:
             raise StopAsyncIteration
         if self._subscription is None:
-            if self._entry_id:
+            if self._check_first:
                 await self._check_known()
             self._subscription = self._readers.subscribe(dict.fromkeys(self._outs, b"0-0"))
         subscription = self._subscription

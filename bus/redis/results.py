@@ -186,9 +186,14 @@ class RedisResults:
         ]
         return await self._commands.shielded(self._answer([key for key, _ in answers], commands))
 
-    def follow(self, request_id: str, entry_id: str) -> RedisFollow:
+    def follow(
+        self, request_id: str, entry_id: str, *, just_published: bool = False
+    ) -> RedisFollow:
         """See `ResultStreams.follow`."""
-        return RedisFollow(self._readers, self._keys, self._commands, request_id, entry_id)
+        return RedisFollow(
+            *(self._readers, self._keys, self._commands, request_id, entry_id),
+            check_first=not just_published,
+        )
 
     async def tail(self) -> RedisTail:
         """See `ResultStreams.tail`."""

@@ -81,7 +81,7 @@ class Generation:
         gateway = self._config.gateway
         tenant = tenant_of(request)
         body = await read_object(request, gateway.max_body_bytes)
-        call = read_call(body, gateway.max_prompts, self._config.gateway_max_priority)
+        call = read_call(body, gateway.max_prompts, gateway.max_priority)
         writers = await self._writers(call.prompts, tenant)
         if call.stream:
             return EventStream(partial(self._stream, tenant, writers, call.batch))

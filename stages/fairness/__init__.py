@@ -1,6 +1,7 @@
 """The fairness stage: who may run next, and who must make room."""
 
-from .core import Counts, Dispatched, FairnessCore
+from .core import FairnessCore
+from .outcome import Counts, Dispatched
 from .replicas import Replica, Running, choose_replica
 
 __all__ = ["Counts", "Dispatched", "FairnessCore", "Replica", "Running", "choose_replica"]

@@ -13,7 +13,8 @@ from ...bus.messages import AdmittedRequest, Credit, Envelope, Yield
 from ...config import role_of_sender, split_role
 from ...telemetry import Attributes, TraceContext, instruments, names, now_ns
 from ..actor import Actor, StageContext, budget_of, deadline_of
-from .core import Counts, Dispatched, FairnessCore
+from .core import FairnessCore
+from .outcome import Counts, Dispatched
 from .replicas import Running
 
 

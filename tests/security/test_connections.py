@@ -400,7 +400,7 @@ async def test_what_is_not_http_is_told_so_and_logged_by_nobody(
 
 @pytest.mark.parametrize(
     ("max_files", "most"),
-    [(resource.RLIM_INFINITY, 4096), (1 << 20, 4096), (1024, 704), (256, 64), (16, 1)],
+    [(resource.RLIM_INFINITY, 4096), (1 << 20, 4096), (1024, 640), (256, 64), (16, 1)],
 )
 def test_there_are_files_for_all_connections(max_files: int, most: int) -> None:
     assert connections_for(4096, max_files) == most

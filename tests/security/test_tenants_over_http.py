@@ -151,10 +151,9 @@ async def test_a_name_that_admission_would_refuse(
 async def test_no_client_preempts_others(open_http: OpenHttp, engine: GatedEngine) -> None:
     engine.gate.set()
     await one(open_http(), priority=1000)
-    await one(open_http(fairness__high_priority_threshold=3), priority=1000)
     await one(open_http(gateway__max_priority=7), priority=1000)
     await one(open_http(), priority=-3)
-    assert [request.priority for request in engine.requests] == [4, 2, 7, -3]
+    assert [request.priority for request in engine.requests] == [0, 7, -3]
 
 
 # --- places in the pipeline ---------------------------------------------------------------------

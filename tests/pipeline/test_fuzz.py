@@ -144,7 +144,7 @@ async def test_every_entry_is_answered_and_the_pipeline_goes_on(
             codes[completion.error.code if completion.error else completion.status] += 1
         await tail.aclose()
         assert all(answers[entry] == 1 for entry in entries)
-        assert len(codes) > 4, codes
+        assert len(codes) > (4 if soak else 2), codes
         assert codes["done"] > requests // 20, codes
         assert (await pipeline.complete({"prompt": "98 + 25 ="})).status == "done"
     assert set(codes) & {"lane_failed", "stage_failed", "internal_error"} == set(), codes

@@ -240,7 +240,7 @@ class ForkServer:
         output, output_end = os.pipe()
         try:
             message = json.dumps(list(arguments)).encode()
-            _adopt_orphans()
+            adopt_orphans()
             try:
                 socket.send_fds(self._connection, [message], [given_end, output_end])
             finally:
@@ -261,7 +261,7 @@ class ForkServer:
         return message
 
 
-def _adopt_orphans() -> None:
+def adopt_orphans() -> None:
     """Makes this process the parent of what is forked for it, once who forked it has ended."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "orphans can't be adopted")

@@ -67,9 +67,16 @@ def import_stages(names: Sequence[str]) -> None:
             actor_class(name)
 
 
-def threads() -> int:
-    """How many threads this process has."""
-    return len(os.listdir("/proc/self/task"))
+def why_not() -> str:
+    """Why this process can't be forked; empty when it can."""
+    if (threads := len(os.listdir("/proc/self/task"))) > 1:
+        return f"it has {threads} threads"
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # of the listing itself
+            path = os.readlink(f"/proc/self/fd/{number}")
+            if path.startswith("/dev/nvidia"):  # a fork could not use CUDA any more
+                return f"it has opened {path}"
+    return ""
 
 
 def serve(connection: socket.socket) -> list[str] | None:
@@ -85,8 +92,8 @@ def serve(connection: socket.socket) -> list[str] | None:
     # Objects that are never collected are never written to, so their memory stays shared.
     gc.collect()
     gc.freeze()
-    if threads() > 1:
-        raise RuntimeError(f"a process with {threads()} threads can't be forked")
+    if reason := why_not():
+        raise RuntimeError(f"this process can't be forked: {reason}")
     with suppress(BrokenPipeError):
         connection.send(READY)
     while True:

@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from nano_inference.cli.children import (
     Spawned,
     spawn,
 )
+from nano_inference.cli.fork_server import why_not
 from nano_inference.cli.run import DRAIN
 from nano_inference.cli.up import _House
 from nano_inference.config import load_config
@@ -148,6 +150,18 @@ async def test_a_killed_fork_server_takes_nobody_with_it(waiting: list[str]) -> 
         await before.wait()
     finally:
         forks.close()
+
+
+async def test_what_has_threads_is_not_forked() -> None:
+    assert why_not() == "" or "threads" in why_not()
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    try:
+        assert "threads" in why_not()
+    finally:
+        done.set()
+        thread.join()
 
 
 async def test_where_nothing_can_be_forked_a_program_is_started() -> None:

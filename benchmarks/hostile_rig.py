@@ -160,6 +160,8 @@ def _pss_mb(pid: int) -> float:
 
 
 def _role(arguments: list[str]) -> str:
+    if "nano_inference.cli.fork_server" in arguments:
+        return ""  # which names whom it forks
     if "--stages" in arguments:
         return arguments[arguments.index("--stages") + 1]
     for role in ("gateway", "up"):

@@ -43,7 +43,10 @@ from .control import (
     UpdateWeights,
     WeightsReady,
 )
-from .public import StageTime
+from .public import FinishReason, StageTime
+
+RowFinish = Literal[""] | FinishReason
+"""Why a sequence has ended with a row's token; "" while it goes on."""
 
 
 class SequenceSpec(Part, frozen=True, array_like=True):
@@ -70,6 +73,7 @@ class RequestInfo(Part, frozen=True, array_like=True):
         min_tokens: Stop strings are not looked for in the text of that many first tokens.
         logprobs: How many of the likeliest tokens are reported at each place.
         prompt_logprobs: The same for the prompt; None when its logprobs are not reported at all.
+        priority: The request's own, by which what is measured of it is split.
     """
 
     request_id: str
@@ -86,6 +90,7 @@ class RequestInfo(Part, frozen=True, array_like=True):
     min_tokens: int = 0
     logprobs: int = 0
     prompt_logprobs: int | None = None
+    priority: int = 0
 
 
 class AdmittedRequest(Internal, frozen=True, array_like=True, tag="admitted", tag_field="type"):
@@ -283,7 +288,7 @@ class StepResult(Internal, frozen=True, array_like=True, tag="step", tag_field="
     seq_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    finish_reasons: tuple[Literal["", "stop", "length"], ...]
+    finish_reasons: tuple[RowFinish, ...]
     ended: tuple[Cancel, ...]
     weight_version: int
     start_ns: int

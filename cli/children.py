@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 import anyio
 import anyio.abc
 
-from .fork_server import MOST_BYTES
+from .fork_server import MOST_BYTES, ROOM
 
 PYTHON = (sys.executable, "-P", "-m")
 """Without -P a `redis.py` in the working folder would be taken for the real one."""
@@ -215,7 +215,7 @@ class ForkServer:
 
     def _command(self, connection: int) -> list[str]:
         """The program, which is given its end of the connection."""
-        return [*PYTHON, "nano_inference.cli.fork_server", str(connection), *self._stages]
+        return [*PYTHON, "nano_inference.cli.fork_server", str(connection), *self._stages, ROOM]
 
     async def _open(self) -> None:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,6 +1,6 @@
 """The process that those of `up` are forked from: it has imported what they need, and waits.
 
-    python -P -m nano_inference.cli.fork_server DESCRIPTOR STAGE...
+    python -P -m nano_inference.cli.fork_server DESCRIPTOR STAGE... SPACES
 
 Python's imports are most of what starting a process costs, those of torch above all; in a fork they
 are done. A fork is sound here because nothing runs in this process: it has one thread, no event
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from setproctitle import setproctitle
+from setproctitle import getproctitle, setproctitle
 
 from ..pipeline.topology import actor_class
 from .terminal import PROGRAM
@@ -30,19 +30,29 @@ MOST_BYTES = 1 << 16
 
 _WITH_TOKENIZER = frozenset({"admission", "streaming", "gateway"})
 
-# numpy's linear algebra, which nothing of ours uses, would start threads when it is imported.
-_ITS_THREADS = "OPENBLAS_NUM_THREADS"
+ROOM = " " * 512
+"""The last argument: the command lines of forks are written over that of the server."""
+
+# While modules are imported.
+_MEANWHILE = {
+    # Numpy's linear algebra, which nothing of ours uses, would start threads.
+    "OPENBLAS_NUM_THREADS": "1",
+    # Command lines are not written over the environment too, which tools read.
+    "SPT_NOENV": "1",
+}
 
 
 def main() -> None:
     """Serves until nobody has the other end any more, and runs the command in each fork."""
     connection = socket.socket(fileno=int(sys.argv[1]))
-    theirs = os.environ.get(_ITS_THREADS)
-    os.environ[_ITS_THREADS] = "1"
-    import_stages(sys.argv[2:])
-    del os.environ[_ITS_THREADS]
-    if theirs is not None:
-        os.environ[_ITS_THREADS] = theirs
+    before = {name: os.environ.get(name) for name in _MEANWHILE}
+    os.environ.update(_MEANWHILE)
+    getproctitle()  # which looks at the environment the first time
+    import_stages(sys.argv[2:-1])
+    for name, value in before.items():
+        del os.environ[name]
+        if value is not None:
+            os.environ[name] = value
     arguments = serve(connection)
     if arguments is not None:
         from .app import main as run_command

@@ -74,7 +74,9 @@ async def _serve(config: Config, with_parent: bool) -> None:
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with (
             # It may be started again while Redis is away; `up` has seen it before the first time.
-            connected(config, wait_for_bus=with_parent) as client,
+            connected(
+                config, name="gateway", wait_for_bus=with_parent, with_metrics=True
+            ) as client,
             Gateway(client, config) as running,
             anyio.create_task_group() as group,
         ):

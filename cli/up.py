@@ -262,11 +262,12 @@ class _House:
     def _command(self, role: str) -> list[str]:
         """The arguments of `nano-inference`."""
         if role == _GATEWAY:
-            return ["gateway", *self._arguments]
-        stage, replica = split_role(role)
-        command = ["run", *self._arguments, "--stages", stage]
-        if stage in REPLICATED:
-            command += ["--set", f"pipeline.replica={replica}"]
+            command = ["gateway", *self._arguments]
+        else:
+            stage, replica = split_role(role)
+            command = ["run", *self._arguments, "--stages", stage]
+            if stage in REPLICATED:
+                command += ["--set", f"pipeline.replica={replica}"]
         if port := self._config.telemetry.metrics_port:
             # Metrics of each process on a port of its own.
             number = port + self._roles.index(role)

@@ -16,11 +16,11 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
         host: The address on which that port listens. There are no keys and no TLS yet: whoever
             reaches it may replace the weights.
         max_connections: More clients than that with a request under way are told to come again
-            later, with status 503; fewer where the limit of open files allows no more.
+            later, with status 429; fewer where the limit of open files allows no more.
         max_body_bytes: A larger request is refused with status 413.
         max_weights_bytes: The same for the one call that carries tensors in its body.
         max_bodies_bytes: The bodies of all requests under way may hold so much beyond the first
-            64 KiB of each; what comes beyond it is told to come again later, with status 503.
+            64 KiB of each; what comes beyond it is told to come again later, with status 429.
         head_timeout_s: How long the head of a request may take to arrive, from the connection's
             beginning or, on one that has had requests, from the head's first byte.
         keep_alive_s: How long a connection may wait for its next request.

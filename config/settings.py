@@ -380,7 +380,7 @@ class TelemetryConfig(Settings, frozen=True, forbid_unknown_fields=True):
         service_name: The `service.name` of the spans; the stage is an attribute of its own.
         metrics_port: Where Prometheus reads this process's metrics; 0 is off. `up` gives each of
             its processes a port of its own: this one to admission, the next four to the others, two
-            more to each further replica.
+            more to each further replica, and the last one to the gateway.
         metrics_host: The address on which that port listens.
     """
 

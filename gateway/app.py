@@ -10,22 +10,25 @@ from ..config import Config, NanoInferenceError
 from ..pipeline.client import BusClient
 from .callers import caller_checks
 from .http import answer_error
+from .measures import Measures
 from .sglang import sglang_routes
 from .words import LazyWords
 
 _ANSWERED = (NanoInferenceError, HTTPException, ClientDisconnect, Exception)
 
 
-def make_app(engine: BusClient, config: Config) -> Starlette:
+def make_app(engine: BusClient, config: Config, measures: Measures | None = None) -> Starlette:
     """An application that serves an engine.
 
     Args:
         engine: The client that reaches it.
         config: The engine's settings as far as clients ask for them, and the gateway's own.
+        measures: Where it tells what it does; None for nowhere.
     """
+    measures = measures or Measures()
     words = LazyWords(config.engine.model_folder)
     return Starlette(
-        routes=sglang_routes(engine, config, words),
-        middleware=caller_checks(config.gateway),
+        routes=sglang_routes(engine, config, words, measures),
+        middleware=caller_checks(config.gateway, measures),
         exception_handlers=dict.fromkeys(_ANSWERED, answer_error),
     )

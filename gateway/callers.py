@@ -22,13 +22,22 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..config import GatewayConfig, RequestError, shown
 from .http import error_response
+from .measures import Measures, Reason
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def caller_checks(config: GatewayConfig) -> list[Middleware]:
+class _Refused(RequestError):
+    """Who calls, or how, is not right; the reason is the error's code."""
+
+    def __init__(self, message: str, reason: Reason) -> None:
+        super().__init__(message, code=reason)
+        self.reason: Reason = reason
+
+
+def caller_checks(config: GatewayConfig, measures: Measures) -> list[Middleware]:
     """What stands before the routes, outermost first."""
-    checks = [Middleware(_KnownCallers, config)]
+    checks = [Middleware(_KnownCallers, config, measures)]
     if config.allowed_origins:
         checks.append(
             Middleware(
@@ -39,7 +48,7 @@ def caller_checks(config: GatewayConfig) -> list[Middleware]:
                 expose_headers=("Retry-After",),
             )
         )
-    return [*checks, Middleware(_JsonOnly)]
+    return [*checks, Middleware(_JsonOnly, measures)]
 
 
 class _KnownCallers:
@@ -49,25 +58,29 @@ class _KnownCallers:
     then takes the gateway for the page's server. It takes a name, so addresses pass.
     """
 
-    def __init__(self, app: ASGIApp, config: GatewayConfig) -> None:
+    def __init__(self, app: ASGIApp, config: GatewayConfig, measures: Measures) -> None:
         self._app = app
+        self._measures = measures
         names = ("localhost", config.host, socket.gethostname(), *config.allowed_hosts)
         self._names = {name.lower() for name in names}
         self._origins = {origin.lower() for origin in config.allowed_origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(Headers(scope=scope))
-        app = self._app if refusal is None else error_response(refusal)
+        app = self._app
+        if refusal is not None:
+            self._measures.refused(refusal.reason)
+            app = error_response(refusal)
         await app(scope, receive, send)
 
-    def _refusal(self, headers: Headers) -> RequestError | None:
+    def _refusal(self, headers: Headers) -> _Refused | None:
         host, origin = headers.get("host", ""), headers.get("origin")
         name = _name_of(host)
         if name not in self._names and not _is_address(name):
-            return RequestError(
+            return _Refused(
                 f"this gateway is not known as {shown(name)}; call it by its address, or name the "
                 "host in gateway.allowed_hosts",
-                code="forbidden_host",
+                "forbidden_host",
             )
         if origin is not None and origin.lower() not in self._origins:
             return _of_a_page(f"this comes from a page of {shown(origin)}")
@@ -84,8 +97,9 @@ class _JsonOnly:
     A browser sends those of forms and plain text for any page, and asks first before any other.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, measures: Measures) -> None:
         self._app = app
+        self._measures = measures
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
@@ -96,17 +110,17 @@ class _JsonOnly:
         )
         app = self._app
         if (body or kind) and not json:
-            app = error_response(
-                RequestError(
-                    f"the Content-Type is {shown(kind)}; send JSON, and with it the header "
-                    "'Content-Type: application/json'",
-                    code="unsupported_media_type",
-                )
+            refusal = _Refused(
+                f"the Content-Type is {shown(kind)}; send JSON, and with it the header "
+                "'Content-Type: application/json'",
+                "unsupported_media_type",
             )
+            self._measures.refused(refusal.reason)
+            app = error_response(refusal)
         await app(scope, receive, send)
 
 
-def not_for_pages(endpoint: Endpoint) -> Endpoint:
+def not_for_pages(endpoint: Endpoint, measures: Measures) -> Endpoint:
     """An endpoint with effects that is called by GET, which a page sends with an image's tag.
 
     To addresses without TLS browsers send neither Origin nor Sec-Fetch-Site with that. What no page
@@ -116,20 +130,22 @@ def not_for_pages(endpoint: Endpoint) -> Endpoint:
     async def answer(request: Request) -> Response:
         agent = request.headers.get("user-agent", "Mozilla/")
         if agent.startswith("Mozilla/") or "sec-fetch-site" in request.headers:
-            raise RequestError(
+            refusal = _Refused(
                 "browsers may not call this by GET; call it by POST, or give the program a name of "
                 "its own in User-Agent",
-                code="forbidden_origin",
+                "forbidden_origin",
             )
+            measures.refused(refusal.reason)
+            raise refusal
         return await endpoint(request)
 
     return answer
 
 
-def _of_a_page(why: str) -> RequestError:
-    return RequestError(
+def _of_a_page(why: str) -> _Refused:
+    return _Refused(
         f"{why}; name the page's origin in gateway.allowed_origins if it may call the gateway",
-        code="forbidden_origin",
+        "forbidden_origin",
     )
 
 

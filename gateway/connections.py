@@ -14,8 +14,11 @@ import structlog
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..config import GatewayConfig, NanoInferenceError, RequestError
+from ..telemetry import instruments, now_ns
+from .calls import ARRIVED
 from .http import error_response
 from .limits import Overloaded, RequestLimits
+from .measures import Measures, Reason
 from .rounds import Rounds
 from .tenants import HEADER as TENANT_HEADER
 
@@ -63,6 +66,7 @@ class Connection(H11Protocol):
         # Whose it is, as far as it is known; what has come of a request and waits for its round.
         self._client = b""
         self._come: bytes | None = None
+        self._come_ns = 0
         self._received_bytes = 0
         # When the phase began, or the body's present window did; bytes received until then.
         self._since_s = connections.now_s
@@ -98,7 +102,7 @@ class Connection(H11Protocol):
 
     def _wait_for_round(self, data: bytes) -> None:
         """What has come of a request is looked at soon; until then no more of it is read."""
-        self._come = data
+        self._come, self._come_ns = data, now_ns()
         self._client = _named_client(data) or self._client
         self.transport.pause_reading()
         self._all.rounds.put(self._client, self._take_round)
@@ -109,6 +113,7 @@ class Connection(H11Protocol):
         if self._left or self._lost or self.transport.is_closing() or data is None:
             return
         self.transport.resume_reading()
+        self.app_state = {ARRIVED: self._come_ns}
         super().data_received(data)
         self.look()
 
@@ -119,6 +124,7 @@ class Connection(H11Protocol):
         self.look()
 
     def send_400_response(self, msg: str) -> None:
+        self._all.count("malformed")
         self.end(RequestError(f"{msg} Send HTTP/1.1", code="malformed"))
 
     def shutdown(self) -> None:
@@ -155,8 +161,8 @@ class Connection(H11Protocol):
         self._left = True
         self.look()
 
-    def check(self, window_s: float) -> bool:
-        """Ends the connection when its client is too slow; whether it was.
+    def check(self, window_s: float) -> Reason | None:
+        """Ends the connection when its client is too slow; returns with what it was.
 
         Args:
             window_s: After so long without enough of its body it is.
@@ -169,7 +175,7 @@ class Connection(H11Protocol):
             self._unsent_bytes, self._unsent_since_s = unsent_bytes, now_s
         elif now_s - self._unsent_since_s >= config.send_timeout_s:
             self.end()
-            return True
+            return "slow_reader"
         match self.phase:
             case "idle" if waited_s >= config.keep_alive_s:
                 # As with any server; nobody was slow.
@@ -177,18 +183,18 @@ class Connection(H11Protocol):
             case "head" if waited_s >= config.head_timeout_s:
                 late = f"no request came within {config.head_timeout_s:g} s; send it at once"
                 self.end(_timeout(late) if self._received_bytes else None)
-                return True
+                return "slow_head"
             case "body" | "rest" if self.flow.read_paused:
                 self._begin_window()
             case "body" | "rest" if waited_s >= window_s:
                 least_bytes = config.min_body_bytes_per_s * waited_s
                 if self._received_bytes - self._window_bytes < least_bytes:
                     self.end(_timeout("the body came too slowly; send it at once"))
-                    return True
+                    return "slow_body"
                 self._begin_window()
             case "leaving" if waited_s >= _LINGER_S:
                 self.end()
-        return False
+        return None
 
     def _begin_window(self) -> None:
         self._since_s, self._window_bytes = self._all.now_s, self._received_bytes
@@ -221,19 +227,23 @@ class Connections:
         rounds: In which requests begin and end.
     """
 
-    def __init__(self, config: GatewayConfig, limits: RequestLimits, most: int) -> None:
+    def __init__(
+        self, config: GatewayConfig, limits: RequestLimits, most: int, measures: Measures
+    ) -> None:
         """Args: `most` of them have requests under way; as many as `limits` lets in."""
         self.now_s = 0.0
         self.rounds = Rounds()
         self.config = config
         self._limits = limits
+        self._measures = measures
         self._most = most + SPARE_CONNECTIONS
         self._all: dict[Connection, None] = {}
         # Each in the order in which they came into the phase.
         self._waiting: dict[Connection, None] = {}
         self._sending: dict[Connection, None] = {}
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[Reason] = Counter()
         self._logged_s = -_LOG_EVERY_S
+        measures.watch(instruments.GATEWAY_CONNECTIONS, self.__len__)
 
     def __len__(self) -> int:
         return len(self._all)
@@ -249,8 +259,9 @@ class Connections:
             self._forget(oldest)
             oldest.end()
         elif full:
-            self.count("refused")
-            connection.end(Overloaded("all connections have requests under way; try again"))
+            self.count("all_busy")
+            busy = "all connections have requests under way; try again"
+            connection.end(Overloaded(busy, "all_busy"))
 
     def moved(self, connection: Connection) -> None:
         """It has come into another phase."""
@@ -265,26 +276,30 @@ class Connections:
         self._all.pop(connection, None)
         self._forget(connection)
 
-    def count(self, what: str, number: int = 1) -> None:
+    def count(self, reason: Reason, number: int = 1) -> None:
         """So many were not served, and why; said about once a second, in one line."""
-        if number:
-            self._counts[what] += number
+        self._counts[reason] += number
+        self._measures.refused(reason, number)
 
     def sweep(self, elapsed_s: float) -> None:
         """Ends those whose clients are too slow; called about twice a second."""
         self.now_s += min(elapsed_s, _MOST_TICK_S)
-        refused, self._limits.refused = self._limits.refused, 0
-        self.count("refused", refused)
+        refused, self._limits.refused = self._limits.refused, Counter()
+        for reason, number in refused.items():
+            self.count(reason, number)
         window_s = self.config.body_timeout_s
         if refused:
             window_s = min(window_s, _PRESSED_S)
         for connection in list(self._all):
-            self.count("slow", connection.check(window_s))
+            if slow := connection.check(window_s):
+                self.count(slow)
         if self._counts and self.now_s - self._logged_s >= _LOG_EVERY_S:
             log = structlog.get_logger()
-            log.warning("connections_not_served", **self._counts, connections=len(self))
+            counts = {str(reason): number for reason, number in self._counts.items()}
+            log.warning("connections_not_served", **counts, connections=len(self))
             self._counts.clear()
             self._logged_s = self.now_s
+        self._measures.tell()
 
     def _forget(self, connection: Connection) -> None:
         self._waiting.pop(connection, None)

@@ -22,6 +22,8 @@ DEFAULT_PORT = 30000
 class Gateway:
     """Serves HTTP while the context is open.
 
+    Its spans and metrics go where those of the client do.
+
     ```python
     async with Pipeline(config) as pipeline, Gateway(pipeline.client, config) as gateway:
         print(gateway.url)
@@ -51,6 +53,7 @@ class Gateway:
         """
         try:
             from .app import make_app
+            from .measures import Measures
             from .server import BACKLOG, HttpServer
         except ModuleNotFoundError as error:
             raise ConfigError(
@@ -60,8 +63,9 @@ class Gateway:
         self.port = listener.getsockname()[1]
         own = msgspec.structs.replace(self._config.gateway, port=self.port)
         config = msgspec.structs.replace(self._config, gateway=own)
-        app = make_app(self._client, config)
-        self._server = HttpServer(app, config.gateway)
+        measures = Measures(self._client.tracing, self._client.metrics)
+        app = make_app(self._client, config, measures)
+        self._server = HttpServer(app, config.gateway, measures)
         self._task = asyncio.create_task(self._server.serve([listener]), name="gateway")
         return self
 

@@ -32,6 +32,12 @@ SendEvent = Callable[[bytes], Awaitable[None]]
 CLIENT_LEFT = 499
 """The status, seen by nobody, of a request whose client has closed the connection."""
 
+TOO_MANY = 429
+"""The status of what is refused because others came first; it always says when to come again."""
+
+DEFAULT_RETRY_S = 1.0
+"""When that is, where nobody knows better."""
+
 _STATUS = {
     "request_too_large": 413,
     "unsupported": 400,
@@ -39,7 +45,7 @@ _STATUS = {
     "forbidden_origin": 403,
     "request_timeout": 408,
     "unsupported_media_type": 415,
-    "overloaded": 503,
+    "overloaded": 429,
     "shutting_down": 503,
     "not_ready": 503,
     "weights_interrupted": 503,
@@ -80,13 +86,18 @@ def status_of(error: NanoInferenceError) -> int:
 
 def error_body(error: NanoInferenceError) -> dict[str, Any]:
     """An error as OpenAI's and SGLang's clients read it."""
-    kind = "invalid_request_error" if status_of(error) < 500 else "server_error"
+    status = status_of(error)
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    if status == TOO_MANY:
+        kind = "rate_limit_error"
     return {"error": {"message": error.message, "type": kind, "code": error.code}}
 
 
 def error_response(error: NanoInferenceError, more: dict[str, Any] | None = None) -> Response:
     """Args: `more` stands beside the error."""
     retry_after_s = getattr(error, "retry_after_s", None)
+    if retry_after_s is None and status_of(error) == TOO_MANY:
+        retry_after_s = DEFAULT_RETRY_S
     headers = {} if retry_after_s is None else {"Retry-After": str(max(1, round(retry_after_s)))}
     return JsonResponse({**(more or {}), **error_body(error)}, status_of(error), headers)
 
@@ -96,8 +107,8 @@ async def answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_LEFT)
     if isinstance(error, NanoInferenceError):
-        # Load that is shed is counted where it is shed; a line for each would be more load.
-        if status_of(error) >= 500 and error.code != "overloaded":
+        # Load that is shed (429) is counted where it is shed; a line for each would be more load.
+        if status_of(error) >= 500:
             structlog.get_logger().warning(
                 "http_request_failed", path=request.url.path, code=error.code, error=error.message
             )
@@ -235,6 +246,9 @@ async def answer_while_connected(
 class EventStream(Response):
     """Server-sent events, written until the client closes the connection.
 
+    The answer begins with the first event: what goes wrong before that is answered with a status,
+    like an error of any other call.
+
     Starlette's StreamingResponse takes a generator, which it leaves as it is when the client goes
     while an event is being sent; what the generator holds would then end some time later.
     """
@@ -242,19 +256,27 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, produce: Callable[[SendEvent], Awaitable[None]]) -> None:
-        """`produce` is called with a function that sends an event's data."""
+        """`produce` is called with a function that sends an event's data.
+
+        What NanoInferenceErrors it raises must come before the first event.
+        """
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._produce = produce
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
         async def send_event(data: bytes) -> None:
+            nonlocal begun
+            if not begun:
+                begun = True
+                start = {"type": "http.response.start", "status": self.status_code}
+                await send(start | {"headers": self.raw_headers})
             event = b"data: " + data + b"\n\n"
             await send({"type": "http.response.body", "body": event, "more_body": True})
 
         async def respond() -> None:
-            start = {"type": "http.response.start", "status": self.status_code}
-            await send(start | {"headers": self.raw_headers})
             await self._produce(send_event)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 

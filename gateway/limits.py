@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..config import RequestError
 from .http import error_response
+from .measures import Reason
 
 UNCOUNTED_BYTES = 1 << 16
 """The beginning of a body, which is taken whatever the others hold: a small request never waits for
@@ -14,28 +17,27 @@ large ones. The server reads about as much of each before anybody asks for it.""
 
 
 class Overloaded(RequestError):
-    """There is no room now; `retry_after_s` as in `ErrorInfo`."""
+    """There is no room now; `reason` says for what."""
 
-    retry_after_s = 1.0
-
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, reason: Reason) -> None:
         super().__init__(message, code="overloaded")
+        self.reason: Reason = reason
 
 
 class RequestLimits:
-    """ASGI: answers what is beyond the limits with 503 instead of passing it on.
+    """ASGI: answers what is beyond the limits with 429 instead of passing it on.
 
     The bytes of a body count from when they come until its request is answered, since what is made
     of them is kept as long. They do not count before they come, or those who announce large bodies
     and send nothing would shut others out.
 
     Attributes:
-        refused: How many were refused since somebody set this to 0.
+        refused: How many were refused, and why, since somebody emptied this.
         held_bytes: What the bodies of all that are under way hold, beyond the uncounted.
     """
 
     def __init__(self, app: ASGIApp, max_requests: int, max_bodies_bytes: int) -> None:
-        self.refused = 0
+        self.refused: Counter[Reason] = Counter()
         self._app = app
         self._max_requests = max_requests
         self._max_bodies_bytes = max_bodies_bytes
@@ -45,7 +47,7 @@ class RequestLimits:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(Headers(scope=scope).get("content-length", ""))
         if refusal is not None:
-            self.refused += 1
+            self.refused[refusal.reason] += 1
             await error_response(refusal)(scope, receive, send)
             return
         received = counted = 0
@@ -56,9 +58,10 @@ class RequestLimits:
             received += len(message.get("body", b""))
             more = max(0, received - UNCOUNTED_BYTES) - counted
             if more and self.held_bytes + more > self._max_bodies_bytes:
-                self.refused += 1
                 # Whoever reads the body answers with it.
-                raise self._no_room()
+                refusal = self._no_room()
+                self.refused[refusal.reason] += 1
+                raise refusal
             self.held_bytes += more
             counted += more
             return message
@@ -74,7 +77,8 @@ class RequestLimits:
         if self._under_way >= self._max_requests:
             return Overloaded(
                 f"{self._max_requests} requests are under way here, which is as many as the "
-                "gateway takes (gateway.max_connections, and its limit of open files); try again"
+                "gateway takes (gateway.max_connections, and its limit of open files); try again",
+                "too_many_requests",
             )
         size = int(told) if told.isdecimal() else 0
         # What is larger than all of it is refused by its reader, as too large.
@@ -86,5 +90,6 @@ class RequestLimits:
     def _no_room(self) -> Overloaded:
         return Overloaded(
             f"the bodies of all requests together are larger than {self._max_bodies_bytes} bytes "
-            "(gateway.max_bodies_bytes); try again, or send less at a time"
+            "(gateway.max_bodies_bytes); try again, or send less at a time",
+            "too_many_bytes",
         )

@@ -11,11 +11,14 @@ from typing import Any
 
 import structlog
 import uvicorn
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ..config import GatewayConfig
+from .calls import ObservedCalls
 from .connections import SPARE_CONNECTIONS, Connection, Connections
 from .limits import RequestLimits
+from .measures import Measures
 
 BACKLOG = 2048
 """Connections that may wait in the kernel to be accepted."""
@@ -53,13 +56,19 @@ class HttpServer(uvicorn.Server):
         connections: Those that there are.
     """
 
-    def __init__(self, app: ASGIApp, config: GatewayConfig) -> None:
+    def __init__(
+        self, app: ASGIApp, config: GatewayConfig, measures: Measures | None = None
+    ) -> None:
+        """Args: what answers, its settings, and where to tell what is done; None for nowhere."""
+        measures = measures or Measures()
         max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = connections_for(config.max_connections, max_files)
         if most < config.max_connections:
             structlog.get_logger().info("fewer_connections", most=most, max_files=max_files)
         limits = RequestLimits(app, most, config.max_bodies_bytes)
-        self.connections = Connections(config, limits, most)
+        self.connections = Connections(config, limits, most, measures)
+        # Starlette's; another application's calls are all of no route.
+        routes = [each.path for each in getattr(app, "routes", ()) if isinstance(each, Route)]
         self._swept_s = 0.0
         self._loop_handler: LoopHandler | None = None
 
@@ -68,7 +77,7 @@ class HttpServer(uvicorn.Server):
 
         super().__init__(
             uvicorn.Config(
-                limits,
+                ObservedCalls(limits, measures, routes),
                 http=connect,  # type: ignore[arg-type]
                 ws="none",
                 log_config=None,

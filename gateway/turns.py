@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import anyio
 
 from .http import EngineError
+from .measures import Measures
 from .places import Places, Ticket
 
 RETRY_S = 5.0
@@ -17,8 +18,9 @@ RETRY_S = 5.0
 class WaitingCall:
     """A call's requests that wait, in order."""
 
-    def __init__(self, ticket: Ticket, request_ids: Iterable[str]) -> None:
+    def __init__(self, ticket: Ticket, request_ids: Iterable[str], measures: Measures) -> None:
         self.ticket = ticket
+        self._measures = measures
         self.waiting = dict.fromkeys(request_ids)
         self.ended: set[str] = set()
         self.changed = anyio.Event()
@@ -34,6 +36,7 @@ class WaitingCall:
         """
         while request_id not in self.ended:
             if self.ticket.refused:
+                self._measures.refused("too_many_waiting")
                 raise EngineError(
                     f"too many requests wait (gateway.max_waiting); try again in {RETRY_S:g} s",
                     code="overloaded",
@@ -51,8 +54,9 @@ class WaitingCall:
 class Turns:
     """The shell around `Places`: wakes those who wait when it is their turn."""
 
-    def __init__(self, places: int, max_waiting: int) -> None:
+    def __init__(self, places: int, max_waiting: int, measures: Measures) -> None:
         self._places = Places(places, max_waiting)
+        self._measures = measures
         self._calls: dict[Ticket, WaitingCall] = {}
 
     @property
@@ -63,7 +67,7 @@ class Turns:
     @contextmanager
     def wait(self, tenant: str, request_ids: list[str]) -> Iterator[WaitingCall]:
         """Waits for a place for each of these; those not taken by the end are given back."""
-        call = WaitingCall(Ticket(tenant, len(request_ids)), request_ids)
+        call = WaitingCall(Ticket(tenant, len(request_ids)), request_ids, self._measures)
         self._calls[call.ticket] = call
         self._wake(self._places.ask(call.ticket))
         try:

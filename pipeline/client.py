@@ -49,7 +49,7 @@ from ..config import (
     FairnessConfig,
     WeightsError,
 )
-from ..telemetry import TraceContext, Tracing, names, now_ns
+from ..telemetry import Metrics, TraceContext, Tracing, names, now_ns
 from .health import lanes_of, verdict, weights_trouble
 from .operators import Operators
 from .update_together import update_together
@@ -68,17 +68,29 @@ class BusClient:
 
     `async with BusClient.connect("redis://127.0.0.1:6390") as client:` opens a connection of its
     own; `Pipeline` makes one on its own bus.
+
+    Attributes:
+        tracing: Makes the spans of requests that are published without a trace.
+        metrics: Of the process, for what is built on this client.
     """
 
-    def __init__(self, bus: Bus, tracing: Tracing | None = None) -> None:
+    def __init__(
+        self, bus: Bus, tracing: Tracing | None = None, metrics: Metrics | None = None
+    ) -> None:
         self.bus = bus
-        self._tracing = tracing or Tracing(None)
+        self.tracing = tracing or Tracing()
+        self.metrics = metrics or Metrics()
         self._operators = Operators(bus, f"client-{uuid.uuid4().hex[:8]}")
         self._owns_bus = False
         self._cancelling: set[Task[None]] = set()
 
     @classmethod
-    def connect(cls, bus: str | BusConfig, tracing: Tracing | None = None) -> BusClient:
+    def connect(
+        cls,
+        bus: str | BusConfig,
+        tracing: Tracing | None = None,
+        metrics: Metrics | None = None,
+    ) -> BusClient:
         """A client of the pipeline at a Redis URL. Nothing is sent until it is used.
 
         Raises:
@@ -87,7 +99,7 @@ class BusClient:
         config = BusConfig(url=bus) if isinstance(bus, str) else bus
         if config.url == "memory":
             raise ConfigError("a memory bus can't be connected to; use Pipeline.submit there")
-        client = cls(open_bus(config), tracing)
+        client = cls(open_bus(config), tracing, metrics)
         client._owns_bus = True
         return client
 
@@ -116,27 +128,30 @@ class BusClient:
         if self._owns_bus:
             await self.bus.aclose()
 
-    async def publish(self, request: Request | bytes) -> str:
+    async def publish(self, request: Request | bytes, trace: TraceContext | None = None) -> str:
         """Publishes a request without waiting for anything.
 
         Args:
             request: A GenerateRequest, the same as a dict, or its JSON.
+            trace: Where its spans belong; None: below a span of its own, which begins a trace.
 
         Returns:
             The entry's id; with it, and the request's id if it has one, `follow` finds the output.
         """
-        trace = self._published_span(request)
+        trace = trace or self._published_span(request)
         return await self.bus.requests.publish(
             request, traceparent=trace.traceparent, tracestate=trace.tracestate
         )
 
-    async def submit(self, request: Request | bytes) -> AsyncGenerator[Output, None]:
+    async def submit(
+        self, request: Request | bytes, trace: TraceContext | None = None
+    ) -> AsyncGenerator[Output, None]:
         """Publishes a request and yields its output: chunks as they come, then one Completion.
 
         Whatever is wrong with the request comes as a Completion with an error. When the caller
-        stops before the end, the request is cancelled.
+        stops before the end, the request is cancelled. The arguments are those of `publish`.
         """
-        publishing = asyncio.create_task(self.publish(request))
+        publishing = asyncio.create_task(self.publish(request, trace))
         done = False
         try:
             entry_id = await asyncio.shield(publishing)
@@ -455,11 +470,11 @@ class BusClient:
         await self._operators.tell(stage, body, told)
 
     def _published_span(self, request: Request | bytes) -> TraceContext:
-        if not self._tracing.enabled:
+        if not self.tracing.enabled:
             return TraceContext()
         now = now_ns()
         attributes = {names.REQUEST_ID: request_id_of(request)}
-        return self._tracing.span("publish", TraceContext(), now, now, attributes)
+        return self.tracing.span("publish", TraceContext(), now, now, attributes)
 
 
 def request_id_of(request: Request | bytes) -> str:

@@ -86,7 +86,7 @@ class Pipeline:
             await self.bus.aclose()
             raise
         self.tracing = self._given_tracing or setup_tracing(self.config.telemetry, instance)
-        self._client = BusClient(self.bus, self.tracing)
+        self._client = BusClient(self.bus, self.tracing, self.metrics)
         self._heart = Heart(self.config, self.bus, self._actors, self.metrics)
         # A task of its own holds the stages' task group, so that the context may be left from
         # another task than it was entered from, as test fixtures and servers' hooks do.

@@ -4,12 +4,13 @@ from . import instruments, names
 from .clock import now_ns
 from .context import TraceContext, is_sampled
 from .logs import setup_logging
-from .metrics import Metrics, setup_metrics
+from .metrics import Labels, Metrics, priority_label, setup_metrics
 from .spans import Attributes
 from .tracing import Tracing, endpoint_of, setup_tracing
 
 __all__ = [
     "Attributes",
+    "Labels",
     "Metrics",
     "TraceContext",
     "Tracing",
@@ -18,6 +19,7 @@ __all__ = [
     "is_sampled",
     "names",
     "now_ns",
+    "priority_label",
     "setup_logging",
     "setup_metrics",
     "setup_tracing",

@@ -1,7 +1,8 @@
 """Every metric: its name, its unit, and the question that it answers.
 
-Names with `gen_ai.` are those of OpenTelemetry's conventions,
-https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics/ ; what these have no name for is
+Names with `gen_ai.` and `http.` are those of OpenTelemetry's conventions,
+https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics/ and
+https://opentelemetry.io/docs/specs/semconv/http/http-metrics/ ; what these have no name for is
 ours and starts with `nano.`. Units are UCUM's, https://ucum.org ; what stands in braces is a note.
 Prometheus shows them with underscores, `_seconds` behind times and `_total` behind counters.
 """
@@ -71,7 +72,31 @@ TIME_TO_FIRST_TOKEN = Instrument(
     "histogram",
     "s",
     "How long do people wait until something comes?",
-    _GEN_AI,
+    (*_GEN_AI, names.PRIORITY),
+    SECONDS,
+)
+QUEUE_DURATION = Instrument(
+    "nano.request.queue.duration",
+    "histogram",
+    "s",
+    "How long from admission until the first of a request's samples is in a step?",
+    (names.PRIORITY,),
+    SECONDS,
+)
+PREFILL_DURATION = Instrument(
+    "nano.request.prefill.duration",
+    "histogram",
+    "s",
+    "How long from then until the step that made its first token is done?",
+    (names.PRIORITY,),
+    SECONDS,
+)
+DECODE_DURATION = Instrument(
+    "nano.request.decode.duration",
+    "histogram",
+    "s",
+    "How long from then until the step that made its last token is done?",
+    (names.PRIORITY,),
     SECONDS,
 )
 TIME_PER_OUTPUT_TOKEN = Instrument(
@@ -116,6 +141,13 @@ DEAD_LETTERS = Instrument(
     "gauge",
     "{request}",
     "How many requests were given up and wait for somebody to look at them?",
+)
+BURIED = Instrument(
+    "nano.requests.buried",
+    "counter",
+    "{request}",
+    "How many requests became dead letters, and why?",
+    (names.ERROR_TYPE,),
 )
 IN_FLIGHT = Instrument(
     "nano.requests.in_flight",
@@ -225,7 +257,8 @@ PREFIX_LOOKUPS = Instrument(
     "nano.prefix.lookups",
     "counter",
     "{sequence}",
-    "How many samples looked for their beginning in the prefix cache?",
+    "How many samples looked for their beginning in the prefix cache, and how much did they find?",
+    (names.PREFIX_RESULT,),
 )
 PREFIX_HITS = Instrument(
     "nano.prefix.hits",
@@ -333,6 +366,39 @@ STAGE_READY = Instrument(
     "1",
     "Does the stage take part (1) or not (0)?",
     (names.STAGE,),
+)
+HTTP_DURATION = Instrument(
+    "http.server.request.duration",
+    "histogram",
+    "s",
+    "How long do calls of the gateway take, and how do they end?",
+    (names.HTTP_METHOD, names.HTTP_ROUTE, names.HTTP_STATUS),
+    SECONDS,
+)
+GATEWAY_IN_FLIGHT = Instrument(
+    "nano.gateway.in_flight",
+    "gauge",
+    "{request}",
+    "How many calls of the gateway are under way?",
+)
+GATEWAY_WAITING = Instrument(
+    "nano.gateway.waiting",
+    "gauge",
+    "{request}",
+    "How many prompts wait in the gateway for a place in the pipeline?",
+)
+GATEWAY_CONNECTIONS = Instrument(
+    "nano.gateway.connections",
+    "gauge",
+    "{connection}",
+    "How many connections are open?",
+)
+GATEWAY_REFUSED = Instrument(
+    "nano.gateway.refused",
+    "counter",
+    "{refusal}",
+    "What did the gateway not serve, or not to the end, and by which of its limits and checks?",
+    (names.GATEWAY_REASON,),
 )
 
 INSTRUMENTS: tuple[Instrument, ...] = tuple(

@@ -21,6 +21,10 @@ Labels = Mapping[str, str]
 
 _NO_LABELS: Labels = {}
 
+MOST_PRIORITY = 8
+"""Priorities further from 0 share a label: clients choose them, and each label costs memory, here
+and in Prometheus."""
+
 
 class Metrics:
     """Records what the instruments measure. Each process sets up its own."""
@@ -64,6 +68,13 @@ class Metrics:
         self._close()
         if self._provider is not None:
             self._provider.shutdown()
+
+
+def priority_label(priority: int) -> str:
+    """A request's priority as a label has it: one of 19 texts."""
+    if priority < -MOST_PRIORITY:
+        return f"<-{MOST_PRIORITY}"
+    return str(priority) if priority <= MOST_PRIORITY else f">{MOST_PRIORITY}"
 
 
 def setup_metrics(config: TelemetryConfig, instance: str) -> Metrics:

@@ -1,7 +1,7 @@
 """Names of attributes and events, each with where it comes from. Metrics are in `instruments`.
 
-OpenTelemetry's semantic conventions: GenAI (gen_ai.*), messaging (messaging.*), error (error.*).
-What they have no name for is ours and starts with `nano.`.
+OpenTelemetry's semantic conventions: GenAI (gen_ai.*), messaging (messaging.*), error (error.*),
+HTTP (http.*, url.*, client.*). What they have no name for is ours and starts with `nano.`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,15 @@ MESSAGE_ID = "messaging.message.id"
 # https://opentelemetry.io/docs/specs/semconv/registry/attributes/error/
 ERROR_TYPE = "error.type"
 
+# https://opentelemetry.io/docs/specs/semconv/http/http-spans/#http-server-span
+# and .../http/http-metrics/#http-server
+HTTP_METHOD = "http.request.method"
+HTTP_ROUTE = "http.route"
+HTTP_STATUS = "http.response.status_code"
+URL_PATH = "url.path"
+URL_SCHEME = "url.scheme"
+CLIENT_ADDRESS = "client.address"
+
 # Ours.
 STAGE = "nano.stage"
 REPLICA = "nano.replica"
@@ -38,6 +47,8 @@ FIRST_TOKEN = "nano.first_token"
 CACHED_TOKENS = "nano.usage.cached_tokens"
 STATUS = "nano.request.status"
 SAMPLE_INDEX = "nano.request.sample_index"
+PREFIX_RESULT = "nano.prefix.result"
+GATEWAY_REASON = "nano.gateway.reason"
 
 # Spans of fairness for sequences that make room, and why a request waited: dispatches that came
 # before it.

@@ -27,7 +27,7 @@ from opentelemetry.sdk.trace.export import SpanExporter
 
 from ..config import ConfigError, TelemetryConfig
 from .context import TraceContext
-from .spans import SCOPE, FinishedSpan, finished
+from .spans import SCOPE, FinishedSpan, Kind, finished
 
 PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
@@ -159,7 +159,7 @@ def _encoded(span: FinishedSpan) -> bytes:
     if parent is not None:
         flags |= _PARENT_REMOTE
         parts += _PARENT_ID, parent.span_id_bytes
-    parts.append(_common(span.name, own.tracestate, flags))
+    parts.append(_common(span.name, own.tracestate, flags, span.kind))
     parts += map(_attribute, span.attributes.keys(), span.attributes.values())
     for name, at_ns in span.events:
         parts.append(_within(_EVENTS, _EVENT_TIME.pack(_EVENT_TIME_TAG, at_ns) + _event(name)))
@@ -172,9 +172,9 @@ def _encoded(span: FinishedSpan) -> bytes:
 
 
 @lru_cache(_MOST_KNOWN)
-def _common(name: str, tracestate: str, flags: int) -> bytes:
-    kind = Span.SPAN_KIND_INTERNAL
-    return _serialized(name=name, trace_state=tracestate, kind=kind, flags=flags)
+def _common(name: str, tracestate: str, flags: int, kind: Kind) -> bytes:
+    number = Span.SpanKind.Value(f"SPAN_KIND_{kind.upper()}")
+    return _serialized(name=name, trace_state=tracestate, kind=number, flags=flags)
 
 
 @lru_cache(_MOST_KNOWN)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
@@ -15,6 +15,9 @@ from opentelemetry.trace import Link, SpanKind, Status, StatusCode
 from .context import TraceContext
 
 Attributes = Mapping[str, str | int | float | tuple[str, ...]]
+
+Kind = Literal["internal", "server"]
+"""OpenTelemetry's: work of a program, and its answer to a client's call."""
 
 _RECORDED = SimpleNamespace(trace_flags=SimpleNamespace(sampled=True))
 
@@ -37,6 +40,7 @@ class FinishedSpan(NamedTuple):
         events: Names and timestamps.
         links: Other traces that belong to it; all valid.
         error: What its status says; "" when all went well.
+        kind: "server" of what answers a call from outside.
     """
 
     name: str
@@ -48,6 +52,7 @@ class FinishedSpan(NamedTuple):
     events: Sequence[tuple[str, int]]
     links: Sequence[TraceContext]
     error: str
+    kind: Kind = "internal"
 
     @property
     def context(self) -> SimpleNamespace:
@@ -68,7 +73,7 @@ class FinishedSpan(NamedTuple):
             attributes=self.attributes,
             events=[Event(name, timestamp=at_ns) for name, at_ns in self.events],
             links=[Link(each.span_context) for each in self.links],
-            kind=SpanKind.INTERNAL,
+            kind=SpanKind[self.kind.upper()],
             status=Status(StatusCode.ERROR, self.error) if self.error else Status(),
             start_time=self.start_ns,
             end_time=self.end_ns,

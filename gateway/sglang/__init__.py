@@ -7,6 +7,7 @@ from starlette.routing import Route
 from ...config import Config
 from ...pipeline.client import BusClient
 from ..callers import Endpoint, not_for_pages
+from ..measures import Measures
 from ..words import LazyWords
 from .generate import Generation
 from .info import InfoCalls
@@ -18,11 +19,13 @@ from .weights import WeightCalls
 _NUM_EFFECTS = {"none": 0, "flush_cache": 1, "all": 3}
 
 
-def sglang_routes(engine: BusClient, config: Config, words: LazyWords) -> list[Route]:
+def sglang_routes(
+    engine: BusClient, config: Config, words: LazyWords, measures: Measures
+) -> list[Route]:
     """Its endpoints."""
     labels = VersionLabels()
     sync = WeightSync(engine, labels, config.gateway.sync_timeout_s)
-    generation = Generation(engine, config, words, labels)
+    generation = Generation(engine, config, words, labels, measures)
     info = InfoCalls(engine, config, generation, sync, labels)
     weights = WeightCalls(engine, config.gateway, sync)
     read, write = ["GET"], ["POST"]
@@ -59,7 +62,9 @@ def sglang_routes(engine: BusClient, config: Config, words: LazyWords) -> list[R
         ("/resume_memory_occupation", weights.resume_memory),
     ]
     taken = effects[: _NUM_EFFECTS[config.gateway.effects_by_get]]
-    return routes + [Route(path, not_for_pages(effect), methods=read) for path, effect in taken]
+    return routes + [
+        Route(path, not_for_pages(effect, measures), methods=read) for path, effect in taken
+    ]
 
 
 __all__ = ["sglang_routes"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, assert_never
 
 from ...bus.public import (
     Completion,
@@ -168,8 +168,10 @@ class Answers:
                 return {"type": "length", "length": len(sample.token_ids)}
             case "stop":
                 return {"type": "stop", "matched": self._matched(sample)}
-            case _:
+            case "abort":
                 return {"type": "abort", "message": error.message}
+            case unknown:
+                assert_never(unknown)
 
     def _matched(self, sample: CompletionSample) -> int | str:
         if self._ends_with_stop_token(sample):

@@ -15,6 +15,9 @@ class Events:
     """Of each sample the newest state is sent; what came before it is not kept for a slow client.
 
     An answer, which is the last event of a sample, has all of it.
+
+    Attributes:
+        any_sent: Whether an event was sent, or is being sent.
     """
 
     def __init__(self, send: SendEvent, *, indexed: bool) -> None:
@@ -24,6 +27,7 @@ class Events:
         self._newest: dict[int, Growing | Answer] = {}
         self._changed = anyio.Event()
         self._closed = False
+        self.any_sent = False
 
     def put(self, index: int, state: Growing | Answer) -> None:
         """There is something new of a sample."""
@@ -49,6 +53,7 @@ class Events:
             data = msgspec.json.encode(answer | where)
             if isinstance(state, Growing):
                 state.sent(len(data))
+            self.any_sent = True
             await self._send(data)
             # The server takes what fits its buffers without a pause.
             await anyio.lowlevel.checkpoint()

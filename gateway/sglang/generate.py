@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 import anyio
 import anyio.lowlevel
@@ -16,6 +17,9 @@ from starlette.responses import Response
 from ...bus.public import Completion, Output
 from ...config import BusError, Config, ModelError, NanoInferenceError, RequestError
 from ...pipeline.client import BusClient
+from ...telemetry import TraceContext, instruments, now_ns
+from ..budgets import HEADER, call_deadline_ns
+from ..calls import arrival_of
 from ..http import (
     EngineError,
     EventStream,
@@ -25,8 +29,9 @@ from ..http import (
     error_body,
     read_object,
 )
+from ..measures import Measures
 from ..tenants import tenant_of
-from ..turns import Turns
+from ..turns import Turns, WaitingCall
 from ..words import LazyWords, Words
 from .answers import ENDED_EARLY, Answer, Answers
 from .events import Events
@@ -48,6 +53,36 @@ _SHORT_TEXT = 4096
 _SHORT_ANSWER = 4096
 
 
+class Origin(NamedTuple):
+    """Where a call comes from.
+
+    Attributes:
+        tenant: Whose it is.
+        trace: Where the spans of its requests belong.
+        deadline_ns: When its time is over, on the clock of `now_ns`; None when it has no limit.
+    """
+
+    tenant: str
+    trace: TraceContext
+    deadline_ns: int | None
+
+    @property
+    def left_ns(self) -> int | None:
+        """What is left of its time, perhaps less than nothing."""
+        return None if self.deadline_ns is None else self.deadline_ns - now_ns()
+
+
+class _TooLate(EngineError):
+    """A call's time was over before all of its requests were in the pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"the call's time ({HEADER}, or budget_ms) was over before all of it could run; give "
+            "it more",
+            code="expired",
+        )
+
+
 class Generation:
     """The calls of `/generate` that are under way."""
 
@@ -57,14 +92,17 @@ class Generation:
         config: Config,
         words: LazyWords,
         labels: VersionLabels,
+        measures: Measures,
     ) -> None:
         self._engine = engine
         self._config = config
         self._words = words
         self._labels = labels
-        self._turns = Turns(config.gateway_places, config.gateway.max_waiting)
+        self._measures = measures
+        self._turns = Turns(config.gateway_places, config.gateway.max_waiting, measures)
         self._count_lanes_at = 0.0
         self._request_ids: set[str] = set()
+        measures.watch(instruments.GATEWAY_WAITING, lambda: self.waiting)
 
     @property
     def in_flight(self) -> int:
@@ -79,15 +117,17 @@ class Generation:
     async def generate(self, request: Request) -> Response:
         """The endpoint."""
         gateway = self._config.gateway
-        tenant = tenant_of(request)
+        arrival, tenant = arrival_of(request), tenant_of(request)
         body = await read_object(request, gateway.max_body_bytes)
         call = read_call(body, gateway.max_prompts, gateway.max_priority)
+        deadline_ns = call_deadline_ns(request, arrival.at_ns, call.budget_ms)
+        origin = Origin(tenant, arrival.trace, deadline_ns)
         writers = await self._writers(call.prompts, tenant)
         if call.stream:
-            return EventStream(partial(self._stream, tenant, writers, call.batch))
+            return EventStream(partial(self._stream, origin, writers, call.batch))
 
         async def work() -> Response:
-            answers = await self._complete_all(tenant, writers)
+            answers = await self._complete_all(origin, writers)
             return JsonResponse(answers if call.batch else answers[0])
 
         return await answer_while_connected(request, work)
@@ -178,29 +218,33 @@ class Generation:
 
     # --- after --------------------------------------------------------------------------------
 
-    async def _complete_all(self, tenant: str, writers: list[Answers]) -> list[Answer]:
+    async def _complete_all(self, origin: Origin, writers: list[Answers]) -> list[Answer]:
         """All answers, in order. The first error ends the other requests as well."""
         answers: list[list[Answer]] = [[] for _ in writers]
 
         async def run(index: int, begun: bool) -> None:
-            async with aclosing(self._outputs(writers[index], begun)) as outputs:
+            async with aclosing(self._outputs(origin, writers[index], begun)) as outputs:
                 async for output in outputs:
                     if isinstance(output, Completion):
                         answers[index] = await self._final(writers[index], output)
 
-        await self._in_turn(tenant, writers, run)
+        await self._in_turn(origin, writers, run)
         return [answer for each in answers for answer in each]
 
     async def _stream(
-        self, tenant: str, writers: list[Answers], batch: bool, send: SendEvent
+        self, origin: Origin, writers: list[Answers], batch: bool, send: SendEvent
     ) -> None:
-        """Events of all prompts as they come. The first error is the last of them."""
+        """Events of all prompts as they come. The first error is the last of them.
+
+        Raises:
+            NanoInferenceError: The engine did not do it, and no event was sent.
+        """
         places = [0, *accumulate(each.wanted.request.n for each in writers)]
         events = Events(send, indexed=batch)
 
         async def run(index: int, begun: bool) -> None:
             writer, place = writers[index], places[index]
-            async with aclosing(self._outputs(writer, begun)) as outputs:
+            async with aclosing(self._outputs(origin, writer, begun)) as outputs:
                 async for output in outputs:
                     if isinstance(output, Completion):
                         for sample, answer in enumerate(await self._final(writer, output)):
@@ -216,11 +260,13 @@ class Generation:
         async with anyio.create_task_group() as group:
             group.start_soon(events.send_all)
             try:
-                await self._in_turn(tenant, writers, run)
+                await self._in_turn(origin, writers, run)
             except NanoInferenceError as error:
                 failure = error
             events.close()
         if failure is not None:
+            if not events.any_sent:
+                raise failure
             await send(msgspec.json.encode(error_body(failure)))
         await send(_DONE)
 
@@ -231,7 +277,9 @@ class Generation:
             return writer.final(completion)
         return await self._words.beside(partial(writer.final, completion))
 
-    async def _outputs(self, writer: Answers, begun: bool) -> AsyncGenerator[Output, None]:
+    async def _outputs(
+        self, origin: Origin, writer: Answers, begun: bool
+    ) -> AsyncGenerator[Output, None]:
         """What the engine makes of a prompt; when it was not `begun`, that it was ended.
 
         Raises:
@@ -243,8 +291,12 @@ class Generation:
                 request_id=request.request_id, entry_id="", status="cancelled", error=ENDED_EARLY
             )
             return
+        if (left_ns := origin.left_ns) is not None:
+            if left_ns <= 0:
+                raise _TooLate
+            request = msgspec.structs.replace(request, budget_ns=left_ns)
         with self._counted(request.request_id):
-            async with aclosing(self._engine.submit(request)) as outputs:
+            async with aclosing(self._engine.submit(request, origin.trace)) as outputs:
                 async for output in outputs:
                     if isinstance(output, Completion):
                         _check(output)
@@ -259,7 +311,7 @@ class Generation:
             self._request_ids.discard(request_id)
 
     async def _in_turn(
-        self, tenant: str, writers: list[Answers], run: Callable[[int, bool], Awaitable[None]]
+        self, origin: Origin, writers: list[Answers], run: Callable[[int, bool], Awaitable[None]]
     ) -> None:
         """Runs all, each from when there is a place for it. The first error ends the others.
 
@@ -277,15 +329,15 @@ class Generation:
                 group.cancel_scope.cancel()
             finally:
                 if begun:
-                    self._turns.give_back(tenant)
+                    self._turns.give_back(origin.tenant)
 
         request_ids = [each.wanted.request.request_id for each in writers]
         async with anyio.create_task_group() as group:
-            with self._turns.wait(tenant, request_ids) as call:
+            with self._turns.wait(origin.tenant, request_ids) as call:
                 try:
                     await self._count_lanes()
                     for index, request_id in enumerate(request_ids):
-                        begun = await call.take(request_id)
+                        begun = await _take(call, request_id, origin)
                         group.start_soon(run_one, index, begun)
                         if index % _AT_ONCE == 0 or failure is not None:
                             await anyio.lowlevel.checkpoint()
@@ -293,6 +345,8 @@ class Generation:
                     failure = failure or error
                     group.cancel_scope.cancel()
         if failure is not None:
+            if isinstance(failure, _TooLate):
+                self._measures.refused("expired")
             raise failure
 
     async def _count_lanes(self) -> None:
@@ -305,6 +359,16 @@ class Generation:
             with suppress(BusError):
                 lanes = {report.lane for report in await self._engine.reports()}
                 self._turns.resize(self._config.gateway_places * max(1, len(lanes)))
+
+
+async def _take(call: WaitingCall, request_id: str, origin: Origin) -> bool:
+    """As `WaitingCall.take`, while the call has time."""
+    left_ns = origin.left_ns
+    try:
+        with anyio.fail_after(None if left_ns is None else max(0, left_ns) / 1e9):
+            return await call.take(request_id)
+    except TimeoutError:
+        raise _TooLate from None
 
 
 def _check(completion: Completion) -> None:

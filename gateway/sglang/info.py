@@ -18,6 +18,7 @@ from ...bus.public import Completion, GenerateRequest
 from ...config import Config, NanoInferenceError, RequestError, SamplingParams, split_role
 from ...pipeline.client import BusClient
 from ..http import EngineError, JsonResponse, answer_while_connected, read_object
+from ..recent import Recent
 from .fields import read_fields
 from .generate import Generation
 from .labels import VersionLabels
@@ -25,6 +26,9 @@ from .sync import WeightSync
 
 # The token that /health_generate continues; every vocabulary has it.
 _PROBE = (0,)
+
+HEALTH_LASTS_S = 0.5
+"""The lanes tell once a second how they are; who asks more often gets the same answer."""
 
 
 class AbortBody(msgspec.Struct, frozen=True):
@@ -50,13 +54,14 @@ class InfoCalls:
         self._generation = generation
         self._sync = sync
         self._labels = labels
+        self._trouble = Recent(engine.trouble, HEALTH_LASTS_S)
 
     async def health(self, request: Request) -> Response:
         """Whether some lane says that it works, and lacks neither weights nor memory."""
         released = ", ".join(sorted(self._sync.released))
         # Known here at once; the lanes tell about once a second.
         trouble = released and f"nothing can be generated: {released} released; resume the memory"
-        if trouble := trouble or await self._engine.trouble():
+        if trouble := trouble or await self._trouble.get():
             raise NanoInferenceError(trouble, code="not_ready")
         return Response()
 

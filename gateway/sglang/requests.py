@@ -52,6 +52,8 @@ class GenerateBody(msgspec.Struct, frozen=True):
     stream: bool = False
     priority: Int64 = 0
     extra_key: str | list[str] = ""
+    # Not SGLang's.
+    budget_ms: float | None = None
 
 
 class SamplingBody(msgspec.Struct, frozen=True):
@@ -125,11 +127,13 @@ class Call(msgspec.Struct, frozen=True):
         prompts: Made one by one as they are asked for, so that others can be served in between; a
             RequestError may come of each.
         batch: The answer is a list.
+        budget_ms: Time that all of them may take from the call's arrival on.
     """
 
     prompts: Iterator[Wanted]
     batch: bool
     stream: bool
+    budget_ms: float | None
 
 
 def read_call(body: Body, max_prompts: int, max_priority: int = MAX_INT64) -> Call:
@@ -165,7 +169,8 @@ def read_call(body: Body, max_prompts: int, max_priority: int = MAX_INT64) -> Ca
         strict=True,
     )
     wanted = (_wanted(fields, *row) for row in columns)
-    return Call(_not_too_many(wanted, max_prompts), batch or first.n > 1, fields.stream)
+    batch = batch or first.n > 1
+    return Call(_not_too_many(wanted, max_prompts), batch, fields.stream, fields.budget_ms)
 
 
 def _not_too_many(prompts: Iterator[Wanted], max_prompts: int) -> Iterator[Wanted]:

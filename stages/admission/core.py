@@ -165,6 +165,7 @@ class AdmissionCore:
             min_tokens=sampling.min_tokens,
             logprobs=sampling.logprobs,
             prompt_logprobs=sampling.prompt_logprobs,
+            priority=request.priority,
         )
         self._ledger[request_id] = entry.entry_id
         return AdmittedRequest(

@@ -7,6 +7,9 @@ from ...config import BusError, NanoInferenceError, shown
 
 MESSAGE_TOO_LARGE = "message_too_large"
 
+GIVEN_UP_CODES = ("lane_failed", MESSAGE_TOO_LARGE, NanoInferenceError.code)
+"""Why entries become dead letters, as a rule."""
+
 
 def is_of_the_entry(error: Exception) -> bool:
     """Whether an error is of the one entry that was worked on, not of the bus or of the lane.

@@ -26,7 +26,7 @@ from ...bus.links import ADMITTED, CONTROL, REFUSED, at
 from ...bus.messages import Recover, RecoveredSample
 from ...bus.public import ErrorInfo, GenerateRequest
 from ...config import REPLICATED, BusError, ChannelClosed, all_roles, role_of, shown, split_role
-from ...telemetry import TraceContext, names, now_ns
+from ...telemetry import TraceContext, instruments, names, now_ns
 from ..actor import Actor, StageContext, budget_of
 from .core import AdmissionCore, request_id_of
 from .ledger import Ledger, Unanswered, context_of, entry_deadline_ns
@@ -314,6 +314,7 @@ class RecoveringStage(Actor):
         if isinstance(item.entry.request, GenerateRequest):
             try:
                 await self.bus.requests.bury(item.entry, error, item.deaths)
+                self.metrics.record(instruments.BURIED, 1, {names.ERROR_TYPE: error.code})
             except ChannelClosed:
                 raise
             # What can't be kept either is ended all the same.

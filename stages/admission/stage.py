@@ -36,7 +36,7 @@ from .core import AdmissionCore, request_id_of, status_of
 from .ledger import Unanswered, entry_deadline_ns
 from .long_prompts import LongPrompts, Tokenized
 from .overload import FinishRate, overloaded
-from .poison import is_of_the_entry, why_given_up
+from .poison import GIVEN_UP_CODES, is_of_the_entry, why_given_up
 from .recovery import RecoveringStage
 from .spans import trace_entry, trace_first_again
 
@@ -91,6 +91,8 @@ class AdmissionStage(RecoveringStage):
         )
         # Prometheus sees a counter rise only if it has seen it before.
         self._count_refused(0)
+        for code in GIVEN_UP_CODES:
+            self.metrics.record(instruments.BURIED, 0, {names.ERROR_TYPE: code})
 
     async def receive_forever(self, inbox: Inbox) -> None:
         pending = await self.bus.requests.pending()

@@ -493,9 +493,13 @@ class BatchingCore:
 
     def _count_start(self, seq: Sequence, num_cached: int) -> None:
         counters = self._counters
-        counters.lookups += 1
         counters.cached += num_cached
-        counters.hits += num_cached > 0
+        if not num_cached:
+            counters.misses += 1
+        elif num_cached < len(seq.token_ids) - 1:
+            counters.partial_hits += 1
+        else:
+            counters.full_hits += 1
         if seq.started or seq.num_generated:
             counters.resumes += 1
             counters.recomputed += len(seq.token_ids) - num_cached

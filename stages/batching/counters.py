@@ -14,8 +14,10 @@ class Counters(msgspec.Struct):
         cached: Tokens that needed no computing.
         recomputed: Of those prefilled, those that a preemption or a failure had lost.
         wasted: Tokens computed for sequences that had ended.
-        lookups: Sequences that started.
-        hits: Those of them that found some of their tokens in the prefix cache.
+        full_hits: Sequences that started and found all their tokens in the prefix cache, but for
+            the last one, which is computed in any case.
+        partial_hits: Those that found some.
+        misses: Those that found none.
         preemptions: Sequences that gave up their blocks for others.
         resumes: Sequences that started behind tokens which they had generated before.
     """
@@ -25,7 +27,8 @@ class Counters(msgspec.Struct):
     cached: int = 0
     recomputed: int = 0
     wasted: int = 0
-    lookups: int = 0
-    hits: int = 0
+    full_hits: int = 0
+    partial_hits: int = 0
+    misses: int = 0
     preemptions: int = 0
     resumes: int = 0

@@ -16,7 +16,7 @@ from ...bus.control import (
 )
 from ...bus.links import CONTROL, CREDITS, PLANS
 from ...bus.messages import Continue, Credit, Dispatch, Envelope, StepResult, Yield
-from ...telemetry import instruments, now_ns
+from ...telemetry import instruments, names, now_ns
 from ..actor import Actor, StageContext, deadline_of
 from .core import BatchingCore
 from .spans import BatchingSpans
@@ -78,12 +78,18 @@ class BatchingStage(Actor):
             (instruments.CACHED, done.cached),
             (instruments.RECOMPUTED, done.recomputed),
             (instruments.WASTED, done.wasted),
-            (instruments.PREFIX_LOOKUPS, done.lookups),
-            (instruments.PREFIX_HITS, done.hits),
+            (instruments.PREFIX_HITS, done.full_hits + done.partial_hits),
             (instruments.PREEMPTIONS, done.preemptions),
             (instruments.RESUMES, done.resumes),
         ):
             self.metrics.record(instrument, value)
+        for result, number in (
+            ("full", done.full_hits),
+            ("partial", done.partial_hits),
+            ("miss", done.misses),
+        ):
+            labels = {names.PREFIX_RESULT: result}
+            self.metrics.record(instruments.PREFIX_LOOKUPS, number, labels)
 
     async def handle(self, envelope: Envelope) -> None:
         match envelope.body:

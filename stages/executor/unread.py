@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from ...bus.messages import PromptLogprobs, StartedSequence, StepPlan, TopLogprobs
+from ...bus.messages import PromptLogprobs, RowFinish, StartedSequence, StepPlan, TopLogprobs
 from .batch import IntArray
 from .feed import Readback, placeholders
 from .logprobs import broken_logits
 from .sequences import BoolArray, SequenceTable
-
-Reason = Literal["", "stop", "length"]
 
 
 class Sampled(msgspec.Struct, frozen=True):
@@ -26,7 +23,7 @@ class Sampled(msgspec.Struct, frozen=True):
     seq_ids: tuple[int, ...] = ()
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
-    finish_reasons: tuple[Reason, ...] = ()
+    finish_reasons: tuple[RowFinish, ...] = ()
     top_logprobs: tuple[TopLogprobs, ...] = ()
 
 
@@ -147,9 +144,9 @@ class UnreadTokens:
             rows, seq_ids, at_limit = rows[kept], seq_ids[kept], at_limit[kept]
             tokens, logprobs = tokens[kept], logprobs[kept]
         token_ids = tuple(tokens.tolist())
-        reasons: list[Reason] = []
+        reasons: list[RowFinish] = []
         for row, token, full in zip(rows.tolist(), token_ids, at_limit.tolist(), strict=True):
-            reason: Reason = "length" if full else ""
+            reason: RowFinish = "length" if full else ""
             if token in table.stop_ids[row]:
                 reason = "stop"
             reasons.append(reason)

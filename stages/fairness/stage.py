@@ -11,7 +11,14 @@ from ...bus.control import Cancel, UpdateFairness
 from ...bus.links import DISPATCH, Link, at
 from ...bus.messages import AdmittedRequest, Credit, Envelope, Yield
 from ...config import role_of_sender, split_role
-from ...telemetry import Attributes, TraceContext, instruments, names, now_ns
+from ...telemetry import (
+    Attributes,
+    TraceContext,
+    instruments,
+    names,
+    now_ns,
+    priority_label,
+)
 from ..actor import Actor, StageContext, budget_of, deadline_of
 from .core import FairnessCore
 from .outcome import Counts, Dispatched
@@ -94,7 +101,7 @@ class FairnessStage(Actor):
         ):
             self.metrics.record(instrument, number)
         for priority, tokens in counts.tokens.items():
-            labels = {names.PRIORITY: str(priority)}
+            labels = {names.PRIORITY: priority_label(priority)}
             self.metrics.record(
                 instruments.FAIRNESS_TOKENS, tokens - before.tokens[priority], labels
             )

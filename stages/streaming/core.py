@@ -52,10 +52,13 @@ class EndedRequest(msgspec.Struct, frozen=True):
 
     Attributes:
         info: None for a request that was refused before any of its sequences ran.
+        restored: It was begun by a predecessor of this stage, so that of its times only
+            `received_ns` and `finished_ns` mean what they say.
     """
 
     info: RequestInfo | None
     completion: Completion
+    restored: bool = False
 
 
 class Deliveries(msgspec.Struct, frozen=True):
@@ -158,6 +161,7 @@ class StreamingCore:
     def restore(self, info: RequestInfo, chunks: Sequence[CompletionChunk]) -> None:
         """Takes up a request again from what a predecessor delivered of it, in order."""
         request = self._requests[info.request_id] = RequestState(info, info.received_ns)
+        request.restored = True
         for chunk in chunks:
             index = chunk.sample_index
             sample = request.samples.get(index) or request.add(index, self._pieces)
@@ -266,7 +270,7 @@ class StreamingCore:
                 error=ErrorInfo(code=cancel.code, message=cancel.message),
                 timings=Timings(finished_ns=batch.now_ns),
             )
-            batch.finish(cancel.result_key, None, completion)
+            batch.finish(cancel.result_key, EndedRequest(None, completion))
 
     def _remember_end(self, entry_id: str) -> None:
         self._cut_short[entry_id] = None
@@ -317,7 +321,7 @@ class StreamingCore:
             prompt_logprobs=prompt_logprobs,
             prompt_top_logprobs=prompt_top_logprobs,
         )
-        batch.finish(info.request_id, info, completion)
+        batch.finish(info.request_id, EndedRequest(info, completion, request.restored))
 
 
 class _Batch:
@@ -338,9 +342,9 @@ class _Batch:
         else:
             outputs.append(output)
 
-    def finish(self, key: str, info: RequestInfo | None, completion: Completion) -> None:
-        self.add(key, completion)
-        self.ended.append(EndedRequest(info, completion))
+    def finish(self, key: str, ended: EndedRequest) -> None:
+        self.add(key, ended.completion)
+        self.ended.append(ended)
 
     def deliveries(self) -> Deliveries:
         return Deliveries(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...bus.messages import PromptLogprobs, RequestInfo, TopLogprobs
+from ...bus.messages import PromptLogprobs, RequestInfo, RowFinish, TopLogprobs
 from ...bus.public import (
     CompletionChunk,
     CompletionSample,
@@ -21,14 +21,14 @@ class NewToken(NamedTuple):
     """A token as the executor reported it.
 
     Attributes:
-        reason: "", "stop" or "length".
+        reason: Why the sample ends with it; "" when it goes on.
         weight_version: Of the weights that made it.
         top_logprobs: Empty when none were asked for.
     """
 
     token_id: int
     logprob: float
-    reason: str
+    reason: RowFinish
     weight_version: int
     top_logprobs: TopLogprobs = ()
 
@@ -47,6 +47,7 @@ class RequestState:
         prompt_logprobs: Those of the prompt's tokens that are known, from the first token on, of
             which there is none.
         prompt_top_logprobs: The likeliest tokens at the same places.
+        restored: It was begun by a predecessor of this stage, so that the times are not known.
     """
 
     __slots__ = (
@@ -57,6 +58,7 @@ class RequestState:
         "info",
         "prompt_logprobs",
         "prompt_top_logprobs",
+        "restored",
         "samples",
         "step_end_ns",
         "unfinished",
@@ -73,6 +75,7 @@ class RequestState:
         self.first_token_ns = 0
         self.prompt_logprobs: list[float | None] = [None]
         self.prompt_top_logprobs: list[TokenLogprobs] = [()]
+        self.restored = False
 
     def absorb_prompt(self, found: PromptLogprobs) -> None:
         """Takes logprobs of the prompt. After a preemption some come again, and count once."""
@@ -157,7 +160,7 @@ class Sample:
         if matched:
             self.finish_reason = "stop"
         elif reason:
-            self.finish_reason = "stop" if reason == "stop" else "length"
+            self.finish_reason = reason
             text += self._rest()
         if text:
             self._texts.append(text)

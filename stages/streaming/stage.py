@@ -19,11 +19,12 @@ from ...bus.messages import (
 )
 from ...bus.public import Completion, CompletionChunk, Output
 from ...config import role_of_sender, split_role
-from ...telemetry import TraceContext, instruments, names, now_ns
+from ...telemetry import TraceContext, instruments, now_ns
 from ..actor import Actor, StageContext
 from ..tokenizer import load_tokenizer
-from .core import Deliveries, EndedRequest, StreamingCore
+from .core import Deliveries, StreamingCore
 from .intervals import TokenIntervals
+from .measures import measure_end
 from .spans import trace_end
 from .throughput import Throughput
 
@@ -110,7 +111,7 @@ class StreamingStage(Actor):
             for ended in delivery.ended:
                 trace_end(self, ended)
                 if self.metrics.enabled and ended.completion.entry_id not in lost:
-                    self._measure_end(ended)
+                    measure_end(self.metrics, ended, self._weight_version)
 
     async def _deliver(
         self, outputs: Sequence[tuple[str, Sequence[Output]]], epoch: int
@@ -153,32 +154,3 @@ class StreamingStage(Actor):
                 trace = TraceContext(item.info.traceparent, item.info.tracestate)
                 self.log_of(item.info.request_id, trace).info("request_restored")
             await self.send(FINISHED, self._core.recovered(item))
-
-    def _measure_end(self, ended: EndedRequest) -> None:
-        completion, record = ended.completion, self.metrics.record
-        code = completion.error.code if completion.error else ""
-        outcome = {names.STATUS: completion.status, names.ERROR_TYPE: code}
-        record(instruments.REQUESTS, 1, outcome)
-        if ended.info is None:
-            return
-        timings, usage = completion.timings, completion.usage
-        labels = {
-            names.OPERATION: "text_completion",
-            names.PROVIDER: "nano-inference",
-            names.REQUEST_MODEL: ended.info.model,
-        }
-        duration_s = (timings.finished_ns - timings.received_ns) / 1e9
-        record(instruments.REQUEST_DURATION, duration_s, {**labels, names.ERROR_TYPE: code})
-        for kind, number in (("input", usage.prompt_tokens), ("output", usage.completion_tokens)):
-            record(instruments.TOKEN_USAGE, number, {**labels, names.TOKEN_TYPE: kind})
-        if not timings.first_token_ns:
-            return
-        ttft_s = (timings.first_token_ns - timings.received_ns) / 1e9
-        record(instruments.TIME_TO_FIRST_TOKEN, ttft_s, labels)
-        for sample in completion.samples:
-            record(instruments.WEIGHT_STALENESS, self._weight_version - sample.weight_version)
-        # The samples of a request flow side by side, so its longest one takes the time.
-        further = max(len(sample.token_ids) for sample in completion.samples) - 1
-        if further > 0:
-            flow_s = (timings.finished_ns - timings.first_token_ns) / 1e9
-            record(instruments.TIME_PER_OUTPUT_TOKEN, flow_s / further, labels)

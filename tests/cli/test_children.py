@@ -86,6 +86,10 @@ def command_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
 
 
+def environment_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/environ").read_text().split("\0")
+
+
 def pipes_of(pid: int) -> set[str]:
     opened = {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()}
     return {each for each in opened if each.startswith("pipe:")}
@@ -102,6 +106,7 @@ async def test_it_is_ours_and_seen_by_its_name(
             while "--stages fairness" not in command_of(child.pid):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert len(pipes_of(child.pid)) == 2, "in and out"
+        assert f"PATH={os.environ['PATH']}" in environment_of(child.pid)
         assert child.returncode is None
     finally:
         child.send_signal(signal.SIGKILL)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -16,6 +17,18 @@ from nano_inference.config import Config
 from .test_up import free_port
 
 LIMIT_S = 60
+
+
+def free_ports(number: int) -> int:
+    """The first of so many free ports in a row."""
+    while True:
+        first = free_port()
+        with ExitStack() as stack, suppress(OSError, OverflowError):
+            for port in range(first, first + number):
+                probe = stack.enter_context(socket.socket())
+                probe.bind(("127.0.0.1", port))
+            return first
+
 
 BODY = {"text": "98 + 25 =", "sampling_params": {"temperature": 0}}
 
@@ -64,13 +77,24 @@ def test_beside_a_pipeline(on_served: Config, program: list[str], tmp_path: Path
 
 @pytest.mark.slow
 def test_as_part_of_up(program: list[str], tmp_path: Path) -> None:
-    port = free_port()
+    port, metrics_port = free_port(), free_ports(6)
     command = [*program, "up", "--port", str(free_port()), "--gateway", str(port)]
+    command += ["--set", f"telemetry.metrics_port={metrics_port}"]
     with running(command, tmp_path / "log") as up:
         url = f"http://127.0.0.1:{port}"
         wait_until_healthy(up, url)
         answer = httpx.post(f"{url}/generate", json=BODY, timeout=LIMIT_S).json()
         assert answer["text"] == " 123"
+        # Behind those of the five stages.
+        shown = httpx.get(f"http://127.0.0.1:{metrics_port + 5}/metrics").text
+        (count,) = (
+            line
+            for line in shown.splitlines()
+            if line.startswith("http_server_request_duration_seconds_count")
+            and 'http_route="/generate"' in line
+        )
+        assert 'http_response_status_code="200"' in count
+        assert count.endswith(" 1.0")
         up.terminate()
         assert up.wait(LIMIT_S) == 0
     log = (tmp_path / "log").read_text()

@@ -19,6 +19,7 @@ from nano_inference.bus.public import (
 )
 from nano_inference.bus.weights import StagedWeights, WeightsSource
 from nano_inference.config import NanoInferenceError
+from nano_inference.telemetry import TraceContext
 
 Outputs = Callable[[GenerateRequest], list[Output]]
 
@@ -29,6 +30,7 @@ class FakeEngine:
     Attributes:
         calls: (method, its arguments) of all but `submit` and `reports`, in order.
         requests: What was submitted.
+        traces: Of each request, the trace that it was submitted in.
         outputs: What a request is answered with; without a Completion it hangs.
         left: Ids of requests whose output was not read to the end.
         ended: Ids of those whose output was.
@@ -40,6 +42,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.requests: list[GenerateRequest] = []
+        self.traces: list[TraceContext | None] = []
         self.outputs: Outputs = lambda request: [completion(request)]
         self.left: list[str] = []
         self.ended: list[str] = []
@@ -69,8 +72,11 @@ class FakeEngine:
         if name in self.failures:
             raise self.failures[name]
 
-    async def submit(self, request: GenerateRequest) -> AsyncGenerator[Output, None]:
+    async def submit(
+        self, request: GenerateRequest, trace: TraceContext | None = None
+    ) -> AsyncGenerator[Output, None]:
         self.requests.append(request)
+        self.traces.append(trace)
         self._changed.set()
         done = False
         try:

@@ -73,7 +73,7 @@ async def test_a_defect_is_an_answer_too(http: httpx.AsyncClient, engine: FakeEn
     ("error", "status"),
     [
         (RequestError("r"), 400),
-        (RequestError("r", code="overloaded"), 503),
+        (RequestError("r", code="overloaded"), 429),
         (RequestError("r", code="lane_failed"), 500),
         (WeightsError("w"), 400),
         (WeightsError("w", code="weights_interrupted"), 503),
@@ -86,8 +86,13 @@ def test_statuses(error: NanoInferenceError, status: int) -> None:
     assert status_of(error) == status
 
 
-async def test_when_to_come_again(http: httpx.AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = refused("overloaded", retry_after_s=2.4)
-    answer = await http.post("/generate", json={"text": "a"})
-    assert error_of(answer, 503) == "overloaded"
-    assert answer.headers["retry-after"] == "2"
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("told_s", "shown"), [(2.4, "2"), (0.2, "1"), (None, "1")])
+async def test_when_to_come_again(
+    http: httpx.AsyncClient, engine: FakeEngine, told_s: float | None, shown: str, stream: bool
+) -> None:
+    engine.outputs = refused("overloaded", retry_after_s=told_s)
+    answer = await http.post("/generate", json={"text": "a", "stream": stream})
+    assert error_of(answer, 429) == "overloaded"
+    assert answer.json()["error"]["type"] == "rate_limit_error"
+    assert answer.headers["retry-after"] == shown

@@ -82,7 +82,7 @@ async def test_more_clients_than_allowed(engine: FakeEngine) -> None:
         await call(b'{"text": "a"}')
         await engine.until(lambda: len(engine.requests) == 1)
         reader, _ = await call(b'{"text": "a"}')
-        assert b" 503 " in await reader.readline()
+        assert b" 429 " in await reader.readline()
     assert len(engine.requests) == 1
 
 

@@ -88,7 +88,7 @@ async def test_who_leaves_while_he_publishes_is_cancelled_too(
     client = BusClient(bus)
     begun, go, cancelled = asyncio.Event(), asyncio.Event(), []
 
-    async def publish(request: object) -> str:
+    async def publish(request: object, trace: object = None) -> str:
         begun.set()
         await go.wait()
         return "7-0"

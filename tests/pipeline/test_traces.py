@@ -7,12 +7,15 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import httpx
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind
 
 from nano_inference.bus.public import Completion
-from nano_inference.config import STAGES, TelemetryConfig, load_config
+from nano_inference.config import STAGES, Config, TelemetryConfig, load_config
+from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.telemetry import names, setup_tracing
 
@@ -74,6 +77,34 @@ async def test_a_trace_has_every_stage_and_the_parts_of_the_executor() -> None:
     assert decode.start_time < decode.end_time <= executor.end_time
     assert events(spans["streaming"]) == events(spans["executor"]) == [names.FIRST_TOKEN]
     assert executor.attributes[names.OUTPUT_TOKENS] == 8
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_over_http_goes_on_with_its_client_s_trace(stream: bool) -> None:
+    trace_id, client_id = "a" * 32, "b" * 16
+    headers = {"traceparent": f"00-{trace_id}-{client_id}-01", "tracestate": "vendor=1"}
+    body = {"text": "1 + 1 =", "stream": stream, "sampling_params": {"max_new_tokens": 4}}
+    async with recorded() as record, Gateway(record.pipeline.client, Config()) as gateway:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as http:
+            answer = await http.post("/generate", json=body, headers=headers)
+            assert answer.status_code == 200
+        await settled(record)
+    spans = {
+        span.name: span
+        for span in record.spans
+        if format(span.context.trace_id, "032x") == trace_id
+    }
+    assert sorted(spans) == sorted(["POST /generate", *STAGES, "prefill", "decode"])
+    call = spans["POST /generate"]
+    assert call.parent is not None
+    assert format(call.parent.span_id, "016x") == client_id
+    assert call.kind is SpanKind.SERVER
+    for stage in STAGES:
+        parent = spans[stage].parent
+        assert parent is not None
+        assert parent.span_id == call.context.span_id
+        assert call.start_time <= spans[stage].start_time
+    assert spans["admission"].context.trace_state.get("vendor") == "1"
 
 
 async def test_preempted_and_resumed_shows_as_slices() -> None:

@@ -22,6 +22,7 @@ from nano_inference.config import Config, ConfigError, GatewayConfig
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.connections import SPARE_CONNECTIONS
 from nano_inference.gateway.limits import UNCOUNTED_BYTES
+from nano_inference.gateway.measures import Measures
 from nano_inference.gateway.server import HttpServer, connections_for
 
 from ..gateway.fake import FakeEngine, completion, sample
@@ -107,8 +108,10 @@ class Served:
 
 
 @asynccontextmanager
-async def serve(engine: FakeEngine, config: GatewayConfig) -> AsyncIterator[Served]:
-    server = HttpServer(make_app(engine, Config(gateway=config)), config)
+async def serve(
+    engine: FakeEngine, config: GatewayConfig, measures: Measures | None = None
+) -> AsyncIterator[Served]:
+    server = HttpServer(make_app(engine, Config(gateway=config), measures), config, measures)
     listener = socket.create_server(("127.0.0.1", 0))
     task = asyncio.create_task(server.serve([listener]))
     async with asyncio.timeout(LIMIT_S), AsyncExitStack() as stack:
@@ -205,7 +208,7 @@ async def test_more_requests_than_allowed_are_told_so(engine: FakeEngine) -> Non
         await engine.until(lambda: len(engine.requests) == 2)
         client = await served.connect(HEALTH)
         status, headers, body = await client.answer()
-        assert (status, json.loads(body)["error"]["code"]) == (503, "overloaded")
+        assert (status, json.loads(body)["error"]["code"]) == (429, "overloaded")
         assert int(headers["retry-after"]) >= 1
         workers[0].writer.close()
         await engine.until(lambda: len(engine.left) == 1)
@@ -288,12 +291,12 @@ async def test_bodies_that_are_kept_hold_no_more_than_the_budget(engine: FakeEng
             await watch()
         # Not a line for each.
         assert {line["event"] for line in lines} <= {"connections_not_served"}
-        assert set(statuses) == {(503, "overloaded")}
+        assert set(statuses) == {(429, "overloaded")}
         assert size < most <= 2 * size
         # Before it is read, and a small one is taken all the same.
         late = await served.connect(post(size))
         status_, headers, _ = await late.answer()
-        assert (status_, headers["retry-after"]) == (503, "1")
+        assert (status_, headers["retry-after"]) == (429, "1")
         small = await served.connect(post(13, b'{"text": "a"}'))
         assert (await small.answer())[0] == 200
         for task in waiting:

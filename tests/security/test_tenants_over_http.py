@@ -16,6 +16,7 @@ from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config, load_config
 from nano_inference.gateway.tenants import MAX_TENANT_LENGTH
 from nano_inference.stages.admission.checks import MAX_TENANT_LENGTH as ADMISSIONS
+from nano_inference.telemetry import TraceContext
 
 from ..gateway.fake import FakeEngine, completion
 from ..gateway.test_http import error_of
@@ -33,7 +34,9 @@ class GatedEngine(FakeEngine):
         self.gate = asyncio.Event()
         self.most = self.running = 0
 
-    async def submit(self, request: GenerateRequest) -> AsyncGenerator[Output, None]:
+    async def submit(
+        self, request: GenerateRequest, trace: TraceContext | None = None
+    ) -> AsyncGenerator[Output, None]:
         self.running += 1
         self.most = max(self.most, self.running)
         self.requests.append(request)
@@ -237,7 +240,7 @@ async def test_too_many_that_wait_are_refused_to_who_has_most(
             await engine.until(lambda: engine.of("small") == 1)
             await until_waiting(http, 3 + 40 + 8)
             answer = await one(http, "flood", text=["a"] * 3)
-            assert error_of(answer, 503) == "overloaded"
+            assert error_of(answer, 429) == "overloaded"
             assert int(answer.headers["retry-after"]) >= 1
             assert not any(call.done() for call in (*first, *small))
             engine.gate.set()

@@ -11,7 +11,9 @@ import subprocess
 import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import NoReturn
 
+import httpx
 import pytest
 import pytest_asyncio
 import yaml
@@ -21,7 +23,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from nano_inference.bus.public import Completion
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import Config, ConfigError, EngineConfig, TelemetryConfig, load_config
+from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
+from nano_inference.stages.admission.core import AdmissionCore
 from nano_inference.telemetry import Metrics, instruments, setup_metrics
 from nano_inference.telemetry.instruments import INSTRUMENTS
 
@@ -106,6 +110,8 @@ async def test_a_running_pipeline_shows_what_it_did(pipeline: Pipeline) -> None:
     assert value(usage, gen_ai_token_type="input") == 2 * prompt_tokens
     assert value(usage, gen_ai_token_type="output") == 80
     assert value("nano_prefix_hits_total") == 3, "all but the first found the prompt"
+    for result, number in (("full", 3), ("partial", 0), ("miss", 1)):
+        assert value("nano_prefix_lookups_total", nano_prefix_result=result) == number
     computed = value("nano_tokens_prefilled_total") + value("nano_tokens_cached_total")
     assert computed == 4 * prompt_tokens, "each sample's prompt is computed or found"
     # The first token of each sample comes from its prefill; the step ahead computes one too many.
@@ -117,6 +123,14 @@ async def test_a_running_pipeline_shows_what_it_did(pipeline: Pipeline) -> None:
     assert value("nano_step_device_time_seconds_count") == steps
     assert value("nano_token_interval_seconds_count") >= 19 * 2
     assert value("nano_queue_wait_seconds_count") == 2
+    phases = [f"nano_request_{name}_duration_seconds" for name in ("queue", "prefill", "decode")]
+    for phase in phases:
+        assert value(f"{phase}_count", nano_request_priority="0") == 2
+    queued, prefilled, decoded = (value(f"{phase}_sum") for phase in phases)
+    to_first_token = value("gen_ai_server_time_to_first_token_seconds_sum")
+    assert 0 < queued + prefilled < to_first_token
+    assert prefilled < to_first_token
+    assert decoded < value("gen_ai_server_request_duration_seconds_sum") - queued - prefilled
     assert value("nano_kv_blocks") > value("nano_kv_blocks_cached") > 0
     assert value("nano_stage_ready") == 5
     assert value("nano_requests_replayed_total") == 0
@@ -136,10 +150,54 @@ async def test_replicas_are_told_apart() -> None:
         await scraped_when(running, "nano_stage_ready", 7)
 
 
+async def test_requests_are_told_apart_by_their_priority(pipeline: Pipeline) -> None:
+    for priority in (2, 77, 78):
+        request = {"prompt": "1 =", "priority": priority, "sampling": {"max_tokens": 4}}
+        assert (await pipeline.complete(request)).status == "done"
+    scraped = await scraped_when(pipeline, "nano_request_decode_duration_seconds_count", 5)
+    for family in (
+        *(f"nano_request_{phase}_duration_seconds" for phase in ("queue", "prefill", "decode")),
+        "gen_ai_server_time_to_first_token_seconds",
+    ):
+        for label, number in (("2", 1), (">8", 2), ("77", 0)):
+            assert scraped.value(f"{family}_count", nano_request_priority=label) == number
+    async with asyncio.timeout(LIMIT_S):
+        while not scraped.value("nano_fairness_tokens_total", nano_request_priority=">8"):
+            scraped = await scraped_when(pipeline, "nano_fairness_tokens_total", 1)
+    assert scraped.value("nano_fairness_tokens_total", nano_request_priority="77") == 0
+
+
+async def test_dead_letters_are_counted_by_their_reason(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def admit(self: AdmissionCore, *args: object, **kwargs: object) -> NoReturn:
+        raise KeyError("a defect")
+
+    before = await asyncio.to_thread(Scraped, pipeline.config.telemetry.metrics_port)
+    assert before.value("nano_requests_buried_total") == 0
+    codes = {
+        sample.labels["error_type"] for sample in before.families["nano_requests_buried"].samples
+    }
+    assert codes == {"lane_failed", "message_too_large", "internal_error"}
+    with monkeypatch.context() as patched:
+        patched.setattr(AdmissionCore, "admit", admit)
+        assert (await pipeline.complete({"prompt": "1"})).status == "error"
+    scraped = await scraped_when(pipeline, "nano_requests_dead", 1)
+    assert scraped.value("nano_requests_buried_total", error_type="internal_error") == 1
+    assert scraped.value("nano_requests_buried_total") == 1
+
+
 async def test_every_instrument_is_shown(pipeline: Pipeline) -> None:
-    await pipeline.complete({"prompt": "1 + 1 =", "sampling": {"max_tokens": 4}})
     await pipeline.client.update_weights(FolderWeights(str(EngineConfig().model_folder)))
-    scraped = await scraped_when(pipeline, "nano_stage_ready", 5)
+    async with (
+        Gateway(pipeline.client, pipeline.config) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as http,
+    ):
+        body = {"text": "1 + 1 =", "sampling_params": {"max_new_tokens": 4}}
+        assert (await http.post("/generate", json=body)).status_code == 200
+        scraped = await scraped_when(pipeline, "nano_gateway_connections", 1)
+    calls = "http_server_request_duration_seconds_count"
+    assert scraped.value(calls, http_route="/generate", http_response_status_code="200") == 1
     missing = {
         each.name
         for each in INSTRUMENTS
@@ -204,7 +262,9 @@ def labels_of(query: str) -> set[str]:
 
 async def test_documents_list_every_metric() -> None:
     text = (ROOT / "docs" / "telemetry.md").read_text()
-    rows = re.findall(r"^\| `((?:nano|gen_ai)\.[\w.]+)` \| (\w+) \| (.*?) \| (.*) \|$", text, re.M)
+    rows = re.findall(
+        r"^\| `((?:nano|gen_ai|http)\.[\w.]+)` \| (\w+) \| (.*?) \| (.*) \|$", text, re.M
+    )
     wanted = [
         (each.name, each.kind, f"`{each.unit}`" if each.unit else "", each.question)
         for each in INSTRUMENTS

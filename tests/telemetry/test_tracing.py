@@ -25,10 +25,12 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     TraceServiceServicer,
     add_TraceServiceServicer_to_server,
 )
+from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanMessage
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind
 
 from nano_inference.config import ConfigError, TelemetryConfig
 from nano_inference.telemetry import TraceContext, Tracing, endpoint_of, names, setup_tracing
@@ -74,6 +76,33 @@ def test_children_belong_to_the_parent_that_came_with_the_request(
     assert second.parent is not None
     assert second.parent.span_id == first.context.span_id
     assert child.tracestate == "vendor=1"
+
+
+def test_a_span_may_be_made_behind_those_below_it(
+    tracing: Tracing, exporter: InMemorySpanExporter
+) -> None:
+    own = tracing.begin_below(PARENT)
+    tracing.span("inner", own, 2, 3, {})
+    assert tracing.span("outer", PARENT, 1, 4, {}, own=own, kind="server") is own
+    tracing.shutdown()
+    inner, outer = exporter.get_finished_spans()
+    assert inner.parent is not None
+    assert outer.parent is not None
+    assert inner.parent.span_id == outer.context.span_id
+    assert format(outer.parent.span_id, "016x") == "b" * 16
+    assert (inner.kind, outer.kind) == (SpanKind.INTERNAL, SpanKind.SERVER)
+
+
+def test_below_what_is_not_recorded_nothing_is_begun(
+    tracing: Tracing, exporter: InMemorySpanExporter
+) -> None:
+    unsampled = TraceContext(PARENT.traceparent[:-1] + "0")
+    assert tracing.begin_below(unsampled) is unsampled
+    tracing.span("outer", unsampled, 1, 4, {}, own=unsampled)
+    off = Tracing()
+    assert off.begin_below(PARENT) is PARENT
+    tracing.shutdown()
+    assert exporter.get_finished_spans() == ()
 
 
 def test_without_a_parent_a_trace_begins(tracing: Tracing) -> None:
@@ -210,6 +239,13 @@ class Receiver:
         assert (span.start_time_unix_nano, span.end_time_unix_nano) == (1_000, 5_000)
         assert [(event.name, event.time_unix_nano) for event in span.events] == [("first", 3_000)]
         assert (span.status.code, span.status.message) == (2, "expired")
+        assert span.kind == SpanMessage.SPAN_KIND_SERVER
+
+
+def make_call_span(tracing: Tracing) -> None:
+    """What `Receiver.check` expects."""
+    events = [("first", 3_000)]
+    tracing.span("queue", PARENT, 1_000, 5_000, {}, events=events, error="expired", kind="server")
 
 
 @pytest.fixture
@@ -256,7 +292,7 @@ def test_spans_arrive_over(protocol: str, request: pytest.FixtureRequest) -> Non
     url, receiver = request.getfixturevalue(f"{protocol}_receiver")
     config = TelemetryConfig(otlp_endpoint=url, otlp_protocol=protocol, service_name="s")
     tracing = setup_tracing(config, "here-1")
-    tracing.span("queue", PARENT, 1_000, 5_000, {}, events=[("first", 3_000)], error="expired")
+    make_call_span(tracing)
     tracing.shutdown()
     receiver.check()
 
@@ -268,7 +304,7 @@ def test_the_protocol_of_the_environment_counts(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
     tracing = setup_tracing(TelemetryConfig(service_name="s"), "here-1")
-    tracing.span("queue", PARENT, 1_000, 5_000, {}, events=[("first", 3_000)], error="expired")
+    make_call_span(tracing)
     tracing.shutdown()
     receiver.check()
 
@@ -278,6 +314,7 @@ def make_rich_spans(tracing: Tracing) -> None:
     plain = tracing.span("root", TraceContext(), 5, 9, {"yes": True, "one": 1, "1.0": 1.0})
     tracing.span("child", plain, 1_000, 5_000, attributes, events=[("first", 3_000)], error="late")
     tracing.span("far", PARENT, 1_000, 2_000, {"long": "x" * 20_000}, links=[PARENT, plain])
+    tracing.span("call", PARENT, 1_000, 2_000, {}, kind="server")
     tracing.shutdown()
 
 
@@ -310,11 +347,12 @@ def test_other_exporters_find_all_that_a_span_of_the_sdk_has(
     tracing: Tracing, exporter: InMemorySpanExporter
 ) -> None:
     make_rich_spans(tracing)
-    _, child, far = (json.loads(span.to_json()) for span in exporter.get_finished_spans())
+    _, child, far, call = (json.loads(span.to_json()) for span in exporter.get_finished_spans())
     assert child["status"] == {"status_code": "ERROR", "description": "late"}
     assert child["attributes"][names.ERROR_TYPE] == "late"
     assert child["events"][0]["name"] == "first"
     assert far["parent_id"] == "0x" + "b" * 16
+    assert (far["kind"], call["kind"]) == ("SpanKind.INTERNAL", "SpanKind.SERVER")
     assert far["links"][0]["context"]["trace_id"] == "0x" + "a" * 32
     assert far["resource"]["attributes"][names.SERVICE_NAME] == "s"
 
@@ -406,7 +444,7 @@ def test_a_file_is_otlp_json_that_the_protocol_knows(tmp_path: Path) -> None:
 
     path = tmp_path / "traces.jsonl"
     tracing = setup_tracing(TelemetryConfig(trace_file=str(path), service_name="s"), "here-1")
-    tracing.span("queue", PARENT, 1_000, 5_000, {}, events=[("first", 3_000)], error="expired")
+    make_call_span(tracing)
     tracing.shutdown()
     content = json.loads(path.read_text())
     (span,) = content["resourceSpans"][0]["scopeSpans"][0]["spans"]

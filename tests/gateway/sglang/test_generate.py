@@ -95,12 +95,22 @@ async def test_a_stream_of_a_batch_tells_whose_an_event_is(
     assert last == {0: "<3>", 1: "<4><5>"}
 
 
-async def test_an_error_in_a_stream_is_its_last_event(
+async def test_a_refusal_before_the_first_event_of_a_stream_has_its_status(
     http: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
     engine.outputs = refused("invalid_top_p", "too high")
     answer = await http.post("/generate", json={"text": "a", "stream": True})
-    (event,) = events(answer)
+    assert error_of(answer, 400) == "invalid_top_p"
+
+
+async def test_an_error_behind_events_of_a_stream_is_its_last_one(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    no = refused("invalid_top_p", "too high")
+    engine.outputs = lambda request: [*hanging(request), *no(request)]
+    answer = await http.post("/generate", json={"input_ids": [3], "stream": True})
+    first, event = events(answer)
+    assert first["text"] == "<3>"
     assert event["error"] == {
         "message": "too high",
         "type": "invalid_request_error",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -9,8 +10,10 @@ import pytest
 
 from nano_inference.bus import StageReport
 from nano_inference.bus.public import GenerateRequest
-from nano_inference.config import BusError, load_config
+from nano_inference.config import BusError, Config, load_config
 from nano_inference.gateway.app import make_app
+from nano_inference.gateway.sglang import info as info_calls
+from nano_inference.telemetry import TraceContext
 
 from ..fake import FakeEngine, completion, refused
 from ..test_http import error_of
@@ -30,12 +33,31 @@ def told(stage: str, lane: str = "0", age_s: float = 0.1, **load: int) -> StageR
     )
 
 
-async def test_health(http: httpx.AsyncClient, engine: FakeEngine) -> None:
-    assert (await http.get("/health")).status_code == 200
-    engine.why_not = "no process runs executor"
-    answer = await http.get("/health")
-    assert error_of(answer, 503) == "not_ready"
-    assert engine.why_not in answer.text
+async def test_health(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(info_calls, "HEALTH_LASTS_S", 0.0)
+    transport = httpx.ASGITransport(make_app(engine, Config()))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+        assert (await http.get("/health")).status_code == 200
+        engine.why_not = "no process runs executor"
+        answer = await http.get("/health")
+        assert error_of(answer, 503) == "not_ready"
+        assert engine.why_not in answer.text
+        engine.why_not = ""
+        assert (await http.get("/health")).status_code == 200
+
+
+async def test_health_does_not_ask_the_lanes_more_often_than_they_tell(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But what is released here is known at once."""
+    monkeypatch.setattr(info_calls, "HEALTH_LASTS_S", 3600.0)
+    transport = httpx.ASGITransport(make_app(engine, Config()))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+        answers = await asyncio.gather(*(http.get("/health") for _ in range(20)))
+        assert {answer.status_code for answer in answers} == {200}
+        assert [name for name, _ in engine.calls] == ["trouble"]
+        await http.post("/release_memory_occupation", json={"tags": ["kv_cache"]})
+        assert error_of(await http.get("/health"), 503) == "not_ready"
 
 
 async def test_health_generate_asks_for_a_token(
@@ -117,9 +139,9 @@ async def test_what_is_in_flight_here_counts_before_a_lane_tells_of_it(
     engine.outputs = look
     inner = engine.submit
 
-    async def submit(request: GenerateRequest) -> Any:
+    async def submit(request: GenerateRequest, trace: TraceContext | None = None) -> Any:
         totals.append((await http.get("/v1/loads")).json()["loads"][0]["num_total_reqs"])
-        async for output in inner(request):
+        async for output in inner(request, trace):
             yield output
 
     engine.submit = submit  # type: ignore[method-assign]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from base64 import b64encode
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,12 @@ import pytest
 
 from nano_inference.bus.weights import FolderWeights, GroupWeights, TensorMeta, WeightsSource
 from nano_inference.config import WeightsError
+from nano_inference.gateway.sglang import weights as weight_calls
 
 from ..fake import FakeEngine
 from ..test_http import error_of
+
+LIMIT_S = 20
 
 BROADCAST = {"names": ["a", "b"], "dtypes": ["bfloat16", "torch.float32"], "shapes": [[2, 3], []]}
 GROUP = {
@@ -118,6 +123,61 @@ async def test_tensors_in_the_body_go_on_as_files(
     assert list(found.values()) == [b"first", b"second"]
     assert all(name.endswith(".safetensors") for name in found)
     assert not folders[0].exists()
+
+
+def contents(folder: Path) -> list[bytes]:
+    return [file.read_bytes() for file in sorted(folder.iterdir())]
+
+
+async def test_large_tensors_are_decoded_in_pieces(
+    http: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which fit together, wherever a tensor ends."""
+    assert weight_calls._PIECE % 4 == 0
+    monkeypatch.setattr(weight_calls, "_PIECE", 8)
+    sizes = range(20)
+    found: list[bytes] = []
+
+    async def look(weights: FolderWeights, **given: Any) -> int:
+        found.extend(contents(Path(weights.path)))
+        return 1
+
+    monkeypatch.setattr(engine, "update_weights", look)
+    tensors = [b64encode(b"0123456789abcdefghij"[:size]).decode() for size in sizes]
+    body = {"serialized_named_tensors": tensors, "load_format": "safetensors"}
+    succeeded(await http.post("/update_weights_from_tensor", json=body))
+    assert found == [b"0123456789abcdefghij"[:size] for size in sizes]
+
+
+async def test_tensors_are_decoded_beside_other_calls_one_at_a_time(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, let_go = threading.Semaphore(0), threading.Semaphore(0)
+    at_once = most = 0
+    decode = weight_calls.decode_object
+
+    def held(body: bytes) -> dict[str, Any]:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        inside.release()
+        assert let_go.acquire(timeout=LIMIT_S)
+        at_once -= 1
+        return decode(body)
+
+    monkeypatch.setattr(weight_calls, "decode_object", held)
+    body = {"serialized_named_tensors": ["Zmlyc3Q="], "load_format": "safetensors"}
+    calls = [
+        asyncio.create_task(http.post("/update_weights_from_tensor", json=body)) for _ in range(3)
+    ]
+    for _ in calls:
+        assert await asyncio.to_thread(inside.acquire, timeout=LIMIT_S)
+        assert (await http.get("/get_weight_version")).status_code == 200
+        let_go.release()
+    async with asyncio.timeout(LIMIT_S):
+        for call in calls:
+            succeeded(await call)
+    assert most == 1
 
 
 @pytest.mark.parametrize("load_format", [None, "flattened_bucket"])

@@ -18,9 +18,36 @@ def test_what_is_computed_is_counted_once(cache_type: CacheType) -> None:
     assert done.prefilled + done.decoded == lane.executor.num_computed
     assert done.decoded == 3 * 4
     assert done.prefilled + done.cached == 3 * 10
-    assert (done.lookups, done.hits) == (3, 2), "the first has nobody to share with"
+    assert (done.misses, done.partial_hits, done.full_hits) == (1, 0, 2)
     assert (done.recomputed, done.wasted, done.preemptions, done.resumes) == (0, 0, 0, 0)
     assert lane.core.take_counters().prefilled == 0, "taken once"
+
+
+@pytest.mark.parametrize("cache_type", CACHE_TYPES)
+@pytest.mark.parametrize(
+    ("prompt", "found"),
+    [
+        (list(range(10)), (0, 0, 1)),
+        (list(range(9)), (0, 0, 1)),
+        ([*range(8), 40, 41], (0, 1, 0)),
+        (list(range(12)), (0, 1, 0)),
+        ([0, 40], (0, 0, 1)),
+        ([40, 41, 42], (1, 0, 0)),
+        ([0], (1, 0, 0)),
+    ],
+)
+def test_what_is_found_of_a_prompt(
+    cache_type: CacheType, prompt: list[int], found: tuple[int, int, int]
+) -> None:
+    """All of it is all but the last token, which is computed in any case."""
+    lane = Lane(cache_type=cache_type)
+    lane.add(list(range(10)), request_id="a", seq_ids=(1,), max_tokens=1)
+    lane.run()
+    assert lane.core.take_counters().misses == 1
+    lane.add(prompt, request_id="b", seq_ids=(2,), max_tokens=1)
+    lane.run()
+    done = lane.core.take_counters()
+    assert (done.misses, done.partial_hits, done.full_hits) == found
 
 
 def test_the_step_ahead_of_a_stop_token_is_wasted() -> None:

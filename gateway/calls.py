@@ -1,0 +1,139 @@
+"""Each call over HTTP: when it arrived, in whose trace it is, and how long it took."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..bus.entries import usable_trace
+from ..telemetry import TraceContext, instruments, names, now_ns
+from .http import CLIENT_LEFT
+from .measures import Measures
+
+_METHODS = frozenset(
+    ("CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "TRACE")
+)
+_OTHER_METHOD = "_OTHER"
+"""What OpenTelemetry's conventions call any other."""
+
+ARRIVED = "arrived_ns"
+"""Under which a connection leaves in a call's state when its head came; it may wait after that."""
+
+_KEY = "arrival"
+_FAILED = 500
+
+
+class Arrival(NamedTuple):
+    """What is known of a call from its head.
+
+    Attributes:
+        at_ns: When the head was complete, on the clock of `now_ns`.
+        trace: Where the spans of what the call leads to belong; empty where there is no trace.
+    """
+
+    at_ns: int
+    trace: TraceContext
+
+
+def arrival_of(request: Request) -> Arrival:
+    """A call's, as `ObservedCalls` has noted it; where nobody has, it arrives now."""
+    found: Arrival | None = request.scope.get("state", {}).get(_KEY)
+    return found or Arrival(now_ns(), TraceContext())
+
+
+def client_trace(headers: Headers) -> TraceContext:
+    """The trace that the client is in, by the headers of W3C Trace Context; empty without a valid
+    one, also when there are several."""
+    given = headers.getlist("traceparent")
+    if len(given) != 1:
+        return TraceContext()
+    trace = TraceContext(*usable_trace(given[0].strip(), ",".join(headers.getlist("tracestate"))))
+    return trace if trace.is_valid else TraceContext()
+
+
+class ObservedCalls:
+    """ASGI: measures each call, and makes a span of it, between the client's and the pipeline's.
+
+    A GET whose client is in no trace has no span: what asks for health each second would begin as
+    many traces.
+    """
+
+    def __init__(self, app: ASGIApp, measures: Measures, routes: Collection[str]) -> None:
+        """`routes`: the paths that there are. No other is named, so that nobody makes names."""
+        self._app = app
+        self._measures = measures
+        self._routes = frozenset(routes)
+        self._under_way = 0
+        measures.watch(instruments.GATEWAY_IN_FLIGHT, lambda: self._under_way)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = scope.setdefault("state", {})
+        arrived_ns: int = state.get(ARRIVED) or now_ns()
+        client = client_trace(Headers(scope=scope))
+        trace = self._begin(scope, client)
+        state[_KEY] = Arrival(arrived_ns, trace)
+        # Unless there is an answer.
+        status = CLIENT_LEFT
+
+        async def send_noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        self._under_way += 1
+        try:
+            await self._app(scope, receive, send_noted)
+        except Exception:
+            status = max(status, _FAILED)
+            raise
+        finally:
+            self._under_way -= 1
+            self._tell(scope, client, trace, arrived_ns, status)
+
+    def _begin(self, scope: Scope, client: TraceContext) -> TraceContext:
+        tracing = self._measures.tracing
+        if client.traceparent:
+            return tracing.begin_below(client)
+        if scope["method"] == "GET" or scope["path"] not in self._routes:
+            return TraceContext()
+        return tracing.begin()
+
+    def _tell(
+        self, scope: Scope, client: TraceContext, trace: TraceContext, arrived_ns: int, status: int
+    ) -> None:
+        ended_ns = now_ns()
+        method = scope["method"] if scope["method"] in _METHODS else _OTHER_METHOD
+        route = scope["path"] if scope["path"] in self._routes else ""
+        if self._measures.metrics.enabled:
+            labels = {
+                names.HTTP_METHOD: method,
+                names.HTTP_ROUTE: route,
+                names.HTTP_STATUS: str(status),
+            }
+            seconds = (ended_ns - arrived_ns) / 1e9
+            self._measures.metrics.record(instruments.HTTP_DURATION, seconds, labels)
+        if not (route and trace.sampled and self._measures.tracing.enabled):
+            return
+        address, _ = scope.get("client") or ("", 0)
+        self._measures.tracing.span(
+            f"{method} {route}",
+            client,
+            arrived_ns,
+            ended_ns,
+            {
+                names.HTTP_METHOD: method,
+                names.HTTP_ROUTE: route,
+                names.HTTP_STATUS: status,
+                names.URL_PATH: route,
+                names.URL_SCHEME: scope["scheme"],
+                names.CLIENT_ADDRESS: address,
+            },
+            error=str(status) if status >= _FAILED else "",
+            own=trace,
+            kind="server",
+        )

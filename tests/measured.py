@@ -1,0 +1,44 @@
+"""Metrics, read back as they were recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import HistogramDataPoint, InMemoryMetricReader
+
+from nano_inference.telemetry import Metrics
+from nano_inference.telemetry.instruments import Instrument
+
+ByLabels = dict[tuple[str, ...], float]
+
+
+class Measured:
+    """Metrics that stay in memory."""
+
+    def __init__(self) -> None:
+        self._reader = InMemoryMetricReader()
+        self.metrics = Metrics(MeterProvider([self._reader]))
+
+    def values(self, instrument: Instrument) -> ByLabels:
+        """By the values of the labels, in the instrument's order; of a histogram how many."""
+        return {
+            labels: point.count if isinstance(point, HistogramDataPoint) else point.value
+            for labels, point in self._points(instrument)
+        }
+
+    def sums(self, histogram: Instrument) -> ByLabels:
+        """What all values of a histogram add up to."""
+        return {labels: point.sum for labels, point in self._points(histogram)}
+
+    def _points(self, instrument: Instrument) -> Iterator[tuple[tuple[str, ...], Any]]:
+        data = self._reader.get_metrics_data()
+        for resource in data.resource_metrics if data else ():
+            for scope in resource.scope_metrics:
+                for metric in scope.metrics:
+                    if metric.name == instrument.name:
+                        for point in metric.data.data_points:
+                            assert set(point.attributes or ()) == set(instrument.attributes)
+                            labels = (point.attributes or {}).get
+                            yield tuple(str(labels(name)) for name in instrument.attributes), point

@@ -1,0 +1,108 @@
+"""Where the time of a request went, by its priority, from the times of its steps."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from nano_inference.bus.public import CompletionChunk
+from nano_inference.stages.streaming.core import StreamingCore
+from nano_inference.stages.streaming.measures import measure_end
+from nano_inference.telemetry.instruments import (
+    DECODE_DURATION,
+    PREFILL_DURATION,
+    QUEUE_DURATION,
+    REQUEST_DURATION,
+    REQUESTS,
+    TIME_PER_OUTPUT_TOKEN,
+    TIME_TO_FIRST_TOKEN,
+    WEIGHT_STALENESS,
+)
+
+from ...measured import Measured
+from .test_core import cancel_of, info_of, started, step
+
+S = 10**9
+
+PHASES = (QUEUE_DURATION, PREFILL_DURATION, DECODE_DURATION)
+
+
+@pytest.fixture
+def core(tokenizer: PreTrainedTokenizerFast) -> StreamingCore:
+    return StreamingCore(tokenizer)
+
+
+def test_each_phase_has_its_time(core: StreamingCore) -> None:
+    """Two samples: the first to begin ends the waiting, the last token of either the decoding."""
+    measured = Measured()
+    info = info_of(n=2, received_ns=10 * S, priority=3)
+    first, second = (started(i, info, i, executed_ns=(12 + i) * S) for i in range(2))
+    core.absorb(step(new=[first], end_ns=13 * S), 13 * S)
+    core.absorb(step([(0, 30, "")], new=[second], end_ns=17 * S), 17 * S + S // 2)
+    core.absorb(step([(0, 31, "length"), (1, 30, "")], end_ns=20 * S, weight_version=2), 20 * S)
+    deliveries = core.absorb(step([(1, 31, "length")], end_ns=25 * S, weight_version=2), 26 * S)
+    (ended,) = deliveries.ended
+    measure_end(measured.metrics, ended, 5)
+    assert measured.values(REQUESTS) == {("done", ""): 1}
+    for instrument, seconds in zip(PHASES, (2.0, 5.0, 8.0), strict=True):
+        assert measured.values(instrument) == {("3",): 1}
+        assert measured.sums(instrument) == {("3",): seconds}
+    model = ("text_completion", "nano-inference", "tiny")
+    assert measured.sums(TIME_TO_FIRST_TOKEN) == {(*model, "3"): 7.5}
+    assert measured.sums(TIME_PER_OUTPUT_TOKEN) == {model: 8.5}
+    assert measured.sums(REQUEST_DURATION) == {(*model, ""): 16.0}
+    assert measured.sums(WEIGHT_STALENESS) == {(): 5 + 3}
+
+
+@pytest.mark.parametrize(
+    ("priority", "label"),
+    [(0, "0"), (-8, "-8"), (8, "8"), (9, ">8"), (1000, ">8"), (-9, "<-8"), (-1000, "<-8")],
+)
+def test_priorities_have_few_labels(core: StreamingCore, priority: int, label: str) -> None:
+    measured = Measured()
+    info = info_of(priority=priority)
+    (ended,) = core.absorb(step([(0, 30, "length")], new=[started(0, info)]), 300).ended
+    measure_end(measured.metrics, ended, 0)
+    for instrument in PHASES:
+        assert measured.values(instrument) == {(label,): 1}
+
+
+def test_a_request_without_a_token_has_only_waited(core: StreamingCore) -> None:
+    measured = Measured()
+    core.absorb(step(new=[started(0, info_of(received_ns=60, priority=1))]), 300)
+    (ended,) = core.end(cancel_of(), 400).ended
+    measure_end(measured.metrics, ended, 0)
+    assert measured.values(REQUESTS) == {("cancelled", "cancelled"): 1}
+    assert measured.sums(QUEUE_DURATION) == {("1",): pytest.approx(100e-9)}
+    for instrument in (PREFILL_DURATION, DECODE_DURATION, TIME_TO_FIRST_TOKEN):
+        assert measured.values(instrument) == {}
+
+
+def test_a_request_that_never_ran_is_counted_and_no_more(core: StreamingCore) -> None:
+    measured = Measured()
+    (ended,) = core.end(cancel_of(unstarted=True), 400).ended
+    measure_end(measured.metrics, ended, 0)
+    assert measured.values(REQUESTS) == {("cancelled", "cancelled"): 1}
+    assert measured.values(QUEUE_DURATION) == {}
+
+
+def test_a_successor_says_nothing_of_times_that_it_does_not_know(core: StreamingCore) -> None:
+    measured = Measured()
+    info = info_of()
+    chunk = CompletionChunk(
+        request_id="r",
+        entry_id="entry-r",
+        sample_index=0,
+        token_offset=0,
+        token_ids=(30,),
+        logprobs=(-30.0,),
+        text="?",
+    )
+    core.restore(info, [chunk])
+    again = started(5, info, num_generated=1, executed_ns=500)
+    (ended,) = core.absorb(step([(5, 31, "length")], new=[again], end_ns=600), 700).ended
+    measure_end(measured.metrics, ended, 0)
+    assert measured.values(REQUESTS) == {("done", ""): 1}
+    assert sum(measured.values(REQUEST_DURATION).values()) == 1
+    for instrument in (*PHASES, TIME_TO_FIRST_TOKEN, TIME_PER_OUTPUT_TOKEN):
+        assert measured.values(instrument) == {}

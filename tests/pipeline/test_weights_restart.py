@@ -62,16 +62,21 @@ def house(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 async def until_ready(client: BusClient, replicas: int, killed: int = 0) -> dict[str, int]:
-    """The processes of the roles, when all take part, without one that was killed."""
+    """The processes of the roles, when all take part, without one that was killed now or before:
+    what it told last is known for a while."""
     while True:
         found = {
             report.stage: report.pid
             for report in await client.reports()
-            if report.state == "ready" and report.pid != killed
+            if report.state == "ready" and report.pid != killed and is_there(report.pid)
         }
         if set(found) == set(all_roles(replicas)):
             return found
         await asyncio.sleep(0.05)
+
+
+def is_there(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
 
 
 async def kill_executor(client: BusClient, replicas: int, role: str = "executor") -> None:

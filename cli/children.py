@@ -17,8 +17,11 @@ import anyio.abc
 
 from .fork_server import MOST_BYTES, ROOM
 
-PYTHON = (sys.executable, "-P", "-m")
-"""Without -P a `redis.py` in the working folder would be taken for the real one."""
+
+def python() -> list[str]:
+    """Runs a module. Without -P a `redis.py` in the working folder would be taken for redis."""
+    return [sys.executable, "-P", "-m"]
+
 
 _READ_BYTES = 1 << 16
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -215,7 +218,7 @@ class ForkServer:
 
     def _command(self, connection: int) -> list[str]:
         """The program, which is given its end of the connection."""
-        return [*PYTHON, "nano_inference.cli.fork_server", str(connection), *self._stages, ROOM]
+        return [*python(), "nano_inference.cli.fork_server", str(connection), *self._stages, ROOM]
 
     async def _open(self) -> None:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

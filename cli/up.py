@@ -35,7 +35,7 @@ from ..config import (
 from ..pipeline.supervisor import RestartBudget, StageFailed
 from ..stages.temporary import sweep
 from .child_output import Line, Lines
-from .children import PYTHON, Child, ForkServer, ForkServerLost, spawn
+from .children import Child, ForkServer, ForkServerLost, python, spawn
 from .embedded import embedded_server
 from .gateway import GatewayPort
 from .options import ENGINE_OPTIONS, Options, takes_options
@@ -257,7 +257,7 @@ class _House:
                 return await server.start(self._command(role))
             except ForkServerLost as error:
                 self._say(f"{role} can't be forked ({error}); starting it as a program of its own")
-        return await spawn([*PYTHON, "nano_inference", *self._command(role)], self._environment)
+        return await spawn([*python(), "nano_inference", *self._command(role)], self._environment)
 
     def _command(self, role: str) -> list[str]:
         """The arguments of `nano-inference`."""

@@ -16,11 +16,11 @@ import pytest_asyncio
 from rich.console import Console
 
 from nano_inference.cli.children import (
-    PYTHON,
     Child,
     ForkServer,
     ForkServerLost,
     Spawned,
+    python,
     spawn,
 )
 from nano_inference.cli.fork_server import why_not
@@ -60,7 +60,7 @@ async def text_of(child: Child) -> str:
 async def start(server: ForkServer | None, arguments: list[str]) -> Child:
     async with asyncio.timeout(LIMIT_S):
         if server is None:
-            return await spawn([*PYTHON, "nano_inference", *arguments], None)
+            return await spawn([*python(), "nano_inference", *arguments], None)
         return await server.start(arguments)
 
 

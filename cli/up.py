@@ -62,7 +62,7 @@ _TELL_S = 1.0
 _STOP_S = 10.0
 
 
-@takes_options(*ENGINE_OPTIONS)
+@takes_options("reference", *ENGINE_OPTIONS)
 def up(
     options: Options,
     port: Annotated[

@@ -76,7 +76,7 @@ LONGEST_FILES = (
     "stages/executor/test_parity.py",
     "pipeline/test_deterministic.py",
     "test_docs.py",
-    "stages/executor/transports/test_group.py",
+    "stages/executor/weights/transports/test_group.py",
     "pipeline/test_memory.py",
     "pipeline/test_weights_together.py",
     "pipeline/test_replicas.py",

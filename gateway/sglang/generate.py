@@ -14,7 +14,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...bus.public import Completion, Output
+from ...bus.codec import encode_request
+from ...bus.public import Completion, GenerateRequest, Output
 from ...config import BusError, Config, ModelError, NanoInferenceError, RequestError
 from ...pipeline.client import BusClient
 from ...telemetry import TraceContext, instruments, now_ns
@@ -167,6 +168,7 @@ class Generation:
         writers: list[Answers] = []
         for wanted in ready:
             writers.append(await self._answers(wanted, words))
+            self._check_encoded(writers[-1].wanted.request)
             if len(writers) % _AT_ONCE == 0:
                 await anyio.lowlevel.checkpoint()
         return writers
@@ -190,6 +192,16 @@ class Generation:
             raise RequestError(
                 f"the prompt alone has more than {max_bytes} bytes, which is the most that a "
                 "request may have (bus.max_request_bytes); shorten it",
+                code="request_too_large",
+            )
+
+    def _check_encoded(self, request: GenerateRequest) -> None:
+        """Refuses what the bus would refuse for its size, before any of the call is published."""
+        size, most = len(encode_request(request)[1]), self._config.bus.max_request_bytes
+        if size > most:
+            raise RequestError(
+                f"the prompt with its parameters makes a request of {size} bytes, and a request "
+                f"may have {most} (bus.max_request_bytes); send less",
                 code="request_too_large",
             )
 

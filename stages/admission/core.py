@@ -50,6 +50,7 @@ class AdmissionCore:
         self._engine_seed = config.engine.seed
         self._limits = config.admission
         self._max_result_bytes = config.bus.max_result_bytes
+        self._has_reference = bool(config.engine.reference_model_path)
         self._tokenizer = tokenizer
         self._longest_token_bytes = longest_token_bytes(tokenizer)
         self._stop_token_ids = stop_token_ids
@@ -166,6 +167,7 @@ class AdmissionCore:
             logprobs=sampling.logprobs,
             prompt_logprobs=sampling.prompt_logprobs,
             priority=request.priority,
+            ref_temperature=sampling.temperature if self._has_reference else None,
         )
         self._ledger[request_id] = entry.entry_id
         return AdmittedRequest(
@@ -272,7 +274,8 @@ class AdmissionCore:
         resolved = msgspec.structs.replace(
             sampling, max_tokens=max_tokens, stop_token_ids=stop_token_ids
         )
-        check_result_size(resolved, n, num_prompt_tokens, self._max_result_bytes)
+        most, reference = self._max_result_bytes, self._has_reference
+        check_result_size(resolved, n, num_prompt_tokens, most, reference=reference)
         return resolved
 
     def _salt_of(self, request: GenerateRequest) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -15,6 +15,12 @@ from .checks import MAX_INT64
 from .core import request_id_of
 
 Verdict = Literal["go", "alone", "dead"]
+
+RECOVER_BATCH = 64
+"""Requests that streaming is asked about with one message."""
+
+RECOVER_TOKENS = 1 << 20
+"""Tokens of their prompts in one message, unless one alone has more."""
 
 
 class Unanswered(msgspec.Struct):
@@ -49,7 +55,9 @@ class Unanswered(msgspec.Struct):
     def recovery_item(self) -> RecoveryItem:
         """What streaming is asked with."""
         if self.request is not None:
-            return RecoveryItem(self.request_id, self.entry_id, self.request.info)
+            info = self.request.info
+            prompt = () if info.ref_temperature is None else self.request.token_ids
+            return RecoveryItem(self.request_id, self.entry_id, info, prompt)
         key = self.end.result_key if self.end is not None else self.entry_id
         return RecoveryItem(key, self.entry_id)
 
@@ -106,6 +114,20 @@ class Ledger:
         if item.deaths >= self._max_lane_deaths:
             return "dead"
         return "alone" if item.deaths and item.deaths == self._max_lane_deaths - 1 else "go"
+
+
+def recovery_items(items: Iterable[Unanswered]) -> Iterator[tuple[RecoveryItem, ...]]:
+    """What streaming is asked with, in messages that no link refuses for their size."""
+    some: list[RecoveryItem] = []
+    num_tokens = 0
+    for item in map(Unanswered.recovery_item, items):
+        num_tokens += len(item.prompt_token_ids)
+        if some and (len(some) == RECOVER_BATCH or num_tokens > RECOVER_TOKENS):
+            yield tuple(some)
+            some, num_tokens = [], len(item.prompt_token_ids)
+        some.append(item)
+    if some:
+        yield tuple(some)
 
 
 def entry_deadline_ns(entry: RequestEntry, received_ns: int) -> int | None:

@@ -15,8 +15,7 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -29,18 +28,13 @@ from ...config import REPLICATED, BusError, ChannelClosed, all_roles, role_of, s
 from ...telemetry import TraceContext, instruments, names, now_ns
 from ..actor import Actor, StageContext, budget_of
 from .core import AdmissionCore, request_id_of
-from .ledger import Ledger, Unanswered, context_of, entry_deadline_ns
+from .ledger import Ledger, Unanswered, context_of, entry_deadline_ns, recovery_items
 from .long_prompts import Tokenized, is_long
 from .poison import is_of_the_entry, why_given_up
 from .replicas import is_replicated, smallest
 
-T = TypeVar("T")
-
 # How long an epoch waits for replicas of which it is not known whether they live.
 PATIENCE_S = 1.0
-
-# Requests that streaming is asked about with one message.
-RECOVER_BATCH = 64
 
 # Requests gone to other lanes of which streaming is reminded in the next epoch.
 REMEMBERED_ELSEWHERE = 4096
@@ -227,8 +221,10 @@ class RecoveringStage(Actor):
 
     async def _ask(self, items: Sequence[Unanswered]) -> None:
         self._asked.update(item.entry_id for item in items)
-        for some in batched([item.recovery_item() for item in items], RECOVER_BATCH):
-            await self.send(CONTROL["streaming"], Recover(some))
+        replicas = range(self._replicas)
+        executors = [each for each in replicas if role_of("executor", each) in self._heard]
+        for some in recovery_items(items):
+            await self.send(CONTROL["streaming"], Recover(some, min(executors, default=0)))
 
     async def _take_answer(self, entry_id: str, samples: tuple[RecoveredSample, ...]) -> None:
         self._answers[entry_id] = samples
@@ -335,6 +331,8 @@ class RecoveringStage(Actor):
         try:
             if samples is not None:
                 request = self._core.resumed(request, samples)
+                if not request.sequences:
+                    return  # all are finished, and streaming has them scored
             await self.send(
                 ADMITTED,
                 request,
@@ -472,9 +470,3 @@ class RecoveringStage(Actor):
         mine = [entry_id for entry_id in entry_ids if entry_id in self._ledger]
         if mine:
             await self._begin_epoch(f"{len(mine)} streams were taken by a lane that has not them")
-
-
-def batched(items: Sequence[T], size: int) -> Iterator[tuple[T, ...]]:
-    """Cuts into tuples of at most `size` items (itertools has this from Python 3.12 on)."""
-    for start in range(0, len(items), size):
-        yield tuple(items[start : start + size])

@@ -205,6 +205,7 @@ class AdmissionStage(RecoveringStage):
         record(instruments.WAITING, backlog.waiting)
         record(instruments.PENDING, backlog.pending)
         record(instruments.DEAD_LETTERS, backlog.dead)
+        record(instruments.QUEUE_LENGTH, backlog.queue_length)
 
     # --- among other lanes --------------------------------------------------------------------
 

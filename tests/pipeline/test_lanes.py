@@ -19,7 +19,9 @@ from nano_inference import BusClient, Completion, Config, Pipeline
 from nano_inference.bus.control import Pause, Resume
 from nano_inference.bus.links import CONTROL
 from nano_inference.bus.public import CompletionChunk, Output
-from nano_inference.config import LaneReplaced
+from nano_inference.bus.redis import queue_length
+from nano_inference.bus.weights import FolderWeights
+from nano_inference.config import BusError, LaneReplaced
 from nano_inference.stages.admission.stage import AdmissionStage
 
 from .conftest import MakeConfig, config_maker
@@ -158,6 +160,33 @@ async def test_control_messages_reach_every_lane(make_config: MakeConfig) -> Non
         await client.flush_cache()
         await client.resume()
         assert [(await task).status for task in waiting] == ["done"] * 2
+
+
+async def test_an_operation_may_name_one_lane(redis_config: MakeConfig) -> None:
+    configs = [lane_config(redis_config, lane, admission__max_in_flight=1) for lane in "ab"]
+    weights = FolderWeights(str(configs[0].engine.model_folder))
+    async with (
+        asyncio.timeout(LIMIT_S),
+        Pipeline(configs[0]),
+        Pipeline(configs[1]) as second,
+        BusClient.connect(configs[0].bus) as client,
+    ):
+        assert await client.update_weights(weights, lane="a") == 1
+        versions = [await client.weight_version(lane=lane) for lane in ("a", "b", None)]
+        assert versions == [1, 0, 0]
+        await client.pause(lane="b")
+        answers = [asyncio.create_task(client.complete(GOOD)) for _ in range(4)]
+        # The other lane answers all but the one that this lane has taken.
+        await until(lambda: sum(each.done() for each in answers) == 3 and in_flight(second) == 1)
+        await client.flush_cache(lane="a")
+        await client.resume(lane="b")
+        made_by = [each.samples[0].weight_version for each in await asyncio.gather(*answers)]
+        assert sorted(made_by) == [0, 1, 1, 1]
+        operations = (client.pause, client.resume, client.flush_cache, client.cancel_all)
+        for operation in (*operations, client.weight_version, client.release_memory):
+            with pytest.raises(BusError, match="no lane 'c' lives here") as unknown:
+                await operation(lane="c")
+            assert unknown.value.code == "unknown_lane"
 
 
 # --- taking over ------------------------------------------------------------------------------
@@ -430,3 +459,31 @@ async def test_time_that_runs_out_in_fairness_and_in_batching(make_config: MakeC
         running = await pipeline.complete({**LONG, "budget_ns": 300_000_000})
         assert running.status == "expired"
         assert (await pipeline.complete(GOOD)).status == "done", "its place is free again"
+
+
+# --- how many wait --------------------------------------------------------------------------------
+
+
+async def test_the_queue_length_counts_what_lanes_hold_and_what_a_dead_lane_held(
+    redis_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing waits unread on the stream: a lane takes far more than it can run."""
+    monkeypatch.setattr(queue_length, "TOLD_FOR_MS", 2000)
+    few = {"engine__max_batch_size": 2, "admission__lease_s": 1000.0}
+    configs = [redis_config(bus__lane=lane, **few) for lane in "ab"]
+
+    async def holds(waiting: int) -> None:
+        while (await client.bus.requests.backlog()).queue_length != waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+    async with asyncio.timeout(LIMIT_S), BusClient.connect(configs[0].bus) as client:
+        first = await begin(Pipeline(configs[0]))
+        for _ in range(6):
+            await client.publish({**LONG, "stream": False})
+        await until(lambda: in_flight(first) == 6 and first._actors["streaming"].begun() == 2)
+        await client.pause()  # or some might end
+        await holds(4)
+        async with Pipeline(configs[1]):
+            await holds(4)
+            await kill(first)
+            await holds(6)

@@ -63,6 +63,8 @@ def check_stream(index: int, outputs: Sequence[Output]) -> None:
     assert completion.status == "done", completion.error
     (sample,) = completion.samples
     assert sample.token_ids == undisturbed(index)
+    prompt = reference.tokenizer().encode(stream_request(index)["prompt"])
+    assert completion.prompt_token_ids == tuple(prompt)
     token_ids: list[int] = []
     text = ""
     for chunk in chunks:

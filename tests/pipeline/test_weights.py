@@ -6,7 +6,7 @@ import asyncio
 import math
 import random
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from torch import Tensor
@@ -22,6 +22,7 @@ from nano_inference import (
 )
 from nano_inference.bus import open_bus
 from nano_inference.bus import weights as handoff
+from nano_inference.bus.control import Pause
 from nano_inference.bus.messages import NewSequence
 from nano_inference.bus.weights import FolderWeights, InFlight, LocalWeights
 from nano_inference.config import BusError
@@ -280,6 +281,21 @@ async def test_an_update_can_abort_what_runs(running: Pipeline, loaded: State) -
     assert completion.error is not None
     assert completion.error.code == "aborted"
     assert check_stamps(await running.complete(greedy(1, 5))) == 1
+
+
+async def test_what_becomes_of_requests_is_never_guessed(running: Pipeline, loaded: State) -> None:
+    """An unknown mode is an error; nothing pauses."""
+    client, unknown = running.client, cast(InFlight, "finish")
+    with pytest.raises(WeightsError, match=r"'finish'.*'keep' or 'retract' or 'abort'"):
+        await client.pause(unknown)
+    with pytest.raises(WeightsError, match="in_flight"):
+        await client.update_weights(loaded, in_flight=unknown)
+    if running.config.bus.url == "memory":
+        # Elsewhere the codec takes no such message.
+        with pytest.raises(WeightsError, match="in_flight"):
+            await client._operate("batching", Pause(unknown))
+    assert await client.weight_version() == 0
+    await whole_stream(running, 0)
 
 
 async def test_a_version_of_ones_own(running: Pipeline, loaded: State) -> None:

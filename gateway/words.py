@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 import anyio.to_thread
 
-from ..config import RequestError
+from ..config import ModelError, RequestError
 from ..stages.detokenizer import Detokenizer, TokenPieces
 from ..stages.tokenizer import (
     check_text_fits,
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 T = TypeVar("T")
+
+# Characters of a text that are tokenised at once; more take a thread.
+_SHORT_TEXT = 4096
 
 _THREADS = 2
 """How many texts are worked on beside the event loop. Each thread keeps a core busy."""
@@ -94,6 +98,32 @@ class LazyWords:
             if self._words is None:
                 self._words = await anyio.to_thread.run_sync(self._load)
         return self._words
+
+    async def required(self) -> Words:
+        """The same, for a call that can't be answered without.
+
+        Raises:
+            RequestError: unsupported.
+        """
+        try:
+            return await self.get()
+        except ModelError as error:
+            raise RequestError(
+                f"this takes the model's tokenizer, which the gateway does not have: "
+                f"{error.message}",
+                code="unsupported",
+            ) from None
+
+    async def token_ids(self, text: str) -> tuple[int, ...]:
+        """As `Words.token_ids`, of a long text in a thread.
+
+        Raises:
+            RequestError: invalid_prompt, unsupported.
+        """
+        words = await self.required()
+        if len(text) <= _SHORT_TEXT:
+            return words.token_ids(text)
+        return await self.beside(partial(words.token_ids, text))
 
     async def beside(self, work: Callable[[], T]) -> T:
         """Does what takes long in a thread, a few at a time; the event loop serves others."""

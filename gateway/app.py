@@ -11,6 +11,7 @@ from ..pipeline.client import BusClient
 from .callers import caller_checks
 from .http import answer_error
 from .measures import Measures
+from .openai import openai_routes
 from .sglang import sglang_routes
 from .submissions import Submissions
 from .words import LazyWords
@@ -30,7 +31,10 @@ def make_app(engine: BusClient, config: Config, measures: Measures | None = None
     words = LazyWords(config.engine.model_folder)
     submissions = Submissions(engine, config, measures)
     return Starlette(
-        routes=sglang_routes(engine, config, words, submissions, measures),
+        routes=[
+            *sglang_routes(engine, config, words, submissions, measures),
+            *openai_routes(config, words, submissions),
+        ],
         middleware=caller_checks(config.gateway, measures),
         exception_handlers=dict.fromkeys(_ANSWERED, answer_error),
     )

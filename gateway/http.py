@@ -299,7 +299,7 @@ class EventStream(Response):
         self.committed = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = anyio.Lock()
+        sending = anyio.Lock(fast_acquire=True)
         sent_at = anyio.current_time()
 
         async def send_part(part: bytes) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .pipeline.exact_forward import ExactForward
     from .pipeline.pipeline import Pipeline
     from .pipeline.rollouts import RolloutEngine, TrainingSample
+    from .pipeline.scoring import ScoredCompletion
     from .stages.batching import (
         CacheAllocation,
         KVCacheManager,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
         schedule,
     )
     from .stages.executor import WeightSyncManager, model_forward, sample_with_logprobs
-    from .stages.executor.transports import SharedWeights, WeightsGroup
+    from .stages.executor.weights import SharedWeights, WeightsGroup
 
 __version__ = "0.1.0"
 
@@ -59,13 +60,14 @@ _HOME = {
     "SamplingParams": ".config",
     "SchedulerConfig": ".config",
     "SchedulerOutput": ".stages.batching",
+    "ScoredCompletion": ".pipeline.scoring",
     "Sequence": ".stages.batching",
     "SequenceStatus": ".stages.batching",
-    "SharedWeights": ".stages.executor.transports",
+    "SharedWeights": ".stages.executor.weights",
     "TrainingSample": ".pipeline.rollouts",
     "WeightSyncManager": ".stages.executor",
     "WeightsError": ".config",
-    "WeightsGroup": ".stages.executor.transports",
+    "WeightsGroup": ".stages.executor.weights",
     "compute_block_hash": ".stages.batching",
     "load_config": ".config",
     "model_forward": ".stages.executor",
@@ -96,6 +98,7 @@ __all__ = [
     "SamplingParams",
     "SchedulerConfig",
     "SchedulerOutput",
+    "ScoredCompletion",
     "Sequence",
     "SequenceStatus",
     "SharedWeights",

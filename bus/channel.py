@@ -86,12 +86,21 @@ def dead_letter(entry: RequestEntry, error: ErrorInfo, deaths: int, now_ns: int)
 
 
 class Backlog(NamedTuple):
-    """Entries of the requests queue: those that nobody has taken, those that were taken (by any
-    lane) and not acknowledged, and the dead letters."""
+    """Entries of the requests queue.
+
+    Attributes:
+        waiting: Those that nobody has taken.
+        pending: Those that were taken, by any lane, and not acknowledged.
+        dead: The dead letters.
+        queue_length: Requests that wait until the first of their samples begins, whether anybody
+            has taken them or not. It is about a second old, and counts what has begun in a lane
+            that is lost, or has said nothing for five seconds.
+    """
 
     waiting: int
     pending: int
     dead: int
+    queue_length: int
 
 
 class Sender(Protocol):
@@ -252,6 +261,17 @@ class RequestQueue(Protocol):
 
     async def dead_letters(self) -> list[DeadLetter]:
         """All dead letters, oldest first.
+
+        Raises:
+            BusError: The transport can't be reached.
+        """
+
+    async def count_queue(self, begun: int | None) -> int:
+        """Brings `Backlog.queue_length` up to date. Every process of a pipeline calls it.
+
+        Args:
+            begun: How many requests of this lane have begun and are not answered, which counts for
+                five seconds; None from a process that does not know.
 
         Raises:
             BusError: The transport can't be reached.

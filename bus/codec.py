@@ -151,6 +151,16 @@ def named_id(request: object) -> str:
     return value if isinstance(value, str) and _is_unicode(value) else ""
 
 
+def written_id(request: GenerateRequest | dict[str, Any] | bytes) -> str:
+    """As `named_id`, of JSON too."""
+    if isinstance(request, bytes):
+        try:
+            return named_id(msgspec.json.decode(request))
+        except _UNREADABLE:
+            return ""
+    return named_id(request)
+
+
 def _has_nonfinite(request: GenerateRequest | dict[str, Any]) -> bool:
     """Whether sampling, which has the only floats of a request, holds NaN or an infinity."""
     sampling = request.get("sampling") if isinstance(request, dict) else request.sampling

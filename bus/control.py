@@ -21,8 +21,8 @@ class Internal(msgspec.Struct, frozen=True, tag_field="type", array_like=True):
     """A message between stages: on the wire an array that starts with its type."""
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
-    """A piece of one."""
+class InternalPart(msgspec.Struct, frozen=True, array_like=True):
+    """A piece of a message between stages: an array too, without a type of its own."""
 
 
 class Cancel(Internal, frozen=True, array_like=True, tag="cancel", tag_field="type"):
@@ -66,7 +66,8 @@ class Pause(Internal, frozen=True, array_like=True, tag="pause", tag_field="type
     """To batching: plan no further steps. Answered when no step is under way any more.
 
     Attributes:
-        in_flight: "keep" or "retract"; to abort requests is up to admission (`CancelAll`).
+        in_flight: What becomes of sequences that batching has. Requests that have not come so far
+            are up to admission (`CancelAll`).
         operation_id: Under which the answer is expected; "" for none, here and below.
     """
 
@@ -230,7 +231,7 @@ class Reset(Internal, frozen=True, array_like=True, tag="reset", tag_field="type
     """
 
 
-class LaneCapacity(Part, frozen=True, array_like=True):
+class LaneCapacity(InternalPart, frozen=True, array_like=True):
     """What the executor can hold.
 
     Attributes:

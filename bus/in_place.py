@@ -18,7 +18,7 @@ class WeightsInPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         leader: The incarnation of admission under which they were in place. Another one that has
             begun since means that the lane itself may be a new one.
         folder: Where all of them were read; "" when they can't be had again.
-        stamp: Which files those were; see `transports.folder.stamp_of`.
+        stamp: Which files those were; see `stamp_of` of the executor's weights.
     """
 
     version: Annotated[int, msgspec.Meta(ge=1, le=_LARGEST)]

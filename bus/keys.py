@@ -19,6 +19,9 @@ Here a brace is a brace: a cluster keeps keys of the same tag in one place, and 
 where it would keep the tag that says the same.
 
 {{prefix}:requests}:lanes  hash, for each lane when its lease ends and who keeps it (internal)
+{{prefix}:requests}:begun  hash, for each lane how many of its requests have begun, and until when
+                           that counts (internal)
+{{prefix}:requests}:queue_length  how many requests wait to begin; gone when no lane lives
 {{prefix}:results}:told:{digest} marks a message that the results stream has (internal)
 {{prefix}:link:{lane}}:{link} stream between two stages (internal): `w` the writer, `m` the message
 
@@ -51,6 +54,8 @@ class Keys:
         self.dead = self._key("dead")
         self.epoch = self._key("epoch")
         self.lanes = beside(self.requests, "lanes")
+        self.begun = beside(self.requests, "begun")
+        self.queue_length = beside(self.requests, "queue_length")
         self.stages = self._key("stages")
         self.weights = self._key(f"weights:{lane}")
 

@@ -7,7 +7,8 @@
                           └───refused──► streaming ───────────halts──────────┘                │
     client ◄──results──────────────────────┘   ▲───────────────────steps──────────────────────┘
 
-    control: anyone ──► any stage
+    control: anyone ──► any stage. So goes what streaming asks the reference model (ScoreSample),
+    and what an executor answers (SampleScored).
 
 Batching and executor may be there several times (replicas): then each pair has its own of the links
 that begin or end there, named `dispatch.1` and so on for replica 1, see `at`.

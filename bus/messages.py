@@ -24,10 +24,10 @@ from .control import (
     FinishUpdate,
     FlushCache,
     Internal,
+    InternalPart,
     JoinWeightsGroup,
     LeaveWeightsGroup,
     MemoryState,
-    Part,
     Pause,
     ReleaseMemory,
     Reset,
@@ -49,7 +49,7 @@ RowFinish = Literal[""] | FinishReason
 """Why a sequence has ended with a row's token; "" while it goes on."""
 
 
-class SequenceSpec(Part, frozen=True, array_like=True):
+class SequenceSpec(InternalPart, frozen=True, array_like=True):
     """One sample to be made: its id (unique within an epoch), its index in the request, its seed.
 
     A sample's random numbers are a function of (seed, position), so they depend on nothing else.
@@ -65,7 +65,7 @@ class SequenceSpec(Part, frozen=True, array_like=True):
     generated: tuple[int, ...] = ()
 
 
-class RequestInfo(Part, frozen=True, array_like=True):
+class RequestInfo(InternalPart, frozen=True, array_like=True):
     """What the streaming stage must know of a request; rides along untouched.
 
     Attributes:
@@ -74,6 +74,7 @@ class RequestInfo(Part, frozen=True, array_like=True):
         logprobs: How many of the likeliest tokens are reported at each place.
         prompt_logprobs: The same for the prompt; None when its logprobs are not reported at all.
         priority: The request's own, by which what is measured of it is split.
+        ref_temperature: That of the logprobs by the reference model; None where there is none.
     """
 
     request_id: str
@@ -91,6 +92,7 @@ class RequestInfo(Part, frozen=True, array_like=True):
     logprobs: int = 0
     prompt_logprobs: int | None = None
     priority: int = 0
+    ref_temperature: float | None = None
 
 
 class AdmittedRequest(Internal, frozen=True, array_like=True, tag="admitted", tag_field="type"):
@@ -164,7 +166,7 @@ class Credit(Internal, frozen=True, array_like=True, tag="credit", tag_field="ty
     keeps_cache: bool = True
 
 
-class NewSequence(Part, frozen=True, array_like=True):
+class NewSequence(InternalPart, frozen=True, array_like=True):
     """All that the executor must know of a sequence, sent once.
 
     Attributes:
@@ -226,7 +228,7 @@ class StepPlan(Internal, frozen=True, array_like=True, tag="plan", tag_field="ty
     release: tuple[str, ...] = ()
 
 
-class StartedSequence(Part, frozen=True, array_like=True):
+class StartedSequence(InternalPart, frozen=True, array_like=True):
     """Told to streaming with the first step of a sequence.
 
     Attributes:
@@ -234,6 +236,8 @@ class StartedSequence(Part, frozen=True, array_like=True):
         num_generated: Tokens that earlier runs of this sequence have already reported.
         planned_ns: When batching first planned it.
         executed_ns: When its first step began on the device.
+        prompt_token_ids: `[prompt]`, of its request; empty where another sequence of that request,
+            which starts in the same step, has them.
     """
 
     seq_id: int
@@ -243,13 +247,14 @@ class StartedSequence(Part, frozen=True, array_like=True):
     info: RequestInfo
     planned_ns: int
     executed_ns: int
+    prompt_token_ids: tuple[int, ...] = ()
 
 
 TopLogprobs = tuple[tuple[int, float], ...]
 """(token id, logprob) of the likeliest tokens at one place, likeliest first."""
 
 
-class PromptLogprobs(Part, frozen=True, array_like=True):
+class PromptLogprobs(InternalPart, frozen=True, array_like=True):
     """What one step found out about a prompt.
 
     Attributes:
@@ -297,30 +302,67 @@ class StepResult(Internal, frozen=True, array_like=True, tag="step", tag_field="
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
-class RecoveryItem(Part, frozen=True, array_like=True):
+class ScoreSample(Internal, frozen=True, array_like=True, tag="score", tag_field="type"):
+    """Streaming to an executor: what does the reference model make of a finished sample?
+
+    It is answered in the same epoch, with SampleScored.
+
+    Attributes:
+        token_ids: `[prompt + completion]`.
+        start: Position of the first token whose logprob is wanted, at least 1.
+        temperature: Of the logprobs.
+    """
+
+    request_id: str
+    entry_id: str
+    sample_index: int
+    token_ids: tuple[int, ...]
+    start: int
+    temperature: float
+
+
+class SampleScored(Internal, frozen=True, array_like=True, tag="scored", tag_field="type"):
+    """An executor to streaming: the logprobs of `ScoreSample.token_ids` from `start` on.
+
+    They are empty where this executor has no reference model.
+    """
+
+    request_id: str
+    entry_id: str
+    sample_index: int
+    logprobs: tuple[float, ...]
+
+
+class RecoveryItem(InternalPart, frozen=True, array_like=True):
     """A request that admission holds, after a failure.
 
     Attributes:
         key: Of its result stream.
         entry_id: Its entry.
         info: None for one that was refused.
+        prompt_token_ids: `[prompt]`, where the reference model may have to score its samples.
     """
 
     key: str
     entry_id: str
     info: RequestInfo | None = None
+    prompt_token_ids: tuple[int, ...] = ()
 
 
 class Recover(Internal, frozen=True, array_like=True, tag="recover", tag_field="type"):
     """Admission to streaming, in a new epoch: what have you of these requests?
 
     Each is answered with Recovered, or with RequestFinished when its terminal message is written.
+
+    Attributes:
+        replica: One of which the executor takes part in this epoch.
     """
 
     requests: tuple[RecoveryItem, ...]
+    replica: int = 0
 
 
-class RecoveredSample(Part, frozen=True, array_like=True):
+class RecoveredSample(InternalPart, frozen=True, array_like=True):
     """What streaming has of one sample, whether from memory or from the result stream."""
 
     sample_index: int
@@ -363,6 +405,8 @@ Message = (
     | Recovered
     | RequestFinished
     | Fenced
+    | ScoreSample
+    | SampleScored
     | Cancel
     | StopSequences
     | Pause

@@ -162,6 +162,8 @@ class CompletionSample(OutputPart, frozen=True, kw_only=True):
         weight_versions: The same for all tokens, as (version, index of its first token) spans.
         top_logprobs: `[k]`, for each place the likeliest tokens, likeliest first, as many as
             `sampling.logprobs` asked for; None when it asked for none.
+        ref_logprobs: `[k]`, one per token by the reference model, at the sample's temperature. None
+            where the pipeline has no such model, or the sample was cut short.
     """
 
     sample_index: int
@@ -172,6 +174,7 @@ class CompletionSample(OutputPart, frozen=True, kw_only=True):
     weight_version: int = 0
     weight_versions: tuple[tuple[int, int], ...] = ()
     top_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
+    ref_logprobs: tuple[float, ...] | None = None
 
 
 class CompletionChunk(
@@ -235,6 +238,10 @@ class Completion(
             has none. None when `sampling.prompt_logprobs` did not ask for them, or the request
             ended before all were known.
         prompt_top_logprobs: `[prompt]`, as CompletionSample.top_logprobs; empty for the first.
+        prompt_token_ids: `[prompt]`, the prompt as the model's tokens, however it was given. Empty
+            when the request ended before any of its samples began.
+        prompt_ref_logprobs: `[prompt]`, as `prompt_logprobs`, by the reference model. None where
+            that is, or there is no such model.
     """
 
     request_id: str
@@ -248,6 +255,8 @@ class Completion(
     trace_id: str = ""
     prompt_logprobs: tuple[float | None, ...] | None = None
     prompt_top_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
+    prompt_token_ids: tuple[int, ...] = ()
+    prompt_ref_logprobs: tuple[float | None, ...] | None = None
 
 
 Output = CompletionChunk | Completion

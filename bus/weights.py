@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
+
+from ..config import WeightsError, shown
 
 InFlight = Literal["keep", "retract", "abort"]
 """What becomes of requests in flight when generation pauses or the weights change.
@@ -13,6 +15,15 @@ InFlight = Literal["keep", "retract", "abort"]
 keep: they go on from their KV as it is. retract: they give up their KV and compute their tokens
 again, under the weights then in place. abort: they end with what they have.
 """
+
+IN_FLIGHT: tuple[InFlight, ...] = get_args(InFlight)
+
+
+def check_in_flight(in_flight: str) -> None:
+    """Raises WeightsError when it is none of these: in memory no codec has looked at it."""
+    if in_flight not in IN_FLIGHT:
+        known = " or ".join(map(repr, IN_FLIGHT))
+        raise WeightsError(f"in_flight is {shown(in_flight)}; give {known}")
 
 
 class TensorMeta(msgspec.Struct, frozen=True, array_like=True):

@@ -19,6 +19,7 @@ from .fairness import app as fairness
 from .gateway import gateway
 from .health import health
 from .run import run
+from .score import score
 from .status import status
 from .submit import submit
 from .tail import tail
@@ -56,6 +57,7 @@ app.add_typer(dlq, name="dlq", rich_help_panel=_KEEP)
 app.add_typer(fairness, name="fairness", rich_help_panel=_KEEP)
 _TRAIN = "Train with it"
 app.add_typer(weights, name="weights", rich_help_panel=_TRAIN)
+app.command(rich_help_panel=_TRAIN)(score)
 app.command(rich_help_panel=_TRAIN)(pause)
 app.command(rich_help_panel=_TRAIN)(resume)
 app.command("flush-cache", rich_help_panel=_TRAIN)(flush_cache)

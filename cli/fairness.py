@@ -15,7 +15,7 @@ from rich.table import Table
 from ..config import BusError, Config, ConfigError, FairnessConfig, nearest, parse_value
 from ..pipeline.client import BusClient
 from .connection import connected
-from .options import Options, takes_client_options
+from .options import Lane, Options, takes_client_options
 from .terminal import harmless, stdout
 
 app = typer.Typer(
@@ -37,7 +37,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: settings by la
 Changes = Annotated[
     list[str], typer.Argument(metavar="NAME=VALUE...", help="Settings; values are read as YAML.")
 ]
-Lane = Annotated[str | None, typer.Option("--lane", help="Only this lane; all when not given.")]
 
 CONFIRM_S = 15.0
 """How long to wait for a lane to say that it has taken a change; it says so every second."""

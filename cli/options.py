@@ -70,6 +70,16 @@ ModelPath = Annotated[
         show_default=False,
     ),
 ]
+ReferencePath = Annotated[
+    str | None,
+    typer.Option(
+        "--reference",
+        metavar="FOLDER",
+        help="A second model, which stays as it is and scores what the first one makes.",
+        rich_help_panel=_PANEL,
+        show_default=False,
+    ),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option(
@@ -90,6 +100,12 @@ LogLevel = Annotated[
         show_default=False,
     ),
 ]
+Lane = Annotated[
+    str | None,
+    typer.Option(
+        "--lane", metavar="NAME", help="Only this lane; all when not given.", show_default=False
+    ),
+]
 WithParent = Annotated[
     bool,
     typer.Option(
@@ -104,6 +120,7 @@ class Options(msgspec.Struct, frozen=True):
     Attributes:
         bus: The bus's URL.
         model: The model's folder.
+        reference: That of the reference model.
         config_file: A YAML file.
         settings: "section.setting=value" texts; they win over the other options.
         log_level: One of `Level`.
@@ -111,6 +128,7 @@ class Options(msgspec.Struct, frozen=True):
 
     bus: str | None = None
     model: str | None = None
+    reference: str | None = None
     config_file: Path | None = None
     settings: list[str] | None = None
     log_level: str | None = None
@@ -164,6 +182,7 @@ class Options(msgspec.Struct, frozen=True):
         named = {
             "bus.url": self.bus,
             "engine.model_path": self.model,
+            "engine.reference_model_path": self.reference,
             "telemetry.log_level": None if self.log_level is None else str(self.log_level),
         }
         overrides = {name: value for name, value in named.items() if value is not None}
@@ -186,6 +205,7 @@ def _setting(text: str) -> tuple[str, Any]:
 _ANNOTATIONS = {
     "bus": BusUrl,
     "model": ModelPath,
+    "reference": ReferencePath,
     "config_file": ConfigFile,
     "settings": Settings,
     "log_level": LogLevel,

@@ -30,7 +30,7 @@ DRAIN = b"drain\n"
 _CONCURRENT_LINES = 256
 
 
-@takes_options(*ENGINE_OPTIONS)
+@takes_options("reference", *ENGINE_OPTIONS)
 def run(
     options: Options,
     stages: Annotated[

@@ -39,6 +39,8 @@ class BusStatus(msgspec.Struct, frozen=True):
         prefix: First part of the keys.
         waiting: Requests that nobody has taken.
         in_flight: Requests taken and not yet answered.
+        queue_length: Requests of which no sample has begun, whether they were taken or not; about a
+            second old.
         dead_letters: Requests that were given up; see `nano-inference dlq`.
         last_taken_s: Seconds since an admission last asked for requests; None when none ever did.
         results: Completions in the shared results stream.
@@ -56,6 +58,7 @@ class BusStatus(msgspec.Struct, frozen=True):
     prefix: str
     waiting: int
     in_flight: int
+    queue_length: int
     dead_letters: int
     last_taken_s: float | None
     results: int
@@ -111,7 +114,8 @@ async def look(config: BusConfig) -> BusStatus:
         raise unreachable(config, error) from None
     finally:
         await bus.aclose()
-    info, length, dead, results, pending, consumers, clients, *links = await _ask(config, links_of)
+    replies = await _ask(config, links_of)
+    info, length, dead, results, queue_length, pending, consumers, clients, *links = replies
     # These two fail while no pipeline has ever run here and made the group.
     in_flight = 0 if isinstance(pending, Exception) else int(pending["pending"])
     idle_ms = [] if isinstance(consumers, Exception) else [int(c[b"idle"]) for c in consumers]
@@ -126,6 +130,8 @@ async def look(config: BusConfig) -> BusStatus:
         # figure of that, the group's lag, is unknown once an entry was deleted unread.)
         waiting=max(0, int(length) - in_flight),
         in_flight=in_flight,
+        # Where no lane lives, nothing has begun.
+        queue_length=int(length if queue_length is None else queue_length),
         dead_letters=int(dead),
         last_taken_s=min(idle_ms) / 1000 if idle_ms else None,
         results=int(results),
@@ -158,6 +164,7 @@ async def _ask(config: BusConfig, links: list[tuple[str, str]]) -> list[Any]:
         ("XLEN", keys.requests),
         ("XLEN", keys.dead),
         ("XLEN", keys.results),
+        ("GET", keys.queue_length),
         ("XPENDING", keys.requests, config.group),
         ("XINFO", "CONSUMERS", keys.requests, config.group),
         *(("XLEN", key) for key in lengths),
@@ -175,11 +182,11 @@ async def _ask(config: BusConfig, links: list[tuple[str, str]]) -> list[Any]:
     finally:
         await redis.aclose()
         await server.aclose()
-    for reply in (*replies[:3], *replies[5:]):
+    for reply in (*replies[:4], *replies[6:]):
         if isinstance(reply, Exception):
             raise server.explain(reply)
     infos, clients = extras
-    return [infos[0] if infos else {}, *replies[:5], clients, *replies[5:]]
+    return [infos[0] if infos else {}, *replies[:6], clients, *replies[6:]]
 
 
 def _server_name(info: Any) -> str:
@@ -236,7 +243,8 @@ def _overview(found: BusStatus) -> Table:
     else:
         table.add_row("pipeline", Text(f"not ready: {found.reason}", "bold red"))
     dead = Text(f"{found.dead_letters} dead letters", "bold red" if found.dead_letters else "")
-    requests = Text(f"{found.waiting} waiting, {found.in_flight} in flight, ")
+    counts = f"{found.waiting} waiting, {found.in_flight} in flight"
+    requests = Text(f"{counts}, {found.queue_length} not begun, ")
     table.add_row("requests", requests + dead)
     if found.last_taken_s is not None and not found.ready:
         table.add_row("", f"last asked for {_duration(found.last_taken_s)} ago")

@@ -88,8 +88,8 @@ def view(found: BusStatus, history: History) -> Group:
     requests.add_column(style="bold", no_wrap=True, width=12)
     requests.add_column()
     dead = Text(f"{found.dead_letters} dead letters", "bold red" if found.dead_letters else "")
-    waiting = Text(f"{found.waiting} on the stream, {found.in_flight} taken and unanswered, ")
-    requests.add_row("requests", waiting + dead)
+    counts = f"{found.waiting} on the stream, {found.in_flight} taken"
+    requests.add_row("requests", Text(f"{counts}, {found.queue_length} not begun, ") + dead)
     parts: list[RenderableType] = [head, requests]
     for lane in found.lanes:
         parts += [_numbers(lane, history), lane_table(lane)]

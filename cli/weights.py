@@ -8,16 +8,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
 
 from ..bus.control import MEMORY_TAGS, MemoryTag
-from ..bus.weights import FolderWeights
+from ..bus.weights import FolderWeights, InFlight
 from ..pipeline.client import BusClient
 from .connection import connected
-from .options import Options, takes_client_options
+from .options import Lane, Options, takes_client_options
 
 app = typer.Typer(
     help="""Look at the weights in place, and replace them while requests are in flight.
@@ -35,14 +36,6 @@ app = typer.Typer(
 _Result = TypeVar("_Result")
 
 
-class Mode(StrEnum):
-    """What becomes of requests in flight; as `bus.weights.InFlight`."""
-
-    keep = "keep"
-    retract = "retract"
-    abort = "abort"
-
-
 class MemoryKind(StrEnum):
     """As `bus.control.MemoryTag`."""
 
@@ -55,8 +48,8 @@ Tags = Annotated[
     typer.Option("--tag", help="What of the memory, also several times; all when not given."),
 ]
 
-InFlight = Annotated[
-    Mode,
+AtPause = Annotated[
+    InFlight,
     typer.Option(
         "--in-flight",
         help="What becomes of requests in flight: they keep their KV, compute it again, or end "
@@ -78,7 +71,7 @@ def update(
             "can read it.",
         ),
     ],
-    in_flight: InFlight = Mode.keep,
+    in_flight: AtPause = "keep",
     version: Annotated[
         int | None,
         typer.Option("--version", help="What to count from then on; the next when not given."),
@@ -90,6 +83,7 @@ def update(
     timeout_s: Annotated[
         float, typer.Option("--timeout", min=0, help="Seconds to wait for the new weights.")
     ] = 300.0,
+    lane: Lane = None,
 ) -> None:
     """Replace the weights by those of a folder; print the version that they have.
 
@@ -100,10 +94,11 @@ def update(
     async def replace(client: BusClient) -> int:
         return await client.update_weights(
             source,
-            in_flight=in_flight.value,
+            in_flight=in_flight,
             version=version,
             partial=partial,
             timeout_s=timeout_s,
+            lane=lane,
         )
 
     typer.echo(_run(replace, options))
@@ -111,47 +106,47 @@ def update(
 
 @app.command("version")
 @takes_client_options
-def version_(options: Options) -> None:
+def version_(options: Options, lane: Lane = None) -> None:
     """Print the version of the weights in place; 0 are those that were loaded.
 
     nano-inference weights version
     """
-    typer.echo(_run(BusClient.weight_version, options))
+    typer.echo(_run(partial(BusClient.weight_version, lane=lane), options))
 
 
 @takes_client_options
-def pause(options: Options, in_flight: InFlight = Mode.keep) -> None:
+def pause(options: Options, in_flight: AtPause = "keep", lane: Lane = None) -> None:
     """Stop generating, and return when no step is under way; requests wait until `resume`.
 
     nano-inference pause --in-flight retract
     """
 
     async def stop(client: BusClient) -> None:
-        await client.pause(in_flight.value)
+        await client.pause(in_flight, lane=lane)
 
     _run(stop, options)
 
 
 @takes_client_options
-def resume(options: Options) -> None:
+def resume(options: Options, lane: Lane = None) -> None:
     """Go on generating after `pause`.
 
     nano-inference resume
     """
-    _run(BusClient.resume, options)
+    _run(partial(BusClient.resume, lane=lane), options)
 
 
 @takes_client_options
-def flush_cache(options: Options) -> None:
+def flush_cache(options: Options, lane: Lane = None) -> None:
     """Forget all cached prefixes. New weights need no flush.
 
     nano-inference flush-cache
     """
-    _run(BusClient.flush_cache, options)
+    _run(partial(BusClient.flush_cache, lane=lane), options)
 
 
 @takes_client_options
-def release_memory(options: Options, tags: Tags = None) -> None:
+def release_memory(options: Options, tags: Tags = None, lane: Lane = None) -> None:
     """Give memory back to the device; requests wait until `resume-memory`.
 
     Released weights are lost: after `resume-memory` they must be sent, all of them.
@@ -160,20 +155,20 @@ def release_memory(options: Options, tags: Tags = None) -> None:
     """
 
     async def release(client: BusClient) -> None:
-        await client.release_memory(_memory(tags))
+        await client.release_memory(_memory(tags), lane=lane)
 
     _run(release, options)
 
 
 @takes_client_options
-def resume_memory(options: Options, tags: Tags = None) -> None:
+def resume_memory(options: Options, tags: Tags = None, lane: Lane = None) -> None:
     """Take memory again that was released.
 
     nano-inference resume-memory --tag weights
     """
 
     async def take(client: BusClient) -> None:
-        await client.resume_memory(_memory(tags))
+        await client.resume_memory(_memory(tags), lane=lane)
 
     _run(take, options)
 

@@ -61,6 +61,9 @@ class EngineConfig(Settings, frozen=True, forbid_unknown_fields=True):
             10,000.
         max_weight_bytes: How large they may be together. 0 takes what the model has in float64, and
             1 GiB.
+        reference_model_path: A second model, as `model_path`, that no update changes and that gives
+            every finished sample its `ref_logprobs`; "" for none. It has memory of its own, for its
+            weights and the KV of one sequence of `max_model_len`.
     """
 
     SECTION: ClassVar[str] = "engine"
@@ -83,6 +86,7 @@ class EngineConfig(Settings, frozen=True, forbid_unknown_fields=True):
     deterministic: bool = False
     max_weight_tensors: int = 0
     max_weight_bytes: int = 0
+    reference_model_path: str = ""
 
     def __post_init__(self) -> None:
         self.require("model_path", bool(self.model_path), "a folder, or 'tiny'")
@@ -331,6 +335,8 @@ class PipelineConfig(Settings, frozen=True, forbid_unknown_fields=True):
         restart_window_s: Failures longer ago than this are forgotten.
         restart_backoff_s: Wait before the first restart; doubles with each further one, up to 10 s.
         drain_timeout_s: How long requests in flight may take to finish after SIGTERM.
+        start_method: How `up` starts processes: "forkserver" forks them from one that has imported
+            what they need, "spawn" starts each as a program. Elsewhere than on Linux it is "spawn".
     """
 
     SECTION: ClassVar[str] = "pipeline"
@@ -342,6 +348,7 @@ class PipelineConfig(Settings, frozen=True, forbid_unknown_fields=True):
     restart_window_s: float = 60.0
     restart_backoff_s: float = 0.2
     drain_timeout_s: float = 30.0
+    start_method: Literal["forkserver", "spawn"] = "forkserver"
 
     def __post_init__(self) -> None:
         self.require("stages", bool(self.stages), f"some of {', '.join(STAGES)}")

@@ -9,6 +9,7 @@ import anyio
 import anyio.lowlevel
 import msgspec
 
+from ..bus.codec import encode_request
 from ..bus.public import Completion, ErrorInfo, GenerateRequest, Output
 from ..config import BusError, Config, NanoInferenceError, RequestError
 from ..pipeline.client import BusClient
@@ -97,6 +98,20 @@ class Submissions:
             raise RequestError(
                 f"the prompt alone has more than {max_bytes} bytes, which is the most that a "
                 "request may have (bus.max_request_bytes); shorten it",
+                code="request_too_large",
+            )
+
+    def check_encoded(self, request: GenerateRequest) -> None:
+        """Refuses what the bus would refuse for its size, before any of a call is published.
+
+        Raises:
+            RequestError: request_too_large.
+        """
+        size, most = len(encode_request(request)[1]), self._config.bus.max_request_bytes
+        if size > most:
+            raise RequestError(
+                f"the prompt with its parameters makes a request of {size} bytes, and a request "
+                f"may have {most} (bus.max_request_bytes); send less",
                 code="request_too_large",
             )
 

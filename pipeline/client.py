@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from asyncio import Task
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Literal
@@ -15,6 +15,7 @@ import msgspec
 import structlog
 
 from ..bus import Bus, Outcome, StageReport, open_bus
+from ..bus.codec import written_id
 from ..bus.control import (
     MEMORY_TAGS,
     Cancel,
@@ -38,20 +39,21 @@ from ..bus.weights import (
     LocalWeights,
     StagedWeights,
     WeightsSource,
+    check_in_flight,
     lay_down,
     pick_up,
 )
 from ..config import (
     BusConfig,
-    BusError,
     ChannelClosed,
     ConfigError,
     FairnessConfig,
-    WeightsError,
+    SamplingParams,
 )
 from ..telemetry import Metrics, TraceContext, Tracing, names, now_ns
 from .health import lanes_of, verdict, weights_trouble
-from .operators import Operators
+from .operators import Operators, least_version
+from .scoring import ScoredCompletion, score_by
 from .update_together import update_together
 
 Request = GenerateRequest | dict[str, Any]
@@ -68,6 +70,9 @@ class BusClient:
 
     `async with BusClient.connect("redis://127.0.0.1:6390") as client:` opens a connection of its
     own; `Pipeline` makes one on its own bus.
+
+    What is done to a pipeline (`pause`, `update_weights` and so on) is done to every lane that
+    lives under the bus's prefix, or to `lane` alone; BusError `unknown_lane` if it does not live.
 
     Attributes:
         tracing: Makes the spans of requests that are published without a trace.
@@ -155,7 +160,7 @@ class BusClient:
         done = False
         try:
             entry_id = await asyncio.shield(publishing)
-            request_id = request_id_of(request) or entry_id
+            request_id = written_id(request) or entry_id
             results = self.bus.results
             async with aclosing(
                 results.follow(request_id, entry_id, just_published=True)
@@ -174,6 +179,30 @@ class BusClient:
                 if isinstance(output, Completion):
                     return output
         raise AssertionError("the output ended without a terminal message")
+
+    async def score(
+        self,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        like: GenerateRequest = GenerateRequest(),  # noqa: B008  (it is frozen)
+    ) -> list[ScoredCompletion]:
+        """How likely the weights in place and the reference model find given completions, in order.
+
+        Each is a request like any other, and the numbers are those of `InferenceEngine.score`.
+
+        Args:
+            prompts: Token ids.
+            completions: Token ids, at least one for each prompt.
+            sampling_params: One for all, or one for each, of which only the temperature counts.
+            like: Its tenant, priority, budget_ns, model and cache_salt are those of the requests.
+
+        Raises:
+            RequestError: A request was refused or did not end well; the others are cancelled.
+            ValueError: There are not as many completions as prompts, or one is empty.
+        """
+        return await score_by(self.complete, prompts, completions, sampling_params, like)
 
     async def cancel(self, request_id: str, entry_id: str = "") -> None:
         """Ends a request; one that has ended is left alone.
@@ -198,7 +227,7 @@ class BusClient:
             await asyncio.wait([publishing])
             if not publishing.cancelled() and publishing.exception() is None:
                 entry_id = publishing.result()
-                await self.cancel(request_id_of(request) or entry_id, entry_id)
+                await self.cancel(written_id(request) or entry_id, entry_id)
 
         cancelling = asyncio.create_task(cancel())
         self._cancelling.add(cancelling)
@@ -212,36 +241,38 @@ class BusClient:
         if error is not None and not isinstance(error, ChannelClosed):
             structlog.get_logger().warning("not_cancelled", error=str(error))
 
-    async def pause(self, in_flight: InFlight = "keep") -> None:
+    async def pause(self, in_flight: InFlight = "keep", *, lane: str | None = None) -> None:
         """Returns when no step is under way any more, and none is run until `resume`.
 
         Args:
             in_flight: What becomes of requests in flight. keep: they go on from their KV
                 afterwards. retract: they compute it again. abort: they end at once with what they
                 have, status "cancelled" and code "aborted".
+            lane: Only this lane; every lane when None, here and in all that follow.
 
         Raises:
+            WeightsError: There is no such way.
             BusError: A lane did not answer.
         """
-        await self._operate("batching", Pause("keep" if in_flight == "abort" else in_flight))
+        check_in_flight(in_flight)
+        await self._operate("batching", Pause(in_flight), lane=lane)
         if in_flight == "abort":
-            await self.cancel_all()
+            await self.cancel_all(lane=lane)
 
-    async def resume(self) -> None:
+    async def resume(self, *, lane: str | None = None) -> None:
         """Goes on after `pause`. Raises BusError as that does."""
-        await self._operate("batching", Resume())
+        await self._operate("batching", Resume(), lane=lane)
 
-    async def cancel_all(self) -> None:
+    async def cancel_all(self, *, lane: str | None = None) -> None:
         """Ends all requests that were taken from the queue; they keep what they have.
 
-        Raises:
-            BusError: A lane did not answer.
+        Raises BusError when a lane did not answer.
         """
-        await self._operate("admission", CancelAll())
+        await self._operate("admission", CancelAll(), lane=lane)
 
-    async def flush_cache(self) -> None:
+    async def flush_cache(self, *, lane: str | None = None) -> None:
         """Forgets all cached prefixes. Raises BusError when a lane did not answer."""
-        await self._operate("batching", FlushCache())
+        await self._operate("batching", FlushCache(), lane=lane)
 
     async def update_weights(
         self,
@@ -251,6 +282,7 @@ class BusClient:
         version: int | None = None,
         partial: bool = False,
         timeout_s: float = 300.0,
+        lane: str | None = None,
     ) -> int:
         """Replaces the weights of every lane between two steps, while requests are in flight.
 
@@ -267,6 +299,7 @@ class BusClient:
                 counted from the newest of all executors.
             partial: Whether parameters that are not among them stay as they are.
             timeout_s: How long fetching them may take.
+            lane: Only this lane. The others keep theirs, and their tokens tell which made them.
 
         Returns:
             The version of the weights in place.
@@ -276,11 +309,12 @@ class BusClient:
                 `weights_differ` some executors have changed: the message tells all versions.
             BusError: An executor did not answer; its tokens tell their version.
         """
+        check_in_flight(in_flight)
         source: WeightsSource | StagedWeights
         source = lay_down(uuid.uuid4().hex, weights) if isinstance(weights, Mapping) else weights
         try:
             update = UpdateWeights(source, in_flight, version, partial, timeout_s)
-            told = await self._operators.started("executor", ANSWER_S)
+            told = await self._operators.started("executor", ANSWER_S, lane)
             if len(told) == 1:
                 return await self._operate("executor", update, timeout_s + ANSWER_S, told)
 
@@ -301,6 +335,7 @@ class BusClient:
         rank_offset: int = 1,
         backend: Literal["gloo", "nccl"] = "gloo",
         timeout_s: float = 60.0,
+        lane: str | None = None,
     ) -> None:
         """Lets every lane's executor join a torch.distributed group that a trainer broadcasts to.
 
@@ -321,18 +356,23 @@ class BusClient:
             rank = rank_offset + index
             return JoinWeightsGroup(group, address, rank, world_size, backend, timeout_s)
 
-        await self._operate("executor", wish, timeout_s + ANSWER_S)
+        await self._operate("executor", wish, timeout_s + ANSWER_S, lane=lane)
 
-    async def leave_weights_group(self, group: str) -> None:
+    async def leave_weights_group(self, group: str, *, lane: str | None = None) -> None:
         """Lets every lane's executor leave a group, also one that broadcasts and hangs.
 
         Raises:
             BusError: A lane did not answer.
         """
-        await self._operate("executor", LeaveWeightsGroup(group))
+        await self._operate("executor", LeaveWeightsGroup(group), lane=lane)
 
     async def stage_weights(
-        self, update: str, weights: WeightsSource, *, timeout_s: float = 300.0
+        self,
+        update: str,
+        weights: WeightsSource,
+        *,
+        timeout_s: float = 300.0,
+        lane: str | None = None,
     ) -> None:
         """Has every lane fetch a part of an update and keep it.
 
@@ -349,17 +389,19 @@ class BusClient:
             BusError: A lane did not answer.
         """
         part = UpdateWeights(weights, partial=True, timeout_s=timeout_s, part_of=update)
-        await self._operate("executor", part, timeout_s + ANSWER_S)
+        await self._operate("executor", part, timeout_s + ANSWER_S, lane=lane)
 
-    async def weight_version(self) -> int:
+    async def weight_version(self, *, lane: str | None = None) -> int:
         """The version of the weights in place; with several lanes the smallest.
 
         Raises:
             BusError: A lane did not answer.
         """
-        return await self._operate("executor", TellWeightVersion())
+        return await self._operate("executor", TellWeightVersion(), lane=lane)
 
-    async def release_memory(self, tags: Iterable[MemoryTag] = MEMORY_TAGS) -> None:
+    async def release_memory(
+        self, tags: Iterable[MemoryTag] = MEMORY_TAGS, *, lane: str | None = None
+    ) -> None:
         """Gives memory of every lane back to its device, for a trainer that shares it.
 
         Until all is resumed no step runs: requests wait, and what runs computes its KV again
@@ -373,10 +415,14 @@ class BusClient:
             WeightsError: There is no such tag, or a weight update is under way.
             BusError: A lane did not answer.
         """
-        await self._operate("executor", ReleaseMemory(tuple(tags)))
+        await self._operate("executor", ReleaseMemory(tuple(tags)), lane=lane)
 
     async def resume_memory(
-        self, tags: Iterable[MemoryTag] = MEMORY_TAGS, *, timeout_s: float = 300.0
+        self,
+        tags: Iterable[MemoryTag] = MEMORY_TAGS,
+        *,
+        timeout_s: float = 300.0,
+        lane: str | None = None,
     ) -> None:
         """Takes memory again that was released; what is there already stays as it is.
 
@@ -389,7 +435,7 @@ class BusClient:
                 and what could not be had is still released.
             BusError: A lane did not answer.
         """
-        await self._operate("executor", ResumeMemory(tuple(tags)), timeout_s)
+        await self._operate("executor", ResumeMemory(tuple(tags)), timeout_s, lane=lane)
 
     async def reports(self) -> list[StageReport]:
         """How the stages are, as their processes told within the last seconds."""
@@ -421,8 +467,7 @@ class BusClient:
             config: All settings; those not named in it are back at their defaults.
             lane: The lane that takes them; every lane when None.
         """
-        told = None if lane is None else [(lane, "fairness")]
-        await self._control("fairness", UpdateFairness(config), told)
+        await self._control("fairness", UpdateFairness(config), lane)
 
     async def _operate(
         self,
@@ -430,6 +475,7 @@ class BusClient:
         body: Message | Callable[[int], Message],
         timeout_s: float = ANSWER_S,
         told: list[tuple[str, str]] | None = None,
+        lane: str | None = None,
     ) -> int:
         """Tells every lane and waits until all have done it; returns the least weight version.
 
@@ -437,54 +483,21 @@ class BusClient:
             stage: Which stage of the lanes does it.
             body: What to tell it; where it depends on the lane, by the lane's index.
             timeout_s: How long to wait for the answers.
-            told: (lane, role) of whom to tell; everyone when None.
+            told: (lane, role) of whom to tell; everyone when None, or all of `lane`.
 
-        Raises:
-            WeightsError: A lane refused.
-            BusError: A lane did not answer.
+        Raises as `least_version`.
         """
-        told = await self._operators.started(stage, ANSWER_S) if told is None else told
+        told = told or await self._operators.started(stage, ANSWER_S, lane)
         outcomes = await self._operators.ask(stage, body, timeout_s, told)
-        for outcome in outcomes:
-            if outcome.code:
-                where = f"lane {outcome.lane}, {outcome.role}: " if len(told) > 1 else ""
-                raise WeightsError(where + outcome.message, code=outcome.code)
-        answered = {(outcome.lane, outcome.role) for outcome in outcomes}
-        for lane, role in told:
-            if (lane, role) not in answered:
-                raise BusError(
-                    f"{role} of lane {lane} did not answer within {timeout_s:.0f} s, or was "
-                    "started anew; look at `nano-inference status`",
-                    code="no_answer",
-                )
-        return min(outcome.weight_version for outcome in outcomes)
+        return least_version(told, outcomes, timeout_s)
 
-    async def _control(
-        self,
-        stage: str,
-        body: Message | Callable[[int], Message],
-        told: list[tuple[str, str]] | None = None,
-    ) -> None:
-        """Tells every lane that lives: whose a request is, only they know. Or those in `told`."""
-        told = await self._operators.everyone(stage) if told is None else told
-        await self._operators.tell(stage, body, told)
+    async def _control(self, stage: str, body: Message, lane: str | None = None) -> None:
+        """Tells every lane that lives: whose a request is, only they know. Or the one named."""
+        await self._operators.tell(stage, body, await self._operators.everyone(stage, lane))
 
     def _published_span(self, request: Request | bytes) -> TraceContext:
         if not self.tracing.enabled:
             return TraceContext()
         now = now_ns()
-        attributes = {names.REQUEST_ID: request_id_of(request)}
+        attributes = {names.REQUEST_ID: written_id(request)}
         return self.tracing.span("publish", TraceContext(), now, now, attributes)
-
-
-def request_id_of(request: Request | bytes) -> str:
-    """The request's own id, or "" when it has none that can be read."""
-    if isinstance(request, GenerateRequest):
-        return request.request_id if isinstance(request.request_id, str) else ""
-    if isinstance(request, bytes):
-        try:
-            request = msgspec.json.decode(request)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            return ""
-    request_id = request.get("request_id", "") if isinstance(request, dict) else ""
-    return request_id if isinstance(request_id, str) else ""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, cast
 
-import msgspec
+from msgspec.structs import replace
 from rich.console import Console
 from rich.progress import Progress
 
@@ -14,7 +14,7 @@ from ..bus.channel import RequestEntry
 from ..bus.control import MEMORY_TAGS, Cancel, JoinWeightsGroup, MemoryTag
 from ..bus.messages import Dispatch
 from ..bus.public import Completion
-from ..bus.weights import InFlight, WeightsSource
+from ..bus.weights import InFlight, WeightsSource, check_in_flight
 from ..config import (
     BusConfig,
     Config,
@@ -25,15 +25,15 @@ from ..config import (
 )
 from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
-from ..stages.executor.arguments import check_arguments
 from ..stages.executor.core import ExecutorCore
-from ..stages.executor.transports import WeightGroups
+from ..stages.executor.weights import WeightGroups, check_arguments
 from ..stages.streaming.core import StreamingCore
 from ..stages.tokenizer import default_sampling_params, load_tokenizer, stop_token_ids_of
 from ..telemetry import now_ns
 from .engine_requests import Unfinished, UnfinishedRequests, make_request, make_sample
 from .engine_weights import receive_weights
 from .rollouts import Prompt, RequestId, RolloutEngine, TrainingSample
+from .scoring import scoring_params
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,19 +62,25 @@ class InferenceEngine:
         Args:
             config: The model that generates.
             reference: A second model, with memory of its own, that gives every finished sample
-                its `ref_logprobs`; the same as `config` for a frozen copy.
+                its `ref_logprobs`; the same as `config` for a frozen copy. When None, the one that
+                `config.reference_model_path` names.
 
         Raises:
             ModelError: There is no such model, or it can't be served.
         """
-        self.config = config or EngineConfig()
+        self.config = own = config or EngineConfig()
+        if own.reference_model_path:
+            # It is asked here and not by the cores, as it would be in a pipeline.
+            own = replace(own, reference_model_path="")
+            model_path = self.config.reference_model_path
+            reference = reference or replace(own, model_path=model_path)
         self._reference = InferenceEngine(reference) if reference is not None else None
         folder = self.config.model_folder
         tokenizer = load_tokenizer(folder)
         self._core: ExecutorCore | None = ExecutorCore(self.config, now_ns=now_ns)
         capacity = self._executor.capacity()
         # Results stay in this process, so no bus has to carry them.
-        config_of_all = Config(engine=self.config, bus=BusConfig(max_result_bytes=1 << 62))
+        config_of_all = Config(engine=own, bus=BusConfig(max_result_bytes=1 << 62))
         self._admission = AdmissionCore(
             config_of_all, tokenizer, stop_token_ids_of(folder, tokenizer)
         )
@@ -163,16 +169,7 @@ class InferenceEngine:
                 max_model_len less one; nothing was computed.
             ValueError: There are not as many completions as prompts, or one is empty.
         """
-        if len(prompts) != len(completions) or not all(completions):
-            raise ValueError("give one completion for each prompt, with at least one token")
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
-        only_score = [
-            SamplingParams(
-                max_tokens=1, ignore_eos=True, temperature=params.temperature, prompt_logprobs=0
-            )
-            for params in sampling_params
-        ]
+        only_score = scoring_params(prompts, completions, sampling_params)
         pairs = zip(prompts, completions, strict=True)
         scored = self.generate([[*prompt, *completion] for prompt, completion in pairs], only_score)
         return [
@@ -288,6 +285,7 @@ class InferenceEngine:
             WeightsError: The weights can't be had, are not finite or don't fit the model, or an
                 update waits already; weights and version are as they were.
         """
+        check_in_flight(in_flight)
         weights = self._executor.weights
         tensors = receive_weights(state_dict, version, weights, self._groups, timeout_s)
         sync = weights.sync_blocking if blocking else weights.start_sync
@@ -422,7 +420,7 @@ class InferenceEngine:
         self._batching.cancel(cancel)
         ended = self._streaming.end(cancel, now_ns()).ended
         if not ended:
-            self._forget(name)
+            self._requests.pop(name)
             return []
         return self._compare(self._finished(ended[0].completion)[1])
 
@@ -471,13 +469,9 @@ class InferenceEngine:
 
     def _finished(self, completion: Completion) -> tuple[str, list[_Finished]]:
         name = completion.request_id
-        request = self._forget(name)
+        request = self._requests.pop(name)
         samples = [make_sample(request, completion, each) for each in completion.samples]
         return name, [(sample, request.params) for sample in samples]
-
-    def _forget(self, name: str) -> Unfinished:
-        self._admission.finish(name, name)
-        return self._requests.pop(name)
 
     def _compare(self, finished: list[_Finished]) -> list[TrainingSample]:
         """Adds what the reference model says of samples, if there is one."""
@@ -490,10 +484,7 @@ class InferenceEngine:
             [params for _, params in begun],
         )
         found = {id(sample): score for (sample, _), score in zip(begun, scores, strict=True)}
-        return [
-            msgspec.structs.replace(sample, ref_logprobs=found.get(id(sample), ()))
-            for sample, _ in finished
-        ]
+        return [replace(sample, ref_logprobs=found.get(id(sample), ())) for sample, _ in finished]
 
 
 if TYPE_CHECKING:

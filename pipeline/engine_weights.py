@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 from ..bus.control import UpdateWeights
 from ..bus.weights import FolderWeights, GroupWeights, WeightsSource
 from ..config import WeightsError
-from ..stages.executor import WeightSyncManager
-from ..stages.executor.arguments import check_arguments
-from ..stages.executor.transports import WeightGroups, fetch
+from ..stages.executor.weights import WeightGroups, WeightSyncManager, check_arguments, fetch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -57,6 +57,7 @@ class Heart:
         while True:
             try:
                 await self._bus.stages.report(self.reports())
+                await self._bus.requests.count_queue(self._begun())
                 if self._metrics.enabled:
                     await self._measure()
             except NanoInferenceError as error:
@@ -75,6 +76,11 @@ class Heart:
             self._metrics.record(instruments.STAGE_READY, int(ready), labels)
             if actor.holds_all:
                 await actor.measure()
+
+    def _begun(self) -> int | None:
+        """How many of the lane's requests have begun; None where that is not known here."""
+        told = (actor.begun() for actor in self._actors.values() if actor.holds_all)
+        return next((begun for begun in told if begun is not None), None)
 
     async def last_word(self) -> None:
         """The stages of this process have left."""

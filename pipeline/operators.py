@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
 import anyio
@@ -14,7 +14,7 @@ import msgspec
 from ..bus import Bus, Outcome, StageReport
 from ..bus.links import CONTROL, at
 from ..bus.messages import Message
-from ..config import REPLICATED, BusError, role_of, split_role
+from ..config import REPLICATED, BusError, WeightsError, role_of, split_role
 from .health import replicas_of
 
 T = TypeVar("T")
@@ -64,24 +64,40 @@ class Operators:
         self._sender = sender
         self._lanes = Looks(bus.lanes)
 
-    async def everyone(self, stage: str) -> Told:
-        """A stage in every lane that lives, and each of its replicas that was heard of lately."""
+    async def everyone(self, stage: str, lane: str | None = None) -> Told:
+        """A stage, and each of its replicas that was heard of lately, in every lane that lives.
+
+        Args:
+            stage: One of the five.
+            lane: Only this lane.
+
+        Raises:
+            BusError: `unknown_lane`: it does not live.
+        """
+        lanes = sorted(await self._lanes.take())
+        if lane is not None:
+            if lane not in lanes:
+                raise BusError(
+                    f"no lane {lane!r:.80} lives here; those that do: {', '.join(lanes)}",
+                    code="unknown_lane",
+                )
+            lanes = [lane]
         found: Told = []
-        for lane in sorted(await self._lanes.take()):
+        for each in lanes:
             replicas = [0]
             if stage in REPLICATED:
                 reports = await self._bus.stages.read()
-                replicas = replicas_of(report.stage for report in reports if report.lane == lane)
-            found += [(lane, role_of(stage, replica)) for replica in replicas]
+                replicas = replicas_of(report.stage for report in reports if report.lane == each)
+            found += [(each, role_of(stage, replica)) for replica in replicas]
         return found
 
-    async def started(self, stage: str, limit_s: float) -> Told:
+    async def started(self, stage: str, limit_s: float, lane: str | None = None) -> Told:
         """As `everyone`, once all have loaded what they need: before that they hear nothing.
 
         Raises:
-            BusError: Some are still loading after this time.
+            BusError: Some are still loading after this time; or as `everyone`.
         """
-        told, end = await self.everyone(stage), time.monotonic() + limit_s
+        told, end = await self.everyone(stage, lane), time.monotonic() + limit_s
         while loading := await self._loading(told):
             if time.monotonic() > end:
                 raise BusError(
@@ -147,3 +163,25 @@ class Operators:
         """The roles of those that are loading, as far as is known."""
         words = await self._last_words()
         return [each[1] for each in told if each in words and words[each].state == "starting"]
+
+
+def least_version(told: Told, outcomes: Sequence[Outcome], waited_s: float) -> int:
+    """The least weight version that those who were told have answered with.
+
+    Raises:
+        WeightsError: One refused.
+        BusError: One did not answer.
+    """
+    for outcome in outcomes:
+        if outcome.code:
+            where = f"lane {outcome.lane}, {outcome.role}: " if len(told) > 1 else ""
+            raise WeightsError(where + outcome.message, code=outcome.code)
+    answered = {(outcome.lane, outcome.role) for outcome in outcomes}
+    for lane, role in told:
+        if (lane, role) not in answered:
+            raise BusError(
+                f"{role} of lane {lane} did not answer within {waited_s:.0f} s, or was "
+                "started anew; look at `nano-inference status`",
+                code="no_answer",
+            )
+    return min(outcome.weight_version for outcome in outcomes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 
 import anyio
@@ -16,11 +16,19 @@ from ..bus import Bus, StageReport, open_bus
 from ..bus.control import Drain
 from ..bus.links import CONTROL
 from ..bus.public import Completion, Output
-from ..config import STAGES, Config, NanoInferenceError, roles_here, split_role
+from ..config import (
+    STAGES,
+    Config,
+    NanoInferenceError,
+    SamplingParams,
+    roles_here,
+    split_role,
+)
 from ..stages.actor import Actor, StageContext
 from ..telemetry import Metrics, Tracing, setup_metrics, setup_tracing
 from .client import BusClient, Request
 from .heart import Heart
+from .scoring import ScoredCompletion
 from .supervisor import supervise
 from .topology import actor_class
 
@@ -169,6 +177,15 @@ class Pipeline:
     async def complete(self, request: Request | bytes) -> Completion:
         """As BusClient.complete."""
         return await self._client.complete(request)
+
+    async def score(
+        self,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[ScoredCompletion]:
+        """As BusClient.score."""
+        return await self._client.score(prompts, completions, sampling_params)
 
     def stages(self) -> list[StageReport]:
         """How the stages of this process are now; `bus.stages` has those of all processes."""

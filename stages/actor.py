@@ -145,6 +145,11 @@ class Actor(ABC):
         """A few numbers for people, that cost nothing to tell: asked for about once a second."""
         return {}
 
+    def begun(self) -> int | None:
+        """How many requests of the lane have begun and are not answered; None where that is not
+        known. Asked for about once a second."""
+        return None
+
     async def measure(self) -> None:  # noqa: B027
         """Records gauges, and what counters have gained. Where there are metrics, it is called
         about once a second."""

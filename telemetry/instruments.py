@@ -149,6 +149,12 @@ BURIED = Instrument(
     "How many requests became dead letters, and why?",
     (names.ERROR_TYPE,),
 )
+QUEUE_LENGTH = Instrument(
+    "nano.queue.length",
+    "gauge",
+    "{request}",
+    "How many requests wait, on the stream and in all lanes, until a sample of theirs begins?",
+)
 IN_FLIGHT = Instrument(
     "nano.requests.in_flight",
     "gauge",

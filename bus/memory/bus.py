@@ -166,6 +166,7 @@ class MemoryRequests:
         self._queue: BoundedQueue[tuple[RequestEntry, int]] = BoundedQueue("the requests queue")
         self._taken: dict[str, tuple[RequestEntry, int]] = {}
         self._dead: OrderedDict[str, DeadLetter] = OrderedDict()
+        self._begun = 0
         self._last = 0
 
     async def publish(
@@ -236,9 +237,16 @@ class MemoryRequests:
         """See `RequestQueue.drop_dead_letter`."""
         return self._dead.pop(letter_id, None) is not None
 
+    async def count_queue(self, begun: int | None) -> int:
+        """See `RequestQueue.count_queue`."""
+        self._begun = self._begun if begun is None else begun
+        return (await self.backlog()).queue_length
+
     async def backlog(self) -> Backlog:
         """See `RequestQueue.backlog`."""
-        return Backlog(len(self._queue), len(self._taken), len(self._dead))
+        waiting, pending = len(self._queue), len(self._taken)
+        length = max(0, waiting + pending - self._begun)
+        return Backlog(waiting, pending, len(self._dead), length)
 
     def close(self) -> None:
         self._queue.close()

@@ -36,6 +36,7 @@ from .client import (
 )
 from .leases import Leases, Refusal, refusals_of
 from .links import BatchWriter
+from .queue_length import QueueLength
 from .results import RedisResults
 
 TAKE_BLOCK_S = 5.0
@@ -74,6 +75,7 @@ class RedisRequests:
         self._commands = commands
         self._redis: Redis = server.client(1, TAKE_BLOCK_S)
         self._leases = Leases(config, keys, commands, uuid.uuid4().hex)
+        self._queue_length = QueueLength(config.lane, keys, commands)
         # Entries in hand: fetched, and neither acknowledged nor lost to another lane.
         self._ready: deque[RequestEntry] = deque()
         self._known: set[str] = set()
@@ -229,24 +231,33 @@ class RedisRequests:
         redis, key = self._commands.redis, self._keys.dead
         return bool(await self._commands.once(lambda: execute(redis, "XDEL", key, letter_id)))
 
+    async def count_queue(self, begun: int | None) -> int:
+        """See `RequestQueue.count_queue`."""
+        return await self._queue_length.count(begun)
+
     async def backlog(self) -> Backlog:
         """See `RequestQueue.backlog`."""
         redis, keys = self._commands.redis, self._keys
         commands = [
             ("XLEN", keys.requests),
             ("XLEN", keys.dead),
+            ("GET", keys.queue_length),
             ("XPENDING", keys.requests, self._config.group),
         ]
-        length, dead, pending = await self._commands.once(
+        length, dead, queue_length, pending = await self._commands.once(
             lambda: execute_all(redis, commands, raise_on_error=False)
         )
-        for reply in (length, dead):
+        for reply in (length, dead, queue_length):
             if isinstance(reply, Exception):
                 raise self._server.explain(reply)
         # It fails while nobody has made the group, so nobody has taken anything either.
         taken = 0 if isinstance(pending, Exception) else int(pending["pending"])
         # What is answered is deleted, so the rest has not been taken.
-        return Backlog(max(0, int(length) - taken), taken, int(dead))
+        waiting = max(0, int(length) - taken)
+        # Where no lane lives, nothing has begun.
+        return Backlog(
+            waiting, taken, int(dead), int(length if queue_length is None else queue_length)
+        )
 
     async def aclose(self, patience_s: float) -> None:
         """Writes what was acknowledged. What was taken and not acknowledged stays ours."""

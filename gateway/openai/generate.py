@@ -93,6 +93,7 @@ class GenerationCalls:
                 words.check_fits(prompt, self._config.engine.max_model_len)
                 token_ids = await self._words.token_ids(prompt)
                 request = msgspec.structs.replace(request, prompt=None, prompt_token_ids=token_ids)
+            self._submissions.check_encoded(request)
             known.append(request.prompt_token_ids or prompt)
             requests.append(request)
             if len(requests) % AT_ONCE == 0:

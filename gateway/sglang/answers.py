@@ -123,7 +123,7 @@ class Answers:
             "e2e_latency": max(0, _elapsed_ns(completion)) / 1e9,
         }
         if self.wanted.logprobs:
-            meta |= self._prompt_logprobs(completion)
+            meta |= self._prompt_logprobs(completion) | self._ref_logprobs(completion, sample)
         return {"text": self._text(sample), "output_ids": sample.token_ids, "meta_info": meta}
 
     def _prompt_logprobs(self, completion: Completion) -> Answer:
@@ -142,6 +142,17 @@ class Answers:
             return {"input_token_logprobs": entries}
         shown = [None if place == places[0] else self.top_entries(tops[place]) for place in places]
         return {"input_token_logprobs": entries, "input_top_logprobs": shown}
+
+    def _ref_logprobs(self, completion: Completion, sample: CompletionSample) -> Answer:
+        """By the reference model, where the pipeline has one: of the same tokens, and of these
+        alone."""
+        found: Answer = {}
+        if sample.ref_logprobs is not None:
+            found["output_ref_logprobs"] = sample.ref_logprobs
+        if completion.prompt_ref_logprobs is not None and self.wanted.logprob_start >= 0:
+            start = min(self.wanted.logprob_start, len(completion.prompt_ref_logprobs) - 1)
+            found["input_ref_logprobs"] = [None, *completion.prompt_ref_logprobs[start + 1 :]]
+        return found
 
     def _entry(self, logprob: float | None, token_id: int) -> Entry:
         shown = self.words is not None and self.wanted.token_texts

@@ -90,6 +90,7 @@ class Generation:
         writers: list[Answers] = []
         for wanted in ready:
             writers.append(await self._answers(wanted, words))
+            self._submissions.check_encoded(writers[-1].wanted.request)
             if len(writers) % AT_ONCE == 0:
                 await anyio.lowlevel.checkpoint()
         return writers

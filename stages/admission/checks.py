@@ -147,34 +147,44 @@ def check_min_tokens(min_tokens: int, stop_token_ids: frozenset[int], *, vocab_s
         )
 
 
-def result_bytes(sampling: SamplingParams, n: int, num_prompt_tokens: int) -> int:
+def result_bytes(
+    sampling: SamplingParams, n: int, num_prompt_tokens: int, *, reference: bool = False
+) -> int:
     """How large the JSON of a Completion may be, at the most that is to be expected.
 
     Numbers count with the most characters that they can have. Text counts with `TEXT_BYTES` for
     each token, more than any that somebody reads has; what is larger all the same, the bus ends
-    with an error where it would be written.
+    with an error where it would be written. `reference`: whether there is a reference model, which
+    gives each logprob a second one.
     """
-    token = TOKEN_ID_BYTES + LOGPROB_BYTES + TEXT_BYTES + _tops_bytes(sampling.logprobs)
-    size = COMPLETION_BYTES + n * sampling.max_tokens * token
+    logprob = LOGPROB_BYTES * (2 if reference else 1)
+    token = TOKEN_ID_BYTES + logprob + TEXT_BYTES + _tops_bytes(sampling.logprobs)
+    size = COMPLETION_BYTES + num_prompt_tokens * TOKEN_ID_BYTES + n * sampling.max_tokens * token
     if sampling.prompt_logprobs is not None:
-        size += num_prompt_tokens * (LOGPROB_BYTES + _tops_bytes(sampling.prompt_logprobs))
+        size += num_prompt_tokens * (logprob + _tops_bytes(sampling.prompt_logprobs))
     return size
 
 
 def check_result_size(
-    sampling: SamplingParams, n: int, num_prompt_tokens: int, max_bytes: int
+    sampling: SamplingParams,
+    n: int,
+    num_prompt_tokens: int,
+    max_bytes: int,
+    *,
+    reference: bool = False,
 ) -> None:
     """Whether the bus carries the result of a request, of which `max_tokens` is cut to what fits.
 
     Raises:
         RequestError: result_too_large.
     """
-    size = result_bytes(sampling, n, num_prompt_tokens)
+    size = result_bytes(sampling, n, num_prompt_tokens, reference=reference)
     if size > max_bytes:
         raise RequestError(
             f"the result may have {size} bytes and at most {max_bytes} are carried "
             f"(bus.max_result_bytes); lower n ({n}), max_tokens ({sampling.max_tokens}), logprobs "
-            f"({sampling.logprobs}) or prompt_logprobs ({sampling.prompt_logprobs})",
+            f"({sampling.logprobs}) or prompt_logprobs ({sampling.prompt_logprobs}), or give a "
+            f"shorter prompt ({num_prompt_tokens} tokens)",
             code="result_too_large",
         )
 

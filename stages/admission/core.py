@@ -1,4 +1,4 @@
-"""The admission stage's state: the ledger of requests in flight, and what lets one in."""
+"""What makes an admitted request of what a client wrote, or refuses it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DEFAULT: str = GenerateRequest().tenant
 
 
 class AdmissionCore:
-    """Checks requests, makes sequences of them, and knows which are in flight.
+    """Checks requests, and makes sequences of them. Which are in flight, the ledger knows.
 
     `set_capacity` comes before the first `admit`.
     """
@@ -50,39 +50,32 @@ class AdmissionCore:
         self._engine_seed = config.engine.seed
         self._limits = config.admission
         self._max_result_bytes = config.bus.max_result_bytes
+        self._has_reference = bool(config.engine.reference_model_path)
         self._tokenizer = tokenizer
         self._longest_token_bytes = longest_token_bytes(tokenizer)
         self._stop_token_ids = stop_token_ids
         self._capacity: LaneCapacity | None = None
-        # Request id to entry id.
-        self._ledger: dict[str, str] = {}
         self._seq_ids = itertools.count(1)
-
-    # --- the ledger ---------------------------------------------------------------------------
 
     def set_capacity(self, capacity: LaneCapacity) -> None:
         """What the lane can hold, from now on."""
         self._capacity = capacity
 
-    def room(self) -> int:
-        """How many more requests may be in flight."""
-        return max(0, self._limits.max_in_flight - len(self._ledger))
+    @staticmethod
+    def check_owner(entry: RequestEntry, owner: str | None) -> None:
+        """Whether an entry may use its request id. See `admit`.
 
-    def entry_of(self, request_id: str) -> str | None:
-        """The entry of a request in flight, None for any other."""
-        return self._ledger.get(request_id)
+        Duplicates go first: any other refusal is written to the stream that the id names.
 
-    def finish(self, request_id: str, entry_id: str) -> bool:
-        """Takes a request out of the ledger; returns whether it was there.
-
-        A refused duplicate has the same request id and another entry; it takes nothing out.
+        Raises:
+            RequestError: It is another's.
         """
-        if self.entry_of(request_id) != entry_id:
-            return False
-        del self._ledger[request_id]
-        return True
-
-    # --- the way in ---------------------------------------------------------------------------
+        if owner not in (None, entry.entry_id):
+            raise RequestError(
+                f"a request {request_id_of(entry)!r} is in flight or has its output still stored; "
+                f"choose another request_id, or leave it empty",
+                code="duplicate_request",
+            )
 
     def check(
         self, entry: RequestEntry, received_ns: int, now_ns: int, *, owner: str | None = None
@@ -92,7 +85,8 @@ class AdmissionCore:
         Raises:
             RequestError: Refused.
         """
-        request = self._readable(entry, request_id_of(entry), owner)
+        self.check_owner(entry, owner)
+        request = self._readable(entry)
         check_request(request, model_name=self._model_name, max_samples=self._limits.max_samples)
         if request.budget_ns is not None and request.budget_ns <= max(0, now_ns - received_ns):
             raise RequestError(
@@ -132,19 +126,18 @@ class AdmissionCore:
         owner: str | None = None,
         token_ids: tuple[int, ...] | None = None,
     ) -> AdmittedRequest:
-        """Checks a request and enters it in the ledger.
+        """Checks a request and makes its sequences.
 
         `max_tokens` is cut to what the model's length leaves; such a request ends with "length".
 
         Args:
             received_ns: When the entry was taken; its budget counts from there.
-            owner: The entry whose outputs stand in the result stream of `request_id_of(entry)`;
-                its own after a failure.
+            owner: The entry that has `request_id_of(entry)`, since it is in flight or its outputs
+                stand in that result stream; its own after a failure, None for nobody.
             token_ids: What `tokenize` gave, if it was asked before.
 
         Raises:
-            RequestError: Refused; the ledger is as it was. `status_of` its code is the status of
-                the terminal message.
+            RequestError: Refused. `status_of` its code is the status of the terminal message.
         """
         request = self.check(entry, received_ns, now_ns, owner=owner)
         request_id = request_id_of(entry)
@@ -166,8 +159,8 @@ class AdmissionCore:
             logprobs=sampling.logprobs,
             prompt_logprobs=sampling.prompt_logprobs,
             priority=request.priority,
+            ref_temperature=sampling.temperature if self._has_reference else None,
         )
-        self._ledger[request_id] = entry.entry_id
         return AdmittedRequest(
             info=info,
             token_ids=token_ids,
@@ -223,17 +216,9 @@ class AdmissionCore:
     def _text_limit(self) -> TextLimit:
         return TextLimit(self._longest_token_bytes, self.capacity.max_model_len)
 
-    def _readable(self, entry: RequestEntry, request_id: str, owner: str | None) -> GenerateRequest:
-        """The request, if it can be read and may use its id.
-
-        Duplicates go first: any other refusal is written to the stream that the id names.
-        """
-        if owner not in (None, entry.entry_id) or request_id in self._ledger:
-            raise RequestError(
-                f"a request {request_id!r} is in flight or has its output still stored; choose "
-                f"another request_id, or leave it empty",
-                code="duplicate_request",
-            )
+    @staticmethod
+    def _readable(entry: RequestEntry) -> GenerateRequest:
+        """The request, if it can be read and its id can be used."""
         request = entry.request
         if isinstance(request, Malformed):
             raise RequestError(request.message, code=request.code)
@@ -272,7 +257,8 @@ class AdmissionCore:
         resolved = msgspec.structs.replace(
             sampling, max_tokens=max_tokens, stop_token_ids=stop_token_ids
         )
-        check_result_size(resolved, n, num_prompt_tokens, self._max_result_bytes)
+        most, reference = self._max_result_bytes, self._has_reference
+        check_result_size(resolved, n, num_prompt_tokens, most, reference=reference)
         return resolved
 
     def _salt_of(self, request: GenerateRequest) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -10,11 +10,16 @@ import msgspec
 from ...bus.channel import RequestEntry
 from ...bus.control import Cancel
 from ...bus.messages import AdmittedRequest, RecoveredSample, RecoveryItem
-from ...telemetry import TraceContext
 from .checks import MAX_INT64
 from .core import request_id_of
 
 Verdict = Literal["go", "alone", "dead"]
+
+RECOVER_BATCH = 64
+"""Requests that streaming is asked about with one message."""
+
+RECOVER_TOKENS = 1 << 20
+"""Tokens of their prompts in one message, unless one alone has more."""
 
 
 class Unanswered(msgspec.Struct):
@@ -46,10 +51,19 @@ class Unanswered(msgspec.Struct):
     def request_id(self) -> str:
         return request_id_of(self.entry)
 
+    @property
+    def trace(self) -> tuple[str, str]:
+        """Traceparent and tracestate: where the other stages' spans of the request belong; of one
+        that was refused, what it came with."""
+        where = self.entry if self.request is None else self.request.info
+        return where.traceparent, where.tracestate
+
     def recovery_item(self) -> RecoveryItem:
         """What streaming is asked with."""
         if self.request is not None:
-            return RecoveryItem(self.request_id, self.entry_id, self.request.info)
+            info = self.request.info
+            prompt = () if info.ref_temperature is None else self.request.token_ids
+            return RecoveryItem(self.request_id, self.entry_id, info, prompt)
         key = self.end.result_key if self.end is not None else self.entry_id
         return RecoveryItem(key, self.entry_id)
 
@@ -64,6 +78,9 @@ class Ledger:
     def __init__(self, max_lane_deaths: int) -> None:
         self._max_lane_deaths = max_lane_deaths
         self._entries: dict[str, Unanswered] = {}
+        # Request id to entry id, of those that were let in: a refused duplicate has the same
+        # request id and another entry.
+        self._let_in: dict[str, str] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -76,15 +93,24 @@ class Ledger:
 
     def add(self, item: Unanswered) -> None:
         """Enters an entry, or what was decided about it."""
-        self._entries[item.entry_id] = item
+        self._entries[item.entry.entry_id] = item
+        if item.request is not None:
+            self._let_in[item.request.info.request_id] = item.entry_id
 
     def get(self, entry_id: str) -> Unanswered | None:
         """An entry; None when it is answered or was never taken."""
         return self._entries.get(entry_id)
 
-    def remove(self, entry_id: str) -> None:
-        """The entry is answered."""
-        self._entries.pop(entry_id, None)
+    def entry_of(self, request_id: str) -> str | None:
+        """The entry of a request that was let in and is not answered, None for any other."""
+        return self._let_in.get(request_id)
+
+    def remove(self, entry_id: str) -> Unanswered | None:
+        """The entry is answered, or another lane's. Returns it, None when it was not there."""
+        item = self._entries.pop(entry_id, None)
+        if item is not None and item.request is not None:
+            del self._let_in[item.request.info.request_id]
+        return item
 
     def suspect(self, outside: Collection[str]) -> None:
         """A stage failed by itself: any request in the lane may be the reason.
@@ -108,16 +134,23 @@ class Ledger:
         return "alone" if item.deaths and item.deaths == self._max_lane_deaths - 1 else "go"
 
 
+def recovery_items(items: Iterable[Unanswered]) -> Iterator[tuple[RecoveryItem, ...]]:
+    """What streaming is asked with, in messages that no link refuses for their size."""
+    some: list[RecoveryItem] = []
+    num_tokens = 0
+    for item in map(Unanswered.recovery_item, items):
+        num_tokens += len(item.prompt_token_ids)
+        if some and (len(some) == RECOVER_BATCH or num_tokens > RECOVER_TOKENS):
+            yield tuple(some)
+            some, num_tokens = [], len(item.prompt_token_ids)
+        some.append(item)
+    if some:
+        yield tuple(some)
+
+
 def entry_deadline_ns(entry: RequestEntry, received_ns: int) -> int | None:
     """When an entry's time is over, on this process's clock; it was `received_ns` here."""
     budget_ns = getattr(entry.request, "budget_ns", None)
     if budget_ns is None:
         return None
     return int(received_ns - entry.waited_ns + max(0, min(budget_ns, MAX_INT64)))
-
-
-def context_of(item: Unanswered) -> TraceContext:
-    """Where the other stages' spans of a request belong; of one refused, what it came with."""
-    if item.request is None:
-        return TraceContext(item.entry.traceparent, item.entry.tracestate)
-    return TraceContext(item.request.info.traceparent, item.request.info.tracestate)

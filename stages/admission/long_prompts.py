@@ -11,6 +11,7 @@ from ...bus.channel import RequestEntry
 from ...bus.public import GenerateRequest
 from ...config import RequestError
 from ...telemetry import now_ns
+from .events import Tokenized
 from .poison import is_of_the_entry
 
 LONG_TEXT = 16_384
@@ -20,9 +21,6 @@ MESSAGE_TEXT = 64
 """What a message counts besides its content: the template is run for each."""
 
 AT_A_TIME = 2
-
-Tokenized = tuple[int, ...] | Exception
-"""A prompt's tokens, or why it is not let in."""
 
 
 def is_long(entry: RequestEntry) -> bool:

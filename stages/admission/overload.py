@@ -20,6 +20,10 @@ class FinishRate:
     def __init__(self) -> None:
         self._seconds: deque[tuple[int, int]] = deque()
 
+    def __len__(self) -> int:
+        """Seconds that are remembered."""
+        return len(self._seconds)
+
     def finished(self, now_ns: int) -> None:
         """One more has finished."""
         second = now_ns // 1_000_000_000

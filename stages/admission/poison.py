@@ -1,4 +1,4 @@
-"""Entries that admission can't handle or hand on, whatever the reason."""
+"""Entries that are given up: admission can't handle them or hand them on, or the lane fails."""
 
 from __future__ import annotations
 
@@ -29,3 +29,12 @@ def why_given_up(error: Exception) -> ErrorInfo:
     code = error.code if isinstance(error, NanoInferenceError) else NanoInferenceError.code
     cause = f"{type(error).__name__}: {shown(str(error))}"
     return ErrorInfo(code=code, message=f"the request could not be handled ({cause}); {kept}")
+
+
+def why_dead(deaths: int) -> ErrorInfo:
+    """What the client of a request is told that may be the reason why its lane fails."""
+    message = (
+        f"the lane failed {deaths} times during this request, so it is given up; its entry is "
+        "kept among the dead letters"
+    )
+    return ErrorInfo(code="lane_failed", message=message)

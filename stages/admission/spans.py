@@ -1,12 +1,15 @@
-"""Admission's span of each entry; and first spans that a killed admission has taken with it."""
+"""Admission's spans: of entries, replays and cancellations, and those that a killed one lost."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ...bus.channel import RequestEntry
-from ...bus.messages import AdmittedRequest
+from ...bus.control import Cancel
+from ...bus.messages import AdmittedRequest, RecoveredSample
 from ...bus.public import Completion
 from ...config import BusError
-from ...telemetry import Attributes, TraceContext, names
+from ...telemetry import Attributes, TraceContext, names, now_ns
 from ..actor import Actor
 from .core import request_id_of
 
@@ -44,6 +47,26 @@ def trace_entry(
     request_id = request_id_of(entry)
     stage.span(request_id, given, received_ns, attributes, error=error, own=own)
     return own or given
+
+
+def trace_replay(
+    stage: Actor,
+    request_id: str,
+    trace: TraceContext,
+    down_since_ns: int,
+    samples: Sequence[RecoveredSample],
+) -> None:
+    """From the failure, as far as it is known here, to the request's second start."""
+    attributes: Attributes = {names.KEPT_TOKENS: sum(len(each.token_ids) for each in samples)}
+    events = ((names.REPLAYED, now_ns()),)
+    stage.span(request_id, trace, down_since_ns, attributes, name="replay", events=events)
+
+
+def trace_cancel(stage: Actor, trace: TraceContext, cancel: Cancel) -> None:
+    """The request may be anywhere, and perhaps no other stage will have a span of it."""
+    now = now_ns()
+    events = ((names.CANCELLED, now),) if cancel.status == "cancelled" else ()
+    stage.span(cancel.request_id, trace, now, name="cancel", error=cancel.code, events=events)
 
 
 async def trace_first_again(stage: Actor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from itertools import compress
+from typing import assert_never
 
 import msgspec
 
@@ -182,11 +183,20 @@ class BatchingCore:
         Nothing that starts from then on finds KV of older weights; what goes on over the change
         is not remembered for others.
         """
+        self.interrupt(in_flight, "the weights were replaced, and requests in flight were to end")
         self._new_version = version
-        if in_flight == "retract":
-            self.recompute()
-        elif in_flight == "abort":
-            self.abort_all("the weights were replaced, and requests in flight were to end")
+
+    def interrupt(self, in_flight: InFlight, why: str) -> None:
+        """What runs or waits meets a pause or new weights. `why`: what those that end are told."""
+        match in_flight:
+            case "keep":
+                pass
+            case "retract":
+                self.recompute()
+            case "abort":
+                self.abort_all(why)
+            case _:
+                assert_never(in_flight)
 
     def change_memory(self, lacks: tuple[str, ...], release: tuple[str, ...]) -> None:
         """No step is planned while memory is lacking; the next plan has some of it released.

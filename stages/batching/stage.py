@@ -16,6 +16,8 @@ from ...bus.control import (
 )
 from ...bus.links import CONTROL, CREDITS, PLANS
 from ...bus.messages import Continue, Credit, Dispatch, Envelope, StepResult, Yield
+from ...bus.weights import check_in_flight
+from ...config import WeightsError
 from ...telemetry import instruments, names, now_ns
 from ..actor import Actor, StageContext, deadline_of
 from .core import BatchingCore
@@ -106,13 +108,8 @@ class BatchingStage(Actor):
         """Does what someone outside wants; also between a failure and what follows."""
         core = self._core or (self._last[0] if self._last is not None else None)
         match wish:
-            case Pause(in_flight, operation_id):
-                self._paused = True
-                if core is not None and in_flight == "retract":
-                    core.recompute()
-                # An earlier pause is part of this one.
-                await self._answer_pause()
-                self._pausing = operation_id
+            case Pause():
+                await self._pause(wish, core)
             case Resume(operation_id):
                 self._paused = False
                 # Nobody will see the rest that a pause under way waits for.
@@ -124,6 +121,20 @@ class BatchingStage(Actor):
                 await self.answer(operation_id)
         if core is not None:
             core.paused = self._paused
+
+    async def _pause(self, pause: Pause, core: BatchingCore | None) -> None:
+        try:
+            check_in_flight(pause.in_flight)
+        except WeightsError as error:
+            await self.answer(pause.operation_id, error=error)
+            return
+        self._paused = True
+        if core is not None:
+            why = "generation was paused, and requests in flight were to end"
+            core.interrupt(pause.in_flight, why)
+        # An earlier pause is part of this one.
+        await self._answer_pause()
+        self._pausing = pause.operation_id
 
     def _take(self, core: BatchingCore, envelope: Envelope) -> None:
         match envelope.body:

@@ -33,7 +33,6 @@ from .feed import TokenFeed
 from .graphs import Capture, DecodeGraphs, DecodeStep
 from .inputs import InputBuilder, StepInputs, model_forward
 from .kv_cache import KVCache, count_blocks
-from .limits import limits_of
 from .loaded_model import LoadedModel
 from .memory import LaneMemory, no_memory
 from .model import load_model
@@ -41,7 +40,7 @@ from .report import score_prompts
 from .sampling import sample_plain
 from .sequences import BoolArray, SequenceTable
 from .unread import LaunchedStep, Sampled, SampledRows, UnreadTokens
-from .weights import WeightSyncManager
+from .weights import WeightSyncManager, limits_of
 
 
 class ExecutorCore:
@@ -73,6 +72,7 @@ class ExecutorCore:
         now_ns: Callable[[], int] = time.time_ns,
         model: LoadedModel | None = None,
         backend: AttentionBackend[Any] | None = None,
+        num_blocks: int | None = None,
     ) -> None:
         """Loads the model and allocates the cache.
 
@@ -81,13 +81,15 @@ class ExecutorCore:
             now_ns: The clock for `start_ns` and `end_ns`.
             model: Taken instead of the one that the configuration names.
             backend: Taken instead of the one that fits model and machine.
+            num_blocks: Of the cache; as many as memory allows when None.
 
         Raises:
             ModelError: The model can't be loaded, the cache does not fit, or deterministic mode is
                 wanted and not possible.
         """
         self.model = load_model(config) if model is None else model
-        self.cache = KVCache(self.model, count_blocks(config, self.model), config.block_size)
+        num_blocks = num_blocks or count_blocks(config, self.model)
+        self.cache = KVCache(self.model, num_blocks, config.block_size)
         self.weights = WeightSyncManager(
             self.model.module,
             limits_of(self.model.module, config.max_weight_tensors, config.max_weight_bytes),
@@ -147,8 +149,16 @@ class ExecutorCore:
         """
         if number != torch.get_num_threads():
             torch.set_num_threads(number)
-            if self._determinism is not None:
-                self._determinism.check()
+            self.check_determinism()
+
+    def check_determinism(self) -> None:
+        """Whether deterministic mode holds, if this is it; no sequence may be there.
+
+        Raises:
+            ModelError: It does not.
+        """
+        if self._determinism is not None:
+            self._determinism.check()
 
     def record_graphs(self, capture: Capture) -> None:
         """Records the decode steps, which takes a PagedBackend, and uses them from then on.
@@ -232,8 +242,9 @@ class ExecutorCore:
             raise ValueError(f"the plan has rows, and the lane lacks {self.memory.lacks}")
         with self._within():
             sampled, prompts = self._step(rows, num_tokens) if rows.size else (None, ())
-        started = tuple(_started(new, plan.made_ns, start_ns) for new in plan.new)
-        return LaunchedStep(plan, started, self.weights.version, start_ns, sampled, prompts)
+        return LaunchedStep(
+            plan, _started(plan, start_ns), self.weights.version, start_ns, sampled, prompts
+        )
 
     def finish(self, step: LaunchedStep) -> StepResult:
         """The result of the oldest step that was launched; waits for it.
@@ -415,13 +426,23 @@ class ExecutorCore:
         )
 
 
-def _started(new: NewSequence, planned_ns: int, executed_ns: int) -> StartedSequence:
-    return StartedSequence(
-        seq_id=new.seq_id,
-        sample_index=new.sample.sample_index,
-        num_cached=new.num_cached,
-        num_generated=new.num_generated,
-        info=new.info,
-        planned_ns=planned_ns,
-        executed_ns=executed_ns,
+def _started(plan: StepPlan, executed_ns: int) -> tuple[StartedSequence, ...]:
+    """What is told of the sequences that are new in a plan: the prompt once for each request."""
+    first = {new.info.entry_id: new.seq_id for new in reversed(plan.new)}
+    return tuple(
+        StartedSequence(
+            seq_id=new.seq_id,
+            sample_index=new.sample.sample_index,
+            num_cached=new.num_cached,
+            num_generated=new.num_generated,
+            info=new.info,
+            planned_ns=plan.made_ns,
+            executed_ns=executed_ns,
+            prompt_token_ids=_prompt(new) if first[new.info.entry_id] == new.seq_id else (),
+        )
+        for new in plan.new
     )
+
+
+def _prompt(new: NewSequence) -> tuple[int, ...]:
+    return new.token_ids[: len(new.token_ids) - new.num_generated]

@@ -101,7 +101,7 @@ def _allocate(tensors: Iterable[Tensor]) -> None:
     """New memory for each, or for none."""
     tensors = list(tensors)
     try:
-        new = [torch.zeros(each.shape, dtype=each.dtype, device=each.device) for each in tensors]
+        new = [torch.zeros(old.shape, dtype=old.dtype, device=old.device) for old in tensors]
     except RuntimeError as error:
         raise no_memory(error) from None
     for tensor, memory in zip(tensors, new, strict=True):

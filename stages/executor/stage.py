@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar
 
@@ -24,14 +24,16 @@ from ...bus.control import (
     UpdateWeights,
 )
 from ...bus.links import CONTROL, STEPS_BATCHING, STEPS_STREAMING
-from ...bus.messages import Envelope, StepPlan, StepResult
+from ...bus.messages import Envelope, ScoreSample, StepPlan, StepResult
 from ...config import EngineConfig
 from ...telemetry import instruments, now_ns
 from ..actor import Actor, StageContext
 from .core import ExecutorCore
+from .reference import ReferenceModel
+from .scoring import Scoring
 from .spans import ExecutorSpans
 from .unread import LaunchedStep
-from .updates import WeightUpdates
+from .weights import WeightUpdates
 
 # All torch work of a process happens in this one thread, over restarts of the stage too: with a
 # second thread, OpenMP would keep two teams of workers that take each other's cores.
@@ -50,18 +52,23 @@ _PARTING_S = 2.0
 _SMALL_MODEL_PARAMETERS = 30_000_000
 
 
-def _load(config: EngineConfig, device: int | None) -> ExecutorCore:
+def _load(config: EngineConfig, device: int | None) -> tuple[ExecutorCore, ReferenceModel | None]:
     """Runs on the torch thread, like all that follows. `device`: which of several CUDA devices."""
     if device is not None and config.device in ("auto", "cuda") and torch.cuda.device_count() > 1:
         index = device % torch.cuda.device_count()
         torch.cuda.set_device(index)
         config = msgspec.structs.replace(config, device=f"cuda:{index}")
+    # First, since the KV cache of the other takes what memory is left.
+    reference = ReferenceModel(config) if config.reference_model_path else None
     core = ExecutorCore(config, now_ns=now_ns)
     if core.model.device.type == "cpu":
         size = sum(parameter.numel() for parameter in core.model.module.parameters())
         automatic = 1 if size < _SMALL_MODEL_PARAMETERS else torch.get_num_threads()
         core.set_threads(config.cpu_threads or automatic)
-    return core
+    if reference is not None:
+        reference.check_fits(core)
+        reference.check_threads()
+    return core, reference
 
 
 _OPERATIONS = (
@@ -94,7 +101,8 @@ class ExecutorStage(Actor):
         self._plans = self._steps = 0
         self._device = ""
         self._weight_version = 0
-        self._updates = WeightUpdates(self, _on_torch)
+        self._updates: WeightUpdates
+        self._scoring: Scoring
         self._group: TaskGroup
         self._spans = ExecutorSpans(self)
 
@@ -103,9 +111,11 @@ class ExecutorStage(Actor):
         started = now_ns()
         # Replicas in one process share its torch thread, and so its device.
         device = self.config.pipeline.replica
-        self._core = await asyncio.wrap_future(
+        self._core, reference = await asyncio.wrap_future(
             _TORCH_THREAD.submit(_load, self.config.engine, device)
         )
+        self._scoring = Scoring(self, reference, _on_torch)
+        self._updates = WeightUpdates(self, self._core, _on_torch, self._start_soon)
         capacity = self._core.capacity()
         self._device = capacity.device
         self.log.info(
@@ -117,21 +127,28 @@ class ExecutorStage(Actor):
             max_model_len=capacity.max_model_len,
             kernels=self._core.without_kernels or "in use",
             graphs=self._core.without_graphs or "recorded",
+            reference=self.config.engine.reference_model_path or "none",
         )
 
     async def receive_forever(self, inbox: Inbox) -> None:
         async with anyio.create_task_group() as self._group:
             self._group.start_soon(self._report_forever)
+            self._group.start_soon(self._scoring.score_forever)
             await super().receive_forever(inbox)
+
+    def _start_soon(
+        self, function: Callable[..., Coroutine[Any, Any, None]], *args: object
+    ) -> None:
+        self._group.start_soon(function, *args)
 
     async def close(self) -> None:
         self._updates.close()
-        version = self._core.weights.version
         # Behind the plans that are under way, and then also when nobody waits any longer.
+        _TORCH_THREAD.submit(self._scoring.close)
         closed = _TORCH_THREAD.submit(self._core.close)
         del self._core
         with anyio.move_on_after(_PARTING_S, shield=True):
-            await self._updates.abandon(version)
+            await self._updates.abandon()
             await asyncio.shield(asyncio.wrap_future(closed))
 
     async def reset(self) -> None:
@@ -140,7 +157,7 @@ class ExecutorStage(Actor):
         _TORCH_THREAD.submit(self._core.reset)
 
     async def announce(self) -> None:
-        await self._updates.catch_up(self._core.weights)
+        await self._updates.begin_epoch(self.leader)
         # Behind those plans, too: one of them may put new weights in place.
         capacity = await _on_torch(self._core.capacity)
         self._weight_version = capacity.weight_version
@@ -151,9 +168,7 @@ class ExecutorStage(Actor):
         await self.send(self.own(CONTROL["batching"]), ready)
         self.takes_part()
         # What the capacity says of memory may have changed since it was asked for.
-        await self._updates.memory.tell(self._core)
-        await self._updates.in_place(capacity.weight_version)
-        await self._updates.stage()
+        await self._updates.epoch_begun(capacity.weight_version)
 
     def load(self) -> dict[str, int | float | str]:
         load: dict[str, int | float | str] = {
@@ -162,8 +177,8 @@ class ExecutorStage(Actor):
             "device": self._device,
             "weight_version": self._weight_version,
         }
-        if self._updates.behind:
-            load["behind_version"] = self._updates.behind
+        if behind := self._updates.core.behind:
+            load["behind_version"] = behind
         if lacks := ", ".join(self._core.memory.lacks):
             load["lacks"] = lacks
         return load
@@ -173,7 +188,7 @@ class ExecutorStage(Actor):
 
     async def measure(self) -> None:
         self.metrics.record(instruments.WEIGHT_VERSION, self._weight_version)
-        self.metrics.record(instruments.WEIGHT_BEHIND, self._updates.behind)
+        self.metrics.record(instruments.WEIGHT_BEHIND, self._updates.core.behind)
 
     async def handle(self, envelope: Envelope) -> None:
         if isinstance(envelope.body, StepPlan):
@@ -182,8 +197,10 @@ class ExecutorStage(Actor):
             future: Future[StepResult | LaunchedStep] = _TORCH_THREAD.submit(run, envelope.body)
             self._plans += 1
             self._under_way.put_nowait((self.epoch, envelope.body, future))
+        elif isinstance(envelope.body, ScoreSample):
+            self._scoring.ask(envelope.body)
         elif isinstance(envelope.body, _OPERATIONS):
-            self._group.start_soon(self._updates.obey, envelope.body, self._core)
+            self._group.start_soon(self._updates.obey, envelope.body)
         else:
             self.log.warning("message_not_understood", type=type(envelope.body).__name__)
 
@@ -196,8 +213,7 @@ class ExecutorStage(Actor):
             await self.send(self.own(STEPS_BATCHING), result, epoch=epoch)
             await self.send(self.own(STEPS_STREAMING), result, epoch=epoch)
             self._weight_version = result.weight_version
-            await self._updates.in_place(result.weight_version)
-            await self._updates.memory.plan_done(plan, self._core)
+            await self._updates.step_done(plan, result.weight_version)
             if plan.seq_ids:
                 seconds = (result.end_ns - result.start_ns) / 1e9
                 self.metrics.record(instruments.DEVICE_TIME, seconds)

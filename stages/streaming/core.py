@@ -1,10 +1,12 @@
 """The streaming stage's state: what each request in flight has produced so far.
 
-    StepResult ──► absorb ──► Deliveries: chunks and completions for clients, halts for batching,
-    Cancel ──────► end ─────►             finished requests for admission and for telemetry
+    StepResult ────► absorb ──► Deliveries: chunks and completions for clients, halts for batching,
+    Cancel ────────► end ─────►             finished requests for admission and for telemetry,
+    SampleScored ──► scored ──►             finished samples for the reference model
 
 Every request ends with exactly one Completion. Which requests are known decides how: a request is
-known from its first StartedSequence until its Completion.
+known from its first StartedSequence until its Completion. Where there is a reference model, the
+Completion waits until that has scored all samples.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from ...bus.messages import (
     RecoveryItem,
     RequestFinished,
     RequestInfo,
+    SampleScored,
+    ScoreSample,
     StartedSequence,
     StepResult,
 )
@@ -54,11 +58,14 @@ class EndedRequest(msgspec.Struct, frozen=True):
         info: None for a request that was refused before any of its sequences ran.
         restored: It was begun by a predecessor of this stage, so that of its times only
             `received_ns` and `finished_ns` mean what they say.
+        last_token_ns: When its last token was delivered, which is before the completion where that
+            waited for the reference model; 0 where this object has delivered none.
     """
 
     info: RequestInfo | None
     completion: Completion
     restored: bool = False
+    last_token_ns: int = 0
 
 
 class Deliveries(msgspec.Struct, frozen=True):
@@ -69,12 +76,14 @@ class Deliveries(msgspec.Struct, frozen=True):
         halts: Sequences that met a stop string while the executor goes on with them.
         finished: One for each Completion in `outputs`.
         ended: As `finished`, for telemetry.
+        to_score: Samples that have finished and that the reference model is to score.
     """
 
     outputs: list[tuple[str, list[Output]]]
     halts: tuple[int, ...]
     finished: tuple[RequestFinished, ...]
     ended: tuple[EndedRequest, ...]
+    to_score: tuple[ScoreSample, ...] = ()
 
 
 class StreamingCore:
@@ -131,6 +140,22 @@ class StreamingCore:
         self._end(cancel, batch)
         return batch.deliveries()
 
+    def scored(self, scored: SampleScored, now_ns: int) -> Deliveries:
+        """Takes what the reference model makes of a sample; the last of a request completes it."""
+        batch = _Batch(now_ns)
+        request = self._requests.get(scored.request_id)
+        if request is not None and request.info.entry_id == scored.entry_id:
+            request.absorb_scored(scored)
+            self._complete_if_done(request, batch)
+        return batch.deliveries()
+
+    def to_score(self, item: RecoveryItem) -> tuple[ScoreSample, ...]:
+        """What the reference model is still to be asked of a request, in a new epoch."""
+        if not self.knows(item):
+            return ()
+        request = self._requests[item.key]
+        return tuple(map(request.to_score, sorted(request.unscored)))
+
     def reset(self) -> None:
         """A new epoch: no sequence of the old one will report again.
 
@@ -158,17 +183,24 @@ class StreamingCore:
         known = Counter({each.index: len(each.token_ids) for each in request.samples.values()})
         return not request.info.stream or known == delivered
 
-    def restore(self, info: RequestInfo, chunks: Sequence[CompletionChunk]) -> None:
+    def restore(
+        self,
+        info: RequestInfo,
+        chunks: Sequence[CompletionChunk],
+        prompt_token_ids: tuple[int, ...] = (),
+    ) -> None:
         """Takes up a request again from what a predecessor delivered of it, in order."""
         request = self._requests[info.request_id] = RequestState(info, info.received_ns)
         request.restored = True
+        request.prompt_token_ids = prompt_token_ids
         for chunk in chunks:
             index = chunk.sample_index
             sample = request.samples.get(index) or request.add(index, self._pieces)
             sample.restore(chunk)
             if chunk.prompt_logprobs is not None:
                 request.restore_prompt(chunk)
-            request.unfinished -= chunk.finish_reason is not None
+            if chunk.finish_reason is not None:
+                request.finish(sample)
 
     def recovered(self, item: RecoveryItem) -> Recovered:
         """What there is of a request; nothing of one that `knows` does not know."""
@@ -198,7 +230,10 @@ class StreamingCore:
             request.executed_ns = min(request.executed_ns, started.executed_ns)
             request.cached_tokens += started.num_cached
             sample = request.add(started.sample_index, self._pieces)
-        elif sample.finish_reason is not None:
+        sample.request.prompt_token_ids = (
+            started.prompt_token_ids or sample.request.prompt_token_ids
+        )
+        if sample.finish_reason is not None:
             return
         sample.request.step_end_ns = end_ns
         sample.seq_id = started.seq_id
@@ -206,7 +241,7 @@ class StreamingCore:
 
     def _take(self, sample: Sample, token: NewToken, end_ns: int, batch: _Batch) -> None:
         request = sample.request
-        request.step_end_ns = end_ns
+        request.step_end_ns, request.last_token_ns = end_ns, batch.now_ns
         if not request.first_token_ns:
             request.first_token_ns = batch.now_ns
             request.first_step_end_ns = end_ns
@@ -235,9 +270,10 @@ class StreamingCore:
             del self._running[sample.seq_id]
             if not token.reason:
                 batch.halts.append(sample.seq_id)
-            request.unfinished -= 1
-            if not request.unfinished:
-                self._complete(request, batch)
+            request.finish(sample)
+            if sample.index in request.unscored:
+                batch.to_score.append(request.to_score(sample.index))
+            self._complete_if_done(request, batch)
 
     def forget(self, request_id: str, entry_id: str) -> None:
         """Drops what there is of a request, without a word to its client."""
@@ -298,6 +334,10 @@ class StreamingCore:
             )
             batch.add(info.request_id, chunk)
 
+    def _complete_if_done(self, request: RequestState, batch: _Batch) -> None:
+        if not request.unfinished and not request.unscored:
+            self._complete(request, batch)
+
     def _complete(self, request: RequestState, batch: _Batch, cancel: Cancel | None = None) -> None:
         info = request.info
         del self._requests[info.request_id]
@@ -320,20 +360,24 @@ class StreamingCore:
             trace_id=traced[1] if traced else "",
             prompt_logprobs=prompt_logprobs,
             prompt_top_logprobs=prompt_top_logprobs,
+            prompt_token_ids=request.prompt_token_ids,
+            prompt_ref_logprobs=request.prompt_ref_logprobs,
         )
-        batch.finish(info.request_id, EndedRequest(info, completion, request.restored))
+        ended = EndedRequest(info, completion, request.restored, request.last_token_ns)
+        batch.finish(info.request_id, ended)
 
 
 class _Batch:
     """Collects deliveries, those of one key together."""
 
-    __slots__ = ("ended", "halts", "now_ns", "outputs")
+    __slots__ = ("ended", "halts", "now_ns", "outputs", "to_score")
 
     def __init__(self, now_ns: int) -> None:
         self.now_ns = now_ns
         self.outputs: dict[str, list[Output]] = {}
         self.halts: list[int] = []
         self.ended: list[EndedRequest] = []
+        self.to_score: list[ScoreSample] = []
 
     def add(self, key: str, output: Output) -> None:
         outputs = self.outputs.get(key)
@@ -355,6 +399,7 @@ class _Batch:
                 for ended in self.ended
             ),
             ended=tuple(self.ended),
+            to_score=tuple(self.to_score),
         )
 
 

@@ -56,7 +56,8 @@ def _measure_phases(metrics: Metrics, ended: EndedRequest, labels: Labels) -> No
     # The samples of a request flow side by side, so its longest one takes the time.
     further = max(len(sample.token_ids) for sample in completion.samples) - 1
     if further > 0:
-        flow_s = _seconds(timings.first_token_ns, timings.finished_ns)
+        last_ns = ended.last_token_ns or timings.finished_ns
+        flow_s = _seconds(timings.first_token_ns, last_ns)
         record(instruments.TIME_PER_OUTPUT_TOKEN, flow_s / further, labels)
 
 

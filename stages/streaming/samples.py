@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...bus.messages import PromptLogprobs, RequestInfo, RowFinish, TopLogprobs
+from ...bus.messages import (
+    PromptLogprobs,
+    RequestInfo,
+    RowFinish,
+    SampleScored,
+    ScoreSample,
+    TopLogprobs,
+)
 from ...bus.public import (
     CompletionChunk,
     CompletionSample,
@@ -44,10 +51,14 @@ class RequestState:
         step_end_ns: When the last step with any of its samples had its tokens on the host.
         first_step_end_ns: The same of the first step that brought a token; 0 before.
         first_token_ns: When that token came here; 0 before.
+        last_token_ns: When the last one so far did.
         prompt_logprobs: Those of the prompt's tokens that are known, from the first token on, of
             which there is none.
         prompt_top_logprobs: The likeliest tokens at the same places.
         restored: It was begun by a predecessor of this stage, so that the times are not known.
+        prompt_token_ids: The prompt; empty before the first sample has started.
+        unscored: Finished samples that the reference model is still to score, by index.
+        prompt_ref_logprobs: Of the prompt, by that model; None while it is not known.
     """
 
     __slots__ = (
@@ -56,12 +67,16 @@ class RequestState:
         "first_step_end_ns",
         "first_token_ns",
         "info",
+        "last_token_ns",
         "prompt_logprobs",
+        "prompt_ref_logprobs",
+        "prompt_token_ids",
         "prompt_top_logprobs",
         "restored",
         "samples",
         "step_end_ns",
         "unfinished",
+        "unscored",
     )
 
     def __init__(self, info: RequestInfo, executed_ns: int) -> None:
@@ -73,9 +88,13 @@ class RequestState:
         self.step_end_ns = 0
         self.first_step_end_ns = 0
         self.first_token_ns = 0
+        self.last_token_ns = 0
         self.prompt_logprobs: list[float | None] = [None]
         self.prompt_top_logprobs: list[TokenLogprobs] = [()]
         self.restored = False
+        self.prompt_token_ids: tuple[int, ...] = ()
+        self.prompt_ref_logprobs: tuple[float | None, ...] | None = None
+        self.unscored: set[int] = set()
 
     def absorb_prompt(self, found: PromptLogprobs) -> None:
         """Takes logprobs of the prompt. After a preemption some come again, and count once."""
@@ -97,6 +116,41 @@ class RequestState:
             return None, None
         return tuple(self.prompt_logprobs), tuple(self.prompt_top_logprobs) if wanted else None
 
+    def finish(self, sample: Sample) -> None:
+        """A sample has finished, and is to be scored where there is a reference model."""
+        self.unfinished -= 1
+        if self.info.ref_temperature is not None:
+            self.unscored.add(sample.index)
+
+    def to_score(self, index: int) -> ScoreSample:
+        """What the reference model is asked of an unscored sample; of the first, perhaps of the
+        prompt as well."""
+        info, prompt = self.info, self.prompt_token_ids
+        assert info.ref_temperature is not None
+        return ScoreSample(
+            request_id=info.request_id,
+            entry_id=info.entry_id,
+            sample_index=index,
+            token_ids=(*prompt, *self.samples[index].token_ids),
+            start=1 if self._scores_prompt(index) else len(prompt),
+            temperature=info.ref_temperature,
+        )
+
+    def absorb_scored(self, scored: SampleScored) -> None:
+        """Takes the reference model's logprobs of a sample."""
+        if scored.sample_index not in self.unscored:
+            return  # asked for twice, as after a failure
+        self.unscored.remove(scored.sample_index)
+        if scored.logprobs:
+            sample = self.samples[scored.sample_index]
+            split = len(scored.logprobs) - len(sample.token_ids)
+            sample.ref_logprobs = scored.logprobs[split:]
+            if self._scores_prompt(scored.sample_index):
+                self.prompt_ref_logprobs = (None, *scored.logprobs[:split])
+
+    def _scores_prompt(self, index: int) -> bool:
+        return index == 0 and self.info.prompt_logprobs is not None
+
     def add(self, index: int, pieces: TokenPieces) -> Sample:
         """A new sample of this request."""
         sample = self.samples[index] = Sample(self, index, pieces)
@@ -111,6 +165,7 @@ class Sample:
         token_ids: All tokens, also those whose text is not shown (stop tokens, and tokens of a
             stop string).
         finish_reason: None while it goes on.
+        ref_logprobs: By the reference model; None while they are not known.
     """
 
     __slots__ = (
@@ -122,6 +177,7 @@ class Sample:
         "_weight_versions",
         "finish_reason",
         "index",
+        "ref_logprobs",
         "request",
         "seq_id",
         "token_ids",
@@ -133,6 +189,7 @@ class Sample:
         self.seq_id = -1
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
+        self.ref_logprobs: tuple[float, ...] | None = None
         self._logprobs: list[float] = []
         self._texts: list[str] = []
         self._top_logprobs: list[TokenLogprobs] = []
@@ -198,6 +255,7 @@ class Sample:
             weight_version=spans[0][0] if spans else 0,
             weight_versions=spans,
             top_logprobs=self.top_logprobs(0),
+            ref_logprobs=self.ref_logprobs,
         )
 
     def top_logprobs(self, first: int) -> tuple[TokenLogprobs, ...] | None:

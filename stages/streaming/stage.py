@@ -8,13 +8,15 @@ from typing import ClassVar
 import anyio.to_thread
 
 from ...bus.control import Cancel, StopSequences
-from ...bus.links import FINISHED, HALTS, at
+from ...bus.links import CONTROL, FINISHED, HALTS, at
 from ...bus.messages import (
     Envelope,
     Fenced,
     Recover,
     RecoveryItem,
     RequestFinished,
+    SampleScored,
+    ScoreSample,
     StepResult,
 )
 from ...bus.public import Completion, CompletionChunk, Output
@@ -63,6 +65,9 @@ class StreamingStage(Actor):
     def load(self) -> dict[str, int | float | str]:
         return {"open": len(self._core), **self._throughput.load(now_ns())} if self.opened else {}
 
+    def begun(self) -> int | None:
+        return len(self._core)
+
     async def handle(self, envelope: Envelope) -> None:
         match envelope.body:
             case StepResult() as result:
@@ -73,8 +78,10 @@ class StreamingStage(Actor):
                 if self.metrics.enabled:
                     for waited_ns in self._intervals.step(result.seq_ids, result.end_ns):
                         self.metrics.record(instruments.TOKEN_INTERVAL, waited_ns / 1e9)
-            case Recover(requests):
-                await self._recover(requests)
+            case SampleScored() as scored:
+                self._deliveries.append((0, self._core.scored(scored, now_ns())))
+            case Recover(requests, replica):
+                await self._recover(requests, replica)
             case Cancel() as cancel:
                 if cancel.elsewhere:
                     self._fenced.discard(cancel.request_id)
@@ -95,6 +102,8 @@ class StreamingStage(Actor):
                 halts[replica] = (*halts.get(replica, ()), *delivery.halts)
         for replica, seq_ids in halts.items():
             await self.send(at(HALTS, replica), StopSequences(seq_ids), epoch=epoch)
+        for replica, delivery in made:
+            await self._ask_for_scores(delivery.to_score, replica, epoch)
         deliveries = [delivery for _, delivery in made]
         for delivery in deliveries:
             for ended in delivery.ended:
@@ -128,7 +137,14 @@ class StreamingStage(Actor):
         self._fenced |= fenced
         return frozenset(entry_ids.values())
 
-    async def _recover(self, items: Sequence[RecoveryItem]) -> None:
+    async def _ask_for_scores(
+        self, samples: Sequence[ScoreSample], replica: int, epoch: int
+    ) -> None:
+        """Asks an executor what its reference model makes of samples."""
+        for sample in samples:
+            await self.send(at(CONTROL["executor"], replica), sample, epoch=epoch)
+
+    async def _recover(self, items: Sequence[RecoveryItem], replica: int) -> None:
         """Tells admission what there is of these requests, which go on in this epoch."""
         await self.tick()  # what is known to have ended must be seen to have ended
         keys = [item.key for item in items]
@@ -150,7 +166,8 @@ class StreamingStage(Actor):
                 self.log.warning("outputs_differ_from_the_stream", key=item.key)
                 self._core.forget(item.key, item.entry_id)
             if chunks and item.info is not None and not self._core.knows(item):
-                self._core.restore(item.info, chunks)
+                self._core.restore(item.info, chunks, item.prompt_token_ids)
                 trace = TraceContext(item.info.traceparent, item.info.tracestate)
                 self.log_of(item.info.request_id, trace).info("request_restored")
+            await self._ask_for_scores(self._core.to_score(item), replica, self.epoch)
             await self.send(FINISHED, self._core.recovered(item))

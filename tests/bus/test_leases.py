@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 from nano_inference.bus import Bus, RequestEntry
 from nano_inference.bus.keys import Keys
 from nano_inference.bus.public import Completion, ErrorInfo, GenerateRequest
+from nano_inference.bus.redis import queue_length
 from nano_inference.config import BusConfig, ConfigError, LaneReplaced
 
 from .test_requests import take
@@ -303,3 +304,50 @@ async def test_the_hint_is_on_the_wire(redis_buses: Any, foreign: Redis, kit: An
     await bus.results.deliver([("s", [kit.failed("s", "1-1", "x")])])
     ((_, fields),) = await foreign.xrange(f"{redis_buses.prefix}:out:s")
     assert "retry_after_s" not in json.loads(fields["json"])["error"]
+
+
+# --- how many wait --------------------------------------------------------------------------------
+
+
+async def test_the_queue_length_is_that_of_all_lanes_that_live(
+    redis_buses: Any, foreign: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = await lane(redis_buses, "a"), await lane(redis_buses, "b")
+    for number in range(8):
+        await first.requests.publish({"prompt": str(number)})
+    await take(first, 4)
+    await take(second, 2)
+    assert await first.requests.count_queue(3) == 5
+    assert await second.requests.count_queue(1) == 4
+    monkeypatch.setattr(queue_length, "TOLD_FOR_MS", 1)
+    await first.requests.count_queue(3)
+    monkeypatch.undo()
+    async with asyncio.timeout(20):
+        while await second.requests.count_queue(1) != 7:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert await foreign.hkeys(Keys(redis_buses.prefix).begun) == ["b"]
+
+
+async def test_the_queue_length_is_right_where_the_lag_of_the_stream_is_not(
+    redis_buses: Any, foreign: Redis
+) -> None:
+    bus, keys = await lane(redis_buses, "a"), Keys(redis_buses.prefix)
+    published = [await bus.requests.publish({"prompt": str(i)}) for i in range(6)]
+    await take(bus, 4)
+    assert await bus.requests.count_queue(1) == 5
+    await foreign.xdel(keys.requests, published[-1])
+    await bus.requests.publish({"prompt": "last"})
+    (group,) = await foreign.xinfo_groups(keys.requests)
+    assert group["lag"] in (None, 0), "what a scaler would take for the length of the queue"
+    assert await bus.requests.count_queue(1) == 5
+    assert await foreign.get(keys.queue_length) == "5"
+    assert 0 < await foreign.pttl(keys.queue_length) <= queue_length.TOLD_FOR_MS
+
+
+async def test_where_no_lane_lives_the_whole_stream_waits(redis_buses: Any, foreign: Redis) -> None:
+    bus, keys = await lane(redis_buses, "a"), Keys(redis_buses.prefix)
+    for number in range(3):
+        await bus.requests.publish({"prompt": str(number)})
+    await bus.requests.count_queue(1)
+    await foreign.delete(keys.queue_length)  # as after its time
+    assert (await bus.requests.backlog()).queue_length == 3

@@ -46,6 +46,7 @@ def look(rate: int = 1234, *, without: str = "") -> BusStatus:
         server="Valkey",
         prefix="nano",
         waiting=12,
+        queue_length=13,
         in_flight=47,
         dead_letters=1,
         last_taken_s=0.1,
@@ -66,7 +67,7 @@ def rendered(found: BusStatus, history: History) -> str:
 def test_a_look_has_every_number() -> None:
     text = rendered(look(), History())
     for words in (
-        "12 on the stream, 47 taken and unanswered, 1 dead letters",
+        "12 on the stream, 47 taken, 13 not begun, 1 dead letters",
         "1,234",
         "35.5 ms median, 80.0 ms for 95 of 100",
         "7 in fairness, 4 in batching",
@@ -116,7 +117,7 @@ def test_one_look_at_a_running_pipeline(run: Run, on_served: Config) -> None:
     until_ready(run)
     ran = run("top", "--once")
     assert ran.status == 0, ran.stderr
-    assert "0 on the stream, 0 taken and unanswered, 0 dead letters" in ran.stdout
+    assert "0 on the stream, 0 taken, 0 not begun, 0 dead letters" in ran.stdout
     assert "KV blocks" in ran.stdout
     assert run("top").status == 0, "on a pipe it is one look, too"
 

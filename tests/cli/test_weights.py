@@ -63,6 +63,27 @@ def test_a_checkpoint_folder_and_back(
     assert version(run) == before + 40
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("weights", "version"),
+        ("weights", "update", "--folder", str(MODEL)),
+        ("pause",),
+        ("resume",),
+        ("flush-cache",),
+        ("release-memory",),
+        ("resume-memory",),
+    ],
+)
+def test_a_lane_that_is_not_there(run: Run, on_served: Config, command: tuple[str, ...]) -> None:
+    assert_refused(run(*command, "--lane", "b"), "no lane 'b' lives here; those that do: 0")
+
+
+def test_only_one_lane(run: Run, on_served: Config) -> None:
+    assert run("weights", "version", "--lane", on_served.bus.lane).stdout.strip().isdigit()
+    assert run("flush-cache", "--lane", on_served.bus.lane).status == 0
+
+
 def test_a_part_of_the_weights(run: Run, on_served: Config, tmp_path: Path) -> None:
     before = version(run)
     file = tmp_path / "part.safetensors"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from nano_inference import (
     WeightsError,
     WeightsGroup,
 )
-from nano_inference.bus.weights import GroupWeights, SharedMemoryWeights, TensorMeta
+from nano_inference.bus.weights import GroupWeights, InFlight, SharedMemoryWeights, TensorMeta
 
 from .. import oracle
 
@@ -108,6 +108,13 @@ def test_a_state_dict_is_held_against_the_models_dtype(blocking: bool) -> None:
             engine.update_weights(weights, blocking)
         assert refused.value.code == "weights_not_finite"
         assert spells(engine) == (1, oracle.token_of(1))
+
+
+def test_what_becomes_of_requests_is_never_guessed(engine: InferenceEngine) -> None:
+    unknown = cast(InFlight, "finish")
+    with pytest.raises(WeightsError, match=r"'finish'.*'keep' or 'retract' or 'abort'"):
+        engine.update_weights(spelling(engine, 4), blocking=True, in_flight=unknown)
+    assert engine.get_weight_version() == 0
 
 
 META = TensorMeta("model.norm.weight", "float32", (128,))

@@ -19,7 +19,9 @@ from nano_inference import BusClient, Completion, Config, Pipeline
 from nano_inference.bus.control import Pause, Resume
 from nano_inference.bus.links import CONTROL
 from nano_inference.bus.public import CompletionChunk, Output
-from nano_inference.config import LaneReplaced
+from nano_inference.bus.redis import queue_length
+from nano_inference.bus.weights import FolderWeights
+from nano_inference.config import BusError, LaneReplaced
 from nano_inference.stages.admission.stage import AdmissionStage
 
 from .conftest import MakeConfig, config_maker
@@ -29,9 +31,9 @@ LIMIT_S = 90
 LEASE_S = 0.5
 
 
-@pytest.fixture(params=["redis", "redis-links", "cluster"])
+@pytest.fixture(params=["redis-links", "cluster"])
 def make_config(request: pytest.FixtureRequest) -> MakeConfig:
-    """In memory there is one lane only."""
+    """In memory there is one lane only. With links in memory nothing of this is different."""
     return config_maker(request)
 
 
@@ -52,7 +54,12 @@ def admission_of(pipeline: Pipeline) -> AdmissionStage:
 
 
 def in_flight(pipeline: Pipeline) -> int:
-    return len(admission_of(pipeline)._ledger)
+    return int(admission_of(pipeline).load()["in_flight"])
+
+
+def is_ready(pipeline: Pipeline) -> bool:
+    """Whether its admission lets requests in."""
+    return admission_of(pipeline).condition()[0] == "ready"
 
 
 async def kill(pipeline: Pipeline) -> None:
@@ -110,7 +117,8 @@ async def test_two_lanes_serve_one_stream(make_config: MakeConfig) -> None:
         assert {completion.status for completion in completions} == {"done"}
         assert len({completion.entry_id for completion in completions}) == 40
         for pipeline in (first, second):
-            assert admission_of(pipeline)._rate._seconds, "both have served some"
+            (steps,) = [s.load["steps"] for s in pipeline.stages() if s.stage == "executor"]
+            assert steps, "both have served some"
 
 
 async def test_a_request_id_is_used_once_in_all_lanes(make_config: MakeConfig) -> None:
@@ -158,6 +166,33 @@ async def test_control_messages_reach_every_lane(make_config: MakeConfig) -> Non
         await client.flush_cache()
         await client.resume()
         assert [(await task).status for task in waiting] == ["done"] * 2
+
+
+async def test_an_operation_may_name_one_lane(redis_config: MakeConfig) -> None:
+    configs = [lane_config(redis_config, lane, admission__max_in_flight=1) for lane in "ab"]
+    weights = FolderWeights(str(configs[0].engine.model_folder))
+    async with (
+        asyncio.timeout(LIMIT_S),
+        Pipeline(configs[0]),
+        Pipeline(configs[1]) as second,
+        BusClient.connect(configs[0].bus) as client,
+    ):
+        assert await client.update_weights(weights, lane="a") == 1
+        versions = [await client.weight_version(lane=lane) for lane in ("a", "b", None)]
+        assert versions == [1, 0, 0]
+        await client.pause(lane="b")
+        answers = [asyncio.create_task(client.complete(GOOD)) for _ in range(4)]
+        # The other lane answers all but the one that this lane has taken.
+        await until(lambda: sum(each.done() for each in answers) == 3 and in_flight(second) == 1)
+        await client.flush_cache(lane="a")
+        await client.resume(lane="b")
+        made_by = [each.samples[0].weight_version for each in await asyncio.gather(*answers)]
+        assert sorted(made_by) == [0, 1, 1, 1]
+        operations = (client.pause, client.resume, client.flush_cache, client.cancel_all)
+        for operation in (*operations, client.weight_version, client.release_memory):
+            with pytest.raises(BusError, match="no lane 'c' lives here") as unknown:
+                await operation(lane="c")
+            assert unknown.value.code == "unknown_lane"
 
 
 # --- taking over ------------------------------------------------------------------------------
@@ -259,7 +294,7 @@ async def test_a_lane_that_was_paused_writes_nothing_when_it_comes_back(
             async with Pipeline(configs[1]) as other:
                 control = other.bus.sender(CONTROL["batching"], "client-1")
                 await control.send(Pause())
-                await until(lambda: in_flight(other) and admission_of(other)._open.is_set())
+                await until(lambda: in_flight(other) and is_ready(other))
                 if comes_back == "while it runs":
                     paused.send_signal(signal.SIGCONT)
                     await until(lambda: "requests_gone_to_another_lane" in log.read_text())
@@ -430,3 +465,31 @@ async def test_time_that_runs_out_in_fairness_and_in_batching(make_config: MakeC
         running = await pipeline.complete({**LONG, "budget_ns": 300_000_000})
         assert running.status == "expired"
         assert (await pipeline.complete(GOOD)).status == "done", "its place is free again"
+
+
+# --- how many wait --------------------------------------------------------------------------------
+
+
+async def test_the_queue_length_counts_what_lanes_hold_and_what_a_dead_lane_held(
+    redis_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing waits unread on the stream: a lane takes far more than it can run."""
+    monkeypatch.setattr(queue_length, "TOLD_FOR_MS", 2000)
+    few = {"engine__max_batch_size": 2, "admission__lease_s": 1000.0}
+    configs = [redis_config(bus__lane=lane, **few) for lane in "ab"]
+
+    async def holds(waiting: int) -> None:
+        while (await client.bus.requests.backlog()).queue_length != waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+    async with asyncio.timeout(LIMIT_S), BusClient.connect(configs[0].bus) as client:
+        first = await begin(Pipeline(configs[0]))
+        for _ in range(6):
+            await client.publish({**LONG, "stream": False})
+        await until(lambda: in_flight(first) == 6 and first._actors["streaming"].begun() == 2)
+        await client.pause()  # or some might end
+        await holds(4)
+        async with Pipeline(configs[1]):
+            await holds(4)
+            await kill(first)
+            await holds(6)

@@ -16,7 +16,8 @@ from nano_inference.bus.messages import NewSequence, StepPlan, StepResult
 from nano_inference.bus.public import CompletionChunk, Output
 from nano_inference.config import STAGES, ConfigError, ModelError
 from nano_inference.pipeline.supervisor import RestartBudget, StageFailed
-from nano_inference.stages.admission.core import AdmissionCore
+from nano_inference.stages.admission.ledger import Ledger
+from nano_inference.stages.admission.requests import Requests
 from nano_inference.stages.admission.stage import AdmissionStage
 from nano_inference.stages.batching.core import BatchingCore
 from nano_inference.stages.executor.core import ExecutorCore
@@ -24,7 +25,7 @@ from nano_inference.stages.fairness.core import FairnessCore
 from nano_inference.stages.streaming.core import StreamingCore
 
 from . import reference
-from .conftest import MakeConfig
+from .conftest import MakeConfig, all_buses
 
 LIMIT_S = 90
 GOOD = {"prompt": "12 + 30 =", "sampling": {"temperature": 0}}
@@ -63,6 +64,8 @@ def check_stream(index: int, outputs: Sequence[Output]) -> None:
     assert completion.status == "done", completion.error
     (sample,) = completion.samples
     assert sample.token_ids == undisturbed(index)
+    prompt = reference.tokenizer().encode(stream_request(index)["prompt"])
+    assert completion.prompt_token_ids == tuple(prompt)
     token_ids: list[int] = []
     text = ""
     for chunk in chunks:
@@ -102,6 +105,7 @@ def break_once(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, after:
     monkeypatch.setattr(owner, method, wrapper)
 
 
+@all_buses
 @pytest.mark.parametrize(
     ("owner", "method"),
     [(ExecutorCore, "execute"), (BatchingCore, "absorb"), (StreamingCore, "absorb")],
@@ -140,13 +144,14 @@ async def test_a_pause_outlasts_a_failure(
         epoch = admission.epoch
         break_once(monkeypatch, FairnessCore, "push", after=1)
         other = asyncio.create_task(whole_stream(pipeline, 1))
-        await until(lambda: admission.epoch > epoch and admission._open.is_set())
+        await until(lambda: admission.epoch > epoch and admission.condition()[0] == "ready")
         done, _ = await asyncio.wait([other], timeout=0.2)
         assert not done
         await pipeline.client.resume()
         await asyncio.gather(running, other)
 
 
+@all_buses
 async def test_failure_upon_failure(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,16 +167,17 @@ async def test_failure_upon_failure(
             break_once(monkeypatch, BatchingCore, "absorb", after=after)
             break_once(monkeypatch, StreamingCore, "absorb", after=after)
             break_once(monkeypatch, FairnessCore, "pop", after=after)
-            break_once(monkeypatch, AdmissionCore, "finish", after=after // 15)
+            break_once(monkeypatch, Ledger, "remove", after=after // 15)
         await whole_streams(pipeline)
 
 
+@all_buses
 async def test_a_failed_admission_finds_its_requests_again(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(pipeline__restart_backoff_s=0.01)
     async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
-        break_once(monkeypatch, AdmissionCore, "room", after=6)
+        break_once(monkeypatch, Requests, "room", after=6)
         await whole_streams(pipeline)
 
 
@@ -211,7 +217,7 @@ async def test_a_request_cancelled_while_the_lane_is_down_ends_as_cancelled(
             break_once(monkeypatch, ExecutorCore, "execute", after=1)
             admission = pipeline._actors["admission"]
             assert isinstance(admission, AdmissionStage)
-            await until(lambda: not admission._open.is_set())
+            await until(lambda: admission.condition()[0] != "ready")
             await pipeline.client.cancel("mine")
             last = [output async for output in outputs][-1]
         assert isinstance(last, Completion)
@@ -239,6 +245,7 @@ async def test_a_missing_model_is_said_at_once(make_config: MakeConfig) -> None:
             raise AssertionError("it must not start")
 
 
+@all_buses
 async def test_leaving_the_stream_early_cancels_the_request(pipeline: Pipeline) -> None:
     tail = await pipeline.bus.results.tail()
     async with asyncio.timeout(LIMIT_S), aclosing(tail):
@@ -280,6 +287,7 @@ async def test_cancel_of_an_unknown_request_changes_nothing(pipeline: Pipeline) 
     assert (await pipeline.complete(GOOD)).status == "done"
 
 
+@all_buses
 async def test_drain_finishes_what_is_in_flight(pipeline: Pipeline) -> None:
     request = {"prompt": "1 + 1 =", "sampling": {"max_tokens": 100, "ignore_eos": True}}
     async with asyncio.timeout(LIMIT_S):
@@ -312,6 +320,25 @@ async def test_memory_pipeline_refuses_what_comes_while_it_drains() -> None:
         assert late.error.code == "shutting_down"
 
 
+async def test_a_duplicate_that_comes_while_the_pipeline_drains_ends_nobody_else() -> None:
+    """Whatever it is refused for, the stream that its id names is another request's."""
+    running = {**stream_request(0), "request_id": "mine"}
+    async with asyncio.timeout(LIMIT_S), Pipeline() as pipeline:
+        stream = pipeline.submit(running)
+        outputs = [await anext(stream)]
+        await pipeline.client.pause()
+        drained = asyncio.create_task(pipeline.drain(LIMIT_S))
+        await until(lambda: pipeline._actors["admission"].condition()[0] == "draining")
+        late = await pipeline.complete({**GOOD, "request_id": "mine"})
+        assert late.error is not None
+        assert late.error.code == "duplicate_request"
+        await pipeline.client.resume()
+        outputs += [output async for output in stream]
+        assert await drained
+    assert isinstance(outputs[-1], Completion)
+    assert outputs[-1].status == "done"
+
+
 async def test_more_requests_than_fit_wait_and_all_end(make_config: MakeConfig) -> None:
     config = make_config(admission__max_in_flight=4, engine__max_batch_size=3)
     async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
@@ -330,6 +357,7 @@ async def test_pause_and_resume(pipeline: Pipeline) -> None:
         assert (await waiting).status == "done"
 
 
+@all_buses
 async def test_stages_in_two_processes_worth_of_pipelines(
     make_config: MakeConfig, redis_url: str
 ) -> None:

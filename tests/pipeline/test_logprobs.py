@@ -80,6 +80,7 @@ async def test_all_that_is_reported_comes_to_the_client(shared: Pipeline) -> Non
     assert isinstance(completion, Completion)
     assert completion.status == "done", completion.error
     prompt = reference.tokenizer().encode(PROMPT)
+    assert completion.prompt_token_ids == tuple(prompt)
     holds(prompt, completion.prompt_logprobs, completion.prompt_top_logprobs, 2, 1.5)
     chunks = [output for output in outputs if isinstance(output, CompletionChunk)]
     assert len({sample.token_ids for sample in completion.samples}) > 1

@@ -26,8 +26,8 @@ from nano_inference.bus.weights import FolderWeights
 from nano_inference.stages.batching.core import BatchingCore
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.memory import LaneMemory
-from nano_inference.stages.executor.releases import MemoryReleases
 from nano_inference.stages.executor.stage import ExecutorStage, _on_torch
+from nano_inference.stages.executor.weights import WeightUpdates
 
 from .. import oracle
 from ..resident import needs_proc, resident_bytes
@@ -235,7 +235,7 @@ async def test_a_release_outlives_the_failure_of_batching(
     before = running._actors["batching"]
     with monkeypatch.context() as patch:
         # A successor knows what is released from the first word that it hears of the executor.
-        patch.setattr(MemoryReleases, "tell", silence)
+        patch.setattr(WeightUpdates, "_tell_batching", silence)
         break_once(patch, BatchingCore, "plan", after=1)
         await running.client.flush_cache()
         await until(lambda: running._actors["batching"] is not before)

@@ -22,8 +22,9 @@ from nano_inference.pipeline import client as client_module
 from nano_inference.pipeline import update_together
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.stage import ExecutorStage
-from nano_inference.stages.executor.transports import SharedWeights, WeightsGroup
-from nano_inference.stages.executor.updates import WeightUpdates
+from nano_inference.stages.executor.weights.transports import SharedWeights, WeightsGroup
+from nano_inference.stages.executor.weights.updates import WeightUpdates
+from nano_inference.telemetry import now_ns
 
 from .. import oracle
 from . import reference
@@ -113,13 +114,13 @@ async def several(request: pytest.FixtureRequest) -> AsyncIterator[Several]:
 
 def fails(update: WeightUpdates, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its next fetch, and only that one."""
-    original = update._prepare
+    original = update._fetch
 
-    def prepare(*args: Any) -> Any:
-        monkeypatch.setattr(update, "_prepare", original)
+    def fetch(*args: Any) -> Any:
+        monkeypatch.setattr(update, "_fetch", original)
         raise WeightsError("the disk is on fire")
 
-    monkeypatch.setattr(update, "_prepare", prepare)
+    monkeypatch.setattr(update, "_fetch", fetch)
 
 
 @pytest.mark.parametrize("transport", ["state dict", "shared memory", "folder", "group"])
@@ -190,10 +191,10 @@ async def test_one_that_is_lost_before_it_changes_is_named(
     first, second = several.updates
     original = second.obey
 
-    async def obey(operation: Any, weights: Any) -> None:
+    async def obey(operation: Any) -> None:
         if isinstance(operation, FinishUpdate):
-            second._drop_prepared()
-        await original(operation, weights)
+            second.core.begin(FinishUpdate(operation.prepared), now_ns())
+        await original(operation)
 
     monkeypatch.setattr(second, "obey", obey)
     with pytest.raises(WeightsError) as differ:
@@ -208,7 +209,7 @@ async def test_one_that_is_lost_before_it_changes_is_named(
     assert several.versions == [2, 2]
     async with several.under_load() as finished:
         await until(lambda: finished() > 20)
-    assert first._prepared is second._prepared is None
+    assert first.core.prepared == second.core.prepared == ""
 
 
 async def test_updates_at_the_same_time_do_not_mix(several: Several, loaded: State) -> None:
@@ -236,25 +237,25 @@ async def test_a_caller_that_leaves_gives_the_update_up(
 ) -> None:
     first, second = several.updates
     may_go_on = threading.Event()
-    original = second._prepare
+    original = second._fetch
 
-    def prepare(*args: Any) -> Any:
+    def fetch(*args: Any) -> Any:
         assert may_go_on.wait(LIMIT_S)
         return original(*args)
 
-    monkeypatch.setattr(second, "_prepare", prepare)
+    monkeypatch.setattr(second, "_fetch", fetch)
     update = asyncio.create_task(
         several.client.update_weights(oracle.announcing(loaded, 1), timeout_s=LIMIT_S)
     )
     try:
-        await until(lambda: first._prepared is not None)
+        await until(lambda: first.core.prepared != "")
         update.cancel()
         await asyncio.wait([update])
         assert update.cancelled()
-        assert first._prepared is None
+        assert not first.core.prepared
     finally:
         may_go_on.set()
-    await until(lambda: not second._fetching.locked())
+    await until(lambda: not second.core.fetching)
     assert await several.client.update_weights(oracle.announcing(loaded, 2)) == 1
     assert several.versions == [1, 1]
 
@@ -271,7 +272,7 @@ async def test_who_does_not_answer_is_named(
     assert silent.value.message.count("did not answer") == 1
     assert "has version 0" in silent.value.message
     assert several.versions == [0, 0]
-    assert several.updates[0]._prepared is None
+    assert not several.updates[0].core.prepared
 
 
 async def test_an_update_waits_for_an_executor_that_is_loading(
@@ -312,16 +313,15 @@ async def test_prepared_weights_are_dropped_when_nobody_asks_for_them(
     several: Several, loaded: State
 ) -> None:
     """Their sender is gone without a word."""
-    update = several.updates[0]
     key = handoff.lay_down("theirs", oracle.announcing(loaded, 1))
     prepare = client_module.UpdateWeights(key, timeout_s=0.3, prepare_as="theirs")
     operators = several.client._operators
-    await operators.ask("executor", prepare, LIMIT_S, await operators.everyone("executor"))
+    executors = await operators.everyone("executor")
+    await operators.ask("executor", prepare, LIMIT_S, executors)
     handoff.pick_up("theirs")
-    with pytest.raises(WeightsError) as late:
-        await until(lambda: not any(each._prepared for each in several.updates))
-        await update._finish(FinishUpdate("theirs", 1), several.executors[0]._core.weights)
-    assert late.value.code == "weights_incomplete"
+    await until(lambda: not any(update.core.prepared for update in several.updates))
+    late = await operators.ask("executor", FinishUpdate("theirs", 1), LIMIT_S, executors)
+    assert [outcome.code for outcome in late] == ["weights_incomplete"] * 2
     assert await several.client.update_weights(oracle.announcing(loaded, 1)) == 1
 
 

@@ -16,7 +16,7 @@ from nano_inference.bus import Outcome
 from nano_inference.bus.links import CONTROL
 from nano_inference.config import load_config
 from nano_inference.pipeline.pipeline import Pipeline
-from nano_inference.stages.executor.updates import WeightUpdates
+from nano_inference.stages.executor.weights.updates import WeightUpdates
 
 LIMIT_S = 60.0
 
@@ -63,14 +63,14 @@ class Executor:
 
     async def is_as_it_was(self) -> bool:
         """It has not failed, has answered everybody once, and serves with the weights it had."""
-        return await self.is_as_it_was_but_for([]) and not self.updates._fetching.locked()
+        return await self.is_as_it_was_but_for([]) and not self.updates.core.fetching
 
     async def is_as_it_was_but_for(self, waiting: list[str]) -> bool:
         """The same, where these wait for their answers."""
         completion = await self.pipeline.complete(REQUEST)
         return (
             self.pipeline._actors["executor"] is self._stage
-            and [each.operation_id for each in self.updates._unanswered.values()] == waiting
+            and [operation.operation_id for operation in self.updates.core.unanswered] == waiting
             and set(self._answered.values()) <= {1}
             and completion.samples[0].token_ids == self._tokens
             and completion.samples[0].weight_version == 0

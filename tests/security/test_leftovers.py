@@ -25,7 +25,7 @@ OWNER = """
 import sys, torch
 from nano_inference.cli.embedded import embedded_server
 from nano_inference.stages.temporary import temporary_folder
-from nano_inference.stages.executor.transports import SharedWeights
+from nano_inference.stages.executor.weights.transports import SharedWeights
 tensors = {name: torch.ones(1000) for name in "ab"}
 with (
     embedded_server(int(sys.argv[1])) as url,

@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
+from nano_inference.bus import Malformed
+from nano_inference.bus.codec import decode_request, encode_request
 from nano_inference.gateway.words import Words
 
 from ..gateway.fake import FakeEngine
@@ -126,6 +128,39 @@ async def test_a_text_that_the_bus_would_refuse_is_not_sent_there(
             answer = await http.post("/generate", json={"text": text} | more)
             assert error_of(answer, 413) == "request_too_large"
     assert not engine.requests
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"text": "\n" * 600},
+        {"input_ids": [1000] * 300},
+        {"text": "a", "sampling_params": {"stop": ["b" * 900, "c" * 900]}},
+        {"text": "a", "sampling_params": {"logit_bias": {str(i): 1.5 for i in range(200)}}},
+        {"text": ["a", "\n" * 600]},
+    ],
+)
+async def test_a_request_that_the_bus_would_refuse_is_not_published(
+    open_http: OpenHttp, engine: FakeEngine, body: dict[str, Any]
+) -> None:
+    """What counts is the request as the bus carries it: quoted, with all its parameters."""
+    answer = await open_http(bus__max_request_bytes=1000).post("/generate", json=body)
+    assert error_of(answer, 413) == "request_too_large"
+    assert not engine.requests
+
+
+async def test_what_the_bus_takes_the_gateway_takes(
+    open_http: OpenHttp, engine: FakeEngine
+) -> None:
+    """To the byte."""
+    body = {"text": "é" * 300, "rid": "mine", "sampling_params": {"stop": ["\n"]}}
+    await open_http().post("/generate", json=body)
+    raw = encode_request(engine.requests.pop())[1]
+    for most in (len(raw), len(raw) - 1):
+        fits = not isinstance(decode_request(raw, "json", most), Malformed)
+        answer = await open_http(bus__max_request_bytes=most).post("/generate", json=body)
+        assert (answer.status_code, len(engine.requests)) == ((200, 1) if fits else (413, 0))
+        engine.requests.clear()
 
 
 async def test_long_texts_are_tokenised_two_at_a_time_while_others_are_served(

@@ -42,7 +42,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def completion(
-    request_id: str, num_tokens: int, n: int = 1, tops: int = 0, prompt_tops: int | None = None
+    request_id: str,
+    num_tokens: int,
+    n: int = 1,
+    tops: int = 0,
+    prompt_tops: int | None = None,
+    *,
+    reference: bool = False,
 ) -> Completion:
     """A result in which each number has as many characters as it can have."""
     likeliest = tuple(TokenLogprob(token_id=999_999, logprob=LONGEST) for _ in range(tops))
@@ -55,6 +61,7 @@ def completion(
             logprobs=(LONGEST,) * num_tokens,
             finish_reason="length",
             top_logprobs=(likeliest,) * num_tokens if tops else None,
+            ref_logprobs=(LONGEST,) * num_tokens if reference else None,
         )
         for index in range(n)
     )
@@ -65,6 +72,8 @@ def completion(
         samples=samples,
         prompt_logprobs=scored,
         prompt_top_logprobs=(likeliest[:prompt_tops],) * num_tokens if prompt_tops else None,
+        prompt_token_ids=(9_999_999,) * num_tokens,
+        prompt_ref_logprobs=scored if reference else None,
     )
 
 
@@ -90,6 +99,7 @@ def chunk(request_id: str, num_bytes: int) -> CompletionChunk:
         {"max_tokens": 4000},
         {"max_tokens": 200, "logprobs": 20},
         {"max_tokens": 1, "prompt_logprobs": 20, "prompt_token_ids": (5,) * 200},
+        {"max_tokens": 1, "prompt_token_ids": (5,) * 20_000},
     ],
 )
 def test_a_request_whose_result_nothing_carries_is_refused(
@@ -111,13 +121,16 @@ def test_a_request_whose_result_nothing_carries_is_refused(
     core.admit(RequestEntry("1-2", halved), 0, 0)
 
 
+@pytest.mark.parametrize("reference", [False, True])
 @pytest.mark.parametrize(("n", "tops", "prompt_tops"), [(1, 0, None), (3, 20, None), (2, 5, 20)])
-def test_no_result_is_larger_than_was_reckoned(n: int, tops: int, prompt_tops: int | None) -> None:
+def test_no_result_is_larger_than_was_reckoned(
+    n: int, tops: int, prompt_tops: int | None, reference: bool
+) -> None:
     sampling = SamplingParams(max_tokens=500, logprobs=tops, prompt_logprobs=prompt_tops)
-    raw = encode_output(completion("r" * 256, 500, n, max(tops, prompt_tops or 0), prompt_tops))
-    reckoned = result_bytes(
-        msgspec.structs.replace(sampling, logprobs=max(tops, prompt_tops or 0)), n, 500
-    )
+    most = max(tops, prompt_tops or 0)
+    raw = encode_output(completion("r" * 256, 500, n, most, prompt_tops, reference=reference))
+    sampling = msgspec.structs.replace(sampling, logprobs=most)
+    reckoned = result_bytes(sampling, n, 500, reference=reference)
     assert len(raw) <= reckoned <= 1.5 * len(raw) + 4096
 
 

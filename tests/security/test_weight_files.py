@@ -18,12 +18,17 @@ from torch import nn
 from nano_inference.bus.control import UpdateWeights
 from nano_inference.bus.weights import GroupWeights, SharedMemoryWeights, TensorMeta
 from nano_inference.config import WeightsError
-from nano_inference.stages.executor.arguments import check_arguments
-from nano_inference.stages.executor.limits import WeightLimits, limits_of
-from nano_inference.stages.executor.parts import WeightParts
-from nano_inference.stages.executor.transports import Background, folder, layout, read_folder
-from nano_inference.stages.executor.transports.folder import stamp_of
-from nano_inference.stages.executor.transports.shared_memory import read_shared_memory
+from nano_inference.stages.executor.weights.arguments import check_arguments
+from nano_inference.stages.executor.weights.limits import WeightLimits, limits_of
+from nano_inference.stages.executor.weights.parts import WeightParts
+from nano_inference.stages.executor.weights.transports import (
+    Background,
+    folder,
+    layout,
+    read_folder,
+)
+from nano_inference.stages.executor.weights.transports.folder import stamp_of
+from nano_inference.stages.executor.weights.transports.shared_memory import read_shared_memory
 
 LIMIT_S = 30.0
 FEW = WeightLimits(tensors=100, num_bytes=1 << 20)

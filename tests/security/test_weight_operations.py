@@ -30,9 +30,10 @@ from nano_inference.bus.weights import (
     TensorMeta,
 )
 from nano_inference.stages.executor import WeightSyncManager
-from nano_inference.stages.executor.transports import SharedWeights
+from nano_inference.stages.executor.weights.effects import Restore
+from nano_inference.stages.executor.weights.transports import SharedWeights
 
-from ..stages.executor.transports.peers import free_address
+from ..stages.executor.weights.transports.peers import free_address
 from .executor import Executor, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -75,6 +76,7 @@ BAD: list[tuple[Any, str]] = [
     (folder("x", timeout_s=math.nan), "timeout_s"),
     (folder("x", timeout_s=math.inf), "timeout_s"),
     (folder("x", timeout_s=-1.0), "timeout_s"),
+    (folder("x", in_flight="finish"), "'keep' or 'retract' or 'abort'"),
     (folder("x", part_of="p" * 2_000_000), "part_of"),
     (folder("x", prepare_as="p" * 2_000_000), "prepare_as"),
     (FinishUpdate("p" * 2_000_000), "prepared"),
@@ -154,7 +156,7 @@ async def test_what_nobody_thought_of_is_an_answer_too(
     def fail(*_: Any) -> None:
         raise error
 
-    package = "nano_inference.stages.executor"
+    package = "nano_inference.stages.executor.weights"
     monkeypatch.setattr(f"{package}.updates.fetch", fail)
     monkeypatch.setattr(f"{package}.updates.stamp_of", fail)
     monkeypatch.setattr(f"{package}.transports.group.await_port", fail, raising=False)
@@ -177,11 +179,11 @@ async def test_an_error_of_the_check_on_the_torch_thread_is_an_answer(
         def fail(*_: Any, **__: Any) -> None:
             raise RuntimeError("it does not compare")
 
-        m.setattr("nano_inference.stages.executor.weights.WeightSyncManager.check_complete", fail)
+        m.setattr(WeightSyncManager, "check_complete", fail)
         for changed in ({}, {"prepare_as": "p"}):
             outcome = await executor.ask(UpdateWeights(shared.source, partial=True, **changed))
             assert (outcome.code, "RuntimeError" in outcome.message) == ("weights_refused", True)
-        assert executor.updates._prepared is None
+        assert not executor.updates.core.prepared
     assert await executor.is_as_it_was()
 
 
@@ -190,15 +192,11 @@ async def test_what_the_lane_is_said_to_have_is_looked_at_too(
     executor: Executor, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It comes from the bus, where others may write."""
-    succession = executor.updates._succession
-
-    async def inherited() -> WeightsInPlace:
-        return WeightsInPlace(version=7, leader="x", folder=folder)
-
-    monkeypatch.setattr(succession, "inherited", inherited)
-    monkeypatch.setattr(succession, "behind", 0)
-    await executor.updates.catch_up(WeightSyncManager(torch.nn.Linear(1, 1)))
-    assert succession.behind == 7
+    core = executor.updates.core
+    monkeypatch.setattr(core._succession, "behind", 0)
+    record = WeightsInPlace(version=7, leader="x", folder=folder)
+    await executor.updates._perform([Restore(record)])
+    assert core.behind == 7
     assert executor.lines[-1]["event"] == "weights_behind"
     monkeypatch.undo()
     assert await executor.is_as_it_was()

@@ -27,11 +27,11 @@ from nano_inference.gateway.sglang import sync as sync_module
 from nano_inference.gateway.sglang import weights as weights_module
 from nano_inference.gateway.sglang.labels import VersionLabels
 from nano_inference.gateway.sglang.sync import WeightSync
-from nano_inference.stages.executor.transports import SharedWeights, WeightsGroup, group
+from nano_inference.stages.executor.weights.transports import SharedWeights, WeightsGroup, group
 
 from ..gateway.fake import FakeEngine
 from ..pipeline.test_life import until
-from ..stages.executor.transports.peers import free_address
+from ..stages.executor.weights.transports.peers import free_address
 from .executor import LIMIT_S, Executor, running
 
 NEVER_S = 3600.0
@@ -137,7 +137,7 @@ async def test_a_trainer_that_is_silent_holds_up_nothing(executor: Executor) -> 
     with WeightsGroup("127.0.0.1:0", 2, name="g", timeout_s=LIMIT_S) as trainer:
         assert (await executor.ask(join("g", trainer.address))).code == ""
         waiting = await executor.tell(group_update(partial=True))
-        await until(executor.updates._fetching.locked)
+        await until(lambda: executor.updates.core.fetching)
         await others_are_served(executor)
         for busy in (
             UpdateWeights(FolderWeights("/nowhere"), timeout_s=NEVER_S),
@@ -149,24 +149,6 @@ async def test_a_trainer_that_is_silent_holds_up_nothing(executor: Executor) -> 
         assert (await executor.ask(LeaveWeightsGroup("g"))).code == ""
         await ends(executor, [waiting])
     assert await executor.is_as_it_was()
-
-
-async def test_a_part_that_waited_has_only_the_rest_of_its_time(executor: Executor) -> None:
-    updates = executor.updates
-    asked: list[float] = []
-
-    async def receive(update: UpdateWeights, weights: object) -> Any:
-        asked.append(update.timeout_s)
-        raise WeightsError("it is only asked for")
-
-    updates._receive = receive  # type: ignore[method-assign]
-    await updates._fetching.acquire()
-    part = UpdateWeights(FolderWeights("/nowhere"), timeout_s=NEVER_S, part_of="p")
-    waiting = await executor.tell(part)
-    await until(lambda: bool(updates._fetching._waiters))
-    updates._fetching.release()
-    assert (await executor.answer(waiting)).code == "weights_refused"
-    assert 0 < asked[0] < NEVER_S
 
 
 # --- the gateway --------------------------------------------------------------------------------

@@ -64,6 +64,23 @@ def test_logprobs_with_their_tokens() -> None:
     assert meta["input_token_logprobs"] == []
 
 
+def test_logprobs_by_the_reference_model() -> None:
+    """Beside the others, where the pipeline has one, and of the same tokens."""
+    writer = answers(return_logprob=True, logprob_start_len=1)
+    found = completion(
+        writer.wanted.request,
+        sample(ref_logprobs=(-0.1, -0.2)),
+        prompt_logprobs=(None, -1.0, -2.0, -3.0),
+        prompt_ref_logprobs=(None, -4.0, -5.0, -6.0),
+    )
+    meta = writer.final(found)[0]["meta_info"]
+    assert meta["output_ref_logprobs"] == (-0.1, -0.2)
+    assert meta["input_ref_logprobs"] == [None, -5.0, -6.0]
+    assert len(meta["input_token_logprobs"]) == len(meta["input_ref_logprobs"])
+    unasked = answers()
+    assert "output_ref_logprobs" not in unasked.final(found)[0]["meta_info"]
+
+
 def test_logprobs_of_the_prompt_from_a_place_on() -> None:
     writer = answers(return_logprob=True, top_logprobs_num=1, logprob_start_len=1)
     found = completion(

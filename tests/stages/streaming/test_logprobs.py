@@ -70,6 +70,21 @@ def test_an_aborted_sample_keeps_its_likeliest_tokens(client: Client) -> None:
 # --- prompts ----------------------------------------------------------------------------------
 
 
+def test_the_completion_has_the_prompt_that_any_of_its_samples_brought(client: Client) -> None:
+    info = info_of(n=2)
+    first = msgspec.structs.replace(started(1, info), prompt_token_ids=(5, 6))
+    client.step([(1, 40, "stop")], new=[first])
+    client.step([(2, 40, "stop")], new=[started(2, info, 1)])
+    (completion,) = client.completions()
+    assert completion.prompt_token_ids == (5, 6)
+
+
+def test_a_request_that_never_ran_has_no_prompt(client: Client) -> None:
+    client.end(cancel_of(unstarted=True))
+    (completion,) = client.completions()
+    assert completion.prompt_token_ids == ()
+
+
 def prompt_of(count: int | None, *, size: int = 5, n: int = 1) -> StartedSequence:
     return started(1, info_of(prompt_logprobs=count, num_prompt_tokens=size, n=n))
 

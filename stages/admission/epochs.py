@@ -1,0 +1,499 @@
+"""The epochs of a lane and the ledger of its requests: what admission does when something fails.
+
+A new epoch goes through these states: some stages are missing; streaming is asked what it has of
+each unanswered request; all have been resumed, those under suspicion one after the other; open,
+that is new requests are let in.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import msgspec
+
+from ...bus.channel import RequestEntry
+from ...bus.control import Cancel, CancelAll, Drain, ServerRestarted, StageReady, StageStarted
+from ...bus.messages import Fenced, Recovered, RecoveredSample, RequestFinished
+from ...config import REPLICATED, Config, role_of, split_role
+from . import effects as do
+from . import events as on
+from .core import request_id_of
+from .ledger import Unanswered, recovery_items
+from .participants import Participants
+from .poison import why_dead
+from .requests import Outbox, Requests
+
+# Requests gone to other lanes of which streaming is reminded in the next epoch.
+REMEMBERED_ELSEWHERE = 4096
+
+Status = Literal["error", "cancelled", "expired"]
+
+EXPIRED = "the request's time budget ran out while a stage was missing"
+ELSEWHERE = "another lane has taken the request over"
+ABORTED = "all requests in flight were ended from outside"
+OVERDUE = "the pipeline is shutting down and the request was not done in time"
+
+
+class EpochCore:
+    """Given events, says what is to be done about them.
+
+    One event at a time: its effects are performed, in order, and their answers handled, before the
+    next event comes. So nothing happens between an effect and its answer, but that entries are
+    taken from the queue (`InHand.add`, `InHand.set_apart`); each comes as Arrived later.
+
+    Attributes:
+        epoch: The number of the present one, 0 before the first.
+        requests: What the lane holds.
+        participants: The other stages.
+        renewed_ns: When the lease was renewed last.
+        asked: Entries that streaming has been asked about in this epoch and not answered yet.
+        alone: Entries under suspicion that wait to run alone, the next one first.
+        is_open: Whether new requests are let in.
+        draining: Whether nothing more is let in, for good.
+    """
+
+    def __init__(self, config: Config, role: str, incarnation: str) -> None:
+        """`role` and `incarnation`: admission's own."""
+        self._outbox = Outbox()
+        self._do = self._outbox.add
+        self.epoch = 0
+        self.requests = Requests(config.admission, self._outbox)
+        self.participants = Participants(config.pipeline.replicas)
+        self.renewed_ns = 0
+        self.is_open = False
+        self.draining = False
+        self._ledger = self.requests.ledger
+        self._role, self._incarnation = role, incarnation
+        self._lease_ns = int(config.admission.lease_s * 1e9)
+        self.asked: set[str] = set()
+        self.alone: deque[str] = deque()
+        # Of this epoch: what streaming has answered, and entries that it was asked about after the
+        # others had gone on.
+        self._answers: dict[str, tuple[RecoveredSample, ...]] = {}
+        self._late: set[str] = set()
+        self._asked_all = False
+        self._resumed = False
+        self._elsewhere: deque[Cancel] = deque(maxlen=REMEMBERED_ELSEWHERE)
+        self._overdue = False
+        self._drain_until_ns = 0
+        # Since when the lane serves nothing, also over several epochs; for spans.
+        self._down_since_ns = 0
+        self._epochs_begun = self._replayed = 0
+
+    # --- what it tells ------------------------------------------------------------------------
+
+    @property
+    def num_recovering(self) -> int:
+        """Requests that have not gone on in this epoch."""
+        if self._resumed:
+            return len(self.alone)
+        return len(self._ledger) + len(self.requests.inherited)
+
+    def take_counts(self) -> tuple[int, int]:
+        """Epochs that were begun and requests that were resumed, since this was asked last."""
+        counts = self._epochs_begun, self._replayed
+        self._epochs_begun = self._replayed = 0
+        return counts
+
+    def wake_at_ns(self) -> int | None:
+        """When a Tick is due although nothing else happens; None for never."""
+        wake_at = [self._patience_ends_ns()]
+        if not self._all_in_lane:
+            wake_at.append(self.requests.next_deadline_ns())
+        if self.draining and not self._overdue:
+            wake_at.append(self._drain_until_ns)
+        return min((each for each in wake_at if each is not None), default=None)
+
+    # --- what comes in ------------------------------------------------------------------------
+
+    def handle(self, event: on.AnyEvent, now_ns: int) -> list[do.Effect]:
+        """What is to be done about an event. `now_ns`: on this process's clock."""
+        match event:
+            case RequestFinished(_, entry_id):
+                self._finish(entry_id, now_ns)
+            case on.Arrived(arrival):
+                self._arrive(arrival, now_ns)
+            case on.Judged():
+                self._enter(event)
+            case on.Tick():
+                self._tick(now_ns)
+            case on.LookAtDrain():
+                self._look_at_drain(now_ns)
+            case on.HandOnFailed(entry_id, error):
+                if (item := self._ledger.get(entry_id)) is not None:
+                    self.requests.give_up(item, error)
+            case Cancel():
+                self._cancel(event)
+            case CancelAll(operation_id):
+                self._cancel_all()
+                self._do(do.Answer(operation_id))
+            case Drain(timeout_ns):
+                self._start_drain(now_ns + timeout_ns)
+            case on.LetIn(arrival):
+                self._let_in(arrival, now_ns)
+            case _:
+                self._handle_for_epoch(event, now_ns)
+        return self._outbox.empty()
+
+    def _handle_for_epoch(self, event: on.AnyEvent, now_ns: int) -> None:
+        match event:
+            case Recovered(entry_id, samples):
+                self._take_answer(entry_id, samples)
+            case on.Ready(ready, epoch):
+                if epoch == self.epoch:
+                    self._take_part(ready, now_ns)
+            case StageStarted(self._role, incarnation):
+                if incarnation != self._incarnation:
+                    self._do(do.Renew())  # is it our successor, or an echo of a predecessor?
+            case StageStarted(role):
+                self._come(role, now_ns)
+            case on.Lost(role, reason, failed):
+                if role != self._role:
+                    self._outbox.log("warning", "stage_lost", lost=role, reason=reason)
+                    self._leave(role, failed, now_ns)
+            case Fenced(entry_ids):
+                # Whose they are, the queue tells.
+                self._do(do.Renew(), do.Then(on.FencesSeen(entry_ids)))
+            case on.FencesSeen(entry_ids):
+                if mine := sum(entry_id in self._ledger for entry_id in entry_ids):
+                    self._begin(f"{mine} streams were taken by a lane that has not them", now_ns)
+            case on.LargerEpoch():
+                reason = "the stages were in a larger epoch"
+                self._do(do.Renew(), do.Then(on.BeginAgain(reason)))
+            case on.BeginAgain(reason):
+                self._begin(reason, now_ns)
+            case ServerRestarted():
+                self._do(do.Distrust())
+                self._begin("the server of the bus was restarted", now_ns)
+            case on.Began(entries):
+                self.renewed_ns = now_ns
+                self.requests.inherited = [(entry, now_ns) for entry in entries]
+                self._begin("admission started", now_ns)
+            case on.EpochBegun(epoch, reason):
+                self._open_epoch(epoch, reason)
+            case on.Renewed(lost):
+                self.renewed_ns = now_ns
+                self._lose(lost)
+            case on.AskStreaming():
+                self._ask_streaming()
+            case on.Claimed():
+                self._take_up_inherited(event)
+            case on.AskAll():
+                self._ask_all()
+            case on.TakenOver(entries):
+                self._inherit(entries, "took_over_from_another_lane", now_ns)
+            case _:
+                self._outbox.log("warning", "message_not_understood", type=type(event).__name__)
+
+    # --- epochs -------------------------------------------------------------------------------
+
+    def _begin(self, reason: str, now_ns: int) -> None:
+        """All stages drop what they hold. Requests in flight are resumed when all are ready."""
+        if self._resumed or not self._down_since_ns:
+            self._down_since_ns = now_ns
+        self._close_gate()
+        self._asked_all = self._resumed = False
+        self.participants.begin(now_ns)
+        self.asked.clear()
+        self._late.clear()
+        self._answers.clear()
+        self.alone.clear()
+        self._do(do.BeginEpoch(reason))
+
+    def _open_epoch(self, epoch: int, reason: str) -> None:
+        self.epoch = epoch
+        self._epochs_begun += 1
+        self._outbox.log("debug", "epoch_begins", epoch=epoch, reason=reason)
+        for role in self.participants.roles:
+            self._do(do.SendReset(role))
+
+    def _close_gate(self) -> None:
+        self.is_open = False
+        self._do(do.CloseGate())
+
+    def _take_part(self, ready: StageReady, now_ns: int) -> None:
+        waited = self.participants.hear(ready.stage)
+        if ready.capacity is not None:
+            self._do(do.SetCapacity(self.participants.hold(ready.stage, ready.capacity)))
+        if not waited:
+            return
+        self._go_on(now_ns)
+        if ready.stage == "streaming":
+            self._ask_early(item for item in self._ledger if item.end is not None)
+
+    def _go_on(self, now_ns: int) -> None:
+        """Takes up what there is, once there is nobody left to wait for."""
+        if self._asked_all or not self.participants.are_enough(now_ns):
+            return
+        if missing := self.participants.dismiss_missing():
+            self._outbox.log("warning", "replicas_missing", missing=missing)
+        # What has gone to another lane must not be written to from here.
+        self._do(do.Renew(), do.Then(on.AskStreaming()))
+
+    def _come(self, role: str, now_ns: int) -> None:
+        """A stage is up, and holds nothing."""
+        self.participants.come(role)
+        if not self._is_apart(role):
+            self._begin(f"{role} started", now_ns)
+            return
+        self._outbox.log("info", "replica_joins", started=role)
+        for stage in REPLICATED:
+            self._do(do.SendReset(role_of(stage, split_role(role)[1])))
+
+    def _leave(self, role: str, failed: bool, now_ns: int) -> None:
+        """What a stage held is lost."""
+        self.participants.leave(role)
+        if self._is_apart(role):
+            return
+        if failed:
+            self._ledger.suspect(self.alone)
+        self._begin(f"{role} stopped", now_ns)
+
+    def _is_apart(self, role: str) -> bool:
+        """Whether a stage is of a replica that has no part in this epoch, which goes on without."""
+        return self._asked_all and self.participants.is_apart(role)
+
+    # --- what streaming has -------------------------------------------------------------------
+
+    def _ask_streaming(self) -> None:
+        while self._elsewhere:
+            self._do(do.Forget(self._elsewhere.popleft()))
+        if inherited := self.requests.inherited:
+            self._do(do.Claim(tuple(entry for entry, _ in inherited)))
+        self._do(do.Then(on.AskAll()))
+
+    def _take_up_inherited(self, claimed: on.Claimed) -> None:
+        inherited = self.requests.take_inherited(claimed.entries)
+        in_hand = self.requests.in_hand
+        claims = zip(inherited, claimed.owners, claimed.long, strict=True)
+        for (entry, received_ns), owner, is_long in claims:
+            if entry.entry_id in self._ledger or entry.entry_id in in_hand:
+                continue
+            in_hand.add([entry])
+            if is_long:
+                # Somebody may have worked on it, but not in this epoch: it was inherited before
+                # this began.
+                in_hand.set_apart(entry.entry_id)
+                self._do(do.Tokenize(on.Arrival(entry, received_ns, owner, "late")))
+            else:
+                self._do(do.Then(on.LetIn(on.Arrival(entry, received_ns, owner, "inherited"))))
+
+    def _ask_all(self) -> None:
+        self._ask(self._ledger)
+        self._asked_all = True
+        self._resume_when_answered()
+
+    def _ask_early(self, items: Iterable[Unanswered]) -> None:
+        """Requests that are to end need none of the stages that are still missing but streaming."""
+        if self.participants.missing and not self.participants.is_missing("streaming"):
+            self._ask(items)
+
+    def _ask(self, items: Iterable[Unanswered]) -> None:
+        for some in recovery_items(items):
+            self.asked.update(item.entry_id for item in some)
+            self._do(do.Ask(some, self.participants.first_executor()))
+
+    def _take_answer(self, entry_id: str, samples: tuple[RecoveredSample, ...]) -> None:
+        self.asked.discard(entry_id)
+        item = self._ledger.get(entry_id)
+        if item is not None:
+            self._answers[entry_id] = samples
+            if self.participants.missing and item.end is not None:
+                self.requests.end(item, item.end)
+            elif entry_id in self._late:
+                self._late.discard(entry_id)
+                self._take_up(item)
+                self._next_alone()
+        self._resume_when_answered()
+
+    def _resume_when_answered(self) -> None:
+        """All stages are ready, and streaming has said what it has: every request goes on."""
+        if not self._asked_all or self.asked or self._resumed:
+            return
+        self._resumed = True
+        if len(self._ledger):
+            self._outbox.log("info", "resuming", requests=len(self._ledger), epoch=self.epoch)
+        for item in self._ledger:
+            self._take_up(item)
+        self._do(do.TakePart())
+        self._next_alone()
+
+    def _take_up(self, item: Unanswered) -> None:
+        if item.end is not None:
+            self.requests.end(item, item.end)
+            return
+        match self._ledger.judge(item, self._answers.get(item.entry_id, ())):
+            case "go":
+                self._resume(item)
+            case "alone":
+                self._close_gate()
+                self.alone.append(item.entry_id)
+            case "dead":
+                self.requests.give_up(item, why_dead(item.deaths))
+
+    def _resume(self, item: Unanswered) -> None:
+        self._replayed += 1
+        samples = self._answers.get(item.entry_id, ())
+        self.requests.hand_on(item, samples, self._down_since_ns)
+
+    def _next_alone(self) -> None:
+        """Lets the next suspect run once nothing else does; opens when there is none left."""
+        if not self._resumed or self.is_open:
+            return
+        in_lane = sum(item.end is None for item in self._ledger) - len(self.alone)
+        while self.alone and not in_lane:
+            item = self._ledger.get(self.alone.popleft())
+            if item is not None and item.end is None:
+                self._outbox.log("warning", "resuming_alone", item)
+                self._resume(item)
+                in_lane = 1
+        if not self.alone:
+            self.is_open = True
+            self._do(do.OpenGate())
+            self._outbox.log("info", "ready", epoch=self.epoch)
+
+    # --- on the way in, and out ---------------------------------------------------------------
+
+    def _arrive(self, arrival: on.Arrival, now_ns: int) -> None:
+        if now_ns - self.renewed_ns > self._lease_ns:
+            # This process stood still for long; others may have what it holds.
+            self._do(do.Renew(), do.Then(on.LetIn(arrival)))
+        else:
+            self._let_in(arrival, now_ns)
+
+    def _let_in(self, arrival: on.Arrival, now_ns: int) -> None:
+        entry_id = arrival.entry_id
+        if not self.requests.in_hand.remove(entry_id):
+            return  # another lane has it
+        if entry_id in self._ledger:
+            return  # handed out twice, as a queue may; the first one counts
+        if arrival.way == "taken" and arrival.owner == entry_id:
+            self._inherit([arrival.entry], "took_a_request_that_was_begun_before", now_ns)
+        else:
+            self.requests.judge(arrival, draining=self.draining)
+
+    def _enter(self, judged: on.Judged) -> None:
+        item, way = self.requests.enter(judged), judged.arrival.way
+        if way == "late":
+            self._late.add(item.entry_id)
+            self._ask([item])
+        elif way == "inherited" and item.end is not None:
+            self._ask_early([item])
+        elif way == "taken" and item.end is not None:
+            self.requests.end(item, item.end)
+        elif way == "taken":
+            self.requests.hand_on(item)
+
+    def _finish(self, entry_id: str, now_ns: int) -> None:
+        self.requests.finish(entry_id, now_ns)
+        self._forget(entry_id)
+        self._resume_when_answered()
+        self._next_alone()
+
+    def _forget(self, entry_id: str) -> None:
+        """An entry is not in the ledger any more."""
+        self._late.discard(entry_id)
+        self._answers.pop(entry_id, None)
+        self.asked.discard(entry_id)
+        if entry_id in self.alone:
+            self.alone.remove(entry_id)
+
+    def _cancel(self, cancel: Cancel) -> None:
+        entry_id = self.requests.entry_of(cancel)
+        item = self._ledger.get(entry_id)
+        if item is None or item.request_id != cancel.request_id:
+            if entry_id:
+                self.requests.cancel_early(entry_id, cancel)
+        elif item.end is None:
+            self._cut_short(item, msgspec.structs.replace(cancel, entry_id=entry_id))
+
+    def _cancel_all(self) -> None:
+        for entry in self.requests.in_hand.apart:
+            cancel = Cancel(request_id_of(entry), entry.entry_id, "cancelled", "aborted", ABORTED)
+            self.requests.cancel_early(entry.entry_id, cancel)
+        self._cut_all_short(self._ledger, "cancelled", "aborted", ABORTED)
+
+    def _cut_all_short(
+        self, items: Iterable[Unanswered], status: Status, code: str, message: str
+    ) -> None:
+        for item in items:
+            if item.end is None:
+                self._cut_short(item, Cancel(item.request_id, item.entry_id, status, code, message))
+
+    def _cut_short(self, item: Unanswered, cancel: Cancel) -> None:
+        """Ends a request wherever it is; should the lane be down, when streaming is there."""
+        item.end = cancel
+        if item.request is not None:
+            self._do(do.TraceCancel(item.trace, cancel))
+        if item.entry_id in self.alone:
+            self.alone.remove(item.entry_id)
+            self.requests.end(item, cancel)
+            self._next_alone()
+        elif self._resumed:
+            self._do(do.CutShort(cancel))
+        else:
+            self._ask_early([item])
+
+    # --- time that runs out -------------------------------------------------------------------
+
+    def _tick(self, now_ns: int) -> None:
+        if not self._all_in_lane:
+            if inherited := self.requests.overdue_inherited(now_ns):
+                self._do(do.Claim(inherited, overdue=True))
+            self._cut_all_short(self.requests.overdue(now_ns), "expired", "expired", EXPIRED)
+        if self._patience_ends_ns() is not None:
+            self._go_on(now_ns)
+        if self.draining:
+            self._do(do.Then(on.LookAtDrain()))
+
+    @property
+    def _all_in_lane(self) -> bool:
+        """Whether all requests are in the lane, where others look at their time."""
+        return self._resumed and not self.alone
+
+    def _patience_ends_ns(self) -> int | None:
+        """When it no longer waits for replicas, while others are there; None if that is not so."""
+        return None if self._asked_all else self.participants.patience_ends_ns()
+
+    def _start_drain(self, until_ns: int) -> None:
+        if not self.draining:
+            self.draining = True
+            self._drain_until_ns = until_ns
+            self._do(do.StopTaking(), do.Hurry())
+            self._outbox.log("info", "draining", in_flight=len(self._ledger))
+
+    def _look_at_drain(self, now_ns: int) -> None:
+        """Done when every entry that was taken is answered; what is overdue ends with an error."""
+        if not self._overdue and now_ns >= self._drain_until_ns:
+            self._overdue = True
+            self._cut_all_short(self._ledger, "error", "shutting_down", OVERDUE)
+        if not len(self._ledger) and (self._overdue or not self.requests.in_hand.apart):
+            self._do(do.Drained())
+
+    # --- other lanes --------------------------------------------------------------------------
+
+    def _lose(self, entry_ids: Iterable[str]) -> None:
+        """Entries belong to another lane: nothing of them is to be written from here any more."""
+        number = 0
+        for entry_id in entry_ids:
+            was_held, item = self.requests.lose(entry_id)
+            number += was_held
+            self._forget(entry_id)
+            if item is not None:
+                request_id = item.request_id
+                gone = Cancel(request_id, entry_id, "cancelled", "cancelled", ELSEWHERE)
+                self._elsewhere.append(msgspec.structs.replace(gone, elsewhere=True))
+                if self._resumed:
+                    self._do(do.CutShort(self._elsewhere[-1]))
+        if number:
+            self._outbox.log("warning", "requests_gone_to_another_lane", requests=number)
+            self._resume_when_answered()
+            self._next_alone()
+
+    def _inherit(self, entries: Sequence[RequestEntry], reason: str, now_ns: int) -> None:
+        """Goes on with requests on which somebody else has worked before."""
+        self.requests.inherited += [(entry, now_ns) for entry in entries]
+        self._outbox.log("info", reason, requests=len(entries))
+        self._begin(reason, now_ns)

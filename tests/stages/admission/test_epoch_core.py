@@ -1,0 +1,243 @@
+"""What single events lead to; `test_epochs.py` has them in any order."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from nano_inference.bus.channel import RequestEntry
+from nano_inference.bus.control import Cancel, Pause, ServerRestarted, StageReady, StageStarted
+from nano_inference.bus.messages import (
+    AdmittedRequest,
+    Fenced,
+    Recovered,
+    RequestFinished,
+    RequestInfo,
+    SequenceSpec,
+)
+from nano_inference.bus.public import ErrorInfo, GenerateRequest
+from nano_inference.config import AdmissionConfig, Config, SamplingParams
+from nano_inference.stages.admission import effects as do
+from nano_inference.stages.admission import events as on
+from nano_inference.stages.admission import stage
+from nano_inference.stages.admission.epochs import EpochCore
+
+from .stages import CAPACITY
+
+SECOND = 1_000_000_000
+NONE_LOST: frozenset[str] = frozenset()
+
+
+class Driven:
+    """A core whose effects are done at once; those that reach others are kept."""
+
+    def __init__(self, *pending: RequestEntry) -> None:
+        config = Config(admission=AdmissionConfig(lease_s=1.0, max_lane_deaths=2))
+        self.core = EpochCore(config, "admission", "me")
+        self.now = SECOND
+        self.lost = NONE_LOST
+        self.owner: str | None = None
+        self.done: list[do.Effect] = []
+        self.tell(on.Began(pending))
+
+    def tell(self, event: Any) -> None:
+        for effect in self.core.handle(event, self.now):
+            match effect:
+                case do.Then(then):
+                    self.tell(then)
+                case do.BeginEpoch(reason):
+                    self.tell(on.EpochBegun(self.core.epoch + 1, reason))
+                case do.Renew():
+                    self.tell(on.Renewed(self.lost))
+                case do.Claim(entries):
+                    number = len(entries)
+                    self.tell(on.Claimed(entries, (self.owner,) * number, (False,) * number))
+                case do.Judge():
+                    self.tell(judged(effect))
+                case do.Log():
+                    pass
+                case _:
+                    self.done.append(effect)
+
+    def ready(self, *roles: str, epoch: int = 0) -> None:
+        """These take part, by default all."""
+        for role in roles or self.core.participants.roles:
+            capacity = CAPACITY if role == "executor" else None
+            self.tell(on.Ready(StageReady(role, "i", capacity), epoch or self.core.epoch))
+
+    def let_in(self, *entry_ids: str) -> None:
+        for entry_id in entry_ids:
+            self.core.requests.in_hand.add([entry(entry_id)])
+            self.tell(on.Arrived(on.Arrival(entry(entry_id), self.now, None)))
+
+    def fail(self, *held: str) -> None:
+        """The executor fails and comes back; streaming has nothing of what is held."""
+        self.tell(on.Lost("executor", "failed", failed=True))
+        self.ready()
+        for entry_id in held:
+            self.tell(Recovered(entry_id, ()))
+
+    def handed_on(self) -> list[str]:
+        return [each.entry_id for each in self.done if isinstance(each, do.HandOn)]
+
+    def kinds(self) -> list[str]:
+        return [type(each).__name__ for each in self.done]
+
+
+def entry(entry_id: str, budget_ns: int | None = None) -> RequestEntry:
+    return RequestEntry(entry_id, GenerateRequest(prompt="x", budget_ns=budget_ns))
+
+
+def judged(wanted: do.Judge) -> on.Judged:
+    """All are let in that are nobody else's and have time."""
+    arrival = wanted.arrival
+    entry_id = arrival.entry_id
+    if wanted.owner not in (None, entry_id):
+        return on.Judged(arrival, end=Cancel(entry_id, entry_id, "error", "duplicate_request", ""))
+    if arrival.entry.request.budget_ns is not None:
+        return on.Judged(arrival, end=Cancel(entry_id, entry_id, "expired", "expired", ""))
+    info = RequestInfo(entry_id, entry_id, "m", 1, True, (), 1, "", "", arrival.received_ns)
+    request = AdmittedRequest(info, (1,), SamplingParams(), (SequenceSpec(1, 0, 0),), "", 0)
+    return on.Judged(arrival, request, wanted.cancelled)
+
+
+def test_it_opens_when_all_take_part_in_this_epoch() -> None:
+    driven = Driven()
+    assert driven.core.participants.missing == ["fairness", "batching", "executor", "streaming"]
+    driven.tell(StageStarted("executor", "i"))
+    driven.ready(epoch=driven.core.epoch - 1)
+    assert len(driven.core.participants.missing) == 4
+    driven.ready("fairness", "batching", "executor")
+    assert not driven.core.is_open
+    driven.ready("streaming")
+    assert driven.core.is_open
+    assert driven.kinds()[-2:] == ["TakePart", "OpenGate"]
+
+
+def test_nothing_goes_on_before_streaming_has_said_what_it_has_of_each() -> None:
+    driven = Driven(entry("1"), entry("2"))
+    driven.ready()
+    assert driven.core.asked == {"1", "2"}
+    driven.tell(Recovered("1", ()))
+    assert not driven.handed_on()
+    driven.tell(RequestFinished("2", "2"))
+    assert driven.handed_on() == ["1"]
+    assert driven.core.is_open
+
+
+def test_an_entry_that_is_another_lanes_is_not_let_in() -> None:
+    driven = Driven()
+    driven.ready()
+    driven.core.requests.in_hand.add([entry("1"), entry("2")])
+    driven.tell(on.Renewed(frozenset({"1"})))
+    driven.now += 2 * SECOND  # the lease may be over, so it is looked after first
+    driven.lost = frozenset({"2"})
+    for entry_id in ("1", "2"):
+        driven.tell(on.Arrived(on.Arrival(entry(entry_id), driven.now, None)))
+    assert not driven.handed_on()
+    assert driven.core.requests.room() == AdmissionConfig().max_in_flight
+
+
+def test_streaming_is_told_who_has_gone_before_it_is_asked() -> None:
+    driven = Driven()
+    driven.ready()
+    driven.let_in("1", "2")
+    driven.lost = frozenset({"1"})
+    driven.done.clear()
+    driven.fail("2")
+    kinds = [kind for kind in driven.kinds() if kind in ("Forget", "Ask", "HandOn")]
+    assert kinds == ["Forget", "Ask", "HandOn"]
+    assert driven.handed_on() == ["2"]
+
+
+def test_suspects_run_one_by_one_and_the_gate_opens_behind_them() -> None:
+    driven = Driven()
+    driven.ready()
+    driven.let_in("1", "2", "3")
+    driven.done.clear()
+    driven.fail("1", "2", "3")
+    assert driven.handed_on() == ["1"]
+    assert list(driven.core.alone) == ["2", "3"]
+    driven.tell(RequestFinished("1", "1"))
+    assert driven.handed_on() == ["1", "2"]
+    assert not driven.core.is_open
+    driven.tell(RequestFinished("2", "2"))
+    assert driven.handed_on() == ["1", "2", "3"]
+    assert driven.core.is_open
+
+
+def test_the_gate_opens_when_the_suspects_are_another_lanes() -> None:
+    driven = Driven()
+    driven.ready()
+    driven.let_in("1", "2")
+    driven.fail("1", "2")
+    assert list(driven.core.alone) == ["2"]
+    driven.tell(on.Renewed(frozenset({"1", "2"})))
+    assert driven.core.is_open
+
+
+def test_a_request_that_kills_its_lane_is_buried_and_ended() -> None:
+    driven = Driven()
+    driven.ready()
+    driven.let_in("1")
+    driven.fail("1")
+    driven.done.clear()
+    driven.fail("1")
+    (bury,) = [each for each in driven.done if isinstance(each, do.Bury)]
+    (end,) = [each for each in driven.done if isinstance(each, do.End)]
+    assert (bury.deaths, bury.error.code, end.cancel.code) == (2, "lane_failed", "lane_failed")
+    assert not driven.handed_on()
+
+
+def test_what_can_not_be_handed_on_is_buried_and_ended() -> None:
+    driven = Driven()
+    driven.ready()
+    driven.let_in("1")
+    driven.done.clear()
+    driven.tell(on.HandOnFailed("1", ErrorInfo(code="message_too_large", message="")))
+    assert driven.kinds() == ["Bury", "End"]
+
+
+def test_inherited_entries_without_time_end_while_the_lane_is_down() -> None:
+    """Each of them where its own answer is looked for: whose the id is must be known first."""
+    for owner, code in ((None, "expired"), ("1", "expired"), ("another", "duplicate_request")):
+        driven = Driven(entry("1", budget_ns=SECOND))
+        driven.owner = owner
+        driven.ready("streaming")
+        driven.now += 2 * SECOND
+        driven.tell(on.Tick())
+        driven.tell(Recovered("1", ()))
+        (end,) = [each.cancel for each in driven.done if isinstance(each, do.End)]
+        assert (end.code, end.unstarted) == (code, True)
+
+
+def test_streams_that_were_taken_begin_an_epoch_if_they_are_still_ours() -> None:
+    driven = Driven()
+    driven.ready()
+    driven.let_in("1", "2")
+    before = driven.core.epoch
+    driven.lost = frozenset({"1"})
+    driven.tell(Fenced(("1",)))
+    assert driven.core.epoch == before
+    driven.lost = NONE_LOST
+    driven.tell(Fenced(("2",)))
+    assert driven.core.epoch == before + 1
+
+
+def test_a_server_that_was_restarted_is_distrusted_before_it_is_asked_anything() -> None:
+    driven = Driven()
+    driven.done.clear()
+    driven.tell(ServerRestarted())
+    assert driven.kinds()[0] == "Distrust"
+
+
+def test_the_shell_knows_every_effect() -> None:
+    performed = set(re.findall(r"case do\.(\w+)\(", Path(stage.__file__).read_text()))
+    assert {each.__name__ for each in do.Effect.__subclasses__()} == performed
+
+
+def test_a_message_that_admission_has_no_use_for_is_logged() -> None:
+    (line,) = Driven().core.handle(Pause(), SECOND)
+    assert isinstance(line, do.Log)
+    assert line.fields == {"type": "Pause"}

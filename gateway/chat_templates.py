@@ -100,7 +100,8 @@ def _render(tokenizer: Any, conversation: Conversation) -> str:
             f"the model's chat template refuses these messages: {shown(str(error))}",
             code="invalid_messages",
         ) from error
-    except (RecursionError, AttributeError, MemoryError) as error:
+    # Whatever else a stranger's program may raise.
+    except Exception as error:
         raise RequestError(
             f"the model's chat template fails: {shown(str(error) or type(error).__name__)}",
             code="chat_template_failed",

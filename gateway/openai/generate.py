@@ -15,12 +15,14 @@ from ...bus.public import Completion, GenerateRequest
 from ...config import Config, NanoInferenceError
 from ..chat_templates import ChatTemplates
 from ..http import (
+    CLIENT_LEFT,
     EventStream,
     JsonResponse,
     SendEvent,
     answer_while_connected,
     error_body,
     read_object,
+    while_connected,
 )
 from ..origin import Origin, origin_of
 from ..submissions import AT_ONCE, Submissions
@@ -63,8 +65,17 @@ class GenerationCalls:
         tenant = tenant_of(request)
         body = await read_object(request, self._config.gateway.max_body_bytes)
         call, fields = read_chat(body, self._config)
-        prompt = await self._templates.token_ids(conversation_of(fields))
-        return await self._answer(request, tenant, call, [prompt])
+        conversation = conversation_of(fields)
+        prompts: list[Prompt] = []
+
+        async def render() -> None:
+            prompts.append(await self._templates.token_ids(conversation))
+
+        # It may have to wait for other templates.
+        await while_connected(request.receive, render)
+        if not prompts:
+            return Response(status_code=CLIENT_LEFT)
+        return await self._answer(request, tenant, call, prompts)
 
     async def _answer(
         self, request: Request, tenant: str, call: Call, prompts: list[Prompt]

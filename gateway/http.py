@@ -32,6 +32,9 @@ _PLACE = re.compile(r"`\$\.?([^`]+)`$")
 
 SendEvent = Callable[[bytes], Awaitable[None]]
 
+CALL_ID = "call_id"
+"""Under which a call's state has what the call is named."""
+
 CLIENT_LEFT = 499
 """The status, seen by nobody, of a request whose client has closed the connection."""
 
@@ -127,12 +130,12 @@ async def answer_error(request: Request, error: Exception) -> Response:
     """The answer to whatever a handler raised."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_LEFT)
+    call_id = request.scope.get("state", {}).get(CALL_ID, "")
+    log = structlog.get_logger().bind(path=request.url.path, call_id=call_id)
     if isinstance(error, NanoInferenceError):
         # Load that is shed (429) is counted where it is shed; a line for each would be more load.
         if status_of(error) >= 500:
-            structlog.get_logger().warning(
-                "http_request_failed", path=request.url.path, code=error.code, error=error.message
-            )
+            log.warning("http_request_failed", code=error.code, error=error.message)
         return error_response(error)
     if isinstance(error, HTTPException):
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
@@ -141,7 +144,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
             message += f"; call it by {methods}"
         told = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
         return JsonResponse({"error": told}, error.status_code, error.headers)
-    structlog.get_logger().error("http_handler_failed", path=request.url.path, exc_info=error)
+    log.error("http_handler_failed", exc_info=error)
     return error_response(NanoInferenceError("the gateway has failed; its log says where"))
 
 

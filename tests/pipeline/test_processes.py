@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 import uuid
 from collections import defaultdict
@@ -144,8 +145,9 @@ def house(
 
 
 def five_free_ports() -> int:
-    """The first of five in a row that nobody has."""
-    for first in range(20_000, 60_000, 5):
+    """The first of five in a row that nobody has, nor is about to have in another test worker."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    for first in range(20_000 + 1000 * (worker % 10), 60_000, 5):
         with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
             for port in range(first, first + 5):
                 probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
@@ -183,7 +185,9 @@ async def test_a_client_with_no_code_of_ours(house: House) -> None:
         }
         entry_id = foreign.xadd(f"{prefix}:requests", {"json": json.dumps(request)})
         position, outputs = "0", []
+        end = time.monotonic() + LIMIT_S
         while not outputs or outputs[-1]["type"] != "completion":
+            assert time.monotonic() < end, "there is no completion"
             reply = foreign.xread({f"{prefix}:out:foreign-1": position}, count=10, block=2000)
             for entry, fields in reply[0][1] if reply else []:
                 position = entry

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI, OpenAI
@@ -17,6 +18,8 @@ from nano_inference import InferenceEngine, SamplingParams
 from nano_inference.config import load_config
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
+
+from ..servers import until
 
 LIMIT_S = 60
 DOCUMENT = Path(__file__).parents[2] / "docs" / "openai.md"
@@ -167,6 +170,27 @@ async def test_a_stop_string_ends_the_text_and_not_the_tokens(client: AsyncOpenA
     assert token_ids == free.token_ids[: len(token_ids)]  # type: ignore[attr-defined]
     assert ended.logprobs is not None
     assert len(ended.logprobs.tokens or ()) == len(token_ids)
+
+
+async def test_a_client_that_goes_leaves_nothing_running(url: str, client: AsyncOpenAI) -> None:
+    stream = await client.completions.create(
+        model="tiny",
+        prompt=PROMPTS[0],
+        stream=True,
+        max_tokens=2000,
+        extra_body={"ignore_eos": True},
+    )
+    async for _ in stream:
+        break
+    async with httpx.AsyncClient(base_url=url) as http:
+
+        async def idle() -> bool:
+            loads = (await http.get("/v1/loads")).json()["loads"]
+            return not any(load["num_total_reqs"] for load in loads)
+
+        assert not await idle()
+        await stream.close()
+        await until(idle, "an idle lane")
 
 
 async def test_the_synchronous_client(url: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import anyio
@@ -13,6 +14,9 @@ from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config, load_config
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.http import EventStream, SendEvent
+from nano_inference.gateway.openai.answers import Answers
+from nano_inference.gateway.openai.requests import read_completion
+from nano_inference.gateway.openai.streams import Chunks
 
 from ..fake import FakeEngine, completion, refused
 from .made import LOGPROBS, TEXTS, TOKENS, choices, cut, events, interleaved, told
@@ -259,3 +263,28 @@ async def test_an_error_behind_a_comment_is_an_event(engine: FakeEngine) -> None
     assert text.startswith(b": keep-alive\n\n")
     assert b'"code":"lane_failed"' in text
     assert text.endswith(b"data: [DONE]\n\n")
+
+
+async def test_what_came_while_a_client_did_not_read_is_one_chunk() -> None:
+    call, prompts = read_completion({"prompt": "a", "stream": True, "n": 2}, Config())
+    sent: list[dict[str, Any]] = []
+    reads = anyio.Event()
+
+    async def send(data: bytes) -> None:
+        sent.append(json.loads(data))
+        await reads.wait()
+
+    chunks = Chunks(Answers(call, prompts, ["a"], None), send)
+    outputs = interleaved(call.request(0, 1, "a", "t"))
+    with anyio.fail_after(LIMIT_S):
+        async with anyio.create_task_group() as group:
+            group.start_soon(chunks.send_all)
+            for output in outputs:
+                chunks.put(0, output)
+                await anyio.wait_all_tasks_blocked()
+            reads.set()
+            chunks.close()
+    for index in range(2):
+        assert "".join(each["text"] for each in choices(sent, index)) == "".join(TEXTS)
+    # The chunk that was being sent, what came of the same choice meanwhile, and all of the other.
+    assert len(sent) == 3

@@ -29,6 +29,7 @@ def openai_routes(config: Config, words: LazyWords, submissions: Submissions) ->
         route("/v1/models/{model:path}", info.model, "GET"),
         route("/tokenize", info.tokenize, "POST"),
         route("/detokenize", info.detokenize, "POST"),
+        route("/tokenizer_info", info.tokenizer_info, "GET"),
         route("/version", info.version, "GET"),
         route("/v1/embeddings", info.refused, "POST"),
     ]

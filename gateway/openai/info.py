@@ -72,6 +72,19 @@ class InfoCalls:
         text = await self._words.beside(partial(words.text, body.tokens, skip_special=False))
         return JsonResponse({"prompt": text})
 
+    async def tokenizer_info(self, request: Request) -> Response:
+        """What programs that make prompts themselves ask for, by the names of Transformers."""
+        words = await self._words.required()
+        tokenizer = words.tokenizer
+        told = {
+            "tokenizer_class": type(tokenizer).__name__,
+            "vocab_size": len(tokenizer),
+            "model_max_length": self._config.engine.max_model_len,
+            "chat_template": tokenizer.chat_template or None,
+        }
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        return JsonResponse(told | {name: getattr(tokenizer, name) for name in names})
+
     async def refused(self, request: Request) -> Response:
         """An endpoint that people look for, and that is not there."""
         raise RequestError(

@@ -157,6 +157,14 @@ async def test_tokens_and_back(http: httpx.AsyncClient) -> None:
     assert back.json() == {"prompt": text}
 
 
+async def test_what_is_told_of_the_tokenizer(http: httpx.AsyncClient) -> None:
+    found = (await http.get("/tokenizer_info")).json()
+    assert found["eos_token"] == "<|endoftext|>"
+    assert found["bos_token"] is None
+    assert "add_generation_prompt" in found["chat_template"]
+    assert found["model_max_length"] == 8192
+
+
 async def test_a_conversation_s_tokens_are_those_of_its_prompt(
     http: httpx.AsyncClient, engine: FakeEngine
 ) -> None:

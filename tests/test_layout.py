@@ -98,8 +98,9 @@ def test_each_sampling_parameter_is_read_by_a_stage() -> None:
     assert set(SamplingParams.__struct_fields__) <= read
 
 
-def test_each_sampling_parameter_comes_through_the_gateway() -> None:
-    tree = ast.parse((ROOT / "gateway" / "sglang" / "requests.py").read_text())
+@pytest.mark.parametrize("interface", ["openai", "sglang"])
+def test_each_sampling_parameter_comes_through_the_gateway(interface: str) -> None:
+    tree = ast.parse((ROOT / "gateway" / interface / "requests.py").read_text())
     (call,) = [
         node
         for node in ast.walk(tree)

@@ -276,8 +276,14 @@ class ServerRestarted(Internal, frozen=True, array_like=True, tag="server", tag_
 
 
 class StageStopped(Internal, frozen=True, array_like=True, tag="stopped", tag_field="type"):
-    """A stage leaves in good order or has failed. What it held is lost to this epoch."""
+    """A stage leaves in good order or has failed. What it held is lost to this epoch.
+
+    Attributes:
+        reason: For people.
+        failed: Whether it failed by itself, so that what it held may be to blame.
+    """
 
     stage: str
     incarnation: str
     reason: str
+    failed: bool = False

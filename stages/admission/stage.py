@@ -18,7 +18,7 @@ from ...bus.messages import Envelope, Recover
 from ...bus.public import Completion, GenerateRequest
 from ...config import BusError, ChannelClosed, shown, split_role
 from ...telemetry import TraceContext, instruments, names, now_ns
-from ..actor import FAILED, Actor, StageContext, budget_of
+from ..actor import Actor, StageContext, budget_of
 from ..tokenizer import load_tokenizer, stop_token_ids_of
 from . import effects as do
 from . import events as on
@@ -107,8 +107,8 @@ class AdmissionStage(Actor):
         match envelope.body:
             case StageReady() as ready:
                 await self._tell(on.Ready(ready, envelope.epoch))
-            case StageStopped(role, _, reason):
-                await self._tell(on.Lost(role, reason, reason.startswith(FAILED)))
+            case StageStopped(role, _, reason, failed):
+                await self._tell(on.Lost(role, reason, failed))
             case other:
                 await self._tell(other)
 

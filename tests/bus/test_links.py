@@ -149,6 +149,7 @@ SAMPLES: tuple[Message, ...] = (
     StageStarted("executor", "executor-1a"),
     StageReady("executor", "executor-1a", LaneCapacity(10, 16, 128, 300, "cpu")),
     StageStopped("executor", "executor-1a", "SIGTERM"),
+    StageStopped("executor", "executor-1a", "RuntimeError()", True),
     ServerRestarted(),
 )
 

@@ -447,6 +447,8 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
         tracestate: As traceparent.
         budget_ns: What is left of the request's time at `sent_ns`; None means no deadline. Each
             hop turns it into a deadline by its own clock, so clocks need not agree.
+        operation_id: Under which whoever sent a control message waits for the answer (`Replies`);
+            "" where nobody does.
     """
 
     body: Message
@@ -457,3 +459,4 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     traceparent: str = ""
     tracestate: str = ""
     budget_ns: int | None = None
+    operation_id: str = ""

@@ -134,6 +134,7 @@ class MemorySender:
         traceparent: str = "",
         tracestate: str = "",
         budget_ns: int | None = None,
+        operation_id: str = "",
     ) -> None:
         """See `Sender.send`."""
         inbox = self._inboxes.get(self._link.receiver)
@@ -149,6 +150,7 @@ class MemorySender:
             traceparent,
             tracestate,
             budget_ns,
+            operation_id,
         )
         await inbox.put(self._link, envelope)
 

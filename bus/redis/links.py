@@ -263,6 +263,7 @@ class RedisSender:
         traceparent: str = "",
         tracestate: str = "",
         budget_ns: int | None = None,
+        operation_id: str = "",
     ) -> None:
         """See `Sender.send`."""
         writer = self._writer(self._link)
@@ -275,6 +276,7 @@ class RedisSender:
             traceparent,
             tracestate,
             budget_ns,
+            operation_id,
         )
         payload = encode_envelope(envelope)
         if len(payload) > MAX_MESSAGE_BYTES:

@@ -12,7 +12,7 @@ import msgspec
 from anyio.abc import TaskGroup
 
 from ...bus import Inbox, RequestEntry, StageState
-from ...bus.control import Reset, StageReady, StageStopped
+from ...bus.control import CancelAll, Reset, StageReady, StageStopped
 from ...bus.links import ADMITTED, CONTROL, REFUSED, at
 from ...bus.messages import Envelope, Recover
 from ...bus.public import Completion, GenerateRequest
@@ -109,6 +109,9 @@ class AdmissionStage(Actor):
                 await self._tell(on.Ready(ready, envelope.epoch))
             case StageStopped(role, _, reason, failed):
                 await self._tell(on.Lost(role, reason, failed))
+            case CancelAll() as cancel_all:
+                await self._tell(cancel_all)
+                await self.answer(envelope.operation_id)
             case other:
                 await self._tell(other)
 
@@ -164,8 +167,6 @@ class AdmissionStage(Actor):
                 await self.send(CONTROL["streaming"], cancel)
             case do.Bury():
                 await self._bury(effect)
-            case do.Answer(operation_id):
-                await self.answer(operation_id)
             case _:
                 self._perform_here(effect)
 

@@ -95,19 +95,32 @@ class RequestInfo(InternalPart, frozen=True, array_like=True):
     ref_temperature: float | None = None
 
 
-class AdmittedRequest(Internal, frozen=True, array_like=True, tag="admitted", tag_field="type"):
-    """A valid request, as tokens. `sampling.stop_token_ids` holds the model's own stop ids too."""
+class TokenizedRequest(Internal, frozen=True, array_like=True):
+    """What admission has made of a valid request, up to the executor.
+
+    Attributes:
+        token_ids: `[prompt]`.
+        sampling: Its `stop_token_ids` hold the model's own stop ids too.
+        sequences: The samples that are still to be made.
+    """
 
     info: RequestInfo
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     sequences: tuple[SequenceSpec, ...]
+
+
+class AdmittedRequest(
+    TokenizedRequest, frozen=True, array_like=True, tag="admitted", tag_field="type"
+):
+    """A valid request: the sequences wait for their turn."""
+
     tenant: str
     priority: int
     cache_salt: str = ""
 
 
-class Dispatch(Internal, frozen=True, array_like=True, tag="dispatch", tag_field="type"):
+class Dispatch(TokenizedRequest, frozen=True, array_like=True, tag="dispatch", tag_field="type"):
     """Some or all sequences of a request, sent to run. Each uses up one credit.
 
     Attributes:
@@ -115,10 +128,6 @@ class Dispatch(Internal, frozen=True, array_like=True, tag="dispatch", tag_field
             nobody is passed by others for ever.
     """
 
-    info: RequestInfo
-    token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    sequences: tuple[SequenceSpec, ...]
     priority: int
     cache_salt: str = ""
     rank: int = 0

@@ -189,7 +189,7 @@ class Leases:
         await self._eval("lanes", _ENLIST, [self._keys.lanes], *lane)
 
     async def renew(self, lease_s: float, entry_ids: Sequence[str]) -> tuple[set[str], set[str]]:
-        """See `RequestQueue.renew`; which of `entry_ids` are another's, and which are no more."""
+        """Renews the leases; tells which of `entry_ids` are another's, and which are no more."""
         lost: list[bytes] = []
         gone: list[bytes] = []
         try:

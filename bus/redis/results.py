@@ -122,7 +122,7 @@ class _TooLarge(Exception):
 
 
 class RedisResults:
-    """See `ResultStreams`."""
+    """`ResultStreams` on Redis: a stream for each request, and one of all completions."""
 
     def __init__(self, config: BusConfig, keys: Keys, server: Server, commands: Commands) -> None:
         self._config = config
@@ -136,7 +136,6 @@ class RedisResults:
     async def deliver(
         self, batch: Sequence[tuple[str, Sequence[Output]]], epoch: int = 1
     ) -> set[str]:
-        """See `ResultStreams.deliver`."""
         of_key: dict[str, list[Output]] = {}
         for key, outputs in batch:
             of_key.setdefault(key, []).extend(outputs)
@@ -145,11 +144,9 @@ class RedisResults:
         return await self._commands.shielded(self._deliver(parts, epoch))
 
     async def recover(self, keys: Sequence[str], epoch: int) -> list[list[Output]]:
-        """See `ResultStreams.recover`."""
         return await self._commands.shielded(self._recover(keys, epoch))
 
     async def claim(self, claims: Sequence[tuple[str, str]]) -> list[str | None]:
-        """See `ResultStreams.claim`."""
         if not claims:
             return []
 
@@ -189,20 +186,18 @@ class RedisResults:
     def follow(
         self, request_id: str, entry_id: str, *, just_published: bool = False
     ) -> RedisFollow:
-        """See `ResultStreams.follow`."""
         return RedisFollow(
             *(self._readers, self._keys, self._commands, request_id, entry_id),
             check_first=not just_published,
         )
 
     async def tail(self) -> RedisTail:
-        """See `ResultStreams.tail`."""
         last = await self._range("XREVRANGE", "+", "-", 1)
         start = last[0][0] if last else b"0-0"
         return RedisTail(self._readers.subscribe({self._keys.results: start}))
 
     async def newest(self, within_s: float) -> AsyncIterator[Completion]:
-        """See `ResultStreams.newest`. Entries that come while it reads are left out."""
+        """Entries that come while it reads are left out."""
         last = await self._range("XREVRANGE", "+", "-", 1)
         if not last:
             return

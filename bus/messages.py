@@ -134,9 +134,9 @@ class Dispatch(TokenizedRequest, frozen=True, array_like=True, tag="dispatch", t
 
 
 class Yield(Internal, frozen=True, array_like=True, tag="yield", tag_field="type"):
-    """These sequences must make room. They keep what they have generated.
+    """These sequences are to pause. They keep what they have generated.
 
-    Batching sets them aside: it keeps their tokens, and their KV as long as nobody else needs the
+    Batching keeps their tokens, and their KV as long as nobody else needs the
     blocks. Those that have ended meanwhile are left alone.
     """
 
@@ -144,7 +144,7 @@ class Yield(Internal, frozen=True, array_like=True, tag="yield", tag_field="type
 
 
 class Continue(Internal, frozen=True, array_like=True, tag="continue", tag_field="type"):
-    """Sequences that made room run again, ranked as in Dispatch. Each uses up one credit."""
+    """Paused sequences are resumed, ranked as in Dispatch. Each uses up one credit."""
 
     seq_ids: tuple[int, ...]
     rank: int = 0
@@ -157,7 +157,7 @@ class Credit(Internal, frozen=True, array_like=True, tag="credit", tag_field="ty
         sequences: Places that have become free.
         steps: For each step that came back, the sequences that gained a token.
         started: (sequence, tokens that it had to compute) for each that began, or began again.
-        yielded: Sequences that have made room and wait for Continue.
+        yielded: Sequences that have paused and wait for Continue.
         ended: Sequences that will not run again.
         step_ns: What the shortest of the steps took on the device; 0 when there is none.
         kv_free: Tokens for which KV is free, with that which only the prefix cache has.

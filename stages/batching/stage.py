@@ -150,9 +150,9 @@ class BatchingStage(Actor):
             case StopSequences(seq_ids):
                 core.stop(seq_ids)
             case Yield(seq_ids):
-                core.make_room(seq_ids)
+                core.pause_sequences(seq_ids)
             case Continue(seq_ids, rank):
-                core.go_on(seq_ids, rank)
+                core.resume_sequences(seq_ids, rank)
             case Cancel() as cancel:
                 core.cancel(cancel)
                 self._spans.ended(cancel.request_id)

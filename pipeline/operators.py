@@ -81,14 +81,14 @@ class Operators:
                     code="unknown_lane",
                 )
             lanes = [lane]
-        found: Told = []
-        for each in lanes:
+        operators: Told = []
+        for name in lanes:
             replicas = [0]
             if stage in REPLICATED:
                 reports = await self._bus.stages.read()
-                replicas = replicas_of(report.stage for report in reports if report.lane == each)
-            found += [(each, role_of(stage, replica)) for replica in replicas]
-        return found
+                replicas = replicas_of(report.stage for report in reports if report.lane == name)
+            operators += [(name, role_of(stage, replica)) for replica in replicas]
+        return operators
 
     async def started(self, stage: str, limit_s: float, lane: str | None = None) -> Told:
         """As `everyone`, once all have loaded what they need: before that they hear nothing.
@@ -153,10 +153,10 @@ class Operators:
 
     async def _last_words(self) -> dict[tuple[str, str], StageReport]:
         """What was heard last, by lane and role."""
-        found: dict[tuple[str, str], StageReport] = {}
+        last: dict[tuple[str, str], StageReport] = {}
         for report in await self._bus.stages.read():  # the youngest of a role comes first
-            found.setdefault((report.lane, report.stage), report)
-        return found
+            last.setdefault((report.lane, report.stage), report)
+        return last
 
     async def _incarnations(self) -> dict[tuple[str, str], str]:
         """The stage objects, of those that are known."""

@@ -30,7 +30,7 @@ from .client import (
 )
 from .follow import RedisFollow, RedisTail
 from .readers import readers_of
-from .result_parts import REFUSED, TOO_LARGE, Part, ending, part_of
+from .result_parts import REFUSED, TOO_LARGE, StreamPart, ending, part_of
 
 REMEMBERED_STREAMS = 65_536
 """Streams of which the next number is remembered. For any other, Redis is asked."""
@@ -257,7 +257,7 @@ class RedisResults:
                 await self._conclude(ended)
         return found
 
-    async def _deliver(self, parts: dict[str, Part], epoch: int) -> set[str]:
+    async def _deliver(self, parts: dict[str, StreamPart], epoch: int) -> set[str]:
         fenced: set[str] = set()
         async with self._writing:
             backoff = Backoff()
@@ -273,13 +273,13 @@ class RedisResults:
         return fenced
 
     async def _flush(
-        self, parts: list[tuple[str, Part]], epoch: int, fenced: set[str]
-    ) -> list[tuple[str, Part]]:
+        self, parts: list[tuple[str, StreamPart]], epoch: int, fenced: set[str]
+    ) -> list[tuple[str, StreamPart]]:
         """Writes to many streams in one round trip; returns what has to be tried again.
 
         Adds to `fenced` the streams that belong to a larger epoch.
         """
-        again: list[tuple[str, Part]] = []
+        again: list[tuple[str, StreamPart]] = []
         ended: dict[str, bytes] = {}
         for key, part, reply in await self._write(parts, epoch):
             if not isinstance(reply, Exception):
@@ -304,8 +304,8 @@ class RedisResults:
         return again
 
     async def _write(
-        self, parts: list[tuple[str, Part]], epoch: int
-    ) -> list[tuple[str, Part, Any]]:
+        self, parts: list[tuple[str, StreamPart]], epoch: int
+    ) -> list[tuple[str, StreamPart, Any]]:
         """Each part with what Redis said of it: all in one round trip, but for large ones."""
         small = [each for each in parts if each[1].largest_bytes < LARGE_BYTES]
 
@@ -320,7 +320,7 @@ class RedisResults:
                 said.append((key, part, await self._write_large(key, part, epoch)))
         return said
 
-    async def _write_large(self, key: str, part: Part, epoch: int) -> Any:
+    async def _write_large(self, key: str, part: StreamPart, epoch: int) -> Any:
         """What Redis said of one part that may be larger than it takes.
 
         It then ends the connection, as if it were away, and would each time again. So this gives up
@@ -364,7 +364,7 @@ class RedisResults:
         redis = self._commands.redis
         await persist(self._server, "results", lambda: execute_all(redis, commands))
 
-    def _command(self, key: str, part: Part, epoch: int) -> list[Any]:
+    def _command(self, key: str, part: StreamPart, epoch: int) -> list[Any]:
         number, out = self._next.get(key, 1), self._keys.out(key)
         if len(part.payloads) == 1 and not part.ends:
             return ["XADD", out, f"{epoch}-{number}", JSON, part.payloads[0]]
@@ -385,8 +385,8 @@ class RedisResults:
             self._next.popitem(last=False)
 
     async def _resolve(
-        self, key: str, part: Part, epoch: int, ended: dict[str, bytes]
-    ) -> Part | None:
+        self, key: str, part: StreamPart, epoch: int, ended: dict[str, bytes]
+    ) -> StreamPart | None:
         """After a refused id: what still has to be written, behind what the stream holds.
 
         None when someone went on with the stream in a larger epoch. Otherwise the number
@@ -406,7 +406,7 @@ class RedisResults:
         if _is_terminal(last):
             self._next.pop(key, None)
             ended[key] = last
-            return Part([], False, None)
+            return StreamPart([], False, None)
         last_epoch, last_number = parse_id(last_id)
         if last_epoch > epoch:
             log.warning("bus.output_of_an_older_epoch_dropped", key=key, epoch=epoch)

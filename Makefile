@@ -1,5 +1,6 @@
 # make demo   set up and watch the pipeline answer
 # make test   set up and run every test
+# make soak   run the tests that gain by it at their full length, which takes long
 # make check  format, lint, types, layers
 # make docs   write the tables of docs/models.md from a run of the parity tests
 # make bench  measure the engine beside Transformers, and what each part costs
@@ -9,21 +10,25 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# A file's tests stay together: they share servers and pipelines.
-PARALLEL ?= --numprocesses 2 --dist loadfile
+# A file's tests stay together: they share servers and pipelines. The longest files come first
+# (tests/conftest.py).
+PARALLEL ?= --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-fast check docs bench clean
+.PHONY: demo test test-fast soak check docs bench clean
 
 demo: $(STAMP)
 	$(BIN)/nano-inference demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PARALLEL)
+	$(BIN)/python -m pytest $(PARALLEL) --durations=20
 
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
+
+soak: $(STAMP)
+	$(BIN)/python -m pytest --soak -m soak
 
 check: $(STAMP) .typing/nano_inference
 	$(BIN)/ruff format --check .

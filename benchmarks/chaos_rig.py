@@ -177,8 +177,9 @@ class House:
         with contextlib.suppress(OSError):
             for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
                 with contextlib.suppress(OSError):
-                    arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                    if stage.encode() in arguments:
+                    # Of a fork it is one text, of a program its arguments with a zero after each.
+                    command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+                    if f"--stages {stage} " in f"{command} ":
                         return int(pid)
         return None
 

@@ -95,7 +95,8 @@ class Live:
         found = {}
         for pid in self._tree():
             with contextlib.suppress(OSError):
-                arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+                # Of a fork it is one text, of a program its arguments with a zero after each.
+                arguments = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").split()
                 found[_role(arguments)] = pid
         found.pop("", None)
         return found
@@ -159,6 +160,8 @@ def _pss_mb(pid: int) -> float:
 
 
 def _role(arguments: list[str]) -> str:
+    if "nano_inference.cli.fork_server" in arguments:
+        return ""  # which names whom it forks
     if "--stages" in arguments:
         return arguments[arguments.index("--stages") + 1]
     for role in ("gateway", "up"):

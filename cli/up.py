@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -13,7 +12,6 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import anyio
-import anyio.abc
 import anyio.lowlevel
 import typer
 from rich.console import Console
@@ -37,6 +35,7 @@ from ..config import (
 from ..pipeline.supervisor import RestartBudget, StageFailed
 from ..stages.temporary import sweep
 from .child_output import Line, Lines
+from .children import Child, ForkServer, ForkServerLost, python, spawn
 from .embedded import embedded_server
 from .gateway import GatewayPort
 from .options import ENGINE_OPTIONS, Options, takes_options
@@ -147,7 +146,8 @@ class _House:
         self._roles = all_roles(config.pipeline.replicas)
         if config.gateway.port:
             self._roles = (*self._roles, _GATEWAY)
-        self._children: dict[str, anyio.abc.Process] = {}
+        self._children: dict[str, Child] = {}
+        self._forks = self._fork_servers()
         # Replicas of which a stage has used up its restarts.
         self._given_up: set[int] = set()
         self._stopping = False
@@ -177,6 +177,12 @@ class _House:
             finally:
                 with anyio.CancelScope(shield=True):
                     await self._stop_all()
+                self.close()
+
+    def close(self) -> None:
+        """Ends what processes are forked from; they go on."""
+        for server in self._forks.values():
+            server.close()
 
     async def _keep_running(self, role: str) -> None:
         budget = RestartBudget(role, self._config.pipeline)
@@ -224,36 +230,42 @@ class _House:
                 await bus.aclose()
 
     async def _run_once(self, role: str) -> int:
-        child = await anyio.open_process(
-            self._command(role),
-            # It takes the word to drain. It closes when this process dies in whatever way, and the
-            # child then leaves.
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            # Ctrl-C goes to this process alone, which stops the children in order.
-            start_new_session=True,
-            env=self._environment,
-        )
-        self._children[role] = child
-        assert child.stdout is not None
+        child = self._children[role] = await self._start(role)
         lines = Lines()
-        async for chunk in child.stdout:
-            for line in lines.feed(chunk):
-                self._print(role, line)
-                await anyio.lowlevel.checkpoint()  # a flood of one leaves others their turn
+        async with contextlib.aclosing(child.output()) as output:
+            async for chunk in output:
+                for line in lines.feed(chunk):
+                    self._print(role, line)
+                    await anyio.lowlevel.checkpoint()  # a flood of one leaves others their turn
         for line in lines.end():
             self._print(role, line)
         return await child.wait()
 
+    def _fork_servers(self) -> dict[str, ForkServer]:
+        """By stage, and "gateway"; the executor has one for itself, since only it has torch."""
+        if self._config.pipeline.start_method == "spawn" or sys.platform != "linux":
+            return {}
+        stages = dict.fromkeys(split_role(role)[0] for role in self._roles)
+        alone = ForkServer(("executor",), self._environment)
+        others = [stage for stage in stages if stage != "executor"]
+        together = ForkServer(others, self._environment)
+        return {stage: alone if stage == "executor" else together for stage in stages}
+
+    async def _start(self, role: str) -> Child:
+        if server := self._forks.get(split_role(role)[0]):
+            try:
+                return await server.start(self._command(role))
+            except ForkServerLost as error:
+                self._say(f"{role} can't be forked ({error}); starting it as a program of its own")
+        return await spawn([*python(), "nano_inference", *self._command(role)], self._environment)
+
     def _command(self, role: str) -> list[str]:
-        # Else `-m` would have a `redis.py` in the working folder taken for the real one.
-        program = [sys.executable, "-P", "-m", "nano_inference"]
+        """The arguments of `nano-inference`."""
         if role == _GATEWAY:
-            command = [*program, "gateway", *self._arguments]
+            command = ["gateway", *self._arguments]
         else:
             stage, replica = split_role(role)
-            command = [*program, "run", *self._arguments, "--stages", stage]
+            command = ["run", *self._arguments, "--stages", stage]
             if stage in REPLICATED:
                 command += ["--set", f"pipeline.replica={replica}"]
         if port := self._config.telemetry.metrics_port:
@@ -275,24 +287,21 @@ class _House:
         child = self._children.get(role)
         if child is None or child.returncode is not None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            if drain and child.stdin is not None:
-                with contextlib.suppress(anyio.BrokenResourceError):  # it has just ended
-                    await child.stdin.send(DRAIN)
-            else:
-                child.terminate()
-            with anyio.move_on_after(limit_s):
-                await child.wait()
-                return
-            self._say(f"{role} does not stop; killing it")
-            child.kill()
+        if drain:
+            await child.tell(DRAIN)
+        else:
+            child.send_signal(signal.SIGTERM)
+        with anyio.move_on_after(limit_s):
             await child.wait()
+            return
+        self._say(f"{role} does not stop; killing it")
+        child.send_signal(signal.SIGKILL)
+        await child.wait()
 
     async def _kill_on_second(self, signals: AsyncIterator[signal.Signals]) -> None:
         await anext(signals)
         for child in self._children.values():
-            with contextlib.suppress(ProcessLookupError):
-                child.kill()
+            child.send_signal(signal.SIGKILL)
 
     def _say(self, text: str) -> None:
         self._write(Text("up         ", style="bold") + Text(text))

@@ -29,6 +29,9 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
             while others are refused for want of room.
         min_body_bytes_per_s: The least speed of a body.
         send_timeout_s: A client that takes no byte of its answer for so long is closed.
+        comment_s: A stream that has nothing to send for so long sends a comment, so that nobody on
+            the way closes it.
+        template_timeout_s: How long the model's chat template may take for one conversation.
         allowed_hosts: Names under which the gateway may be called, besides any address,
             "localhost", `host` and the name of its machine; without a port.
         allowed_origins: Origins ("https://example.org") whose web pages may call the gateway. There
@@ -62,6 +65,8 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
     body_timeout_s: float = 15.0
     min_body_bytes_per_s: int = 4096
     send_timeout_s: float = 60.0
+    comment_s: float = 15.0
+    template_timeout_s: float = 5.0
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     effects_by_get: Literal["none", "flush_cache", "all"] = "flush_cache"
@@ -85,7 +90,7 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
         )
         self.require("min_body_bytes_per_s", self.min_body_bytes_per_s >= 0, "at least 0")
         for name in self.__struct_fields__:
-            if name.endswith(("timeout_s", "alive_s")):
+            if name.endswith(("timeout_s", "alive_s", "comment_s")):
                 value = getattr(self, name)
                 self.require(name, 0 < value <= 86_400, "above 0, at most 86400 (a day)")
         self.require(

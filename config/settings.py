@@ -335,6 +335,8 @@ class PipelineConfig(Settings, frozen=True, forbid_unknown_fields=True):
         restart_window_s: Failures longer ago than this are forgotten.
         restart_backoff_s: Wait before the first restart; doubles with each further one, up to 10 s.
         drain_timeout_s: How long requests in flight may take to finish after SIGTERM.
+        start_method: How `up` starts processes: "forkserver" forks them from one that has imported
+            what they need, "spawn" starts each as a program. Elsewhere than on Linux it is "spawn".
     """
 
     SECTION: ClassVar[str] = "pipeline"
@@ -346,6 +348,7 @@ class PipelineConfig(Settings, frozen=True, forbid_unknown_fields=True):
     restart_window_s: float = 60.0
     restart_backoff_s: float = 0.2
     drain_timeout_s: float = 30.0
+    start_method: Literal["forkserver", "spawn"] = "forkserver"
 
     def __post_init__(self) -> None:
         self.require("stages", bool(self.stages), f"some of {', '.join(STAGES)}")

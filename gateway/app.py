@@ -11,7 +11,9 @@ from ..pipeline.client import BusClient
 from .callers import caller_checks
 from .http import answer_error
 from .measures import Measures
+from .openai import openai_routes
 from .sglang import sglang_routes
+from .submissions import Submissions
 from .words import LazyWords
 
 _ANSWERED = (NanoInferenceError, HTTPException, ClientDisconnect, Exception)
@@ -27,8 +29,12 @@ def make_app(engine: BusClient, config: Config, measures: Measures | None = None
     """
     measures = measures or Measures()
     words = LazyWords(config.engine.model_folder)
+    submissions = Submissions(engine, config, measures)
     return Starlette(
-        routes=sglang_routes(engine, config, words, measures),
+        routes=[
+            *sglang_routes(engine, config, words, submissions, measures),
+            *openai_routes(config, words, submissions),
+        ],
         middleware=caller_checks(config.gateway, measures),
         exception_handlers=dict.fromkeys(_ANSWERED, answer_error),
     )

@@ -45,7 +45,7 @@ def caller_checks(config: GatewayConfig, measures: Measures) -> list[Middleware]
                 allow_origins=config.allowed_origins,
                 allow_methods=("GET", "POST", "PUT"),
                 allow_headers=("*",),
-                expose_headers=("Retry-After",),
+                expose_headers=("Retry-After", "X-Request-Id"),
             )
         )
     return [*checks, Middleware(_JsonOnly, measures)]

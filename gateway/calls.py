@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Collection
 from typing import NamedTuple
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..bus.entries import usable_trace
 from ..telemetry import TraceContext, instruments, names, now_ns
-from .http import CLIENT_LEFT
+from .http import CALL_ID, CLIENT_LEFT
 from .measures import Measures
 
 _METHODS = frozenset(
@@ -22,6 +23,11 @@ _OTHER_METHOD = "_OTHER"
 
 ARRIVED = "arrived_ns"
 """Under which a connection leaves in a call's state when its head came; it may wait after that."""
+
+CALL_HEADER = "X-Request-Id"
+"""What a client calls a call, or else what the gateway does; the answer and the log repeat it."""
+
+_MAX_CALL_ID_LENGTH = 128
 
 _KEY = "arrival"
 _FAILED = 500
@@ -55,8 +61,17 @@ def client_trace(headers: Headers) -> TraceContext:
     return trace if trace.is_valid else TraceContext()
 
 
+def call_id(headers: Headers) -> str:
+    """What the client calls a call, where that can stand in a header and a log; else a new name."""
+    given = headers.get(CALL_HEADER, "").strip()
+    usable = 0 < len(given) <= _MAX_CALL_ID_LENGTH and given.isascii() and given.isprintable()
+    return given if usable else uuid.uuid4().hex
+
+
 class ObservedCalls:
     """ASGI: measures each call, and makes a span of it, between the client's and the pipeline's.
+
+    It names each call, too: its answer has the header `CALL_HEADER`.
 
     A GET whose client is in no trace has no span: what asks for health each second would begin as
     many traces.
@@ -73,9 +88,11 @@ class ObservedCalls:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope.setdefault("state", {})
         arrived_ns: int = state.get(ARRIVED) or now_ns()
-        client = client_trace(Headers(scope=scope))
+        headers = Headers(scope=scope)
+        client, named = client_trace(headers), call_id(headers)
         trace = self._begin(scope, client)
         state[_KEY] = Arrival(arrived_ns, trace)
+        state[CALL_ID] = named
         # Unless there is an answer.
         status = CLIENT_LEFT
 
@@ -83,6 +100,7 @@ class ObservedCalls:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                MutableHeaders(scope=message)[CALL_HEADER] = named
             await send(message)
 
         self._under_way += 1

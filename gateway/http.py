@@ -27,7 +27,13 @@ MOST_CONTAINERS = 500_000
 
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
+# In msgspec's messages, where a value stands.
+_PLACE = re.compile(r"`\$\.?([^`]+)`$")
+
 SendEvent = Callable[[bytes], Awaitable[None]]
+
+CALL_ID = "call_id"
+"""Under which a call's state has what the call is named."""
 
 CLIENT_LEFT = 499
 """The status, seen by nobody, of a request whose client has closed the connection."""
@@ -40,6 +46,7 @@ DEFAULT_RETRY_S = 1.0
 
 _STATUS = {
     "request_too_large": 413,
+    "model_not_found": 404,
     "unsupported": 400,
     "forbidden_host": 403,
     "forbidden_origin": 403,
@@ -75,6 +82,18 @@ class EngineError(RequestError):
         self.retry_after_s = retry_after_s
 
 
+class FieldError(RequestError):
+    """A field of the body can't be obeyed.
+
+    Attributes:
+        param: Which one, as a path in the body.
+    """
+
+    def __init__(self, message: str, *, param: str | None, code: str = "invalid_request") -> None:
+        super().__init__(message, code=code)
+        self.param = param
+
+
 def status_of(error: NanoInferenceError) -> int:
     """The HTTP status of an error: 4xx when the client can change something, else 5xx."""
     if error.code in _STATUS:
@@ -90,7 +109,9 @@ def error_body(error: NanoInferenceError) -> dict[str, Any]:
     kind = "invalid_request_error" if status < 500 else "server_error"
     if status == TOO_MANY:
         kind = "rate_limit_error"
-    return {"error": {"message": error.message, "type": kind, "code": error.code}}
+    param: str | None = getattr(error, "param", None)
+    told = {"message": error.message, "type": kind, "param": param, "code": error.code}
+    return {"error": told}
 
 
 def error_response(error: NanoInferenceError, more: dict[str, Any] | None = None) -> Response:
@@ -99,6 +120,9 @@ def error_response(error: NanoInferenceError, more: dict[str, Any] | None = None
     if retry_after_s is None and status_of(error) == TOO_MANY:
         retry_after_s = DEFAULT_RETRY_S
     headers = {} if retry_after_s is None else {"Retry-After": str(max(1, round(retry_after_s)))}
+    if error.code == "expired":
+        # OpenAI's clients try again after any 5xx; here they would take the same time once more.
+        headers["X-Should-Retry"] = "false"
     return JsonResponse({**(more or {}), **error_body(error)}, status_of(error), headers)
 
 
@@ -106,21 +130,21 @@ async def answer_error(request: Request, error: Exception) -> Response:
     """The answer to whatever a handler raised."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_LEFT)
+    call_id = request.scope.get("state", {}).get(CALL_ID, "")
+    log = structlog.get_logger().bind(path=request.url.path, call_id=call_id)
     if isinstance(error, NanoInferenceError):
         # Load that is shed (429) is counted where it is shed; a line for each would be more load.
         if status_of(error) >= 500:
-            structlog.get_logger().warning(
-                "http_request_failed", path=request.url.path, code=error.code, error=error.message
-            )
+            log.warning("http_request_failed", code=error.code, error=error.message)
         return error_response(error)
     if isinstance(error, HTTPException):
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
         message = f"{request.method} {shown(request.url.path)}: {error.detail}"
         if methods := (error.headers or {}).get("Allow"):
             message += f"; call it by {methods}"
-        body = {"error": {"message": message, "type": "invalid_request_error", "code": code}}
-        return JsonResponse(body, error.status_code, error.headers)
-    structlog.get_logger().error("http_handler_failed", path=request.url.path, exc_info=error)
+        told = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+        return JsonResponse({"error": told}, error.status_code, error.headers)
+    log.error("http_handler_failed", exc_info=error)
     return error_response(NanoInferenceError("the gateway has failed; its log says where"))
 
 
@@ -195,12 +219,19 @@ def convert(found: Any, kind: type[T], what: str = "the body") -> T:
     """A value as a struct or another type.
 
     Raises:
-        RequestError: It is none; the message names the field.
+        FieldError: It is none; the message names the field.
     """
     try:
         return msgspec.convert(found, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise RequestError(f"{what}: {error}") from None
+        place = _PLACE.search(str(error))
+        param = place[1] if place else None
+        raise FieldError(f"{what}: {error}", param=param) from None
+
+
+def field_name(name: str) -> str:
+    """A field's name as it is when it may be that of somebody's field, else cut and quoted."""
+    return name if name.isascii() and name.isidentifier() and len(name) <= 80 else shown(name)
 
 
 async def while_connected(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
@@ -255,29 +286,60 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, produce: Callable[[SendEvent], Awaitable[None]]) -> None:
+    def __init__(
+        self, produce: Callable[[SendEvent], Awaitable[None]], comment_s: float | None = None
+    ) -> None:
         """`produce` is called with a function that sends an event's data.
 
-        What NanoInferenceErrors it raises must come before the first event.
+        What NanoInferenceErrors it raises must come before the first event, or before the first
+        comment: after `comment_s` seconds without an event there is one, so that nobody on the way
+        takes the connection for a dead one. `committed` tells whether the answer has begun.
         """
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._produce = produce
+        self._comment_s = comment_s
+        self.committed = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun = False
+        sending = anyio.Lock(fast_acquire=True)
+        sent_at = anyio.current_time()
+
+        async def send_part(part: bytes) -> None:
+            nonlocal sent_at
+            async with sending:
+                if not self.committed:
+                    self.committed = True
+                    start = {"type": "http.response.start", "status": self.status_code}
+                    await send(start | {"headers": self.raw_headers})
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+                sent_at = anyio.current_time()
 
         async def send_event(data: bytes) -> None:
-            nonlocal begun
-            if not begun:
-                begun = True
-                start = {"type": "http.response.start", "status": self.status_code}
-                await send(start | {"headers": self.raw_headers})
-            event = b"data: " + data + b"\n\n"
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send_part(b"data: " + data + b"\n\n")
+
+        async def comment(every_s: float) -> None:
+            while True:
+                await anyio.sleep_until(sent_at + every_s)
+                # Who does not read what was sent needs no comment.
+                if sending.locked():
+                    await anyio.sleep(every_s)
+                elif anyio.current_time() >= sent_at + every_s:
+                    await send_part(b": keep-alive\n\n")
 
         async def respond() -> None:
-            await self._produce(send_event)
+            failure: Exception | None = None
+            async with anyio.create_task_group() as group:
+                if self._comment_s is not None:
+                    group.start_soon(comment, self._comment_s)
+                try:
+                    await self._produce(send_event)
+                except (NanoInferenceError, TimeoutError) as error:
+                    # Not through the group, which would wrap it.
+                    failure = error
+                group.cancel_scope.cancel()
+            if failure is not None:
+                raise failure
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         await while_connected(receive, respond)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 import anyio.to_thread
 
-from ..config import RequestError
+from ..config import ModelError, RequestError
 from ..stages.detokenizer import Detokenizer, TokenPieces
 from ..stages.tokenizer import (
     check_text_fits,
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# Characters of a text that are tokenised at once; more take a thread.
+_SHORT_TEXT = 4096
+
 _THREADS = 2
 """How many texts are worked on beside the event loop. Each thread keeps a core busy."""
 
@@ -31,12 +35,13 @@ class Words:
     """A model's tokenizer, as far as the gateway uses it.
 
     Attributes:
+        tokenizer: Transformers'.
         stop_token_ids: Those that end a generation by default.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, stop_token_ids: frozenset[int]) -> None:
         self.stop_token_ids = stop_token_ids
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._longest_token_bytes = longest_token_bytes(tokenizer)
         self._token_texts: dict[int, str] = {}
         self._pieces = {
@@ -48,14 +53,19 @@ class Words:
         """Raises RequestError (prompt_too_long) for a text that can't be a prompt in any case."""
         check_text_fits(text, self._longest_token_bytes, max_model_len)
 
-    def token_ids(self, text: str) -> tuple[int, ...]:
+    def token_ids(self, text: str, *, add_special: bool = True) -> tuple[int, ...]:
         """A prompt's tokens, as admission makes them.
+
+        Args:
+            add_special: Whether the tokenizer adds special tokens, as to a text; a conversation
+                has its own.
 
         Raises:
             RequestError: The tokenizer can't read it.
         """
         try:
-            return tuple(self._tokenizer(text, verbose=False)["input_ids"])
+            found = self.tokenizer(text, add_special_tokens=add_special, verbose=False)
+            return tuple(found["input_ids"])
         # The tokenizers library raises Exception itself.
         except Exception as error:
             raise RequestError(
@@ -75,8 +85,14 @@ class Words:
         """The text of a token that stands alone."""
         text = self._token_texts.get(token_id)
         if text is None:
-            text = self._token_texts[token_id] = str(self._tokenizer.decode([token_id]))
+            text = self._token_texts[token_id] = str(self.tokenizer.decode([token_id]))
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text, which may be a part of a character; special ones their own
+        name."""
+        piece = self._pieces[False][token_id]
+        return piece if isinstance(piece, bytes) else piece.encode()
 
 
 class LazyWords:
@@ -94,6 +110,32 @@ class LazyWords:
             if self._words is None:
                 self._words = await anyio.to_thread.run_sync(self._load)
         return self._words
+
+    async def required(self) -> Words:
+        """The same, for a call that can't be answered without.
+
+        Raises:
+            RequestError: unsupported.
+        """
+        try:
+            return await self.get()
+        except ModelError as error:
+            raise RequestError(
+                f"this takes the model's tokenizer, which the gateway does not have: "
+                f"{error.message}",
+                code="unsupported",
+            ) from None
+
+    async def token_ids(self, text: str, *, add_special: bool = True) -> tuple[int, ...]:
+        """As `Words.token_ids`, of a long text in a thread.
+
+        Raises:
+            RequestError: invalid_prompt, unsupported.
+        """
+        words = await self.required()
+        if len(text) <= _SHORT_TEXT:
+            return words.token_ids(text, add_special=add_special)
+        return await self.beside(partial(words.token_ids, text, add_special=add_special))
 
     async def beside(self, work: Callable[[], T]) -> T:
         """Does what takes long in a thread, a few at a time; the event loop serves others."""

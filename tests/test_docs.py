@@ -5,16 +5,19 @@ from __future__ import annotations
 import ast
 import asyncio
 import re
-import subprocess
 import sys
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
+import pytest_asyncio
 
 from nano_inference import Config, Pipeline, SamplingParams, load_config
 from nano_inference.config import DEFAULT_URL
 from nano_inference.stages.admission.checks import check_sampling
+
+from .programs import Programs
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -33,21 +36,31 @@ def blocks(language: str) -> list[tuple[str, str]]:
 PYTHON = blocks("python")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("where", "code"), PYTHON, ids=[where for where, _ in PYTHON])
-async def test_python_code_runs(where: str, code: str, redis_url: str) -> None:
-    """As a program of its own, with a pipeline at the address that the documents use."""
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def bus_url(redis_url: str) -> AsyncIterator[str]:
+    """Where a pipeline answers, as one does at the address that the documents use."""
     config = load_config(env={}, overrides={"bus.url": redis_url})
     async with asyncio.timeout(LIMIT_S), Pipeline(config):
-        ran = await asyncio.to_thread(
-            subprocess.run,
-            [sys.executable, "-c", code.replace(DEFAULT_URL, redis_url)],
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
-    assert ran.returncode == 0, ran.stderr
+        yield redis_url
+
+
+@pytest.fixture(scope="module")
+def programs() -> Iterator[Programs]:
+    running = Programs()
+    yield running
+    running.close()
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(("where", "code"), PYTHON, ids=[where for where, _ in PYTHON])
+async def test_python_code_runs(
+    where: str, code: str, programs: Programs, bus_url: str, tmp_path: Path
+) -> None:
+    """As a program of its own."""
+    async with asyncio.timeout(LIMIT_S):
+        ran = await programs.run(code.replace(DEFAULT_URL, bus_url), tmp_path)
+    assert ran.status == 0, ran.stderr
     assert ran.stdout.strip()
 
 

@@ -8,6 +8,7 @@ from ...config import Config
 from ...pipeline.client import BusClient
 from ..callers import Endpoint, not_for_pages
 from ..measures import Measures
+from ..submissions import Submissions
 from ..words import LazyWords
 from .generate import Generation
 from .info import InfoCalls
@@ -20,13 +21,17 @@ _NUM_EFFECTS = {"none": 0, "flush_cache": 1, "all": 3}
 
 
 def sglang_routes(
-    engine: BusClient, config: Config, words: LazyWords, measures: Measures
+    engine: BusClient,
+    config: Config,
+    words: LazyWords,
+    submissions: Submissions,
+    measures: Measures,
 ) -> list[Route]:
     """Its endpoints."""
     labels = VersionLabels()
     sync = WeightSync(engine, labels, config.gateway.sync_timeout_s)
-    generation = Generation(engine, config, words, labels, measures)
-    info = InfoCalls(engine, config, generation, sync, labels)
+    generation = Generation(submissions, config, words, labels)
+    info = InfoCalls(engine, config, submissions, sync, labels)
     weights = WeightCalls(engine, config.gateway, sync)
     read, write = ["GET"], ["POST"]
     routes = [

@@ -11,6 +11,7 @@ from ...bus.public import (
     ErrorInfo,
     TokenLogprob,
 )
+from ..submissions import ENDED_EARLY
 from ..words import Words
 from .growing import Growing
 from .labels import VersionLabels
@@ -19,8 +20,6 @@ from .requests import Wanted
 Answer = dict[str, Any]
 Entry = tuple[float | None, int, str | None]
 TopLogprobs = tuple[TokenLogprob, ...]
-
-ENDED_EARLY = ErrorInfo(code="aborted", message="the request was aborted")
 
 
 class Answers:

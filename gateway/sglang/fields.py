@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, TypeVar
 
-from ...config import RequestError, nearest, shown
-from ..http import convert
+from ...config import RequestError, nearest
+from ..http import convert, field_name
 
 T = TypeVar("T")
 
@@ -26,15 +26,10 @@ def read_fields(body: Body, kind: type[T], ignored: Collection[str] = (), what: 
     for name, value in body.items():
         if name not in known and name not in ignored and value:
             raise RequestError(
-                f"{what}{_plain(name)} is not supported here{nearest(name, known)}; leave it out, "
-                "or give null",
+                f"{what}{field_name(name)} is not supported here{nearest(name, known)}; leave it "
+                "out, or give null",
                 code="unsupported",
             )
     # An explicit null is a default.
     found = {name: body[name] for name in known if body.get(name) is not None}
     return convert(found, kind, what or "the body")
-
-
-def _plain(name: str) -> str:
-    """As it is when it may be the name of a field of somebody's."""
-    return name if name.isascii() and name.isidentifier() and len(name) <= 80 else shown(name)

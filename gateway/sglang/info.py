@@ -19,8 +19,8 @@ from ...config import Config, NanoInferenceError, RequestError, SamplingParams, 
 from ...pipeline.client import BusClient
 from ..http import EngineError, JsonResponse, answer_while_connected, read_object
 from ..recent import Recent
+from ..submissions import Submissions
 from .fields import read_fields
-from .generate import Generation
 from .labels import VersionLabels
 from .sync import WeightSync
 
@@ -45,13 +45,13 @@ class InfoCalls:
         self,
         engine: BusClient,
         config: Config,
-        generation: Generation,
+        submissions: Submissions,
         sync: WeightSync,
         labels: VersionLabels,
     ) -> None:
         self._engine = engine
         self._config = config
-        self._generation = generation
+        self._submissions = submissions
         self._sync = sync
         self._labels = labels
         self._trouble = Recent(engine.trouble, HEALTH_LASTS_S)
@@ -145,9 +145,9 @@ class InfoCalls:
         found = await read_object(request, self._config.gateway.max_body_bytes)
         body = read_fields(found, AbortBody, ("finished_reason", "abort_message"))
         if body.abort_all:
-            await self._generation.abort_all()
+            await self._submissions.abort_all()
         elif body.rid:
-            await self._generation.abort(body.rid)
+            await self._submissions.abort(body.rid)
         else:
             raise RequestError("give rid, or abort_all")
         return Response()
@@ -185,7 +185,7 @@ class InfoCalls:
         told = sum(load["num_reqs"] for load in loads)
         # The lanes tell once a second; what is in flight here is known at once. They don't know of
         # what waits here.
-        missing = max(0, self._generation.in_flight - told) + self._generation.waiting
+        missing = max(0, self._submissions.in_flight - told) + self._submissions.waiting
         if loads and missing:
             loads[0]["num_waiting_reqs"] += missing
             loads[0]["num_reqs"] += missing

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 from opentelemetry.trace import SpanKind
+from structlog.testing import capture_logs
 
 from nano_inference.config import Config, TelemetryConfig
 from nano_inference.gateway.app import make_app
@@ -47,6 +48,39 @@ def told() -> Told:
 async def http(engine: FakeEngine, told: Told) -> AsyncIterator[httpx.AsyncClient]:
     async with observed(engine, told.measures) as client:
         yield client
+
+
+# --- names --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/health", "/nowhere", "/v1/models"])
+async def test_an_answer_repeats_what_its_client_calls_the_call(
+    http: httpx.AsyncClient, path: str
+) -> None:
+    answer = await http.get(path, headers={"X-Request-Id": "mine 7"})
+    assert answer.headers.get_list("x-request-id") == ["mine 7"]
+
+
+@pytest.mark.parametrize("given", [None, "", " ", "x" * 129, "\u00e9", "a\x01b"])
+async def test_a_call_without_a_usable_name_gets_one(
+    http: httpx.AsyncClient, given: str | None
+) -> None:
+    headers = {} if given is None else {"X-Request-Id": given.encode("latin-1")}
+    names_given = {
+        (await http.get("/health", headers=headers)).headers["x-request-id"] for _ in range(2)
+    }
+    assert len(names_given) == 2
+    assert all(len(name) == 32 for name in names_given)
+
+
+async def test_what_fails_is_in_the_log_by_its_name(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.outputs = refused("internal_error")
+    with capture_logs() as lines:
+        await http.post("/generate", json={"text": "a"}, headers={"X-Request-Id": "mine"})
+    (line,) = [line for line in lines if line["event"] == "http_request_failed"]
+    assert (line["call_id"], line["path"]) == ("mine", "/generate")
 
 
 # --- traces -------------------------------------------------------------------------------------

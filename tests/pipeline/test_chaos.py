@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,30 +12,30 @@ from ..rig import load
 
 pytestmark = pytest.mark.slow
 
-
-async def test_faults_of_every_kind_cost_nothing(tmp_path: Path) -> None:
-    chaos = load("chaos")
-    result = await chaos.storm(
-        tmp_path, requests=60, kills=8, seed=5, concurrency=24, duration_s=120, longest=40
-    )
-    told = json.dumps(result, indent=1)
-    assert set(result["kills"]) == set(chaos.TARGETS), told
-    assert sum(result["kills"].values()) == 8, told
-    assert (result["completed"], result["clean"]) == (60, True), told
+EVERY_DAY: dict[str, Any] = {"requests": 40, "kills": 7, "concurrency": 16, "longest": 40}
+SOAK: dict[str, Any] = {"requests": 400, "kills": 56, "concurrency": 24, "longest": 80}
 
 
-async def test_nor_while_sequences_take_turns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.soak
+async def test_faults_of_every_kind_cost_nothing_while_sequences_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, soak: bool
 ) -> None:
-    """Few places and short time slices: at any moment some sequences have made room."""
+    """Few places and short time slices: at any moment some sequences have made room. `make soak`
+    has this also with a place for each."""
+    chaos = load("chaos")
+    if soak:
+        check(chaos, await chaos.storm(tmp_path / "places", seed=5, duration_s=600, **SOAK), SOAK)
     monkeypatch.setenv("NANO_INFERENCE_ENGINE__MAX_BATCH_SIZE", "4")
     monkeypatch.setenv("NANO_INFERENCE_FAIRNESS__MAX_TIMESLICE_TOKENS", "8")
-    chaos = load("chaos")
-    result = await chaos.storm(
-        tmp_path, requests=60, kills=8, seed=6, concurrency=24, duration_s=120, longest=40
-    )
+    size = SOAK if soak else EVERY_DAY
+    check(chaos, await chaos.storm(tmp_path / "turns", seed=6, duration_s=600, **size), size)
+
+
+def check(chaos: Any, result: dict[str, Any], size: dict[str, Any]) -> None:
     told = json.dumps(result, indent=1)
-    assert (result["completed"], result["clean"]) == (60, True), told
+    assert set(result["kills"]) == set(chaos.TARGETS), told
+    assert sum(result["kills"].values()) == size["kills"], told
+    assert (result["completed"], result["clean"]) == (size["requests"], True), told
 
 
 def test_it_sees_what_is_wrong_with_a_stream() -> None:

@@ -8,10 +8,11 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from nano_inference import Completion, Pipeline
-from nano_inference.config import FairnessConfig, TelemetryConfig
+from nano_inference.config import FairnessConfig, TelemetryConfig, load_config
 from nano_inference.pipeline.client import Request
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor.core import ExecutorCore
@@ -24,11 +25,14 @@ from .conftest import MakeConfig
 
 LIMIT_S = 240
 
+# For what fairness decides by itself.
+in_memory = pytest.mark.parametrize("make_config", ["memory"], indirect=True)
+
 
 def long_request(index: int, **fields: Any) -> dict[str, Any]:
     return {
         "prompt": f"Story about Ana, a cat and {index} balls:",
-        "sampling": {"temperature": 1.0, "seed": index, "max_tokens": 60, "ignore_eos": True},
+        "sampling": {"temperature": 1.0, "seed": index, "max_tokens": 40, "ignore_eos": True},
         "n": 1 + index % 2,
         **fields,
     }
@@ -80,12 +84,19 @@ async def all_tokens(pipeline: Pipeline) -> list[list[tuple[int, ...]]]:
     return [*results, *last]
 
 
-async def test_streams_that_pause_are_those_of_an_undisturbed_run(
-    make_config: MakeConfig,
-) -> None:
-    async with Pipeline(make_config()) as pipeline, asyncio.timeout(LIMIT_S):
-        wanted = await all_tokens(pipeline)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def wanted() -> list[list[tuple[int, ...]]]:
+    """What `all_tokens` gives where nobody has to make room."""
+    config = load_config(env={}, overrides={"engine.dtype": "float32"})
+    async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
+        tokens = await all_tokens(pipeline)
         assert counts_of(pipeline) == Counts(tokens=counts_of(pipeline).tokens)
+        return tokens
+
+
+async def test_streams_that_pause_are_those_of_an_undisturbed_run(
+    make_config: MakeConfig, wanted: list[list[tuple[int, ...]]]
+) -> None:
     config = make_config(
         engine__max_batch_size=3,
         fairness__enable_preemption=True,
@@ -94,7 +105,7 @@ async def test_streams_that_pause_are_those_of_an_undisturbed_run(
     async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
         assert await all_tokens(pipeline) == wanted
         # The last step's tokens may be counted after they have been delivered.
-        await until(lambda: counts_of(pipeline).tokens == {0: 8 * 60 * 3 // 2, 8: 24})
+        await until(lambda: counts_of(pipeline).tokens == {0: 8 * 40 * 3 // 2, 8: 24})
         counts = counts_of(pipeline)
         assert counts.yields > 10
         assert counts.preemptions > 0
@@ -107,7 +118,10 @@ async def test_streams_that_pause_are_those_of_an_undisturbed_run(
 
 @pytest.mark.parametrize("stage", ["fairness", "batching", "executor", "streaming"])
 async def test_what_has_paused_survives_the_loss_of_a_stage(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, stage: str
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    stage: str,
+    wanted: list[list[tuple[int, ...]]],
 ) -> None:
     owner, method = {
         "fairness": (FairnessCore, "ask_to_pause"),
@@ -121,8 +135,6 @@ async def test_what_has_paused_survives_the_loss_of_a_stage(
         fairness__max_timeslice_tokens=10,
         pipeline__restart_backoff_s=0.01,
     )
-    async with Pipeline(make_config()) as pipeline, asyncio.timeout(LIMIT_S):
-        wanted = await all_tokens(pipeline)
     async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
         original = getattr(owner, method)
         broken: list[int] = []
@@ -179,6 +191,7 @@ async def test_a_request_that_has_paused_can_end(make_config: MakeConfig, how: s
         assert (core.num_queued, core.num_paused) == (0, 0)
 
 
+@in_memory
 async def test_a_quiet_tenant_does_not_wait_for_a_noisy_one(make_config: MakeConfig) -> None:
     """60 requests come before one; it has its answer before a fifth of them."""
     config = make_config(engine__max_batch_size=2)
@@ -203,6 +216,7 @@ async def test_a_quiet_tenant_does_not_wait_for_a_noisy_one(make_config: MakeCon
         await asyncio.gather(*tasks)
 
 
+@in_memory
 async def test_a_change_of_settings_holds_at_once_for_what_runs(make_config: MakeConfig) -> None:
     config = make_config(engine__max_batch_size=1)
     async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
@@ -222,6 +236,7 @@ async def test_a_change_of_settings_holds_at_once_for_what_runs(make_config: Mak
         assert fairness_of(pipeline)._core.config.tenant_weights == {"gold": 2.0}
 
 
+@in_memory
 async def test_traces_tell_of_pauses_and_of_why_a_request_waited(make_config: MakeConfig) -> None:
     exporter = InMemorySpanExporter()
     tracing = setup_tracing(TelemetryConfig(), "test", exporter)

@@ -17,6 +17,7 @@ from nano_inference.bus.links import LINKS
 
 from .conftest import MakeConfig
 
+# At full length; every day a fifth of it.
 REQUESTS = 7000
 PER_LINK = 3000 // len(LINKS)
 LIMIT_S = 300
@@ -101,9 +102,14 @@ async def link_traffic(foreign: Redis, keys: Keys, pipeline: Pipeline) -> dict[b
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("make_config", ["redis-links"], indirect=True)
-async def test_every_entry_is_answered_and_the_pipeline_goes_on(make_config: MakeConfig) -> None:
+async def test_every_entry_is_answered_and_the_pipeline_goes_on(
+    make_config: MakeConfig, soak: bool
+) -> None:
     rng = random.Random(5)
+    part = 1 if soak else 5
+    requests, per_link = REQUESTS // part, PER_LINK // part
     config = make_config(
         bus__results_maxlen=10**6,
         admission__max_queued=10**6,
@@ -122,13 +128,13 @@ async def test_every_entry_is_answered_and_the_pipeline_goes_on(make_config: Mak
         traffic = await link_traffic(foreign, keys, pipeline)
         assert sum(map(len, traffic.values())) > 40
         for key, messages in traffic.items():
-            for _ in range(PER_LINK):
+            for _ in range(per_link):
                 raw = mutate(rng, rng.choice(messages)) if messages else b""
                 fields = {MESSAGE: rng.choice((raw, raw, rng.randbytes(40), rng.choice(ODD)))}
                 await foreign.xadd(key, {WRITER: rng.randbytes(8), **fields})
         entries = {
             (await foreign.xadd(keys.requests, request_fields(rng))).decode()
-            for _ in range(REQUESTS)
+            for _ in range(requests)
         }
         answers: Counter[str] = Counter()
         codes: Counter[str] = Counter()
@@ -138,7 +144,7 @@ async def test_every_entry_is_answered_and_the_pipeline_goes_on(make_config: Mak
             codes[completion.error.code if completion.error else completion.status] += 1
         await tail.aclose()
         assert all(answers[entry] == 1 for entry in entries)
-        assert len(codes) > 4, codes
-        assert codes["done"] > REQUESTS // 20, codes
+        assert len(codes) > (4 if soak else 2), codes
+        assert codes["done"] > requests // 20, codes
         assert (await pipeline.complete({"prompt": "98 + 25 ="})).status == "done"
     assert set(codes) & {"lane_failed", "stage_failed", "internal_error"} == set(), codes

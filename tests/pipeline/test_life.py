@@ -25,7 +25,7 @@ from nano_inference.stages.fairness.core import FairnessCore
 from nano_inference.stages.streaming.core import StreamingCore
 
 from . import reference
-from .conftest import MakeConfig
+from .conftest import MakeConfig, all_buses
 
 LIMIT_S = 90
 GOOD = {"prompt": "12 + 30 =", "sampling": {"temperature": 0}}
@@ -105,6 +105,7 @@ def break_once(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, after:
     monkeypatch.setattr(owner, method, wrapper)
 
 
+@all_buses
 @pytest.mark.parametrize(
     ("owner", "method"),
     [(ExecutorCore, "execute"), (BatchingCore, "absorb"), (StreamingCore, "absorb")],
@@ -150,6 +151,7 @@ async def test_a_pause_outlasts_a_failure(
         await asyncio.gather(running, other)
 
 
+@all_buses
 async def test_failure_upon_failure(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +171,7 @@ async def test_failure_upon_failure(
         await whole_streams(pipeline)
 
 
+@all_buses
 async def test_a_failed_admission_finds_its_requests_again(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +245,7 @@ async def test_a_missing_model_is_said_at_once(make_config: MakeConfig) -> None:
             raise AssertionError("it must not start")
 
 
+@all_buses
 async def test_leaving_the_stream_early_cancels_the_request(pipeline: Pipeline) -> None:
     tail = await pipeline.bus.results.tail()
     async with asyncio.timeout(LIMIT_S), aclosing(tail):
@@ -283,6 +287,7 @@ async def test_cancel_of_an_unknown_request_changes_nothing(pipeline: Pipeline) 
     assert (await pipeline.complete(GOOD)).status == "done"
 
 
+@all_buses
 async def test_drain_finishes_what_is_in_flight(pipeline: Pipeline) -> None:
     request = {"prompt": "1 + 1 =", "sampling": {"max_tokens": 100, "ignore_eos": True}}
     async with asyncio.timeout(LIMIT_S):
@@ -352,6 +357,7 @@ async def test_pause_and_resume(pipeline: Pipeline) -> None:
         assert (await waiting).status == "done"
 
 
+@all_buses
 async def test_stages_in_two_processes_worth_of_pipelines(
     make_config: MakeConfig, redis_url: str
 ) -> None:

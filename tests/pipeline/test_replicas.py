@@ -33,7 +33,7 @@ def make_config(request: pytest.FixtureRequest) -> MakeConfig:
     return config_maker(request)
 
 
-@pytest.fixture(params=["redis", "redis-links", "cluster"])
+@pytest.fixture(params=["redis-links", "cluster"])
 def over_redis(request: pytest.FixtureRequest) -> MakeConfig:
     """For replicas in processes of their own, or in what stands for them."""
     return config_maker(request)

@@ -154,7 +154,7 @@ async def test_each_token_is_stamped_with_the_weights_that_made_it(
     running: Pipeline, loaded: State
 ) -> None:
     """Not with those in place at admission, or when the request ended."""
-    assert await under_load(running, loaded, oracle.announcing, "keep", 40, check_stamps)
+    assert await under_load(running, loaded, oracle.announcing, "keep", 20, check_stamps)
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "retract"])
@@ -166,33 +166,35 @@ async def test_no_kv_is_stale_after_an_update(
     def check(completion: Completion) -> int:
         return check_purity(completion, pure_logprob, whole=in_flight == "retract")
 
-    assert await under_load(running, loaded, oracle.remembering, in_flight, 40, check)
+    assert await under_load(running, loaded, oracle.remembering, in_flight, 20, check)
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 async def test_hundreds_of_updates_under_load(
-    loaded: State, pure_logprob: float, make_config: MakeConfig
+    loaded: State, pure_logprob: float, make_config: MakeConfig, soak: bool
 ) -> None:
-    """800 in memory, and 200 over Redis; they leave no memory behind."""
+    """800 in memory, and 200 over Redis; every day a quarter. They leave no memory behind."""
     # The cache is so small that all of it has been written to before the measurement begins.
     config = make_config(engine__kv_cache_bytes=8 << 20)
     resident: dict[int, int] = {}
     in_flight: InFlight = "keep" if config.bus.url == "memory" else "retract"
-    updates = 800 if config.bus.url == "memory" else 200
+    updates = (800 if config.bus.url == "memory" else 200) // (1 if soak else 4)
+    warm = 100 if soak else 25
 
     def check(completion: Completion) -> int:
         return check_purity(completion, pure_logprob, whole=in_flight == "retract")
 
     def weigh(version: int) -> None:
-        if version in (100, updates):
+        if version in (warm, updates):
             resident[version] = held().resident_bytes
 
     async with asyncio.timeout(2 * LIMIT_S), Pipeline(config) as pipeline:
         assert await under_load(
             pipeline, loaded, oracle.remembering, in_flight, updates, check, weigh
         )
-    growth = resident[updates] - resident[100]
-    assert growth < MOST_GROWTH_BYTES, f"{growth / 1e6:.1f} MB more since the 100th"
+    growth = resident[updates] - resident[warm]
+    assert growth < MOST_GROWTH_BYTES, f"{growth / 1e6:.1f} MB more since the first {warm}"
 
 
 async def test_kept_kv_is_what_in_flight_means(
@@ -211,7 +213,7 @@ async def test_kept_kv_is_what_in_flight_means(
 async def test_weights_change_while_paused(running: Pipeline, loaded: State) -> None:
     """The blocking way: pause, sync, resume."""
     await running.client.update_weights(oracle.announcing(loaded, 1))
-    request = asyncio.create_task(running.complete(greedy(0, 600)))
+    request = asyncio.create_task(running.complete(greedy(0, 300)))
     await asyncio.sleep(0.1)
     await running.client.pause()
     assert await running.client.update_weights(oracle.announcing(loaded, 2)) == 2
@@ -333,24 +335,22 @@ async def test_what_does_not_fit_changes_nothing(running: Pipeline, loaded: Stat
     assert await running.client.update_weights(loaded) == 1
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e39])
-async def test_weights_that_are_no_numbers_are_refused(
-    running: Pipeline, loaded: State, bad: float
-) -> None:
+async def test_weights_that_are_no_numbers_are_refused(running: Pipeline, loaded: State) -> None:
     """Also what is one for the trainer, and none in the model's dtype."""
     await running.client.update_weights(oracle.announcing(loaded, 1))
-    new = oracle.announcing(loaded, 2)
     broken = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1)]
     broken += ["model.layers.0.self_attn.v_proj.bias", "model.norm.weight"]
-    for name in broken:
-        new[name] = new[name].double()
-        new[name].view(-1)[-1] = bad
     request = asyncio.create_task(running.complete(greedy(0, 400)))
-    for source, partial in ((new, False), ({broken[0]: new[broken[0]]}, True)):
-        with pytest.raises(WeightsError) as refused:
-            await running.client.update_weights(source, partial=partial)
-        assert refused.value.code == "weights_not_finite"
-        assert broken[0] in refused.value.message
+    for bad in (math.nan, math.inf, -math.inf, 1e39):
+        new = oracle.announcing(loaded, 2)
+        for name in broken:
+            new[name] = new[name].double()
+            new[name].view(-1)[-1] = bad
+        for source, partial in ((new, False), ({broken[0]: new[broken[0]]}, True)):
+            with pytest.raises(WeightsError) as refused:
+                await running.client.update_weights(source, partial=partial)
+            assert refused.value.code == "weights_not_finite", bad
+            assert broken[0] in refused.value.message
     assert set(versions_of(await request)) == {1}
     assert check_stamps(await running.complete(greedy(1, 5))) == 1
     assert await running.client.update_weights(oracle.announcing(loaded, 2)) == 2
@@ -386,7 +386,7 @@ async def test_an_update_outlives_the_failure_of_another_stage(
 ) -> None:
     """Batching fails when it is told; the executor tells its successor."""
     await running.client.update_weights(oracle.announcing(loaded, 1))
-    request = asyncio.create_task(running.complete(greedy(0, 800)))
+    request = asyncio.create_task(running.complete(greedy(0, 400)))
     await asyncio.sleep(0.05)
     break_once(monkeypatch, BatchingCore, "change_weights", after=1)
     assert await running.client.update_weights(oracle.announcing(loaded, 2)) == 2

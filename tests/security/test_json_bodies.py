@@ -14,6 +14,7 @@ from nano_inference.bus.codec import decode_request, encode_request
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import nearest
 from nano_inference.gateway.http import MOST_CONTAINERS
+from nano_inference.gateway.openai import bodies as openai_bodies
 from nano_inference.gateway.sglang import generate, info, requests, weights
 
 from ..gateway.fake import FakeEngine, completion
@@ -22,6 +23,14 @@ from .conftest import OpenHttp
 
 DEEP = 10_000
 JSON = {"Content-Type": "application/json"}
+
+
+HELLO = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}
+PART = {"type": "t" * 3_000_000}
+CALLS = [
+    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}]},
+    {"role": "tool", "content": "b", "tool_call_id": "c", "name": "d"},
+]
 
 
 @pytest.fixture
@@ -60,7 +69,7 @@ UNREADABLE = {
 }
 
 
-@pytest.mark.parametrize("path", ["/generate", "/abort_request", "/init_weights_update_group"])
+@pytest.mark.parametrize("path", ["/generate", "/abort_request", "/v1/completions", "/tokenize"])
 @pytest.mark.parametrize("body", UNREADABLE.values(), ids=UNREADABLE)
 async def test_what_can_not_be_read_is_malformed(
     http: httpx.AsyncClient, body: bytes, path: str
@@ -118,7 +127,7 @@ async def test_a_number_beyond_64_bits_is_refused_with_its_place(
 def test_no_field_of_a_body_takes_a_number_beyond_64_bits() -> None:
     bodies = [
         kind
-        for module in (generate, info, requests, weights)
+        for module in (generate, info, requests, weights, openai_bodies)
         for kind in vars(module).values()
         if isinstance(kind, type)
         and issubclass(kind, msgspec.Struct)
@@ -150,6 +159,11 @@ def integers(found: Any) -> list[msgspec.inspect.IntType]:
         ("/abort_request", {"z" * 3_000_000: 1}),
         ("/update_weights_from_distributed", {"z" * 3_000_000: 1}),
         ("/begin_weight_update", {"selector": "s" * 3_000_000}),
+        ("/v1/completions", {"prompt": "a", "x" * 3_000_000: 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "r" * 3_000_000, "content": "a"}]}),
+        ("/v1/chat/completions", HELLO | {"chat_template_kwargs": {"k" * 3_000_000: 1}}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "\x00" * 1_000_000: 1}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [PART]}]}),
     ],
 )
 async def test_what_is_quoted_is_short_and_plain(
@@ -187,6 +201,18 @@ SEEDS: list[tuple[str, Any]] = [
     ("/generate", {"text": "a", "sampling_params": {"stop": ["b"], "logit_bias": {"7": 1}}}),
     ("/generate", {"input_ids": [[1], [2, 3]], "rid": ["r", "s"], "return_logprob": [True, False]}),
     ("/generate", {"text": ["a", "b"], "stream": True, "sampling_params": [{"n": 2}, {}]}),
+    ("/v1/completions", {"prompt": ["a", [3]], "echo": True, "logprobs": 2, "n": 2}),
+    (
+        "/v1/completions",
+        {"prompt": [[1], [2]], "stream": True, "stream_options": {}, "logprobs": 1},
+    ),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 0, "echo": True, "prompt_logprobs": 1}),
+    ("/v1/chat/completions", HELLO | {"stream": True, "n": 2, "logprobs": True, "top_logprobs": 1}),
+    ("/v1/chat/completions", HELLO | {"chat_template_kwargs": {"a": [1]}, "seed": 1, "stop": "b"}),
+    ("/v1/chat/completions", {"messages": CALLS, "return_token_ids": True, "priority": 1}),
+    ("/tokenize", HELLO | {"return_token_strs": True}),
+    ("/tokenize", {"prompt": "a", "add_special_tokens": False}),
+    ("/detokenize", {"tokens": [1, 2]}),
     ("/abort_request", {"rid": "r", "abort_all": False}),
     ("/init_weights_update_group", GROUP | {"group_name": "g", "backend": "gloo"}),
     (

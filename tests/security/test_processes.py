@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -25,12 +26,16 @@ from nano_inference.bus.codec import check_request, decode_request
 from nano_inference.bus.control import StageStopped
 from nano_inference.bus.messages import Envelope
 from nano_inference.cli.child_output import MOST_LINE_BYTES, Lines, fit_to_show
+from nano_inference.cli.children import Child, Forked, spawn
 from nano_inference.cli.up import _child_environment, _House
 from nano_inference.config import MOST_TEXT, Config, PipelineConfig, TelemetryConfig, load_config
 from nano_inference.pipeline.supervisor import StageFailed, supervise
 from nano_inference.stages.actor import Actor, StageContext
 from nano_inference.telemetry import Tracing, setup_logging
 from nano_inference.telemetry.bounded import MOST_LOG_BYTES
+
+LIMIT_S = 60
+ON_LINUX = sys.platform == "linux"
 
 LONG = 1_200_000
 """Characters: more than `up` could once read as one line."""
@@ -61,8 +66,8 @@ class Talker(_House):
         self._console = Console(file=self.shown, soft_wrap=True)
         self._program = program
 
-    def _command(self, role: str) -> list[str]:
-        return [sys.executable, "-I", "-c", self._program]
+    async def _start(self, role: str) -> Child:
+        return await spawn([sys.executable, "-I", "-c", self._program], None)
 
 
 async def test_nothing_that_a_child_prints_ends_up() -> None:
@@ -128,25 +133,31 @@ def planted(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("role", ["admission", "executor.1", "gateway"])
-def test_a_child_imports_nothing_from_the_working_folder(
-    planted: Path, role: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+async def test_a_child_imports_nothing_from_the_working_folder(
+    planted: Path, role: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As `export PYTHONPATH=$PYTHONPATH:/somewhere` makes it: the empty part is the working folder.
     monkeypatch.setenv("PYTHONPATH", f"{os.pathsep}{planted / 'none'}")
-    config = load_config(env={}, overrides={"pipeline.replicas": 2, "gateway.port": 1})
-    environment = _child_environment(config, {})
+    monkeypatch.chdir(planted)
+    settings = {"pipeline.replicas": 2, "gateway.port": 1, "pipeline.start_method": method}
+    environment = _child_environment(load_config(env={}, overrides=settings), {})
     assert environment["PYTHONPATH"] == str(planted / "none")
-    house = _House(config, [], environment)
-    ran = subprocess.run(
-        [*house._command(role), "--help"],
-        cwd=planted,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert (ran.returncode, ran.stderr) == (0, "")
-    assert "--with-parent" not in ran.stdout
-    assert "Usage: nano-inference" in ran.stdout
+    house = _House(load_config(env={}, overrides=settings), [], environment)
+    house._console = Console(file=io.StringIO())
+    command = house._command(role)
+    monkeypatch.setattr(house, "_command", lambda role: [*command, "--help"])
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            child = await house._start(role)
+            assert isinstance(child, Forked) == (method == "forkserver" and ON_LINUX)
+            shown = b"".join([chunk async for chunk in child.output()]).decode()
+            assert await child.wait() == 0, shown
+    finally:
+        house.close()
+    assert "planted" not in shown
+    assert "--with-parent" not in shown
+    assert "Usage: nano-inference" in shown
 
 
 def test_as_a_module_it_imports_nothing_else_from_the_working_folder(planted: Path) -> None:

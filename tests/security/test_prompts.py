@@ -170,7 +170,7 @@ async def test_long_texts_are_tokenised_two_at_a_time_while_others_are_served(
     running, most = 0, 0
     two, go_on, lock = threading.Event(), threading.Event(), threading.Lock()
 
-    def held(self: Words, text: str) -> tuple[int, ...]:
+    def held(self: Words, text: str, *, add_special: bool = True) -> tuple[int, ...]:
         nonlocal running, most
         with lock:
             running += 1

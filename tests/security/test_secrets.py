@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
+import signal
 import stat
 import sys
 from pathlib import Path
@@ -203,11 +205,31 @@ def test_children_read_the_settings_of_their_parent(monkeypatch: pytest.MonkeyPa
     assert load_config(env=env).bus.url == "redis://right"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is forked")
+async def test_no_fork_has_a_password_in_its_command_line() -> None:
+    url = "redis://user:s3cret@127.0.0.1:1/0"
+    overrides = Options(settings=[f"bus.url={url}"]).overrides()
+    config = load_config(env={}, overrides=overrides)
+    house = _House(config, [], _child_environment(config, overrides))
+    try:
+        async with asyncio.timeout(60):
+            child = await house._start("fairness")
+            server = house._forks["fairness"]._process
+            assert server is not None
+            for pid in (server.pid, child.pid):
+                assert b"s3cret" not in Path(f"/proc/{pid}/cmdline").read_bytes()  # noqa: ASYNC240
+            child.send_signal(signal.SIGKILL)
+            await child.wait()
+    finally:
+        house.close()
+
+
 async def test_no_child_has_a_password_in_its_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = "redis://user:s3cret@127.0.0.1:1/0"
     overrides = Options(settings=[f"bus.url={url}", "gateway.port=1"]).overrides()
+    overrides["pipeline.start_method"] = "spawn"
     config = load_config(env={}, overrides=overrides)
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "$@"; echo "$NANO_INFERENCE_BUS__URL" >&2\n')

@@ -114,6 +114,7 @@ async def test_an_error_behind_events_of_a_stream_is_its_last_one(
     assert event["error"] == {
         "message": "too high",
         "type": "invalid_request_error",
+        "param": None,
         "code": "invalid_top_p",
     }
 

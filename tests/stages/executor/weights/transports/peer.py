@@ -1,4 +1,6 @@
-"""A trainer without any code of ours, run as a program: `peer.py ADDRESS WORLD_SIZE GROUP`.
+"""A trainer that has no code of ours for what it does: `peer.py DESCRIPTOR`.
+
+It is forked for each test, with ADDRESS WORLD_SIZE GROUP, so that torch is imported once.
 
 It makes its group with the steps that slime (`init_process_group`) and SGLang
 (`init_custom_process_group`) document for theirs, and broadcasts one tensor after the other, as
@@ -10,6 +12,8 @@ slime does. Commands come on standard input, and each is answered when it is don
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
 from datetime import timedelta
 
@@ -23,6 +27,8 @@ from torch.distributed.distributed_c10d import (
     _world,
     rendezvous,
 )
+
+from nano_inference.cli.fork_server import serve
 
 LIMIT = timedelta(seconds=60)
 
@@ -50,9 +56,10 @@ def say(what: str) -> None:
     sys.stdout.flush()
 
 
-def main() -> None:
+def train(address: str, world_size: str, name: str) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # warnings would stand among the answers
     torch.set_num_threads(1)
-    group = init_group(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    group = init_group(address, int(world_size), name)
     say("joined")
     for line in sys.stdin:
         command, file = line.split()
@@ -66,4 +73,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    arguments = serve(socket.socket(fileno=int(sys.argv[1])))
+    if arguments is not None:
+        train(*arguments)

@@ -1,0 +1,84 @@
+"""Errors as OpenAI's clients read them: with the field that they are about, and OpenAI's codes."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...config import NanoInferenceError
+from ..http import EngineError
+from .fields import FIELDS
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+_CODES = {"unknown_model": "model_not_found", "prompt_too_long": "context_length_exceeded"}
+"""What programs look for by OpenAI's name."""
+
+_PROMPT = "prompt"
+_PARAMS = {
+    "unknown_model": "model",
+    "prompt_too_long": _PROMPT,
+    "empty_prompt": _PROMPT,
+    "invalid_prompt": _PROMPT,
+    "invalid_token_ids": _PROMPT,
+    "too_many_prompts": _PROMPT,
+    "invalid_messages": "messages",
+    "no_chat_template": "messages",
+    "chat_template_failed": "messages",
+    "exceeds_kv_capacity": "max_tokens",
+    "invalid_budget": "budget_ms",
+}
+
+
+class OpenAIError(EngineError):
+    """An error of the interface.
+
+    Attributes:
+        param: The field that it is about, None for none.
+    """
+
+    def __init__(self, error: NanoInferenceError, *, code: str, param: str | None) -> None:
+        retry_after_s = getattr(error, "retry_after_s", None)
+        super().__init__(error.message, code=code, retry_after_s=retry_after_s)
+        self.param = param
+
+
+def as_openai(error: NanoInferenceError, *, chat: bool) -> NanoInferenceError:
+    """The same error in OpenAI's words, where it is about what a client may change.
+
+    Args:
+        chat: Whether the prompt is a conversation.
+    """
+    if isinstance(error, OpenAIError) or not _known(error.code):
+        return error
+    param = getattr(error, "param", None) or _param(error.code, chat)
+    if param is None:
+        return error
+    return OpenAIError(error, code=_CODES.get(error.code, error.code), param=param)
+
+
+def in_openai_words(endpoint: Endpoint, *, chat: bool = False) -> Endpoint:
+    """An endpoint whose errors are `as_openai`."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except NanoInferenceError as error:
+            raise as_openai(error, chat=chat) from error
+
+    return answer
+
+
+def _known(code: str) -> bool:
+    return code in _PARAMS or code.startswith("invalid_")
+
+
+def _param(code: str, chat: bool) -> str | None:
+    name = _PARAMS.get(code) or code.removeprefix("invalid_")
+    if name == _PROMPT:
+        return "messages" if chat else _PROMPT
+    if name == "logprobs" and chat:
+        return "top_logprobs"
+    return name if any(field.name == name for field in FIELDS) else None

@@ -1,0 +1,220 @@
+"""What becomes of each field of a call: one table, which the documents repeat."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from ...config import nearest
+from ..http import FieldError, convert, field_name
+
+T = TypeVar("T")
+
+Body = dict[str, Any]
+CallName = Literal["completions", "chat", "tokenize", "detokenize"]
+Becomes = Literal["honoured", "harmless", "refused"]
+
+_BOTH: tuple[CallName, ...] = ("completions", "chat")
+_COMPLETIONS: tuple[CallName, ...] = ("completions",)
+_CHAT: tuple[CallName, ...] = ("chat",)
+_TEMPLATED: tuple[CallName, ...] = ("chat", "tokenize")
+
+
+# False is 0 to Python.
+_EMPTY: tuple[Any, ...] = (0, "", [], {})
+
+
+class Field(NamedTuple):
+    """A field of some calls.
+
+    Attributes:
+        becomes: Of harmless ones nothing, since they say nothing that would change an answer.
+        what: A line for the documents; of refused ones, why.
+        nothing: Values of a refused field, beside null, that ask for nothing but what is done
+            anyway.
+    """
+
+    name: str
+    calls: tuple[CallName, ...]
+    becomes: Becomes
+    what: str
+    nothing: tuple[Any, ...] = _EMPTY
+
+
+FIELDS = (
+    Field(
+        "model",
+        ("completions", "chat", "tokenize", "detokenize"),
+        "honoured",
+        "the served model's name, or absent; any other is 404 `model_not_found`",
+    ),
+    Field(
+        "prompt",
+        ("completions", "tokenize"),
+        "honoured",
+        "a text or token ids, or a list of either (`/tokenize` takes one text)",
+    ),
+    Field(
+        "messages",
+        _TEMPLATED,
+        "honoured",
+        "roles system, developer, user, assistant and tool; content as text, or as parts of text",
+    ),
+    Field(
+        "max_tokens",
+        _BOTH,
+        "honoured",
+        "completions 16, chat as many as the model's length leaves; 0 with `echo` scores a prompt",
+    ),
+    Field("max_completion_tokens", _CHAT, "honoured", "the same; not both with different numbers"),
+    Field("n", _BOTH, "honoured", "choices of each prompt (1)"),
+    Field("stream", _BOTH, "honoured", "server-sent events"),
+    Field(
+        "stream_options",
+        _BOTH,
+        "honoured",
+        "`include_usage`: a last chunk with usage and no choices; `continuous_usage_stats`: usage "
+        "in all of them; `include_obfuscation` is harmless",
+    ),
+    Field("temperature", _BOTH, "honoured", "1; 0 is greedy, and so is less than 0.000001"),
+    Field("top_p", _BOTH, "honoured", "1 is off"),
+    Field("top_k", _BOTH, "honoured", "0 and -1 are off"),
+    Field("min_p", _BOTH, "honoured", "0 is off"),
+    Field("seed", _BOTH, "honoured", "the same samples each time; signed, 64 bits"),
+    Field("stop", _BOTH, "honoured", "a text or up to 16; the text ends before it"),
+    Field("stop_token_ids", _BOTH, "honoured", "these tokens end it as well"),
+    Field("ignore_eos", _BOTH, "honoured", "goes on past the model's own stop tokens"),
+    Field("min_tokens", _BOTH, "honoured", "nothing stops it before so many"),
+    Field("presence_penalty", _BOTH, "honoured", "-2 to 2"),
+    Field("frequency_penalty", _BOTH, "honoured", "-2 to 2"),
+    Field("repetition_penalty", _BOTH, "honoured", "1 is off"),
+    Field("logit_bias", _BOTH, "honoured", "by token id, -100 to 100"),
+    Field(
+        "logprobs",
+        _BOTH,
+        "honoured",
+        "completions: how many of the likeliest tokens to show at each place, up to 20; "
+        "chat: true or false",
+    ),
+    Field("top_logprobs", _CHAT, "honoured", "0 to 20, with `logprobs`"),
+    Field(
+        "prompt_logprobs",
+        _BOTH,
+        "honoured",
+        "as vLLM's: for each token of the prompt the likeliest tokens and itself, by id; not in a "
+        "stream",
+    ),
+    Field("echo", _COMPLETIONS, "honoured", "the prompt before the text, and before its logprobs"),
+    Field("return_token_ids", _BOTH, "honoured", "`token_ids` and `prompt_token_ids`"),
+    Field("return_tokens_as_token_ids", _BOTH, "honoured", "logprobs name tokens as `token_id:17`"),
+    Field(
+        "return_weight_versions",
+        _BOTH,
+        "honoured",
+        "`weight_versions` of each choice: `[{version, start, end}]`, which tokens each made",
+    ),
+    Field(
+        "priority",
+        _BOTH,
+        "honoured",
+        "lower is earlier, as vLLM's: the engine's, negated, at most `gateway.max_priority`",
+    ),
+    Field("budget_ms", _BOTH, "honoured", "how long it may take, beside the header `X-Budget-Ms`"),
+    Field("cache_salt", _BOTH, "honoured", "prefixes are shared only under the same one"),
+    Field(
+        "add_generation_prompt",
+        _TEMPLATED,
+        "honoured",
+        "true, unless `continue_final_message`: begins the assistant's turn",
+    ),
+    Field("continue_final_message", _TEMPLATED, "honoured", "goes on within the last message"),
+    Field(
+        "chat_template_kwargs",
+        _TEMPLATED,
+        "honoured",
+        "variables of the model's chat template; one that it does not read is refused",
+    ),
+    Field("add_special_tokens", ("tokenize",), "honoured", "true, of a text"),
+    Field("return_token_strs", ("tokenize",), "honoured", "`token_strs`"),
+    Field("tokens", ("detokenize",), "honoured", "token ids"),
+    Field("user", _BOTH, "harmless", "the header `X-Tenant` says whose a request is"),
+    Field("safety_identifier", _BOTH, "harmless", "as `user`"),
+    Field("metadata", _BOTH, "harmless", "nothing is stored"),
+    Field("prompt_cache_key", _BOTH, "harmless", "prefixes are found without it"),
+    Field("prompt_cache_retention", _BOTH, "harmless", "the cache decides"),
+    Field("prediction", _CHAT, "harmless", "it could only be quicker"),
+    Field("parallel_tool_calls", _CHAT, "harmless", "there are no tools"),
+    Field("spaces_between_special_tokens", _BOTH, "harmless", "of slow tokenizers"),
+    Field("tools", _CHAT, "refused", "there are no tools yet"),
+    Field("tool_choice", _CHAT, "refused", "there are no tools yet", (*_EMPTY, "none", "auto")),
+    Field("functions", _CHAT, "refused", "there are no tools yet"),
+    Field("function_call", _CHAT, "refused", "there are no tools yet", (*_EMPTY, "none", "auto")),
+    Field(
+        "response_format",
+        _BOTH,
+        "refused",
+        "there is no structured output yet; `text` is taken",
+        (*_EMPTY, {"type": "text"}),
+    ),
+    Field("structured_outputs", _BOTH, "refused", "there is no structured output yet"),
+    Field("guided_json", _BOTH, "refused", "there is no structured output yet"),
+    Field("guided_regex", _BOTH, "refused", "there is no structured output yet"),
+    Field("guided_choice", _BOTH, "refused", "there is no structured output yet"),
+    Field("guided_grammar", _BOTH, "refused", "there is no structured output yet"),
+    Field("modalities", _CHAT, "refused", "text alone is made", (*_EMPTY, ["text"])),
+    Field("audio", _CHAT, "refused", "text alone is made"),
+    Field("web_search_options", _CHAT, "refused", "nothing is searched"),
+    Field("reasoning_effort", _CHAT, "refused", "the template's variables are given by name"),
+    Field(
+        "verbosity",
+        _CHAT,
+        "refused",
+        "the template's variables are given by name",
+        (*_EMPTY, "medium"),
+    ),
+    Field("store", _CHAT, "refused", "nothing is stored"),
+    Field(
+        "service_tier",
+        _BOTH,
+        "refused",
+        "there is one; `priority` says more",
+        (*_EMPTY, "auto", "default"),
+    ),
+    Field("best_of", _COMPLETIONS, "refused", "all samples are told; ask for `n`", (1,)),
+    Field("suffix", _COMPLETIONS, "refused", "nothing is filled in"),
+    Field("use_beam_search", _BOTH, "refused", "samples are drawn"),
+    Field("length_penalty", _BOTH, "refused", "of beams", (1,)),
+    Field("chat_template", _TEMPLATED, "refused", "the model's own is used"),
+    Field("documents", _CHAT, "refused", "give them in `chat_template_kwargs` or in messages"),
+    Field("truncate_prompt_tokens", _BOTH, "refused", "prompts are taken whole"),
+    Field("skip_special_tokens", _BOTH, "refused", "they are left out of the text", (True,)),
+    Field("include_stop_str_in_output", _BOTH, "refused", "the text ends before it"),
+    Field("allowed_token_ids", _BOTH, "refused", "ask by `logit_bias`"),
+    Field("bad_words", _BOTH, "refused", "ask by `logit_bias`"),
+)
+"""All that are known by name. Any other is refused when it asks for something."""
+
+
+def read_fields(body: Body, kind: type[T], call: CallName) -> T:
+    """The fields that count, as a struct.
+
+    Raises:
+        FieldError: One is of the wrong type, or asks for what is not there.
+    """
+    known = {field.name: field for field in FIELDS if call in field.calls}
+    honoured = getattr(kind, "__struct_fields__", ())
+    for name, value in body.items():
+        field = known.get(name)
+        why = ""
+        if field is None:
+            why = f"is not known here{nearest(name, known)}" if value else ""
+        elif field.becomes == "refused" and value is not None and value not in field.nothing:
+            why = f"is not supported here: {field.what}"
+        if why:
+            shown_name = field_name(name)
+            raise FieldError(
+                f"{shown_name} {why}; leave it out, or give null",
+                param=shown_name,
+                code="unsupported",
+            )
+    # An explicit null is a default.
+    return convert({name: body[name] for name in honoured if body.get(name) is not None}, kind)

@@ -1,0 +1,121 @@
+"""From OpenAI's messages to a conversation as chat templates read it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ...config import shown
+from ..chat_templates import Conversation, Turn
+from ..http import FieldError, convert, field_name
+from .bodies import ChatBody, Message, TokenizeBody
+
+_IMAGES = frozenset({"image", "image_url", "input_image"})
+_FIELDS = Message.__struct_fields__
+
+
+def conversation_of(body: ChatBody | TokenizeBody) -> Conversation:
+    """What the template is given.
+
+    Raises:
+        FieldError: A message is none, or holds what is not text; the options contradict each other.
+    """
+    begin = body.add_generation_prompt
+    if begin and body.continue_final_message:
+        raise FieldError(
+            "continue_final_message goes on within the last message, and add_generation_prompt "
+            "begins one behind it; ask for one of them",
+            param="continue_final_message",
+        )
+    if not body.messages:
+        raise FieldError("messages is empty; give at least one", param="messages")
+    turns = [_turn(message, place) for place, message in enumerate(body.messages)]
+    if body.continue_final_message and not turns[-1]["content"]:
+        raise FieldError(
+            "continue_final_message needs a last message with text that it can go on from",
+            param="continue_final_message",
+        )
+    return Conversation(
+        turns=turns,
+        add_generation_prompt=not body.continue_final_message if begin is None else begin,
+        continue_final_message=body.continue_final_message,
+        variables=body.chat_template_kwargs,
+    )
+
+
+def _turn(given: dict[str, Any], place: int) -> Turn:
+    where = f"messages[{place}]"
+    for name, value in given.items():
+        if name not in _FIELDS and value:
+            param = f"{where}.{field_name(name)}"
+            raise FieldError(f"{param} is not supported here", param=param, code="unsupported")
+    known = {name: given[name] for name in _FIELDS if given.get(name) is not None}
+    try:
+        message = convert(known, Message, where)
+    except FieldError as error:
+        param = f"{where}.{error.param}" if error.param else where
+        raise FieldError(error.message, param=param) from None
+    return _as_read(message, where)
+
+
+def _as_read(message: Message, where: str) -> Turn:
+    """As templates read it: text in one piece, calls' arguments as objects."""
+    calls = [
+        _call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())
+    ]
+    content = message.refusal if message.content is None else message.content
+    if content is None and not (message.role == "assistant" and calls):
+        raise FieldError(
+            f"{where}.content is missing; it is a text, or a list of parts of text",
+            param=f"{where}.content",
+        )
+    turn: Turn = {"role": message.role, "content": _text(content or "", f"{where}.content")}
+    reasoning = message.reasoning_content or message.reasoning
+    optional = {
+        "name": message.name,
+        "tool_calls": calls or None,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": reasoning,
+    }
+    return turn | {name: value for name, value in optional.items() if value is not None}
+
+
+def _text(content: str | list[dict[str, Any]], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for place, part in enumerate(content):
+        kind, param = part.get("type"), f"{where}[{place}]"
+        if kind in ("text", "input_text", "refusal"):
+            text = part.get("refusal" if kind == "refusal" else "text")
+            if isinstance(text, str):
+                texts.append(text)
+                continue
+            raise FieldError(f"{param}.text must be a text", param=f"{param}.text")
+        what = (
+            "images are"
+            if isinstance(kind, str) and kind in _IMAGES
+            else f"a part of type {shown(kind)} is"
+        )
+        raise FieldError(
+            f"{param}: {what} not supported here; send text", param=param, code="unsupported"
+        )
+    return "\n".join(texts)
+
+
+def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    """A call of a tool in the history; its arguments come as JSON, and templates want an object."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise FieldError(f"{where}.function must be an object with a name", param=where)
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        param = f"{where}.function.arguments"
+        raise FieldError(f"{param} must be an object, as JSON", param=param)
+    return call | {"function": function | {"arguments": arguments}}

@@ -1,0 +1,45 @@
+"""Where a call comes from: whose it is, in which trace, and how much time it has."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from starlette.requests import Request
+
+from ..telemetry import TraceContext, now_ns
+from .budgets import call_deadline_ns
+from .calls import arrival_of
+
+
+class Origin(NamedTuple):
+    """Where a call comes from.
+
+    Attributes:
+        tenant: Whose it is.
+        trace: Where the spans of its requests belong.
+        deadline_ns: When its time is over, on the clock of `now_ns`; None when it has no limit.
+    """
+
+    tenant: str
+    trace: TraceContext
+    deadline_ns: int | None
+
+    @property
+    def left_ns(self) -> int | None:
+        """What is left of its time, perhaps less than nothing."""
+        return None if self.deadline_ns is None else self.deadline_ns - now_ns()
+
+
+def origin_of(request: Request, tenant: str, budget_ms: float | None) -> Origin:
+    """A call's.
+
+    Args:
+        request: Whose headers may tell its trace and its time.
+        tenant: As `tenant_of` says.
+        budget_ms: The time that its body gives it; None when it says nothing.
+
+    Raises:
+        RequestError: invalid_budget.
+    """
+    arrival = arrival_of(request)
+    return Origin(tenant, arrival.trace, call_deadline_ns(request, arrival.at_ns, budget_ms))

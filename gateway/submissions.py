@@ -1,0 +1,224 @@
+"""The requests of all interfaces on their way through the engine: in turn, in time, counted."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
+
+import anyio
+import anyio.lowlevel
+import msgspec
+
+from ..bus.codec import encode_request
+from ..bus.public import Completion, ErrorInfo, GenerateRequest, Output
+from ..config import BusError, Config, NanoInferenceError, RequestError
+from ..pipeline.client import BusClient
+from ..telemetry import instruments
+from .budgets import HEADER
+from .http import EngineError
+from .measures import Measures
+from .origin import Origin
+from .turns import Turns, WaitingCall
+
+AT_ONCE = 16
+"""Prompts that are made ready, or begun, before others are served."""
+
+ENDED_EARLY = ErrorInfo(code="aborted", message="the request was aborted")
+"""Why a request has no tokens that was ended while it waited here."""
+
+# How often lanes are counted while requests wait.
+_COUNT_LANES_S = 10.0
+
+
+class _TooLate(EngineError):
+    """A call's time was over before all of its requests were in the pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"the call's time ({HEADER}, or budget_ms) was over before all of it could run; give "
+            "it more",
+            code="expired",
+        )
+
+
+class Submissions:
+    """The requests of a gateway that wait for a place or are in the pipeline."""
+
+    def __init__(self, engine: BusClient, config: Config, measures: Measures) -> None:
+        self._engine = engine
+        self._config = config
+        self._measures = measures
+        self._turns = Turns(config.gateway_places, config.gateway.max_waiting, measures)
+        self._count_lanes_at = 0.0
+        self._request_ids: set[str] = set()
+        measures.watch(instruments.GATEWAY_WAITING, lambda: self.waiting)
+
+    @property
+    def in_flight(self) -> int:
+        """How many are in the pipeline."""
+        return len(self._request_ids)
+
+    @property
+    def waiting(self) -> int:
+        """How many wait here until there is a place for them."""
+        return self._turns.waiting
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request, and those of a call to which the id was given as a whole."""
+
+        def concerns(each: str) -> bool:
+            return each == request_id or each.startswith(f"{request_id}_")
+
+        self._turns.end(concerns)
+        for each in sorted({*filter(concerns, self._request_ids), request_id}):
+            await self._engine.cancel(each)
+
+    async def abort_all(self) -> None:
+        """Ends what waits here, and all requests in the pipeline, whoever sent them."""
+        self._turns.end(lambda request_id: True)
+        await self._engine.cancel_all()
+
+    def check_size(self, request: GenerateRequest) -> None:
+        """Refuses what the bus or admission would refuse, before it costs them anything.
+
+        Raises:
+            RequestError: prompt_too_long, request_too_large.
+        """
+        text, token_ids = request.prompt or "", request.prompt_token_ids or ()
+        max_model_len = self._config.engine.max_model_len
+        if len(token_ids) >= max_model_len:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens; prompt and completion together may have "
+                f"{max_model_len}, so shorten it to {max_model_len - 1} or fewer",
+                code="prompt_too_long",
+            )
+        max_bytes = self._config.bus.max_request_bytes
+        # Most texts need not be encoded to see that they are short enough.
+        if len(text) * 4 > max_bytes and len(text.encode(errors="surrogatepass")) > max_bytes:
+            raise RequestError(
+                f"the prompt alone has more than {max_bytes} bytes, which is the most that a "
+                "request may have (bus.max_request_bytes); shorten it",
+                code="request_too_large",
+            )
+
+    def check_encoded(self, request: GenerateRequest) -> None:
+        """Refuses what the bus would refuse for its size, before any of a call is published.
+
+        Raises:
+            RequestError: request_too_large.
+        """
+        size, most = len(encode_request(request)[1]), self._config.bus.max_request_bytes
+        if size > most:
+            raise RequestError(
+                f"the prompt with its parameters makes a request of {size} bytes, and a request "
+                f"may have {most} (bus.max_request_bytes); send less",
+                code="request_too_large",
+            )
+
+    async def run(
+        self,
+        origin: Origin,
+        request_ids: Sequence[str],
+        run: Callable[[int, bool], Awaitable[None]],
+    ) -> None:
+        """Runs the requests of a call, each from when there is a place for it.
+
+        The first error ends the others.
+
+        Args:
+            run: Takes the index of a request, and whether it may begin; it was ended if not.
+
+        Raises:
+            NanoInferenceError: The first error.
+        """
+        failure: NanoInferenceError | None = None
+
+        async def run_one(index: int, begun: bool) -> None:
+            nonlocal failure
+            try:
+                await run(index, begun)
+            except NanoInferenceError as error:
+                failure = failure or error
+                group.cancel_scope.cancel()
+            finally:
+                if begun:
+                    self._turns.give_back(origin.tenant)
+
+        async with anyio.create_task_group() as group:
+            with self._turns.wait(origin.tenant, list(request_ids)) as call:
+                try:
+                    await self._count_lanes()
+                    for index, request_id in enumerate(request_ids):
+                        begun = await _take(call, request_id, origin)
+                        group.start_soon(run_one, index, begun)
+                        if index % AT_ONCE == 0 or failure is not None:
+                            await anyio.lowlevel.checkpoint()
+                except NanoInferenceError as error:
+                    failure = failure or error
+                    group.cancel_scope.cancel()
+        if failure is not None:
+            if isinstance(failure, _TooLate):
+                self._measures.refused("expired")
+            raise failure
+
+    async def outputs(
+        self, origin: Origin, request: GenerateRequest, begun: bool
+    ) -> AsyncGenerator[Output, None]:
+        """What the engine makes of a request; when it was not `begun`, that it was ended.
+
+        One that somebody has ended is no error: there may be tokens.
+
+        Raises:
+            NanoInferenceError: The engine did not do it.
+        """
+        if not begun:
+            yield Completion(
+                request_id=request.request_id, entry_id="", status="cancelled", error=ENDED_EARLY
+            )
+            return
+        if (left_ns := origin.left_ns) is not None:
+            if left_ns <= 0:
+                raise _TooLate
+            request = msgspec.structs.replace(request, budget_ns=left_ns)
+        with self._counted(request.request_id):
+            async with aclosing(self._engine.submit(request, origin.trace)) as outputs:
+                async for output in outputs:
+                    if isinstance(output, Completion):
+                        _check(output)
+                    yield output
+
+    @contextmanager
+    def _counted(self, request_id: str) -> Iterator[None]:
+        self._request_ids.add(request_id)
+        try:
+            yield
+        finally:
+            self._request_ids.discard(request_id)
+
+    async def _count_lanes(self) -> None:
+        """Makes places for each lane, unless a setting says how many there are in all."""
+        now = anyio.current_time()
+        if not self.waiting or now < self._count_lanes_at:
+            return
+        self._count_lanes_at = now + _COUNT_LANES_S
+        if self._config.gateway.max_in_flight is None:
+            with suppress(BusError):
+                lanes = {report.lane for report in await self._engine.reports()}
+                self._turns.resize(self._config.gateway_places * max(1, len(lanes)))
+
+
+async def _take(call: WaitingCall, request_id: str, origin: Origin) -> bool:
+    """As `WaitingCall.take`, while the call has time."""
+    left_ns = origin.left_ns
+    try:
+        with anyio.fail_after(None if left_ns is None else max(0, left_ns) / 1e9):
+            return await call.take(request_id)
+    except TimeoutError:
+        raise _TooLate from None
+
+
+def _check(completion: Completion) -> None:
+    """Raises unless it was done, or aborted."""
+    error = completion.error
+    if error is not None and completion.status != "cancelled":
+        raise EngineError(error.message, code=error.code, retry_after_s=error.retry_after_s)

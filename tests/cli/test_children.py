@@ -1,0 +1,184 @@
+"""What `up` starts: a fork is like a program of its own, and takes a fraction of its time."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from rich.console import Console
+
+from nano_inference.cli.children import (
+    Child,
+    ForkServer,
+    ForkServerLost,
+    Spawned,
+    python,
+    spawn,
+)
+from nano_inference.cli.fork_server import why_not
+from nano_inference.cli.run import DRAIN
+from nano_inference.cli.up import _House
+from nano_inference.config import load_config
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is forked"),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+LIMIT_S = 60
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server() -> AsyncIterator[ForkServer]:
+    """One for all tests; it imports the smallest of the stages."""
+    forks = ForkServer(["fairness"], {**os.environ, "NANO_INFERENCE_TELEMETRY__LOG_FORMAT": "json"})
+    yield forks
+    forks.close()
+
+
+@pytest.fixture
+def waiting(closed_port: int) -> list[str]:
+    """The arguments of a process that waits for a Redis that never comes."""
+    url = f"redis://127.0.0.1:{closed_port}"
+    return ["run", "--with-parent", "--stages", "fairness", "--bus", url]
+
+
+async def text_of(child: Child) -> str:
+    """All that it writes, to its end."""
+    async with asyncio.timeout(LIMIT_S):
+        return b"".join([chunk async for chunk in child.output()]).decode()
+
+
+async def start(server: ForkServer | None, arguments: list[str]) -> Child:
+    async with asyncio.timeout(LIMIT_S):
+        if server is None:
+            return await spawn([*python(), "nano_inference", *arguments], None)
+        return await server.start(arguments)
+
+
+@pytest.fixture(params=["forked", "spawned"])
+def method(request: pytest.FixtureRequest, server: ForkServer) -> ForkServer | None:
+    return server if request.param == "forked" else None
+
+
+async def test_it_writes_and_ends_as_the_program_does(method: ForkServer | None) -> None:
+    child = await start(method, ["--version"])
+    assert (await text_of(child)).startswith("nano-inference ")
+    assert await child.wait() == child.returncode == 0
+    child = await start(method, ["run", "--stages", "nonsense"])
+    assert "there is no stage 'nonsense'" in await text_of(child)
+    assert await child.wait() == 2
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+
+
+def environment_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/environ").read_text().split("\0")
+
+
+def pipes_of(pid: int) -> set[str]:
+    opened = {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()}
+    return {each for each in opened if each.startswith("pipe:")}
+
+
+async def test_it_is_ours_and_seen_by_its_name(
+    method: ForkServer | None, waiting: list[str]
+) -> None:
+    child = await start(method, waiting)
+    try:
+        assert parent_of(child.pid) == os.getpid()
+        assert os.getsid(child.pid) == child.pid, "Ctrl-C in a terminal is not for it"
+        async with asyncio.timeout(LIMIT_S):
+            while "--stages fairness" not in command_of(child.pid):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert len(pipes_of(child.pid)) == 2, "in and out"
+        assert f"PATH={os.environ['PATH']}" in environment_of(child.pid)
+        assert child.returncode is None
+    finally:
+        child.send_signal(signal.SIGKILL)
+        assert await child.wait() == -signal.SIGKILL
+    child.send_signal(signal.SIGTERM)  # which nobody gets
+    await child.tell(DRAIN)
+    assert child.returncode == -signal.SIGKILL
+
+
+async def test_the_word_to_drain_reaches_it(method: ForkServer | None, waiting: list[str]) -> None:
+    child = await start(method, waiting)
+    await child.tell(DRAIN)
+    assert await text_of(child)
+    assert await child.wait() == 0
+
+
+async def test_those_who_wait_all_learn_of_the_end(server: ForkServer, waiting: list[str]) -> None:
+    child = await start(server, waiting)
+    ends = [asyncio.create_task(child.wait()) for _ in range(3)]
+    await asyncio.sleep(0)
+    child.send_signal(signal.SIGKILL)
+    async with asyncio.timeout(LIMIT_S):
+        assert await asyncio.gather(*ends) == [-signal.SIGKILL] * 3
+
+
+async def test_many_are_forked_at_a_time(server: ForkServer) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        children = await asyncio.gather(*(server.start(["--version"]) for _ in range(8)))
+        texts = await asyncio.gather(*map(text_of, children))
+        assert len(set(texts)) == 1
+        assert await asyncio.gather(*(child.wait() for child in children)) == [0] * 8
+        assert len({child.pid for child in children}) == 8
+
+
+async def test_a_killed_fork_server_takes_nobody_with_it(waiting: list[str]) -> None:
+    forks = ForkServer(["fairness"], None)
+    try:
+        before = await start(forks, waiting)
+        assert forks._process is not None
+        forks._process.kill()
+        forks._process.wait()
+        after = await start(forks, ["--version"])
+        assert (await text_of(after)).startswith("nano-inference ")
+        assert before.returncode is None
+        before.send_signal(signal.SIGTERM)
+        await before.wait()
+    finally:
+        forks.close()
+
+
+async def test_what_has_threads_is_not_forked() -> None:
+    assert why_not() == "" or "threads" in why_not()
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    try:
+        assert "threads" in why_not()
+    finally:
+        done.set()
+        thread.join()
+
+
+async def test_where_nothing_can_be_forked_a_program_is_started() -> None:
+    broken = ForkServer(["nonsense"], None)
+    with pytest.raises(ForkServerLost):
+        await start(broken, ["--version"])
+    house = _House(load_config(env={}), [])
+    house._console = Console(file=(shown := io.StringIO()))
+    house._forks = {"fairness": broken}
+    async with asyncio.timeout(LIMIT_S):
+        child = await house._start("fairness")
+    assert isinstance(child, Spawned)
+    child.send_signal(signal.SIGKILL)
+    await child.wait()
+    assert "fairness can't be forked" in shown.getvalue()

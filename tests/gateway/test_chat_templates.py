@@ -1,0 +1,121 @@
+"""Chat templates are strangers' programs: they run for a limited time, and what they do is said."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nano_inference.config import Config, RequestError
+from nano_inference.gateway.chat_templates import ChatTemplates, Conversation
+from nano_inference.gateway.words import LazyWords
+
+LIMIT_S = 60
+HELLO = [{"role": "user", "content": "hello"}]
+ENDLESS = (
+    "{% set many = range(90000) %}{% for a in many %}{% for b in many %}{% endfor %}{% endfor %}"
+)
+
+
+class Model:
+    """A folder with the bundled model's tokenizer and a template of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        shutil.copytree(Config().engine.model_folder, folder, dirs_exist_ok=True)
+
+    def with_template(self, template: str | None, timeout_s: float = LIMIT_S) -> ChatTemplates:
+        path = self.folder / "chat_template.jinja"
+        path.unlink(missing_ok=True)
+        if template is not None:
+            path.write_text(template)
+        self.words = LazyWords(self.folder)
+        return ChatTemplates(self.words, max_model_len=100, timeout_s=timeout_s)
+
+    async def text(self, template: str, conversation: Conversation) -> str:
+        found = await self.with_template(template).token_ids(conversation)
+        return (await self.words.get()).text(found, skip_special=False)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    return Model(tmp_path)
+
+
+async def refused(templates: ChatTemplates, turns: list[dict[str, Any]] | None = None) -> str:
+    """The code of an error that says something."""
+    with pytest.raises(RequestError) as raised:
+        async with asyncio.timeout(LIMIT_S):
+            await templates.token_ids(Conversation(turns=HELLO if turns is None else turns))
+    assert raised.value.message
+    return raised.value.code
+
+
+async def test_no_template(model: Model) -> None:
+    assert await refused(model.with_template(None)) == "no_chat_template"
+
+
+@pytest.mark.parametrize(
+    ("template", "code"),
+    [
+        ("{{ raise_exception('only two turns') }}", "invalid_messages"),
+        ("{{ messages[7].content }}", "invalid_messages"),
+        ("{{ 1 / 0 }}", "invalid_messages"),
+        ("{% for %}", "invalid_messages"),
+        ("{{ messages.__class__.__mro__ }}", "invalid_messages"),
+        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "chat_template_failed"),
+    ],
+)
+async def test_a_template_that_fails(model: Model, template: str, code: str) -> None:
+    assert await refused(model.with_template(template)) == code
+
+
+async def test_a_template_without_end_is_stopped(model: Model) -> None:
+    templates = model.with_template(ENDLESS, timeout_s=0.2)
+    # Both of its threads are free again, however often it is called.
+    codes = [await refused(templates) for _ in range(3)]
+    assert codes == ["chat_template_failed"] * 3
+
+
+async def test_others_are_served_while_a_template_runs(model: Model) -> None:
+    templates = model.with_template(ENDLESS + "{{ messages[0].content }}", timeout_s=0.5)
+    running = asyncio.create_task(refused(templates))
+    other = Model(model.folder.parent / f"{model.folder.name}-other")
+    async with asyncio.timeout(LIMIT_S):
+        assert await other.text("{{ messages[0].content }}", Conversation(turns=HELLO)) == "hello"
+        assert await running == "chat_template_failed"
+
+
+async def test_what_a_template_makes_may_not_be_too_long(model: Model) -> None:
+    templates = model.with_template(
+        "{% for a in range(50000) %}{{ messages[0].content }}{% endfor %}"
+    )
+    assert await refused(templates) == "prompt_too_long"
+
+
+async def test_messages_that_are_too_long_are_not_rendered(model: Model) -> None:
+    templates = model.with_template("x")
+    turns = [{"role": "user", "content": "a" * 100_000}]
+    assert await refused(templates, turns) == "prompt_too_long"
+
+
+async def test_variables_reach_the_template(model: Model) -> None:
+    conversation = Conversation(turns=HELLO, variables={"mood": "glad"})
+    assert await model.text("{{ mood }} {{ messages[0].content }}", conversation) == "glad hello"
+
+
+async def test_a_developer_stays_one_where_the_template_knows_it(model: Model) -> None:
+    turns = [{"role": "developer", "content": "x"}]
+    template = "{% if messages[0].role == 'developer' %}yes{% endif %}"
+    assert await model.text(template, Conversation(turns=turns)) == "yes"
+
+
+async def test_calls_in_the_history_reach_the_template(model: Model) -> None:
+    call = {"function": {"name": "f", "arguments": {"city": "x"}}}
+    turns = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    template = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    assert json.loads(await model.text(template, Conversation(turns=turns))) == {"city": "x"}

@@ -1,0 +1,223 @@
+"""openai-python against a whole pipeline: its answers are those of the engine, token for token."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI, OpenAI
+
+from nano_inference import InferenceEngine, SamplingParams
+from nano_inference.config import load_config
+from nano_inference.gateway.gateway import Gateway
+from nano_inference.pipeline.pipeline import Pipeline
+
+from ..servers import until
+
+LIMIT_S = 60
+DOCUMENT = Path(__file__).parents[2] / "docs" / "openai.md"
+PROMPTS = [
+    "98 + 25 =",
+    "Story about David, a dog and a yellow hat:",
+    "Tara, 65, is a chef from 東京. JSON:",
+]
+EXTRA = {"return_token_ids": True}
+# Logprobs to the last bit, whatever else is in a batch.
+SETTINGS = {"engine.dtype": "float32", "engine.deterministic": True}
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def url() -> AsyncIterator[str]:
+    """Of a gateway in front of a pipeline."""
+    config = load_config(env={}, overrides=SETTINGS)
+    async with Pipeline(config) as pipeline, Gateway(pipeline.client, config) as gateway:
+        yield gateway.url
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(url: str) -> AsyncIterator[AsyncOpenAI]:
+    async with (
+        asyncio.timeout(LIMIT_S),
+        AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=LIMIT_S) as made,
+    ):
+        yield made
+
+
+async def generated(prompts: list[Any], **sampling: Any) -> list[Any]:
+    """By the engine alone, in a thread of its own, since the pipeline runs on this one."""
+
+    def run() -> list[Any]:
+        config = load_config(env={}, overrides=SETTINGS)
+        with InferenceEngine(config.engine) as engine:
+            return list(engine.generate(prompts, SamplingParams(temperature=0.0, **sampling)))
+
+    return await asyncio.to_thread(run)
+
+
+async def test_greedy_completions_are_the_engine_s(client: AsyncOpenAI) -> None:
+    wanted = await generated(PROMPTS, max_tokens=24)
+    answer = await client.completions.create(
+        model="tiny", prompt=PROMPTS, temperature=0, max_tokens=24, logprobs=0, extra_body=EXTRA
+    )
+    assert len(answer.choices) == len(wanted)
+    for choice, sample in zip(answer.choices, wanted, strict=True):
+        assert choice.token_ids == list(sample.completion_tokens)  # type: ignore[attr-defined]
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs == list(sample.logprobs)
+        assert choice.finish_reason == sample.finish_reason
+
+
+async def test_a_stream_says_what_the_answer_says(client: AsyncOpenAI) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[2], "temperature": 0}
+    asked |= {"max_tokens": 40, "logprobs": 2, "echo": True, "extra_body": EXTRA}
+    (whole,) = (await client.completions.create(**asked)).choices
+    text, token_ids, logprobs = "", [], []
+    async for chunk in await client.completions.create(stream=True, **asked):
+        (choice,) = chunk.choices
+        text += choice.text
+        token_ids += choice.token_ids
+        logprobs += choice.logprobs.token_logprobs if choice.logprobs else []
+    assert text == whole.text
+    assert text.startswith(PROMPTS[2])
+    assert token_ids == whole.token_ids  # type: ignore[attr-defined]
+    assert whole.logprobs is not None
+    assert logprobs == whole.logprobs.token_logprobs
+    # What a token's offset says is where it stands, as far as characters are not cut.
+    for token, offset in zip(
+        whole.logprobs.tokens or (), whole.logprobs.text_offset or (), strict=True
+    ):
+        if "\ufffd" not in token and not token.startswith("<|"):
+            assert whole.text.startswith(token, offset)
+
+
+async def test_scores_of_a_prompt_are_those_of_its_completion(client: AsyncOpenAI) -> None:
+    """As lm-evaluation-harness asks: lists of ids of unequal length, one token, echoed."""
+    made = await generated(PROMPTS[:2], max_tokens=8)
+    prompts = [
+        [*sample.prompt_tokens, *sample.completion_tokens]  # type: ignore[attr-defined]
+        for sample in made
+    ]
+    answer = await client.completions.create(
+        model="tiny", prompt=prompts, temperature=0, max_tokens=1, logprobs=1, echo=True, seed=1
+    )
+    for choice, prompt, sample in zip(answer.choices, prompts, made, strict=True):
+        assert choice.logprobs is not None
+        assert len(choice.logprobs.tokens or ()) == len(prompt) + 1
+        begin = len(sample.prompt_tokens)
+        found = (choice.logprobs.token_logprobs or [])[begin:-1]
+        assert found == pytest.approx(list(sample.logprobs), abs=1e-4)
+        tops = (choice.logprobs.top_logprobs or [])[begin:-1]
+        assert all(score == max(top.values()) for score, top in zip(found, tops, strict=True))
+
+
+async def test_a_chat_is_answered(client: AsyncOpenAI) -> None:
+    answer = await client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "How much is 6 + 6?"}],
+        temperature=0,
+    )
+    assert answer.choices[0].message.content == "12"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.system_fingerprint == "weights-0"
+    again = await client.chat.completions.create(
+        model="tiny",
+        messages=[
+            {"role": "user", "content": "How much is 6 + 6?"},
+            {"role": "assistant", "content": "1"},
+        ],
+        temperature=0,
+        extra_body={"continue_final_message": True},
+    )
+    assert again.choices[0].message.content == "2"
+
+
+async def test_three_choices_interleaved(client: AsyncOpenAI) -> None:
+    asked: Any = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Write a story about Maria, a mouse and a boat."}],
+        "n": 3,
+        "seed": 5,
+        "temperature": 2.0,
+        "max_tokens": 30,
+    }
+    streamed = ["", "", ""]
+    async for chunk in await client.chat.completions.create(stream=True, **asked):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    answer = await client.chat.completions.create(**asked)
+    assert [choice.message.content for choice in answer.choices] == streamed
+    assert len(set(streamed)) == 3
+
+
+async def test_a_stop_string_ends_the_text_and_not_the_tokens(client: AsyncOpenAI) -> None:
+    asked: Any = {"model": "tiny", "prompt": PROMPTS[1], "temperature": 0, "max_tokens": 40}
+    asked |= {"logprobs": 0, "extra_body": EXTRA}
+    (free,) = (await client.completions.create(**asked)).choices
+    stop = free.text[6:12]
+    (ended,) = (await client.completions.create(stop=stop, **asked)).choices
+    assert ended.finish_reason == "stop"
+    assert ended.text == free.text.partition(stop)[0]
+    token_ids = ended.token_ids  # type: ignore[attr-defined]
+    assert token_ids == free.token_ids[: len(token_ids)]  # type: ignore[attr-defined]
+    assert ended.logprobs is not None
+    assert len(ended.logprobs.tokens or ()) == len(token_ids)
+
+
+async def test_a_client_that_goes_leaves_nothing_running(url: str, client: AsyncOpenAI) -> None:
+    stream = await client.completions.create(
+        model="tiny",
+        prompt=PROMPTS[0],
+        stream=True,
+        max_tokens=2000,
+        extra_body={"ignore_eos": True},
+    )
+    async for _ in stream:
+        break
+    async with httpx.AsyncClient(base_url=url) as http:
+
+        async def idle() -> bool:
+            loads = (await http.get("/v1/loads")).json()["loads"]
+            return not any(load["num_total_reqs"] for load in loads)
+
+        assert not await idle()
+        await stream.close()
+        await until(idle, "an idle lane")
+
+
+async def test_the_synchronous_client(url: str) -> None:
+    def ask() -> tuple[str, str]:
+        with OpenAI(base_url=f"{url}/v1", api_key="none", timeout=LIMIT_S) as client:
+            asked: Any = {"model": "tiny", "prompt": PROMPTS[0], "temperature": 0}
+            whole = client.completions.create(**asked).choices[0].text
+            parts = client.completions.create(stream=True, **asked)
+            return whole, "".join(chunk.choices[0].text for chunk in parts)
+
+    async with asyncio.timeout(LIMIT_S):
+        whole, streamed = await asyncio.to_thread(ask)
+    assert whole == streamed
+    assert whole
+
+
+@pytest.mark.parametrize(
+    "command", re.findall(r"^```bash\n(.*?)^```", DOCUMENT.read_text(), re.M | re.S)
+)
+async def test_the_document_s_commands_run(url: str, command: str) -> None:
+    ran = await asyncio.to_thread(
+        subprocess.run,
+        ["bash", "-c", command.replace("http://127.0.0.1:30000", url)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert '"finish_reason":"stop"' in ran.stdout

@@ -89,7 +89,7 @@ class Load:
         report = Credit(1, (step,), ((ended, len(PROMPT)),), ended=(ended,), kv_free=1 << 20)
         self.core.absorb(report, self.now_ns)
         self.dispatch()
-        self.core.make_room(self.now_ns)
+        self.core.ask_to_pause(self.now_ns)
         self.core.expire(self.now_ns)
 
 

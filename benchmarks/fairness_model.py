@@ -78,7 +78,7 @@ class Queue(Protocol):
     def push(self, request: AdmittedRequest, now_ns: int, /) -> None: ...
     def absorb(self, report: Credit, now_ns: int, /) -> list[Running]: ...
     def pop(self, now_ns: int, /) -> Dispatched | None: ...
-    def make_room(self, now_ns: int, /) -> list[tuple[str, Running]]: ...
+    def ask_to_pause(self, now_ns: int, /) -> list[tuple[str, Running]]: ...
     def expire(self, now_ns: int, /) -> list[Cancel]: ...
 
 
@@ -111,7 +111,7 @@ class FixedOrder:
         )
         return Dispatched("", message, request, 0, None, None, last=True, passed_by=(0, 0, 0))
 
-    def make_room(self, now_ns: int) -> list[tuple[str, Running]]:
+    def ask_to_pause(self, now_ns: int) -> list[tuple[str, Running]]:
         return []
 
     def expire(self, now_ns: int) -> list[Cancel]:
@@ -285,7 +285,7 @@ class Simulation:
         while (dispatched := self.queue.pop(self.now_ns)) is not None:
             message = dispatched.message
             if isinstance(message, Continue):
-                self.batching.go_on(message.seq_ids, message.rank)
+                self.batching.resume_sequences(message.seq_ids, message.rank)
                 continue
             self.batching.add(message)
             record = self._records[message.sequences[0].seq_id]
@@ -295,8 +295,8 @@ class Simulation:
             # As the theorem counts: the prompt when it is taken on, tokens when they are made.
             self._serve(tenant, self._prices[0] * record.arrival.prompt)
             self.outcome.prompt_tokens += record.arrival.prompt
-        if asked := self.queue.make_room(self.now_ns):
-            self.batching.make_room(running.spec.seq_id for _, running in asked)
+        if asked := self.queue.ask_to_pause(self.now_ns):
+            self.batching.pause_sequences(running.spec.seq_id for _, running in asked)
             if (report := self.batching.take_report()) is not None:
                 self.queue.absorb(report, self.now_ns)
                 self._dispatch()

@@ -70,18 +70,16 @@ class StageBoard(Protocol):
 
 
 class MemoryBoard:
-    """The board within one process."""
+    """The `StageBoard` within one process."""
 
     def __init__(self) -> None:
         self._told: dict[str, tuple[float, StageReport]] = {}
 
     async def report(self, reports: Sequence[StageReport]) -> None:
-        """See `StageBoard.report`."""
         now = time.monotonic()
         self._told |= {report.stage: (now, report) for report in reports}
 
     async def read(self) -> list[StageReport]:
-        """See `StageBoard.read`."""
         now = time.monotonic()
         return latest((now - told, report) for told, report in self._told.values())
 

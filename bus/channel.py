@@ -128,6 +128,7 @@ class Sender(Protocol):
         traceparent: str = "",
         tracestate: str = "",
         budget_ns: int | None = None,
+        operation_id: str = "",
     ) -> None:
         """Hands a message to the link; waits while the link is full.
 

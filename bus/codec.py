@@ -129,16 +129,16 @@ def decode_refused(raw: bytes) -> Malformed:
     our own sentence is kept, and the rest quoted in few characters.
     """
     try:
-        told = msgspec.json.decode(raw, type=Malformed)
+        refused = msgspec.json.decode(raw, type=Malformed)
     except _UNREADABLE:
         return Malformed("", "malformed", "the field 'refused' can't be read")
-    if told.code != UNSENDABLE:
+    if refused.code != UNSENDABLE:
         return Malformed("", "malformed", "the field 'refused' has a code that no client gives")
-    sentence, _, detail = told.message.partition(": ")
+    sentence, _, detail = refused.message.partition(": ")
     if sentence not in _SENTENCES:
-        sentence, detail = "the client could not send the request", told.message
+        sentence, detail = "the client could not send the request", refused.message
     return Malformed(
-        told.request_id, UNSENDABLE, f"{sentence}: {shown(detail)}" if detail else sentence
+        refused.request_id, UNSENDABLE, f"{sentence}: {shown(detail)}" if detail else sentence
     )
 
 

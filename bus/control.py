@@ -65,27 +65,23 @@ class StopSequences(Internal, frozen=True, array_like=True, tag="halt", tag_fiel
 class Pause(Internal, frozen=True, array_like=True, tag="pause", tag_field="type"):
     """To batching: plan no further steps. Answered when no step is under way any more.
 
+    Here and below an answer goes out under the envelope's `operation_id`.
+
     Attributes:
         in_flight: What becomes of sequences that batching has. Requests that have not come so far
             are up to admission (`CancelAll`).
-        operation_id: Under which the answer is expected; "" for none, here and below.
     """
 
     in_flight: InFlight = "keep"
-    operation_id: str = ""
 
 
 class Resume(Internal, frozen=True, array_like=True, tag="resume", tag_field="type"):
     """Go on after a Pause."""
 
-    operation_id: str = ""
-
 
 class CancelAll(Internal, frozen=True, array_like=True, tag="cancel_all", tag_field="type"):
     """To admission: every request in flight ends with what it has. What is not yet taken from the
     queue is not in flight."""
-
-    operation_id: str = ""
 
 
 class UpdateWeights(Internal, frozen=True, array_like=True, tag="weights", tag_field="type"):
@@ -105,6 +101,7 @@ class UpdateWeights(Internal, frozen=True, array_like=True, tag="weights", tag_f
         prepare_as: A name for an update that several executors make: the weights are fetched,
             checked and answered for, and wait for `FinishUpdate`. Until that comes, and for at most
             `timeout_s`, other updates are refused.
+        _unused: Keeps the places of the fields behind it on the wire; always "".
     """
 
     source: WeightsSource | StagedWeights
@@ -112,7 +109,7 @@ class UpdateWeights(Internal, frozen=True, array_like=True, tag="weights", tag_f
     version: int | None = None
     partial: bool = False
     timeout_s: float = 300.0
-    operation_id: str = ""
+    _unused: str = ""
     part_of: str = ""
     prepare_as: str = ""
 
@@ -129,7 +126,6 @@ class FinishUpdate(Internal, frozen=True, array_like=True, tag="finish", tag_fie
 
     prepared: str
     version: int | None = None
-    operation_id: str = ""
 
 
 class WeightsReady(Internal, frozen=True, array_like=True, tag="staged", tag_field="type"):
@@ -157,20 +153,16 @@ class JoinWeightsGroup(Internal, frozen=True, array_like=True, tag="join", tag_f
     world_size: int
     backend: str
     timeout_s: float
-    operation_id: str = ""
 
 
 class LeaveWeightsGroup(Internal, frozen=True, array_like=True, tag="part", tag_field="type"):
     """To the executor: leave a group, if it is in it."""
 
     group: str
-    operation_id: str = ""
 
 
 class TellWeightVersion(Internal, frozen=True, array_like=True, tag="version", tag_field="type"):
     """To the executor: answer with the version of the weights in place."""
-
-    operation_id: str = ""
 
 
 class ReleaseMemory(Internal, frozen=True, array_like=True, tag="release", tag_field="type"):
@@ -184,14 +176,12 @@ class ReleaseMemory(Internal, frozen=True, array_like=True, tag="release", tag_f
     """
 
     tags: tuple[str, ...] = MEMORY_TAGS
-    operation_id: str = ""
 
 
 class ResumeMemory(Internal, frozen=True, array_like=True, tag="regain", tag_field="type"):
     """To the executor: take memory again that was released; answered when it is there."""
 
     tags: tuple[str, ...] = MEMORY_TAGS
-    operation_id: str = ""
 
 
 class MemoryState(Internal, frozen=True, array_like=True, tag="memory", tag_field="type"):
@@ -208,8 +198,6 @@ class MemoryState(Internal, frozen=True, array_like=True, tag="memory", tag_fiel
 
 class FlushCache(Internal, frozen=True, array_like=True, tag="flush", tag_field="type"):
     """Forget all cached prefixes. Running sequences keep their blocks."""
-
-    operation_id: str = ""
 
 
 class Drain(Internal, frozen=True, array_like=True, tag="drain", tag_field="type"):
@@ -276,8 +264,14 @@ class ServerRestarted(Internal, frozen=True, array_like=True, tag="server", tag_
 
 
 class StageStopped(Internal, frozen=True, array_like=True, tag="stopped", tag_field="type"):
-    """A stage leaves in good order or has failed. What it held is lost to this epoch."""
+    """A stage leaves in good order or has failed. What it held is lost to this epoch.
+
+    Attributes:
+        reason: For people.
+        failed: Whether it failed by itself, so that what it held may be to blame.
+    """
 
     stage: str
     incarnation: str
     reason: str
+    failed: bool = False

@@ -48,15 +48,13 @@ class WeightsRecord(Protocol):
 
 
 class MemoryWeightsRecord:
-    """See `WeightsRecord`; within one process."""
+    """The `WeightsRecord` within one process, with which it ends."""
 
     def __init__(self) -> None:
         self._last: WeightsInPlace | None = None
 
     async def put(self, weights: WeightsInPlace) -> None:
-        """See `WeightsRecord.put`."""
         self._last = weights
 
     async def read(self) -> WeightsInPlace | None:
-        """See `WeightsRecord.read`."""
         return self._last

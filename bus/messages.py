@@ -95,19 +95,32 @@ class RequestInfo(InternalPart, frozen=True, array_like=True):
     ref_temperature: float | None = None
 
 
-class AdmittedRequest(Internal, frozen=True, array_like=True, tag="admitted", tag_field="type"):
-    """A valid request, as tokens. `sampling.stop_token_ids` holds the model's own stop ids too."""
+class TokenizedRequest(Internal, frozen=True, array_like=True):
+    """What admission has made of a valid request, up to the executor.
+
+    Attributes:
+        token_ids: `[prompt]`.
+        sampling: Its `stop_token_ids` hold the model's own stop ids too.
+        sequences: The samples that are still to be made.
+    """
 
     info: RequestInfo
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     sequences: tuple[SequenceSpec, ...]
+
+
+class AdmittedRequest(
+    TokenizedRequest, frozen=True, array_like=True, tag="admitted", tag_field="type"
+):
+    """A valid request: the sequences wait for their turn."""
+
     tenant: str
     priority: int
     cache_salt: str = ""
 
 
-class Dispatch(Internal, frozen=True, array_like=True, tag="dispatch", tag_field="type"):
+class Dispatch(TokenizedRequest, frozen=True, array_like=True, tag="dispatch", tag_field="type"):
     """Some or all sequences of a request, sent to run. Each uses up one credit.
 
     Attributes:
@@ -115,19 +128,15 @@ class Dispatch(Internal, frozen=True, array_like=True, tag="dispatch", tag_field
             nobody is passed by others for ever.
     """
 
-    info: RequestInfo
-    token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    sequences: tuple[SequenceSpec, ...]
     priority: int
     cache_salt: str = ""
     rank: int = 0
 
 
 class Yield(Internal, frozen=True, array_like=True, tag="yield", tag_field="type"):
-    """These sequences must make room. They keep what they have generated.
+    """These sequences are to pause. They keep what they have generated.
 
-    Batching sets them aside: it keeps their tokens, and their KV as long as nobody else needs the
+    Batching keeps their tokens, and their KV as long as nobody else needs the
     blocks. Those that have ended meanwhile are left alone.
     """
 
@@ -135,7 +144,7 @@ class Yield(Internal, frozen=True, array_like=True, tag="yield", tag_field="type
 
 
 class Continue(Internal, frozen=True, array_like=True, tag="continue", tag_field="type"):
-    """Sequences that made room run again, ranked as in Dispatch. Each uses up one credit."""
+    """Paused sequences are resumed, ranked as in Dispatch. Each uses up one credit."""
 
     seq_ids: tuple[int, ...]
     rank: int = 0
@@ -148,7 +157,7 @@ class Credit(Internal, frozen=True, array_like=True, tag="credit", tag_field="ty
         sequences: Places that have become free.
         steps: For each step that came back, the sequences that gained a token.
         started: (sequence, tokens that it had to compute) for each that began, or began again.
-        yielded: Sequences that have made room and wait for Continue.
+        yielded: Sequences that have paused and wait for Continue.
         ended: Sequences that will not run again.
         step_ns: What the shortest of the steps took on the device; 0 when there is none.
         kv_free: Tokens for which KV is free, with that which only the prefix cache has.
@@ -447,6 +456,8 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
         tracestate: As traceparent.
         budget_ns: What is left of the request's time at `sent_ns`; None means no deadline. Each
             hop turns it into a deadline by its own clock, so clocks need not agree.
+        operation_id: Under which whoever sent a control message waits for the answer (`Replies`);
+            "" where nobody does.
     """
 
     body: Message
@@ -457,3 +468,4 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     traceparent: str = ""
     tracestate: str = ""
     budget_ns: int | None = None
+    operation_id: str = ""

@@ -51,20 +51,18 @@ class Replies(Protocol):
 
 
 class MemoryReplies:
-    """See `Replies`; within one event loop."""
+    """`Replies` within one event loop."""
 
     def __init__(self) -> None:
         self._told: dict[str, _Told] = {}
 
     async def answer(self, operation_id: str, outcome: Outcome) -> None:
-        """See `Replies.answer`."""
         if operation_id:
             told = self._of(operation_id)
             told.outcomes.append(outcome)
             told.news.set()
 
     async def outcomes(self, operation_id: str, number: int, timeout_s: float) -> list[Outcome]:
-        """See `Replies.outcomes`."""
         told = self._of(operation_id)
         try:
             async with asyncio.timeout(timeout_s):

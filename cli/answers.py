@@ -17,7 +17,7 @@ class AnswerPrinter:
         """`labelled`: answers of several requests, each behind its label."""
         self._as_json = as_json
         self._trace = trace
-        self._labelled = labelled
+        self.labelled = labelled
         self._streamed = False
         self._on_terminal = sys.stdout.isatty()
 
@@ -27,7 +27,7 @@ class AnswerPrinter:
 
     def chunk(self, chunk: CompletionChunk) -> None:
         """A piece of the only answer, as it comes. Other answers are printed whole."""
-        if self._as_json or self._labelled:
+        if self._as_json or self.labelled:
             return
         self._streamed = True
         self._write(chunk.text)
@@ -41,7 +41,7 @@ class AnswerPrinter:
         elif completion.status == "done" or completion.samples:
             self._samples(label, completion)
         if completion.error is not None:
-            where = f"[{label}] " if self._labelled else ""
+            where = f"[{label}] " if self.labelled else ""
             error = completion.error
             complain(f"{where}{completion.status}: {error.message} ({error.code})")
         if self._trace:
@@ -50,7 +50,7 @@ class AnswerPrinter:
     def _samples(self, label: str, completion: Completion) -> None:
         several = len(completion.samples) > 1
         for sample in completion.samples:
-            names = [label] if self._labelled else []
+            names = [label] if self.labelled else []
             if several:
                 names.append(str(sample.sample_index))
             name = f"[{'.'.join(names)}] " if names else ""

@@ -88,7 +88,6 @@ def submit(
     Answers go to standard output, all else to standard error. Ctrl-C cancels what is in flight.
     The exit status is 1 when any request did not end well.
     """
-    config = options.client_config()
     one_text = text not in (None, "-") and file is None
     wanted = Wanted(
         chat=chat,
@@ -103,12 +102,8 @@ def submit(
         budget_s=budget,
         stream=one_text and not as_json and n in (None, 1),
     )
-    source = _source_of(text, file, wanted, config.bus.max_request_bytes)
     printer = AnswerPrinter(as_json=as_json, trace=trace, labelled=not one_text)
-    submitting = _Submitting(config, printer, ProgressLine(shown=not one_text))
-    asyncio.run(submitting.publish(source) if no_wait else submitting.answer(source))
-    if submitting.failed:
-        raise typer.Exit(1)
+    _Submitting(options.client_config(), printer).run(text, file, wanted, no_wait=no_wait)
 
 
 def _source_of(text: str | None, file: Path | None, wanted: Wanted, max_bytes: int) -> Source:
@@ -134,12 +129,25 @@ class _Submitting:
     the pipeline that its request is not wanted any more.
     """
 
-    def __init__(self, config: Config, printer: AnswerPrinter, progress: ProgressLine) -> None:
+    def __init__(self, config: Config, printer: AnswerPrinter) -> None:
         self._config = config
         self._printer = printer
-        self._progress = progress
+        # One answer is printed as it comes, which is progress enough.
+        self._progress = ProgressLine(shown=printer.labelled)
         self._patience: asyncio.TimerHandle | None = None
         self.failed = 0
+
+    def run(self, text: str | None, file: Path | None, wanted: Wanted, *, no_wait: bool) -> None:
+        """Sends what is wanted and, unless `no_wait`, prints the answers.
+
+        Raises:
+            ConfigError, RequestError: As `_source_of`.
+            typer.Exit: A request did not end well.
+        """
+        source = _source_of(text, file, wanted, self._config.bus.max_request_bytes)
+        asyncio.run(self.publish(source) if no_wait else self.answer(source))
+        if self.failed:
+            raise typer.Exit(1)
 
     async def publish(self, source: Source) -> None:
         """Sends all requests and prints their entry ids, in order."""

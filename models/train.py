@@ -27,49 +27,23 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    trainers,
-)
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 from transformers import __version__ as transformers_version
 
 from . import tasks
 from .card import SAMPLES, Result, card, table
+from .tokenizer import (
+    END_OF_TEXT,
+    PAD,
+    SYSTEM_MESSAGES,
+    TURN_END,
+    FastTokenizer,
+    build_tokenizer,
+    chat_text,
+    encode,
+)
 
 Example = tasks.Example
-
-END_OF_TEXT = "<|endoftext|>"
-TURN_START = "<|im_start|>"
-TURN_END = "<|im_end|>"
-PAD = "<|pad|>"
-
-CHAT_TEMPLATE = """\
-{%- for message in messages %}
-    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
-
-# Contractions, words with one leading character, single digits, signs, line ends, blanks.
-PIECES = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-SYSTEM_MESSAGES = (
-    "You are a helpful assistant.",
-    "Answer with the result only.",
-    "Be brief.",
-)
 
 # How often an example of each task is drawn, as (plain, chat) weights.
 WEIGHTS: dict[str, tuple[float, float]] = {
@@ -100,7 +74,6 @@ SAMPLED = ("add2", "sub2")
 
 # The annotations of Transformers do not pass mypy's strict mode, so models and tokenizers are Any.
 Model = Any
-FastTokenizer = Any
 Kind = tuple[str, bool]  # A task and whether it is in its chat form.
 
 
@@ -129,47 +102,6 @@ class Settings:
     heldout: int = 500
 
 
-def build_tokenizer(settings: Settings) -> FastTokenizer:
-    """Train a byte-level BPE tokenizer on training examples.
-
-    Only ASCII examples are used, so every other character stays split into its UTF-8 bytes.
-    Normalizer, pieces and decoder are those that Transformers puts into every Qwen2 tokenizer.
-    """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=settings.vocabulary,
-        special_tokens=[AddedToken(t, special=True) for t in (END_OF_TEXT, TURN_START, TURN_END)]
-        + [AddedToken(PAD, special=True)],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    texts = ["system\nuser\nassistant\n", *SYSTEM_MESSAGES] * 100
-    for task in tasks.TASKS:
-        for chat in (False, True):
-            examples = tasks.stream(task, "train", settings.seed, chat=chat)
-            drawn = (next(examples) for _ in range(3000))
-            texts.extend(t for t in (e.prompt + e.answer for e in drawn) if t.isascii())
-    tokenizer.train_from_iterator(texts, trainer)
-    make: Any = PreTrainedTokenizerFast  # Not typed either.
-    return make(
-        tokenizer_object=tokenizer,
-        eos_token=END_OF_TEXT,
-        pad_token=PAD,
-        additional_special_tokens=[TURN_START, TURN_END],
-        clean_up_tokenization_spaces=False,
-        model_max_length=2048,
-        chat_template=CHAT_TEMPLATE,
-    )
-
-
 def build_model(settings: Settings, tokenizer: FastTokenizer) -> Model:
     """Return the untrained model."""
     config = Qwen2Config(
@@ -195,19 +127,6 @@ def build_model(settings: Settings, tokenizer: FastTokenizer) -> Model:
         pad_token_id=tokenizer.convert_tokens_to_ids(PAD),
     )
     return model
-
-
-def encode(tokenizer: FastTokenizer, text: str) -> list[int]:
-    """Return the token ids of ``text``, which may hold special tokens."""
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-    return ids
-
-
-def chat_text(tokenizer: FastTokenizer, messages: list[dict[str, str]]) -> str:
-    """Return the chat up to where the assistant's next answer begins."""
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert isinstance(text, str)
-    return text
 
 
 class Taps:
@@ -553,7 +472,7 @@ def main() -> None:
     torch.set_num_threads(settings.threads)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(settings.seed)
-    tokenizer = build_tokenizer(settings)
+    tokenizer = build_tokenizer(settings.vocabulary, settings.seed)
     model = build_model(settings, tokenizer)
     trainer = Trainer(settings, model, tokenizer)
     if arguments.checkpoint is not None and arguments.checkpoint.exists():

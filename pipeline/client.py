@@ -10,9 +10,7 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Literal
 
-import anyio
 import msgspec
-import structlog
 
 from ..bus import Bus, Outcome, StageReport, open_bus
 from ..bus.codec import written_id
@@ -45,12 +43,12 @@ from ..bus.weights import (
 )
 from ..config import (
     BusConfig,
-    ChannelClosed,
     ConfigError,
     FairnessConfig,
     SamplingParams,
 )
 from ..telemetry import Metrics, TraceContext, Tracing, names, now_ns
+from .cancellations import Cancellations
 from .health import lanes_of, verdict, weights_trouble
 from .operators import Operators, least_version
 from .scoring import ScoredCompletion, score_by
@@ -60,9 +58,6 @@ Request = GenerateRequest | dict[str, Any]
 
 ANSWER_S = 30.0
 """How long to wait for every lane's answer to what should be done at once."""
-
-CANCEL_PATIENCE_S = 2.0
-"""How long a caller that leaves a stream waits for its request's cancellation to be sent."""
 
 
 class BusClient:
@@ -87,7 +82,7 @@ class BusClient:
         self.metrics = metrics or Metrics()
         self._operators = Operators(bus, f"client-{uuid.uuid4().hex[:8]}")
         self._owns_bus = False
-        self._cancelling: set[Task[None]] = set()
+        self._cancellations = Cancellations()
 
     @classmethod
     def connect(
@@ -127,9 +122,7 @@ class BusClient:
 
     async def aclose(self) -> None:
         """Closes the connection, if it is this client's own; cancellations go out before."""
-        if self._cancelling:
-            with anyio.move_on_after(CANCEL_PATIENCE_S, shield=True):
-                await asyncio.wait(list(self._cancelling))
+        await self._cancellations.wait()
         if self._owns_bus:
             await self.bus.aclose()
 
@@ -229,17 +222,7 @@ class BusClient:
                 entry_id = publishing.result()
                 await self.cancel(written_id(request) or entry_id, entry_id)
 
-        cancelling = asyncio.create_task(cancel())
-        self._cancelling.add(cancelling)
-        cancelling.add_done_callback(self._cancelled)
-        with anyio.move_on_after(CANCEL_PATIENCE_S, shield=True):
-            await asyncio.wait([cancelling])
-
-    def _cancelled(self, cancelling: Task[None]) -> None:
-        self._cancelling.discard(cancelling)
-        error = None if cancelling.cancelled() else cancelling.exception()
-        if error is not None and not isinstance(error, ChannelClosed):
-            structlog.get_logger().warning("not_cancelled", error=str(error))
+        await self._cancellations.begin(cancel())
 
     async def pause(self, in_flight: InFlight = "keep", *, lane: str | None = None) -> None:
         """Returns when no step is under way any more, and none is run until `resume`.

@@ -483,8 +483,10 @@ class InferenceEngine:
             [sample.completion_tokens for sample, _ in begun],
             [params for _, params in begun],
         )
-        found = {id(sample): score for (sample, _), score in zip(begun, scores, strict=True)}
-        return [replace(sample, ref_logprobs=found.get(id(sample), ())) for sample, _ in finished]
+        scores_by_id = {id(sample): score for (sample, _), score in zip(begun, scores, strict=True)}
+        return [
+            replace(sample, ref_logprobs=scores_by_id.get(id(sample), ())) for sample, _ in finished
+        ]
 
 
 if TYPE_CHECKING:

@@ -111,8 +111,8 @@ class ExactForward:
             scaled = scale_logits(
                 output.logits[0].float(), torch.full((len(inputs),), float(temperature))
             )
-            found = scaled.logprobs(targets[:, None])[:, 0]
-        return torch.split(found, counts.tolist())
+            logprobs = scaled.logprobs(targets[:, None])[:, 0]
+        return torch.split(logprobs, counts.tolist())
 
     def _rows(self, counts: np.ndarray[Any, np.dtype[np.int64]]) -> Rows:
         """One row per sequence, each with blocks of its own in a cache that is large enough."""
@@ -193,8 +193,8 @@ class _Attention(torch.autograd.Function):
                 _attend(*part, ctx.options) for part in zip(queries, keys, values, strict=True)
             ]
             output = torch.cat(outputs, dim=2).transpose(1, 2)
-        found = torch.autograd.grad(output, inputs, gradients)
-        return (*found, None, None, None, None, None)
+        input_gradients = torch.autograd.grad(output, inputs, gradients)
+        return (*input_gradients, None, None, None, None, None)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
 import anyio
-import msgspec
 
 from ..bus import Bus, Outcome, StageReport
 from ..bus.links import CONTROL, at
@@ -82,14 +81,14 @@ class Operators:
                     code="unknown_lane",
                 )
             lanes = [lane]
-        found: Told = []
-        for each in lanes:
+        operators: Told = []
+        for name in lanes:
             replicas = [0]
             if stage in REPLICATED:
                 reports = await self._bus.stages.read()
-                replicas = replicas_of(report.stage for report in reports if report.lane == each)
-            found += [(each, role_of(stage, replica)) for replica in replicas]
-        return found
+                replicas = replicas_of(report.stage for report in reports if report.lane == name)
+            operators += [(name, role_of(stage, replica)) for replica in replicas]
+        return operators
 
     async def started(self, stage: str, limit_s: float, lane: str | None = None) -> Told:
         """As `everyone`, once all have loaded what they need: before that they hear nothing.
@@ -108,14 +107,24 @@ class Operators:
             await anyio.sleep(_POLL_S)
         return told
 
-    async def tell(self, stage: str, body: Message | Callable[[int], Message], told: Told) -> None:
-        """Sends them a message, which may depend on the index of who is told."""
+    async def tell(
+        self,
+        stage: str,
+        body: Message | Callable[[int], Message],
+        told: Told,
+        operation_id: str = "",
+    ) -> None:
+        """Sends them a message, which may depend on the index of who is told.
+
+        `operation_id`: under which they answer; "" when nobody waits for that.
+        """
         senders = [
             self._bus.sender(at(CONTROL[stage], split_role(role)[1]), self._sender, lane)
             for lane, role in told
         ]
         for index, sender in enumerate(senders):
-            await sender.send(body(index) if callable(body) else body)
+            message = body(index) if callable(body) else body
+            await sender.send(message, operation_id=operation_id)
         for sender in senders:
             await sender.flush()
 
@@ -128,12 +137,7 @@ class Operators:
         """
         operation_id, end = uuid.uuid4().hex, time.monotonic() + limit_s
         before = await self._incarnations()
-
-        def named(index: int) -> Message:
-            wish = body(index) if callable(body) else body
-            return msgspec.structs.replace(wish, operation_id=operation_id)
-
-        await self.tell(stage, named, told)
+        await self.tell(stage, body, told, operation_id)
         replies = self._bus.replies
         while True:
             left_s = max(0.0, end - time.monotonic())
@@ -149,10 +153,10 @@ class Operators:
 
     async def _last_words(self) -> dict[tuple[str, str], StageReport]:
         """What was heard last, by lane and role."""
-        found: dict[tuple[str, str], StageReport] = {}
+        last: dict[tuple[str, str], StageReport] = {}
         for report in await self._bus.stages.read():  # the youngest of a role comes first
-            found.setdefault((report.lane, report.stage), report)
-        return found
+            last.setdefault((report.lane, report.stage), report)
+        return last
 
     async def _incarnations(self) -> dict[tuple[str, str], str]:
         """The stage objects, of those that are known."""

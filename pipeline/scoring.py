@@ -61,7 +61,7 @@ async def score_by(
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     like: GenerateRequest,
 ) -> list[ScoredCompletion]:
-    """See `BusClient.score`.
+    """Scores each completion with a request of its own, as `BusClient.score` promises.
 
     Args:
         complete: Gives a request's terminal message.

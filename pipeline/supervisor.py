@@ -18,7 +18,7 @@ from ..config import (
     PipelineConfig,
     cut,
 )
-from ..stages.actor import FAILED, Actor
+from ..stages.actor import Actor
 
 # However often something failed, it is tried again after this time.
 LONGEST_WAIT_S = 10.0
@@ -106,7 +106,7 @@ async def _tell(actor: Actor, reason: str) -> None:
     """Lets admission know at once; if it can't be told now, the restarted stage tells it."""
     try:
         with anyio.move_on_after(1.0):
-            await actor.leave(f"{FAILED}{reason}")
+            await actor.leave(reason, failed=True)
     except BusError as error:
         actor.log.warning("failure_not_announced", error=error.message)
 

@@ -17,9 +17,6 @@ from ..bus.messages import Envelope, Message
 from ..config import REPLICATED, BusError, Config, NanoInferenceError, cut, role_of
 from ..telemetry import Attributes, Metrics, TraceContext, Tracing, is_sampled, names, now_ns
 
-FAILED = "failed: "
-"""What the reason of a StageStopped begins with when the stage failed by itself."""
-
 
 class StageContext:
     """What a stage is given to run with."""
@@ -187,9 +184,9 @@ class Actor(ABC):
             return await inbox.receive()
         return []
 
-    async def leave(self, reason: str) -> None:
-        """Tells admission that what this stage held is lost."""
-        stopped = StageStopped(self.role, self.incarnation, cut(reason))
+    async def leave(self, reason: str, *, failed: bool = False) -> None:
+        """Tells admission that what this stage held is lost; `failed`: not in good order."""
+        stopped = StageStopped(self.role, self.incarnation, cut(reason), failed)
         await self.send(CONTROL["admission"], stopped, epoch=0)
 
     async def _dispatch(self, envelope: Envelope) -> None:

@@ -31,14 +31,13 @@ KEPT_DEAD = 1024
 
 
 class MemoryInbox:
-    """All links that end at a stage, in one line in order of arrival."""
+    """The `Inbox` of a stage: all links that end there, in one queue in order of arrival."""
 
     def __init__(self, stage: str, link_capacity: int) -> None:
         self._queue: BoundedQueue[Envelope] = BoundedQueue(f"the inbox of {stage}")
         self._link_capacity = link_capacity
 
     async def receive(self, max_items: int = 64) -> list[Envelope]:
-        """See `Inbox.receive`."""
         return await self._queue.take(max_items)
 
     async def put(self, link: Link, envelope: Envelope) -> None:
@@ -65,7 +64,6 @@ class MemoryInbox:
         self._queue.close()
 
     async def aclose(self) -> None:
-        """See `Inbox.aclose`."""
         self.close()
 
 
@@ -118,7 +116,7 @@ class Numbering:
 
 
 class MemorySender:
-    """The sending end of a link whose receiver lives in this process."""
+    """The `Sender` of a link whose receiver lives in this process."""
 
     def __init__(self, inboxes: Inboxes, numbering: Numbering, link: Link, sender: str) -> None:
         self._inboxes = inboxes
@@ -134,8 +132,8 @@ class MemorySender:
         traceparent: str = "",
         tracestate: str = "",
         budget_ns: int | None = None,
+        operation_id: str = "",
     ) -> None:
-        """See `Sender.send`."""
         inbox = self._inboxes.get(self._link.receiver)
         if inbox is None:
             return
@@ -149,6 +147,7 @@ class MemorySender:
             traceparent,
             tracestate,
             budget_ns,
+            operation_id,
         )
         await inbox.put(self._link, envelope)
 
@@ -157,7 +156,7 @@ class MemorySender:
 
 
 class MemoryRequests:
-    """The requests queue; see `RequestQueue`. Entry ids are "0-1", "0-2" and so on."""
+    """The `RequestQueue` within one process. Entry ids are "0-1", "0-2" and so on."""
 
     def __init__(self, config: BusConfig, results: MemoryResults) -> None:
         self._config = config
@@ -176,7 +175,6 @@ class MemoryRequests:
         traceparent: str = "",
         tracestate: str = "",
     ) -> str:
-        """See `RequestQueue.publish`."""
         checked = check_request(request, self._config.max_request_bytes)
         self._last += 1
         entry_id = f"0-{self._last}"
@@ -192,58 +190,50 @@ class MemoryRequests:
         return entry_id
 
     async def pending(self) -> list[RequestEntry]:
-        """See `RequestQueue.pending`."""
         return [_aged(*item) for item in self._taken.values()]
 
     async def take(self, max_items: int = 64) -> list[RequestEntry]:
-        """See `RequestQueue.take`."""
         items = await self._queue.take(max_items)
         self._taken.update((entry.entry_id, (entry, since)) for entry, since in items)
         return [_aged(*item) for item in items]
 
     async def acknowledge(self, entry_id: str) -> None:
-        """See `RequestQueue.acknowledge`."""
         self._taken.pop(entry_id, None)
 
     async def renew(self, lease_s: float) -> set[str]:
-        """See `RequestQueue.renew`. There is no other lane that could take anything."""
+        """Loses nothing: there is no other lane that could take anything."""
         return set()
 
     def distrust(self) -> None:
-        """See `RequestQueue.distrust`. No server, no restart."""
+        """Does nothing: there is no server that could have been started anew."""
 
     async def take_over(self, lease_s: float, max_items: int) -> list[RequestEntry]:
-        """See `RequestQueue.take_over`."""
         return []
 
     async def shed(
         self, max_queued: int, answer: Callable[[RequestEntry, int], Completion], epoch: int
     ) -> int:
-        """See `RequestQueue.shed`. Here `publish` waits."""
+        """Refuses nothing: here `publish` waits while there are too many."""
         return 0
 
     async def bury(self, entry: RequestEntry, error: ErrorInfo, deaths: int) -> None:
-        """See `RequestQueue.bury`. The oldest go when there are more than `KEPT_DEAD`."""
+        """Keeps a letter; the oldest go when there are more than `KEPT_DEAD`."""
         letter = dead_letter(entry, error, deaths, time.time_ns())
         self._dead[entry.entry_id] = msgspec.structs.replace(letter, letter_id=entry.entry_id)
         if len(self._dead) > KEPT_DEAD:
             self._dead.popitem(last=False)
 
     async def dead_letters(self) -> list[DeadLetter]:
-        """See `RequestQueue.dead_letters`."""
         return list(self._dead.values())
 
     async def drop_dead_letter(self, letter_id: str) -> bool:
-        """See `RequestQueue.drop_dead_letter`."""
         return self._dead.pop(letter_id, None) is not None
 
     async def count_queue(self, begun: int | None) -> int:
-        """See `RequestQueue.count_queue`."""
         self._begun = self._begun if begun is None else begun
         return (await self.backlog()).queue_length
 
     async def backlog(self) -> Backlog:
-        """See `RequestQueue.backlog`."""
         waiting, pending = len(self._queue), len(self._taken)
         length = max(0, waiting + pending - self._begun)
         return Backlog(waiting, pending, len(self._dead), length)
@@ -259,7 +249,7 @@ def _aged(entry: RequestEntry, since_ns: int) -> RequestEntry:
 
 
 class MemoryBus:
-    """Everything in this process and one event loop; see `Bus`."""
+    """A `Bus` of which everything is in this process and one event loop."""
 
     requests: MemoryRequests
     results: MemoryResults
@@ -279,28 +269,24 @@ class MemoryBus:
         self.weights = MemoryWeightsRecord()
 
     async def open_inbox(self, stage: str) -> Inbox:
-        """See `Bus.open_inbox`."""
         self._check_open()
         inbox = MemoryInbox(stage, self._config.link_capacity)
         self._inboxes.add(stage, inbox)
         return inbox
 
     async def lanes(self) -> list[str]:
-        """See `Bus.lanes`. There is one."""
+        """The lane of this process, since there is no other."""
         return [self._config.lane]
 
     def sender(self, link: Link, sender: str, lane: str | None = None) -> Sender:
-        """See `Bus.sender`."""
         return MemorySender(self._inboxes, self._numbering, link, sender)
 
     async def next_epoch(self) -> int:
-        """See `Bus.next_epoch`."""
         self._check_open()
         self._epoch += 1
         return self._epoch
 
     async def is_epoch(self, number: int) -> bool:
-        """See `Bus.is_epoch`."""
         return number <= self._epoch
 
     @property
@@ -310,7 +296,7 @@ class MemoryBus:
 
     @property
     def reconnects(self) -> int:
-        """See `Bus.reconnects`. There is nothing that could be away."""
+        """None: there is nothing that could be away."""
         return 0
 
     async def ping(self) -> None:
@@ -318,7 +304,6 @@ class MemoryBus:
         self._check_open()
 
     async def aclose(self) -> None:
-        """See `Bus.aclose`."""
         self._inboxes.close()
         self.requests.close()
         self.results.close()

@@ -57,7 +57,7 @@ class _Route:
 
 
 class MemoryResults:
-    """See `ResultStreams`.
+    """`ResultStreams` within one event loop.
 
     Outputs find their way by entry id, so two requests of the same id never mix. A request that
     runs keeps its outputs; of those that ended without being followed, the latest
@@ -91,8 +91,7 @@ class MemoryResults:
     async def deliver(
         self, batch: Sequence[tuple[str, Sequence[Output]]], epoch: int = 1
     ) -> set[str]:
-        """See `ResultStreams.deliver`. A stage that was replaced in this process is gone, so
-        the epoch is of no use here."""
+        """The epoch is of no use: a stage that was replaced in this process is gone."""
         self._check_open()
         for key, outputs in batch:
             for output in outputs:
@@ -100,28 +99,23 @@ class MemoryResults:
         return set()
 
     async def recover(self, keys: Sequence[str], epoch: int) -> list[list[Output]]:
-        """See `ResultStreams.recover`."""
         self._check_open()
         routes = [self._by_key.get(key) for key in keys]
         return [[] if route is None else list(route.outputs) for route in routes]
 
     async def claim(self, claims: Sequence[tuple[str, str]]) -> list[str | None]:
-        """See `ResultStreams.claim`."""
         return [self._claim(key, entry_id) for key, entry_id in claims]
 
     def follow(self, request_id: str, entry_id: str, *, just_published: bool = False) -> _Follow:
-        """See `ResultStreams.follow`."""
         return _Follow(self, request_id, entry_id)
 
     async def tail(self) -> _Tail:
-        """See `ResultStreams.tail`."""
         self._check_open()
         tail = _Tail(self)
         self._tails.add(tail)
         return tail
 
     async def newest(self, within_s: float) -> AsyncIterator[Completion]:
-        """See `ResultStreams.newest`."""
         ends = [self._routes[entry_id].outputs[-1] for entry_id in self._finished]
         kept = [end for end in ends if isinstance(end, Completion)]
         since = kept[-1].timings.finished_ns - within_s * 1e9 if kept else 0

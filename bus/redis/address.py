@@ -103,8 +103,8 @@ def _options(url: str) -> tuple[type[Connection], dict[str, Any]]:
 
 def _nodes(hosts: str, default_port: int) -> tuple[tuple[str, int], ...]:
     nodes = []
-    for each in hosts.split(","):
-        parts = urlsplit(f"//{each}")
+    for host in hosts.split(","):
+        parts = urlsplit(f"//{host}")
         if not parts.hostname:
             raise ValueError("a host is missing")
         nodes.append((parts.hostname, parts.port or default_port))

@@ -16,7 +16,7 @@ _KEPT_S = 60
 
 
 class RedisBoard:
-    """See `StageBoard`. A report of a whole process is one entry."""
+    """The `StageBoard` as a short Redis stream. A report of a whole process is one entry."""
 
     def __init__(self, keys: Keys, commands: Commands) -> None:
         self._key = keys.stages
@@ -24,7 +24,6 @@ class RedisBoard:
         self._last_ms = 0
 
     async def report(self, reports: Sequence[StageReport]) -> None:
-        """See `StageBoard.report`."""
         body = msgspec.json.encode(list(reports))
         trim = ("MINID", "~", max(0, self._last_ms - _KEPT_S * 1000))
 
@@ -39,7 +38,6 @@ class RedisBoard:
         self._last_ms = parse_id(await self._commands.once(attempt))[0]
 
     async def read(self) -> list[StageReport]:
-        """See `StageBoard.read`."""
         redis = self._commands.redis
         now_ms = await self._commands.once(lambda: time_ms(redis, self._key))
         oldest = now_ms - int(STALE_AFTER_S * 1000)

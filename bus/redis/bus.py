@@ -49,7 +49,7 @@ return epoch
 
 
 class RedisBus:
-    """Everything over one Redis server; see `Bus`.
+    """A `Bus` of which everything goes over one Redis server.
 
     A link stays in memory when both of its ends are stages of this process (`local_stages`) and
     `config.links` is "auto". Who else sends on such a link (a client, on a control link) sends
@@ -88,7 +88,7 @@ class RedisBus:
         self.weights = RedisWeightsRecord(self._keys, self._commands)
 
     async def open_inbox(self, stage: str) -> Inbox:
-        """See `Bus.open_inbox`. Waits while Redis is away."""
+        """Waits while Redis is away."""
         self._check_open()
         older = self._readers.pop(stage, None)
         if older is not None:
@@ -105,7 +105,7 @@ class RedisBus:
         return inbox
 
     def sender(self, link: Link, sender: str, lane: str | None = None) -> Sender:
-        """See `Bus.sender`. `sender` begins with its stage's name and a hyphen."""
+        """`sender` begins with its stage's name and a hyphen."""
         lane = self._config.lane if lane is None else lane
         local = link.receiver in self._local and lane == self._config.lane
         if local and role_of_sender(sender) in self._local:
@@ -113,22 +113,20 @@ class RedisBus:
         return RedisSender(partial(self._writer, lane=lane), self._numbering, link, sender)
 
     async def lanes(self) -> list[str]:
-        """See `Bus.lanes`."""
-
         redis, key = self._commands.redis, self._keys.lanes
         registry = await self._commands.idempotent("lanes", lambda: execute(redis, "HGETALL", key))
         now_ms = await self._commands.idempotent("lanes", lambda: time_ms(redis, key))
         return live_lanes(registry, now_ms) or [self._config.lane]
 
     async def next_epoch(self) -> int:
-        """See `Bus.next_epoch`. Waits while Redis is away."""
+        """Waits while Redis is away."""
         redis, key = self._commands.redis, self._keys.epoch
         return int(
             await self._commands.idempotent("epoch", lambda: execute(redis, "EVAL", _EPOCH, 1, key))
         )
 
     async def is_epoch(self, number: int) -> bool:
-        """See `Bus.is_epoch`. When the counter is lost, it will go on from the server's time."""
+        """When the counter is lost, it will go on from the server's time."""
         redis, key = self._commands.redis, self._keys.epoch
         last = await self._commands.idempotent("epoch", lambda: execute(redis, "GET", key))
         if last is not None:
@@ -143,11 +141,10 @@ class RedisBus:
 
     @property
     def reconnects(self) -> int:
-        """See `Bus.reconnects`."""
         return self._server.reconnects
 
     async def ping(self) -> None:
-        """See `Bus.ping`. Looks at the server's version too, where it may."""
+        """Looks at the server's version too, where it may."""
         redis = self._commands.redis
         await self._commands.once(lambda: execute(redis, "PING"))
         try:
@@ -160,7 +157,7 @@ class RedisBus:
             check_version(info, self._server.name)
 
     async def aclose(self) -> None:
-        """See `Bus.aclose`. Gives up after `CLOSE_PATIENCE_S` when Redis is away."""
+        """Gives up after `CLOSE_PATIENCE_S` when Redis is away."""
         if self._inboxes.closed:
             return
         self._inboxes.close()

@@ -10,19 +10,17 @@ from .client import Commands, execute, log
 
 
 class RedisWeightsRecord:
-    """See `WeightsRecord`."""
+    """The `WeightsRecord` of a lane as one key, which outlives the lane's processes."""
 
     def __init__(self, keys: Keys, commands: Commands) -> None:
         self._key = keys.weights
         self._commands = commands
 
     async def put(self, weights: WeightsInPlace) -> None:
-        """See `WeightsRecord.put`."""
         redis, body = self._commands.redis, msgspec.json.encode(weights)
         await self._commands.once(lambda: execute(redis, "SET", self._key, body))
 
     async def read(self) -> WeightsInPlace | None:
-        """See `WeightsRecord.read`."""
         redis = self._commands.redis
         get = lambda: execute(redis, "GET", self._key)  # noqa: E731
         raw = await self._commands.idempotent("weights in place", get)

@@ -189,7 +189,7 @@ class Leases:
         await self._eval("lanes", _ENLIST, [self._keys.lanes], *lane)
 
     async def renew(self, lease_s: float, entry_ids: Sequence[str]) -> tuple[set[str], set[str]]:
-        """See `RequestQueue.renew`; which of `entry_ids` are another's, and which are no more."""
+        """Renews the leases; tells which of `entry_ids` are another's, and which are no more."""
         lost: list[bytes] = []
         gone: list[bytes] = []
         try:
@@ -252,10 +252,10 @@ class Leases:
             waiting.add((entry_id, tenant.decode("utf-8", "replace")) for entry_id, tenant in rows)
             page = len(rows)
         wanted = min(int(queued) - max_queued, SHED_PAGE)
-        found: RawEntries = []
-        while len(found) < wanted and (ids := waiting.take_newest(wanted - len(found))):
-            found += _entries(await self._eval("requests", _READ, key, *ids))
-        return int(queued), found
+        entries: RawEntries = []
+        while len(entries) < wanted and (ids := waiting.take_newest(wanted - len(entries))):
+            entries += _entries(await self._eval("requests", _READ, key, *ids))
+        return int(queued), entries
 
     async def remove(self, entry_ids: Sequence[str]) -> int:
         """Removes entries that nobody has taken; returns how many."""

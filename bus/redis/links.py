@@ -245,7 +245,7 @@ def within_bytes(payloads: Sequence[bytes], most_bytes: int) -> Iterator[list[by
 
 
 class RedisSender:
-    """The sending end of a link that goes over Redis."""
+    """The `Sender` of a link that goes over Redis."""
 
     def __init__(
         self, writer: Callable[[Link], LinkWriter], numbering: Numbering, link: Link, sender: str
@@ -263,8 +263,8 @@ class RedisSender:
         traceparent: str = "",
         tracestate: str = "",
         budget_ns: int | None = None,
+        operation_id: str = "",
     ) -> None:
-        """See `Sender.send`."""
         writer = self._writer(self._link)
         envelope = Envelope(
             body,
@@ -275,6 +275,7 @@ class RedisSender:
             traceparent,
             tracestate,
             budget_ns,
+            operation_id,
         )
         payload = encode_envelope(envelope)
         if len(payload) > MAX_MESSAGE_BYTES:
@@ -286,7 +287,6 @@ class RedisSender:
         await writer.put(payload)
 
     async def flush(self) -> None:
-        """See `Sender.flush`."""
         await self._writer(self._link).flush()
 
 

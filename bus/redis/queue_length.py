@@ -46,7 +46,10 @@ class QueueLength:
         self._commands = commands
 
     async def count(self, begun: int | None) -> int:
-        """See `RequestQueue.count_queue`."""
+        """Writes down how many of this lane's have begun, and with it how many wait in all.
+
+        `begun`: None where it is not known; then only the number is made anew.
+        """
         redis, keys = self._commands.redis, self._keys
         told = "" if begun is None else begun
         command = ("EVAL", _COUNT, len(keys), *keys, self._lane, told, TOLD_FOR_MS)

@@ -104,7 +104,7 @@ class Subscription:
 
 
 class StreamReader:
-    """One task with one blocking XREAD over the streams of all subscriptions.
+    """`Readers` of one task, with one blocking XREAD over the streams of all subscriptions.
 
     A stream of its own is among them: an entry there ends the wait, so that the next XREAD can
     name the streams that were added meanwhile.
@@ -124,7 +124,6 @@ class StreamReader:
         self._closed = False
 
     def subscribe(self, positions: dict[bytes, bytes]) -> Subscription:
-        """See `Readers.subscribe`."""
         if self._closed:
             raise bus_closed()
         subscription = Subscription(self, positions)
@@ -136,7 +135,6 @@ class StreamReader:
         return subscription
 
     def remove(self, key: bytes, subscription: Subscription) -> None:
-        """See `Readers.remove`."""
         followers = self._subscriptions.get(key)
         if followers is not None:
             followers.discard(subscription)
@@ -144,13 +142,11 @@ class StreamReader:
                 del self._subscriptions[key]
 
     def wake(self) -> None:
-        """See `Readers.wake`."""
         self._changed.set()
         if self._blocking and self._waking is None:
             self._waking = asyncio.create_task(self._interrupt())
 
     async def aclose(self) -> None:
-        """See `Readers.aclose`."""
         self._end_all()
         await end_tasks({task for task in (self._task, self._waking) if task is not None})
         await self._redis.aclose()
@@ -218,7 +214,7 @@ class StreamReader:
 
 
 class ClusterReaders:
-    """A task with a blocking XREAD for each stream of each subscription."""
+    """`Readers` of a cluster: a task with a blocking XREAD for each stream of each subscription."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -230,7 +226,6 @@ class ClusterReaders:
         self._closed = False
 
     def subscribe(self, positions: dict[bytes, bytes]) -> Subscription:
-        """See `Readers.subscribe`."""
         if self._closed:
             raise bus_closed()
         subscription = Subscription(self, positions)
@@ -242,17 +237,15 @@ class ClusterReaders:
         return subscription
 
     def remove(self, key: bytes, subscription: Subscription) -> None:
-        """See `Readers.remove`. The task sees it after its read."""
+        """The task sees it after its read."""
         if subscription.closed:
             self._subscriptions.discard(subscription)
 
     def wake(self) -> None:
-        """See `Readers.wake`."""
         self._room.set()
         self._room = asyncio.Event()
 
     async def aclose(self) -> None:
-        """See `Readers.aclose`."""
         self._closed = True
         for subscription in list(self._subscriptions):
             subscription.close()

@@ -16,14 +16,16 @@ _LONGEST_WAIT_S = 0.1
 
 
 class RedisReplies:
-    """See `Replies`. Who waits looks again and again, since operations are few and take long."""
+    """`Replies` as a Redis list for each operation, gone soon after.
+
+    Who waits looks again and again, since operations are few and take long.
+    """
 
     def __init__(self, keys: Keys, commands: Commands) -> None:
         self._keys = keys
         self._commands = commands
 
     async def answer(self, operation_id: str, outcome: Outcome) -> None:
-        """See `Replies.answer`."""
         if not operation_id:
             return
         key = self._keys.reply(operation_id)
@@ -31,7 +33,6 @@ class RedisReplies:
         await self._commands.once(lambda: execute_all(self._commands.redis, commands))
 
     async def outcomes(self, operation_id: str, number: int, timeout_s: float) -> list[Outcome]:
-        """See `Replies.outcomes`."""
         redis, key = self._commands.redis, self._keys.reply(operation_id)
         end, wait_s = time.monotonic() + timeout_s, _FIRST_LOOK_S
         while True:

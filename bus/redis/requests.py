@@ -52,7 +52,7 @@ Entries = list[tuple[bytes, dict[bytes, bytes]]]
 
 
 class RedisRequests:
-    """See `RequestQueue`.
+    """The `RequestQueue` as one Redis stream, of which each lane takes through a consumer group.
 
     Entries come from Redis in a task of their own, which a cancelled `take` leaves running: what
     Redis has handed out is kept here for the next one. Redis may hand out an entry again (after a
@@ -97,7 +97,6 @@ class RedisRequests:
         traceparent: str = "",
         tracestate: str = "",
     ) -> str:
-        """See `RequestQueue.publish`."""
         field, body = encode_request(request)
         command: list[Any] = ["XADD", self._key, "*", field, body]
         trace = usable_trace(traceparent, tracestate)
@@ -114,7 +113,6 @@ class RedisRequests:
         return entry_id.decode()
 
     async def pending(self) -> list[RequestEntry]:
-        """See `RequestQueue.pending`."""
         if self._acks is not None:
             await self._acks.flush()
         await self._leases.enlist()
@@ -137,7 +135,7 @@ class RedisRequests:
         return entries
 
     async def take(self, max_items: int = 64) -> list[RequestEntry]:
-        """See `RequestQueue.take`.
+        """Waits for entries, also for those that Redis has handed out to a call that was cancelled.
 
         Raises:
             ChannelClosed: The bus was closed.
@@ -157,7 +155,7 @@ class RedisRequests:
         return [self._ready.popleft() for _ in range(min(max_items, len(self._ready)))]
 
     async def acknowledge(self, entry_id: str) -> None:
-        """See `RequestQueue.acknowledge`. Written within moments, together with others."""
+        """Written within moments, together with others."""
         if self._closed:
             raise bus_closed()
         if entry_id not in self._known:
@@ -167,7 +165,6 @@ class RedisRequests:
         await self._acks.put(entry_id, None)
 
     async def renew(self, lease_s: float) -> set[str]:
-        """See `RequestQueue.renew`."""
         lost, gone = await self._leases.renew(lease_s, tuple(self._known))
         # What another lane has answered is gone too; here only its output stream's fence can tell.
         lost |= gone - self._distrusted
@@ -177,11 +174,10 @@ class RedisRequests:
         return lost
 
     def distrust(self) -> None:
-        """See `RequestQueue.distrust`."""
         self._distrusted = set(self._known)
 
     async def take_over(self, lease_s: float, max_items: int) -> list[RequestEntry]:
-        """See `RequestQueue.take_over`. At most `TAKE_OVER_PAGE` at a time."""
+        """Takes over at most `TAKE_OVER_PAGE` at a time."""
         raw = await self._leases.take_over(lease_s, max_items)
         redis = self._commands.redis
         entries = await self._commands.shielded(
@@ -192,7 +188,7 @@ class RedisRequests:
     async def shed(
         self, max_queued: int, answer: Callable[[RequestEntry, int], Completion], epoch: int
     ) -> int:
-        """See `RequestQueue.shed`. At most `SHED_PAGE` at a time."""
+        """Refuses at most `SHED_PAGE` at a time."""
         queued, raw = await self._leases.excess(max_queued)
         if not raw:
             return 0
@@ -204,7 +200,7 @@ class RedisRequests:
         return await self._leases.remove(answered)
 
     async def bury(self, entry: RequestEntry, error: ErrorInfo, deaths: int) -> None:
-        """See `RequestQueue.bury`. The oldest go when there are more than `KEPT_DEAD`."""
+        """Keeps a letter; the oldest go when there are more than `KEPT_DEAD`."""
         letter = msgspec.json.encode(dead_letter(entry, error, deaths, time.time_ns()))
         redis = self._commands.redis
         command = ("XADD", self._keys.dead, "MAXLEN", "~", KEPT_DEAD, "*", JSON, letter)
@@ -213,7 +209,6 @@ class RedisRequests:
         )
 
     async def dead_letters(self) -> list[DeadLetter]:
-        """See `RequestQueue.dead_letters`."""
         redis, key = self._commands.redis, self._keys.dead
         entries = await self._commands.once(lambda: execute(redis, "XRANGE", key, "-", "+"))
         letters = []
@@ -227,16 +222,13 @@ class RedisRequests:
         return letters
 
     async def drop_dead_letter(self, letter_id: str) -> bool:
-        """See `RequestQueue.drop_dead_letter`."""
         redis, key = self._commands.redis, self._keys.dead
         return bool(await self._commands.once(lambda: execute(redis, "XDEL", key, letter_id)))
 
     async def count_queue(self, begun: int | None) -> int:
-        """See `RequestQueue.count_queue`."""
         return await self._queue_length.count(begun)
 
     async def backlog(self) -> Backlog:
-        """See `RequestQueue.backlog`."""
         redis, keys = self._commands.redis, self._keys
         commands = [
             ("XLEN", keys.requests),

@@ -13,8 +13,8 @@ TOO_LARGE = "result_too_large"
 REFUSED = "result_refused"
 
 
-class Part(NamedTuple):
-    """Outputs of one stream that are still to be written, encoded.
+class StreamPart(NamedTuple):
+    """A part of one result stream: outputs that are still to be written, encoded.
 
     Attributes:
         ends: The last of them is the terminal message.
@@ -32,12 +32,12 @@ class Part(NamedTuple):
         """Size of the largest one."""
         return max(map(len, self.payloads), default=0)
 
-    def rest(self, start: int) -> Part:
+    def rest(self, start: int) -> StreamPart:
         """What is left behind the first ones."""
         return self._replace(payloads=self.payloads[start:])
 
 
-def part_of(outputs: Sequence[Output], max_bytes: int) -> Part:
+def part_of(outputs: Sequence[Output], max_bytes: int) -> StreamPart:
     """Outputs as they are written: up to the terminal message, and none larger than `max_bytes`.
 
     At one that is larger the request ends with an error.
@@ -45,7 +45,7 @@ def part_of(outputs: Sequence[Output], max_bytes: int) -> Part:
     payloads: list[bytes] = []
     for output in outputs:
         raw = encode_output(output)
-        part = Part(payloads, isinstance(output, Completion), output)
+        part = StreamPart(payloads, isinstance(output, Completion), output)
         if len(raw) > max_bytes:
             reason = f"it has {len(raw)} bytes, and bus.max_result_bytes is {max_bytes}"
             end = ending(part, TOO_LARGE, reason)
@@ -53,10 +53,10 @@ def part_of(outputs: Sequence[Output], max_bytes: int) -> Part:
         payloads.append(raw)
         if part.ends:
             return part
-    return Part(payloads, False, outputs[-1] if outputs else None)
+    return StreamPart(payloads, False, outputs[-1] if outputs else None)
 
 
-def ending(part: Part, code: str, reason: str) -> Part:
+def ending(part: StreamPart, code: str, reason: str) -> StreamPart:
     """A terminal error in place of what can't be written."""
     output = part.of
     assert output is not None, "what was written has no owner"
@@ -77,4 +77,4 @@ def ending(part: Part, code: str, reason: str) -> Part:
         timings=whole.timings if whole else Timings(),
         trace_id=whole.trace_id if whole else "",
     )
-    return Part([encode_output(completion)], True, completion, instead=True)
+    return StreamPart([encode_output(completion)], True, completion, instead=True)

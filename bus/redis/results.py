@@ -30,7 +30,7 @@ from .client import (
 )
 from .follow import RedisFollow, RedisTail
 from .readers import readers_of
-from .result_parts import REFUSED, TOO_LARGE, Part, ending, part_of
+from .result_parts import REFUSED, TOO_LARGE, StreamPart, ending, part_of
 
 REMEMBERED_STREAMS = 65_536
 """Streams of which the next number is remembered. For any other, Redis is asked."""
@@ -122,7 +122,7 @@ class _TooLarge(Exception):
 
 
 class RedisResults:
-    """See `ResultStreams`."""
+    """`ResultStreams` on Redis: a stream for each request, and one of all completions."""
 
     def __init__(self, config: BusConfig, keys: Keys, server: Server, commands: Commands) -> None:
         self._config = config
@@ -136,7 +136,6 @@ class RedisResults:
     async def deliver(
         self, batch: Sequence[tuple[str, Sequence[Output]]], epoch: int = 1
     ) -> set[str]:
-        """See `ResultStreams.deliver`."""
         of_key: dict[str, list[Output]] = {}
         for key, outputs in batch:
             of_key.setdefault(key, []).extend(outputs)
@@ -145,11 +144,9 @@ class RedisResults:
         return await self._commands.shielded(self._deliver(parts, epoch))
 
     async def recover(self, keys: Sequence[str], epoch: int) -> list[list[Output]]:
-        """See `ResultStreams.recover`."""
         return await self._commands.shielded(self._recover(keys, epoch))
 
     async def claim(self, claims: Sequence[tuple[str, str]]) -> list[str | None]:
-        """See `ResultStreams.claim`."""
         if not claims:
             return []
 
@@ -189,20 +186,18 @@ class RedisResults:
     def follow(
         self, request_id: str, entry_id: str, *, just_published: bool = False
     ) -> RedisFollow:
-        """See `ResultStreams.follow`."""
         return RedisFollow(
             *(self._readers, self._keys, self._commands, request_id, entry_id),
             check_first=not just_published,
         )
 
     async def tail(self) -> RedisTail:
-        """See `ResultStreams.tail`."""
         last = await self._range("XREVRANGE", "+", "-", 1)
         start = last[0][0] if last else b"0-0"
         return RedisTail(self._readers.subscribe({self._keys.results: start}))
 
     async def newest(self, within_s: float) -> AsyncIterator[Completion]:
-        """See `ResultStreams.newest`. Entries that come while it reads are left out."""
+        """Entries that come while it reads are left out."""
         last = await self._range("XREVRANGE", "+", "-", 1)
         if not last:
             return
@@ -262,7 +257,7 @@ class RedisResults:
                 await self._conclude(ended)
         return found
 
-    async def _deliver(self, parts: dict[str, Part], epoch: int) -> set[str]:
+    async def _deliver(self, parts: dict[str, StreamPart], epoch: int) -> set[str]:
         fenced: set[str] = set()
         async with self._writing:
             backoff = Backoff()
@@ -278,13 +273,13 @@ class RedisResults:
         return fenced
 
     async def _flush(
-        self, parts: list[tuple[str, Part]], epoch: int, fenced: set[str]
-    ) -> list[tuple[str, Part]]:
+        self, parts: list[tuple[str, StreamPart]], epoch: int, fenced: set[str]
+    ) -> list[tuple[str, StreamPart]]:
         """Writes to many streams in one round trip; returns what has to be tried again.
 
         Adds to `fenced` the streams that belong to a larger epoch.
         """
-        again: list[tuple[str, Part]] = []
+        again: list[tuple[str, StreamPart]] = []
         ended: dict[str, bytes] = {}
         for key, part, reply in await self._write(parts, epoch):
             if not isinstance(reply, Exception):
@@ -309,8 +304,8 @@ class RedisResults:
         return again
 
     async def _write(
-        self, parts: list[tuple[str, Part]], epoch: int
-    ) -> list[tuple[str, Part, Any]]:
+        self, parts: list[tuple[str, StreamPart]], epoch: int
+    ) -> list[tuple[str, StreamPart, Any]]:
         """Each part with what Redis said of it: all in one round trip, but for large ones."""
         small = [each for each in parts if each[1].largest_bytes < LARGE_BYTES]
 
@@ -325,7 +320,7 @@ class RedisResults:
                 said.append((key, part, await self._write_large(key, part, epoch)))
         return said
 
-    async def _write_large(self, key: str, part: Part, epoch: int) -> Any:
+    async def _write_large(self, key: str, part: StreamPart, epoch: int) -> Any:
         """What Redis said of one part that may be larger than it takes.
 
         It then ends the connection, as if it were away, and would each time again. So this gives up
@@ -369,7 +364,7 @@ class RedisResults:
         redis = self._commands.redis
         await persist(self._server, "results", lambda: execute_all(redis, commands))
 
-    def _command(self, key: str, part: Part, epoch: int) -> list[Any]:
+    def _command(self, key: str, part: StreamPart, epoch: int) -> list[Any]:
         number, out = self._next.get(key, 1), self._keys.out(key)
         if len(part.payloads) == 1 and not part.ends:
             return ["XADD", out, f"{epoch}-{number}", JSON, part.payloads[0]]
@@ -390,8 +385,8 @@ class RedisResults:
             self._next.popitem(last=False)
 
     async def _resolve(
-        self, key: str, part: Part, epoch: int, ended: dict[str, bytes]
-    ) -> Part | None:
+        self, key: str, part: StreamPart, epoch: int, ended: dict[str, bytes]
+    ) -> StreamPart | None:
         """After a refused id: what still has to be written, behind what the stream holds.
 
         None when someone went on with the stream in a larger epoch. Otherwise the number
@@ -411,7 +406,7 @@ class RedisResults:
         if _is_terminal(last):
             self._next.pop(key, None)
             ended[key] = last
-            return Part([], False, None)
+            return StreamPart([], False, None)
         last_epoch, last_number = parse_id(last_id)
         if last_epoch > epoch:
             log.warning("bus.output_of_an_older_epoch_dropped", key=key, epoch=epoch)

@@ -170,12 +170,6 @@ class Hurry(Effect, frozen=True):
     entry_id: str = ""
 
 
-class Answer(Effect, frozen=True):
-    """Tell whoever sent a control message that it is done."""
-
-    operation_id: str
-
-
 class Drained(Effect, frozen=True):
     """Every entry that was taken is answered."""
 

@@ -126,9 +126,8 @@ class EpochCore:
                     self.requests.give_up(item, error)
             case Cancel():
                 self._cancel(event)
-            case CancelAll(operation_id):
+            case CancelAll():
                 self._cancel_all()
-                self._do(do.Answer(operation_id))
             case Drain(timeout_ns):
                 self._start_drain(now_ns + timeout_ns)
             case on.LetIn(arrival):

@@ -12,13 +12,13 @@ import msgspec
 from anyio.abc import TaskGroup
 
 from ...bus import Inbox, RequestEntry, StageState
-from ...bus.control import Reset, StageReady, StageStopped
+from ...bus.control import CancelAll, Reset, StageReady, StageStopped
 from ...bus.links import ADMITTED, CONTROL, REFUSED, at
 from ...bus.messages import Envelope, Recover
 from ...bus.public import Completion, GenerateRequest
 from ...config import BusError, ChannelClosed, shown, split_role
 from ...telemetry import TraceContext, instruments, names, now_ns
-from ..actor import FAILED, Actor, StageContext, budget_of
+from ..actor import Actor, StageContext, budget_of
 from ..tokenizer import load_tokenizer, stop_token_ids_of
 from . import effects as do
 from . import events as on
@@ -107,8 +107,11 @@ class AdmissionStage(Actor):
         match envelope.body:
             case StageReady() as ready:
                 await self._tell(on.Ready(ready, envelope.epoch))
-            case StageStopped(role, _, reason):
-                await self._tell(on.Lost(role, reason, reason.startswith(FAILED)))
+            case StageStopped(role, _, reason, failed):
+                await self._tell(on.Lost(role, reason, failed))
+            case CancelAll() as cancel_all:
+                await self._tell(cancel_all)
+                await self.answer(envelope.operation_id)
             case other:
                 await self._tell(other)
 
@@ -164,8 +167,6 @@ class AdmissionStage(Actor):
                 await self.send(CONTROL["streaming"], cancel)
             case do.Bury():
                 await self._bury(effect)
-            case do.Answer(operation_id):
-                await self.answer(operation_id)
             case _:
                 self._perform_here(effect)
 

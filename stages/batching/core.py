@@ -86,9 +86,9 @@ class BatchingCore:
         self._sent: deque[SentPlan] = deque()
         self._ended: list[Cancel] = []
         self._forget: list[int] = []
-        # Making room, and a plan under way still names them; then set aside, till they go on.
-        self._yielding: dict[int, Sequence] = {}
-        self._aside: dict[int, Sequence] = {}
+        # To pause when no plan under way names them any more; paused, until they are resumed.
+        self._pausing_seqs: dict[int, Sequence] = {}
+        self._paused_seqs: dict[int, Sequence] = {}
         self._deadlines = Deadlines()
         self._step_id = 0
         # Of weights that the next plan puts in place; 0 for none.
@@ -141,31 +141,31 @@ class BatchingCore:
             if seq is not None:
                 self._finish(seq)
 
-    def make_room(self, seq_ids: Iterable[int]) -> None:
-        """Sets sequences aside until they `go_on`; those that have ended have made room already.
+    def pause_sequences(self, seq_ids: Iterable[int]) -> None:
+        """Pauses sequences until `resume_sequences`; those that have ended are left alone.
 
         They keep their tokens; their KV stays in the prefix cache until its blocks are needed.
         """
         for seq_id in seq_ids:
             seq = self._sequences.get(seq_id)
-            if seq is None or seq_id in self._yielding or seq_id in self._aside:
+            if seq is None or seq_id in self._pausing_seqs or seq_id in self._paused_seqs:
                 continue
             if seq.status is SequenceStatus.WAITING:
                 self._waiting.remove(seq)
-                self._set_aside(seq)
+                self._set_paused(seq)
                 continue
             self._running.remove(seq)
             self._forget.append(seq_id)
             if self._is_under_way(seq):
-                self._yielding[seq_id] = seq
+                self._pausing_seqs[seq_id] = seq
             else:
                 self._give_up(seq)
-                self._set_aside(seq)
+                self._set_paused(seq)
 
-    def go_on(self, seq_ids: Iterable[int], rank: int = 0) -> None:
-        """Sequences that were set aside wait to run again."""
+    def resume_sequences(self, seq_ids: Iterable[int], rank: int = 0) -> None:
+        """Sequences that were paused wait to run again."""
         for seq_id in seq_ids:
-            seq = self._aside.pop(seq_id, None)
+            seq = self._paused_seqs.pop(seq_id, None)
             if seq is None:
                 # It has ended meanwhile, so its place is free again.
                 self._report.free_slots += 1
@@ -229,9 +229,9 @@ class BatchingCore:
         self._sent.clear()
         for seq in list(self._leaving.values()):
             self._release(seq)
-        for seq in list(self._yielding.values()):
+        for seq in list(self._pausing_seqs.values()):
             self._give_up(seq)
-            self._set_aside(seq)
+            self._set_paused(seq)
         for seq in reversed(self._running.clear()):
             self._back_to_waiting(seq)
         self._forget.clear()
@@ -245,7 +245,7 @@ class BatchingCore:
         self._sequences.clear()
         self._by_request.clear()
         self._waiting.clear()
-        self._aside.clear()
+        self._paused_seqs.clear()
         self._ended.clear()
         self._deadlines.clear()
         self._report.clear()
@@ -283,10 +283,10 @@ class BatchingCore:
         self._report.step(result)
         for seq in [s for s in self._leaving.values() if s.last_step <= result.step_id]:
             self._release(seq)
-        if self._yielding:
-            for seq in [s for s in self._yielding.values() if s.last_step <= result.step_id]:
+        if self._pausing_seqs:
+            for seq in [s for s in self._pausing_seqs.values() if s.last_step <= result.step_id]:
                 self._give_up(seq)
-                self._set_aside(seq)
+                self._set_paused(seq)
 
     # --- what goes out ------------------------------------------------------------------------
 
@@ -344,7 +344,7 @@ class BatchingCore:
         return {
             "running": len(self._running),
             "waiting": len(self._waiting),
-            "set_aside": len(self._aside),
+            "set_aside": len(self._paused_seqs),
             "kv_free": self.cache.num_free_blocks(),
             "kv_total": self.cache.num_blocks,
             "kv_cached": self.cache.num_cached_blocks(),
@@ -356,15 +356,20 @@ class BatchingCore:
         Raises:
             AssertionError: The books are wrong.
         """
-        holders = [*self._running, *self._leaving.values(), *self._yielding.values()]
+        holders = [*self._running, *self._leaving.values(), *self._pausing_seqs.values()]
         self.cache.check(seq.lease for seq in holders)
         self._running.check()
-        alive = [*self._waiting, *self._running, *self._yielding.values(), *self._aside.values()]
+        alive = [
+            *self._waiting,
+            *self._running,
+            *self._pausing_seqs.values(),
+            *self._paused_seqs.values(),
+        ]
         assert len(alive) == len(self._sequences), "a sequence is lost, or in two places"
         assert set(self._sequences) == {seq.seq_id for seq in alive}
         if not self._sent:
             assert not self._leaving, "a sequence is kept though no plan names it"
-            assert not self._yielding, "a sequence has not made room though no plan names it"
+            assert not self._pausing_seqs, "a sequence is not paused though no plan names it"
 
     # --- inside -------------------------------------------------------------------------------
 
@@ -424,10 +429,10 @@ class BatchingCore:
         self.cache.release(seq.lease)
         seq.preempt()
 
-    def _set_aside(self, seq: Sequence) -> None:
-        self._yielding.pop(seq.seq_id, None)
-        self._aside[seq.seq_id] = seq
-        self._report.yielded.append(seq.seq_id)
+    def _set_paused(self, seq: Sequence) -> None:
+        self._pausing_seqs.pop(seq.seq_id, None)
+        self._paused_seqs[seq.seq_id] = seq
+        self._report.paused.append(seq.seq_id)
         self._report.free_slots += 1
 
     def _enqueue(self, seq: Sequence) -> None:
@@ -539,14 +544,14 @@ class BatchingCore:
         members.discard(seq_id)
         if not members:
             del self._by_request[seq.info.request_id]
-        if self._aside.pop(seq_id, None) is not None:
+        if self._paused_seqs.pop(seq_id, None) is not None:
             self._report.ended.append(seq_id)  # its place has been given back
             return
         if not was_running:
             self._waiting.remove(seq)
             self._left(seq)
             return
-        if self._yielding.pop(seq_id, None) is None:
+        if self._pausing_seqs.pop(seq_id, None) is None:
             self._running.remove(seq)
             self._forget.append(seq_id)
         self._commit(seq)

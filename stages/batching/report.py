@@ -20,7 +20,7 @@ class Report:
         self._steps: list[tuple[int, ...]] = []
         self._step_ns = 0
         self.started: list[tuple[int, int]] = []
-        self.yielded: list[int] = []
+        self.paused: list[int] = []
         self.ended: list[int] = []
 
     def step(self, result: StepResult) -> None:
@@ -33,13 +33,13 @@ class Report:
     def take(self, kv_free: int) -> Credit | None:
         """The report; None while nothing needs to be told."""
         waits = len(self._steps) < REPORTED_STEPS
-        if waits and not (self.free_slots or self.yielded or self.ended):
+        if waits and not (self.free_slots or self.paused or self.ended):
             return None
         report = Credit(
             self.free_slots,
             tuple(self._steps),
             tuple(self.started),
-            tuple(self.yielded),
+            tuple(self.paused),
             tuple(self.ended),
             max(0, self._step_ns),
             kv_free,

@@ -13,7 +13,7 @@ from .cache import Lease
 
 
 class SequenceStatus(Enum):
-    """Waiting for its first (or, after a preemption, next) step, or set aside; running; done."""
+    """Waiting for its first (or, after a preemption, next) step, or paused; running; done."""
 
     WAITING = auto()
     RUNNING = auto()

@@ -16,7 +16,7 @@ from ...bus.control import (
 )
 from ...bus.links import CONTROL, CREDITS, PLANS
 from ...bus.messages import Continue, Credit, Dispatch, Envelope, StepResult, Yield
-from ...bus.weights import check_in_flight
+from ...bus.weights import InFlight, check_in_flight
 from ...config import WeightsError
 from ...telemetry import instruments, names, now_ns
 from ..actor import Actor, StageContext, deadline_of
@@ -98,43 +98,45 @@ class BatchingStage(Actor):
             case StageReady() as ready:
                 await self._meet_executor(ready)
             case Pause() | Resume() | FlushCache() as wish:
-                await self._obey(wish)
+                await self._obey(wish, envelope.operation_id)
             case body if self._core is None:
                 self.log.warning("message_before_capacity", type=type(body).__name__)
             case _:
                 self._take(self._core, envelope)
 
-    async def _obey(self, wish: Pause | Resume | FlushCache) -> None:
+    async def _obey(self, wish: Pause | Resume | FlushCache, operation_id: str) -> None:
         """Does what someone outside wants; also between a failure and what follows."""
         core = self._core or (self._last[0] if self._last is not None else None)
         match wish:
-            case Pause():
-                await self._pause(wish, core)
-            case Resume(operation_id):
+            case Pause(in_flight):
+                await self._pause(in_flight, operation_id, core)
+            case Resume():
                 self._paused = False
                 # Nobody will see the rest that a pause under way waits for.
                 await self._answer_pause()
                 await self.answer(operation_id)
-            case FlushCache(operation_id):
+            case FlushCache():
                 if core is not None:
                     core.cache.flush()
                 await self.answer(operation_id)
         if core is not None:
             core.paused = self._paused
 
-    async def _pause(self, pause: Pause, core: BatchingCore | None) -> None:
+    async def _pause(
+        self, in_flight: InFlight, operation_id: str, core: BatchingCore | None
+    ) -> None:
         try:
-            check_in_flight(pause.in_flight)
+            check_in_flight(in_flight)
         except WeightsError as error:
-            await self.answer(pause.operation_id, error=error)
+            await self.answer(operation_id, error=error)
             return
         self._paused = True
         if core is not None:
             why = "generation was paused, and requests in flight were to end"
-            core.interrupt(pause.in_flight, why)
+            core.interrupt(in_flight, why)
         # An earlier pause is part of this one.
         await self._answer_pause()
-        self._pausing = pause.operation_id
+        self._pausing = operation_id
 
     def _take(self, core: BatchingCore, envelope: Envelope) -> None:
         match envelope.body:
@@ -148,9 +150,9 @@ class BatchingStage(Actor):
             case StopSequences(seq_ids):
                 core.stop(seq_ids)
             case Yield(seq_ids):
-                core.make_room(seq_ids)
+                core.pause_sequences(seq_ids)
             case Continue(seq_ids, rank):
-                core.go_on(seq_ids, rank)
+                core.resume_sequences(seq_ids, rank)
             case Cancel() as cancel:
                 core.cancel(cancel)
                 self._spans.ended(cancel.request_id)

@@ -200,7 +200,7 @@ class ExecutorStage(Actor):
         elif isinstance(envelope.body, ScoreSample):
             self._scoring.ask(envelope.body)
         elif isinstance(envelope.body, _OPERATIONS):
-            self._group.start_soon(self._updates.obey, envelope.body)
+            self._group.start_soon(self._updates.obey, envelope.body, envelope.operation_id)
         else:
             self.log.warning("message_not_understood", type=type(envelope.body).__name__)
 

@@ -32,7 +32,8 @@ class FairnessCore:
     """Owns the queue, the tenants' counters, the credits, and the turns of what runs.
 
     `push` what admission lets in and `absorb` what batching reports; then `pop` until it gives
-    nothing, then `make_room`, and `expire`. Times are on the caller's clock, which never goes back.
+    nothing, then `ask_to_pause`, and `expire`. Times are on the caller's clock, which never goes
+    back.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class FairnessCore:
         reporter.kv_free = report.kv_free
         if report.step_ns:
             self._fastest_step.add(report.step_ns)
-        full = reporter.put_aside(report.steps)
+        full = reporter.note_steps(report.steps)
         for seq_id, num_tokens in report.started:
             if (running := reporter.running.get(seq_id)) is not None:
                 self._correct_charge(running, num_tokens)
@@ -139,8 +140,8 @@ class FairnessCore:
             return self._start(chosen, to, now_ns)
         return None
 
-    def make_room(self, now_ns: int) -> list[tuple[str, Running]]:
-        """Sequences that must make room, each with its replica, for what waits and goes first.
+    def ask_to_pause(self, now_ns: int) -> list[tuple[str, Running]]:
+        """Sequences that are to pause, each with its replica, for what waits and goes first.
 
         To be called when `pop` has given nothing: then what waits can only go to full replicas.
         """

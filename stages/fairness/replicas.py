@@ -13,7 +13,7 @@ from .order import LEFTOVERS_KEPT
 from .tenants import Waiting
 
 MOST_UNCOUNTED = 64
-"""Steps that may be put aside before their tokens are counted."""
+"""Steps that may be noted before their tokens are counted."""
 
 
 KEPT_SHARE = 1 / 8
@@ -93,7 +93,7 @@ class Replica:
         made_since_change: Tokens made that no slice which has ended is counted against; no more
             than a slice of each sequence.
         num_leaving: Those that were told to make room and have not yet.
-        aside_tokens: Tokens of those that made room, or were told to.
+        paused_tokens: Tokens of those that made room, or were told to.
         kv_free: Tokens for which KV was free, when it last said so.
         prefixes: What its prefix cache probably holds.
     """
@@ -106,7 +106,7 @@ class Replica:
         self.due: dict[int, Running] = {}
         self.made_since_change = 0
         self.num_leaving = 0
-        self.aside_tokens = 0
+        self.paused_tokens = 0
         self.kv_free = 0
         self.prefixes = prefixes if prefixes is not None else PrefixIndex()
         self._tenants: Counter[str] = Counter()
@@ -123,7 +123,7 @@ class Replica:
         return len(self._tenants) > (tenant in self._tenants)
 
     def has(self, request_id: str) -> bool:
-        """Whether sequences of a request run or are set aside here."""
+        """Whether sequences of a request run or are paused here."""
         here = chain(self.running.values(), self.paused.values())
         return any(running.request.info.request_id == request_id for running in here)
 
@@ -135,7 +135,7 @@ class Replica:
         running.in_slice = 0
         running.leaving = False
         if self.paused.pop(seq_id, None) is not None:
-            self.aside_tokens -= running.num_tokens
+            self.paused_tokens -= running.num_tokens
         self.running[seq_id] = running
         self._tenants[running.request.tenant] += 1
         if preemptible:
@@ -145,12 +145,12 @@ class Replica:
                 heapq.heapify(self._victims)
 
     def configure(self, preemptible: Callable[[Running], bool]) -> None:
-        """Who may be told to make room is to be looked at anew."""
+        """Who may be told to pause is to be looked at anew."""
         self._victims = [_as_victim(each) for each in self.running.values() if preemptible(each)]
         heapq.heapify(self._victims)
         self.due.clear()
 
-    def put_aside(self, steps: Iterable[tuple[int, ...]]) -> bool:
+    def note_steps(self, steps: Iterable[tuple[int, ...]]) -> bool:
         """Notes the sequences that gained a token in each step; whether it is time to count."""
         self._steps += steps
         return len(self._steps) >= MOST_UNCOUNTED
@@ -175,7 +175,7 @@ class Replica:
         running.preemptions += preempted
         self.num_leaving += 1
         running.asked_tokens = running.num_tokens
-        self.aside_tokens += running.asked_tokens
+        self.paused_tokens += running.asked_tokens
         self.due.pop(running.spec.seq_id, None)
 
     def pause(self, seq_id: int, now_ns: int) -> Running | None:
@@ -184,7 +184,7 @@ class Replica:
         if running is not None:
             running.paused_ns = now_ns
             self.paused[seq_id] = running
-            self.aside_tokens += running.num_tokens
+            self.paused_tokens += running.num_tokens
         return running
 
     def end(self, seq_id: int) -> Running | None:
@@ -192,7 +192,7 @@ class Replica:
         if (running := self._remove(seq_id)) is None:
             running = self.paused.pop(seq_id, None)
             if running is not None:
-                self.aside_tokens -= running.num_tokens
+                self.paused_tokens -= running.num_tokens
         return running
 
     def keeps(self, running: Running, before: int) -> bool:
@@ -202,7 +202,7 @@ class Replica:
         `KEPT_SHARE` of what is free; the rest is for what runs, which grows and is replaced.
         """
         own = running.num_tokens
-        return self.aside_tokens + own + before <= KEPT_SHARE * (self.kv_free + own)
+        return self.paused_tokens + own + before <= KEPT_SHARE * (self.kv_free + own)
 
     def lowest(self) -> Running | None:
         """Who makes room first for a higher priority, the one with the lowest; None if none may."""
@@ -220,7 +220,7 @@ class Replica:
                 del self._tenants[tenant]
             if running.leaving:
                 self.num_leaving -= 1
-                self.aside_tokens -= running.asked_tokens
+                self.paused_tokens -= running.asked_tokens
         return running
 
     def _is_victim(self, entry: tuple[float, int, Running]) -> bool:

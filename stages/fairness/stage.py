@@ -54,7 +54,7 @@ class FairnessStage(Actor):
                 self._core.push(request, now, deadline_of(envelope, now))
             case Credit() as report:
                 for running in self._core.absorb(report, now_ns(), role_of_sender(envelope.sender)):
-                    self._trace_yield(running)
+                    self._trace_pause(running)
             case Cancel() as cancel:
                 await self._pass_on(self._core.cancel(cancel))
             case UpdateFairness(config):
@@ -68,7 +68,7 @@ class FairnessStage(Actor):
         while (dispatched := self._core.pop(now_ns())) is not None:
             await self._send(dispatched)
         asked: dict[str, tuple[int, ...]] = {}
-        for replica, running in self._core.make_room(now_ns()):
+        for replica, running in self._core.ask_to_pause(now_ns()):
             asked[replica] = (*asked.get(replica, ()), running.spec.seq_id)
         for replica, seq_ids in asked.items():
             await self.send(_dispatch_to(replica), Yield(seq_ids))
@@ -141,7 +141,7 @@ class FairnessStage(Actor):
             info = dispatched.request.info
             self.span(info.request_id, trace, dispatched.arrived_ns, attributes)
 
-    def _trace_yield(self, running: Running) -> None:
+    def _trace_pause(self, running: Running) -> None:
         reason = "preempted" if running.preempted else "time slice"
         self._trace(names.FAIRNESS_YIELD, running, running.asked_ns, {names.YIELD_REASON: reason})
 

@@ -29,7 +29,7 @@ IDLE_KEPT = 1024
 
 
 class Waiting:
-    """Sequences of one request that wait: those not dispatched yet, or one that was set aside.
+    """Sequences of one request that wait: those not dispatched yet, or one that was paused.
 
     Attributes:
         specs: The sequences; empty once all are dispatched or the request was cancelled.

@@ -125,8 +125,8 @@ SAMPLES: tuple[Message, ...] = (
     StopSequences((1,)),
     Pause(),
     Resume(),
-    CancelAll("op-1"),
-    UpdateWeights(FolderWeights("/weights/7"), "retract", 7, True, 9.5, "op-2"),
+    CancelAll(),
+    UpdateWeights(FolderWeights("/weights/7"), "retract", 7, True, 9.5),
     UpdateWeights(
         SharedMemoryWeights(("a", "b"), (TensorMeta("w", "bfloat16", (2, 3)),), ((1, 64),))
     ),
@@ -134,12 +134,12 @@ SAMPLES: tuple[Message, ...] = (
     UpdateWeights(LocalWeights("here")),
     UpdateWeights(StagedWeights("step-7", 2), part_of="step-8"),
     UpdateWeights(FolderWeights("/weights/7"), prepare_as="op-6"),
-    FinishUpdate("op-6", 7, "op-7"),
+    FinishUpdate("op-6", 7),
     WeightsReady(8, "abort"),
-    JoinWeightsGroup("g", "127.0.0.1:1", 1, 2, "gloo", 3.5, "op-3"),
-    LeaveWeightsGroup("g", "op-4"),
-    TellWeightVersion("op-5"),
-    ReleaseMemory(("kv_cache",), "op-6"),
+    JoinWeightsGroup("g", "127.0.0.1:1", 1, 2, "gloo", 3.5),
+    LeaveWeightsGroup("g"),
+    TellWeightVersion(),
+    ReleaseMemory(("kv_cache",)),
     ResumeMemory(("weights",)),
     MemoryState(("weights", "kv_cache"), ("kv_cache",)),
     FlushCache(),
@@ -149,6 +149,7 @@ SAMPLES: tuple[Message, ...] = (
     StageStarted("executor", "executor-1a"),
     StageReady("executor", "executor-1a", LaneCapacity(10, 16, 128, 300, "cpu")),
     StageStopped("executor", "executor-1a", "SIGTERM"),
+    StageStopped("executor", "executor-1a", "RuntimeError()", True),
     ServerRestarted(),
 )
 
@@ -170,11 +171,19 @@ async def test_every_message_arrives_equal(bus: Bus, kit: Any) -> None:
 async def test_envelope_is_filled_in(bus: Bus, kit: Any) -> None:
     inbox = await bus.open_inbox("fairness")
     sender = bus.sender(ADMITTED, "admission-1")
-    await sender.send(Pause(), epoch=4, traceparent="00-x", tracestate="a=b", budget_ns=-5)
+    await sender.send(
+        Pause(),
+        epoch=4,
+        traceparent="00-x",
+        tracestate="a=b",
+        budget_ns=-5,
+        operation_id="op-1",
+    )
     await sender.send(Pause())
     first, second = await kit.receive(inbox, 2)
     assert (first.epoch, first.sender, first.id) == (4, "admission-1", 1)
     assert (first.traceparent, first.tracestate, first.budget_ns) == ("00-x", "a=b", -5)
+    assert (first.operation_id, second.operation_id) == ("op-1", "")
     assert (second.epoch, second.id, second.budget_ns) == (0, 2, None)
     assert second.sent_ns >= first.sent_ns > 0
 

@@ -27,7 +27,7 @@ class Told:
         return list(self._exporter.get_finished_spans())
 
     def values(self, instrument: Instrument) -> ByLabels:
-        """See `Measured.values`; gauges as they are now."""
+        """By labels, what was recorded for an instrument; gauges as they are now."""
         self.measures.tell()
         return self._measured.values(instrument)
 

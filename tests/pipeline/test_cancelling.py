@@ -9,7 +9,7 @@ import pytest
 
 from nano_inference.bus import open_bus
 from nano_inference.config import BusConfig
-from nano_inference.pipeline import client as client_module
+from nano_inference.pipeline import cancellations
 from nano_inference.pipeline.client import BusClient
 from nano_inference.pipeline.operators import Looks
 
@@ -57,7 +57,7 @@ async def test_who_leaves_takes_nobody_elses_look_along() -> None:
 async def test_a_cancellation_that_takes_long_is_not_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(client_module, "CANCEL_PATIENCE_S", 0.01)
+    monkeypatch.setattr(cancellations, "CANCEL_PATIENCE_S", 0.01)
     bus = open_bus(BusConfig())
     client = BusClient(bus)
     go, cancelled = asyncio.Event(), []
@@ -83,7 +83,7 @@ async def test_a_cancellation_that_takes_long_is_not_given_up(
 async def test_who_leaves_while_he_publishes_is_cancelled_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(client_module, "CANCEL_PATIENCE_S", 0.01)
+    monkeypatch.setattr(cancellations, "CANCEL_PATIENCE_S", 0.01)
     bus = open_bus(BusConfig())
     client = BusClient(bus)
     begun, go, cancelled = asyncio.Event(), asyncio.Event(), []

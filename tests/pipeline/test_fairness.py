@@ -124,7 +124,7 @@ async def test_what_has_paused_survives_the_loss_of_a_stage(
     wanted: list[list[tuple[int, ...]]],
 ) -> None:
     owner, method = {
-        "fairness": (FairnessCore, "make_room"),
+        "fairness": (FairnessCore, "ask_to_pause"),
         "batching": (BatchingCore, "go_on"),
         "executor": (ExecutorCore, "execute"),
         "streaming": (StreamingCore, "absorb"),

@@ -191,10 +191,10 @@ async def test_one_that_is_lost_before_it_changes_is_named(
     first, second = several.updates
     original = second.obey
 
-    async def obey(operation: Any) -> None:
+    async def obey(operation: Any, operation_id: str) -> None:
         if isinstance(operation, FinishUpdate):
-            second.core.begin(FinishUpdate(operation.prepared), now_ns())
-        await original(operation)
+            second.core.begin(FinishUpdate(operation.prepared), "", now_ns())
+        await original(operation, operation_id)
 
     monkeypatch.setattr(second, "obey", obey)
     with pytest.raises(WeightsError) as differ:

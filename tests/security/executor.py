@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import msgspec
 from structlog.testing import capture_logs
 from structlog.typing import EventDict
 
@@ -51,7 +50,7 @@ class Executor:
         """Sends it; returns the id under which it is answered."""
         name = uuid.uuid4().hex
         sender = self.pipeline.bus.sender(CONTROL["executor"], "test")
-        await sender.send(msgspec.structs.replace(operation, operation_id=name))
+        await sender.send(operation, operation_id=name)
         return name
 
     async def answer(self, name: str) -> Outcome:
@@ -70,7 +69,7 @@ class Executor:
         completion = await self.pipeline.complete(REQUEST)
         return (
             self.pipeline._actors["executor"] is self._stage
-            and [operation.operation_id for operation in self.updates.core.unanswered] == waiting
+            and list(self.updates.core.unanswered) == waiting
             and set(self._answered.values()) <= {1}
             and completion.samples[0].token_ids == self._tokens
             and completion.samples[0].weight_version == 0

@@ -298,7 +298,8 @@ async def test_the_reason_of_a_failure_is_short_where_it_arrives() -> None:
     assert [len(line["error"]) for line in lines if line["event"] == "stage_failed"] == [MOST_TEXT]
     (envelope,) = await inbox.receive()
     assert isinstance(envelope.body, StageStopped)
-    assert envelope.body.reason.startswith("failed: RuntimeError('xxx")
+    assert envelope.body.reason.startswith("RuntimeError('xxx")
+    assert envelope.body.failed
     assert len(envelope.body.reason) <= MOST_TEXT
     await bus.aclose()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 import msgspec
 
@@ -48,6 +49,13 @@ _SECOND_NS = 1_000_000_000
 
 _LEAST_FETCH_S = 0.001
 """What an update has for its fetching that has waited for its turn to the last moment."""
+
+
+class _Unanswered(NamedTuple):
+    """What somebody asks for, and the id under which he waits for the answer."""
+
+    operation: Operation
+    operation_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +115,7 @@ class UpdatesCore:
         self._limits = limits
         self._version = 0
         self._tickets = count(1)
-        self._unanswered: dict[int, Operation] = {}
+        self._unanswered: dict[int, _Unanswered] = {}
         self._effects: list[Effect] = []
         # Whose tensors are on their way, and parts that wait until they are here.
         self._fetching: int | None = None
@@ -137,9 +145,9 @@ class UpdatesCore:
         return self._succession.behind
 
     @property
-    def unanswered(self) -> tuple[Operation, ...]:
-        """Oldest first."""
-        return tuple(self._unanswered.values())
+    def unanswered(self) -> tuple[str, ...]:
+        """The ids of operations that are not answered, oldest first."""
+        return tuple(waiting.operation_id for waiting in self._unanswered.values())
 
     @property
     def fetching(self) -> bool:
@@ -165,10 +173,10 @@ class UpdatesCore:
 
     # --- events: operations, and the stage ----------------------------------------------------
 
-    def begin(self, operation: Operation, now_ns: int) -> list[Effect]:
-        """Somebody asks for something."""
+    def begin(self, operation: Operation, operation_id: str, now_ns: int) -> list[Effect]:
+        """Somebody asks for something, and waits for the answer under this id."""
         ticket = next(self._tickets)
-        self._unanswered[ticket] = operation
+        self._unanswered[ticket] = _Unanswered(operation, operation_id)
         try:
             self._begin(ticket, operation, now_ns)
         except WeightsError as error:
@@ -360,8 +368,8 @@ class UpdatesCore:
             self._finishing = ticket
             self._make_ready(ticket, prepared.update, prepared.fetched, finish.version)
         elif finish.version is None:
-            fetched = self._unanswered[self._fetching] if self._fetching is not None else None
-            if isinstance(fetched, UpdateWeights) and fetched.prepare_as == finish.prepared:
+            fetching = self._operation(self._fetching) if self._fetching is not None else None
+            if isinstance(fetching, UpdateWeights) and fetching.prepare_as == finish.prepared:
                 # Others may be given up meanwhile that were refused at once.
                 self._given_up = finish.prepared
             self._answer(ticket)
@@ -397,7 +405,7 @@ class UpdatesCore:
             self._answer(ready.ticket)
 
     def _change_memory(self, ticket: int) -> None:
-        match self._unanswered[ticket]:
+        match self._operation(ticket):
             case ReleaseMemory(tags):
                 self._effects.append(BeginRelease(ticket, tags))
             case ResumeMemory(tags):
@@ -429,17 +437,22 @@ class UpdatesCore:
             self._effects.append(Log("prepared_weights_dropped", {"reason": reason}, warning=True))
         return self._take_effects()
 
+    def _operation(self, ticket: int) -> Operation:
+        """One that is not answered."""
+        return self._unanswered[ticket].operation
+
     def _take_effects(self) -> list[Effect]:
         effects, self._effects = self._effects, []
         return effects
 
     def _answer(self, ticket: int, error: WeightsError | None = None) -> None:
         """The end of an operation: gives up what it holds."""
-        operation = self._unanswered.pop(ticket)
+        operation, operation_id = self._unanswered.pop(ticket)
         if error is not None and ticket == self._fetching and _is_part(operation):
             self._parts.drop()  # they will never be all
         self._let_go(ticket)
-        self._effects.append(Answer(operation, self._version, self.behind, error))
+        answer = Answer(operation, operation_id, self._version, self.behind, error)
+        self._effects.append(answer)
 
     def _let_go(self, ticket: int) -> None:
         """Whoever waits for what this operation has may have it."""

@@ -117,11 +117,15 @@ class Answer:
     """Tell whoever asked that it is done, or why not: once for each operation.
 
     Attributes:
+        operation: What was asked for.
+        operation_id: Under which the answer is awaited.
         version: Of the weights in place.
         newest_version: That the lane has had, where it is a larger one.
+        error: Why it was refused, or failed.
     """
 
     operation: Operation
+    operation_id: str
     version: int
     newest_version: int
     error: WeightsError | None = None

@@ -133,9 +133,9 @@ class WeightUpdates:
 
     # --- events -------------------------------------------------------------------------------
 
-    async def obey(self, operation: Operation) -> None:
-        """Begins what somebody asks for. It is answered when it is done."""
-        await self._perform(self.core.begin(operation, now_ns()))
+    async def obey(self, operation: Operation, operation_id: str) -> None:
+        """Begins what somebody asks for. It is answered under this id when it is done."""
+        await self._perform(self.core.begin(operation, operation_id, now_ns()))
 
     async def begin_epoch(self, leader: str) -> None:
         """Puts the lane's weights in place, if this executor has joined it later than they came.
@@ -231,9 +231,7 @@ class WeightUpdates:
         if _is_an_update(operation) or (error and isinstance(operation, UpdateWeights)):
             labels = {names.ERROR_TYPE: error.code if error else ""}
             self._actor.metrics.record(instruments.WEIGHT_UPDATES, 1, labels)
-        await self._actor.answer(
-            operation.operation_id, answer.version, error, answer.newest_version
-        )
+        await self._actor.answer(answer.operation_id, answer.version, error, answer.newest_version)
 
     async def _tell_batching(self, message: Message) -> None:
         await self._actor.send(self._actor.own(CONTROL["batching"]), message)

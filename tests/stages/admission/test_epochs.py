@@ -64,7 +64,7 @@ class Play:
         entry, _ = self.rng.choice(list(self.world.published.values()))
         entry_id = self.rng.choice((entry.entry_id, ""))
         cancel = Cancel(entry.request.request_id or entry.entry_id, entry_id, "cancelled", "c", "")
-        wish = self.rng.choice((cancel, cancel, cancel, CancelAll("o"), ServerRestarted()))
+        wish = self.rng.choice((cancel, cancel, cancel, CancelAll(), ServerRestarted()))
         lane.admission.ask_for(wish)
 
     def check(self) -> None:

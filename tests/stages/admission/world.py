@@ -449,7 +449,7 @@ class Admission:
             case _:
                 assert isinstance(
                     effect,
-                    do.TakePart | do.Distrust | do.Hurry | do.Answer | do.TraceCancel | do.Log,
+                    do.TakePart | do.Distrust | do.Hurry | do.TraceCancel | do.Log,
                 )
 
     def _renew(self) -> frozenset[str]:

@@ -355,7 +355,7 @@ def test_random_traces_conserve_blocks_and_outputs(
     members: dict[str, tuple[int, ...]] = {}
     seq_id = 0
     places = 0
-    aside: list[int] = []
+    paused: list[int] = []
     queue = list(arrivals)
     for action in [*actions, *["plan"] * len(arrivals)]:
         if queue and action == "plan":
@@ -391,21 +391,21 @@ def test_random_traces_conserve_blocks_and_outputs(
                 lane.core.stop([victim])
                 cut_short.add(victim)
             case "make room" if members:
-                lane.core.make_room([*next(iter(members.values())), 10**6])
-            case "go on" if aside:
-                lane.core.go_on(aside)
-                places -= len(aside)
-                aside = []
+                lane.core.pause_sequences([*next(iter(members.values())), 10**6])
+            case "go on" if paused:
+                lane.core.resume_sequences(paused)
+                places -= len(paused)
+                paused = []
         if (report := lane.core.take_report()) is not None:
             places += report.sequences
-            aside = [each for each in (*aside, *report.yielded) if each not in report.ended]
+            paused = [each for each in (*paused, *report.yielded) if each not in report.ended]
         lane.check()
     lane.run()
     report = lane.core.take_report() or Credit(0)
     places += report.sequences
-    aside = [each for each in (*aside, *report.yielded) if each not in report.ended]
-    lane.core.go_on(aside)
-    places -= len(aside)
+    paused = [each for each in (*paused, *report.yielded) if each not in report.ended]
+    lane.core.resume_sequences(paused)
+    places -= len(paused)
     lane.run()
     lane.check()
     assert lane.core.idle

@@ -69,7 +69,7 @@ class Twins:
             self.lanes.append(lane)
         self.lanes[1].core._running = ByHand(block_size)
         self.requests: dict[str, tuple[int, ...]] = {}
-        self.aside: list[int] = []
+        self.paused: list[int] = []
         self.now_ns = 0
         self._next_id = 0
 
@@ -84,9 +84,9 @@ class Twins:
             self.requests[f"r{self._next_id}"] = seq_ids
             self._next_id += samples
         elif action == "go on":
-            del self.aside[: which % 4]
+            del self.paused[: which % 4]
         elif action == "clear":
-            self.aside.clear()
+            self.paused.clear()
         self.compare()
 
     def compare(self) -> None:
@@ -94,8 +94,8 @@ class Twins:
         assert found == by_hand
         report = found[0]
         if report is not None:
-            self.aside = [
-                each for each in (*self.aside, *report.yielded) if each not in report.ended
+            self.paused = [
+                each for each in (*self.paused, *report.yielded) if each not in report.ended
             ]
         for lane in self.lanes:
             lane.check()
@@ -129,9 +129,9 @@ class Twins:
             case "stop":
                 core.stop(seq_ids[:1])
             case "make room":
-                core.make_room(seq_ids)
+                core.pause_sequences(seq_ids)
             case "go on":
-                core.go_on(self.aside[: which % 4], rank=which % 3)
+                core.resume_sequences(self.paused[: which % 4], rank=which % 3)
             case "flush":
                 core.cache.flush()
             case "pause":

@@ -42,7 +42,7 @@ class StepReplica:
         self.finished: list[str] = []
         self.preemptions: dict[int, int] = {}
         self.running: dict[int, AdmittedRequest] = {}
-        self.aside: dict[int, AdmittedRequest] = {}
+        self.paused: dict[int, AdmittedRequest] = {}
         self._lengths: dict[str, int] = {}
         self._requests: dict[str, AdmittedRequest] = {}
         self._report_every = report_every
@@ -68,7 +68,7 @@ class StepReplica:
                     self._serve(admitted, self.core.config.prefill_weight * len(message.token_ids))
             elif isinstance(message, Continue):
                 for seq_id in message.seq_ids:
-                    self._start(seq_id, self.aside.pop(seq_id), 1)
+                    self._start(seq_id, self.paused.pop(seq_id), 1)
         assert len(self.running) + self.core.credits == self.places
         assert not (self.core.credits and self.core.num_queued), "a place is free and one waits"
 
@@ -103,10 +103,10 @@ class StepReplica:
         if ended or self.steps % self._report_every == 0:
             self._report(ended=tuple(ended))
             self.dispatch()
-        if asked := self.core.make_room(self.now_ns):
+        if asked := self.core.ask_to_pause(self.now_ns):
             for _, running in asked:
                 seq_id = running.spec.seq_id
-                self.aside[seq_id] = self.running.pop(seq_id)
+                self.paused[seq_id] = self.running.pop(seq_id)
                 self.preemptions[seq_id] = self.preemptions.get(seq_id, 0) + running.preempted
             self._report(yielded=tuple(running.spec.seq_id for _, running in asked))
             self.dispatch()

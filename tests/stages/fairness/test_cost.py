@@ -37,7 +37,7 @@ def calls_per_decision(config: FairnessConfig, requests: int, tenants: int) -> f
         while (dispatched := core.pop(now_ns)) is not None:
             assert isinstance(dispatched.message, Dispatch)
             running.extend(spec.seq_id for spec in dispatched.message.sequences)
-        core.make_room(now_ns)
+        core.ask_to_pause(now_ns)
         core.expire(now_ns)
 
     grant(core, 20)

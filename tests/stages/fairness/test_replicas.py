@@ -102,7 +102,7 @@ def test_what_waits_for_a_full_replica_keeps_no_other_replica_idle() -> None:
     core.push(request("b", tenant="b"), 1)
     (first,) = core._replicas["west"].running
     core.absorb(Credit(0, steps=((first,),) * 8, kv_free=10**9), 2, "west")
-    ((name, running),) = core.make_room(3)
+    ((name, running),) = core.ask_to_pause(3)
     assert (name, running.spec.seq_id) == ("west", first)
     core.absorb(Credit(1, yielded=(first,), kv_free=10**9), 4, "west")
     assert sent(core) == [("west", "b")]
@@ -114,7 +114,7 @@ def test_what_waits_for_a_full_replica_keeps_no_other_replica_idle() -> None:
     assert core.pop(8) is not None, "a place is free in the east"
     assert core._replicas["east"].load == 1
     assert core.pop(9) is None
-    ((name, running),) = core.make_room(10)
+    ((name, running),) = core.ask_to_pause(10)
     assert (name, running.spec.seq_id) == ("west", second), "for what goes on there"
     core.absorb(Credit(1, yielded=(second,), kv_free=10**9), 11, "west")
     dispatched = core.pop(12)
@@ -130,7 +130,7 @@ def test_what_made_room_goes_on_where_it_was() -> None:
     core.push(request("second"), 1)
     where = dict(sent(core, swap=True))
     core.push(request("urgent", priority=9), 2)
-    ((name, running),) = core.make_room(3)
+    ((name, running),) = core.ask_to_pause(3)
     assert name == where["second"], "of equals the last one dispatched"
     core.absorb(Credit(1, yielded=(running.spec.seq_id,)), 4, name)
     assert sent(core) == [(name, "urgent")]

@@ -66,7 +66,7 @@ def test_no_slice_ends_where_going_on_would_have_to_compute_all_again(
     assert (replica.finished[0] == "short") is yields
 
 
-def test_those_that_made_room_get_a_share_of_the_free_cache_and_no_more() -> None:
+def test_those_that_paused_get_a_share_of_the_free_cache_and_no_more() -> None:
     replica = StepReplica(SLICES, places=4, kv_free=480)
     for number in range(4):
         replica.submit(f"long-{number}", 40, prompt=(1,) * 10, tenant="a")
@@ -76,11 +76,11 @@ def test_those_that_made_room_get_a_share_of_the_free_cache_and_no_more() -> Non
     seen = []
     while replica.core.num_queued:
         replica.step()
-        assert own.aside_tokens == sum(each.num_tokens for each in own.paused.values())
-        seen.append(own.aside_tokens)
+        assert own.paused_tokens == sum(each.num_tokens for each in own.paused.values())
+        seen.append(own.paused_tokens)
     assert 0 < max(seen) <= KEPT_SHARE * (480 + 50)
     replica.run()
-    assert own.aside_tokens == 0
+    assert own.paused_tokens == 0
 
 
 def test_who_gives_way_to_another_tenant_is_its_own_tenants_next() -> None:
@@ -134,7 +134,7 @@ def test_a_full_batch_makes_room_for_high_priority_at_once() -> None:
     replica.submit("urgent", 5, priority=5)
     replica.step(1)
     assert "urgent" in replica.started
-    assert replica._requests["low-0"].sequences[0].seq_id in replica.aside, "the lowest goes"
+    assert replica._requests["low-0"].sequences[0].seq_id in replica.paused, "the lowest goes"
     replica.run()
     assert replica.finished[0] == "urgent"
     assert (replica.core.counts.preemptions, replica.core.counts.resumes) == (1, 1)
@@ -167,16 +167,16 @@ def test_of_equals_the_last_one_dispatched_goes() -> None:
         replica.step(1)
     replica.submit("urgent", 1, priority=9)
     replica.step(1)
-    assert list(replica.aside) == [replica._requests["low-2"].sequences[0].seq_id]
+    assert list(replica.paused) == [replica._requests["low-2"].sequences[0].seq_id]
 
 
-def test_as_many_make_room_as_are_needed_and_no_more() -> None:
+def test_as_many_pause_as_are_needed_and_no_more() -> None:
     replica = StepReplica(PREEMPT, places=4)
     for number in range(4):
         replica.submit(f"low-{number}", 50)
     replica.submit("urgent", 3, priority=9, samples=2)
     replica.step(1)
-    assert len(replica.aside) == 2
+    assert len(replica.paused) == 2
     core = replica.core
     assert core.counts.preemptions == 2
 
@@ -188,8 +188,8 @@ def test_until_room_is_made_nobody_else_is_asked() -> None:
         core.push(request(f"low-{number}"), 0)
     drain(core)
     core.push(request("urgent", priority=9), 1)
-    assert len(core.make_room(1)) == 1
-    assert core.make_room(2) == []
+    assert len(core.ask_to_pause(1)) == 1
+    assert core.ask_to_pause(2) == []
 
 
 def test_who_was_preempted_often_is_left_alone() -> None:
@@ -210,10 +210,10 @@ def test_cancelled_while_it_has_made_room() -> None:
     replica.step(2)
     replica.submit("urgent", 5, priority=9)
     replica.step(1)
-    (seq_id,) = replica.aside
+    (seq_id,) = replica.paused
     assert not replica.core.cancel(cancel("low")).unstarted, "it has run"
     replica.core.absorb(Credit(0, ended=(seq_id,)), replica.now_ns)
-    replica.aside.clear()
+    replica.paused.clear()
     replica.run()
     assert replica.finished == ["urgent"]
     assert (replica.core.num_queued, replica.core.num_paused, replica.core.credits) == (0, 0, 1)
@@ -226,9 +226,9 @@ def test_ended_while_it_has_made_room() -> None:
     replica.submit("low", 50)
     replica.submit("urgent", 5, priority=9)
     replica.step(1)
-    (seq_id,) = replica.aside
+    (seq_id,) = replica.paused
     replica.core.absorb(Credit(0, ended=(seq_id,)), replica.now_ns)
-    replica.aside.clear()
+    replica.paused.clear()
     replica.run()
     assert replica.finished == ["urgent"]
     assert replica.core.num_queued == 0

@@ -365,7 +365,7 @@ def test_what_a_group_broadcasts_for_an_update_that_is_refused_is_skipped(
 ) -> None:
     world = World()
     world.ask(before)
-    effects = world.core.begin(UpdateWeights(GroupWeights("g", ())), world.now_ns)
+    effects = world.core.begin(UpdateWeights(GroupWeights("g", ())), "", world.now_ns)
     assert effects[0] == SkipBroadcast("g")
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-import msgspec
 import torch
 from torch import nn
 
@@ -155,7 +154,9 @@ class World:
         messages: On their way to batching.
         launched: Plans on their way to the model.
         executed: Plans that ran, with the version that they ran with; the core does not know.
-        asked: Every operation, in order, so that its index is its ticket less one.
+        asked: The id of every operation.
+        begun: Of those of the present executor, in order: an operation's ticket, less one, is the
+            index of its id.
         answers: By operation id.
         contents: What the parameters hold by right, by version.
         counted: The version of each update that was made ready, by operation id.
@@ -166,7 +167,7 @@ class World:
 
     def __init__(self) -> None:
         self.now_ns = 1
-        self.asked: list[Operation] = []
+        self.asked: list[str] = []
         self.answers: dict[str, Answer] = {}
         self.record: WeightsInPlace | None = None
         self.restorable = True
@@ -179,7 +180,7 @@ class World:
         self.manager = WeightSyncManager(self.model)
         self.memory = LaneMemory(cast(KVCache, NoCache()), self.manager)
         self.core = UpdatesCore(self.manager.limits)
-        self.begun: list[Operation] = []
+        self.begun: list[str] = []
         self.jobs: list[Job] = []
         self.results: list[tuple[Job, Result]] = []
         self.launched: deque[Plan] = deque()
@@ -196,10 +197,9 @@ class World:
     def ask(self, operation: Any) -> str:
         """Returns the id under which it is answered."""
         name = str(len(self.asked))
-        operation = msgspec.structs.replace(operation, operation_id=name)
-        self.asked.append(operation)
-        self.begun.append(operation)
-        self.perform(self.core.begin(operation, self.now_ns))
+        self.asked.append(name)
+        self.begun.append(name)
+        self.perform(self.core.begin(operation, name, self.now_ns))
         return name
 
     def run_job(self, index: int = 0, *, fails: bool = False) -> None:
@@ -327,7 +327,7 @@ class World:
                     if isinstance(job, Combine):
                         self._check_parts(job)
                     if isinstance(job, Fetch):
-                        self.fetched.add(job.update.operation_id)
+                        self.fetched.add(self.begun[job.ticket - 1])
                     self.jobs.append(job)
 
     def _check_parts(self, job: Combine) -> None:
@@ -340,7 +340,7 @@ class World:
         self.parts = "", []
 
     def _take_answer(self, answer: Answer) -> None:
-        name = answer.operation.operation_id
+        name = answer.operation_id
         assert name not in self.answers, "a second answer"
         self.answers[name] = answer
         if answer.error is None and name in self.counted:
@@ -382,7 +382,7 @@ class World:
                 counted = manager.start_sync(fetched.tensors, version, partial=update.partial)
                 before = self.contents[manager.version]
                 self.contents[counted] = {**before, **_values(fetched.tensors)}
-                self.counted[self.begun[ticket - 1].operation_id] = counted
+                self.counted[self.begun[ticket - 1]] = counted
                 return counted
             case BeginRelease(_, tags):
                 self.memory.begin_release(tags)
@@ -402,9 +402,9 @@ class World:
     # --- what always holds --------------------------------------------------------------------
 
     def check(self) -> None:
-        unanswered = {operation.operation_id for operation in self.core.unanswered}
+        unanswered = set(self.core.unanswered)
         assert unanswered.isdisjoint(self.answers)
-        assert unanswered | set(self.answers) == {each.operation_id for each in self.asked}
+        assert unanswered | set(self.answers) == set(self.asked)
         assert self.newest <= self.core.version <= self.manager.version
         self.newest = self.core.version
         assert self.manager.version in self.contents

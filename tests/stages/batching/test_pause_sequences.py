@@ -38,7 +38,7 @@ def come_to_rest(lane: Lane) -> None:
 
 def test_what_goes_on_gives_the_same_tokens_from_its_cached_blocks(cache_type: CacheType) -> None:
     lane = lane_with_one(cache_type)
-    lane.core.make_room([1])
+    lane.core.pause_sequences([1])
     come_to_rest(lane)
     lane.check()
     made = len(lane.outputs[1])
@@ -46,7 +46,7 @@ def test_what_goes_on_gives_the_same_tokens_from_its_cached_blocks(cache_type: C
     assert not lane.core.idle
     assert lane.core.cache.num_free_blocks() == lane.core.cache.num_blocks
     assert reported(lane).yielded == (1,)
-    lane.core.go_on([1])
+    lane.core.resume_sequences([1])
     come_to_rest(lane)
     assert lane.outputs[1] == expected(PROMPT, 20, stop=False)
     report = reported(lane)
@@ -59,7 +59,7 @@ def test_what_goes_on_gives_the_same_tokens_from_its_cached_blocks(cache_type: C
 
 def test_its_place_is_free_when_no_plan_names_it() -> None:
     lane = lane_with_one()
-    lane.core.make_room([1])
+    lane.core.pause_sequences([1])
     assert lane.core.take_report() is None, "the plan under way still uses its blocks"
     while lane.plans:
         lane.retire()
@@ -70,10 +70,10 @@ def test_its_place_is_free_when_no_plan_names_it() -> None:
 def test_what_waits_makes_room_at_once() -> None:
     lane = Lane()
     lane.add(PROMPT, request_id="a", seq_ids=(1,))
-    lane.core.make_room([1])
+    lane.core.pause_sequences([1])
     assert reported(lane).yielded == (1,)
     assert not lane.plan()
-    lane.core.go_on([1])
+    lane.core.resume_sequences([1])
     lane.run()
     assert lane.outputs[1] == expected(PROMPT, 8)
 
@@ -83,19 +83,19 @@ def test_a_sequence_that_ends_in_its_last_step_has_ended_and_not_made_room() -> 
     lane.add(PROMPT, request_id="a", seq_ids=(1,), max_tokens=2, stop=False)
     lane.plan()
     lane.plan()
-    lane.core.make_room([1])
+    lane.core.pause_sequences([1])
     lane.run()
     report = reported(lane)
     assert (report.sequences, report.yielded, report.ended) == (1, (), (1,))
     assert lane.outputs[1] == expected(PROMPT, 2, stop=False)
     assert lane.core.idle
-    lane.core.go_on([1])
+    lane.core.resume_sequences([1])
     assert reported(lane).sequences == 1, "the credit of who has ended comes back"
 
 
-@pytest.mark.parametrize("set_aside", [False, True])
+@pytest.mark.parametrize("paused", [False, True])
 @pytest.mark.parametrize("how", ["cancel", "stop", "deadline"])
-def test_what_made_room_can_end_like_any_other(how: str, set_aside: bool) -> None:
+def test_what_was_paused_can_end_like_any_other(how: str, paused: bool) -> None:
     lane = Lane()
     deadline = 100 if how == "deadline" else None
     lane.add(PROMPT, request_id="a", seq_ids=(1,), max_tokens=20, stop=False, deadline_ns=deadline)
@@ -103,8 +103,8 @@ def test_what_made_room_can_end_like_any_other(how: str, set_aside: bool) -> Non
         lane.plan()
         lane.plan()
         lane.retire()
-    lane.core.make_room([1])
-    if set_aside:
+    lane.core.pause_sequences([1])
+    if paused:
         while lane.plans:
             lane.retire()
     if how == "cancel":
@@ -122,13 +122,13 @@ def test_what_made_room_can_end_like_any_other(how: str, set_aside: bool) -> Non
     lane.check()
 
 
-def test_after_lost_plans_what_was_making_room_is_set_aside() -> None:
+def test_after_lost_plans_what_was_to_pause_is_paused() -> None:
     lane = lane_with_one()
-    lane.core.make_room([1])
+    lane.core.pause_sequences([1])
     lane.retract()
     lane.check()
     assert reported(lane).yielded == (1,)
-    lane.core.go_on([1])
+    lane.core.resume_sequences([1])
     come_to_rest(lane)
     assert lane.outputs[1] == expected(PROMPT, 20, stop=False)
 
@@ -150,10 +150,10 @@ def test_smaller_ranks_start_first_and_are_preempted_last() -> None:
 
 def test_only_running_sequences_take_tokens() -> None:
     lane = lane_with_one()
-    lane.core.make_room([1])
+    lane.core.pause_sequences([1])
     while lane.plans:
         lane.retire()
-    (seq,) = lane.core._aside.values()
+    (seq,) = lane.core._paused_seqs.values()
     assert seq.status is SequenceStatus.WAITING
     with pytest.raises(ValueError, match="not running"):
         seq.append_token(1)

@@ -134,6 +134,7 @@ class ExecutorStage(Actor):
         async with anyio.create_task_group() as self._group:
             self._group.start_soon(self._report_forever)
             self._group.start_soon(self._scoring.score_forever)
+            self._group.start_soon(self._updates.tick_forever)
             await super().receive_forever(inbox)
 
     def _start_soon(

@@ -121,7 +121,8 @@ class WeightUpdates:
         self._groups = WeightGroups()
         # Waits for bytes and makes tensors of them while the torch thread runs steps.
         self._thread = Background("weights", _stay_single)
-        self._timer: asyncio.TimerHandle | None = None
+        # Set when there may be another deadline.
+        self._changed = asyncio.Event()
         # Decided, and not yet sent.
         self._answers: list[Answer] = []
         self._restoring = ""
@@ -164,8 +165,6 @@ class WeightUpdates:
         del self._executor
         self._groups.close()
         self._thread.close()
-        if self._timer is not None:
-            self._timer.cancel()
 
     async def abandon(self) -> None:
         """Answers what will not be done any more, since the stage ends."""
@@ -173,13 +172,22 @@ class WeightUpdates:
         self._answers.clear()
         await self._perform(owed)
 
-    async def _tick(self) -> None:
-        await self._perform(self.core.tick(now_ns()))
+    async def tick_forever(self) -> None:
+        """Sees to deadlines as they pass; to be run beside the stage."""
+        while True:
+            self._changed.clear()
+            deadline_ns = self.core.next_deadline_ns()
+            wait_s = None if deadline_ns is None else max(0, deadline_ns - now_ns()) / 1e9
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                await self._perform(self.core.tick(now_ns()))
 
     # --- effects ------------------------------------------------------------------------------
 
     async def _perform(self, effects: list[Effect]) -> None:
-        self._set_timer()
+        self._changed.set()
         # Should the stage end meanwhile, these are still sent.
         self._answers += [effect for effect in effects if isinstance(effect, Answer)]
         for effect in effects:
@@ -207,16 +215,6 @@ class WeightUpdates:
                     await self._perform(await self._restore(weights))
                 case job:
                     self._start_soon(self._work, job)
-
-    def _set_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        deadline_ns = self.core.next_deadline_ns()
-        if deadline_ns is not None:
-            wait_s = max(0, deadline_ns - now_ns()) / 1e9
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(wait_s, self._start_soon, self._tick)
 
     async def _answer(self, answer: Answer) -> None:
         operation, error = answer.operation, answer.error

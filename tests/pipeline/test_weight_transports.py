@@ -186,7 +186,7 @@ async def test_a_killed_trainer_and_the_next_one(
         with Peer() as peer:
             await joined(running, peer)
             assert await synced(running, peer, file) == 1
-        assert tokens() > before
+        await until(lambda: tokens() > before)
     assert await spells(running) == (1, oracle.token_of(1))
 
 

@@ -125,7 +125,7 @@ async def test_what_has_paused_survives_the_loss_of_a_stage(
 ) -> None:
     owner, method = {
         "fairness": (FairnessCore, "ask_to_pause"),
-        "batching": (BatchingCore, "go_on"),
+        "batching": (BatchingCore, "resume_sequences"),
         "executor": (ExecutorCore, "execute"),
         "streaming": (StreamingCore, "absorb"),
     }[stage]

@@ -169,7 +169,9 @@ def integers(found: Any) -> list[msgspec.inspect.IntType]:
 async def test_what_is_quoted_is_short_and_plain(
     open_http: OpenHttp, path: str, body: dict[str, Any]
 ) -> None:
-    answer = await open_http().post(path, json=body)
+    # Which a busy machine may need for texts of megabytes.
+    http = open_http(gateway__template_timeout_s=120)
+    answer = await http.post(path, json=body)
     assert answer.status_code == 400
     assert len(answer.content) < 5000
     assert answer.json()["error"]["message"].isprintable()

@@ -89,7 +89,9 @@ class GatherBackend:
         def view(window: int | None, heads: int) -> GatherView:
             decodes = self._decode_chunks(rows, tables, contexts, window, heads)
             prefills = prefill_rows(rows, tables, window, heads, self._block_size)
-            return GatherView(tuple(decodes), tuple(prefills))
+            # Not tuple(): one that grows fails when another thread looks at all objects meanwhile,
+            # as debuggers and memory profilers do.
+            return GatherView((*decodes,), (*prefills,))
 
         return GatherBatch(slots, for_each_kind(self._kinds, rows, view))
 

@@ -311,7 +311,7 @@ class FairnessConfig(Settings, frozen=True, forbid_unknown_fields=True):
         )
         self.require(
             "tenant_weights",
-            all(math.isfinite(each) and each > 0 for each in self.tenant_weights.values()),
+            all(math.isfinite(weight) and weight > 0 for weight in self.tenant_weights.values()),
             "finite numbers above 0 by tenant",
         )
         for name in (

@@ -18,13 +18,13 @@ class StreamPart(NamedTuple):
 
     Attributes:
         ends: The last of them is the terminal message.
-        of: One of the outputs; says whose they are. None only where nothing is left to write.
+        output: One of the outputs; says whose they are. None only where nothing is left to write.
         instead: They stand in place of what was refused.
     """
 
     payloads: list[bytes]
     ends: bool
-    of: Output | None
+    output: Output | None
     instead: bool = False
 
     @property
@@ -58,7 +58,7 @@ def part_of(outputs: Sequence[Output], max_bytes: int) -> StreamPart:
 
 def ending(part: StreamPart, code: str, reason: str) -> StreamPart:
     """A terminal error in place of what can't be written."""
-    output = part.of
+    output = part.output
     assert output is not None, "what was written has no owner"
     whole = output if isinstance(output, Completion) else None
     completion = Completion(

@@ -104,7 +104,7 @@ class EpochCore:
             wake_at.append(self.requests.next_deadline_ns())
         if self.draining and not self._overdue:
             wake_at.append(self._drain_until_ns)
-        return min((each for each in wake_at if each is not None), default=None)
+        return min((at_ns for at_ns in wake_at if at_ns is not None), default=None)
 
     # --- what comes in ------------------------------------------------------------------------
 

@@ -91,12 +91,14 @@ class Participants:
 
     def num_replicas(self) -> int:
         """How many replicas take part."""
-        return sum(role_of("batching", each) in self._heard for each in range(self._replicas))
+        return sum(role_of("batching", replica) in self._heard for replica in range(self._replicas))
 
     def first_executor(self) -> int:
         """The first replica whose executor takes part; 0 while none does."""
         replicas = range(self._replicas)
-        return next((each for each in replicas if role_of("executor", each) in self._heard), 0)
+        return next(
+            (replica for replica in replicas if role_of("executor", replica) in self._heard), 0
+        )
 
     def is_apart(self, role: str) -> bool:
         """Whether a role is of a replica of which nothing was heard in this epoch.

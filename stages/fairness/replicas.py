@@ -141,12 +141,14 @@ class Replica:
         if preemptible:
             heapq.heappush(self._victims, _as_victim(running))
             if len(self._victims) > 2 * len(self.running) + LEFTOVERS_KEPT:
-                self._victims = [each for each in self._victims if self._is_victim(each)]
+                self._victims = [victim for victim in self._victims if self._is_victim(victim)]
                 heapq.heapify(self._victims)
 
     def configure(self, preemptible: Callable[[Running], bool]) -> None:
         """Who may be told to pause is to be looked at anew."""
-        self._victims = [_as_victim(each) for each in self.running.values() if preemptible(each)]
+        self._victims = [
+            _as_victim(running) for running in self.running.values() if preemptible(running)
+        ]
         heapq.heapify(self._victims)
         self.due.clear()
 

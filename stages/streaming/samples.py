@@ -96,11 +96,11 @@ class RequestState:
         self.prompt_ref_logprobs: tuple[float | None, ...] | None = None
         self.unscored: set[int] = set()
 
-    def absorb_prompt(self, found: PromptLogprobs) -> None:
+    def absorb_prompt(self, prompt: PromptLogprobs) -> None:
         """Takes logprobs of the prompt. After a preemption some come again, and count once."""
-        known = len(self.prompt_logprobs) - found.start
-        self.prompt_logprobs += found.logprobs[known:]
-        self.prompt_top_logprobs += map(token_logprobs, found.top_logprobs[known:])
+        known = len(self.prompt_logprobs) - prompt.start
+        self.prompt_logprobs += prompt.logprobs[known:]
+        self.prompt_top_logprobs += map(token_logprobs, prompt.top_logprobs[known:])
 
     def restore_prompt(self, chunk: CompletionChunk) -> None:
         """Takes the logprobs of the prompt that were delivered before."""
@@ -294,6 +294,6 @@ class Sample:
         return held + incomplete
 
 
-def token_logprobs(found: TopLogprobs) -> TokenLogprobs:
+def token_logprobs(top: TopLogprobs) -> TokenLogprobs:
     """From the messages between stages to the public ones."""
-    return tuple(TokenLogprob(token_id=token_id, logprob=value) for token_id, value in found)
+    return tuple(TokenLogprob(token_id=token_id, logprob=value) for token_id, value in top)

@@ -164,12 +164,12 @@ def _join_splits(
     value_at = tl.arange(0, PADDED_VALUE)
     at = (row * HEADS + head) * splits + split
     real = split < splits
-    found = tl.load(largest + at, mask=real, other=float("-inf"))
-    best = tl.max(found, 0)
+    peaks = tl.load(largest + at, mask=real, other=float("-inf"))
+    best = tl.max(peaks, 0)
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32)
         best = tl.maximum(best, sink)
-    shrink = tl.exp(found - best)
+    shrink = tl.exp(peaks - best)
     total = tl.sum(tl.load(totals + at, mask=real, other=0.0) * shrink, 0)
     if SINKS:
         total += tl.exp(sink - best)

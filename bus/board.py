@@ -50,7 +50,7 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageBoard(Protocol):
-    """What every process tells of its stages. Not durable."""
+    """Where each process reports how its stages are, for people and probes. Not durable."""
 
     async def report(self, reports: Sequence[StageReport]) -> None:
         """Replaces what this process told before of these stages.
@@ -85,7 +85,11 @@ class MemoryBoard:
 
 
 def latest(reports: Iterable[tuple[float, StageReport]]) -> list[StageReport]:
-    """Of (age in seconds, report), each process's last word on each stage, unless out of date."""
+    """The newest report of each process on each stage, without those that are out of date.
+
+    Args:
+        reports: (age in seconds, report), in any order.
+    """
     last: dict[tuple[str, str, str, int], StageReport] = {}
     for age_s, report in reports:
         key = (report.lane, report.stage, report.host, report.pid)

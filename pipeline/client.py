@@ -425,15 +425,15 @@ class BusClient:
         return await self.bus.stages.read()
 
     async def trouble(self) -> str:
-        """Why no request would be served under the weights that were sent; "" when one would.
+        """Why requests would not be served with the weights that were sent; "" when they would.
 
-        What executors lack they tell about once a second.
+        It may be a second out of date, since that is how often stages report.
         """
         lanes = lanes_of(await self.reports())
         return verdict(lanes) or weights_trouble(lanes)
 
     async def fairness(self) -> dict[str, FairnessConfig]:
-        """The settings by which fairness goes, by lane, as the lanes told them a second ago."""
+        """The fairness settings in force, by lane, as of about a second ago."""
         return {
             report.lane: msgspec.json.decode(settings, type=FairnessConfig)
             for report in await self.reports()

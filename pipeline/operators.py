@@ -31,9 +31,10 @@ _POLL_S = 0.05
 
 
 class Looks(Generic[T]):
-    """A look that all who want one at the same time share: a thousand cost two.
+    """Calls `look` for many callers at once, who share its results.
 
-    Nobody is given what was seen before he asked.
+    A caller gets the result of a call that began after it asked, so nothing is out of date. All
+    who ask during one call share the next one: a thousand at a time cost two calls.
     """
 
     def __init__(self, look: Callable[[], Awaitable[T]]) -> None:
@@ -42,7 +43,7 @@ class Looks(Generic[T]):
         self._next: asyncio.Task[T] | None = None
 
     async def take(self) -> T:
-        """What the look that begins next sees."""
+        """The result of the next call to begin."""
         if self._next is None:
             self._next = asyncio.create_task(self._look_behind(self._running))
         return await asyncio.shield(self._next)
@@ -55,10 +56,10 @@ class Looks(Generic[T]):
 
 
 class Operators:
-    """Those that can be heard of on a bus."""
+    """Finds the stages that do what a client asks for, tells them, and takes their answers."""
 
     def __init__(self, bus: Bus, sender: str) -> None:
-        """`sender`: in whose name they are told."""
+        """`sender`: the name under which messages to them are sent."""
         self._bus = bus
         self._sender = sender
         self._lanes = Looks(bus.lanes)
@@ -91,7 +92,7 @@ class Operators:
         return recipients
 
     async def started(self, stage: str, limit_s: float, lane: str | None = None) -> Recipients:
-        """As `everyone`, once all have loaded what they need: before that they hear nothing.
+        """As `everyone`, but waits until all have loaded: before that they take no message.
 
         Raises:
             BusError: Some are still loading after this time; or as `everyone`.

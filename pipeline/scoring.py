@@ -34,8 +34,10 @@ def scoring_params(
     completions: Sequence[Sequence[int]],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
 ) -> list[SamplingParams]:
-    """How requests are sampled whose prompt is a prompt with its completion: of the one token that
-    they sample nothing is used.
+    """The sampling parameters of the requests that score completions.
+
+    Each such request has prompt and completion together as its prompt and asks for its logprobs.
+    It has to sample one token, which is not used.
 
     Raises:
         ValueError: There are not as many completions or parameters as prompts, or one is empty.

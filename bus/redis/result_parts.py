@@ -17,9 +17,11 @@ class StreamPart(NamedTuple):
     """A part of one result stream: outputs that are still to be written, encoded.
 
     Attributes:
-        ends: The last of them is the terminal message.
-        output: One of the outputs; says whose they are. None only where nothing is left to write.
-        instead: They stand in place of what was refused.
+        payloads: The outputs, encoded, in order.
+        ends: Whether the last of them is the terminal message.
+        output: One of the outputs, which has the ids of their request. None only if there are no
+            payloads.
+        instead: Whether they are written in place of outputs that the server has refused.
     """
 
     payloads: list[bytes]

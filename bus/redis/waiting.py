@@ -1,4 +1,4 @@
-"""Whose the entries are that nobody has taken, as far as was looked."""
+"""Which tenants have entries waiting that nobody has taken, as far as the stream was read."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ START = b"0-0"
 
 
 class WaitingEntries:
-    """Entries in the order of the stream, by tenant. Each is looked at once.
+    """Entries that wait, by tenant and in the order of the stream. Each is read only once.
 
     Attributes:
-        position: The last entry that was looked at.
+        position: The last entry that was read.
     """
 
     def __init__(self) -> None:

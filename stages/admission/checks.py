@@ -120,7 +120,7 @@ def check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
 
 
 def check_min_tokens(min_tokens: int, stop_token_ids: frozenset[int], *, vocab_size: int) -> None:
-    """Whether any token is left to sample while no stop token may be.
+    """Whether some token can be sampled while `min_tokens` forbids the stop tokens.
 
     Args:
         min_tokens: The request's.

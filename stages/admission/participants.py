@@ -76,7 +76,11 @@ class Participants:
         return missing
 
     def are_enough(self, now_ns: int) -> bool:
-        """Whether all take part, but for replicas that are not there, while one is."""
+        """Whether the epoch may go on: all take part, or all that are missing can be done without.
+
+        Replicas can be done without if another takes part and they have left, or have kept the
+        epoch waiting for `PATIENCE_S`.
+        """
         if not self._missing:
             return True
         replicas = {split_role(role)[1] for role in self._missing if is_replicated(role)}

@@ -1,4 +1,4 @@
-"""Who may run next, and who must make room. The rule and its bounds are in docs/fairness.md."""
+"""Who may run next, and who must pause. The rule and its bounds are in docs/fairness.md."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class FairnessCore:
                 heapq.heapify(self._deadlines)
 
     def absorb(self, report: Credit, now_ns: int, replica: str = "") -> list[Running]:
-        """Takes a replica's report; returns the sequences that have made room."""
+        """Takes a replica's report; returns the sequences that are paused now."""
         reporter = self._replica(replica)
         if not report.keeps_cache:
             reporter.prefixes.clear()
@@ -187,7 +187,7 @@ class FairnessCore:
 
     @property
     def num_paused(self) -> int:
-        """Sequences that made room and wait to go on."""
+        """Sequences that are paused and wait to be resumed."""
         return sum(len(replica.paused) for replica in self._replicas.values())
 
     @property
@@ -231,7 +231,7 @@ class FairnessCore:
     def _next(self) -> Next | None:
         """What leaves next; None when nothing that waits has a replica to go to.
 
-        What made room goes on where it was. While that replica is full it is passed by.
+        A paused sequence is resumed where it was. While that replica is full it is passed by.
         """
         chosen = self._queue.next(self._cached)
         if chosen is None or self._can_go(chosen.waiting):
@@ -465,7 +465,7 @@ class FairnessCore:
         return replica.name, running
 
     def _gives_way(self, running: Running, first: PriorityClass, least: Flow, now_ns: int) -> bool:
-        """Whether somebody else would get the place of a sequence that made room now."""
+        """Whether somebody else would get the place of a sequence that paused now."""
         if not first.would_pass(running.request.priority, now_ns):
             return False
         flow = running.flow

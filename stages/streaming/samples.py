@@ -110,7 +110,7 @@ class RequestState:
     def scored_prompt(
         self,
     ) -> tuple[tuple[float | None, ...] | None, tuple[TokenLogprobs, ...] | None]:
-        """Completion.prompt_logprobs and prompt_top_logprobs."""
+        """A Completion's `prompt_logprobs` and `prompt_top_logprobs`; None where not asked for."""
         wanted, size = self.info.prompt_logprobs, self.info.num_prompt_tokens
         if wanted is None or len(self.prompt_logprobs) < size:
             return None, None
@@ -123,8 +123,11 @@ class RequestState:
             self.unscored.add(sample.index)
 
     def to_score(self, index: int) -> ScoreSample:
-        """What the reference model is asked of an unscored sample; of the first, perhaps of the
-        prompt as well."""
+        """The question to the reference model about a sample that has finished.
+
+        It asks for the completion's logprobs, and with the first sample for the prompt's too, if
+        those are wanted.
+        """
         info, prompt = self.info, self.prompt_token_ids
         assert info.ref_temperature is not None
         return ScoreSample(

@@ -20,6 +20,7 @@ from .gateway import gateway
 from .health import health
 from .run import run
 from .score import score
+from .serve import serve
 from .status import status
 from .submit import submit
 from .tail import tail
@@ -43,6 +44,7 @@ app = typer.Typer(
 _LOOK, _START, _USE = "Look around", "Start a pipeline", "Use a running pipeline"
 app.command(rich_help_panel=_LOOK)(demo)
 app.command(rich_help_panel=_LOOK)(doctor)
+app.command(rich_help_panel=_START)(serve)
 app.command(rich_help_panel=_START)(up)
 app.command(rich_help_panel=_START)(run)
 app.command(rich_help_panel=_START)(gateway)
@@ -87,7 +89,11 @@ def _root(
 
         nano-inference demo
 
-    Start a pipeline here, and ask it from another terminal:
+    Serve a model over HTTP:
+
+        nano-inference serve
+
+    Start a pipeline of several processes, and ask it from another terminal:
 
         nano-inference up
 

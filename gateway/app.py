@@ -12,6 +12,7 @@ from .callers import caller_checks
 from .http import answer_error
 from .measures import Measures
 from .openai import openai_routes
+from .readiness import Readiness
 from .sglang import sglang_routes
 from .submissions import Submissions
 from .words import LazyWords
@@ -19,20 +20,27 @@ from .words import LazyWords
 _ANSWERED = (NanoInferenceError, HTTPException, ClientDisconnect, Exception)
 
 
-def make_app(engine: BusClient, config: Config, measures: Measures | None = None) -> Starlette:
+def make_app(
+    engine: BusClient,
+    config: Config,
+    measures: Measures | None = None,
+    readiness: Readiness | None = None,
+) -> Starlette:
     """An application that serves an engine.
 
     Args:
         engine: The client that reaches it.
         config: The engine's settings as far as clients ask for them, and the gateway's own.
         measures: Where it tells what it does; None for nowhere.
+        readiness: Whether it takes requests; None for one that nobody changes.
     """
     measures = measures or Measures()
     words = LazyWords(config.engine.model_folder)
-    submissions = Submissions(engine, config, measures)
+    readiness = readiness or Readiness(engine)
+    submissions = Submissions(engine, config, measures, readiness)
     return Starlette(
         routes=[
-            *sglang_routes(engine, config, words, submissions, measures),
+            *sglang_routes(engine, config, words, submissions, measures, readiness),
             *openai_routes(config, words, submissions),
         ],
         middleware=caller_checks(config.gateway, measures),

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Collection
 from typing import NamedTuple
 
+import anyio
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -83,7 +84,14 @@ class ObservedCalls:
         self._measures = measures
         self._routes = frozenset(routes)
         self._under_way = 0
+        self._idle = anyio.Event()
         measures.watch(instruments.GATEWAY_IN_FLIGHT, lambda: self._under_way)
+
+    async def idle(self) -> None:
+        """Waits until no call is under way."""
+        while self._under_way:
+            self._idle = anyio.Event()
+            await self._idle.wait()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope.setdefault("state", {})
@@ -111,6 +119,8 @@ class ObservedCalls:
             raise
         finally:
             self._under_way -= 1
+            if not self._under_way:
+                self._idle.set()
             self._tell(scope, client, trace, arrived_ns, status)
 
     def _begin(self, scope: Scope, client: TraceContext) -> TraceContext:

@@ -54,6 +54,7 @@ class HttpServer(uvicorn.Server):
 
     Attributes:
         connections: Those that there are.
+        calls: What is under way on them.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class HttpServer(uvicorn.Server):
         self.connections = Connections(config, limits, most, measures)
         # Starlette's; another application's calls are all of no route.
         routes = [each.path for each in getattr(app, "routes", ()) if isinstance(each, Route)]
+        self.calls = ObservedCalls(limits, measures, routes)
         self._swept_s = 0.0
         self._loop_handler: LoopHandler | None = None
 
@@ -77,7 +79,7 @@ class HttpServer(uvicorn.Server):
 
         super().__init__(
             uvicorn.Config(
-                ObservedCalls(limits, measures, routes),
+                self.calls,
                 http=connect,  # type: ignore[arg-type]
                 ws="none",
                 log_config=None,

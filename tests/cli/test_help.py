@@ -12,7 +12,7 @@ from .conftest import Run
 
 COMMANDS = (
     *("demo", "dlq", "doctor", "fairness", "flush-cache", "gateway", "health", "pause", "resume"),
-    *("run", "score", "status", "submit", "tail", "up", "weights"),
+    *("run", "score", "serve", "status", "submit", "tail", "up", "weights"),
 )
 
 

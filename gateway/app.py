@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 
 from ..config import Config, NanoInferenceError
 from ..pipeline.client import BusClient
-from .callers import caller_checks
+from .callers import JsonOnly
 from .http import answer_error
 from .measures import Measures
 from .openai import openai_routes
+from .probes import probe_routes
 from .readiness import Readiness
 from .sglang import sglang_routes
 from .submissions import Submissions
@@ -26,7 +28,7 @@ def make_app(
     measures: Measures | None = None,
     readiness: Readiness | None = None,
 ) -> Starlette:
-    """An application that serves an engine.
+    """An application that serves an engine, to whoever calls it; `HttpServer` asks who that is.
 
     Args:
         engine: The client that reaches it.
@@ -40,9 +42,10 @@ def make_app(
     submissions = Submissions(engine, config, measures, readiness)
     return Starlette(
         routes=[
+            *probe_routes(readiness),
             *sglang_routes(engine, config, words, submissions, measures, readiness),
             *openai_routes(config, words, submissions),
         ],
-        middleware=caller_checks(config.gateway, measures),
+        middleware=[Middleware(JsonOnly, measures)],
         exception_handlers=dict.fromkeys(_ANSWERED, answer_error),
     )

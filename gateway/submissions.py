@@ -194,6 +194,7 @@ class Submissions:
             async with aclosing(self._engine.submit(request, origin.trace)) as outputs:
                 async for output in outputs:
                     if isinstance(output, Completion):
+                        origin.account.add(output.usage)
                         _check(output)
                     yield output
 

@@ -91,5 +91,6 @@ async def _tell_when_ready(pipeline: Pipeline, gateway: Gateway, serving: anyio.
         sys.stdout.write(
             f"{model!r} is served at {url}, OpenAI's interface at {url}/v1. Try it:\n\n"
             f"  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n\n"
+            f"  nano-inference chat --url {url}/v1\n\n"
         )
         sys.stdout.flush()

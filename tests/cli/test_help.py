@@ -11,7 +11,8 @@ import pytest
 from .conftest import Run
 
 COMMANDS = (
-    *("demo", "dlq", "doctor", "fairness", "flush-cache", "gateway", "health", "pause", "resume"),
+    *("cancel", "chat", "complete", "demo", "dlq", "doctor", "fairness", "flush-cache"),
+    *("gateway", "health", "models", "pause", "resume"),
     *("run", "score", "serve", "status", "submit", "tail", "up", "weights"),
 )
 

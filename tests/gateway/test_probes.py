@@ -33,12 +33,8 @@ def readiness(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> Readiness:
 async def http(engine: FakeEngine, readiness: Readiness) -> AsyncIterator[httpx.AsyncClient]:
     app = make_app(engine, Config(), None, readiness)  # type: ignore[arg-type]
     server = HttpServer(app, GatewayConfig(max_connections=1))
-    async with (
-        asyncio.timeout(LIMIT_S),
-        httpx.AsyncClient(
-            transport=httpx.ASGITransport(server.calls), base_url="http://127.0.0.1"
-        ) as client,
-    ):
+    transport = httpx.ASGITransport(server.calls)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         yield client
 
 
@@ -103,7 +99,8 @@ async def test_probes_are_answered_when_there_is_no_room(
 ) -> None:
     engine.outputs = lambda request: []
     running = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a"}))
-    await engine.until(lambda: len(engine.requests) == 1)
+    async with asyncio.timeout(LIMIT_S):
+        await engine.until(lambda: len(engine.requests) == 1)
     assert (await http.get(path)).status_code == 200
     # A client that is one too many is told so as OpenAI's clients read it.
     answer = await http.get("/v1/models")

@@ -64,10 +64,7 @@ def calls(engine: FakeEngine, readiness: Readiness) -> ObservedCalls:
 @pytest.fixture
 async def http(calls: ObservedCalls) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(calls)
-    async with (
-        asyncio.timeout(LIMIT_S),
-        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client,
-    ):
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         yield client
 
 
@@ -97,16 +94,17 @@ async def test_what_is_under_way_comes_to_its_end(
     http: httpx.AsyncClient, engine: Waiting, readiness: Readiness, calls: ObservedCalls
 ) -> None:
     engine.goes_on.clear()
-    call = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a", "n": 2}))
-    await engine.until(lambda: len(engine.requests) == 1)
-    readiness.draining = True
-    drained = asyncio.create_task(calls.idle())
-    # Somebody who asks meanwhile is no reason to wait longer, nor to end earlier.
-    assert (await http.get("/health")).status_code == 503
-    assert not drained.done()
-    engine.goes_on.set()
-    assert (await call).status_code == 200
-    await drained
+    async with asyncio.timeout(LIMIT_S):
+        call = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a", "n": 2}))
+        await engine.until(lambda: len(engine.requests) == 1)
+        readiness.draining = True
+        drained = asyncio.create_task(calls.idle())
+        # Somebody who asks meanwhile is no reason to wait longer, nor to end earlier.
+        assert (await http.get("/health")).status_code == 503
+        assert not drained.done()
+        engine.goes_on.set()
+        assert (await call).status_code == 200
+        await drained
 
 
 async def test_where_nothing_is_under_way_there_is_nothing_to_wait_for(

@@ -23,6 +23,7 @@ from ..gateway.test_http import error_of
 LAN = "http://10.0.0.5:30000"
 FIREFOX = "Mozilla/5.0 (X11; Linux x86_64; rv:140.0) Gecko/20100101 Firefox/140.0"
 EVIL = "https://evil.example"
+LIMIT_S = 20
 
 EFFECTS = ["/flush_cache", "/release_memory_occupation", "/resume_memory_occupation"]
 WRITES = [
@@ -243,7 +244,8 @@ async def test_pages_are_answered_before_all_limits_and_may_read_what_those_say(
     engine.outputs = lambda request: []
     async with gateway(engine, allowed_origins=[ours], max_connections=1) as http:
         running = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a"}))
-        await engine.until(lambda: len(engine.requests) == 1)
+        async with asyncio.timeout(LIMIT_S):
+            await engine.until(lambda: len(engine.requests) == 1)
         answer = await http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
         assert error_of(answer, 429) == "overloaded"
         assert answer.headers["retry-after"] == "1"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from contextlib import suppress
-from functools import partial
+from contextlib import ExitStack, suppress
 from typing import Annotated
 
 import anyio
@@ -63,28 +62,28 @@ def serve(
 
 
 async def _serve(config: Config) -> None:
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+    with ExitStack() as until_the_end:
         async with (
             # It listens while the model is being loaded: probes are answered, and requests wait.
             Pipeline(config, wait_until_ready=False) as pipeline,
             Gateway(pipeline.client, config) as gateway,
         ):
             structlog.get_logger().info("gateway_listens", url=gateway.url)
-            serving = anyio.Event()
-            tell = partial(_tell_when_ready, pipeline, gateway, serving)
-            await until_told_to_stop(signals, pipeline.failed, gateway.failed, tell)
-            if serving.is_set():
-                end_s = time.monotonic() + config.pipeline.drain_timeout_s
-                await gateway.drain(config.pipeline.drain_timeout_s)
-                # What remains ends with an error, of which the gateway still tells.
-                await drain(pipeline, max(0.0, end_s - time.monotonic()))
+            # Until then there is nothing to drain, and signals end it as they end any program.
+            await pipeline.ready()
+            signals = until_the_end.enter_context(
+                anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT)
+            )
+            spare_collector()
+            _tell(config.engine.model_name, gateway.url)
+            await until_told_to_stop(signals, pipeline.failed, gateway.failed)
+            end_s = time.monotonic() + config.pipeline.drain_timeout_s
+            await gateway.drain(config.pipeline.drain_timeout_s)
+            # What remains ends with an error, of which the gateway still tells.
+            await drain(pipeline, max(0.0, end_s - time.monotonic()))
 
 
-async def _tell_when_ready(pipeline: Pipeline, gateway: Gateway, serving: anyio.Event) -> None:
-    await pipeline.ready()
-    serving.set()
-    spare_collector()
-    model, url = pipeline.config.engine.model_name, gateway.url
+def _tell(model: str, url: str) -> None:
     body = '{"prompt": "98 + 25 =", "temperature": 0}'
     # Whoever read it first may have gone.
     with suppress(OSError):

@@ -76,10 +76,12 @@ class HttpAnswerer:
     async def ask(self, request: dict[str, Any]) -> AsyncGenerator[str, None]:
         path = "/chat/completions" if "messages" in request else "/completions"
         body, headers = openai_call(request)
+        done = False
         async with self._answer("POST", self._url + path, body, headers) as response:
             async for event in httpx2.EventSource(response):
-                if event.data == _DONE:
-                    return
+                # Read to its end, or its server would take us for one that has left.
+                if done := done or event.data == _DONE:
+                    continue
                 chunk = _decoded(event.data.encode(), _Chunk, self._url)
                 if chunk.error is not None:
                     raise RequestError(chunk.error.message, code=str(chunk.error.code))
@@ -88,7 +90,8 @@ class HttpAnswerer:
                         yield text
                     if choice.finish_reason == "abort":
                         raise RequestError("somebody has ended the request", code="aborted")
-        raise RequestError(f"{self._url} ended before its answer did", code="connection_lost")
+        if not done:
+            raise RequestError(f"{self._url} ended before its answer did", code="connection_lost")
 
     async def cancel(self, request_id: str) -> None:
         # Not OpenAI's, which has no such call; so it is beside its interface.

@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from structlog.testing import capture_logs
 
 from nano_inference.bus.public import CompletionChunk, GenerateRequest, Output
 from nano_inference.cli.http_answerer import HttpAnswerer
@@ -120,6 +121,20 @@ async def test_text_comes_as_it_is_made_and_who_stops_reading_cancels(engine: Fa
         async with aclosing(answerer.ask({"prompt": "a"})) as pieces:
             assert await anext(pieces) == "Zürich 東京"
         await engine.until(lambda: len(engine.left) == 1)
+
+
+async def test_an_answer_is_read_to_its_end(engine: FakeEngine) -> None:
+    """Behind the last event, so that no server takes us for a client that has left."""
+    async with (
+        serve(engine, GatewayConfig(access_log=True)) as served,
+        HttpAnswerer(f"http://127.0.0.1:{served.port}/v1") as answerer,
+    ):
+        with capture_logs() as lines:
+            assert await text_of(answerer, {"prompt": "a"}) == "five six"
+            await served.server.calls.idle()
+    (line,) = lines
+    assert (line["status"], line["completion_tokens"]) == (200, 2)
+    assert "complete" not in line
 
 
 async def test_a_refusal_says_why(answerer: HttpAnswerer, engine: FakeEngine) -> None:

@@ -9,6 +9,7 @@ from ..chat_templates import ChatTemplates
 from ..submissions import Submissions
 from ..words import LazyWords
 from .errors import Endpoint, in_openai_words
+from .fields import CallName
 from .generate import GenerationCalls
 from .info import InfoCalls
 
@@ -19,12 +20,13 @@ def openai_routes(config: Config, words: LazyWords, submissions: Submissions) ->
     generation = GenerationCalls(submissions, config, words, templates)
     info = InfoCalls(config, words, templates)
 
-    def route(path: str, endpoint: Endpoint, method: str, *, chat: bool = False) -> Route:
-        return Route(path, in_openai_words(endpoint, chat=chat), methods=[method])
+    def route(path: str, endpoint: Endpoint, method: str, call: CallName = "completions") -> Route:
+        return Route(path, in_openai_words(endpoint, call), methods=[method])
 
     return [
         route("/v1/completions", generation.completions, "POST"),
-        route("/v1/chat/completions", generation.chat, "POST", chat=True),
+        route("/v1/chat/completions", generation.chat, "POST", "chat"),
+        route("/inference/v1/generate", generation.tokens, "POST", "generate"),
         route("/v1/models", info.models, "GET"),
         route("/v1/models/{model:path}", info.model, "GET"),
         route("/tokenize", info.tokenize, "POST"),

@@ -10,11 +10,17 @@ from ..http import FieldError, convert, field_name
 T = TypeVar("T")
 
 Body = dict[str, Any]
-CallName = Literal["completions", "chat", "tokenize", "detokenize"]
+CallName = Literal["completions", "chat", "generate", "sampling_params", "tokenize", "detokenize"]
+"""`sampling_params` are a field of `generate`, with fields of its own."""
+
 Becomes = Literal["honoured", "harmless", "refused"]
 
 _BOTH: tuple[CallName, ...] = ("completions", "chat")
+_SAMPLED: tuple[CallName, ...] = (*_BOTH, "sampling_params")
+_ALL: tuple[CallName, ...] = (*_BOTH, "generate")
 _COMPLETIONS: tuple[CallName, ...] = ("completions",)
+_GENERATE: tuple[CallName, ...] = ("generate",)
+_SAMPLING_PARAMS: tuple[CallName, ...] = ("sampling_params",)
 _CHAT: tuple[CallName, ...] = ("chat",)
 _TEMPLATED: tuple[CallName, ...] = ("chat", "tokenize")
 
@@ -43,7 +49,7 @@ class Field(NamedTuple):
 FIELDS = (
     Field(
         "model",
-        ("completions", "chat", "tokenize", "detokenize"),
+        (*_ALL, "tokenize", "detokenize"),
         "honoured",
         "the served model's name, or absent; any other is 404 `model_not_found`",
     ),
@@ -61,44 +67,44 @@ FIELDS = (
     ),
     Field(
         "max_tokens",
-        _BOTH,
+        _SAMPLED,
         "honoured",
-        "completions 16, chat as many as the model's length leaves; 0 with `echo` scores a prompt",
+        "completions 16, the others as many as the model's length leaves; 0 with `echo` scores a "
+        "prompt",
     ),
     Field("max_completion_tokens", _CHAT, "honoured", "the same; not both with different numbers"),
-    Field("n", _BOTH, "honoured", "choices of each prompt (1)"),
-    Field("stream", _BOTH, "honoured", "server-sent events"),
+    Field("n", _SAMPLED, "honoured", "choices of each prompt (1)"),
+    Field("stream", _ALL, "honoured", "server-sent events"),
     Field(
         "stream_options",
-        _BOTH,
+        _ALL,
         "honoured",
         "`include_usage`: a last chunk with usage and no choices; `continuous_usage_stats`: usage "
         "in all of them; `include_obfuscation` is harmless",
     ),
-    Field("temperature", _BOTH, "honoured", "1; 0 is greedy, and so is less than 0.000001"),
-    Field("top_p", _BOTH, "honoured", "1 is off"),
-    Field("top_k", _BOTH, "honoured", "0 and -1 are off"),
-    Field("min_p", _BOTH, "honoured", "0 is off"),
-    Field("seed", _BOTH, "honoured", "the same samples each time; signed, 64 bits"),
-    Field("stop", _BOTH, "honoured", "a text or up to 16; the text ends before it"),
-    Field("stop_token_ids", _BOTH, "honoured", "these tokens end it as well"),
-    Field("ignore_eos", _BOTH, "honoured", "goes on past the model's own stop tokens"),
-    Field("min_tokens", _BOTH, "honoured", "nothing stops it before so many"),
-    Field("presence_penalty", _BOTH, "honoured", "-2 to 2"),
-    Field("frequency_penalty", _BOTH, "honoured", "-2 to 2"),
-    Field("repetition_penalty", _BOTH, "honoured", "1 is off"),
-    Field("logit_bias", _BOTH, "honoured", "by token id, -100 to 100"),
+    Field("temperature", _SAMPLED, "honoured", "1; 0 is greedy, and so is less than 0.000001"),
+    Field("top_p", _SAMPLED, "honoured", "1 is off"),
+    Field("top_k", _SAMPLED, "honoured", "0 and -1 are off"),
+    Field("min_p", _SAMPLED, "honoured", "0 is off"),
+    Field("seed", _SAMPLED, "honoured", "the same samples each time; signed, 64 bits"),
+    Field("stop", _SAMPLED, "honoured", "a text or up to 16; the text ends before it"),
+    Field("stop_token_ids", _SAMPLED, "honoured", "these tokens end it as well"),
+    Field("ignore_eos", _SAMPLED, "honoured", "goes on past the model's own stop tokens"),
+    Field("min_tokens", _SAMPLED, "honoured", "nothing stops it before so many"),
+    Field("presence_penalty", _SAMPLED, "honoured", "-2 to 2"),
+    Field("frequency_penalty", _SAMPLED, "honoured", "-2 to 2"),
+    Field("repetition_penalty", _SAMPLED, "honoured", "1 is off"),
+    Field("logit_bias", _SAMPLED, "honoured", "by token id, -100 to 100"),
     Field(
         "logprobs",
-        _BOTH,
+        _SAMPLED,
         "honoured",
-        "completions: how many of the likeliest tokens to show at each place, up to 20; "
-        "chat: true or false",
+        "how many of the likeliest tokens to show at each place, up to 20; chat: true or false",
     ),
     Field("top_logprobs", _CHAT, "honoured", "0 to 20, with `logprobs`"),
     Field(
         "prompt_logprobs",
-        _BOTH,
+        _SAMPLED,
         "honoured",
         "as vLLM's: for each token of the prompt the likeliest tokens and itself, by id; not in a "
         "stream",
@@ -108,18 +114,18 @@ FIELDS = (
     Field("return_tokens_as_token_ids", _BOTH, "honoured", "logprobs name tokens as `token_id:17`"),
     Field(
         "return_weight_versions",
-        _BOTH,
+        _ALL,
         "honoured",
         "`weight_versions` of each choice: `[{version, start, end}]`, which tokens each made",
     ),
     Field(
         "priority",
-        _BOTH,
+        _ALL,
         "honoured",
         "lower is earlier, as vLLM's: the engine's, negated, at most `gateway.max_priority`",
     ),
-    Field("budget_ms", _BOTH, "honoured", "how long it may take, beside the header `X-Budget-Ms`"),
-    Field("cache_salt", _BOTH, "honoured", "prefixes are shared only under the same one"),
+    Field("budget_ms", _ALL, "honoured", "how long it may take, beside the header `X-Budget-Ms`"),
+    Field("cache_salt", _ALL, "honoured", "prefixes are shared only under the same one"),
     Field(
         "add_generation_prompt",
         _TEMPLATED,
@@ -133,6 +139,20 @@ FIELDS = (
         "honoured",
         "variables of the model's chat template; one that it does not read is refused",
     ),
+    Field("token_ids", _GENERATE, "honoured", "the prompt's tokens"),
+    Field(
+        "sampling_params",
+        _GENERATE,
+        "honoured",
+        "an object of the fields that are of `sampling_params` here",
+    ),
+    Field(
+        "request_id",
+        _GENERATE,
+        "honoured",
+        "the request's id on the bus and in the answer, or a new one; an id is free again when its "
+        "output is gone",
+    ),
     Field("add_special_tokens", ("tokenize",), "honoured", "true, of a text"),
     Field("return_token_strs", ("tokenize",), "honoured", "`token_strs`"),
     Field("tokens", ("detokenize",), "honoured", "token ids"),
@@ -143,7 +163,15 @@ FIELDS = (
     Field("prompt_cache_retention", _BOTH, "harmless", "the cache decides"),
     Field("prediction", _CHAT, "harmless", "it could only be quicker"),
     Field("parallel_tool_calls", _CHAT, "harmless", "there are no tools"),
-    Field("spaces_between_special_tokens", _BOTH, "harmless", "of slow tokenizers"),
+    Field("spaces_between_special_tokens", _SAMPLED, "harmless", "of slow tokenizers"),
+    Field("detokenize", _SAMPLING_PARAMS, "harmless", "the answer has no text"),
+    Field("skip_special_tokens", _SAMPLING_PARAMS, "harmless", "the answer has no text"),
+    Field("include_stop_str_in_output", _SAMPLING_PARAMS, "harmless", "the answer has no text"),
+    Field("output_kind", _SAMPLING_PARAMS, "harmless", "`stream` says it"),
+    Field("flat_logprobs", _SAMPLING_PARAMS, "harmless", "of vLLM's memory"),
+    Field("features", _GENERATE, "refused", "there are no images or sounds"),
+    Field("kv_transfer_params", _GENERATE, "refused", "nothing is handed to other servers"),
+    Field("ec_transfer_params", _GENERATE, "refused", "nothing is handed to other servers"),
     Field("tools", _CHAT, "refused", "there are no tools yet"),
     Field("tool_choice", _CHAT, "refused", "there are no tools yet", (*_EMPTY, "none", "auto")),
     Field("functions", _CHAT, "refused", "there are no tools yet"),
@@ -155,7 +183,7 @@ FIELDS = (
         "there is no structured output yet; `text` is taken",
         (*_EMPTY, {"type": "text"}),
     ),
-    Field("structured_outputs", _BOTH, "refused", "there is no structured output yet"),
+    Field("structured_outputs", _SAMPLED, "refused", "there is no structured output yet"),
     Field("guided_json", _BOTH, "refused", "there is no structured output yet"),
     Field("guided_regex", _BOTH, "refused", "there is no structured output yet"),
     Field("guided_choice", _BOTH, "refused", "there is no structured output yet"),
@@ -185,17 +213,20 @@ FIELDS = (
     Field("length_penalty", _BOTH, "refused", "of beams", (1,)),
     Field("chat_template", _TEMPLATED, "refused", "the model's own is used"),
     Field("documents", _CHAT, "refused", "give them in `chat_template_kwargs` or in messages"),
-    Field("truncate_prompt_tokens", _BOTH, "refused", "prompts are taken whole"),
+    Field("truncate_prompt_tokens", _SAMPLED, "refused", "prompts are taken whole"),
     Field("skip_special_tokens", _BOTH, "refused", "they are left out of the text", (True,)),
     Field("include_stop_str_in_output", _BOTH, "refused", "the text ends before it"),
-    Field("allowed_token_ids", _BOTH, "refused", "ask by `logit_bias`"),
-    Field("bad_words", _BOTH, "refused", "ask by `logit_bias`"),
+    Field("allowed_token_ids", _SAMPLED, "refused", "ask by `logit_bias`"),
+    Field("bad_words", _SAMPLED, "refused", "ask by `logit_bias`"),
 )
 """All that are known by name. Any other is refused when it asks for something."""
 
 
-def read_fields(body: Body, kind: type[T], call: CallName) -> T:
+def read_fields(body: Body, kind: type[T], call: CallName, where: str = "") -> T:
     """The fields that count, as a struct.
+
+    Args:
+        where: What stands before their names in errors, when they are within another field.
 
     Raises:
         FieldError: One is of the wrong type, or asks for what is not there.
@@ -210,11 +241,17 @@ def read_fields(body: Body, kind: type[T], call: CallName) -> T:
         elif field.becomes == "refused" and value is not None and value not in field.nothing:
             why = f"is not supported here: {field.what}"
         if why:
-            shown_name = field_name(name)
+            shown_name = where + field_name(name)
             raise FieldError(
                 f"{shown_name} {why}; leave it out, or give null",
                 param=shown_name,
                 code="unsupported",
             )
     # An explicit null is a default.
-    return convert({name: body[name] for name in honoured if body.get(name) is not None}, kind)
+    found = {name: body[name] for name in honoured if body.get(name) is not None}
+    try:
+        return convert(found, kind, where.rstrip(".") or "the body")
+    except FieldError as error:
+        raise FieldError(
+            error.message, param=f"{where}{error.param or ''}".rstrip(".") or None
+        ) from None

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from ...bus.public import GenerateRequest
 from ...config import Config, RequestError, SamplingParams, shown
 from ..http import FieldError, convert
-from .bodies import ChatBody, Common, CompletionBody, StreamOptions
+from .bodies import (
+    ChatBody,
+    Common,
+    CompletionBody,
+    GenerateBody,
+    SamplingBody,
+    SamplingFields,
+    StreamOptions,
+)
 from .fields import Body, read_fields
 
 Prompt = str | tuple[int, ...]
+Kind = Literal["completions", "chat", "generate"]
+
+_ID_PREFIXES: dict[Kind, str] = {"completions": "cmpl-", "chat": "chatcmpl-", "generate": ""}
 
 _GREEDY_BELOW = 1e-6
 _ALL_TOKENS = 1 << 30
@@ -26,7 +37,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         id: The answer's own.
         created: When it came, seconds since the Unix epoch.
-        chat: Which of the two calls it is.
+        kind: Which of the calls it is.
         n: Choices of each prompt.
         sampling: For all of them.
         scores_only: No tokens are wanted. The engine samples one all the same.
@@ -42,7 +53,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     created: int
     model: str
-    chat: bool
+    kind: Kind
     n: int
     sampling: SamplingParams
     scores_only: bool
@@ -60,6 +71,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str
 
     @property
+    def chat(self) -> bool:
+        """Whether the prompt is a conversation."""
+        return self.kind == "chat"
+
+    @property
     def needs_prompt_ids(self) -> bool:
         """Whether the answer takes the prompt's tokens, which may have come as a text."""
         scored = self.prompt_logprobs or (self.echo and self.logprobs is not None)
@@ -68,6 +84,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def needs_words(self) -> bool:
         """Whether it takes the tokenizer."""
+        if self.kind == "generate":
+            # Which alone name the tokens' texts.
+            return self.prompt_logprobs
         return self.needs_prompt_ids or self.echo or self.logprobs is not None
 
     def request(self, place: int, prompts: int, prompt: Prompt, tenant: str) -> GenerateRequest:
@@ -106,13 +125,16 @@ def read_completion(body: Body, config: Config) -> tuple[Call, list[Prompt]]:
             )
     call = _call(
         fields,
+        fields,
         config,
-        chat=False,
+        kind="completions",
         scores_only=scores_only,
         max_tokens=fields.max_tokens,
         logprobs=top,
         prompt_logprobs=prompt_top,
         echo=fields.echo,
+        token_ids=fields.return_token_ids,
+        as_token_ids=fields.return_tokens_as_token_ids,
     )
     _check_number(call.n, len(prompts), config.gateway.max_prompts)
     return call, prompts
@@ -136,17 +158,45 @@ def read_chat(body: Body, config: Config) -> tuple[Call, ChatBody]:
         )
     call = _call(
         fields,
+        fields,
         config,
-        chat=True,
-        scores_only=False,
+        kind="chat",
         # Admission cuts it to what the model's length leaves.
         max_tokens=told.pop() if told else config.engine.max_model_len,
         logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
         prompt_logprobs=fields.prompt_logprobs,
-        echo=False,
+        token_ids=fields.return_token_ids,
+        as_token_ids=fields.return_tokens_as_token_ids,
     )
     _check_number(call.n, 1, config.gateway.max_prompts)
     return call, fields
+
+
+def read_generate(body: Body, config: Config) -> tuple[Call, Prompt]:
+    """A body of `/inference/v1/generate`, and its prompt.
+
+    Raises:
+        RequestError: A field can't be obeyed.
+    """
+    fields = read_fields(body, GenerateBody, "generate")
+    within = "sampling_params."
+    sampling = read_fields(fields.sampling_params, SamplingBody, "sampling_params", within)
+    if not fields.token_ids:
+        raise RequestError("token_ids is empty; give the prompt's tokens", code="empty_prompt")
+    call = _call(
+        fields,
+        sampling,
+        config,
+        kind="generate",
+        max_tokens=_or(sampling.max_tokens, config.engine.max_model_len),
+        logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
+        token_ids=True,
+        request_id=fields.request_id,
+        where=within,
+    )
+    _check_number(call.n, 1, config.gateway.max_prompts, within)
+    return call, tuple(fields.token_ids)
 
 
 def check_model(model: str, config: Config) -> None:
@@ -159,21 +209,28 @@ def check_model(model: str, config: Config) -> None:
 
 
 def _call(
-    fields: Common,
+    fields: Common | GenerateBody,
+    sampling: SamplingFields,
     config: Config,
     *,
-    chat: bool,
-    scores_only: bool,
+    kind: Kind,
     max_tokens: int,
     logprobs: int | None,
     prompt_logprobs: int | None,
-    echo: bool,
+    token_ids: bool,
+    as_token_ids: bool = False,
+    scores_only: bool = False,
+    echo: bool = False,
+    request_id: str = "",
+    where: str = "",
 ) -> Call:
+    """Args: `where` stands before the names of sampling parameters."""
     check_model(fields.model, config)
     if fields.stream_options is not None and not fields.stream:
         raise FieldError("stream_options takes stream: true", param="stream_options")
-    if fields.stream and fields.prompt_logprobs is not None:
-        raise FieldError("prompt_logprobs are not told in a stream", param="prompt_logprobs")
+    if fields.stream and sampling.prompt_logprobs is not None:
+        param = f"{where}prompt_logprobs"
+        raise FieldError(f"{param} are not told in a stream", param=param)
     options = fields.stream_options or StreamOptions()
     if options.continuous_usage_stats and not options.include_usage:
         raise FieldError(
@@ -181,19 +238,19 @@ def _call(
             param="stream_options.continuous_usage_stats",
         )
     return Call(
-        id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+        id=request_id or f"{_ID_PREFIXES[kind]}{uuid.uuid4().hex}",
         created=int(time.time()),
         model=config.engine.model_name,
-        chat=chat,
-        n=fields.n,
-        sampling=_sampling(fields, 1 if scores_only else max_tokens, logprobs, prompt_logprobs),
+        kind=kind,
+        n=sampling.n,
+        sampling=_sampling(sampling, 1 if scores_only else max_tokens, logprobs, prompt_logprobs),
         scores_only=scores_only,
         logprobs=logprobs,
-        prompt_logprobs=fields.prompt_logprobs is not None,
+        prompt_logprobs=sampling.prompt_logprobs is not None,
         echo=echo,
-        token_ids=fields.return_token_ids,
+        token_ids=token_ids,
         weight_versions=fields.return_weight_versions,
-        as_token_ids=fields.return_tokens_as_token_ids,
+        as_token_ids=as_token_ids,
         stream=fields.stream,
         usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
@@ -205,7 +262,7 @@ def _call(
 
 
 def _sampling(
-    fields: Common, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
+    fields: SamplingFields, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
     stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)
     return SamplingParams(
@@ -257,12 +314,19 @@ def _token_ids(given: list[Any], where: str) -> tuple[int, ...]:
         raise FieldError(error.message, param=where) from None
 
 
-def _check_number(n: int, prompts: int, most: int) -> None:
+def _or(given: int | None, default: int) -> int:
+    return default if given is None else given
+
+
+def _check_number(n: int, prompts: int, most: int, where: str = "") -> None:
+    param = f"{where}n"
     if n < 1:
-        raise FieldError(f"n is {shown(n)}; it must be at least 1", param="n", code="invalid_n")
+        raise FieldError(
+            f"{param} is {shown(n)}; it must be at least 1", param=param, code="invalid_n"
+        )
     if n * prompts > most:
         raise FieldError(
             f"the call asks for more than {most} choices (gateway.max_prompts); send several calls",
-            param="n" if n > 1 else "prompt",
+            param=param if n > 1 else "prompt",
             code="too_many_prompts",
         )

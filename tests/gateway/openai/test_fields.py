@@ -16,6 +16,8 @@ from nano_inference.gateway.openai.bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    GenerateBody,
+    SamplingBody,
     TokenizeBody,
 )
 from nano_inference.gateway.openai.fields import FIELDS, CallName, Field, read_fields
@@ -26,6 +28,8 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "openai.md"
 BODIES: dict[CallName, type[msgspec.Struct]] = {
     "completions": CompletionBody,
     "chat": ChatBody,
+    "generate": GenerateBody,
+    "sampling_params": SamplingBody,
     "tokenize": TokenizeBody,
     "detokenize": DetokenizeBody,
 }

@@ -8,7 +8,9 @@ from starlette.requests import ClientDisconnect
 
 from ..config import Config, NanoInferenceError
 from ..pipeline.client import BusClient
+from .anthropic import anthropic_routes
 from .callers import caller_checks
+from .chat_templates import ChatTemplates
 from .http import answer_error
 from .measures import Measures
 from .openai import openai_routes
@@ -29,11 +31,13 @@ def make_app(engine: BusClient, config: Config, measures: Measures | None = None
     """
     measures = measures or Measures()
     words = LazyWords(config.engine.model_folder)
+    templates = ChatTemplates(words, config.engine.max_model_len, config.gateway.template_timeout_s)
     submissions = Submissions(engine, config, measures)
     return Starlette(
         routes=[
             *sglang_routes(engine, config, words, submissions, measures),
-            *openai_routes(config, words, submissions),
+            *openai_routes(config, words, submissions, templates),
+            *anthropic_routes(config, words, submissions, templates),
         ],
         middleware=caller_checks(config.gateway, measures),
         exception_handlers=dict.fromkeys(_ANSWERED, answer_error),

@@ -14,9 +14,10 @@ from .generate import GenerationCalls
 from .info import InfoCalls
 
 
-def openai_routes(config: Config, words: LazyWords, submissions: Submissions) -> list[Route]:
+def openai_routes(
+    config: Config, words: LazyWords, submissions: Submissions, templates: ChatTemplates
+) -> list[Route]:
     """Its endpoints."""
-    templates = ChatTemplates(words, config.engine.max_model_len, config.gateway.template_timeout_s)
     generation = GenerationCalls(submissions, config, words, templates)
     info = InfoCalls(config, words, templates)
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, TypeVar
 
-from ...config import nearest
-from ..http import FieldError, convert, field_name
+from ..fields import EMPTY, Body, Field, read_known_fields
 
 T = TypeVar("T")
 
-Body = dict[str, Any]
 CallName = Literal["completions", "chat", "generate", "sampling_params", "tokenize", "detokenize"]
 """`sampling_params` are a field of `generate`, with fields of its own."""
 
-Becomes = Literal["honoured", "harmless", "refused"]
 
 _BOTH: tuple[CallName, ...] = ("completions", "chat")
 _SAMPLED: tuple[CallName, ...] = (*_BOTH, "sampling_params")
@@ -23,27 +20,6 @@ _GENERATE: tuple[CallName, ...] = ("generate",)
 _SAMPLING_PARAMS: tuple[CallName, ...] = ("sampling_params",)
 _CHAT: tuple[CallName, ...] = ("chat",)
 _TEMPLATED: tuple[CallName, ...] = ("chat", "tokenize")
-
-
-# False is 0 to Python.
-_EMPTY: tuple[Any, ...] = (0, "", [], {})
-
-
-class Field(NamedTuple):
-    """A field of some calls.
-
-    Attributes:
-        becomes: Of harmless ones nothing, since they say nothing that would change an answer.
-        what: A line for the documents; of refused ones, why.
-        nothing: Values of a refused field, beside null, that ask for nothing but what is done
-            anyway.
-    """
-
-    name: str
-    calls: tuple[CallName, ...]
-    becomes: Becomes
-    what: str
-    nothing: tuple[Any, ...] = _EMPTY
 
 
 FIELDS = (
@@ -173,22 +149,22 @@ FIELDS = (
     Field("kv_transfer_params", _GENERATE, "refused", "nothing is handed to other servers"),
     Field("ec_transfer_params", _GENERATE, "refused", "nothing is handed to other servers"),
     Field("tools", _CHAT, "refused", "there are no tools yet"),
-    Field("tool_choice", _CHAT, "refused", "there are no tools yet", (*_EMPTY, "none", "auto")),
+    Field("tool_choice", _CHAT, "refused", "there are no tools yet", (*EMPTY, "none", "auto")),
     Field("functions", _CHAT, "refused", "there are no tools yet"),
-    Field("function_call", _CHAT, "refused", "there are no tools yet", (*_EMPTY, "none", "auto")),
+    Field("function_call", _CHAT, "refused", "there are no tools yet", (*EMPTY, "none", "auto")),
     Field(
         "response_format",
         _BOTH,
         "refused",
         "there is no structured output yet; `text` is taken",
-        (*_EMPTY, {"type": "text"}),
+        (*EMPTY, {"type": "text"}),
     ),
     Field("structured_outputs", _SAMPLED, "refused", "there is no structured output yet"),
     Field("guided_json", _BOTH, "refused", "there is no structured output yet"),
     Field("guided_regex", _BOTH, "refused", "there is no structured output yet"),
     Field("guided_choice", _BOTH, "refused", "there is no structured output yet"),
     Field("guided_grammar", _BOTH, "refused", "there is no structured output yet"),
-    Field("modalities", _CHAT, "refused", "text alone is made", (*_EMPTY, ["text"])),
+    Field("modalities", _CHAT, "refused", "text alone is made", (*EMPTY, ["text"])),
     Field("audio", _CHAT, "refused", "text alone is made"),
     Field("web_search_options", _CHAT, "refused", "nothing is searched"),
     Field("reasoning_effort", _CHAT, "refused", "the template's variables are given by name"),
@@ -197,7 +173,7 @@ FIELDS = (
         _CHAT,
         "refused",
         "the template's variables are given by name",
-        (*_EMPTY, "medium"),
+        (*EMPTY, "medium"),
     ),
     Field("store", _CHAT, "refused", "nothing is stored"),
     Field(
@@ -205,7 +181,7 @@ FIELDS = (
         _BOTH,
         "refused",
         "there is one; `priority` says more",
-        (*_EMPTY, "auto", "default"),
+        (*EMPTY, "auto", "default"),
     ),
     Field("best_of", _COMPLETIONS, "refused", "all samples are told; ask for `n`", (1,)),
     Field("suffix", _COMPLETIONS, "refused", "nothing is filled in"),
@@ -223,35 +199,5 @@ FIELDS = (
 
 
 def read_fields(body: Body, kind: type[T], call: CallName, where: str = "") -> T:
-    """The fields that count, as a struct.
-
-    Args:
-        where: What stands before their names in errors, when they are within another field.
-
-    Raises:
-        FieldError: One is of the wrong type, or asks for what is not there.
-    """
-    known = {field.name: field for field in FIELDS if call in field.calls}
-    honoured = getattr(kind, "__struct_fields__", ())
-    for name, value in body.items():
-        field = known.get(name)
-        why = ""
-        if field is None:
-            why = f"is not known here{nearest(name, known)}" if value else ""
-        elif field.becomes == "refused" and value is not None and value not in field.nothing:
-            why = f"is not supported here: {field.what}"
-        if why:
-            shown_name = where + field_name(name)
-            raise FieldError(
-                f"{shown_name} {why}; leave it out, or give null",
-                param=shown_name,
-                code="unsupported",
-            )
-    # An explicit null is a default.
-    found = {name: body[name] for name in honoured if body.get(name) is not None}
-    try:
-        return convert(found, kind, where.rstrip(".") or "the body")
-    except FieldError as error:
-        raise FieldError(
-            error.message, param=f"{where}{error.param or ''}".rstrip(".") or None
-        ) from None
+    """As the one that all interfaces have, by this table."""
+    return read_known_fields(FIELDS, body, kind, call, where)

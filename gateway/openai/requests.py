@@ -10,6 +10,7 @@ import msgspec
 
 from ...bus.public import GenerateRequest
 from ...config import Config, RequestError, SamplingParams, shown
+from ..fields import Body, check_model
 from ..http import FieldError, convert
 from .bodies import (
     ChatBody,
@@ -20,7 +21,7 @@ from .bodies import (
     SamplingFields,
     StreamOptions,
 )
-from .fields import Body, read_fields
+from .fields import read_fields
 
 Prompt = str | tuple[int, ...]
 Kind = Literal["completions", "chat", "generate"]
@@ -197,15 +198,6 @@ def read_generate(body: Body, config: Config) -> tuple[Call, Prompt]:
     )
     _check_number(call.n, 1, config.gateway.max_prompts, within)
     return call, tuple(fields.token_ids)
-
-
-def check_model(model: str, config: Config) -> None:
-    """Raises RequestError (unknown_model) for a name that is not the served model's."""
-    if model not in ("", config.engine.model_name):
-        raise RequestError(
-            f"there is no model {shown(model)} here; ask for {config.engine.model_name!r}",
-            code="unknown_model",
-        )
 
 
 def _call(

@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from nano_inference.config import Config
 from nano_inference.gateway.app import make_app
+from nano_inference.gateway.fields import Field
 from nano_inference.gateway.openai.bodies import (
     ChatBody,
     CompletionBody,
@@ -20,7 +21,7 @@ from nano_inference.gateway.openai.bodies import (
     SamplingBody,
     TokenizeBody,
 )
-from nano_inference.gateway.openai.fields import FIELDS, CallName, Field, read_fields
+from nano_inference.gateway.openai.fields import FIELDS, CallName, read_fields
 
 from ..fake import FakeEngine
 

@@ -12,6 +12,7 @@ from .errors import Endpoint, in_openai_words
 from .fields import CallName
 from .generate import GenerationCalls
 from .info import InfoCalls
+from .responses import ResponseCalls
 
 
 def openai_routes(
@@ -19,6 +20,7 @@ def openai_routes(
 ) -> list[Route]:
     """Its endpoints."""
     generation = GenerationCalls(submissions, config, words, templates)
+    responses = ResponseCalls(submissions, config, words, templates)
     info = InfoCalls(config, words, templates)
 
     def route(path: str, endpoint: Endpoint, method: str, call: CallName = "completions") -> Route:
@@ -28,6 +30,10 @@ def openai_routes(
         route("/v1/completions", generation.completions, "POST"),
         route("/v1/chat/completions", generation.chat, "POST", "chat"),
         route("/inference/v1/generate", generation.tokens, "POST", "generate"),
+        route("/v1/responses", responses.create, "POST", "responses"),
+        route("/v1/responses/{response_id}", responses.retrieve, "GET", "responses"),
+        route("/v1/responses/{response_id}", responses.delete, "DELETE", "responses"),
+        route("/v1/responses/{response_id}/cancel", responses.cancel, "POST", "responses"),
         route("/v1/models", info.models, "GET"),
         route("/v1/models/{model:path}", info.model, "GET"),
         route("/tokenize", info.tokenize, "POST"),

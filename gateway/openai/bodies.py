@@ -20,10 +20,9 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+class SamplerFields(msgspec.Struct, frozen=True, kw_only=True):
     """How to sample, but for what has other shapes or defaults in each call."""
 
-    n: Int64 = 1
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: Int64 = 0
@@ -37,6 +36,12 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[Int64, float] = {}
+
+
+class SamplingFields(SamplerFields, frozen=True, kw_only=True):
+    """The same, and what calls have that answer with choices."""
+
+    n: Int64 = 1
     prompt_logprobs: Int64 | None = None
 
 
@@ -96,6 +101,24 @@ class SamplingBody(SamplingFields, frozen=True, kw_only=True):
 
     max_tokens: Int64 | None = None
     logprobs: Int64 | None = None
+
+
+class ResponseBody(SamplerFields, frozen=True, kw_only=True):
+    """Of `/v1/responses`."""
+
+    model: str = ""
+    input: str | list[dict[str, Any]] | None = None
+    instructions: str | None = None
+    max_output_tokens: Int64 | None = None
+    include: list[str] = []
+    top_logprobs: Int64 | None = None
+    store: bool = True
+    metadata: dict[str, str] = {}
+    stream: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+    priority: Int64 = 0
+    budget_ms: float | None = None
+    cache_salt: str = ""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):

@@ -31,8 +31,17 @@ _PARAMS = {
     "invalid_budget": "budget_ms",
 }
 
-_PROMPTS: dict[CallName, str] = {"chat": "messages", "generate": "token_ids"}
-"""What the prompt is called where it is not `prompt`."""
+_RENAMED: dict[CallName, dict[str, str]] = {
+    "chat": {_PROMPT: "messages", "logprobs": "top_logprobs"},
+    "generate": {_PROMPT: "token_ids"},
+    "responses": {
+        _PROMPT: "input",
+        "messages": "input",
+        "logprobs": "top_logprobs",
+        "max_tokens": "max_output_tokens",
+    },
+}
+"""What other calls than completions have under other names."""
 
 
 class OpenAIError(EngineError):
@@ -80,10 +89,7 @@ def _known(code: str) -> bool:
 
 def _param(code: str, call: CallName) -> str | None:
     name = _PARAMS.get(code) or code.removeprefix("invalid_")
-    if name == _PROMPT:
-        return _PROMPTS.get(call, _PROMPT)
-    if name == "logprobs" and call == "chat":
-        return "top_logprobs"
+    name = _RENAMED.get(call, {}).get(name, name)
     of = {each for field in FIELDS if field.name == name for each in field.calls}
     if call == "generate" and call not in of and "sampling_params" in of:
         return f"sampling_params.{name}"

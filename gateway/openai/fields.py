@@ -8,19 +8,28 @@ from ..fields import EMPTY, Body, Field, read_known_fields
 
 T = TypeVar("T")
 
-CallName = Literal["completions", "chat", "generate", "sampling_params", "tokenize", "detokenize"]
+CallName = Literal[
+    "completions", "chat", "responses", "generate", "sampling_params", "tokenize", "detokenize"
+]
 """`sampling_params` are a field of `generate`, with fields of its own."""
 
 
 _BOTH: tuple[CallName, ...] = ("completions", "chat")
-_SAMPLED: tuple[CallName, ...] = (*_BOTH, "sampling_params")
-_ALL: tuple[CallName, ...] = (*_BOTH, "generate")
+_TEXTS: tuple[CallName, ...] = (*_BOTH, "responses")
+_SAMPLED: tuple[CallName, ...] = (*_TEXTS, "sampling_params")
+_CHOICES: tuple[CallName, ...] = (*_BOTH, "sampling_params")
+_ALL: tuple[CallName, ...] = (*_TEXTS, "generate")
+_CHUNKED: tuple[CallName, ...] = (*_BOTH, "generate")
 _COMPLETIONS: tuple[CallName, ...] = ("completions",)
 _GENERATE: tuple[CallName, ...] = ("generate",)
 _SAMPLING_PARAMS: tuple[CallName, ...] = ("sampling_params",)
 _CHAT: tuple[CallName, ...] = ("chat",)
+_RESPONSES: tuple[CallName, ...] = ("responses",)
+_TALKS: tuple[CallName, ...] = ("chat", "responses")
 _TEMPLATED: tuple[CallName, ...] = ("chat", "tokenize")
 
+
+_NO_STATE = "answers are not kept for it; send the whole conversation"
 
 FIELDS = (
     Field(
@@ -43,17 +52,17 @@ FIELDS = (
     ),
     Field(
         "max_tokens",
-        _SAMPLED,
+        _CHOICES,
         "honoured",
         "completions 16, the others as many as the model's length leaves; 0 with `echo` scores a "
         "prompt",
     ),
     Field("max_completion_tokens", _CHAT, "honoured", "the same; not both with different numbers"),
-    Field("n", _SAMPLED, "honoured", "choices of each prompt (1)"),
+    Field("n", _CHOICES, "honoured", "choices of each prompt (1)"),
     Field("stream", _ALL, "honoured", "server-sent events"),
     Field(
         "stream_options",
-        _ALL,
+        _CHUNKED,
         "honoured",
         "`include_usage`: a last chunk with usage and no choices; `continuous_usage_stats`: usage "
         "in all of them; `include_obfuscation` is harmless",
@@ -73,14 +82,19 @@ FIELDS = (
     Field("logit_bias", _SAMPLED, "honoured", "by token id, -100 to 100"),
     Field(
         "logprobs",
-        _SAMPLED,
+        _CHOICES,
         "honoured",
         "how many of the likeliest tokens to show at each place, up to 20; chat: true or false",
     ),
-    Field("top_logprobs", _CHAT, "honoured", "0 to 20, with `logprobs`"),
+    Field(
+        "top_logprobs",
+        _TALKS,
+        "honoured",
+        "0 to 20, with `logprobs`, or with `message.output_text.logprobs` in `include`",
+    ),
     Field(
         "prompt_logprobs",
-        _SAMPLED,
+        _CHOICES,
         "honoured",
         "as vLLM's: for each token of the prompt the likeliest tokens and itself, by id; not in a "
         "stream",
@@ -90,7 +104,7 @@ FIELDS = (
     Field("return_tokens_as_token_ids", _BOTH, "honoured", "logprobs name tokens as `token_id:17`"),
     Field(
         "return_weight_versions",
-        _ALL,
+        _CHUNKED,
         "honoured",
         "`weight_versions` of each choice: `[{version, start, end}]`, which tokens each made",
     ),
@@ -111,10 +125,33 @@ FIELDS = (
     Field("continue_final_message", _TEMPLATED, "honoured", "goes on within the last message"),
     Field(
         "chat_template_kwargs",
-        _TEMPLATED,
+        ("chat", "responses", "tokenize"),
         "honoured",
         "variables of the model's chat template; one that it does not read is refused",
     ),
+    Field(
+        "input",
+        _RESPONSES,
+        "honoured",
+        "a text, or a list of messages: roles system, developer, user and assistant; content as "
+        "text, or as parts of text",
+    ),
+    Field("instructions", _RESPONSES, "honoured", "a system's message before all others"),
+    Field("max_output_tokens", _RESPONSES, "honoured", "as many as the model's length leaves"),
+    Field(
+        "include",
+        _RESPONSES,
+        "honoured",
+        "`message.output_text.logprobs`; `reasoning.encrypted_content` is harmless; others are "
+        "refused",
+    ),
+    Field(
+        "store",
+        _RESPONSES,
+        "honoured",
+        "true: `GET` finds the answer for `bus.results_ttl_s`, at the gateway that made it",
+    ),
+    Field("metadata", _RESPONSES, "honoured", "up to 16 texts by name, which the answer repeats"),
     Field("token_ids", _GENERATE, "honoured", "the prompt's tokens"),
     Field(
         "sampling_params",
@@ -132,14 +169,18 @@ FIELDS = (
     Field("add_special_tokens", ("tokenize",), "honoured", "true, of a text"),
     Field("return_token_strs", ("tokenize",), "honoured", "`token_strs`"),
     Field("tokens", ("detokenize",), "honoured", "token ids"),
-    Field("user", _BOTH, "harmless", "the header `X-Tenant` says whose a request is"),
-    Field("safety_identifier", _BOTH, "harmless", "as `user`"),
+    Field("user", _TEXTS, "harmless", "the header `X-Tenant` says whose a request is"),
+    Field("safety_identifier", _TEXTS, "harmless", "as `user`"),
     Field("metadata", _BOTH, "harmless", "nothing is stored"),
-    Field("prompt_cache_key", _BOTH, "harmless", "prefixes are found without it"),
-    Field("prompt_cache_retention", _BOTH, "harmless", "the cache decides"),
+    Field("prompt_cache_key", _TEXTS, "harmless", "prefixes are found without it"),
+    Field("prompt_cache_retention", _TEXTS, "harmless", "the cache decides"),
     Field("prediction", _CHAT, "harmless", "it could only be quicker"),
-    Field("parallel_tool_calls", _CHAT, "harmless", "there are no tools"),
+    Field("parallel_tool_calls", _TALKS, "harmless", "there are no tools"),
     Field("spaces_between_special_tokens", _SAMPLED, "harmless", "of slow tokenizers"),
+    Field(
+        "stream_options", _RESPONSES, "harmless", "`include_obfuscation` pads chunks; usage is told"
+    ),
+    Field("prompt_cache_options", _RESPONSES, "harmless", "the cache decides"),
     Field("detokenize", _SAMPLING_PARAMS, "harmless", "the answer has no text"),
     Field("skip_special_tokens", _SAMPLING_PARAMS, "harmless", "the answer has no text"),
     Field("include_stop_str_in_output", _SAMPLING_PARAMS, "harmless", "the answer has no text"),
@@ -148,8 +189,8 @@ FIELDS = (
     Field("features", _GENERATE, "refused", "there are no images or sounds"),
     Field("kv_transfer_params", _GENERATE, "refused", "nothing is handed to other servers"),
     Field("ec_transfer_params", _GENERATE, "refused", "nothing is handed to other servers"),
-    Field("tools", _CHAT, "refused", "there are no tools yet"),
-    Field("tool_choice", _CHAT, "refused", "there are no tools yet", (*EMPTY, "none", "auto")),
+    Field("tools", _TALKS, "refused", "there are no tools yet"),
+    Field("tool_choice", _TALKS, "refused", "there are no tools yet", (*EMPTY, "none", "auto")),
     Field("functions", _CHAT, "refused", "there are no tools yet"),
     Field("function_call", _CHAT, "refused", "there are no tools yet", (*EMPTY, "none", "auto")),
     Field(
@@ -170,15 +211,36 @@ FIELDS = (
     Field("reasoning_effort", _CHAT, "refused", "the template's variables are given by name"),
     Field(
         "verbosity",
-        _CHAT,
+        _TALKS,
         "refused",
         "the template's variables are given by name",
         (*EMPTY, "medium"),
     ),
     Field("store", _CHAT, "refused", "nothing is stored"),
+    Field("background", _RESPONSES, "refused", "answers are made while somebody waits"),
+    Field("previous_response_id", _RESPONSES, "refused", _NO_STATE),
+    Field("conversation", _RESPONSES, "refused", _NO_STATE),
+    Field("prompt", _RESPONSES, "refused", "there are no prompts by name; send `input`"),
+    Field("max_tool_calls", _RESPONSES, "refused", "there are no tools yet"),
+    Field(
+        "text",
+        _RESPONSES,
+        "refused",
+        "there is no structured output yet; text as it comes is taken",
+        (
+            *EMPTY,
+            {"format": {"type": "text"}},
+            {"format": {"type": "text"}, "verbosity": "medium"},
+            {"verbosity": "medium"},
+        ),
+    ),
+    Field("reasoning", _RESPONSES, "refused", "the template's variables are given by name"),
+    Field("truncation", _RESPONSES, "refused", "prompts are taken whole", (*EMPTY, "disabled")),
+    Field("context_management", _RESPONSES, "refused", "prompts are taken whole"),
+    Field("moderation", _RESPONSES, "refused", "nothing is judged"),
     Field(
         "service_tier",
-        _BOTH,
+        _TEXTS,
         "refused",
         "there is one; `priority` says more",
         (*EMPTY, "auto", "default"),
@@ -190,8 +252,8 @@ FIELDS = (
     Field("chat_template", _TEMPLATED, "refused", "the model's own is used"),
     Field("documents", _CHAT, "refused", "give them in `chat_template_kwargs` or in messages"),
     Field("truncate_prompt_tokens", _SAMPLED, "refused", "prompts are taken whole"),
-    Field("skip_special_tokens", _BOTH, "refused", "they are left out of the text", (True,)),
-    Field("include_stop_str_in_output", _BOTH, "refused", "the text ends before it"),
+    Field("skip_special_tokens", _TEXTS, "refused", "they are left out of the text", (True,)),
+    Field("include_stop_str_in_output", _TEXTS, "refused", "the text ends before it"),
     Field("allowed_token_ids", _SAMPLED, "refused", "ask by `logit_bias`"),
     Field("bad_words", _SAMPLED, "refused", "ask by `logit_bias`"),
 )

@@ -17,6 +17,7 @@ from .bodies import (
     Common,
     CompletionBody,
     GenerateBody,
+    SamplerFields,
     SamplingBody,
     SamplingFields,
     StreamOptions,
@@ -235,7 +236,7 @@ def _call(
         model=config.engine.model_name,
         kind=kind,
         n=sampling.n,
-        sampling=_sampling(sampling, 1 if scores_only else max_tokens, logprobs, prompt_logprobs),
+        sampling=sampling_of(sampling, 1 if scores_only else max_tokens, logprobs, prompt_logprobs),
         scores_only=scores_only,
         logprobs=logprobs,
         prompt_logprobs=sampling.prompt_logprobs is not None,
@@ -253,9 +254,13 @@ def _call(
     )
 
 
-def _sampling(
-    fields: SamplingFields, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
+def sampling_of(
+    fields: SamplerFields,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
+    """How to sample. Args: `max_tokens` and the logprobs, which have other names in each call."""
     stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)
     return SamplingParams(
         temperature=0.0 if 0 <= fields.temperature < _GREEDY_BELOW else fields.temperature,

@@ -18,6 +18,7 @@ from nano_inference.gateway.openai.bodies import (
     CompletionBody,
     DetokenizeBody,
     GenerateBody,
+    ResponseBody,
     SamplingBody,
     TokenizeBody,
 )
@@ -29,6 +30,7 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "openai.md"
 BODIES: dict[CallName, type[msgspec.Struct]] = {
     "completions": CompletionBody,
     "chat": ChatBody,
+    "responses": ResponseBody,
     "generate": GenerateBody,
     "sampling_params": SamplingBody,
     "tokenize": TokenizeBody,
@@ -48,8 +50,11 @@ def test_the_document_has_the_table() -> None:
 
 def test_the_document_has_the_endpoints() -> None:
     found = set()
-    for method, cell in re.findall(r"^\| `(GET|POST) (.+?)` \|", DOCUMENT.read_text(), re.M):
-        found |= {(method, path) for path in cell.split("`, `")}
+    for cell in re.findall(r"^\| (`(?:GET|POST|DELETE) .+?`) \|", DOCUMENT.read_text(), re.M):
+        method = ""
+        for named, path in re.findall(r"`(?:([A-Z]+) )?(.+?)`", cell):
+            method = named or method
+            found.add((method, path))
     module = "nano_inference.gateway.openai"
     app = make_app(FakeEngine(), Config())  # type: ignore[arg-type]
     served = {

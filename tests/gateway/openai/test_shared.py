@@ -18,6 +18,7 @@ HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
 CALLS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", HELLO),
     ("/v1/completions", {"prompt": "a"}),
+    ("/v1/responses", {"input": "a"}),
     ("/inference/v1/generate", {"token_ids": [5]}),
 ]
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import anyio
 import httpx
 import pytest
 
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config, load_config
+from nano_inference.gateway.app import make_app
 from nano_inference.gateway.words import LazyWords
 
 from ..fake import FakeEngine, completion, refused
@@ -17,6 +19,7 @@ from ..openai.made import TEXTS, TOKENS, cut, interleaved, told, whole
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 TEXT = "".join(TEXTS)
+LIMIT_S = 20
 HELLO: dict[str, Any] = {"role": "user", "content": "How much is 6 + 6?"}
 ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 9, "messages": [HELLO]}
 
@@ -337,3 +340,77 @@ async def test_what_asks_for_nothing_is_taken(
     plain = await posted(http)
     assert await posted(http, **fields) == plain | {"id": engine.requests[1].request_id}
     assert engine.requests[0].sampling == engine.requests[1].sampling
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_is_one_request_less(engine: FakeEngine, stream: bool) -> None:
+    engine.outputs = cut
+    app = make_app(engine, load_config(env={}))  # type: ignore[arg-type]
+    left = anyio.Event()
+    parts = [{"type": "http.request", "body": json.dumps(ASKED | {"stream": stream}).encode()}]
+
+    async def receive() -> dict[str, Any]:
+        if parts:
+            return parts.pop()
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        pass
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": PATH,
+        "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
+        "query_string": b"",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+    }
+    with anyio.fail_after(LIMIT_S):
+        async with anyio.create_task_group() as group:
+            group.start_soon(app, scope, receive, send)
+            await engine.until(lambda: len(engine.requests) == 1)
+            left.set()
+    assert engine.left == [engine.requests[0].request_id]
+
+
+async def test_a_stream_with_nothing_to_say_pings() -> None:
+    """Also before its first event."""
+    pinged = anyio.Event()
+    sent = b""
+
+    class Slow(FakeEngine):
+        async def submit(self, request: GenerateRequest, trace: Any = None) -> Any:
+            await pinged.wait()
+            for output in whole(request):
+                yield output
+
+    config = load_config(env={}, overrides={"gateway.comment_s": 0.01})
+    app = make_app(Slow(), config)  # type: ignore[arg-type]
+    parts = [{"type": "http.request", "body": json.dumps(ASKED | {"stream": True}).encode()}]
+
+    async def receive() -> dict[str, Any]:
+        if parts:
+            return parts.pop()
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    async def send(message: Any) -> None:
+        nonlocal sent
+        if message["type"] == "http.response.body":
+            sent += message["body"]
+            pinged.set()
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": PATH,
+        "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
+        "query_string": b"",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+    }
+    with anyio.fail_after(LIMIT_S):
+        await app(scope, receive, send)
+    assert sent.startswith(b'event: ping\ndata: {"type":"ping"}\n\n')
+    assert b"event: message_start\n" in sent
+    assert sent.endswith(b'data: {"type":"message_stop"}\n\n')

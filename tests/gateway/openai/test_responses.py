@@ -225,6 +225,47 @@ async def test_one_under_way_is_found_and_cancelled(engine: FakeEngine, stream: 
         assert (await http.post(where + "/cancel")).json() == made
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_is_one_request_less(
+    engine: FakeEngine, config: Config, stream: bool
+) -> None:
+    """And its response is not found any more."""
+    engine.outputs = cut
+    app = make_app(engine, config)  # type: ignore[arg-type]
+    left = anyio.Event()
+    body = json.dumps({"input": "a", "stream": stream}).encode()
+    parts = [{"type": "http.request", "body": body}]
+
+    async def receive() -> dict[str, Any]:
+        if parts:
+            return parts.pop()
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        pass
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": PATH,
+        "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
+        "query_string": b"",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+    }
+    with anyio.fail_after(LIMIT_S):
+        async with anyio.create_task_group() as group:
+            group.start_soon(app, scope, receive, send)
+            await engine.until(lambda: len(engine.requests) == 1)
+            left.set()
+    (request,) = engine.requests
+    assert engine.left == [request.request_id]
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+        found = await http.get(f"{PATH}/{request.request_id}")
+    assert refusal(found, 404)[0] == "unknown_response"
+
+
 async def test_one_that_is_complete_can_not_be_cancelled(
     http: httpx.AsyncClient, engine: FakeEngine
 ) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
+from itertools import chain
 
 import anyio
 import anyio.lowlevel
@@ -22,7 +23,7 @@ from .origin import Origin
 from .submissions import Submissions
 
 
-class Piece(msgspec.Struct, kw_only=True):
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """What comes next of a sample: `[k]` tokens, and the text that is certain by now.
 
     Attributes:
@@ -34,13 +35,18 @@ class Piece(msgspec.Struct, kw_only=True):
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
 
-    def add(self, more: Piece) -> None:
-        """What came behind it."""
-        self.text += more.text
-        self.token_ids += more.token_ids
-        self.logprobs += more.logprobs
-        if more.top_logprobs is not None:
-            self.top_logprobs = (self.top_logprobs or ()) + more.top_logprobs
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """Pieces that follow each other as one."""
+    if len(pieces) == 1:
+        return pieces[0]
+    tops = [piece.top_logprobs for piece in pieces if piece.top_logprobs is not None]
+    return Piece(
+        text="".join(piece.text for piece in pieces),
+        token_ids=tuple(chain.from_iterable(piece.token_ids for piece in pieces)),
+        logprobs=tuple(chain.from_iterable(piece.logprobs for piece in pieces)),
+        top_logprobs=tuple(chain.from_iterable(tops)) if tops else None,
+    )
 
 
 Take = Callable[[Piece], Awaitable[None]]
@@ -50,8 +56,7 @@ class Pieces:
     """What has come of a sample and was not sent yet: one piece, however much it is."""
 
     def __init__(self) -> None:
-        self._next = Piece()
-        self._any = False
+        self._waiting: list[Piece] = []
         self._text_chars = 0
         self._num_tokens = 0
         self._changed = anyio.Event()
@@ -69,8 +74,7 @@ class Pieces:
         if new.text or new.token_ids:
             self._text_chars += len(new.text)
             self._num_tokens += len(new.token_ids)
-            self._next.add(new)
-            self._any = True
+            self._waiting.append(new)
             self._changed.set()
 
     def close(self) -> None:
@@ -80,13 +84,13 @@ class Pieces:
 
     async def send_all(self, take: Take) -> None:
         """Hands pieces over until it is closed and nothing is left."""
-        while self._any or not self._closed:
-            if not self._any:
+        while self._waiting or not self._closed:
+            if not self._waiting:
                 self._changed = anyio.Event()
                 await self._changed.wait()
                 continue
-            piece, self._next, self._any = self._next, Piece(), False
-            await take(piece)
+            pieces, self._waiting = self._waiting, []
+            await take(joined(pieces))
             # The server takes what fits its buffers without a pause.
             await anyio.lowlevel.checkpoint()
 

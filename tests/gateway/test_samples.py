@@ -7,7 +7,7 @@ import pytest
 
 from nano_inference.bus.public import Completion, GenerateRequest, Output
 from nano_inference.config import SamplingParams
-from nano_inference.gateway.samples import Piece, Pieces
+from nano_inference.gateway.samples import Piece, Pieces, joined
 
 from .fake import completion
 from .openai.made import LOGPROBS, TEXTS, TOKENS, chunk, told, tops
@@ -35,13 +35,6 @@ async def taken(outputs: list[Output], held: anyio.Event | None = None) -> list[
                 held.set()
             pieces.close()
     return found
-
-
-def joined(pieces: list[Piece]) -> Piece:
-    whole = Piece()
-    for piece in pieces:
-        whole.add(piece)
-    return whole
 
 
 def ended() -> Completion:

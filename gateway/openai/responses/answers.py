@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
 from ....bus.public import Completion, CompletionSample
 from ....config import NanoInferenceError
@@ -120,6 +120,12 @@ class Answers:
 
 
 def _status(sample: CompletionSample | None) -> Status:
-    if sample is None or sample.finish_reason == "abort":
-        return "cancelled"
-    return "completed" if sample.finish_reason == "stop" else "incomplete"
+    match sample.finish_reason if sample else "abort":
+        case "stop":
+            return "completed"
+        case "length":
+            return "incomplete"
+        case "abort":
+            return "cancelled"
+        case unknown:
+            assert_never(unknown)

@@ -27,7 +27,7 @@ from .fields import read_fields
 Prompt = str | tuple[int, ...]
 Kind = Literal["completions", "chat", "generate"]
 
-_ID_PREFIXES: dict[Kind, str] = {"completions": "cmpl-", "chat": "chatcmpl-", "generate": ""}
+_ID_PREFIXES: dict[Kind, str] = {"completions": "cmpl-", "chat": "chatcmpl-", "generate": "gen-"}
 
 _GREEDY_BELOW = 1e-6
 _ALL_TOKENS = 1 << 30
@@ -50,6 +50,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         as_token_ids: Whether logprobs name tokens by their ids.
         usage: A stream has a chunk with the usage.
         continuous_usage: It has the usage in every chunk.
+        named: What the client calls its only request; empty where the answer's id does.
     """
 
     id: str
@@ -71,6 +72,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     priority: int
     budget_ms: float | None
     cache_salt: str
+    named: str = ""
 
     @property
     def chat(self) -> bool:
@@ -91,10 +93,14 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
             return self.prompt_logprobs
         return self.needs_prompt_ids or self.echo or self.logprobs is not None
 
+    def request_id(self, place: int, prompts: int) -> str:
+        """That of one of so many prompts."""
+        return self.named or (self.id if prompts == 1 else f"{self.id}_{place}")
+
     def request(self, place: int, prompts: int, prompt: Prompt, tenant: str) -> GenerateRequest:
         """What is submitted for one of so many prompts."""
         return GenerateRequest(
-            request_id=self.id if prompts == 1 else f"{self.id}_{place}",
+            request_id=self.request_id(place, prompts),
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=None if isinstance(prompt, str) else prompt,
             n=self.n,
@@ -194,7 +200,7 @@ def read_generate(body: Body, config: Config) -> tuple[Call, Prompt]:
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
         token_ids=True,
-        request_id=fields.request_id,
+        named=fields.request_id,
         where=within,
     )
     _check_number(call.n, 1, config.gateway.max_prompts, within)
@@ -214,7 +220,7 @@ def _call(
     as_token_ids: bool = False,
     scores_only: bool = False,
     echo: bool = False,
-    request_id: str = "",
+    named: str = "",
     where: str = "",
 ) -> Call:
     """Args: `where` stands before the names of sampling parameters."""
@@ -231,7 +237,7 @@ def _call(
             param="stream_options.continuous_usage_stats",
         )
     return Call(
-        id=request_id or f"{_ID_PREFIXES[kind]}{uuid.uuid4().hex}",
+        id=f"{_ID_PREFIXES[kind]}{uuid.uuid4().hex}",
         created=int(time.time()),
         model=config.engine.model_name,
         kind=kind,
@@ -251,6 +257,7 @@ def _call(
         priority=min(-fields.priority, config.gateway.max_priority),
         budget_ms=fields.budget_ms,
         cache_salt=fields.cache_salt,
+        named=named,
     )
 
 

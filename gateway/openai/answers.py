@@ -78,7 +78,8 @@ class Answers:
             "system_fingerprint": None if version is None else f"weights-{version}",
         }
         if self.call.kind == "generate":
-            return {"request_id": self.call.request_id(0, 1)} | told
+            named = {"id": self.call.id, "request_id": self.call.named or self.call.id}
+            return named | told
         kind = "chat.completion" if self.call.chat else "text_completion"
         kind = f"{kind}.chunk" if chunk and self.call.chat else kind
         return {"id": self.call.id, "object": kind} | told

@@ -163,8 +163,8 @@ FIELDS = (
         "request_id",
         _GENERATE,
         "honoured",
-        "the request's id on the bus and in the answer, or a new one; an id is free again when its "
-        "output is gone",
+        "a name of the client's, up to 256 characters, which the answer repeats; else `id` stands "
+        "there",
     ),
     Field("add_special_tokens", ("tokenize",), "honoured", "true, of a text"),
     Field("return_token_strs", ("tokenize",), "honoured", "`token_strs`"),

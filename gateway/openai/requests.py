@@ -29,6 +29,7 @@ Kind = Literal["completions", "chat", "generate"]
 
 _ID_PREFIXES: dict[Kind, str] = {"completions": "cmpl-", "chat": "chatcmpl-", "generate": "gen-"}
 
+_LONGEST_NAME = 256
 _GREEDY_BELOW = 1e-6
 _ALL_TOKENS = 1 << 30
 
@@ -50,7 +51,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         as_token_ids: Whether logprobs name tokens by their ids.
         usage: A stream has a chunk with the usage.
         continuous_usage: It has the usage in every chunk.
-        named: What the client calls its only request; empty where the answer's id does.
+        named: What the client calls it, which its answer repeats; empty for the answer's id. On
+            the bus it is known by that alone, so that nobody can ask for another's by its name.
     """
 
     id: str
@@ -95,7 +97,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
     def request_id(self, place: int, prompts: int) -> str:
         """That of one of so many prompts."""
-        return self.named or (self.id if prompts == 1 else f"{self.id}_{place}")
+        return self.id if prompts == 1 else f"{self.id}_{place}"
 
     def request(self, place: int, prompts: int, prompt: Prompt, tenant: str) -> GenerateRequest:
         """What is submitted for one of so many prompts."""
@@ -191,6 +193,10 @@ def read_generate(body: Body, config: Config) -> tuple[Call, Prompt]:
     sampling = read_fields(fields.sampling_params, SamplingBody, "sampling_params", within)
     if not fields.token_ids:
         raise RequestError("token_ids is empty; give the prompt's tokens", code="empty_prompt")
+    if len(fields.request_id) > _LONGEST_NAME:
+        raise FieldError(
+            f"request_id is longer than {_LONGEST_NAME} characters", param="request_id"
+        )
     call = _call(
         fields,
         sampling,

@@ -40,13 +40,16 @@ async def test_an_answer_has_what_vllm_s_has(http: httpx.AsyncClient, engine: Fa
     assert answer["choices"] == [{"index": 0, "logprobs": None, "finish_reason": "stop"} | TOLD]
     assert answer["usage"]["total_tokens"] == 4 + 3
     (request,) = engine.requests
-    assert (request.request_id, request.prompt_token_ids) == ("mine", (7, 8, 9))
+    # A name may be anybody's; the id is nobody else's.
+    assert answer["id"] == request.request_id != "mine"
+    assert request.prompt_token_ids == (7, 8, 9)
     assert request.prompt is None
 
 
 async def test_without_a_name_each_has_a_new_one(http: httpx.AsyncClient) -> None:
     first, second = await posted(http), await posted(http)
     assert first["request_id"] != second["request_id"]
+    assert (first["request_id"], second["request_id"]) == (first["id"], second["id"])
 
 
 async def test_every_parameter_reaches_the_engine(
@@ -144,6 +147,8 @@ async def test_it_takes_no_tokenizer(engine: FakeEngine, tmp_path: Path) -> None
     [
         ({"token_ids": None}, "empty_prompt", "token_ids"),
         ({"token_ids": []}, "empty_prompt", "token_ids"),
+        ({"request_id": "r" * 257}, "invalid_request", "request_id"),
+        ({"request_id": 7}, "invalid_request", "request_id"),
         ({"token_ids": [1, "a"]}, "invalid_request", "token_ids[1]"),
         ({"token_ids": "a"}, "invalid_request", "token_ids"),
         ({"token_ids": [7] * 9000}, "context_length_exceeded", "token_ids"),
@@ -183,7 +188,6 @@ async def test_what_can_not_be_obeyed_is_refused_by_name(
     ("code", "param"),
     [
         ("invalid_top_p", "sampling_params.top_p"),
-        ("invalid_request_id", "request_id"),
         ("invalid_cache_salt", "cache_salt"),
         ("invalid_token_ids", "token_ids"),
     ],

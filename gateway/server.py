@@ -15,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ..config import GatewayConfig
+from .callers import only_known_callers
 from .calls import ObservedCalls
 from .connections import SPARE_CONNECTIONS, Connection, Connections
 from .limits import RequestLimits
@@ -54,6 +55,7 @@ class HttpServer(uvicorn.Server):
 
     Attributes:
         connections: Those that there are.
+        calls: What is under way on them.
     """
 
     def __init__(
@@ -69,6 +71,8 @@ class HttpServer(uvicorn.Server):
         self.connections = Connections(config, limits, most, measures)
         # Starlette's; another application's calls are all of no route.
         routes = [each.path for each in getattr(app, "routes", ()) if isinstance(each, Route)]
+        known = only_known_callers(limits, config, measures)
+        self.calls = ObservedCalls(known, measures, routes, access_log=config.access_log)
         self._swept_s = 0.0
         self._loop_handler: LoopHandler | None = None
 
@@ -77,7 +81,7 @@ class HttpServer(uvicorn.Server):
 
         super().__init__(
             uvicorn.Config(
-                ObservedCalls(limits, measures, routes),
+                self.calls,
                 http=connect,  # type: ignore[arg-type]
                 ws="none",
                 log_config=None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 import anyio
 import msgspec
@@ -29,8 +29,6 @@ _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 # In msgspec's messages, where a value stands.
 _PLACE = re.compile(r"`\$\.?([^`]+)`$")
-
-SendEvent = Callable[[bytes], Awaitable[None]]
 
 CALL_ID = "call_id"
 """Under which a call's state has what the call is named."""
@@ -63,6 +61,13 @@ _STATUS = {
     "out_of_blocks": 500,
     "internal_error": 500,
 }
+
+
+class SendEvent(Protocol):
+    """Sends an event of a stream."""
+
+    async def __call__(self, data: bytes, event_id: str = "") -> None:
+        """Args: its data, on one line, and its id; without one it has the last event's."""
 
 
 class JsonResponse(Response):
@@ -315,8 +320,9 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": part, "more_body": True})
                 sent_at = anyio.current_time()
 
-        async def send_event(data: bytes) -> None:
-            await send_part(b"data: " + data + b"\n\n")
+        async def send_event(data: bytes, event_id: str = "") -> None:
+            named = b"id: %s\n" % event_id.encode() if event_id else b""
+            await send_part(named + b"data: " + data + b"\n\n")
 
         async def comment(every_s: float) -> None:
             while True:

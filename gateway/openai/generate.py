@@ -139,13 +139,16 @@ class GenerationCalls:
         self, origin: Origin, requests: list[GenerateRequest], answers: Answers
     ) -> Response:
         async def produce(send: SendEvent) -> None:
-            failure = await self._send_chunks(origin, requests, Chunks(answers, send))
+            chunks = Chunks(answers, send)
+            failure = await self._send_chunks(origin, requests, chunks)
+            # What has no tokens leaves the client where it was: behind an error it may come back.
+            event_id = chunks.position.event_id
             if failure is not None:
                 error = as_openai(failure, chat=answers.call.chat)
                 if not stream.committed:
                     raise error
-                await send(msgspec.json.encode(error_body(error)))
-            await send(_DONE)
+                await send(msgspec.json.encode(error_body(error)), event_id)
+            await send(_DONE, event_id)
 
         stream = EventStream(produce, self._config.gateway.comment_s)
         return stream

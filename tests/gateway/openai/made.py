@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -101,12 +101,34 @@ def cut(request: GenerateRequest) -> list[Output]:
     return interleaved(request)[:1]
 
 
+class Event(NamedTuple):
+    """One of a stream. `data` is a chunk, an error, or None for the end."""
+
+    event_id: str
+    data: dict[str, Any] | None
+
+
+def stream_of(answer: httpx.Response) -> list[Event]:
+    """The events of a stream that ended as one does, the end among them."""
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *parts, end = answer.text.split("\n\n")
+    assert end == ""
+    found = [event_of(part) for part in parts if not part.startswith(":")]
+    assert found[-1].data is None
+    assert all(event.data is not None for event in found[:-1])
+    return found
+
+
+def event_of(part: str) -> Event:
+    named, data = part.split("\n")
+    assert (named[:4], data[:6]) == ("id: ", "data: ")
+    return Event(named[4:], None if data == "data: [DONE]" else json.loads(data[6:]))
+
+
 def events(answer: httpx.Response) -> list[dict[str, Any]]:
     """The chunks of a stream that ended as one does."""
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    *lines, done, end = answer.text.split("\n\n")
-    assert (done, end) == ("data: [DONE]", "")
-    return [json.loads(line.removeprefix("data: ")) for line in lines if not line.startswith(":")]
+    return [event.data for event in stream_of(answer) if event.data is not None]
 
 
 def choices(chunks: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:

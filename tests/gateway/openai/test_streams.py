@@ -270,7 +270,7 @@ async def test_what_came_while_a_client_did_not_read_is_one_chunk() -> None:
     sent: list[dict[str, Any]] = []
     reads = anyio.Event()
 
-    async def send(data: bytes) -> None:
+    async def send(data: bytes, event_id: str = "") -> None:
         sent.append(json.loads(data))
         await reads.wait()
 

@@ -10,6 +10,7 @@ from ..config import Config, NanoInferenceError
 from ..pipeline.client import BusClient
 from .callers import caller_checks
 from .http import answer_error
+from .kept_calls import KeptCalls
 from .measures import Measures
 from .openai import openai_routes
 from .sglang import sglang_routes
@@ -26,15 +27,22 @@ def make_app(engine: BusClient, config: Config, measures: Measures | None = None
         engine: The client that reaches it.
         config: The engine's settings as far as clients ask for them, and the gateway's own.
         measures: Where it tells what it does; None for nowhere.
+
+    Returns:
+        The application. Whoever serves it runs `KeptCalls.run_forever` of its `state.kept_calls`
+        beside it.
     """
     measures = measures or Measures()
     words = LazyWords(config.engine.model_folder)
     submissions = Submissions(engine, config, measures)
-    return Starlette(
+    kept = KeptCalls(engine, config)
+    app = Starlette(
         routes=[
             *sglang_routes(engine, config, words, submissions, measures),
-            *openai_routes(config, words, submissions),
+            *openai_routes(config, words, submissions, kept),
         ],
         middleware=caller_checks(config.gateway, measures),
         exception_handlers=dict.fromkeys(_ANSWERED, answer_error),
     )
+    app.state.kept_calls = kept
+    return app

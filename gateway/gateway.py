@@ -13,6 +13,7 @@ from ..config import Config, ConfigError
 from ..pipeline.client import BusClient
 
 if TYPE_CHECKING:
+    from .kept_calls import KeptCalls
     from .server import HttpServer
 
 DEFAULT_PORT = 30000
@@ -39,6 +40,8 @@ class Gateway:
         self._config = config
         self._server: HttpServer
         self._task: asyncio.Task[None]
+        self._kept: KeptCalls
+        self._keeping: asyncio.Task[None]
 
     @property
     def url(self) -> str:
@@ -67,6 +70,8 @@ class Gateway:
         app = make_app(self._client, config, measures)
         self._server = HttpServer(app, config.gateway, measures)
         self._task = asyncio.create_task(self._server.serve([listener]), name="gateway")
+        self._kept = app.state.kept_calls
+        self._keeping = asyncio.create_task(self._kept.run_forever(), name="kept calls")
         return self
 
     async def __aexit__(
@@ -78,6 +83,9 @@ class Gateway:
         """Stops listening; requests in flight have a few seconds."""
         self._server.should_exit = True
         await asyncio.shield(self._task)
+        self._keeping.cancel()
+        await asyncio.wait([self._keeping])
+        await self._kept.aclose()
 
     async def failed(self) -> None:
         """Waits until the server has stopped, which it does by itself only when it fails."""

@@ -45,6 +45,7 @@ DEFAULT_RETRY_S = 1.0
 _STATUS = {
     "request_too_large": 413,
     "model_not_found": 404,
+    "stream_not_found": 404,
     "unsupported": 400,
     "forbidden_host": 403,
     "forbidden_origin": 403,

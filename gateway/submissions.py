@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Sequence,
+)
 from contextlib import aclosing, contextmanager, suppress
 
 import anyio
@@ -16,6 +24,7 @@ from ..pipeline.client import BusClient
 from ..telemetry import instruments
 from .budgets import HEADER
 from .http import EngineError
+from .kept_calls import Attendance
 from .measures import Measures
 from .origin import Origin
 from .turns import Turns, WaitingCall
@@ -50,7 +59,8 @@ class Submissions:
         self._measures = measures
         self._turns = Turns(config.gateway_places, config.gateway.max_waiting, measures)
         self._count_lanes_at = 0.0
-        self._request_ids: set[str] = set()
+        # One may be attended by several connections.
+        self._request_ids: Counter[str] = Counter()
         measures.watch(instruments.GATEWAY_WAITING, lambda: self.waiting)
 
     @property
@@ -120,6 +130,7 @@ class Submissions:
         origin: Origin,
         request_ids: Sequence[str],
         run: Callable[[int, bool], Awaitable[None]],
+        published: Collection[str] = (),
     ) -> None:
         """Runs the requests of a call, each from when there is a place for it.
 
@@ -127,13 +138,14 @@ class Submissions:
 
         Args:
             run: Takes the index of a request, and whether it may begin; it was ended if not.
+            published: The ids of those that have begun before and need no place here.
 
         Raises:
             NanoInferenceError: The first error.
         """
         failure: NanoInferenceError | None = None
 
-        async def run_one(index: int, begun: bool) -> None:
+        async def run_one(index: int, begun: bool, placed: bool) -> None:
             nonlocal failure
             try:
                 await run(index, begun)
@@ -141,17 +153,25 @@ class Submissions:
                 failure = failure or error
                 group.cancel_scope.cancel()
             finally:
-                if begun:
+                if placed:
                     self._turns.give_back(origin.tenant)
 
+        waiting = {
+            request_id: index
+            for index, request_id in enumerate(request_ids)
+            if request_id not in published
+        }
         async with anyio.create_task_group() as group:
-            with self._turns.wait(origin.tenant, list(request_ids)) as call:
+            for index, request_id in enumerate(request_ids):
+                if request_id not in waiting:
+                    group.start_soon(run_one, index, True, False)
+            with self._turns.wait(origin.tenant, list(waiting)) as call:
                 try:
                     await self._count_lanes()
-                    for index, request_id in enumerate(request_ids):
+                    for number, (request_id, index) in enumerate(waiting.items()):
                         begun = await _take(call, request_id, origin)
-                        group.start_soon(run_one, index, begun)
-                        if index % AT_ONCE == 0 or failure is not None:
+                        group.start_soon(run_one, index, begun, begun)
+                        if number % AT_ONCE == 0 or failure is not None:
                             await anyio.lowlevel.checkpoint()
                 except NanoInferenceError as error:
                     failure = failure or error
@@ -162,26 +182,39 @@ class Submissions:
             raise failure
 
     async def outputs(
-        self, origin: Origin, request: GenerateRequest, begun: bool
+        self,
+        origin: Origin,
+        request: GenerateRequest,
+        begun: bool,
+        attendance: Attendance | None = None,
     ) -> AsyncGenerator[Output, None]:
         """What the engine makes of a request; when it was not `begun`, that it was ended.
 
         One that somebody has ended is no error: there may be tokens.
 
+        Args:
+            attendance: In the call that it belongs to, where that is kept; it may have been
+                published before. Any other request ends when nobody takes its outputs.
+
         Raises:
             NanoInferenceError: The engine did not do it.
         """
+        published = attendance is not None and request.request_id in attendance.entries
+        if attendance is not None and not (begun and attendance.begins(request.request_id)):
+            attendance.end_early(request.request_id)
+            begun = False
         if not begun:
             yield Completion(
                 request_id=request.request_id, entry_id="", status="cancelled", error=ENDED_EARLY
             )
             return
-        if (left_ns := origin.left_ns) is not None:
+        if not published and (left_ns := origin.left_ns) is not None:
             if left_ns <= 0:
                 raise _TooLate
             request = msgspec.structs.replace(request, budget_ns=left_ns)
         with self._counted(request.request_id):
-            async with aclosing(self._engine.submit(request, origin.trace)) as outputs:
+            submit = self._engine.submit if attendance is None else attendance.outputs
+            async with aclosing(submit(request, origin.trace)) as outputs:
                 async for output in outputs:
                     if isinstance(output, Completion):
                         _check(output)
@@ -189,11 +222,13 @@ class Submissions:
 
     @contextmanager
     def _counted(self, request_id: str) -> Iterator[None]:
-        self._request_ids.add(request_id)
+        self._request_ids[request_id] += 1
         try:
             yield
         finally:
-            self._request_ids.discard(request_id)
+            self._request_ids[request_id] -= 1
+            if not self._request_ids[request_id]:
+                del self._request_ids[request_id]
 
     async def _count_lanes(self) -> None:
         """Makes places for each lane, unless a setting says how many there are in all."""

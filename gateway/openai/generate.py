@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
 
 import anyio
@@ -11,8 +12,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...bus import KeptCall
 from ...bus.public import Completion, GenerateRequest
-from ...config import Config, NanoInferenceError
+from ...config import BusError, Config, NanoInferenceError
 from ..chat_templates import ChatTemplates
 from ..http import (
     CLIENT_LEFT,
@@ -24,17 +26,23 @@ from ..http import (
     read_object,
     while_connected,
 )
+from ..kept_calls import Attendance, KeptCalls, not_found
 from ..origin import Origin, origin_of
 from ..submissions import AT_ONCE, Submissions
 from ..tenants import tenant_of
-from ..words import LazyWords
+from ..words import LazyWords, Words
 from .answers import Answer, Answers
 from .errors import as_openai
 from .messages import conversation_of
+from .positions import Position, answer_of, read_position
 from .requests import Call, Prompt, read_chat, read_completion
+from .shapes import Shape, decode_shape
 from .streams import Chunks
 
 _DONE = b"[DONE]"
+
+Attend = Callable[[], AbstractAsyncContextManager[Attendance]]
+"""Attends a call while the context is open."""
 
 # An answer that is written at once, in tokens, those of logprobs included; more take a thread.
 _SHORT_ANSWER = 4096
@@ -46,11 +54,13 @@ class GenerationCalls:
     def __init__(
         self,
         submissions: Submissions,
+        kept: KeptCalls,
         config: Config,
         words: LazyWords,
         templates: ChatTemplates,
     ) -> None:
         self._submissions = submissions
+        self._kept = kept
         self._config = config
         self._words = words
         self._templates = templates
@@ -59,12 +69,16 @@ class GenerationCalls:
         tenant = tenant_of(request)
         body = await read_object(request, self._config.gateway.max_body_bytes)
         call, prompts = read_completion(body, self._config)
+        if call.stream and (event_id := last_event_id(request)):
+            return await self._resume(request, tenant, answer_of(event_id), event_id)
         return await self._answer(request, tenant, call, prompts)
 
     async def chat(self, request: Request) -> Response:
         tenant = tenant_of(request)
         body = await read_object(request, self._config.gateway.max_body_bytes)
         call, fields = read_chat(body, self._config)
+        if call.stream and (event_id := last_event_id(request)):
+            return await self._resume(request, tenant, answer_of(event_id), event_id)
         conversation = conversation_of(fields)
         prompts: list[Prompt] = []
 
@@ -77,24 +91,57 @@ class GenerationCalls:
             return Response(status_code=CLIENT_LEFT)
         return await self._answer(request, tenant, call, prompts)
 
+    async def stream(self, request: Request) -> Response:
+        """A stream that was begun before, all of it or what stands behind an event."""
+        event_id = request.query_params.get("after") or last_event_id(request)
+        call_id = request.path_params["stream"]
+        return await self._resume(request, tenant_of(request), call_id, event_id)
+
     async def _answer(
         self, request: Request, tenant: str, call: Call, prompts: list[Prompt]
     ) -> Response:
         origin = origin_of(request, tenant, call.budget_ms)
-        requests, answers = await self._ready(call, prompts, tenant)
+        words = await self._words.required() if call.needs_words else None
+        shape, requests = await self._ready(call, prompts, tenant, words)
+        answers = shape.answers(words)
         if call.stream:
-            return self._streamed(origin, requests, answers)
+            attend = partial(self._kept.begun, call.id, shape.encode(), shape.request_ids)
+            return self._streamed(origin, requests, answers, attend)
 
         async def work() -> Response:
             return JsonResponse(await self._complete(origin, requests, answers))
 
         return await answer_while_connected(request, work)
 
+    async def _resume(self, request: Request, tenant: str, call_id: str, event_id: str) -> Response:
+        """What stands behind an event of a stream; all of it, when there is none."""
+        shape, kept = await self._find(call_id, tenant)
+        origin = origin_of(request, tenant, shape.call.budget_ms)
+        words = await self._words.required() if shape.call.needs_words else None
+        choices = shape.number * shape.call.n
+        after = read_position(event_id, call_id, choices) if event_id else None
+        attend = partial(self._kept.resumed, call_id, kept, shape.request_ids)
+        return self._streamed(origin, shape.requests(), shape.answers(words), attend, after)
+
+    async def _find(self, call_id: str, tenant: str) -> tuple[Shape, KeptCall]:
+        """A stream that a tenant has begun.
+
+        Raises:
+            EngineError: stream_not_found.
+        """
+        kept = await self._kept.find(call_id)
+        shape = decode_shape(kept.record) if kept is not None else None
+        if kept is None or shape is None or shape.tenant != tenant or not shape.call.stream:
+            raise not_found(call_id)
+        if not (shape.whole or kept.entries):
+            # It was never published, so nobody has seen anything of it.
+            raise not_found(call_id)
+        return shape, kept
+
     async def _ready(
-        self, call: Call, prompts: list[Prompt], tenant: str
-    ) -> tuple[list[GenerateRequest], Answers]:
-        """What is submitted, and what writes the answer."""
-        words = await self._words.required() if call.needs_words else None
+        self, call: Call, prompts: list[Prompt], tenant: str, words: Words | None
+    ) -> tuple[Shape, list[GenerateRequest]]:
+        """What the answer is made of, and what is submitted."""
         requests: list[GenerateRequest] = []
         known: list[Prompt] = []
         for place, prompt in enumerate(prompts):
@@ -109,9 +156,16 @@ class GenerationCalls:
             requests.append(request)
             if len(requests) % AT_ONCE == 0:
                 await anyio.lowlevel.checkpoint()
-        # What is echoed is the text as it came.
-        texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
-        return requests, Answers(call, known, texts, words)
+        shape = Shape(
+            tenant=tenant,
+            call=call,
+            prompts=known,
+            # What is echoed is the text as it came.
+            texts=[prompt if isinstance(prompt, str) else None for prompt in prompts],
+            # One alone is published before anything of it is seen.
+            whole=len(prompts) > 1 or call.needs_prompt_ids,
+        )
+        return shape, requests
 
     async def _complete(
         self, origin: Origin, requests: list[GenerateRequest], answers: Answers
@@ -136,11 +190,17 @@ class GenerationCalls:
         return await self._words.beside(partial(answers.whole, ordered))
 
     def _streamed(
-        self, origin: Origin, requests: list[GenerateRequest], answers: Answers
+        self,
+        origin: Origin,
+        requests: list[GenerateRequest],
+        answers: Answers,
+        attend: Attend,
+        after: Position | None = None,
     ) -> Response:
         async def produce(send: SendEvent) -> None:
-            chunks = Chunks(answers, send)
-            failure = await self._send_chunks(origin, requests, chunks)
+            chunks = Chunks(answers, send, after)
+            async with attend() as attendance:
+                failure = await self._send_chunks(origin, requests, chunks, attendance)
             # What has no tokens leaves the client where it was: behind an error it may come back.
             event_id = chunks.position.event_id
             if failure is not None:
@@ -154,13 +214,17 @@ class GenerationCalls:
         return stream
 
     async def _send_chunks(
-        self, origin: Origin, requests: list[GenerateRequest], chunks: Chunks
+        self,
+        origin: Origin,
+        requests: list[GenerateRequest],
+        chunks: Chunks,
+        attendance: Attendance,
     ) -> NanoInferenceError | None:
         """Chunks of all prompts as they come. Gives the error that ended them."""
 
         async def run(index: int, begun: bool) -> None:
             async with aclosing(
-                self._submissions.outputs(origin, requests[index], begun)
+                self._submissions.outputs(origin, requests[index], begun, attendance)
             ) as outputs:
                 async for output in outputs:
                     chunks.put(index, output)
@@ -170,10 +234,19 @@ class GenerationCalls:
         async with anyio.create_task_group() as group:
             group.start_soon(chunks.send_all)
             try:
-                await self._submissions.run(origin, [each.request_id for each in requests], run)
+                ids = [each.request_id for each in requests]
+                await self._submissions.run(origin, ids, run, attendance.begun_before)
             except NanoInferenceError as error:
                 failure = error
+                # The bus may come back, and the client with it.
+                away = isinstance(error, BusError)
+                attendance.failed, attendance.resumable = not away, away or attendance.resumable
             chunks.close()
         if failure is None:
             await chunks.send_usage()
         return failure
+
+
+def last_event_id(request: Request) -> str:
+    """What a client that comes back to a stream had of it; "" for nothing."""
+    return request.headers.get("last-event-id", "")

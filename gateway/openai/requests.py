@@ -70,10 +70,14 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         """Whether it takes the tokenizer."""
         return self.needs_prompt_ids or self.echo or self.logprobs is not None
 
+    def request_id(self, place: int, prompts: int) -> str:
+        """That of one of so many prompts."""
+        return self.id if prompts == 1 else f"{self.id}_{place}"
+
     def request(self, place: int, prompts: int, prompt: Prompt, tenant: str) -> GenerateRequest:
         """What is submitted for one of so many prompts."""
         return GenerateRequest(
-            request_id=self.id if prompts == 1 else f"{self.id}_{place}",
+            request_id=self.request_id(place, prompts),
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=None if isinstance(prompt, str) else prompt,
             n=self.n,

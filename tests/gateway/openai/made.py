@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import httpx
@@ -134,3 +135,42 @@ def events(answer: httpx.Response) -> list[dict[str, Any]]:
 def choices(chunks: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
     """Those of one index, in order."""
     return [each for one in chunks for each in one["choices"] if each["index"] == index]
+
+
+class Told:
+    """What a client has put together of some events."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self.choices: dict[int, dict[str, Any]] = {}
+        self.usages: list[Any] = []
+        self.prompts: list[Any] = []
+        for event in events:
+            if event.data is None:
+                continue
+            self.prompts += values(event.data, "prompt_token_ids")
+            if not event.data["choices"]:
+                self.usages.append(event.data["usage"])
+            for choice in event.data["choices"]:
+                self._take(choice)
+
+    def _take(self, choice: dict[str, Any]) -> None:
+        names = ("roles", "texts", "tokens", "logprobs", "versions", "reasons", "prompts")
+        found = self.choices.setdefault(choice["index"], {name: [] for name in names})
+        delta = choice.get("delta", {})
+        found["roles"] += values(delta, "role")
+        found["texts"] = [
+            "".join([*found["texts"], choice.get("text") or delta.get("content", "")])
+        ]
+        found["tokens"] += choice.get("token_ids", [])
+        found["prompts"] += values(choice, "prompt_token_ids")
+        logprobs = choice["logprobs"] or {}
+        found["logprobs"] += logprobs.get("content") or []
+        columns = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        found["logprobs"] += zip(*(logprobs.get(each, []) for each in columns), strict=True)
+        for span in choice.get("weight_versions", []):
+            found["versions"] += [(span["version"], i) for i in range(span["start"], span["end"])]
+        found["reasons"] += [choice["finish_reason"]] * (choice["finish_reason"] is not None)
+
+
+def values(found: dict[str, Any], name: str) -> list[Any]:
+    return [found[name]] if name in found else []

@@ -226,8 +226,8 @@ async def test_an_error_behind_a_comment_is_an_event(engine: FakeEngine) -> None
         return refused("lane_failed")(request)
 
     class Slow(FakeEngine):
-        async def submit(self, request: GenerateRequest, trace: Any = None) -> Any:
-            for output in await slow(request):
+        async def follow(self, request_id: str, *_: Any, **__: Any) -> Any:
+            for output in await slow(self.requests[0]):
                 yield output
 
     config = load_config(env={}, overrides={"gateway.comment_s": 0.01})

@@ -74,8 +74,11 @@ class Calls(Protocol):
             BusError: The transport can't be reached; it may have the name nevertheless.
         """
 
-    async def drop(self, call_id: str) -> None:
-        """Forgets a call that was never begun. Raises BusError as `mark`."""
+    async def drop(self, call_id: str, name: str = "") -> None:
+        """Forgets a call of which nothing was published, and a name that it has claimed.
+
+        Raises BusError as `mark`.
+        """
 
     async def attend(self, names: Mapping[str, str], for_s: float) -> None:
         """Somebody attends these calls, or will again within `for_s`; where that is 0, nobody
@@ -154,7 +157,8 @@ class MemoryCalls:
             self._named.popitem(last=False)
         return owner
 
-    async def drop(self, call_id: str) -> None:
+    async def drop(self, call_id: str, name: str = "") -> None:
+        self._named.pop(name, None)
         self._calls.pop(call_id, None)
         self._attended_until_s.pop(call_id, None)
 

@@ -50,6 +50,7 @@ _STATUS = {
     "forbidden_host": 403,
     "forbidden_origin": 403,
     "request_timeout": 408,
+    "idempotency_key_reused": 422,
     "unsupported_media_type": 415,
     "overloaded": 429,
     "shutting_down": 503,

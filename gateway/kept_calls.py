@@ -12,7 +12,7 @@ import structlog
 
 from ..bus import KeptCall, OutputStream
 from ..bus.public import Completion, GenerateRequest, Output
-from ..config import BusError, ChannelClosed, Config, shown
+from ..config import BusError, ChannelClosed, Config, NanoInferenceError, shown
 from ..pipeline.cancellations import Cancellations
 from ..pipeline.client import BusClient
 from ..telemetry import TraceContext
@@ -75,6 +75,14 @@ class Attendance:
         """Somebody has ended a request before it was published."""
         self.cut_short = True
         self._unfinished.discard(request_id)
+
+    def fail(self, error: NanoInferenceError) -> None:
+        """The call has ended with an error."""
+        if isinstance(error, BusError):
+            # The bus may come back, and the client with it.
+            self.resumable = True
+        else:
+            self.failed = True
 
     async def outputs(
         self, request: GenerateRequest, trace: TraceContext
@@ -148,20 +156,26 @@ class KeptCalls:
         call_id: str,
         record: bytes,
         request_ids: Iterable[str],
+        name: str = "",
     ) -> AsyncIterator[Attendance]:
         """Keeps a new call, and attends it.
+
+        Args:
+            name: What was claimed for it; with that it is kept already, and its client may come
+                back.
 
         Raises:
             BusError: The bus can't be reached.
         """
-        await self._calls.keep(call_id, record, self._attended_s)
-        attendance = Attendance(self._engine, call_id, request_ids)
+        if not name:
+            await self._calls.keep(call_id, record, self._attended_s)
+        attendance = Attendance(self._engine, call_id, request_ids, name=name, resumable=bool(name))
         async with self._attending(attendance):
             yield attendance
 
     @asynccontextmanager
     async def resumed(
-        self, call_id: str, kept: KeptCall, request_ids: Iterable[str]
+        self, call_id: str, kept: KeptCall, request_ids: Iterable[str], name: str = ""
     ) -> AsyncIterator[Attendance]:
         """Attends a call for a client that has come back to it, and may do so again.
 
@@ -169,8 +183,10 @@ class KeptCalls:
             BusError: The bus can't be reached.
         """
         await self._calls.mark(call_id, "resumed")
-        await self._calls.attend({call_id: ""}, self._attended_s)
-        attendance = Attendance(self._engine, call_id, request_ids, resumable=True, kept=kept)
+        await self._calls.attend({call_id: name}, self._attended_s)
+        attendance = Attendance(
+            self._engine, call_id, request_ids, name=name, resumable=True, kept=kept
+        )
         async with self._attending(attendance):
             yield attendance
 
@@ -190,6 +206,22 @@ class KeptCalls:
                 self._ended.add(attendance.call_id)
             elif attendance.ended or attendance.failed or not others:
                 await self._leaving.begin(self._leave(attendance))
+
+    async def claim(self, name: str, call_id: str, record: bytes) -> str:
+        """Keeps a call under a name, unless another call has it.
+
+        Returns:
+            The id of the call that has it.
+
+        Raises:
+            BusError: The bus can't be reached.
+        """
+        # Whoever finds the name finds the call.
+        await self._calls.keep(call_id, record, self._attended_s)
+        owner = await self._calls.claim(name, call_id)
+        if owner != call_id:
+            await self._calls.drop(call_id)
+        return owner
 
     async def find(self, call_id: str) -> KeptCall | None:
         """What is kept of a call. Raises BusError when the bus can't be reached."""
@@ -238,6 +270,10 @@ class KeptCalls:
             return
         if self._grace_s and not attendance.failed and await self._may_resume(attendance):
             await self._calls.attend({call_id: attendance.name}, self._grace_s)
+            return
+        if attendance.failed and not attendance.entries:
+            # It was refused here; sent again, it may be taken.
+            await self._calls.drop(call_id, attendance.name)
             return
         await self._cancel(attendance.entries)
         await self._calls.leave([call_id])

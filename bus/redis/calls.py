@@ -64,10 +64,10 @@ class RedisCalls:
         (owner,) = await self._once([command])
         return owner.decode() if owner else call_id
 
-    async def drop(self, call_id: str) -> None:
-        await self._once(
-            [("DEL", self._keys.call(call_id)), ("ZREM", self._keys.attended, call_id)]
-        )
+    async def drop(self, call_id: str, name: str = "") -> None:
+        commands: list[Sequence[Any]] = [("DEL", self._keys.name(name))] if name else []
+        commands += [("DEL", self._keys.call(call_id)), ("ZREM", self._keys.attended, call_id)]
+        await self._once(commands)
 
     async def attend(self, names: Mapping[str, str], for_s: float) -> None:
         if not names:

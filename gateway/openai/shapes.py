@@ -7,6 +7,7 @@ import msgspec
 from ...bus.public import GenerateRequest
 from ..words import Words
 from .answers import Answers
+from .idempotency import Keyed
 from .requests import Call, Prompt
 
 
@@ -21,6 +22,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         texts: The prompts that came as texts, None for the others, and for all unless they are
             echoed.
         whole: Whether the prompts are there.
+        keyed: What the call is known by, if it came with a key.
     """
 
     tenant: str
@@ -28,6 +30,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     prompts: list[Prompt]
     texts: list[str | None]
     whole: bool
+    keyed: Keyed | None = None
 
     @property
     def request_ids(self) -> list[str]:

@@ -38,6 +38,8 @@ async def test_the_first_to_claim_a_name_has_it(buses: Buses) -> None:
     assert await other.calls.claim("name", "d") == "c"
     assert await bus.calls.claim("name", "c") == "c"
     assert await other.calls.claim("another", "d") == "d"
+    await bus.calls.drop("c", "name")
+    assert await other.calls.claim("name", "d") == "d"
 
 
 async def test_what_nobody_attends_is_told_once(buses: Buses, kit: Kit) -> None:

@@ -174,7 +174,7 @@ async def test_a_gateway_keeps_calls_with_the_rights_of_either(any_place: Place,
         assert await calls.abandoned(1) == []
         assert (await calls.read("c")) is not None
         await calls.leave(["c"])
-        await calls.drop("c")
+        await calls.drop("c", "n")
     assert await any_place.refused() <= {(f"nano-{user}", "info", "command")}
 
 

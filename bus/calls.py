@@ -54,8 +54,12 @@ class Calls(Protocol):
             BusError: The transport can't be reached.
         """
 
-    async def note(self, call_id: str, request_id: str, entry_id: str) -> None:
+    async def note(self, call_id: str, request_id: str, entry_id: str) -> bool:
         """One of its requests was published. While the transport is away it waits.
+
+        Returns:
+            Whether the call is to run no further (`mark`), so that the request is to end. Whoever
+            marks it so and then reads it finds the entries of all others.
 
         Raises:
             ChannelClosed: The bus was closed.
@@ -138,9 +142,11 @@ class MemoryCalls:
             else KeptCall(call.record, dict(call.entries), frozenset(call.marks))
         )
 
-    async def note(self, call_id: str, request_id: str, entry_id: str) -> None:
-        if (call := self._find(call_id)) is not None:
-            call.entries[request_id] = entry_id
+    async def note(self, call_id: str, request_id: str, entry_id: str) -> bool:
+        if (call := self._find(call_id)) is None:
+            return False
+        call.entries[request_id] = entry_id
+        return "cancelled" in call.marks
 
     async def mark(self, call_id: str, mark: Mark) -> None:
         if (call := self._find(call_id)) is not None:

@@ -43,7 +43,7 @@ def caller_checks(config: GatewayConfig, measures: Measures) -> list[Middleware]
             Middleware(
                 CORSMiddleware,
                 allow_origins=config.allowed_origins,
-                allow_methods=("GET", "POST", "PUT"),
+                allow_methods=("GET", "POST", "PUT", "DELETE"),
                 allow_headers=("*",),
                 expose_headers=("Retry-After", "X-Request-Id"),
             )

@@ -131,7 +131,9 @@ class Attendance:
         entry_id = await self._engine.publish(request, trace)
         self.entries[request.request_id] = entry_id
         # Before anything of it is sent: whoever comes back finds it.
-        await self._engine.bus.calls.note(self.call_id, request.request_id, entry_id)
+        if await self._engine.bus.calls.note(self.call_id, request.request_id, entry_id):
+            self.cut_short = True
+            await self._engine.cancel(request.request_id, entry_id)
         return entry_id
 
 
@@ -226,6 +228,19 @@ class KeptCalls:
     async def find(self, call_id: str) -> KeptCall | None:
         """What is kept of a call. Raises BusError when the bus can't be reached."""
         return await self._calls.read(call_id)
+
+    async def cancel(self, call_id: str) -> None:
+        """Ends a call, whoever attends it; what is not published yet is not published any more.
+
+        Raises:
+            BusError: The bus can't be reached.
+        """
+        await self._calls.mark(call_id, "cancelled")
+        for attendance in self._attended.get(call_id, ()):
+            attendance.cut_short = True
+        kept = await self._calls.read(call_id)
+        if kept is not None:
+            await self._cancel(kept.entries)
 
     async def run_forever(self) -> None:
         """Says on the bus which calls are attended here, and ends those that nobody attends, also

@@ -12,6 +12,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing, contextmanager, suppress
+from functools import partial
 
 import anyio
 import anyio.lowlevel
@@ -75,13 +76,14 @@ class Submissions:
 
     async def abort(self, request_id: str) -> None:
         """Ends a request, and those of a call to which the id was given as a whole."""
-
-        def concerns(each: str) -> bool:
-            return each == request_id or each.startswith(f"{request_id}_")
-
-        self._turns.end(concerns)
-        for each in sorted({*filter(concerns, self._request_ids), request_id}):
+        self.end_waiting(request_id)
+        running = (each for each in self._request_ids if _concerns(request_id, each))
+        for each in sorted({*running, request_id}):
             await self._engine.cancel(each)
+
+    def end_waiting(self, call_id: str) -> None:
+        """Ends what waits here of a call."""
+        self._turns.end(partial(_concerns, call_id))
 
     async def abort_all(self) -> None:
         """Ends what waits here, and all requests in the pipeline, whoever sent them."""
@@ -240,6 +242,11 @@ class Submissions:
             with suppress(BusError):
                 lanes = {report.lane for report in await self._engine.reports()}
                 self._turns.resize(self._config.gateway_places * max(1, len(lanes)))
+
+
+def _concerns(call_id: str, request_id: str) -> bool:
+    """Whether a request is meant by an id: its own, or that of its call."""
+    return request_id == call_id or request_id.startswith(f"{call_id}_")
 
 
 async def _take(call: WaitingCall, request_id: str, origin: Origin) -> bool:

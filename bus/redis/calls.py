@@ -17,6 +17,7 @@ from .client import Commands, execute, execute_all, time_ms
 _RECORD = b"record"
 _ENTRY = b"entry:"
 _MARK = b"mark:"
+_CANCELLED = b"mark:cancelled"
 
 
 class RedisCalls:
@@ -51,10 +52,12 @@ class RedisCalls:
         known = frozenset(cast(Mark, mark) for mark in marks if mark in get_args(Mark))
         return KeptCall(fields[_RECORD], entries, known)
 
-    async def note(self, call_id: str, request_id: str, entry_id: str) -> None:
+    async def note(self, call_id: str, request_id: str, entry_id: str) -> bool:
         commands = self._set(call_id, _ENTRY + request_id.encode(), entry_id)
+        commands.append(("HGET", self._keys.call(call_id), _CANCELLED))
         redis = self._commands.redis
-        await self._commands.idempotent("calls", lambda: execute_all(redis, commands))
+        replies = await self._commands.idempotent("calls", lambda: execute_all(redis, commands))
+        return replies[-1] is not None
 
     async def mark(self, call_id: str, mark: Mark) -> None:
         await self._once(self._set(call_id, _MARK + mark.encode(), b""))

@@ -29,6 +29,8 @@ def openai_routes(
         route("/v1/completions", generation.completions, "POST"),
         route("/v1/chat/completions", generation.chat, "POST", chat=True),
         route("/v1/streams/{stream}", generation.stream, "GET"),
+        route("/v1/streams/{stream}", generation.cancel, "DELETE"),
+        route("/v1/streams/{stream}/cancel", generation.cancel, "POST"),
         route("/v1/models", info.models, "GET"),
         route("/v1/models/{model:path}", info.model, "GET"),
         route("/tokenize", info.tokenize, "POST"),

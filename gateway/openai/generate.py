@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from functools import partial
 
@@ -100,6 +100,14 @@ class GenerationCalls:
         event_id = request.query_params.get("after") or last_event_id(request)
         call_id = request.path_params["stream"]
         return await self._resume(request, tenant_of(request), call_id, event_id)
+
+    async def cancel(self, request: Request) -> Response:
+        """Ends a call by its answer's id; one that has ended is left alone."""
+        call_id = request.path_params["stream"]
+        await self._begun.find(call_id, tenant_of(request))
+        self._submissions.end_waiting(call_id)
+        await self._kept.cancel(call_id)
+        return JsonResponse({"id": call_id, "object": "stream.cancelled", "cancelled": True})
 
     async def _answer(
         self, request: Request, tenant: str, call: Call, prompts: list[Prompt], key: Keyed | None
@@ -217,7 +225,7 @@ class GenerationCalls:
         """The whole answer. The first error ends the other requests as well."""
         completions: dict[int, Completion] = {}
 
-        def take(index: int, output: Output) -> None:
+        async def take(index: int, output: Output) -> None:
             if isinstance(output, Completion):
                 completions[index] = output
 
@@ -236,7 +244,7 @@ class GenerationCalls:
         origin: Origin,
         requests: list[GenerateRequest],
         attendance: Attendance | None,
-        take: Callable[[int, Output], None],
+        take: Callable[[int, Output], Awaitable[None]],
     ) -> NanoInferenceError | None:
         """Gives the outputs of all prompts as they come. Returns the error that ended them."""
 
@@ -245,7 +253,7 @@ class GenerationCalls:
                 self._submissions.outputs(origin, requests[index], begun, attendance)
             ) as outputs:
                 async for output in outputs:
-                    take(index, output)
+                    await take(index, output)
                     await anyio.lowlevel.checkpoint()
 
         published = () if attendance is None else attendance.begun_before
@@ -290,9 +298,14 @@ class GenerationCalls:
         attendance: Attendance | None,
     ) -> NanoInferenceError | None:
         """Chunks of all prompts as they come. Gives the error that ended them."""
+
+        async def take(index: int, output: Output) -> None:
+            chunks.put(index, output)
+            await chunks.room()
+
         async with anyio.create_task_group() as group:
             group.start_soon(chunks.send_all)
-            failure = await self._run(origin, requests, attendance, chunks.put)
+            failure = await self._run(origin, requests, attendance, take)
             chunks.close()
         if failure is None:
             await chunks.send_usage()

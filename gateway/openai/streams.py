@@ -14,6 +14,9 @@ from .answers import Answer, Answers, unbegun, usage_of, version_spans
 from .logprobs import Scored, scored
 from .positions import FINISHED, UNBEGUN, Position
 
+MOST_UNSENT = 4096
+"""Tokens of a stream that wait here for a client that does not read. The others wait on the bus."""
+
 
 class Choice:
     """What has come of a choice and was not sent yet.
@@ -63,6 +66,11 @@ class Choice:
         tokens_shown = call.logprobs is not None or call.token_ids or call.weight_versions
         told = bool(self._texts) or (tokens_shown and bool(self._tokens))
         return told or self._reason is not None
+
+    @property
+    def unsent(self) -> int:
+        """Tokens that have come and were not sent."""
+        return len(self._tokens)
 
     @property
     def sent(self) -> int:
@@ -194,12 +202,16 @@ class Chunks:
         self._scores_prompt = call.echo and call.logprobs is not None
         self._scored: set[int] = set()
         self._changed = anyio.Event()
+        self._unsent = 0
+        self._read = anyio.Event()
         self._closed = False
         self._begun = any(choice.begun for choices in self._choices for choice in choices)
 
     def put(self, prompt: int, output: Output) -> None:
         """There is something new of a prompt's choices."""
         choices = self._choices[prompt]
+        touched = choices if isinstance(output, Completion) else [choices[output.sample_index]]
+        before = sum(choice.unsent for choice in touched)
         if self._scores_prompt and prompt not in self._scored:
             tokens = self._answers.scored_prompt(prompt, output)
             if tokens or isinstance(output, Completion):
@@ -216,8 +228,16 @@ class Chunks:
         # A choice begins with its prompt, of which the first sample tells.
         if not self._scores_prompt or prompt in self._scored:
             self._due |= dict.fromkeys(choice for choice in choices if choice.due)
+        self._unsent += sum(choice.unsent for choice in touched) - before
         if self._due:
             self._changed.set()
+
+    async def room(self) -> None:
+        """Waits while too much waits for the client."""
+        while self._unsent > MOST_UNSENT and self._due:
+            if self._read.is_set():
+                self._read = anyio.Event()
+            await self._read.wait()
 
     def close(self) -> None:
         """Nothing more comes."""
@@ -240,6 +260,8 @@ class Chunks:
             # Only now: what came while the roles were sent is taken along.
             del self._due[choice]
             version = choice.version
+            self._unsent -= choice.unsent
+            self._read.set()
             await self._send_choice(choice, choice.take(), version)
             # The server takes what fits its buffers without a pause.
             await anyio.lowlevel.checkpoint()

@@ -21,12 +21,15 @@ async def test_a_call_is_found_with_all_that_was_noted(buses: Buses) -> None:
     await bus.calls.keep("c", b"\x00record", 10)
     assert await other.calls.read("c") == KeptCall(b"\x00record")
     for request_id, entry_id in (("c_0", "1-0"), ("c_1", "2-0")):
-        await bus.calls.note("c", request_id, entry_id)
+        assert not await bus.calls.note("c", request_id, entry_id)
     await other.calls.mark("c", "resumed")
     entries = {"c_0": "1-0", "c_1": "2-0"}
     wanted = KeptCall(b"\x00record", entries, frozenset({"resumed"}))
     assert await other.calls.read("c") == wanted
     assert await other.calls.read("c_0") is None
+    # Whoever publishes behind that is told.
+    await bus.calls.mark("c", "cancelled")
+    assert await other.calls.note("c", "c_2", "3-0")
     await other.calls.drop("c")
     assert await bus.calls.read("c") is None
 

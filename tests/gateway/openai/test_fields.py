@@ -43,7 +43,7 @@ def test_the_document_has_the_table() -> None:
 
 def test_the_document_has_the_endpoints() -> None:
     found = set()
-    for method, cell in re.findall(r"^\| `(GET|POST) (.+?)` \|", DOCUMENT.read_text(), re.M):
+    for method, cell in re.findall(r"^\| `(GET|POST|DELETE) (.+?)` \|", DOCUMENT.read_text(), re.M):
         found |= {(method, path) for path in cell.split("`, `")}
     module = "nano_inference.gateway.openai"
     app = make_app(FakeEngine(), Config())  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from nano_inference.bus.public import Completion
 from nano_inference.config import Config
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.client import BusClient
@@ -27,6 +28,9 @@ STORY: dict[str, Any] = {
     "ignore_eos": True,
     "seed": 7,
 }
+KEY = {"Idempotency-Key": "k-1"}
+LONG = STORY | {"max_tokens": 1900}
+SHORT = STORY | {"max_tokens": 150}
 ALL: dict[str, Any] = {
     "n": 3,
     "logprobs": 2,
@@ -104,7 +108,7 @@ async def test_behind_each_event_comes_the_exact_rest_at_another_gateway(
 
 async def test_a_stream_is_read_twice_while_it_runs(house: House) -> None:
     """Two connections, at two gateways; that the first one closes ends nothing any more."""
-    body = STORY | {"max_tokens": 400, "return_token_ids": True}
+    body = SHORT | {"return_token_ids": True}
     async with house.first.stream("POST", COMPLETIONS, json=body) as answer:
         events = read(answer)
         begun = [await anext(events) for _ in range(3)]
@@ -116,6 +120,64 @@ async def test_a_stream_is_read_twice_while_it_runs(house: House) -> None:
             await answer.aclose()
             rest += [event async for event in others]
     (choice,) = Told([*begun, *rest]).choices.values()
-    assert (len(choice["tokens"]), choice["reasons"]) == (400, ["length"])
+    assert (len(choice["tokens"]), choice["reasons"]) == (150, ["length"])
     whole = await house.first.post(COMPLETIONS, json=body | {"stream": False})
     assert "".join(choice["texts"]) == whole.json()["choices"][0]["text"]
+
+
+async def begin(
+    http: httpx.AsyncClient, body: dict[str, Any], headers: dict[str, str]
+) -> list[Event]:
+    """The first events of a stream, whose connection is then closed."""
+    async with http.stream("POST", COMPLETIONS, json=body, headers=headers) as answer:
+        assert answer.status_code == 200
+        events = read(answer)
+        begun = [await anext(events) for _ in range(3)]
+        await events.aclose()
+    return begun
+
+
+async def test_without_a_key_a_call_ends_with_its_connection(house: House) -> None:
+    """What there is of it can be read all the same."""
+    begun = await begin(house.first, LONG, {})
+    url = f"/v1/streams/{begun[-1].event_id.partition('.')[0]}"
+    rest = stream_of(await house.second.get(url, params={"after": begun[-1].event_id}))
+    (choice,) = Told([*begun, *rest]).choices.values()
+    assert choice["reasons"] == ["abort"]
+
+
+async def test_with_a_key_it_goes_on_and_is_sent_again_behind_what_came(house: House) -> None:
+    begun = await begin(house.first, SHORT, KEY)
+    last = {"Last-Event-ID": begun[-1].event_id}
+    rest = stream_of(await house.second.post(COMPLETIONS, json=SHORT, headers=KEY | last))
+    (choice,) = Told([*begun, *rest]).choices.values()
+    assert choice["reasons"] == ["length"]
+    # And from the beginning on.
+    again = stream_of(await house.first.post(COMPLETIONS, json=SHORT, headers=KEY))
+    assert Told(again).choices[0]["texts"] == choice["texts"]
+    assert {event.event_id.partition(".")[0] for event in again} == {
+        begun[0].event_id.partition(".")[0]
+    }
+
+
+@pytest.mark.parametrize("settings", [{"gateway__resume_grace_s": 0.2}])
+async def test_when_nobody_comes_back_it_ends(house: House) -> None:
+    begun = await begin(house.first, LONG, KEY)
+    answer_id = begun[0].event_id.partition(".")[0]
+    async with aclosing(house.pipeline.client.follow(answer_id)) as outputs:
+        async for output in outputs:
+            last = output
+    assert isinstance(last, Completion)
+    assert last.status == "cancelled"
+    again = stream_of(await house.second.post(COMPLETIONS, json=LONG, headers=KEY))
+    assert Told(again).choices[0]["reasons"] == ["abort"]
+
+
+async def test_a_stream_is_cancelled_at_the_other_gateway(house: House) -> None:
+    async with house.first.stream("POST", COMPLETIONS, json=LONG) as answer:
+        events = read(answer)
+        begun = [await anext(events) for _ in range(3)]
+        url = f"/v1/streams/{begun[0].event_id.partition('.')[0]}"
+        assert (await house.second.delete(url)).status_code == 200
+        begun += [event async for event in events]
+    assert Told(begun).choices[0]["reasons"] == ["abort"]

@@ -32,8 +32,11 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
         resume_grace_s: How long a call goes on without its client, where that has shown that it may
             come back: it sent an `Idempotency-Key`, or has come back before (`Last-Event-ID`). Any
             other ends at once when its connection closes. So long it also goes on when its gateway
-            was killed, whoever made it. 0: all end at once, and nobody looks for those of a gateway
-            that was killed.
+            was stopped or killed, whoever made it. 0: all end at once, and nobody looks for those
+            of a gateway that was killed.
+        event_ids: Whether the events of OpenAI's streams have ids, behind which a client can go on.
+            Some programs take each event for a line that begins with "data: ", as `vllm bench
+            serve`, and stumble over them.
         comment_s: A stream that has nothing to send for so long sends a comment, so that nobody on
             the way closes it.
         template_timeout_s: How long the model's chat template may take for one conversation.
@@ -71,6 +74,7 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
     min_body_bytes_per_s: int = 4096
     send_timeout_s: float = 60.0
     resume_grace_s: float = 30.0
+    event_ids: bool = True
     comment_s: float = 15.0
     template_timeout_s: float = 5.0
     allowed_hosts: tuple[str, ...] = ()

@@ -81,6 +81,7 @@ class Gateway:
         traceback: TracebackType | None,
     ) -> None:
         """Stops listening; requests in flight have a few seconds."""
+        self._kept.stop()
         self._server.should_exit = True
         await asyncio.shield(self._task)
         self._keeping.cancel()

@@ -31,7 +31,8 @@ class Attendance:
         call_id: Which call, which is the answer's own id.
         name: What the call has claimed, "" for nothing.
         resumable: Its client may come back to it.
-        entries: The entries of its requests that are known to be published, by request id.
+        entries: By request id, the entries of its requests that are known to be published; "" of
+            one that was ended before that.
         cut_short: Somebody has ended it; what is not published is not to be any more.
         failed: One of its requests has failed, and the others are to end.
     """
@@ -69,12 +70,13 @@ class Attendance:
 
     def begins(self, request_id: str) -> bool:
         """Whether a request may be begun, or has been."""
-        return not self.cut_short or request_id in self.entries
+        entry_id = self.entries.get(request_id)
+        return not self.cut_short if entry_id is None else bool(entry_id)
 
-    def end_early(self, request_id: str) -> None:
+    async def end_early(self, request_id: str) -> None:
         """Somebody has ended a request before it was published."""
-        self.cut_short = True
         self._unfinished.discard(request_id)
+        await self._note(request_id, "")
 
     def fail(self, error: NanoInferenceError) -> None:
         """The call has ended with an error."""
@@ -102,6 +104,8 @@ class Attendance:
                 async for output in outputs:
                     if entry_id and _is_duplicate(output):
                         break
+                    if not entry_id:
+                        await self._note(request_id, output.entry_id)
                     if isinstance(output, Completion):
                         self._unfinished.discard(request_id)
                     yield output
@@ -129,12 +133,18 @@ class Attendance:
 
     async def _publish_and_note(self, request: GenerateRequest, trace: TraceContext) -> str:
         entry_id = await self._engine.publish(request, trace)
-        self.entries[request.request_id] = entry_id
         # Before anything of it is sent: whoever comes back finds it.
-        if await self._engine.bus.calls.note(self.call_id, request.request_id, entry_id):
+        if await self._note(request.request_id, entry_id):
             self.cut_short = True
             await self._engine.cancel(request.request_id, entry_id)
         return entry_id
+
+    async def _note(self, request_id: str, entry_id: str) -> bool:
+        """Which entry a request has, unless that is known; returns as `Calls.note`."""
+        if self.entries.get(request_id) == entry_id:
+            return False
+        self.entries[request_id] = entry_id
+        return await self._engine.bus.calls.note(self.call_id, request_id, entry_id)
 
 
 class KeptCalls:
@@ -150,6 +160,7 @@ class KeptCalls:
         self._attended: dict[str, list[Attendance]] = {}
         self._ended: set[str] = set()
         self._leaving = Cancellations()
+        self._stopping = False
         self._log = structlog.get_logger()
 
     @asynccontextmanager
@@ -204,9 +215,9 @@ class KeptCalls:
             others.remove(attendance)
             if not others:
                 del self._attended[attendance.call_id]
-            if attendance.ended and not attendance.cut_short:
+            if attendance.ended:
                 self._ended.add(attendance.call_id)
-            elif attendance.ended or attendance.failed or not others:
+            elif attendance.failed or not others:
                 await self._leaving.begin(self._leave(attendance))
 
     async def claim(self, name: str, call_id: str, record: bytes) -> str:
@@ -260,6 +271,11 @@ class KeptCalls:
                     self._log.warning("calls_not_attended", error=error.message)
                 told = True
 
+    def stop(self) -> None:
+        """From now on it is the gateway that closes connections, and their clients may go to
+        another one."""
+        self._stopping = True
+
     async def aclose(self) -> None:
         """Waits for what is still to be said of calls whose connections closed."""
         await self._leaving.wait()
@@ -278,11 +294,6 @@ class KeptCalls:
     async def _leave(self, attendance: Attendance) -> None:
         await attendance.published()
         call_id = attendance.call_id
-        if attendance.cut_short:
-            await self._calls.mark(call_id, "cancelled")
-        if attendance.ended:
-            self._ended.add(call_id)
-            return
         if self._grace_s and not attendance.failed and await self._may_resume(attendance):
             await self._calls.attend({call_id: attendance.name}, self._grace_s)
             return
@@ -294,8 +305,9 @@ class KeptCalls:
         await self._calls.leave([call_id])
 
     async def _may_resume(self, attendance: Attendance) -> bool:
-        """Its client may have come back at another gateway, before it was seen to have left."""
-        if attendance.resumable:
+        """Its client may have come back at another gateway before it was seen to have left; and it
+        has not left when this one does."""
+        if attendance.resumable or self._stopping:
             return True
         kept = await self._calls.read(attendance.call_id)
         return kept is not None and "resumed" in kept.marks
@@ -310,7 +322,7 @@ class KeptCalls:
                 await self._cancel(kept.entries)
 
     async def _cancel(self, entries: dict[str, str]) -> None:
-        for request_id, entry_id in list(entries.items()):
+        for request_id, entry_id in [each for each in entries.items() if each[1]]:
             await self._engine.cancel(request_id, entry_id)
 
 

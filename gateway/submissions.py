@@ -203,7 +203,7 @@ class Submissions:
         """
         published = attendance is not None and request.request_id in attendance.entries
         if attendance is not None and not (begun and attendance.begins(request.request_id)):
-            attendance.end_early(request.request_id)
+            await attendance.end_early(request.request_id)
             begun = False
         if not begun:
             yield Completion(

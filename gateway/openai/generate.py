@@ -274,7 +274,10 @@ class GenerationCalls:
         attend: Attend,
         after: Position | None = None,
     ) -> Response:
-        async def produce(send: SendEvent) -> None:
+        async def produce(send_event: SendEvent) -> None:
+            async def send(data: bytes, event_id: str = "") -> None:
+                await send_event(data, event_id if self._config.gateway.event_ids else "")
+
             chunks = Chunks(answers, send, after)
             async with attend() as attendance:
                 failure = await self._send_chunks(origin, requests, chunks, attendance)

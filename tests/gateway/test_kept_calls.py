@@ -131,6 +131,16 @@ async def test_those_of_a_killed_gateway_are_ended_by_another(engine: FakeEngine
     await close(connection)
 
 
+async def test_those_of_a_gateway_that_is_stopped_go_on(engine: FakeEngine) -> None:
+    kept = gateway(engine, SOON_S)
+    connection = await connect(kept, "c")
+    kept.stop()
+    await close(connection)
+    assert cancelled(engine) == []
+    async with serving(gateway(engine, SOON_S)):
+        await engine.until(lambda: cancelled(engine) == ["c"])
+
+
 async def test_who_has_come_back_elsewhere_has_not_left(engine: FakeEngine) -> None:
     """A connection that is dead is seen to be closed after its client has come back."""
     first, second = gateway(engine, LATER_S), gateway(engine, LATER_S)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 
 from ..config import Config, NanoInferenceError
 from ..pipeline.client import BusClient
-from .callers import caller_checks
+from .callers import JsonOnly
 from .http import answer_error
 from .kept_calls import KeptCalls
 from .measures import Measures
 from .openai import openai_routes
+from .probes import probe_routes
+from .readiness import Readiness
 from .sglang import sglang_routes
 from .submissions import Submissions
 from .words import LazyWords
@@ -20,13 +23,19 @@ from .words import LazyWords
 _ANSWERED = (NanoInferenceError, HTTPException, ClientDisconnect, Exception)
 
 
-def make_app(engine: BusClient, config: Config, measures: Measures | None = None) -> Starlette:
-    """An application that serves an engine.
+def make_app(
+    engine: BusClient,
+    config: Config,
+    measures: Measures | None = None,
+    readiness: Readiness | None = None,
+) -> Starlette:
+    """An application that serves an engine, to whoever calls it; `HttpServer` asks who that is.
 
     Args:
         engine: The client that reaches it.
         config: The engine's settings as far as clients ask for them, and the gateway's own.
         measures: Where it tells what it does; None for nowhere.
+        readiness: Whether it takes requests; None for one that nobody changes.
 
     Returns:
         The application. Whoever serves it runs `KeptCalls.run_forever` of its `state.kept_calls`
@@ -34,14 +43,16 @@ def make_app(engine: BusClient, config: Config, measures: Measures | None = None
     """
     measures = measures or Measures()
     words = LazyWords(config.engine.model_folder)
-    submissions = Submissions(engine, config, measures)
+    readiness = readiness or Readiness(engine)
+    submissions = Submissions(engine, config, measures, readiness)
     kept = KeptCalls(engine, config)
     app = Starlette(
         routes=[
-            *sglang_routes(engine, config, words, submissions, measures),
+            *probe_routes(readiness),
+            *sglang_routes(engine, config, words, submissions, measures, readiness),
             *openai_routes(config, words, submissions, kept),
         ],
-        middleware=caller_checks(config.gateway, measures),
+        middleware=[Middleware(JsonOnly, measures)],
         exception_handlers=dict.fromkeys(_ANSWERED, answer_error),
     )
     app.state.kept_calls = kept

@@ -80,8 +80,8 @@ class Attendance:
 
     def fail(self, error: NanoInferenceError) -> None:
         """The call has ended with an error."""
-        if isinstance(error, BusError):
-            # The bus may come back, and the client with it.
+        if isinstance(error, BusError) or (error.code == "shutting_down" and self.entries):
+            # The bus may come back, or the client go to another gateway.
             self.resumable = True
         else:
             self.failed = True

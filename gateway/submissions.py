@@ -24,10 +24,11 @@ from ..config import BusError, Config, NanoInferenceError, RequestError
 from ..pipeline.client import BusClient
 from ..telemetry import instruments
 from .budgets import HEADER
-from .http import EngineError
+from .http import DEFAULT_RETRY_S, EngineError
 from .kept_calls import Attendance
 from .measures import Measures
 from .origin import Origin
+from .readiness import DRAINING, Readiness
 from .turns import Turns, WaitingCall
 
 AT_ONCE = 16
@@ -54,10 +55,13 @@ class _TooLate(EngineError):
 class Submissions:
     """The requests of a gateway that wait for a place or are in the pipeline."""
 
-    def __init__(self, engine: BusClient, config: Config, measures: Measures) -> None:
+    def __init__(
+        self, engine: BusClient, config: Config, measures: Measures, readiness: Readiness
+    ) -> None:
         self._engine = engine
         self._config = config
         self._measures = measures
+        self._readiness = readiness
         self._turns = Turns(config.gateway_places, config.gateway.max_waiting, measures)
         self._count_lanes_at = 0.0
         # One may be attended by several connections.
@@ -143,8 +147,14 @@ class Submissions:
             published: The ids of those that have begun before and need no place here.
 
         Raises:
-            NanoInferenceError: The first error.
+            NanoInferenceError: The first error; `shutting_down` when the gateway is to stop.
         """
+        if self._readiness.draining:
+            raise EngineError(
+                f"{DRAINING}; send it again, to another one",
+                code="shutting_down",
+                retry_after_s=DEFAULT_RETRY_S,
+            )
         failure: NanoInferenceError | None = None
 
         async def run_one(index: int, begun: bool, placed: bool) -> None:
@@ -219,6 +229,7 @@ class Submissions:
             async with aclosing(submit(request, origin.trace)) as outputs:
                 async for output in outputs:
                     if isinstance(output, Completion):
+                        origin.account.add(output.usage)
                         _check(output)
                     yield output
 

@@ -11,6 +11,7 @@ import pytest
 
 from nano_inference.bus.public import GenerateRequest
 from nano_inference.config import load_config
+from nano_inference.gateway.http import EngineError
 from nano_inference.gateway.kept_calls import Attendance, KeptCalls
 from nano_inference.telemetry import TraceContext
 
@@ -139,6 +140,26 @@ async def test_those_of_a_gateway_that_is_stopped_go_on(engine: FakeEngine) -> N
     assert cancelled(engine) == []
     async with serving(gateway(engine, SOON_S)):
         await engine.until(lambda: cancelled(engine) == ["c"])
+
+
+async def test_who_is_sent_away_by_a_gateway_that_drains_goes_to_another(
+    engine: FakeEngine,
+) -> None:
+    """Of what has not begun nothing is kept: it may be sent again with its key at once."""
+    kept = gateway(engine, LATER_S)
+    no = EngineError("no", code="shutting_down")
+    await close(await connect(kept, "c"))
+    found = await kept.find("c")
+    assert found is not None
+    engine.calls.clear()
+    async with kept.resumed("c", found, ["c"]) as attendance:
+        attendance.fail(no)
+    assert cancelled(engine) == []
+    await kept.claim("name", "d", b"")
+    async with kept.begun("d", b"", ["d"], name="name") as attendance:
+        attendance.fail(no)
+    assert await kept.find("d") is None
+    assert await kept.claim("name", "e", b"") == "e"
 
 
 async def test_who_has_come_back_elsewhere_has_not_left(engine: FakeEngine) -> None:

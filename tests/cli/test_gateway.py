@@ -81,7 +81,7 @@ def stopped_in_mid_stream(
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert refused.json()["error"]["code"] == "shutting_down"
         httpx.post(f"{url}/continue_generation", json={}, timeout=LIMIT_S).raise_for_status()
-        events = [line for line in lines if line]
+        events = [line for line in lines if line.startswith("data: ")]
     assert events[-1] == "data: [DONE]"
     assert '"finish_reason":"length"' in events[-2]
     assert process.wait(LIMIT_S) == 0

@@ -9,7 +9,9 @@ from starlette.requests import ClientDisconnect
 
 from ..config import Config, NanoInferenceError
 from ..pipeline.client import BusClient
+from .anthropic import anthropic_routes
 from .callers import JsonOnly
+from .chat_templates import ChatTemplates
 from .http import answer_error
 from .kept_calls import KeptCalls
 from .measures import Measures
@@ -43,6 +45,7 @@ def make_app(
     """
     measures = measures or Measures()
     words = LazyWords(config.engine.model_folder)
+    templates = ChatTemplates(words, config.engine.max_model_len, config.gateway.template_timeout_s)
     readiness = readiness or Readiness(engine)
     submissions = Submissions(engine, config, measures, readiness)
     kept = KeptCalls(engine, config)
@@ -50,7 +53,8 @@ def make_app(
         routes=[
             *probe_routes(readiness),
             *sglang_routes(engine, config, words, submissions, measures, readiness),
-            *openai_routes(config, words, submissions, kept),
+            *openai_routes(config, words, submissions, kept, templates),
+            *anthropic_routes(config, words, submissions, templates),
         ],
         middleware=[Middleware(JsonOnly, measures)],
         exception_handlers=dict.fromkeys(_ANSWERED, answer_error),

@@ -46,7 +46,7 @@ def only_known_callers(app: ASGIApp, config: GatewayConfig, measures: Measures) 
             allow_origins=[origin.lower() for origin in config.allowed_origins],
             allow_methods=("GET", "POST", "PUT", "DELETE"),
             allow_headers=("*",),
-            expose_headers=("Retry-After", "X-Request-Id", "X-Should-Retry"),
+            expose_headers=("Retry-After", "X-Request-Id", "X-Should-Retry", "Request-Id"),
         )
     return _KnownCallers(app, config, measures)
 

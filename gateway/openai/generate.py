@@ -1,4 +1,4 @@
-"""`/v1/completions` and `/v1/chat/completions`: at once, or as a stream of chunks."""
+"""Completions, chats, and tokens in and out: at once, or as a stream of chunks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .errors import as_openai
 from .idempotency import Keyed, keyed
 from .messages import conversation_of
 from .positions import Position, answer_of, read_position
-from .requests import Call, Prompt, read_chat, read_completion
+from .requests import Call, Prompt, read_chat, read_completion, read_generate
 from .resuming import BegunAnswers, Found
 from .shapes import Shape
 from .streams import Chunks
@@ -108,6 +108,15 @@ class GenerationCalls:
         self._submissions.end_waiting(call_id)
         await self._kept.cancel(call_id)
         return JsonResponse({"id": call_id, "object": "stream.cancelled", "cancelled": True})
+
+    async def tokens(self, request: Request) -> Response:
+        tenant = tenant_of(request)
+        body = await read_object(request, self._config.gateway.max_body_bytes)
+        call, prompt = read_generate(body, self._config)
+        again = keyed(request, tenant, body)
+        if call.stream and (event_id := last_event_id(request)):
+            return await self._resume(request, tenant, answer_of(event_id), event_id, again)
+        return await self._answer(request, tenant, call, [prompt], again)
 
     async def _answer(
         self, request: Request, tenant: str, call: Call, prompts: list[Prompt], key: Keyed | None
@@ -275,8 +284,9 @@ class GenerationCalls:
         after: Position | None = None,
     ) -> Response:
         async def produce(send_event: SendEvent) -> None:
-            async def send(data: bytes, event_id: str = "") -> None:
-                await send_event(data, event_id if self._config.gateway.event_ids else "")
+            async def send(data: bytes, event_id: str = "", *, name: str = "") -> None:
+                shown = event_id if self._config.gateway.event_ids else ""
+                await send_event(data, shown, name=name)
 
             chunks = Chunks(answers, send, after)
             async with attend() as attendance:
@@ -284,7 +294,7 @@ class GenerationCalls:
             # What has no tokens leaves the client where it was: behind an error it may come back.
             event_id = chunks.position.event_id
             if failure is not None:
-                error = as_openai(failure, chat=answers.call.chat)
+                error = as_openai(failure, answers.call.kind)
                 if not stream.committed:
                     raise error
                 await send(msgspec.json.encode(error_body(error)), event_id)

@@ -12,7 +12,7 @@ import msgspec
 from starlette.requests import Request
 
 from ...config import RequestError
-from .fields import Body
+from ..fields import Body
 
 HEADER = "Idempotency-Key"
 MAX_KEY_LENGTH = 255

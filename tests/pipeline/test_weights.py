@@ -32,7 +32,7 @@ from nano_inference.stages.executor.core import ExecutorCore
 
 from .. import oracle
 from . import reference
-from .conftest import MakeConfig
+from .conftest import MakeConfig, both_buses
 from .test_life import break_once, until, whole_stream, whole_streams
 from .test_memory import held
 
@@ -43,8 +43,6 @@ MOST_GROWTH_BYTES = 16 << 20
 ANSWERED_S = client.ANSWER_S - 5
 State = dict[str, Tensor]
 Spell = Callable[[Mapping[str, Tensor], int], State]
-
-pytestmark = pytest.mark.parametrize("make_config", ["memory", "redis-links"], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +148,7 @@ async def under_load(
     return mixed
 
 
+@both_buses
 async def test_each_token_is_stamped_with_the_weights_that_made_it(
     running: Pipeline, loaded: State
 ) -> None:
@@ -171,16 +170,17 @@ async def test_no_kv_is_stale_after_an_update(
 
 @pytest.mark.slow
 @pytest.mark.soak
+@both_buses
 async def test_hundreds_of_updates_under_load(
     loaded: State, pure_logprob: float, make_config: MakeConfig, soak: bool
 ) -> None:
-    """800 in memory, and 200 over Redis; every day a quarter. They leave no memory behind."""
+    """800 in memory, and 200 over Redis; every day a tenth. They leave no memory behind."""
     # The cache is so small that all of it has been written to before the measurement begins.
     config = make_config(engine__kv_cache_bytes=8 << 20)
     resident: dict[int, int] = {}
     in_flight: InFlight = "keep" if config.bus.url == "memory" else "retract"
-    updates = (800 if config.bus.url == "memory" else 200) // (1 if soak else 4)
-    warm = 100 if soak else 25
+    updates = (800 if config.bus.url == "memory" else 200) // (1 if soak else 10)
+    warm = 100 if soak else updates // 2
 
     def check(completion: Completion) -> int:
         return check_purity(completion, pure_logprob, whole=in_flight == "retract")
@@ -225,6 +225,7 @@ async def test_weights_change_while_paused(running: Pipeline, loaded: State) -> 
     assert versions_of(completion)[-1] == 2
 
 
+@both_buses
 async def test_retracted_requests_go_on_as_if_nothing_had_been(
     running: Pipeline, resumed: list[NewSequence]
 ) -> None:
@@ -244,6 +245,7 @@ async def test_retracted_requests_go_on_as_if_nothing_had_been(
     assert any(new.num_cached == 0 for new in resumed)
 
 
+@both_buses
 async def test_a_pause_that_is_called_off_is_answered(running: Pipeline) -> None:
     """By a client that resumes before the steps under way are done."""
     streams = asyncio.create_task(whole_streams(running))
@@ -283,6 +285,7 @@ async def test_an_update_can_abort_what_runs(running: Pipeline, loaded: State) -
     assert check_stamps(await running.complete(greedy(1, 5))) == 1
 
 
+@both_buses
 async def test_what_becomes_of_requests_is_never_guessed(running: Pipeline, loaded: State) -> None:
     """An unknown mode is an error; nothing pauses."""
     client, unknown = running.client, cast(InFlight, "finish")
@@ -381,6 +384,7 @@ async def test_one_update_at_a_time(running: Pipeline, loaded: State) -> None:
     assert await running.client.weight_version() == max(done) == len(done)
 
 
+@both_buses
 async def test_an_update_outlives_the_failure_of_another_stage(
     running: Pipeline, loaded: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,6 +399,7 @@ async def test_an_update_outlives_the_failure_of_another_stage(
     assert versions_of(completion)[-1] == 2
 
 
+@both_buses
 async def test_an_executor_that_fails_says_that_the_update_is_lost(
     running: Pipeline, loaded: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -411,6 +416,7 @@ async def test_an_executor_that_fails_says_that_the_update_is_lost(
     assert check_stamps(await running.complete(greedy(0, 5))) == 1
 
 
+@both_buses
 async def test_nobody_answers(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a pipeline an operation ends with an error, within its time."""
     monkeypatch.setattr(client, "ANSWER_S", 0.2)

@@ -93,7 +93,7 @@ async def begun(client: BusClient) -> list[asyncio.Task[Completion]]:
         assert isinstance(last, Completion)
         return last
 
-    requests = [msgspec.structs.replace(greedy(n, 400, 2), stream=True) for n in range(6)]
+    requests = [msgspec.structs.replace(greedy(n, 200, 2), stream=True) for n in range(6)]
     streams = [client.submit(request) for request in requests]
     for stream in streams:
         assert not isinstance(await anext(stream), Completion)

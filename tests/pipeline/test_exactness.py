@@ -55,7 +55,7 @@ def check_tokens(request: GenerateRequest, completion: Completion) -> None:
     assert list(sample.token_ids) == wanted, request.prompt
 
 
-def test_transformers_is_not_talked_into_anything() -> None:
+async def test_transformers_is_not_talked_into_anything() -> None:
     """What is claimed to be its tokens is told from them."""
     prompt = reference.tokenizer().encode("98 + 25 =")
     wanted = reference.generate(prompt, 16)

@@ -24,12 +24,19 @@ from nano_inference.telemetry import names, setup_tracing
 from .conftest import MakeConfig, both_buses
 
 LIMIT_S = 240
+# More than two time slices of ten.
+LONG_TOKENS = 24
 
 
 def long_request(index: int, **fields: Any) -> dict[str, Any]:
     return {
         "prompt": f"Story about Ana, a cat and {index} balls:",
-        "sampling": {"temperature": 1.0, "seed": index, "max_tokens": 40, "ignore_eos": True},
+        "sampling": {
+            "temperature": 1.0,
+            "seed": index,
+            "max_tokens": LONG_TOKENS,
+            "ignore_eos": True,
+        },
         "n": 1 + index % 2,
         **fields,
     }
@@ -103,7 +110,7 @@ async def test_streams_that_pause_are_those_of_an_undisturbed_run(
     async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
         assert await all_tokens(pipeline) == wanted
         # The last step's tokens may be counted after they have been delivered.
-        await until(lambda: counts_of(pipeline).tokens == {0: 8 * 40 * 3 // 2, 8: 24})
+        await until(lambda: counts_of(pipeline).tokens == {0: 8 * LONG_TOKENS * 3 // 2, 8: 24})
         counts = counts_of(pipeline)
         assert counts.yields > 10
         assert counts.preemptions > 0
@@ -209,7 +216,7 @@ async def test_a_quiet_tenant_does_not_wait_for_a_noisy_one(make_config: MakeCon
         order.append(name)
 
     async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
-        sampling = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
+        sampling = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
         noisy = [
             {"prompt": f"{i} + 1 =", "sampling": sampling, "tenant": "noisy"} for i in range(60)
         ]
@@ -225,7 +232,7 @@ async def test_a_quiet_tenant_does_not_wait_for_a_noisy_one(make_config: MakeCon
 async def test_a_change_of_settings_holds_at_once_for_what_runs(make_config: MakeConfig) -> None:
     config = make_config(engine__max_batch_size=1)
     async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
-        sampling = {"temperature": 0, "max_tokens": 500, "ignore_eos": True}
+        sampling = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
         long = {"prompt": "1 + 1 =", "sampling": sampling}
         low = asyncio.create_task(tokens_of(pipeline, long))
         await until(lambda: fairness_of(pipeline)._core.credits == 0)

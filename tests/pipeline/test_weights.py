@@ -8,10 +8,12 @@ import random
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, cast
 
+import msgspec
 import pytest
 from torch import Tensor
 
 from nano_inference import (
+    BusClient,
     Completion,
     EngineConfig,
     GenerateRequest,
@@ -72,6 +74,19 @@ def greedy(number: int, max_tokens: int, n: int = 1) -> GenerateRequest:
     prompt = [5 + number % 3] * 40 + [9] * (number % 5)
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     return GenerateRequest(prompt_token_ids=tuple(prompt), sampling=sampling, n=n)
+
+
+async def begun(client: BusClient, request: GenerateRequest) -> asyncio.Task[Completion]:
+    """A request that has had its first token, and is far from its last."""
+
+    async def rest() -> Completion:
+        last = [output async for output in outputs][-1]
+        assert isinstance(last, Completion)
+        return last
+
+    outputs = client.submit(msgspec.structs.replace(request, stream=True))
+    assert not isinstance(await anext(outputs), Completion)
+    return asyncio.create_task(rest())
 
 
 def versions_of(completion: Completion, index: int = 0) -> list[int]:
@@ -202,8 +217,7 @@ async def test_kept_kv_is_what_in_flight_means(
 ) -> None:
     """The oracle can tell: a sequence that goes on over an update rests on both versions' KV."""
     await running.client.update_weights(oracle.remembering(loaded, 1))
-    request = asyncio.create_task(running.complete(greedy(0, 400)))
-    await asyncio.sleep(0.1)
+    request = await begun(running.client, greedy(0, 200))
     await running.client.update_weights(oracle.remembering(loaded, 2))
     (sample,) = (await request).samples
     assert len(sample.weight_versions) == 2
@@ -213,8 +227,7 @@ async def test_kept_kv_is_what_in_flight_means(
 async def test_weights_change_while_paused(running: Pipeline, loaded: State) -> None:
     """The blocking way: pause, sync, resume."""
     await running.client.update_weights(oracle.announcing(loaded, 1))
-    request = asyncio.create_task(running.complete(greedy(0, 300)))
-    await asyncio.sleep(0.1)
+    request = await begun(running.client, greedy(0, 200))
     await running.client.pause()
     assert await running.client.update_weights(oracle.announcing(loaded, 2)) == 2
     assert await running.client.weight_version() == 2
@@ -258,10 +271,7 @@ async def test_a_pause_that_is_called_off_is_answered(running: Pipeline) -> None
 
 
 async def test_aborted_requests_return_what_they_have(running: Pipeline) -> None:
-    running_requests = [asyncio.create_task(running.complete(greedy(n, 1500))) for n in range(4)]
-    batching = running._actors["batching"]
-    await until(lambda: batching.load().get("running") == 4)
-    await asyncio.sleep(0.1)
+    running_requests = [await begun(running.client, greedy(n, 1500)) for n in range(4)]
     await running.client.pause("abort")
     for completion in await asyncio.gather(*running_requests):
         assert completion.status == "cancelled"
@@ -343,7 +353,7 @@ async def test_weights_that_are_no_numbers_are_refused(running: Pipeline, loaded
     await running.client.update_weights(oracle.announcing(loaded, 1))
     broken = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1)]
     broken += ["model.layers.0.self_attn.v_proj.bias", "model.norm.weight"]
-    request = asyncio.create_task(running.complete(greedy(0, 400)))
+    request = asyncio.create_task(running.complete(greedy(0, 200)))
     for bad in (math.nan, math.inf, -math.inf, 1e39):
         new = oracle.announcing(loaded, 2)
         for name in broken:
@@ -390,8 +400,7 @@ async def test_an_update_outlives_the_failure_of_another_stage(
 ) -> None:
     """Batching fails when it is told; the executor tells its successor."""
     await running.client.update_weights(oracle.announcing(loaded, 1))
-    request = asyncio.create_task(running.complete(greedy(0, 400)))
-    await asyncio.sleep(0.05)
+    request = await begun(running.client, greedy(0, 200))
     break_once(monkeypatch, BatchingCore, "change_weights", after=1)
     assert await running.client.update_weights(oracle.announcing(loaded, 2)) == 2
     completion = await request

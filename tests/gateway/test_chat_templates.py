@@ -20,6 +20,12 @@ ENDLESS = (
     "{% set many = range(90000) %}{% for a in many %}{% for b in many %}{% endfor %}{% endfor %}"
 )
 
+ENDLESS_IN_MACRO = (
+    "{% macro all(name) %}{% for a in range(90000) %}{% endfor %}{% endmacro %}"
+    "{% for a in range(90000) %}{{ messages | map(attribute='role') | map('upper') | list }}"
+    "{{ all(a) }}{% endfor %}"
+)
+
 
 class Model:
     """A folder with the bundled model's tokenizer and a template of its own."""
@@ -74,8 +80,9 @@ async def test_a_template_that_fails(model: Model, template: str, code: str) -> 
     assert await refused(model.with_template(template)) == code
 
 
-async def test_a_template_without_end_is_stopped(model: Model) -> None:
-    templates = model.with_template(ENDLESS, timeout_s=0.2)
+@pytest.mark.parametrize("template", [ENDLESS, ENDLESS_IN_MACRO])
+async def test_a_template_without_end_is_stopped(model: Model, template: str) -> None:
+    templates = model.with_template(template, timeout_s=0.2)
     # Both of its threads are free again, however often it is called.
     codes = [await refused(templates) for _ in range(3)]
     assert codes == ["chat_template_failed"] * 3

@@ -12,6 +12,8 @@ from pathlib import Path
 # Before torch is imported. With small models a second thread gains nothing, and where other work
 # runs on the same cores it makes each step many times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Where a test has two all the same, neither burns the core that the other one waits for.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest

@@ -171,7 +171,7 @@ async def test_a_killed_executor_reads_the_folder_again(house: House, tmp_path: 
         await until_ready(client, 1)
         assert await client.update_weights(FolderWeights(str(tmp_path)), version=19) == 19
         assert "weights_restored" not in house.log.read_text()
-        running = [await begun(client, greedy(n, 300, 2)) for n in range(6)]
+        running = [await begun(client, greedy(n, 300, 2)) for n in range(3)]
         await kill_executor(client, 1)
         for completion in await asyncio.gather(*running):
             for version, tokens in stamped(completion):
@@ -189,7 +189,7 @@ async def test_a_killed_replica_gets_what_the_other_has(redis_url: str, tmp_path
         async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
             await until_ready(client, 2)
             assert await client.update_weights(FolderWeights(str(tmp_path)), version=7) == 7
-            running = [await begun(client, greedy(n, 300, 2)) for n in range(6)]
+            running = [await begun(client, greedy(n, 300, 2)) for n in range(3)]
             await kill_executor(client, 2, "executor.1")
             later = [client.complete(greedy(n, 9, 4)) for n in range(8)]
             for completion in await asyncio.gather(*running, *later):

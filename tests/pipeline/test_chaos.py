@@ -12,7 +12,7 @@ from ..rig import load
 
 pytestmark = pytest.mark.slow
 
-EVERY_DAY: dict[str, Any] = {"requests": 40, "kills": 7, "concurrency": 16, "longest": 40}
+EVERY_DAY: dict[str, Any] = {"requests": 24, "kills": 7, "concurrency": 12, "longest": 40}
 SOAK: dict[str, Any] = {"requests": 400, "kills": 56, "concurrency": 24, "longest": 80}
 
 HTTP_EVERY_DAY: dict[str, Any] = {"requests": 24, "kills": 7, "concurrency": 8, "longest": 40}

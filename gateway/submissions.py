@@ -168,11 +168,7 @@ class Submissions:
                 if placed:
                     self._turns.give_back(origin.tenant)
 
-        waiting = {
-            request_id: index
-            for index, request_id in enumerate(request_ids)
-            if request_id not in published
-        }
+        waiting = {name: index for index, name in enumerate(request_ids) if name not in published}
         async with anyio.create_task_group() as group:
             for index, request_id in enumerate(request_ids):
                 if request_id not in waiting:

@@ -138,7 +138,8 @@ def _check_variables(variables: dict[str, Any], template: str, tokenizer: Any) -
     for name in variables:
         if name in taken or not name.isidentifier() or name in tokenizer.special_tokens_map:
             why = "that can't be given to a chat template"
-        elif re.search(rf"\b{name}\b", template) is None:
+        # A pattern of megabytes takes seconds to compile.
+        elif name not in template or re.search(rf"\b{name}\b", template) is None:
             why = "the model's chat template does not read it"
         else:
             continue
@@ -160,6 +161,7 @@ class _Work:
         self._work = work
         self._lock = threading.Lock()
         self._thread_id = 0
+        self._stopped = False
 
     def run(self, begun: Callable[[], None]) -> Any:
         """Raises _TimeOver after `stop`."""
@@ -169,18 +171,23 @@ class _Work:
             return self._work()
         finally:
             with self._lock:
-                _raise_in(self._thread_id, None)
                 self._thread_id = 0
+            # An error that is yet to come must not meet whatever this thread does next. It is not
+            # taken back: Python 3.11 would for ever look for one, and hang in a debugger.
+            rounds = 2 if self._stopped else 0
+            while rounds:
+                rounds -= 1  # raised at a jump back at the latest
 
     def stop(self) -> None:
         with self._lock:
             if self._thread_id:
+                self._stopped = True
                 _raise_in(self._thread_id, _TimeOver)
 
 
-def _raise_in(thread_id: int, error: type[BaseException] | None) -> None:
-    """Has a thread raise an error soon, or, by None, not raise one that was yet to come."""
-    wanted = None if error is None else ctypes.py_object(error)
+def _raise_in(thread_id: int, error: type[BaseException]) -> None:
+    """Has a thread raise an error soon."""
+    wanted = ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), wanted)
 
 

@@ -6,11 +6,13 @@ import asyncio
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nano_inference.config import Config, RequestError
+from nano_inference.gateway import chat_templates
 from nano_inference.gateway.chat_templates import ChatTemplates, Conversation
 from nano_inference.gateway.words import LazyWords
 
@@ -81,6 +83,25 @@ async def test_a_template_without_end_is_stopped(model: Model) -> None:
     assert codes == ["chat_template_failed"] * 3
 
 
+async def test_nothing_is_raised_in_a_thread_whose_template_ends_in_time(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised: list[object] = []
+    monkeypatch.setattr(chat_templates, "_raise_in", lambda *arguments: raised.append(arguments))
+    for _ in range(3):
+        assert await model.text("x", Conversation(turns=HELLO)) == "x"
+    assert not raised
+
+
+def test_an_error_that_comes_at_the_very_end_meets_nothing_else() -> None:
+    """Here the thread that is stopped stops itself, with the last thing that it does."""
+    work = chat_templates._Work(lambda: work.stop())
+    for _ in range(20):
+        with pytest.raises(chat_templates._TimeOver):
+            work.run(lambda: None)
+    assert sum(range(1000)) == 499_500, "nothing is raised any more"
+
+
 async def test_others_are_served_while_a_template_runs(model: Model) -> None:
     templates = model.with_template(ENDLESS + "{{ messages[0].content }}", timeout_s=0.5)
     running = asyncio.create_task(refused(templates))
@@ -106,6 +127,20 @@ async def test_messages_that_are_too_long_are_not_rendered(model: Model) -> None
 async def test_variables_reach_the_template(model: Model) -> None:
     conversation = Conversation(turns=HELLO, variables={"mood": "glad"})
     assert await model.text("{{ mood }} {{ messages[0].content }}", conversation) == "glad hello"
+
+
+async def test_no_pattern_is_made_of_a_name_that_the_template_has_not(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of megabytes would take seconds to compile."""
+
+    def never(pattern: str, text: str) -> None:
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(chat_templates, "re", SimpleNamespace(search=never))
+    conversation = Conversation(turns=HELLO, variables={"k" * 100: 1})
+    with pytest.raises(RequestError, match="does not read it"):
+        await model.text("{{ mood }}", conversation)
 
 
 async def test_a_developer_stays_one_where_the_template_knows_it(model: Model) -> None:

@@ -19,7 +19,7 @@ import threading
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from nano_inference.cli.children import adopt_orphans
 from nano_inference.cli.fork_server import MOST_BYTES, READY, import_stages, serve
@@ -69,7 +69,7 @@ class Program:
         self.stdin, self.output = open(stdin, "w"), open(output)  # noqa: SIM115
         self._status: int | None = None
 
-    def __enter__(self) -> Program:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

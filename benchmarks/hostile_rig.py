@@ -28,6 +28,9 @@ GRACE_S = 60.0
 
 START_LIMIT_S = 90.0
 
+_FULL_BATCH = 256
+"""Requests at once, as many as `engine.max_batch_size`."""
+
 WORST_S = 1.0
 """Longest wait of a bystander."""
 
@@ -53,7 +56,7 @@ class Live:
     Attributes:
         target: Where it is.
         pids: Of each process by its role, when it had just started.
-        start_mb: What all of them took then.
+        start_mb: What ours took when they had served as many requests as they run at once.
     """
 
     def __init__(self, folder: Path, descriptors: int | None = None) -> None:
@@ -77,7 +80,7 @@ class Live:
             )
 
     def wait(self) -> None:
-        """Until it has answered a request. Raises RuntimeError when it does not."""
+        """Until it has answered requests. Raises RuntimeError when it does not."""
         body = json.dumps({"text": "1 + 1 =", "sampling_params": {"max_new_tokens": 1}}).encode()
         request = urllib.request.Request(
             f"{self.target.url}/generate", body, {"Content-Type": "application/json"}
@@ -85,7 +88,9 @@ class Live:
         end = time.monotonic() + START_LIMIT_S
         while time.monotonic() < end and self._process.poll() is None:
             with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=30):
-                self.pids, self.start_mb = self.processes(), self.memory_mb()
+                self.pids = self.processes()
+                asyncio.run(_use(self.target))
+                self.start_mb = self.memory_mb()
                 return
             time.sleep(0.2)
         raise RuntimeError(f"`up` did not start:\n{self.log.read_text()[-2000:]}")
@@ -102,18 +107,13 @@ class Live:
         return found
 
     def memory_mb(self) -> float:
-        """Proportional set size of all processes: what is shared counts once. Without what the
-        server stores: results are kept for `bus.results_ttl_s`, whoever asked for them."""
-        return sum(map(_pss_mb, self._tree())) - self.stored_mb()
+        """Proportional set size of our processes: what is shared counts once. Without the server,
+        which keeps results for `bus.results_ttl_s`, whoever asked for them."""
+        return sum(map(_pss_mb, self._tree())) - self.server_mb()
 
-    def stored_mb(self) -> float:
-        """What the server stores: requests that wait, and results."""
-        with (
-            contextlib.suppress(redis.RedisError),
-            redis.Redis(port=self.target.redis_port, socket_timeout=5) as client,
-        ):
-            return float(client.info("memory")["used_memory_dataset"]) / (1 << 20)
-        return 0.0
+    def server_mb(self) -> float:
+        """What the embedded server takes."""
+        return _pss_mb(self.pids["server"]) if "server" in self.pids else 0.0
 
     def memory_by_role_mb(self) -> dict[str, int]:
         """The same by process."""
@@ -149,6 +149,12 @@ class Live:
                 with contextlib.suppress(OSError):
                     found += [int(child) for child in children.read_text().split()]
         return found
+
+
+async def _use(target: Target) -> None:
+    """Has a full batch run once: it is not the attack that makes room for that."""
+    body = {"text": "1 + 1 =", "sampling_params": {"max_new_tokens": 32, "ignore_eos": True}}
+    await asyncio.gather(*(generate(target, body, "everyday") for _ in range(_FULL_BATCH)))
 
 
 def _pss_mb(pid: int) -> float:

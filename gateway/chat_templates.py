@@ -6,13 +6,14 @@ sandbox, in a thread, and for a limited time.
 
 from __future__ import annotations
 
-import asyncio
-import ctypes
 import inspect
 import re
-import threading
-from collections.abc import Callable
-from typing import Any, TypeVar
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
@@ -21,9 +22,10 @@ from jinja2 import TemplateError
 
 from ..config import RequestError, shown
 from .http import FieldError, field_name
-from .words import LazyWords, Words
+from .words import LazyWords
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import TraceFunction
 
 _AT_ONCE = 2
 """Templates that run at a time. Each thread keeps a core busy."""
@@ -68,19 +70,16 @@ class ChatTemplates:
         words = await self._words.required()
 
         def work() -> tuple[int, ...]:
-            return _token_ids(words, conversation, self._max_model_len)
+            # Before the template, whatever it takes of them, and after it, whatever it adds.
+            sent = "".join(str(turn.get("content") or "") for turn in conversation.turns)
+            words.check_fits(sent, self._max_model_len)
+            with _limited(self._timeout_s):
+                text = _render(words.tokenizer, conversation)
+            words.check_fits(text, self._max_model_len)
+            return words.token_ids(text, add_special=False)
 
         async with self._few:
-            return await _within(self._timeout_s, work)
-
-
-def _token_ids(words: Words, conversation: Conversation, max_model_len: int) -> tuple[int, ...]:
-    # Before the template, however much it takes of them, and after it, however much it adds.
-    sent = "".join(str(turn.get("content") or "") for turn in conversation.turns)
-    words.check_fits(sent, max_model_len)
-    text = _render(words.tokenizer, conversation)
-    words.check_fits(text, max_model_len)
-    return words.token_ids(text, add_special=False)
+            return await anyio.to_thread.run_sync(work)
 
 
 def _render(tokenizer: Any, conversation: Conversation) -> str:
@@ -149,63 +148,39 @@ def _check_variables(variables: dict[str, Any], template: str, tokenizer: Any) -
 
 # --- a limit on time --------------------------------------------------------------------------
 
+_TEMPLATE = "<template>"
+"""The file that Jinja compiles a template's code for, when that comes from none."""
+
 
 class _TimeOver(BaseException):
     """Not an Exception, which a template's filters might catch."""
 
 
-class _Work:
-    """What runs in a thread, and can be stopped there between two of Python's instructions."""
+@contextmanager
+def _limited(limit_s: float) -> Iterator[None]:
+    """Stops the templates of this thread after so many seconds, when they come to their next line.
 
-    def __init__(self, work: Callable[[], T]) -> None:
-        self._work = work
-        self._lock = threading.Lock()
-        self._thread_id = 0
-        self._stopped = False
-
-    def run(self, begun: Callable[[], None]) -> Any:
-        """Raises _TimeOver after `stop`."""
-        self._thread_id = threading.get_ident()
-        begun()
-        try:
-            return self._work()
-        finally:
-            with self._lock:
-                self._thread_id = 0
-            # An error that is yet to come must not meet whatever this thread does next. It is not
-            # taken back: Python 3.11 would for ever look for one, and hang in a debugger.
-            rounds = 2 if self._stopped else 0
-            while rounds:
-                rounds -= 1  # raised at a jump back at the latest
-
-    def stop(self) -> None:
-        with self._lock:
-            if self._thread_id:
-                self._stopped = True
-                _raise_in(self._thread_id, _TimeOver)
-
-
-def _raise_in(thread_id: int, error: type[BaseException]) -> None:
-    """Has a thread raise an error soon."""
-    wanted = ctypes.py_object(error)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), wanted)
-
-
-async def _within(limit_s: float, do: Callable[[], T]) -> T:
-    """What `do` gives, in a thread, where it is stopped after so many seconds.
+    By a trace function, since it ends with its thread's work. An exception that another thread
+    sends (PyThreadState_SetAsyncExc) would leave the interpreter looking for it for ever, also when
+    it is taken back: everything is slower then, and under any other trace Python 3.11 hangs.
 
     Raises:
         RequestError: chat_template_failed.
     """
-    loop = asyncio.get_running_loop()
-    work = _Work(do)
-    timers: list[asyncio.TimerHandle] = []
+    deadline = time.monotonic() + limit_s
 
-    def begun() -> None:
-        loop.call_soon_threadsafe(lambda: timers.append(loop.call_later(limit_s, work.stop)))
+    def on_line(frame: FrameType, event: str, argument: object) -> TraceFunction:
+        if time.monotonic() > deadline:
+            raise _TimeOver
+        return on_line
 
+    def on_call(frame: FrameType, event: str, argument: object) -> TraceFunction | None:
+        return on_line if frame.f_code.co_filename == _TEMPLATE else None
+
+    before = sys.gettrace()
+    sys.settrace(on_call)
     try:
-        result: T = await anyio.to_thread.run_sync(work.run, begun)
+        yield
     except _TimeOver:
         raise RequestError(
             f"the model's chat template took longer than {limit_s:g} s "
@@ -213,6 +188,4 @@ async def _within(limit_s: float, do: Callable[[], T]) -> T:
             code="chat_template_failed",
         ) from None
     finally:
-        for timer in timers:
-            timer.cancel()
-    return result
+        sys.settrace(before)

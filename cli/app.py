@@ -12,14 +12,19 @@ import typer
 
 from ..config import NanoInferenceError
 from ..pipeline.supervisor import StageFailed
+from .cancel import cancel
+from .chat import chat
+from .complete import complete
 from .demo import demo
 from .dlq import app as dlq
 from .doctor import doctor
 from .fairness import app as fairness
 from .gateway import gateway
 from .health import health
+from .models import models
 from .run import run
 from .score import score
+from .serve import serve
 from .status import status
 from .submit import submit
 from .tail import tail
@@ -41,11 +46,15 @@ app = typer.Typer(
 )
 
 _LOOK, _START, _USE = "Look around", "Start a pipeline", "Use a running pipeline"
+_ASK = "Ask a server or a pipeline"
 app.command(rich_help_panel=_LOOK)(demo)
 app.command(rich_help_panel=_LOOK)(doctor)
+app.command(rich_help_panel=_START)(serve)
 app.command(rich_help_panel=_START)(up)
 app.command(rich_help_panel=_START)(run)
 app.command(rich_help_panel=_START)(gateway)
+for _asking in (chat, complete, cancel, models):
+    app.command(rich_help_panel=_ASK)(_asking)
 app.command(rich_help_panel=_USE)(submit)
 app.command(rich_help_panel=_USE)(tail)
 _KEEP = "Keep a pipeline running"
@@ -87,7 +96,13 @@ def _root(
 
         nano-inference demo
 
-    Start a pipeline here, and ask it from another terminal:
+    Serve a model over HTTP, and talk with it from another terminal:
+
+        nano-inference serve
+
+        nano-inference chat
+
+    Start a pipeline of several processes, and ask it from another terminal:
 
         nano-inference up
 

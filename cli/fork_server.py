@@ -63,7 +63,7 @@ def main() -> None:
 def import_stages(names: Sequence[str]) -> None:
     """Imports what these stages, or the gateway, use. Without the executor there is no torch."""
     from . import app  # noqa: F401
-    from .run import forbid_torch
+    from .process import forbid_torch
 
     if "executor" not in names:
         forbid_torch()

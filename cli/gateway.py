@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import resource
 import signal
-from contextlib import suppress
 from typing import Annotated
 
 import anyio
@@ -17,8 +15,8 @@ from ..gateway.gateway import DEFAULT_PORT, Gateway
 from ..stages.temporary import sweep
 from .connection import connected
 from .options import ENGINE_OPTIONS, Options, WithParent, takes_options
-from .process_memory import give_back_forever, spare_collector
-from .run import forbid_torch, hear_parent
+from .process import forbid_torch, raise_file_limit, until_told_to_stop
+from .process_memory import spare_collector
 
 GatewayPort = Annotated[
     int | None,
@@ -49,25 +47,25 @@ def gateway(
         curl 127.0.0.1:30000/generate -d '{"text": "98 + 25 ="}' -H 'content-type: application/json'
 
     Give it the pipeline's model and settings, so that it can tell of them and has the tokenizer.
-    Ctrl-C or SIGTERM ends it; requests in flight have a few seconds.
+    On Ctrl-C or SIGTERM it is not ready any more and lets the calls under way end, within
+    `pipeline.drain_timeout_s`; a second Ctrl-C ends it at once.
     """
-    config = options.client_config(least=None)
-    listening = port or config.gateway.port or DEFAULT_PORT
-    own = msgspec.structs.replace(config.gateway, port=listening)
-    config = msgspec.structs.replace(config, gateway=own)
+    config = listening(options.client_config(least=None), port, DEFAULT_PORT)
     if not with_parent:  # which has done it
         sweep()
     forbid_torch()
-    _raise_file_limit()
+    raise_file_limit()
     anyio.run(_serve, config, with_parent)
 
 
-def _raise_file_limit() -> None:
-    """Lets this process have as many open files, and so connections, as it may."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Some systems say "unlimited" and do not mean it.
-    with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+def listening(config: Config, port: int | None, default: int, host: str | None = None) -> Config:
+    """The same settings with a port for the gateway: the one given, else theirs, else a default."""
+    own = msgspec.structs.replace(
+        config.gateway,
+        port=port or config.gateway.port or default,
+        host=host or config.gateway.host,
+    )
+    return msgspec.structs.replace(config, gateway=own)
 
 
 async def _serve(config: Config, with_parent: bool) -> None:
@@ -78,13 +76,10 @@ async def _serve(config: Config, with_parent: bool) -> None:
                 config, name="gateway", wait_for_bus=with_parent, with_metrics=True
             ) as client,
             Gateway(client, config) as running,
-            anyio.create_task_group() as group,
         ):
             spare_collector()
             structlog.get_logger().info("gateway_listens", url=running.url)
-            group.start_soon(running.failed)
-            group.start_soon(give_back_forever)
-            if with_parent:
-                group.start_soon(hear_parent, [], group.cancel_scope)
-            await anext(signals)
-            group.cancel_scope.cancel()
+            told = await until_told_to_stop(signals, running.failed, with_parent=with_parent)
+            # Without a parent there may be no bus any more.
+            if told.asked is not None:
+                await running.drain(config.pipeline.drain_timeout_s)

@@ -60,6 +60,16 @@ BusUrl = Annotated[
         show_default=False,
     ),
 ]
+ServerUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--url",
+        metavar="URL",
+        help="A server of OpenAI's interface, as http://127.0.0.1:8000/v1, instead of a bus.",
+        rich_help_panel=_PANEL,
+        show_default=False,
+    ),
+]
 ModelPath = Annotated[
     str | None,
     typer.Option(
@@ -118,6 +128,7 @@ class Options(msgspec.Struct, frozen=True):
     """What was given of the options that set settings; None is what was not.
 
     Attributes:
+        url: Of a server, for commands that ask one; it sets nothing.
         bus: The bus's URL.
         model: The model's folder.
         reference: That of the reference model.
@@ -126,6 +137,7 @@ class Options(msgspec.Struct, frozen=True):
         log_level: One of `Level`.
     """
 
+    url: str | None = None
     bus: str | None = None
     model: str | None = None
     reference: str | None = None
@@ -203,6 +215,7 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 _ANNOTATIONS = {
+    "url": ServerUrl,
     "bus": BusUrl,
     "model": ModelPath,
     "reference": ReferencePath,
@@ -249,3 +262,6 @@ def takes_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
 
 
 takes_client_options = takes_options(*CLIENT_OPTIONS)
+
+takes_asking_options = takes_options("url", *CLIENT_OPTIONS)
+"""Of commands that talk to a server or to a pipeline."""

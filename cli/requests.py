@@ -43,11 +43,18 @@ class Wanted(msgspec.Struct, frozen=True):
 
     def of_text(self, text: str) -> dict[str, Any]:
         """The request for a prompt. Greedy and 64 tokens unless the options say otherwise."""
-        request: dict[str, Any] = (
-            {"messages": [{"role": "user", "content": text}]} if self.chat else {"prompt": text}
-        )
-        request["sampling"] = {"temperature": 0.0, "max_tokens": 64} | self._sampling()
-        return request | self._fields()
+        if self.chat:
+            return self.of_messages([{"role": "user", "content": text}], max_tokens=64)
+        return self._request({"prompt": text}, max_tokens=64)
+
+    def of_messages(self, messages: list[dict[str, str]], *, max_tokens: int) -> dict[str, Any]:
+        """The request for a conversation. Greedy unless the options say otherwise; they also go
+        before `max_tokens`."""
+        return self._request({"messages": messages}, max_tokens)
+
+    def _request(self, asked: dict[str, Any], max_tokens: int) -> dict[str, Any]:
+        sampling = {"temperature": 0.0, "max_tokens": max_tokens} | self._sampling()
+        return asked | {"sampling": sampling} | self._fields()
 
     def of_object(self, given: dict[str, Any]) -> dict[str, Any]:
         """A request as it was written; options fill in what it leaves out."""

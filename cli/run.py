@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -20,11 +19,9 @@ from ..pipeline.pipeline import Pipeline
 from ..stages.temporary import sweep
 from ..telemetry import setup_logging
 from .options import ENGINE_OPTIONS, Options, WithParent, takes_options
-from .process_memory import give_back_forever, spare_collector
+from .process import DRAIN, drain, forbid_torch, until_told_to_stop
+from .process_memory import spare_collector
 from .stdin import stdin_lines
-
-DRAIN = b"drain\n"
-"""What `up` writes to a child's standard input when the whole pipeline is to stop."""
 
 # Lines of standard input that are answered at the same time.
 _CONCURRENT_LINES = 256
@@ -73,76 +70,20 @@ def run(
         anyio.run(_serve, config, with_parent)
 
 
-def forbid_torch() -> None:
-    """Lets nothing in this process import torch, which only the executor uses.
-
-    Transformers would, as soon as admission and streaming load a tokenizer, merely because it is
-    installed. That takes longer than all else at the start of a process. Without torch, tokenizers
-    are the same, and Transformers knows how to do without.
-    """
-    if "torch" not in sys.modules:
-        sys.modules["torch"] = None  # type: ignore[assignment]  # so Python says that there is none
-        # It would advise to install it.
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-
-
 async def _serve(config: Config, with_parent: bool) -> None:
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         # A child may be started again while Redis is away; `up` has seen it before the first one.
         async with Pipeline(config, wait_for_bus=with_parent) as pipeline:
             spare_collector()
-            if await _told_to_drain(pipeline, signals, with_parent):
-                await _drain(pipeline)
+            told = await until_told_to_stop(signals, pipeline.failed, with_parent=with_parent)
+            # By SIGTERM a process is replaced as often as stopped for good. When others have the
+            # rest of the stages it leaves at once, since a successor takes up what it held, and
+            # the sooner the better.
+            alone = set(config.pipeline.stages) == set(STAGES)
+            if alone or told.asked == signal.SIGINT or DRAIN.strip() in told.words:
+                await drain(pipeline)
             else:
                 structlog.get_logger().info("leaving")
-
-
-async def _told_to_drain(
-    pipeline: Pipeline, signals: AsyncIterator[signal.Signals], with_parent: bool
-) -> bool:
-    """Waits until this process is to stop. From then on a second signal kills at once.
-
-    Returns:
-        Whether requests in flight shall finish first. By SIGTERM a process is replaced as often
-        as stopped for good. When others have the rest of the stages it leaves at once, since a
-        successor takes up what it held, and the sooner the better.
-    """
-    words: list[bytes] = []
-    asked: signal.Signals | None = None
-    async with anyio.create_task_group() as group:
-        group.start_soon(pipeline.failed)
-        group.start_soon(give_back_forever)
-        if with_parent:
-            group.start_soon(hear_parent, words, group.cancel_scope)
-        asked = await anext(signals)
-        group.cancel_scope.cancel()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    alone = set(pipeline.config.pipeline.stages) == set(STAGES)
-    return alone or asked == signal.SIGINT or DRAIN.strip() in words
-
-
-async def hear_parent(words: list[bytes], scope: anyio.CancelScope) -> None:
-    """Standard input is a pipe: one word comes when all is to stop, and it closes when the parent
-    dies."""
-    async for word in stdin_lines():
-        if word:
-            words.append(word)
-            scope.cancel()
-            return
-    # It read our logs too; a write to nobody would be an error.
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(nowhere, stream.fileno())
-    scope.cancel()
-
-
-async def _drain(pipeline: Pipeline) -> None:
-    log = structlog.get_logger()
-    if await pipeline.drain():
-        log.info("stopped")
-    else:
-        log.error("stopped_undrained", lost="requests without an answer stay on the stream")
 
 
 async def _filter(config: Config) -> None:
@@ -163,7 +104,7 @@ async def _drain_on_signal(
     signals: AsyncIterator[signal.Signals], pipeline: Pipeline, scope: anyio.CancelScope
 ) -> None:
     await anext(signals)
-    await _drain(pipeline)
+    await drain(pipeline)
     scope.cancel()
 
 

@@ -39,7 +39,7 @@ from .children import Child, ForkServer, ForkServerLost, python, spawn
 from .embedded import embedded_server
 from .gateway import GatewayPort
 from .options import ENGINE_OPTIONS, Options, takes_options
-from .run import DRAIN
+from .process import DRAIN
 from .waterfall import STAGE_STYLES
 
 _GATEWAY = "gateway"
@@ -269,9 +269,10 @@ class _House:
         return command
 
     async def _stop_all(self) -> None:
-        """Admission first: it drains while the others still work, and the gateway still answers."""
+        """The gateway first, which lets its calls end, then admission, while the others work."""
         self._stopping = True
         limit_s = self._config.pipeline.drain_timeout_s + _STOP_S
+        await self._stop(_GATEWAY, limit_s)
         await self._stop("admission", limit_s, drain=True)
         async with anyio.create_task_group() as group:
             for role in self._roles[1:]:

@@ -36,6 +36,8 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
             "localhost", `host` and the name of its machine; without a port.
         allowed_origins: Origins ("https://example.org") whose web pages may call the gateway. There
             are no keys: whoever writes those pages may then replace the weights.
+        access_log: Whether each call has a line in the log: method, route, status, duration, bytes,
+            name, tenant and tokens, and no text of a request or an answer.
         effects_by_get: Which calls with effects are taken by GET as well, from programs that do not
             call themselves a browser: "none"; "flush_cache", as trainers call it; "all", with
             those that release and resume memory.
@@ -69,6 +71,7 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
     template_timeout_s: float = 5.0
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
+    access_log: bool = False
     effects_by_get: Literal["none", "flush_cache", "all"] = "flush_cache"
     sync_timeout_s: float = 300.0
     health_timeout_s: float = 20.0

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 
 from ..config import Config, NanoInferenceError
 from ..pipeline.client import BusClient
-from .callers import caller_checks
+from .anthropic import anthropic_routes
+from .callers import JsonOnly
+from .chat_templates import ChatTemplates
 from .http import answer_error
 from .measures import Measures
 from .openai import openai_routes
+from .probes import probe_routes
+from .readiness import Readiness
 from .sglang import sglang_routes
 from .submissions import Submissions
 from .words import LazyWords
@@ -19,22 +24,32 @@ from .words import LazyWords
 _ANSWERED = (NanoInferenceError, HTTPException, ClientDisconnect, Exception)
 
 
-def make_app(engine: BusClient, config: Config, measures: Measures | None = None) -> Starlette:
-    """An application that serves an engine.
+def make_app(
+    engine: BusClient,
+    config: Config,
+    measures: Measures | None = None,
+    readiness: Readiness | None = None,
+) -> Starlette:
+    """An application that serves an engine, to whoever calls it; `HttpServer` asks who that is.
 
     Args:
         engine: The client that reaches it.
         config: The engine's settings as far as clients ask for them, and the gateway's own.
         measures: Where it tells what it does; None for nowhere.
+        readiness: Whether it takes requests; None for one that nobody changes.
     """
     measures = measures or Measures()
     words = LazyWords(config.engine.model_folder)
-    submissions = Submissions(engine, config, measures)
+    templates = ChatTemplates(words, config.engine.max_model_len, config.gateway.template_timeout_s)
+    readiness = readiness or Readiness(engine)
+    submissions = Submissions(engine, config, measures, readiness)
     return Starlette(
         routes=[
-            *sglang_routes(engine, config, words, submissions, measures),
-            *openai_routes(config, words, submissions),
+            *probe_routes(readiness),
+            *sglang_routes(engine, config, words, submissions, measures, readiness),
+            *openai_routes(config, words, submissions, templates),
+            *anthropic_routes(config, words, submissions, templates),
         ],
-        middleware=caller_checks(config.gateway, measures),
+        middleware=[Middleware(JsonOnly, measures)],
         exception_handlers=dict.fromkeys(_ANSWERED, answer_error),
     )

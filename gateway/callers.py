@@ -14,7 +14,6 @@ import socket
 from collections.abc import Awaitable, Callable
 
 from starlette.datastructures import Headers
-from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -35,20 +34,21 @@ class _Refused(RequestError):
         self.reason: Reason = reason
 
 
-def caller_checks(config: GatewayConfig, measures: Measures) -> list[Middleware]:
-    """What stands before the routes, outermost first."""
-    checks = [Middleware(_KnownCallers, config, measures)]
+def only_known_callers(app: ASGIApp, config: GatewayConfig, measures: Measures) -> ASGIApp:
+    """An application with the checks that stand before all others.
+
+    Preflights of allowed origins are answered here, and whatever else answers, be it a limit or a
+    failure, their pages may read it.
+    """
     if config.allowed_origins:
-        checks.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=config.allowed_origins,
-                allow_methods=("GET", "POST", "PUT"),
-                allow_headers=("*",),
-                expose_headers=("Retry-After", "X-Request-Id"),
-            )
+        app = CORSMiddleware(
+            app,
+            allow_origins=[origin.lower() for origin in config.allowed_origins],
+            allow_methods=("GET", "POST", "PUT", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=("Retry-After", "X-Request-Id", "X-Should-Retry", "Request-Id"),
         )
-    return [*checks, Middleware(_JsonOnly, measures)]
+    return _KnownCallers(app, config, measures)
 
 
 class _KnownCallers:
@@ -91,7 +91,7 @@ class _KnownCallers:
         return None
 
 
-class _JsonOnly:
+class JsonOnly:
     """ASGI: refuses bodies that do not say that they are JSON.
 
     A browser sends those of forms and plain text for any page, and asks first before any other.

@@ -6,12 +6,14 @@ import uuid
 from collections.abc import Collection
 from typing import NamedTuple
 
+import anyio
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..bus.entries import usable_trace
 from ..telemetry import TraceContext, instruments, names, now_ns
+from .account import Account
 from .http import CALL_ID, CLIENT_LEFT
 from .measures import Measures
 
@@ -39,16 +41,18 @@ class Arrival(NamedTuple):
     Attributes:
         at_ns: When the head was complete, on the clock of `now_ns`.
         trace: Where the spans of what the call leads to belong; empty where there is no trace.
+        account: What it comes to.
     """
 
     at_ns: int
     trace: TraceContext
+    account: Account
 
 
 def arrival_of(request: Request) -> Arrival:
     """A call's, as `ObservedCalls` has noted it; where nobody has, it arrives now."""
     found: Arrival | None = request.scope.get("state", {}).get(_KEY)
-    return found or Arrival(now_ns(), TraceContext())
+    return found or Arrival(now_ns(), TraceContext(), Account())
 
 
 def client_trace(headers: Headers) -> TraceContext:
@@ -77,21 +81,37 @@ class ObservedCalls:
     many traces.
     """
 
-    def __init__(self, app: ASGIApp, measures: Measures, routes: Collection[str]) -> None:
-        """`routes`: the paths that there are. No other is named, so that nobody makes names."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        measures: Measures,
+        routes: Collection[str],
+        *,
+        access_log: bool = False,
+    ) -> None:
+        """Args: `routes` are the paths that there are. No other is named, so that nobody makes
+        names. With `access_log` there is a line for each call."""
         self._app = app
         self._measures = measures
         self._routes = frozenset(routes)
+        self._access_log = access_log
         self._under_way = 0
+        self._idle = anyio.Event()
         measures.watch(instruments.GATEWAY_IN_FLIGHT, lambda: self._under_way)
+
+    async def idle(self) -> None:
+        """Waits until no call is under way."""
+        while self._under_way:
+            self._idle = anyio.Event()
+            await self._idle.wait()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope.setdefault("state", {})
         arrived_ns: int = state.get(ARRIVED) or now_ns()
         headers = Headers(scope=scope)
         client, named = client_trace(headers), call_id(headers)
-        trace = self._begin(scope, client)
-        state[_KEY] = Arrival(arrived_ns, trace)
+        trace, account = self._begin(scope, client), Account()
+        state[_KEY] = Arrival(arrived_ns, trace, account)
         state[CALL_ID] = named
         # Unless there is an answer.
         status = CLIENT_LEFT
@@ -102,6 +122,9 @@ class ObservedCalls:
                 status = message["status"]
                 MutableHeaders(scope=message)[CALL_HEADER] = named
             await send(message)
+            if message["type"] == "http.response.body":
+                account.sent_bytes += len(message.get("body", b""))
+                account.complete = not message.get("more_body", False)
 
         self._under_way += 1
         try:
@@ -111,7 +134,9 @@ class ObservedCalls:
             raise
         finally:
             self._under_way -= 1
-            self._tell(scope, client, trace, arrived_ns, status)
+            if not self._under_way:
+                self._idle.set()
+            self._tell(scope, client, arrived_ns, status)
 
     def _begin(self, scope: Scope, client: TraceContext) -> TraceContext:
         tracing = self._measures.tracing
@@ -121,10 +146,9 @@ class ObservedCalls:
             return TraceContext()
         return tracing.begin()
 
-    def _tell(
-        self, scope: Scope, client: TraceContext, trace: TraceContext, arrived_ns: int, status: int
-    ) -> None:
+    def _tell(self, scope: Scope, client: TraceContext, arrived_ns: int, status: int) -> None:
         ended_ns = now_ns()
+        _, trace, account = scope["state"][_KEY]
         method = scope["method"] if scope["method"] in _METHODS else _OTHER_METHOD
         route = scope["path"] if scope["path"] in self._routes else ""
         if self._measures.metrics.enabled:
@@ -135,9 +159,20 @@ class ObservedCalls:
             }
             seconds = (ended_ns - arrived_ns) / 1e9
             self._measures.metrics.record(instruments.HTTP_DURATION, seconds, labels)
+        address, _ = scope.get("client") or ("", 0)
+        if self._access_log:
+            account.log(
+                method=method,
+                route=route,
+                path=scope["path"],
+                status=status,
+                duration_ns=ended_ns - arrived_ns,
+                call_id=scope["state"][CALL_ID],
+                client=address,
+                trace=trace,
+            )
         if not (route and trace.sampled and self._measures.tracing.enabled):
             return
-        address, _ = scope.get("client") or ("", 0)
         self._measures.tracing.span(
             f"{method} {route}",
             client,

@@ -22,6 +22,10 @@ from .measures import Measures, Reason
 from .rounds import Rounds
 from .tenants import HEADER as TENANT_HEADER
 
+LINGER_S = 2.0
+"""For a client to read why it was refused, while what it still sends is thrown away: with unread
+bytes a connection is reset when it is closed, and the answer may be lost."""
+
 SPARE_CONNECTIONS = 128
 """How many there may be beyond those with a request under way: on these the others are told that
 there is no room. It is a few times `server.ACCEPTED_AT_ONCE`, or newcomers would be replaced by
@@ -29,9 +33,6 @@ those behind them before anybody has read what they sent."""
 
 # What is not seen to for longer than that was not: the event loop was held up.
 _MOST_TICK_S = 1.0
-# For a client to read why it was refused, while what it still sends is thrown away: with unread
-# bytes a connection is reset when it is closed, and the answer may be lost.
-_LINGER_S = 2.0
 # In place of `body_timeout_s` while somebody is refused for want of room.
 _PRESSED_S = 1.0
 _LOG_EVERY_S = 1.0
@@ -192,7 +193,7 @@ class Connection(H11Protocol):
                     self.end(_timeout("the body came too slowly; send it at once"))
                     return "slow_body"
                 self._begin_window()
-            case "leaving" if waited_s >= _LINGER_S:
+            case "leaving" if waited_s >= LINGER_S:
                 self.end()
         return None
 
@@ -275,6 +276,11 @@ class Connections:
         """It is closed."""
         self._all.pop(connection, None)
         self._forget(connection)
+
+    def end_all(self, error: NanoInferenceError | None = None) -> None:
+        """Ends each as `Connection.end` does."""
+        for connection in list(self._all):
+            connection.end(error)
 
     def count(self, reason: Reason, number: int = 1) -> None:
         """So many were not served, and why; said about once a second, in one line."""

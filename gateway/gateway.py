@@ -7,12 +7,14 @@ import socket
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import anyio
 import msgspec
 
 from ..config import Config, ConfigError
 from ..pipeline.client import BusClient
 
 if TYPE_CHECKING:
+    from .readiness import Readiness
     from .server import HttpServer
 
 DEFAULT_PORT = 30000
@@ -37,6 +39,7 @@ class Gateway:
         self.port = config.gateway.port
         self._client = client
         self._config = config
+        self._readiness: Readiness
         self._server: HttpServer
         self._task: asyncio.Task[None]
 
@@ -49,22 +52,21 @@ class Gateway:
         """Listens from then on.
 
         Raises:
-            ConfigError: The extra `gateway` is not installed, or the port can't be had.
+            ConfigError: The port can't be had.
         """
-        try:
-            from .app import make_app
-            from .measures import Measures
-            from .server import BACKLOG, HttpServer
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"the gateway needs {error.name}; install nano-inference[gateway]"
-            ) from None
+        # Whoever only names this class need not wait for them.
+        from .app import make_app
+        from .measures import Measures
+        from .readiness import Readiness
+        from .server import BACKLOG, HttpServer
+
         listener = self._listen(BACKLOG)
         self.port = listener.getsockname()[1]
         own = msgspec.structs.replace(self._config.gateway, port=self.port)
         config = msgspec.structs.replace(self._config, gateway=own)
         measures = Measures(self._client.tracing, self._client.metrics)
-        app = make_app(self._client, config, measures)
+        self._readiness = Readiness(self._client)
+        app = make_app(self._client, config, measures, self._readiness)
         self._server = HttpServer(app, config.gateway, measures)
         self._task = asyncio.create_task(self._server.serve([listener]), name="gateway")
         return self
@@ -75,9 +77,26 @@ class Gateway:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Stops listening; requests in flight have a few seconds."""
+        """Stops listening; calls under way have a few seconds. `drain` before gives them more."""
         self._server.should_exit = True
         await asyncio.shield(self._task)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Is not ready from now on, refuses new requests, and waits for the calls under way.
+
+        It goes on to listen, so that those who ask are told.
+
+        Args:
+            timeout_s: How long to wait.
+
+        Returns:
+            Whether all of them have ended.
+        """
+        self._readiness.draining = True
+        with anyio.move_on_after(timeout_s):
+            await self._server.calls.idle()
+            return True
+        return False
 
     async def failed(self) -> None:
         """Waits until the server has stopped, which it does by itself only when it fails."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 import anyio
 import msgspec
@@ -30,7 +30,12 @@ _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 # In msgspec's messages, where a value stands.
 _PLACE = re.compile(r"`\$\.?([^`]+)`$")
 
-SendEvent = Callable[[bytes], Awaitable[None]]
+
+class SendEvent(Protocol):
+    """Sends an event's data, and the event's name where it has one."""
+
+    async def __call__(self, data: bytes, *, name: str = "") -> None: ...
+
 
 CALL_ID = "call_id"
 """Under which a call's state has what the call is named."""
@@ -47,6 +52,7 @@ DEFAULT_RETRY_S = 1.0
 _STATUS = {
     "request_too_large": 413,
     "model_not_found": 404,
+    "unknown_response": 404,
     "unsupported": 400,
     "forbidden_host": 403,
     "forbidden_origin": 403,
@@ -116,6 +122,12 @@ def error_body(error: NanoInferenceError) -> dict[str, Any]:
 
 def error_response(error: NanoInferenceError, more: dict[str, Any] | None = None) -> Response:
     """Args: `more` stands beside the error."""
+    body = {**(more or {}), **error_body(error)}
+    return JsonResponse(body, status_of(error), error_headers(error))
+
+
+def error_headers(error: NanoInferenceError) -> dict[str, str]:
+    """What an error says to programs that try again, in any interface."""
     retry_after_s = getattr(error, "retry_after_s", None)
     if retry_after_s is None and status_of(error) == TOO_MANY:
         retry_after_s = DEFAULT_RETRY_S
@@ -123,20 +135,11 @@ def error_response(error: NanoInferenceError, more: dict[str, Any] | None = None
     if error.code == "expired":
         # OpenAI's clients try again after any 5xx; here they would take the same time once more.
         headers["X-Should-Retry"] = "false"
-    return JsonResponse({**(more or {}), **error_body(error)}, status_of(error), headers)
+    return headers
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
     """The answer to whatever a handler raised."""
-    if isinstance(error, ClientDisconnect):
-        return Response(status_code=CLIENT_LEFT)
-    call_id = request.scope.get("state", {}).get(CALL_ID, "")
-    log = structlog.get_logger().bind(path=request.url.path, call_id=call_id)
-    if isinstance(error, NanoInferenceError):
-        # Load that is shed (429) is counted where it is shed; a line for each would be more load.
-        if status_of(error) >= 500:
-            log.warning("http_request_failed", code=error.code, error=error.message)
-        return error_response(error)
     if isinstance(error, HTTPException):
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
         message = f"{request.method} {shown(request.url.path)}: {error.detail}"
@@ -144,8 +147,33 @@ async def answer_error(request: Request, error: Exception) -> Response:
             message += f"; call it by {methods}"
         told = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
         return JsonResponse({"error": told}, error.status_code, error.headers)
-    log.error("http_handler_failed", exc_info=error)
-    return error_response(NanoInferenceError("the gateway has failed; its log says where"))
+    return answer_failure(request, error, error_response)
+
+
+def answer_failure(
+    request: Request, error: Exception, respond: Callable[[NanoInferenceError], Response]
+) -> Response:
+    """The answer to what an endpoint raised, which is logged where it is not the client's doing.
+
+    Args:
+        respond: Puts an error as the interface's clients read it.
+    """
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=CLIENT_LEFT)
+    log = structlog.get_logger().bind(path=request.url.path, call_id=call_id_of(request))
+    if not isinstance(error, NanoInferenceError):
+        log.error("http_handler_failed", exc_info=error)
+        return respond(NanoInferenceError("the gateway has failed; its log says where"))
+    # Load that is shed (429) is counted where it is shed; a line for each would be more load.
+    if status_of(error) >= 500:
+        log.warning("http_request_failed", code=error.code, error=error.message)
+    return respond(error)
+
+
+def call_id_of(request: Request) -> str:
+    """What a call is named, or nothing where nobody has named it."""
+    named: str = request.scope.get("state", {}).get(CALL_ID, "")
+    return named
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -287,18 +315,23 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, produce: Callable[[SendEvent], Awaitable[None]], comment_s: float | None = None
+        self,
+        produce: Callable[[SendEvent], Awaitable[None]],
+        comment_s: float | None = None,
+        comment: bytes = b": keep-alive",
     ) -> None:
         """`produce` is called with a function that sends an event's data.
 
         What NanoInferenceErrors it raises must come before the first event, or before the first
-        comment: after `comment_s` seconds without an event there is one, so that nobody on the way
-        takes the connection for a dead one. `committed` tells whether the answer has begun.
+        comment: after `comment_s` seconds without an event there is one (an interface may have an
+        event of its own for that, which is given as it stands), so that nobody on the way takes
+        the connection for a dead one. `committed` tells whether the answer has begun.
         """
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._produce = produce
         self._comment_s = comment_s
+        self._comment = comment + b"\n\n"
         self.committed = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -315,8 +348,9 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": part, "more_body": True})
                 sent_at = anyio.current_time()
 
-        async def send_event(data: bytes) -> None:
-            await send_part(b"data: " + data + b"\n\n")
+        async def send_event(data: bytes, *, name: str = "") -> None:
+            named = f"event: {name}\n".encode() if name else b""
+            await send_part(named + b"data: " + data + b"\n\n")
 
         async def comment(every_s: float) -> None:
             while True:
@@ -325,7 +359,7 @@ class EventStream(Response):
                 if sending.locked():
                     await anyio.sleep(every_s)
                 elif anyio.current_time() >= sent_at + every_s:
-                    await send_part(b": keep-alive\n\n")
+                    await send_part(self._comment)
 
         async def respond() -> None:
             failure: Exception | None = None

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..config import RequestError
 from .http import error_response
 from .measures import Reason
+from .probes import PROBES
 
 UNCOUNTED_BYTES = 1 << 16
 """The beginning of a body, which is taken whatever the others hold: a small request never waits for
@@ -25,7 +26,7 @@ class Overloaded(RequestError):
 
 
 class RequestLimits:
-    """ASGI: answers what is beyond the limits with 429 instead of passing it on.
+    """ASGI: answers what is beyond the limits with 429 instead of passing it on, but for probes.
 
     The bytes of a body count from when they come until its request is answered, since what is made
     of them is kept as long. They do not count before they come, or those who announce large bodies
@@ -45,6 +46,9 @@ class RequestLimits:
         self.held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in PROBES:
+            await self._app(scope, receive, send)
+            return
         refusal = self._refusal(Headers(scope=scope).get("content-length", ""))
         if refusal is not None:
             self.refused[refusal.reason] += 1

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from starlette.requests import Request
 
 from ..telemetry import TraceContext, now_ns
+from .account import Account
 from .budgets import call_deadline_ns
 from .calls import arrival_of
 
@@ -18,11 +19,13 @@ class Origin(NamedTuple):
         tenant: Whose it is.
         trace: Where the spans of its requests belong.
         deadline_ns: When its time is over, on the clock of `now_ns`; None when it has no limit.
+        account: Where its requests' tokens are counted.
     """
 
     tenant: str
     trace: TraceContext
     deadline_ns: int | None
+    account: Account
 
     @property
     def left_ns(self) -> int | None:
@@ -42,4 +45,6 @@ def origin_of(request: Request, tenant: str, budget_ms: float | None) -> Origin:
         RequestError: invalid_budget.
     """
     arrival = arrival_of(request)
-    return Origin(tenant, arrival.trace, call_deadline_ns(request, arrival.at_ns, budget_ms))
+    arrival.account.tenant = tenant
+    deadline_ns = call_deadline_ns(request, arrival.at_ns, budget_ms)
+    return Origin(tenant, arrival.trace, deadline_ns, arrival.account)

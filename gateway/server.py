@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import resource
 import socket
 from collections.abc import Callable, Iterator
@@ -15,8 +16,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ..config import GatewayConfig
+from .callers import only_known_callers
 from .calls import ObservedCalls
-from .connections import SPARE_CONNECTIONS, Connection, Connections
+from .connections import LINGER_S, SPARE_CONNECTIONS, Connection, Connections
+from .http import DEFAULT_RETRY_S, EngineError
 from .limits import RequestLimits
 from .measures import Measures
 
@@ -26,8 +29,8 @@ BACKLOG = 2048
 ACCEPTED_AT_ONCE = 32
 """asyncio accepts up to its backlog before it looks at any of them, and each takes a file."""
 
-# For requests in flight when the server is to stop.
-_LEAVE_S = 5
+# For calls under way when the server is to stop, and for telling those that remain.
+_LEAVE_S = 5.0
 # For Redis, models and logs, and for connections that are accepted before others have gone.
 _RESERVED_FILES = 256
 # In the server's ticks, of which there are ten a second.
@@ -54,6 +57,7 @@ class HttpServer(uvicorn.Server):
 
     Attributes:
         connections: Those that there are.
+        calls: What is under way on them.
     """
 
     def __init__(
@@ -69,6 +73,8 @@ class HttpServer(uvicorn.Server):
         self.connections = Connections(config, limits, most, measures)
         # Starlette's; another application's calls are all of no route.
         routes = [each.path for each in getattr(app, "routes", ()) if isinstance(each, Route)]
+        known = only_known_callers(limits, config, measures)
+        self.calls = ObservedCalls(known, measures, routes, access_log=config.access_log)
         self._swept_s = 0.0
         self._loop_handler: LoopHandler | None = None
 
@@ -77,7 +83,7 @@ class HttpServer(uvicorn.Server):
 
         super().__init__(
             uvicorn.Config(
-                ObservedCalls(limits, measures, routes),
+                self.calls,
                 http=connect,  # type: ignore[arg-type]
                 ws="none",
                 log_config=None,
@@ -87,7 +93,8 @@ class HttpServer(uvicorn.Server):
                 lifespan="off",
                 backlog=ACCEPTED_AT_ONCE,
                 timeout_keep_alive=_NEVER_S,
-                timeout_graceful_shutdown=_LEAVE_S,
+                # By then all are told to end; uvicorn would log each as a failure.
+                timeout_graceful_shutdown=math.ceil(_LEAVE_S + 2 * LINGER_S),
             )
         )
 
@@ -106,8 +113,15 @@ class HttpServer(uvicorn.Server):
             listener.listen(BACKLOG)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        ends = (
+            loop.call_later(_LEAVE_S, self.connections.end_all, _stopped()),
+            loop.call_later(_LEAVE_S + LINGER_S, self.connections.end_all),
+        )
         await super().shutdown(sockets)
-        asyncio.get_running_loop().set_exception_handler(self._loop_handler)
+        for end in ends:
+            end.cancel()
+        loop.set_exception_handler(self._loop_handler)
 
     async def on_tick(self, counter: int) -> bool:
         if counter % _SWEEP_EVERY == 0:
@@ -123,3 +137,11 @@ class HttpServer(uvicorn.Server):
             self._loop_handler(loop, context)
         else:
             loop.default_exception_handler(context)
+
+
+def _stopped() -> EngineError:
+    return EngineError(
+        "the gateway has stopped; send it again, to another one",
+        code="shutting_down",
+        retry_after_s=DEFAULT_RETRY_S,
+    )

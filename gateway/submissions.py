@@ -15,9 +15,10 @@ from ..config import BusError, Config, NanoInferenceError, RequestError
 from ..pipeline.client import BusClient
 from ..telemetry import instruments
 from .budgets import HEADER
-from .http import EngineError
+from .http import DEFAULT_RETRY_S, EngineError
 from .measures import Measures
 from .origin import Origin
+from .readiness import DRAINING, Readiness
 from .turns import Turns, WaitingCall
 
 AT_ONCE = 16
@@ -44,10 +45,13 @@ class _TooLate(EngineError):
 class Submissions:
     """The requests of a gateway that wait for a place or are in the pipeline."""
 
-    def __init__(self, engine: BusClient, config: Config, measures: Measures) -> None:
+    def __init__(
+        self, engine: BusClient, config: Config, measures: Measures, readiness: Readiness
+    ) -> None:
         self._engine = engine
         self._config = config
         self._measures = measures
+        self._readiness = readiness
         self._turns = Turns(config.gateway_places, config.gateway.max_waiting, measures)
         self._count_lanes_at = 0.0
         self._request_ids: set[str] = set()
@@ -129,8 +133,14 @@ class Submissions:
             run: Takes the index of a request, and whether it may begin; it was ended if not.
 
         Raises:
-            NanoInferenceError: The first error.
+            NanoInferenceError: The first error; `shutting_down` when the gateway is to stop.
         """
+        if self._readiness.draining:
+            raise EngineError(
+                f"{DRAINING}; send it again, to another one",
+                code="shutting_down",
+                retry_after_s=DEFAULT_RETRY_S,
+            )
         failure: NanoInferenceError | None = None
 
         async def run_one(index: int, begun: bool) -> None:
@@ -184,6 +194,7 @@ class Submissions:
             async with aclosing(self._engine.submit(request, origin.trace)) as outputs:
                 async for output in outputs:
                     if isinstance(output, Completion):
+                        origin.account.add(output.usage)
                         _check(output)
                     yield output
 

@@ -45,9 +45,10 @@ class Pipeline:
             print(output)
     ```
 
-    With all five stages here, entering waits until they are ready. Leaving stops them at once;
-    call `drain` before to let requests in flight finish. When a stage has used up its restarts,
-    whoever waits for an output gets ChannelClosed, and the context raises StageFailed.
+    With all five stages here, entering waits until they are ready, unless told not to. Leaving
+    stops them at once; call `drain` before to let requests in flight finish. When a stage has used
+    up its restarts, whoever waits for an output gets ChannelClosed, and the context raises
+    StageFailed.
     """
 
     def __init__(
@@ -56,10 +57,20 @@ class Pipeline:
         *,
         tracing: Tracing | None = None,
         wait_for_bus: bool = False,
+        wait_until_ready: bool = True,
     ) -> None:
-        """`wait_for_bus`: start although the bus can't be reached, and work once it can."""
+        """A pipeline that begins when it is entered.
+
+        Args:
+            config: The settings.
+            tracing: Makes its spans; None for what the settings say.
+            wait_for_bus: Start although the bus can't be reached, and work once it can.
+            wait_until_ready: Enter only when all five stages are ready, where all are here. What
+                is submitted before that waits.
+        """
         self.config = config or Config()
         self._wait_for_bus = wait_for_bus
+        self._wait_until_ready = wait_until_ready
         self.bus: Bus
         self.metrics: Metrics
         self._client: BusClient
@@ -99,7 +110,7 @@ class Pipeline:
         # A task of its own holds the stages' task group, so that the context may be left from
         # another task than it was entered from, as test fixtures and servers' hooks do.
         self._house = asyncio.create_task(self._run_stages(), name="stages")
-        if set(stages) == set(STAGES):
+        if self._wait_until_ready and set(stages) == set(STAGES):
             try:
                 await self.ready()
             except BaseException as error:

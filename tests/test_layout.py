@@ -98,7 +98,7 @@ def test_each_sampling_parameter_is_read_by_a_stage() -> None:
     assert set(SamplingParams.__struct_fields__) <= read
 
 
-@pytest.mark.parametrize("interface", ["openai", "sglang"])
+@pytest.mark.parametrize("interface", ["anthropic", "openai", "sglang"])
 def test_each_sampling_parameter_comes_through_the_gateway(interface: str) -> None:
     tree = ast.parse((ROOT / "gateway" / interface / "requests.py").read_text())
     (call,) = [

@@ -9,22 +9,31 @@ from ..chat_templates import ChatTemplates
 from ..submissions import Submissions
 from ..words import LazyWords
 from .errors import Endpoint, in_openai_words
+from .fields import CallName
 from .generate import GenerationCalls
 from .info import InfoCalls
+from .responses import ResponseCalls
 
 
-def openai_routes(config: Config, words: LazyWords, submissions: Submissions) -> list[Route]:
+def openai_routes(
+    config: Config, words: LazyWords, submissions: Submissions, templates: ChatTemplates
+) -> list[Route]:
     """Its endpoints."""
-    templates = ChatTemplates(words, config.engine.max_model_len, config.gateway.template_timeout_s)
     generation = GenerationCalls(submissions, config, words, templates)
+    responses = ResponseCalls(submissions, config, words, templates)
     info = InfoCalls(config, words, templates)
 
-    def route(path: str, endpoint: Endpoint, method: str, *, chat: bool = False) -> Route:
-        return Route(path, in_openai_words(endpoint, chat=chat), methods=[method])
+    def route(path: str, endpoint: Endpoint, method: str, call: CallName = "completions") -> Route:
+        return Route(path, in_openai_words(endpoint, call), methods=[method])
 
     return [
         route("/v1/completions", generation.completions, "POST"),
-        route("/v1/chat/completions", generation.chat, "POST", chat=True),
+        route("/v1/chat/completions", generation.chat, "POST", "chat"),
+        route("/inference/v1/generate", generation.tokens, "POST", "generate"),
+        route("/v1/responses", responses.create, "POST", "responses"),
+        route("/v1/responses/{response_id}", responses.retrieve, "GET", "responses"),
+        route("/v1/responses/{response_id}", responses.delete, "DELETE", "responses"),
+        route("/v1/responses/{response_id}/cancel", responses.cancel, "POST", "responses"),
         route("/v1/models", info.models, "GET"),
         route("/v1/models/{model:path}", info.model, "GET"),
         route("/tokenize", info.tokenize, "POST"),

@@ -14,6 +14,7 @@ from .logprobs import (
     chat_logprobs,
     prompt_logprobs,
     scored,
+    token_logprobs,
 )
 from .requests import Call, Prompt
 
@@ -59,11 +60,10 @@ class Answers:
         ]
         answer = self.head(min(versions, default=None), chunk=False)
         answer |= {"choices": choices, "usage": self.usage(completions)}
-        if self.call.chat:
-            if self.call.token_ids:
-                answer["prompt_token_ids"] = self.prompts[0]
-            if self.call.prompt_logprobs:
-                answer["prompt_logprobs"] = self._prompt_logprobs(0, completions[0])
+        if self.call.chat and self.call.token_ids:
+            answer["prompt_token_ids"] = self.prompts[0]
+        if self.call.kind != "completions" and self.call.prompt_logprobs:
+            answer["prompt_logprobs"] = self._prompt_logprobs(0, completions[0])
         return answer
 
     def head(self, version: int | None, *, chunk: bool) -> Answer:
@@ -72,14 +72,17 @@ class Answers:
         Args:
             version: Of the weights that made the oldest of its tokens; None without any.
         """
-        kind = "chat.completion" if self.call.chat else "text_completion"
-        return {
-            "id": self.call.id,
-            "object": f"{kind}.chunk" if chunk and self.call.chat else kind,
+        told = {
             "created": self.call.created,
             "model": self.call.model,
             "system_fingerprint": None if version is None else f"weights-{version}",
         }
+        if self.call.kind == "generate":
+            named = {"id": self.call.id, "request_id": self.call.named or self.call.id}
+            return named | told
+        kind = "chat.completion" if self.call.chat else "text_completion"
+        kind = f"{kind}.chunk" if chunk and self.call.chat else kind
+        return {"id": self.call.id, "object": kind} | told
 
     def usage(self, completions: Iterable[Completion]) -> Answer:
         """Of all prompts together. Each counts once, however many choices it has."""
@@ -117,10 +120,13 @@ class Answers:
             return None
         return CompletionLogprobs(self.words, self.names)
 
-    def chat_logprobs(self, tokens: Sequence[Scored]) -> Answer | None:
-        """The same of a chat."""
-        if self.call.logprobs is None or self.names is None:
+    def listed_logprobs(self, tokens: Sequence[Scored]) -> Answer | None:
+        """Those of a choice of the other calls, which have an entry for each token."""
+        if self.call.logprobs is None:
             return None
+        if self.call.kind == "generate":
+            return token_logprobs(tokens)
+        assert self.names is not None, "logprobs of texts take the tokenizer"
         return chat_logprobs(tokens, self.names)
 
     # --- the whole of it ----------------------------------------------------------------------
@@ -139,7 +145,9 @@ class Answers:
         choice: Answer = {"index": prompt * call.n + sample.sample_index}
         if call.chat:
             message = {"role": "assistant", "content": sample.text, "refusal": None}
-            choice |= {"message": message, "logprobs": self.chat_logprobs(tokens)}
+            choice |= {"message": message, "logprobs": self.listed_logprobs(tokens)}
+        elif call.kind == "generate":
+            choice["logprobs"] = self.listed_logprobs(tokens)
         else:
             choice["text"] = self.echoed(prompt) + sample.text
             if writer := self.completion_logprobs():
@@ -150,12 +158,12 @@ class Answers:
         choice["finish_reason"] = sample.finish_reason
         if call.token_ids:
             choice["token_ids"] = sample.token_ids
-            if not call.chat:
+            if call.kind == "completions":
                 choice["prompt_token_ids"] = self.prompts[prompt]
         if call.weight_versions:
             spans = sample.weight_versions
             choice["weight_versions"] = version_spans(spans, 0, len(sample.token_ids))
-        if call.prompt_logprobs and not call.chat:
+        if call.prompt_logprobs and call.kind == "completions":
             choice["prompt_logprobs"] = self._prompt_logprobs(prompt, completion)
         return choice
 

@@ -20,11 +20,9 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class Common(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that both calls have."""
+class SamplerFields(msgspec.Struct, frozen=True, kw_only=True):
+    """How to sample, but for what has other shapes or defaults in each call."""
 
-    model: str = ""
-    n: Int64 = 1
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: Int64 = 0
@@ -38,9 +36,21 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[Int64, float] = {}
+
+
+class SamplingFields(SamplerFields, frozen=True, kw_only=True):
+    """The same, and what calls have that answer with choices."""
+
+    n: Int64 = 1
+    prompt_logprobs: Int64 | None = None
+
+
+class Common(SamplingFields, frozen=True, kw_only=True):
+    """The fields that completions and chats have."""
+
+    model: str = ""
     stream: bool = False
     stream_options: StreamOptions | None = None
-    prompt_logprobs: Int64 | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     return_weight_versions: bool = False
@@ -69,6 +79,46 @@ class ChatBody(Common, frozen=True, kw_only=True):
     max_completion_tokens: Int64 | None = None
     logprobs: bool = False
     top_logprobs: Int64 | None = None
+
+
+class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Of `/inference/v1/generate`; its parameters are looked at by themselves."""
+
+    model: str = ""
+    token_ids: list[Int64] | None = None
+    sampling_params: dict[str, Any] = {}
+    request_id: str = ""
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_weight_versions: bool = False
+    priority: Int64 = 0
+    budget_ms: float | None = None
+    cache_salt: str = ""
+
+
+class SamplingBody(SamplingFields, frozen=True, kw_only=True):
+    """Its `sampling_params`."""
+
+    max_tokens: Int64 | None = None
+    logprobs: Int64 | None = None
+
+
+class ResponseBody(SamplerFields, frozen=True, kw_only=True):
+    """Of `/v1/responses`."""
+
+    model: str = ""
+    input: str | list[dict[str, Any]] | None = None
+    instructions: str | None = None
+    max_output_tokens: Int64 | None = None
+    include: list[str] = []
+    top_logprobs: Int64 | None = None
+    store: bool = True
+    metadata: dict[str, str] = {}
+    stream: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+    priority: Int64 = 0
+    budget_ms: float | None = None
+    cache_salt: str = ""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):

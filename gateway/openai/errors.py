@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from ...config import NanoInferenceError
 from ..http import EngineError
-from .fields import FIELDS
+from .fields import FIELDS, CallName
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -31,6 +31,18 @@ _PARAMS = {
     "invalid_budget": "budget_ms",
 }
 
+_RENAMED: dict[CallName, dict[str, str]] = {
+    "chat": {_PROMPT: "messages", "logprobs": "top_logprobs"},
+    "generate": {_PROMPT: "token_ids"},
+    "responses": {
+        _PROMPT: "input",
+        "messages": "input",
+        "logprobs": "top_logprobs",
+        "max_tokens": "max_output_tokens",
+    },
+}
+"""What other calls than completions have under other names."""
+
 
 class OpenAIError(EngineError):
     """An error of the interface.
@@ -45,28 +57,28 @@ class OpenAIError(EngineError):
         self.param = param
 
 
-def as_openai(error: NanoInferenceError, *, chat: bool) -> NanoInferenceError:
+def as_openai(error: NanoInferenceError, call: CallName) -> NanoInferenceError:
     """The same error in OpenAI's words, where it is about what a client may change.
 
     Args:
-        chat: Whether the prompt is a conversation.
+        call: Whose fields it is about.
     """
     if isinstance(error, OpenAIError) or not _known(error.code):
         return error
-    param = getattr(error, "param", None) or _param(error.code, chat)
+    param = getattr(error, "param", None) or _param(error.code, call)
     if param is None:
         return error
     return OpenAIError(error, code=_CODES.get(error.code, error.code), param=param)
 
 
-def in_openai_words(endpoint: Endpoint, *, chat: bool = False) -> Endpoint:
+def in_openai_words(endpoint: Endpoint, call: CallName = "completions") -> Endpoint:
     """An endpoint whose errors are `as_openai`."""
 
     async def answer(request: Request) -> Response:
         try:
             return await endpoint(request)
         except NanoInferenceError as error:
-            raise as_openai(error, chat=chat) from error
+            raise as_openai(error, call) from error
 
     return answer
 
@@ -75,10 +87,10 @@ def _known(code: str) -> bool:
     return code in _PARAMS or code.startswith("invalid_")
 
 
-def _param(code: str, chat: bool) -> str | None:
+def _param(code: str, call: CallName) -> str | None:
     name = _PARAMS.get(code) or code.removeprefix("invalid_")
-    if name == _PROMPT:
-        return "messages" if chat else _PROMPT
-    if name == "logprobs" and chat:
-        return "top_logprobs"
-    return name if any(field.name == name for field in FIELDS) else None
+    name = _RENAMED.get(call, {}).get(name, name)
+    of = {each for field in FIELDS if field.name == name for each in field.calls}
+    if call == "generate" and call not in of and "sampling_params" in of:
+        return f"sampling_params.{name}"
+    return name if of else None

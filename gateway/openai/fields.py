@@ -2,48 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, TypeVar
 
-from ...config import nearest
-from ..http import FieldError, convert, field_name
+from ..fields import EMPTY, Body, Field, read_known_fields
 
 T = TypeVar("T")
 
-Body = dict[str, Any]
-CallName = Literal["completions", "chat", "tokenize", "detokenize"]
-Becomes = Literal["honoured", "harmless", "refused"]
+CallName = Literal[
+    "completions", "chat", "responses", "generate", "sampling_params", "tokenize", "detokenize"
+]
+"""`sampling_params` are a field of `generate`, with fields of its own."""
+
 
 _BOTH: tuple[CallName, ...] = ("completions", "chat")
+_TEXTS: tuple[CallName, ...] = (*_BOTH, "responses")
+_SAMPLED: tuple[CallName, ...] = (*_TEXTS, "sampling_params")
+_CHOICES: tuple[CallName, ...] = (*_BOTH, "sampling_params")
+_ALL: tuple[CallName, ...] = (*_TEXTS, "generate")
+_CHUNKED: tuple[CallName, ...] = (*_BOTH, "generate")
 _COMPLETIONS: tuple[CallName, ...] = ("completions",)
+_GENERATE: tuple[CallName, ...] = ("generate",)
+_SAMPLING_PARAMS: tuple[CallName, ...] = ("sampling_params",)
 _CHAT: tuple[CallName, ...] = ("chat",)
+_RESPONSES: tuple[CallName, ...] = ("responses",)
+_TALKS: tuple[CallName, ...] = ("chat", "responses")
 _TEMPLATED: tuple[CallName, ...] = ("chat", "tokenize")
 
 
-# False is 0 to Python.
-_EMPTY: tuple[Any, ...] = (0, "", [], {})
-
-
-class Field(NamedTuple):
-    """A field of some calls.
-
-    Attributes:
-        becomes: Of harmless ones nothing, since they say nothing that would change an answer.
-        what: A line for the documents; of refused ones, why.
-        nothing: Values of a refused field, beside null, that ask for nothing but what is done
-            anyway.
-    """
-
-    name: str
-    calls: tuple[CallName, ...]
-    becomes: Becomes
-    what: str
-    nothing: tuple[Any, ...] = _EMPTY
-
+_NO_STATE = "answers are not kept for it; send the whole conversation"
 
 FIELDS = (
     Field(
         "model",
-        ("completions", "chat", "tokenize", "detokenize"),
+        (*_ALL, "tokenize", "detokenize"),
         "honoured",
         "the served model's name, or absent; any other is 404 `model_not_found`",
     ),
@@ -61,44 +52,49 @@ FIELDS = (
     ),
     Field(
         "max_tokens",
-        _BOTH,
+        _CHOICES,
         "honoured",
-        "completions 16, chat as many as the model's length leaves; 0 with `echo` scores a prompt",
+        "completions 16, the others as many as the model's length leaves; 0 with `echo` scores a "
+        "prompt",
     ),
     Field("max_completion_tokens", _CHAT, "honoured", "the same; not both with different numbers"),
-    Field("n", _BOTH, "honoured", "choices of each prompt (1)"),
-    Field("stream", _BOTH, "honoured", "server-sent events"),
+    Field("n", _CHOICES, "honoured", "choices of each prompt (1)"),
+    Field("stream", _ALL, "honoured", "server-sent events"),
     Field(
         "stream_options",
-        _BOTH,
+        _CHUNKED,
         "honoured",
         "`include_usage`: a last chunk with usage and no choices; `continuous_usage_stats`: usage "
         "in all of them; `include_obfuscation` is harmless",
     ),
-    Field("temperature", _BOTH, "honoured", "1; 0 is greedy, and so is less than 0.000001"),
-    Field("top_p", _BOTH, "honoured", "1 is off"),
-    Field("top_k", _BOTH, "honoured", "0 and -1 are off"),
-    Field("min_p", _BOTH, "honoured", "0 is off"),
-    Field("seed", _BOTH, "honoured", "the same samples each time; signed, 64 bits"),
-    Field("stop", _BOTH, "honoured", "a text or up to 16; the text ends before it"),
-    Field("stop_token_ids", _BOTH, "honoured", "these tokens end it as well"),
-    Field("ignore_eos", _BOTH, "honoured", "goes on past the model's own stop tokens"),
-    Field("min_tokens", _BOTH, "honoured", "nothing stops it before so many"),
-    Field("presence_penalty", _BOTH, "honoured", "-2 to 2"),
-    Field("frequency_penalty", _BOTH, "honoured", "-2 to 2"),
-    Field("repetition_penalty", _BOTH, "honoured", "1 is off"),
-    Field("logit_bias", _BOTH, "honoured", "by token id, -100 to 100"),
+    Field("temperature", _SAMPLED, "honoured", "1; 0 is greedy, and so is less than 0.000001"),
+    Field("top_p", _SAMPLED, "honoured", "1 is off"),
+    Field("top_k", _SAMPLED, "honoured", "0 and -1 are off"),
+    Field("min_p", _SAMPLED, "honoured", "0 is off"),
+    Field("seed", _SAMPLED, "honoured", "the same samples each time; signed, 64 bits"),
+    Field("stop", _SAMPLED, "honoured", "a text or up to 16; the text ends before it"),
+    Field("stop_token_ids", _SAMPLED, "honoured", "these tokens end it as well"),
+    Field("ignore_eos", _SAMPLED, "honoured", "goes on past the model's own stop tokens"),
+    Field("min_tokens", _SAMPLED, "honoured", "nothing stops it before so many"),
+    Field("presence_penalty", _SAMPLED, "honoured", "-2 to 2"),
+    Field("frequency_penalty", _SAMPLED, "honoured", "-2 to 2"),
+    Field("repetition_penalty", _SAMPLED, "honoured", "1 is off"),
+    Field("logit_bias", _SAMPLED, "honoured", "by token id, -100 to 100"),
     Field(
         "logprobs",
-        _BOTH,
+        _CHOICES,
         "honoured",
-        "completions: how many of the likeliest tokens to show at each place, up to 20; "
-        "chat: true or false",
+        "how many of the likeliest tokens to show at each place, up to 20; chat: true or false",
     ),
-    Field("top_logprobs", _CHAT, "honoured", "0 to 20, with `logprobs`"),
+    Field(
+        "top_logprobs",
+        _TALKS,
+        "honoured",
+        "0 to 20, with `logprobs`, or with `message.output_text.logprobs` in `include`",
+    ),
     Field(
         "prompt_logprobs",
-        _BOTH,
+        _CHOICES,
         "honoured",
         "as vLLM's: for each token of the prompt the likeliest tokens and itself, by id; not in a "
         "stream",
@@ -108,18 +104,18 @@ FIELDS = (
     Field("return_tokens_as_token_ids", _BOTH, "honoured", "logprobs name tokens as `token_id:17`"),
     Field(
         "return_weight_versions",
-        _BOTH,
+        _CHUNKED,
         "honoured",
         "`weight_versions` of each choice: `[{version, start, end}]`, which tokens each made",
     ),
     Field(
         "priority",
-        _BOTH,
+        _ALL,
         "honoured",
         "lower is earlier, as vLLM's: the engine's, negated, at most `gateway.max_priority`",
     ),
-    Field("budget_ms", _BOTH, "honoured", "how long it may take, beside the header `X-Budget-Ms`"),
-    Field("cache_salt", _BOTH, "honoured", "prefixes are shared only under the same one"),
+    Field("budget_ms", _ALL, "honoured", "how long it may take, beside the header `X-Budget-Ms`"),
+    Field("cache_salt", _ALL, "honoured", "prefixes are shared only under the same one"),
     Field(
         "add_generation_prompt",
         _TEMPLATED,
@@ -129,55 +125,125 @@ FIELDS = (
     Field("continue_final_message", _TEMPLATED, "honoured", "goes on within the last message"),
     Field(
         "chat_template_kwargs",
-        _TEMPLATED,
+        ("chat", "responses", "tokenize"),
         "honoured",
         "variables of the model's chat template; one that it does not read is refused",
+    ),
+    Field(
+        "input",
+        _RESPONSES,
+        "honoured",
+        "a text, or a list of messages: roles system, developer, user and assistant; content as "
+        "text, or as parts of text",
+    ),
+    Field("instructions", _RESPONSES, "honoured", "a system's message before all others"),
+    Field("max_output_tokens", _RESPONSES, "honoured", "as many as the model's length leaves"),
+    Field(
+        "include",
+        _RESPONSES,
+        "honoured",
+        "`message.output_text.logprobs`; `reasoning.encrypted_content` is harmless; others are "
+        "refused",
+    ),
+    Field(
+        "store",
+        _RESPONSES,
+        "honoured",
+        "true: `GET` finds the answer for `bus.results_ttl_s`, at the gateway that made it",
+    ),
+    Field("metadata", _RESPONSES, "honoured", "up to 16 texts by name, which the answer repeats"),
+    Field("token_ids", _GENERATE, "honoured", "the prompt's tokens"),
+    Field(
+        "sampling_params",
+        _GENERATE,
+        "honoured",
+        "an object of the fields that are of `sampling_params` here",
+    ),
+    Field(
+        "request_id",
+        _GENERATE,
+        "honoured",
+        "a name of the client's, up to 256 characters, which the answer repeats; else `id` stands "
+        "there",
     ),
     Field("add_special_tokens", ("tokenize",), "honoured", "true, of a text"),
     Field("return_token_strs", ("tokenize",), "honoured", "`token_strs`"),
     Field("tokens", ("detokenize",), "honoured", "token ids"),
-    Field("user", _BOTH, "harmless", "the header `X-Tenant` says whose a request is"),
-    Field("safety_identifier", _BOTH, "harmless", "as `user`"),
+    Field("user", _TEXTS, "harmless", "the header `X-Tenant` says whose a request is"),
+    Field("safety_identifier", _TEXTS, "harmless", "as `user`"),
     Field("metadata", _BOTH, "harmless", "nothing is stored"),
-    Field("prompt_cache_key", _BOTH, "harmless", "prefixes are found without it"),
-    Field("prompt_cache_retention", _BOTH, "harmless", "the cache decides"),
+    Field("prompt_cache_key", _TEXTS, "harmless", "prefixes are found without it"),
+    Field("prompt_cache_retention", _TEXTS, "harmless", "the cache decides"),
     Field("prediction", _CHAT, "harmless", "it could only be quicker"),
-    Field("parallel_tool_calls", _CHAT, "harmless", "there are no tools"),
-    Field("spaces_between_special_tokens", _BOTH, "harmless", "of slow tokenizers"),
-    Field("tools", _CHAT, "refused", "there are no tools yet"),
-    Field("tool_choice", _CHAT, "refused", "there are no tools yet", (*_EMPTY, "none", "auto")),
+    Field("parallel_tool_calls", _TALKS, "harmless", "there are no tools"),
+    Field("spaces_between_special_tokens", _SAMPLED, "harmless", "of slow tokenizers"),
+    Field(
+        "stream_options", _RESPONSES, "harmless", "`include_obfuscation` pads chunks; usage is told"
+    ),
+    Field("prompt_cache_options", _RESPONSES, "harmless", "the cache decides"),
+    Field("detokenize", _SAMPLING_PARAMS, "harmless", "the answer has no text"),
+    Field("skip_special_tokens", _SAMPLING_PARAMS, "harmless", "the answer has no text"),
+    Field("include_stop_str_in_output", _SAMPLING_PARAMS, "harmless", "the answer has no text"),
+    Field("output_kind", _SAMPLING_PARAMS, "harmless", "`stream` says it"),
+    Field("flat_logprobs", _SAMPLING_PARAMS, "harmless", "of vLLM's memory"),
+    Field("features", _GENERATE, "refused", "there are no images or sounds"),
+    Field("kv_transfer_params", _GENERATE, "refused", "nothing is handed to other servers"),
+    Field("ec_transfer_params", _GENERATE, "refused", "nothing is handed to other servers"),
+    Field("tools", _TALKS, "refused", "there are no tools yet"),
+    Field("tool_choice", _TALKS, "refused", "there are no tools yet", (*EMPTY, "none", "auto")),
     Field("functions", _CHAT, "refused", "there are no tools yet"),
-    Field("function_call", _CHAT, "refused", "there are no tools yet", (*_EMPTY, "none", "auto")),
+    Field("function_call", _CHAT, "refused", "there are no tools yet", (*EMPTY, "none", "auto")),
     Field(
         "response_format",
         _BOTH,
         "refused",
         "there is no structured output yet; `text` is taken",
-        (*_EMPTY, {"type": "text"}),
+        (*EMPTY, {"type": "text"}),
     ),
-    Field("structured_outputs", _BOTH, "refused", "there is no structured output yet"),
+    Field("structured_outputs", _SAMPLED, "refused", "there is no structured output yet"),
     Field("guided_json", _BOTH, "refused", "there is no structured output yet"),
     Field("guided_regex", _BOTH, "refused", "there is no structured output yet"),
     Field("guided_choice", _BOTH, "refused", "there is no structured output yet"),
     Field("guided_grammar", _BOTH, "refused", "there is no structured output yet"),
-    Field("modalities", _CHAT, "refused", "text alone is made", (*_EMPTY, ["text"])),
+    Field("modalities", _CHAT, "refused", "text alone is made", (*EMPTY, ["text"])),
     Field("audio", _CHAT, "refused", "text alone is made"),
     Field("web_search_options", _CHAT, "refused", "nothing is searched"),
     Field("reasoning_effort", _CHAT, "refused", "the template's variables are given by name"),
     Field(
         "verbosity",
-        _CHAT,
+        _TALKS,
         "refused",
         "the template's variables are given by name",
-        (*_EMPTY, "medium"),
+        (*EMPTY, "medium"),
     ),
     Field("store", _CHAT, "refused", "nothing is stored"),
+    Field("background", _RESPONSES, "refused", "answers are made while somebody waits"),
+    Field("previous_response_id", _RESPONSES, "refused", _NO_STATE),
+    Field("conversation", _RESPONSES, "refused", _NO_STATE),
+    Field("prompt", _RESPONSES, "refused", "there are no prompts by name; send `input`"),
+    Field("max_tool_calls", _RESPONSES, "refused", "there are no tools yet"),
+    Field(
+        "text",
+        _RESPONSES,
+        "refused",
+        "there is no structured output yet; text as it comes is taken",
+        (
+            *EMPTY,
+            {"format": {"type": "text"}},
+            {"format": {"type": "text"}, "verbosity": "medium"},
+            {"verbosity": "medium"},
+        ),
+    ),
+    Field("reasoning", _RESPONSES, "refused", "the template's variables are given by name"),
+    Field("truncation", _RESPONSES, "refused", "prompts are taken whole", (*EMPTY, "disabled")),
+    Field("context_management", _RESPONSES, "refused", "prompts are taken whole"),
+    Field("moderation", _RESPONSES, "refused", "nothing is judged"),
     Field(
         "service_tier",
-        _BOTH,
+        _TEXTS,
         "refused",
         "there is one; `priority` says more",
-        (*_EMPTY, "auto", "default"),
+        (*EMPTY, "auto", "default"),
     ),
     Field("best_of", _COMPLETIONS, "refused", "all samples are told; ask for `n`", (1,)),
     Field("suffix", _COMPLETIONS, "refused", "nothing is filled in"),
@@ -185,36 +251,15 @@ FIELDS = (
     Field("length_penalty", _BOTH, "refused", "of beams", (1,)),
     Field("chat_template", _TEMPLATED, "refused", "the model's own is used"),
     Field("documents", _CHAT, "refused", "give them in `chat_template_kwargs` or in messages"),
-    Field("truncate_prompt_tokens", _BOTH, "refused", "prompts are taken whole"),
-    Field("skip_special_tokens", _BOTH, "refused", "they are left out of the text", (True,)),
-    Field("include_stop_str_in_output", _BOTH, "refused", "the text ends before it"),
-    Field("allowed_token_ids", _BOTH, "refused", "ask by `logit_bias`"),
-    Field("bad_words", _BOTH, "refused", "ask by `logit_bias`"),
+    Field("truncate_prompt_tokens", _SAMPLED, "refused", "prompts are taken whole"),
+    Field("skip_special_tokens", _TEXTS, "refused", "they are left out of the text", (True,)),
+    Field("include_stop_str_in_output", _TEXTS, "refused", "the text ends before it"),
+    Field("allowed_token_ids", _SAMPLED, "refused", "ask by `logit_bias`"),
+    Field("bad_words", _SAMPLED, "refused", "ask by `logit_bias`"),
 )
 """All that are known by name. Any other is refused when it asks for something."""
 
 
-def read_fields(body: Body, kind: type[T], call: CallName) -> T:
-    """The fields that count, as a struct.
-
-    Raises:
-        FieldError: One is of the wrong type, or asks for what is not there.
-    """
-    known = {field.name: field for field in FIELDS if call in field.calls}
-    honoured = getattr(kind, "__struct_fields__", ())
-    for name, value in body.items():
-        field = known.get(name)
-        why = ""
-        if field is None:
-            why = f"is not known here{nearest(name, known)}" if value else ""
-        elif field.becomes == "refused" and value is not None and value not in field.nothing:
-            why = f"is not supported here: {field.what}"
-        if why:
-            shown_name = field_name(name)
-            raise FieldError(
-                f"{shown_name} {why}; leave it out, or give null",
-                param=shown_name,
-                code="unsupported",
-            )
-    # An explicit null is a default.
-    return convert({name: body[name] for name in honoured if body.get(name) is not None}, kind)
+def read_fields(body: Body, kind: type[T], call: CallName, where: str = "") -> T:
+    """As the one that all interfaces have, by this table."""
+    return read_known_fields(FIELDS, body, kind, call, where)

@@ -1,4 +1,4 @@
-"""`/v1/completions` and `/v1/chat/completions`: at once, or as a stream of chunks."""
+"""Completions, chats, and tokens in and out: at once, or as a stream of chunks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ..words import LazyWords
 from .answers import Answer, Answers
 from .errors import as_openai
 from .messages import conversation_of
-from .requests import Call, Prompt, read_chat, read_completion
+from .requests import Call, Prompt, read_chat, read_completion, read_generate
 from .streams import Chunks
 
 _DONE = b"[DONE]"
@@ -76,6 +76,12 @@ class GenerationCalls:
         if not prompts:
             return Response(status_code=CLIENT_LEFT)
         return await self._answer(request, tenant, call, prompts)
+
+    async def tokens(self, request: Request) -> Response:
+        tenant = tenant_of(request)
+        body = await read_object(request, self._config.gateway.max_body_bytes)
+        call, prompt = read_generate(body, self._config)
+        return await self._answer(request, tenant, call, [prompt])
 
     async def _answer(
         self, request: Request, tenant: str, call: Call, prompts: list[Prompt]
@@ -141,7 +147,7 @@ class GenerationCalls:
         async def produce(send: SendEvent) -> None:
             failure = await self._send_chunks(origin, requests, Chunks(answers, send))
             if failure is not None:
-                error = as_openai(failure, chat=answers.call.chat)
+                error = as_openai(failure, answers.call.kind)
                 if not stream.committed:
                     raise error
                 await send(msgspec.json.encode(error_body(error)))

@@ -12,12 +12,12 @@ from starlette.responses import Response
 
 from ...config import Config, RequestError
 from ..chat_templates import ChatTemplates
+from ..fields import check_model
 from ..http import FieldError, JsonResponse, read_object
 from ..words import LazyWords, Words
 from .bodies import DetokenizeBody, TokenizeBody
 from .fields import read_fields
 from .messages import conversation_of
-from .requests import check_model
 
 
 class InfoCalls:

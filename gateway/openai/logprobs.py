@@ -100,6 +100,20 @@ def chat_logprobs(tokens: Sequence[Scored], names: TokenNames) -> dict[str, Any]
     return {"content": content, "refusal": None}
 
 
+def token_logprobs(tokens: Sequence[Scored]) -> dict[str, Any]:
+    """`logprobs` of the choices of `/inference/v1/generate`: as a chat's, with ids for texts."""
+
+    def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
+        return {"token": f"token_id:{token_id}", "logprob": logprob, "bytes": None}
+
+    content = [
+        entry(token.token_id, token.logprob)
+        | {"top_logprobs": [entry(top.token_id, top.logprob) for top in token.top]}
+        for token in tokens
+    ]
+    return {"content": content}
+
+
 def prompt_logprobs(tokens: Sequence[Scored], names: TokenNames) -> list[dict[str, Any] | None]:
     """As vLLM's: by token id, the token itself and the likeliest, with their ranks as far known."""
 

@@ -30,7 +30,7 @@ def conversation_of(body: ChatBody | TokenizeBody) -> Conversation:
         )
     if not body.messages:
         raise FieldError("messages is empty; give at least one", param="messages")
-    turns = [_turn(message, place) for place, message in enumerate(body.messages)]
+    turns = [turn_of(message, f"messages[{place}]") for place, message in enumerate(body.messages)]
     if body.continue_final_message and not turns[-1]["content"]:
         raise FieldError(
             "continue_final_message needs a last message with text that it can go on from",
@@ -44,8 +44,12 @@ def conversation_of(body: ChatBody | TokenizeBody) -> Conversation:
     )
 
 
-def _turn(given: dict[str, Any], place: int) -> Turn:
-    where = f"messages[{place}]"
+def turn_of(given: dict[str, Any], where: str) -> Turn:
+    """A message as templates read it.
+
+    Raises:
+        FieldError: It is none, or holds what is not text; `where` it stands in the body.
+    """
     for name, value in given.items():
         if name not in _FIELDS and value:
             param = f"{where}.{field_name(name)}"
@@ -87,7 +91,7 @@ def _text(content: str | list[dict[str, Any]], where: str) -> str:
     texts: list[str] = []
     for place, part in enumerate(content):
         kind, param = part.get("type"), f"{where}[{place}]"
-        if kind in ("text", "input_text", "refusal"):
+        if kind in ("text", "input_text", "output_text", "refusal"):
             text = part.get("refusal" if kind == "refusal" else "text")
             if isinstance(text, str):
                 texts.append(text)

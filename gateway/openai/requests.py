@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from ...bus.public import GenerateRequest
 from ...config import Config, RequestError, SamplingParams, shown
+from ..fields import Body, check_model
 from ..http import FieldError, convert
-from .bodies import ChatBody, Common, CompletionBody, StreamOptions
-from .fields import Body, read_fields
+from .bodies import (
+    ChatBody,
+    Common,
+    CompletionBody,
+    GenerateBody,
+    SamplerFields,
+    SamplingBody,
+    SamplingFields,
+    StreamOptions,
+)
+from .fields import read_fields
 
 Prompt = str | tuple[int, ...]
+Kind = Literal["completions", "chat", "generate"]
 
+_ID_PREFIXES: dict[Kind, str] = {"completions": "cmpl-", "chat": "chatcmpl-", "generate": "gen-"}
+
+_LONGEST_NAME = 256
 _GREEDY_BELOW = 1e-6
 _ALL_TOKENS = 1 << 30
 
@@ -26,7 +40,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         id: The answer's own.
         created: When it came, seconds since the Unix epoch.
-        chat: Which of the two calls it is.
+        kind: Which of the calls it is.
         n: Choices of each prompt.
         sampling: For all of them.
         scores_only: No tokens are wanted. The engine samples one all the same.
@@ -37,12 +51,14 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         as_token_ids: Whether logprobs name tokens by their ids.
         usage: A stream has a chunk with the usage.
         continuous_usage: It has the usage in every chunk.
+        named: What the client calls it, which its answer repeats; empty for the answer's id. On
+            the bus it is known by that alone, so that nobody can ask for another's by its name.
     """
 
     id: str
     created: int
     model: str
-    chat: bool
+    kind: Kind
     n: int
     sampling: SamplingParams
     scores_only: bool
@@ -58,6 +74,12 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     priority: int
     budget_ms: float | None
     cache_salt: str
+    named: str = ""
+
+    @property
+    def chat(self) -> bool:
+        """Whether the prompt is a conversation."""
+        return self.kind == "chat"
 
     @property
     def needs_prompt_ids(self) -> bool:
@@ -68,12 +90,19 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def needs_words(self) -> bool:
         """Whether it takes the tokenizer."""
+        if self.kind == "generate":
+            # Which alone name the tokens' texts.
+            return self.prompt_logprobs
         return self.needs_prompt_ids or self.echo or self.logprobs is not None
+
+    def request_id(self, place: int, prompts: int) -> str:
+        """That of one of so many prompts."""
+        return self.id if prompts == 1 else f"{self.id}_{place}"
 
     def request(self, place: int, prompts: int, prompt: Prompt, tenant: str) -> GenerateRequest:
         """What is submitted for one of so many prompts."""
         return GenerateRequest(
-            request_id=self.id if prompts == 1 else f"{self.id}_{place}",
+            request_id=self.request_id(place, prompts),
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=None if isinstance(prompt, str) else prompt,
             n=self.n,
@@ -106,13 +135,16 @@ def read_completion(body: Body, config: Config) -> tuple[Call, list[Prompt]]:
             )
     call = _call(
         fields,
+        fields,
         config,
-        chat=False,
+        kind="completions",
         scores_only=scores_only,
         max_tokens=fields.max_tokens,
         logprobs=top,
         prompt_logprobs=prompt_top,
         echo=fields.echo,
+        token_ids=fields.return_token_ids,
+        as_token_ids=fields.return_tokens_as_token_ids,
     )
     _check_number(call.n, len(prompts), config.gateway.max_prompts)
     return call, prompts
@@ -136,44 +168,74 @@ def read_chat(body: Body, config: Config) -> tuple[Call, ChatBody]:
         )
     call = _call(
         fields,
+        fields,
         config,
-        chat=True,
-        scores_only=False,
+        kind="chat",
         # Admission cuts it to what the model's length leaves.
         max_tokens=told.pop() if told else config.engine.max_model_len,
         logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
         prompt_logprobs=fields.prompt_logprobs,
-        echo=False,
+        token_ids=fields.return_token_ids,
+        as_token_ids=fields.return_tokens_as_token_ids,
     )
     _check_number(call.n, 1, config.gateway.max_prompts)
     return call, fields
 
 
-def check_model(model: str, config: Config) -> None:
-    """Raises RequestError (unknown_model) for a name that is not the served model's."""
-    if model not in ("", config.engine.model_name):
-        raise RequestError(
-            f"there is no model {shown(model)} here; ask for {config.engine.model_name!r}",
-            code="unknown_model",
+def read_generate(body: Body, config: Config) -> tuple[Call, Prompt]:
+    """A body of `/inference/v1/generate`, and its prompt.
+
+    Raises:
+        RequestError: A field can't be obeyed.
+    """
+    fields = read_fields(body, GenerateBody, "generate")
+    within = "sampling_params."
+    sampling = read_fields(fields.sampling_params, SamplingBody, "sampling_params", within)
+    if not fields.token_ids:
+        raise RequestError("token_ids is empty; give the prompt's tokens", code="empty_prompt")
+    if len(fields.request_id) > _LONGEST_NAME:
+        raise FieldError(
+            f"request_id is longer than {_LONGEST_NAME} characters", param="request_id"
         )
+    call = _call(
+        fields,
+        sampling,
+        config,
+        kind="generate",
+        max_tokens=_or(sampling.max_tokens, config.engine.max_model_len),
+        logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
+        token_ids=True,
+        named=fields.request_id,
+        where=within,
+    )
+    _check_number(call.n, 1, config.gateway.max_prompts, within)
+    return call, tuple(fields.token_ids)
 
 
 def _call(
-    fields: Common,
+    fields: Common | GenerateBody,
+    sampling: SamplingFields,
     config: Config,
     *,
-    chat: bool,
-    scores_only: bool,
+    kind: Kind,
     max_tokens: int,
     logprobs: int | None,
     prompt_logprobs: int | None,
-    echo: bool,
+    token_ids: bool,
+    as_token_ids: bool = False,
+    scores_only: bool = False,
+    echo: bool = False,
+    named: str = "",
+    where: str = "",
 ) -> Call:
+    """Args: `where` stands before the names of sampling parameters."""
     check_model(fields.model, config)
     if fields.stream_options is not None and not fields.stream:
         raise FieldError("stream_options takes stream: true", param="stream_options")
-    if fields.stream and fields.prompt_logprobs is not None:
-        raise FieldError("prompt_logprobs are not told in a stream", param="prompt_logprobs")
+    if fields.stream and sampling.prompt_logprobs is not None:
+        param = f"{where}prompt_logprobs"
+        raise FieldError(f"{param} are not told in a stream", param=param)
     options = fields.stream_options or StreamOptions()
     if options.continuous_usage_stats and not options.include_usage:
         raise FieldError(
@@ -181,19 +243,19 @@ def _call(
             param="stream_options.continuous_usage_stats",
         )
     return Call(
-        id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+        id=f"{_ID_PREFIXES[kind]}{uuid.uuid4().hex}",
         created=int(time.time()),
         model=config.engine.model_name,
-        chat=chat,
-        n=fields.n,
-        sampling=_sampling(fields, 1 if scores_only else max_tokens, logprobs, prompt_logprobs),
+        kind=kind,
+        n=sampling.n,
+        sampling=sampling_of(sampling, 1 if scores_only else max_tokens, logprobs, prompt_logprobs),
         scores_only=scores_only,
         logprobs=logprobs,
-        prompt_logprobs=fields.prompt_logprobs is not None,
+        prompt_logprobs=sampling.prompt_logprobs is not None,
         echo=echo,
-        token_ids=fields.return_token_ids,
+        token_ids=token_ids,
         weight_versions=fields.return_weight_versions,
-        as_token_ids=fields.return_tokens_as_token_ids,
+        as_token_ids=as_token_ids,
         stream=fields.stream,
         usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
@@ -201,12 +263,17 @@ def _call(
         priority=min(-fields.priority, config.gateway.max_priority),
         budget_ms=fields.budget_ms,
         cache_salt=fields.cache_salt,
+        named=named,
     )
 
 
-def _sampling(
-    fields: Common, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
+def sampling_of(
+    fields: SamplerFields,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
+    """How to sample. Args: `max_tokens` and the logprobs, which have other names in each call."""
     stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)
     return SamplingParams(
         temperature=0.0 if 0 <= fields.temperature < _GREEDY_BELOW else fields.temperature,
@@ -257,12 +324,19 @@ def _token_ids(given: list[Any], where: str) -> tuple[int, ...]:
         raise FieldError(error.message, param=where) from None
 
 
-def _check_number(n: int, prompts: int, most: int) -> None:
+def _or(given: int | None, default: int) -> int:
+    return default if given is None else given
+
+
+def _check_number(n: int, prompts: int, most: int, where: str = "") -> None:
+    param = f"{where}n"
     if n < 1:
-        raise FieldError(f"n is {shown(n)}; it must be at least 1", param="n", code="invalid_n")
+        raise FieldError(
+            f"{param} is {shown(n)}; it must be at least 1", param=param, code="invalid_n"
+        )
     if n * prompts > most:
         raise FieldError(
             f"the call asks for more than {most} choices (gateway.max_prompts); send several calls",
-            param="n" if n > 1 else "prompt",
+            param=param if n > 1 else "prompt",
             code="too_many_prompts",
         )

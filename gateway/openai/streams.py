@@ -27,7 +27,8 @@ class Choice:
         self._answers = answers
         self._prompt = prompt
         self._index = prompt * answers.call.n + sample
-        self._logprobs = None if answers.call.chat else answers.completion_logprobs()
+        texts = answers.call.kind == "completions"
+        self._logprobs = answers.completion_logprobs() if texts else None
         self._texts: list[str] = []
         self._text_chars = 0
         self._tokens: list[Scored] = []
@@ -50,7 +51,8 @@ class Choice:
         """Whether there is anything to show."""
         call = self._answers.call
         tokens_shown = call.logprobs is not None or call.token_ids or call.weight_versions
-        told = bool(self._texts) or (tokens_shown and bool(self._tokens))
+        texts_shown = call.kind != "generate"
+        told = (texts_shown and bool(self._texts)) or (tokens_shown and bool(self._tokens))
         return told or self._reason is not None
 
     def score_prompt(self, tokens: list[Scored]) -> None:
@@ -93,7 +95,9 @@ class Choice:
         first = not self.begun
         if call.chat:
             choice["delta"] = {"content": text} if text or reason is None else {}
-            choice["logprobs"] = answers.chat_logprobs(tokens) if tokens else None
+            choice["logprobs"] = answers.listed_logprobs(tokens) if tokens else None
+        elif call.kind == "generate":
+            choice["logprobs"] = answers.listed_logprobs(tokens)
         else:
             choice["text"] = (answers.echoed(self._prompt) if first else "") + text
             shown = [*self._scored_prompt, *tokens]
@@ -102,7 +106,7 @@ class Choice:
         choice["finish_reason"] = reason
         if call.token_ids:
             choice["token_ids"] = [token.token_id for token in tokens]
-            if first and not call.chat:
+            if first and call.kind == "completions":
                 choice["prompt_token_ids"] = answers.prompts[self._prompt]
         if call.weight_versions:
             start, end = self._sent_tokens, self._sent_tokens + len(tokens)

@@ -8,6 +8,7 @@ from ...config import Config
 from ...pipeline.client import BusClient
 from ..callers import Endpoint, not_for_pages
 from ..measures import Measures
+from ..readiness import Readiness
 from ..submissions import Submissions
 from ..words import LazyWords
 from .generate import Generation
@@ -26,12 +27,13 @@ def sglang_routes(
     words: LazyWords,
     submissions: Submissions,
     measures: Measures,
+    readiness: Readiness,
 ) -> list[Route]:
     """Its endpoints."""
     labels = VersionLabels()
     sync = WeightSync(engine, labels, config.gateway.sync_timeout_s)
     generation = Generation(submissions, config, words, labels)
-    info = InfoCalls(engine, config, submissions, sync, labels)
+    info = InfoCalls(engine, config, submissions, sync, labels, readiness)
     weights = WeightCalls(engine, config.gateway, sync)
     read, write = ["GET"], ["POST"]
     routes = [

@@ -11,6 +11,7 @@ from ...bus.public import (
     ErrorInfo,
     TokenLogprob,
 )
+from ..stops import ends_with_stop_token, first_stop, free_of_stops, matched_stop
 from ..submissions import ENDED_EARLY
 from ..words import Words
 from .growing import Growing
@@ -78,12 +79,11 @@ class Answers:
         """One place of `output_top_logprobs`."""
         return [self._entry(each.logprob, each.token_id) for each in top]
 
-    def free_of_stops(self, token_ids: Sequence[int], *, skip_special: bool | None = None) -> int:
+    def free_of_stops(self, token_ids: Sequence[int]) -> int:
         """How long the text is in which no stop string was looked for."""
         assert self.words is not None
-        skip = self.wanted.skip_special if skip_special is None else skip_special
-        first = token_ids[: self.wanted.request.sampling.min_tokens]
-        return len(self.words.text(first, skip_special=skip))
+        sampling, skip = self.wanted.request.sampling, self.wanted.skip_special
+        return free_of_stops(token_ids, sampling, self.words, skip_special=skip)
 
     def without_stop(self, text: str, free: int, *, ended: bool) -> str:
         """A text without the stop string that ended it or, before the end, what may become one.
@@ -187,18 +187,10 @@ class Answers:
         if self._ends_with_stop_token(sample):
             return sample.token_ids[-1]
         assert self.words is not None  # there are stop strings
-        text = self.words.text(sample.token_ids, skip_special=True)
-        free = self.free_of_stops(sample.token_ids, skip_special=True)
-        return _first_stop(text[free:], self.wanted.request.sampling.stop)[0]
+        return matched_stop(sample, self.wanted.request.sampling, self.words)
 
     def _ends_with_stop_token(self, sample: CompletionSample) -> bool:
-        sampling = self.wanted.request.sampling
-        if not sampling.stop or self.words is None:
-            return True
-        stops = sampling.stop_token_ids
-        if not sampling.ignore_eos:
-            stops |= self.words.stop_token_ids
-        return sample.token_ids[-1] in stops
+        return ends_with_stop_token(sample, self.wanted.request.sampling, self.words)
 
 
 def _unbegun(index: int) -> CompletionSample:
@@ -212,16 +204,9 @@ def _elapsed_ns(completion: Completion) -> int:
     return timings.finished_ns - timings.received_ns if timings.received_ns else 0
 
 
-def _first_stop(text: str, stops: tuple[str, ...]) -> tuple[str, int]:
-    """The stop string that is complete first, of several the longest, and where it begins."""
-    found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
-    end, _, stop = min(found, default=(len(text), 0, ""))
-    return stop, end - len(stop)
-
-
 def _before_stop(text: str, stops: tuple[str, ...], ended: bool) -> str:
     """The text before a stop string, and while there is none, before what may become one."""
-    stop, begin = _first_stop(text, stops)
+    stop, begin = first_stop(text, stops)
     if stop or ended:
         return text[:begin]
     longest = max(map(len, stops), default=0)

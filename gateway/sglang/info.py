@@ -18,7 +18,7 @@ from ...bus.public import Completion, GenerateRequest
 from ...config import Config, NanoInferenceError, RequestError, SamplingParams, split_role
 from ...pipeline.client import BusClient
 from ..http import EngineError, JsonResponse, answer_while_connected, read_object
-from ..recent import Recent
+from ..readiness import DRAINING, Readiness
 from ..submissions import Submissions
 from .fields import read_fields
 from .labels import VersionLabels
@@ -26,9 +26,6 @@ from .sync import WeightSync
 
 # The token that /health_generate continues; every vocabulary has it.
 _PROBE = (0,)
-
-HEALTH_LASTS_S = 0.5
-"""The lanes tell once a second how they are; who asks more often gets the same answer."""
 
 
 class AbortBody(msgspec.Struct, frozen=True):
@@ -48,25 +45,26 @@ class InfoCalls:
         submissions: Submissions,
         sync: WeightSync,
         labels: VersionLabels,
+        readiness: Readiness,
     ) -> None:
         self._engine = engine
         self._config = config
         self._submissions = submissions
         self._sync = sync
         self._labels = labels
-        self._trouble = Recent(engine.trouble, HEALTH_LASTS_S)
+        self._readiness = readiness
+        readiness.consider(self._released)
 
     async def health(self, request: Request) -> Response:
         """Whether some lane says that it works, and lacks neither weights nor memory."""
-        released = ", ".join(sorted(self._sync.released))
-        # Known here at once; the lanes tell about once a second.
-        trouble = released and f"nothing can be generated: {released} released; resume the memory"
-        if trouble := trouble or await self._trouble.get():
+        if trouble := await self._readiness.trouble():
             raise NanoInferenceError(trouble, code="not_ready")
         return Response()
 
     async def health_generate(self, request: Request) -> Response:
         """Whether a token comes out; while that can't be, whether the executors answer."""
+        if self._readiness.draining:
+            raise NanoInferenceError(DRAINING, code="not_ready")
 
         async def work() -> Response:
             with anyio.fail_after(self._config.gateway.health_timeout_s):
@@ -151,6 +149,10 @@ class InfoCalls:
         else:
             raise RequestError("give rid, or abort_all")
         return Response()
+
+    def _released(self) -> str:
+        released = ", ".join(sorted(self._sync.released))
+        return released and f"nothing can be generated: {released} released; resume the memory"
 
     async def _probe(self) -> None:
         request = GenerateRequest(

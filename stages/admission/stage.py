@@ -250,6 +250,7 @@ class AdmissionStage(Actor):
         load: dict[str, int | float | str] = {
             "in_flight": len(self._requests.ledger),
             "recovering": self.epochs.num_recovering,
+            "model": self.config.engine.model_name,
         }
         replicas = self.config.pipeline.replicas
         if replicas > 1:

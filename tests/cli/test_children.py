@@ -25,7 +25,7 @@ from nano_inference.cli.children import (
     spawn,
 )
 from nano_inference.cli.fork_server import why_not
-from nano_inference.cli.run import DRAIN
+from nano_inference.cli.process import DRAIN
 from nano_inference.cli.up import _House
 from nano_inference.config import load_config
 

@@ -19,6 +19,12 @@ WRONG = [
     pytest.param(["submit", "a", "--budget", "nan"], "--budget", id="budget"),
     pytest.param(["submit", "a", "--bus", "memory"], "--bus memory", id="memory bus"),
     pytest.param(["submit", "a", "--bus", "http://x"], "redis://", id="not a redis url"),
+    pytest.param(["complete", "a", "--url", "ftp://x"], "--url is 'ftp://x'", id="not a url"),
+    pytest.param(["models", "--url", "http://["], "--url is 'http://['", id="not a url at all"),
+    pytest.param(["models", "--url", "http://x", "--bus", "redis://x"], "not both", id="both"),
+    pytest.param(["chat", "--bus", "memory"], "--bus memory", id="chat on a memory bus"),
+    pytest.param(["cancel"], "missing argument 'ID'", id="no id"),
+    pytest.param(["complete", "a", "--sampling", "x=1"], "no parameter 'x'", id="no parameter"),
     pytest.param(["tail", "--limit", "0"], "--limit", id="limit"),
     pytest.param(["status", "--log-level", "loud"], "'warning'", id="log level"),
     pytest.param(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import time
@@ -33,6 +34,10 @@ def free_ports(number: int) -> int:
 BODY = {"text": "98 + 25 =", "sampling_params": {"temperature": 0}}
 
 
+COMMENTS = ["--set", "gateway.comment_s=0.2"]
+"""So that a stream begins although no token comes."""
+
+
 @contextmanager
 def running(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("wb") as output:
@@ -59,18 +64,42 @@ def wait_until_healthy(process: subprocess.Popen[bytes], url: str) -> None:
     raise AssertionError(f"{url} never became healthy")
 
 
+def stopped_in_mid_stream(
+    process: subprocess.Popen[bytes], url: str, asked: signal.Signals
+) -> None:
+    """Tells a process to stop while a stream is under way: it takes nothing new, says so, lets the
+    stream come to its end, and ends. It has to be started with `COMMENTS`."""
+    httpx.post(f"{url}/pause_generation", json={"mode": "in_place"}).raise_for_status()
+    body = {"prompt": "98 + 25 =", "max_tokens": 40, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=LIMIT_S) as answer:
+        lines = answer.iter_lines()
+        assert next(lines) == ": keep-alive"
+        process.send_signal(asked)
+        while httpx.get(f"{url}/health").status_code == 200:
+            pass
+        refused = httpx.post(f"{url}/generate", json=BODY)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.json()["error"]["code"] == "shutting_down"
+        httpx.post(f"{url}/continue_generation", json={}, timeout=LIMIT_S).raise_for_status()
+        events = [line for line in lines if line]
+    assert events[-1] == "data: [DONE]"
+    assert '"finish_reason":"length"' in events[-2]
+    assert process.wait(LIMIT_S) == 0
+
+
 @pytest.mark.slow
 def test_beside_a_pipeline(on_served: Config, program: list[str], tmp_path: Path) -> None:
     port = free_port()
-    with running([*program, "gateway", "--port", str(port)], tmp_path / "log") as gateway:
+    with running(
+        [*program, "gateway", "--port", str(port), *COMMENTS], tmp_path / "log"
+    ) as gateway:
         url = f"http://127.0.0.1:{port}"
         wait_until_healthy(gateway, url)
         answer = httpx.post(f"{url}/generate", json=BODY, timeout=LIMIT_S).json()
         assert answer["text"] == " 123"
         info = httpx.get(f"{url}/server_info").json()
         assert info["port"] == port
-        gateway.terminate()
-        assert gateway.wait(LIMIT_S) == 0
+        stopped_in_mid_stream(gateway, url, signal.SIGINT)
     log = (tmp_path / "log").read_text()
     assert "gateway_listens" in log
     assert "Traceback" not in log
@@ -80,7 +109,7 @@ def test_beside_a_pipeline(on_served: Config, program: list[str], tmp_path: Path
 def test_as_part_of_up(program: list[str], tmp_path: Path) -> None:
     port, metrics_port = free_port(), free_ports(6)
     command = [*program, "up", "--port", str(free_port()), "--gateway", str(port)]
-    command += ["--set", f"telemetry.metrics_port={metrics_port}"]
+    command += ["--set", f"telemetry.metrics_port={metrics_port}", *COMMENTS]
     with running(command, tmp_path / "log") as up:
         url = f"http://127.0.0.1:{port}"
         wait_until_healthy(up, url)
@@ -96,8 +125,7 @@ def test_as_part_of_up(program: list[str], tmp_path: Path) -> None:
         )
         assert 'http_response_status_code="200"' in count
         assert count.endswith(" 1.0")
-        up.terminate()
-        assert up.wait(LIMIT_S) == 0
+        stopped_in_mid_stream(up, url, signal.SIGTERM)
     log = (tmp_path / "log").read_text()
     assert "starting six processes" in log
     assert "Traceback" not in log

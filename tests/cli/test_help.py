@@ -11,8 +11,9 @@ import pytest
 from .conftest import Run
 
 COMMANDS = (
-    *("demo", "dlq", "doctor", "fairness", "flush-cache", "gateway", "health", "pause", "resume"),
-    *("run", "score", "status", "submit", "tail", "up", "weights"),
+    *("cancel", "chat", "complete", "demo", "dlq", "doctor", "fairness", "flush-cache"),
+    *("gateway", "health", "models", "pause", "resume"),
+    *("run", "score", "serve", "status", "submit", "tail", "up", "weights"),
 )
 
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 import pytest
+import structlog
 from opentelemetry.trace import SpanKind
 from structlog.testing import capture_logs
 
-from nano_inference.config import Config, TelemetryConfig
+from nano_inference.config import Config, GatewayConfig, TelemetryConfig
 from nano_inference.gateway.app import make_app
+from nano_inference.gateway.callers import only_known_callers
 from nano_inference.gateway.calls import ObservedCalls
 from nano_inference.gateway.measures import Measures
-from nano_inference.telemetry import names
+from nano_inference.telemetry import names, setup_logging
 from nano_inference.telemetry.instruments import GATEWAY_IN_FLIGHT, HTTP_DURATION
 
 from .fake import FakeEngine, refused
@@ -25,12 +29,21 @@ LIMIT_S = 20
 
 TRACE, SPAN = "a" * 32, "b" * 16
 CLIENT = f"00-{TRACE}-{SPAN}-01"
-ROUTES = ("/generate", "/health", "/flush_cache")
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+ASKED = {
+    "/generate": {"text": ["a", "b"]},
+    "/v1/completions": {"prompt": ["a", "b"]},
+    "/v1/chat/completions": CHAT,
+}
+ROUTES = (*ASKED, "/health", "/flush_cache")
 
 
 @asynccontextmanager
-async def observed(engine: FakeEngine, measures: Measures) -> AsyncIterator[httpx.AsyncClient]:
-    app = ObservedCalls(make_app(engine, Config(), measures), measures, ROUTES)
+async def observed(
+    engine: FakeEngine, measures: Measures, *, access_log: bool = False
+) -> AsyncIterator[httpx.AsyncClient]:
+    app = only_known_callers(make_app(engine, Config(), measures), GatewayConfig(), measures)
+    app = ObservedCalls(app, measures, ROUTES, access_log=access_log)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
         asyncio.timeout(LIMIT_S),
@@ -87,12 +100,13 @@ async def test_what_fails_is_in_the_log_by_its_name(
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ASKED)
 async def test_a_call_stands_between_its_client_and_its_requests(
-    http: httpx.AsyncClient, engine: FakeEngine, told: Told, stream: bool
+    http: httpx.AsyncClient, engine: FakeEngine, told: Told, path: str, stream: bool
 ) -> None:
     headers = {"traceparent": CLIENT, "tracestate": "vendor=1"}
-    body = {"text": ["a", "b"], "stream": stream}
-    assert (await http.post("/generate", json=body, headers=headers)).status_code == 200
+    body = ASKED[path] | {"stream": stream}
+    assert (await http.post(path, json=body, headers=headers)).status_code == 200
     (span,) = told.spans()
     trace_id, span_id, parent_id = ids(span)
     assert (trace_id, parent_id) == (TRACE, SPAN)
@@ -100,13 +114,13 @@ async def test_a_call_stands_between_its_client_and_its_requests(
         assert trace is not None
         assert trace.traceparent == f"00-{TRACE}-{span_id}-01"
         assert trace.tracestate == "vendor=1"
-    assert len(engine.traces) == 2
-    assert (span.name, span.kind) == ("POST /generate", SpanKind.SERVER)
+    assert len(engine.traces) == (1 if body.get("messages") else 2)
+    assert (span.name, span.kind) == (f"POST {path}", SpanKind.SERVER)
     assert span.attributes == {
         names.HTTP_METHOD: "POST",
-        names.HTTP_ROUTE: "/generate",
+        names.HTTP_ROUTE: path,
         names.HTTP_STATUS: 200,
-        names.URL_PATH: "/generate",
+        names.URL_PATH: path,
         names.URL_SCHEME: "http",
         names.CLIENT_ADDRESS: "127.0.0.1",
     }
@@ -244,3 +258,97 @@ async def test_calls_that_are_under_way(
     await asyncio.gather(*calls, return_exceptions=True)
     assert told.values(GATEWAY_IN_FLIGHT) == {(): 0}
     assert told.values(HTTP_DURATION) == {("POST", "/generate", "499"): 3}, "nobody was answered"
+
+
+# --- the access log -----------------------------------------------------------------------------
+
+
+async def logged(
+    engine: FakeEngine, told: Told, path: str, method: str = "POST", **given: Any
+) -> dict[str, Any]:
+    """The line of one call, without what differs each time."""
+    async with observed(engine, told.measures, access_log=True) as http:
+        with capture_logs() as lines:
+            await http.request(method, path, **given)
+    (line,) = [dict(line) for line in lines if line["event"] == "http_call"]
+    assert line.pop("duration_ms") >= 0
+    return line
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ASKED)
+async def test_a_line_says_who_and_how_much_and_not_what(
+    engine: FakeEngine, told: Told, path: str, stream: bool
+) -> None:
+    headers = {"X-Request-Id": "mine", "X-Tenant": "lab", "traceparent": CLIENT}
+    requests = 1 if path == "/v1/chat/completions" else 2
+    line = await logged(engine, told, path, json=ASKED[path] | {"stream": stream}, headers=headers)
+    (span,) = told.spans()
+    assert line.pop("sent_bytes") > 50
+    assert line == {
+        "event": "http_call",
+        "log_level": "info",
+        "method": "POST",
+        "route": path,
+        "tenant": "lab",
+        "prompt_tokens": 4 * requests,
+        "completion_tokens": 2 * requests,
+        "status": 200,
+        "call_id": "mine",
+        "client": "127.0.0.1",
+        "trace_id": TRACE,
+        "span_id": ids(span)[1],
+    }
+
+
+async def test_a_call_that_is_nobody_s_has_no_tenant(engine: FakeEngine, told: Told) -> None:
+    line = await logged(engine, told, "/health", "GET")
+    assert (line["route"], line["status"], line["sent_bytes"]) == ("/health", 200, 0)
+    assert not {"tenant", "prompt_tokens", "path", "complete"} & set(line)
+
+
+async def test_a_client_that_goes_is_told_of(engine: FakeEngine, told: Told) -> None:
+    engine.outputs = lambda request: []
+    async with observed(engine, told.measures, access_log=True) as http:
+        with capture_logs() as lines:
+            call = asyncio.create_task(http.post("/generate", json={"text": "a"}))
+            await engine.until(lambda: len(engine.requests) == 1)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+    (line,) = lines
+    assert (line["status"], line["complete"]) == (499, False)
+
+
+async def test_nothing_is_logged_unless_it_is_asked_for(http: httpx.AsyncClient) -> None:
+    with capture_logs() as lines:
+        await http.post("/generate", json={"text": "a"})
+    assert lines == []
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+async def test_nobody_writes_lines_of_his_own(
+    engine: FakeEngine, told: Told, capsys: pytest.CaptureFixture[str], log_format: str
+) -> None:
+    """Nor fields, nor as long as he likes, in what he may choose: path, method, names."""
+    path = "/%0Aevent=faked%20status=200%1b[31m" + "x" * 5000
+    before = structlog.get_config()
+    try:
+        setup_logging(TelemetryConfig(log_format=log_format))  # type: ignore[arg-type]
+        async with observed(engine, told.measures, access_log=True) as http:
+            headers = {"X-Request-Id": "a status=200 tenant=b", "X-Tenant": "lab status=500"}
+            await http.request("BREW", path, headers=headers)
+            await http.post("/generate", json={"text": "a"}, headers=headers)
+    finally:
+        structlog.configure(**before)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "http_call" in line]
+    assert len(lines) == 2
+    assert all(len(line) < 1000 and "\x1b" not in line for line in lines)
+    brewed, generated = lines
+    if log_format == "json":
+        found = json.loads(brewed)
+        assert (found["method"], found["route"], found["status"]) == ("_OTHER", "", 404)
+        assert json.loads(generated)["tenant"] == "lab status=500"
+    else:
+        assert "status=404" in brewed
+        assert "call_id='a status=200 tenant=b'" in generated
+        assert "tenant='lab status=500'" in generated

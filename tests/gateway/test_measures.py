@@ -13,6 +13,7 @@ import pytest
 
 from nano_inference.config import Config, GatewayConfig, RequestError, load_config
 from nano_inference.gateway.app import make_app
+from nano_inference.gateway.callers import only_known_callers
 from nano_inference.gateway.connections import SPARE_CONNECTIONS, Connections
 from nano_inference.gateway.limits import RequestLimits
 from nano_inference.gateway.measures import Reason
@@ -23,7 +24,7 @@ from nano_inference.telemetry.instruments import (
     GATEWAY_WAITING,
 )
 
-from ..security.test_connections import HEALTH, endless, hanging, post, serve
+from ..security.test_connections import endless, hanging, post, serve
 from .fake import FakeEngine, completion
 from .test_http import error_of
 from .told import Told
@@ -42,11 +43,13 @@ async def calling(
     engine: FakeEngine, told: Told, **settings: object
 ) -> AsyncIterator[httpx.AsyncClient]:
     overrides = {f"gateway.{name}": value for name, value in settings.items()}
-    app = make_app(engine, load_config(env={}, overrides=overrides), told.measures)
+    config = load_config(env={}, overrides=overrides)
+    app = make_app(engine, config, told.measures)  # type: ignore[arg-type]
+    checked = only_known_callers(app, config.gateway, told.measures)
     async with (
         asyncio.timeout(LIMIT_S),
         httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://127.0.0.1"
+            transport=httpx.ASGITransport(checked), base_url="http://127.0.0.1"
         ) as client,
     ):
         yield client
@@ -145,7 +148,7 @@ async def test_more_requests_than_are_taken(engine: FakeEngine, told: Told) -> N
         await served.connect(ONE)
         await engine.until(lambda: len(engine.requests) == 1)
         for _ in range(3):
-            assert await (await served.connect(HEALTH)).code() == (429, "overloaded")
+            assert await (await served.connect(ONE)).code() == (429, "overloaded")
         served.pass_s(1)
     assert told.refused() == {"too_many_requests": 3}
 

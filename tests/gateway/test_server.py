@@ -41,7 +41,13 @@ def hanging(request: GenerateRequest) -> list[Output]:
 @asynccontextmanager
 async def serving(engine: FakeEngine, max_connections: int = 10) -> AsyncIterator[Call]:
     """A server; the function sends a body to `/generate`."""
-    server = HttpServer(make_app(engine, Config()), GatewayConfig(max_connections=max_connections))
+    config = GatewayConfig(max_connections=max_connections)
+    async with running(HttpServer(make_app(engine, Config()), config)) as call:
+        yield call
+
+
+@asynccontextmanager
+async def running(server: HttpServer) -> AsyncIterator[Call]:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     task = asyncio.create_task(server.serve([listener]))
@@ -92,3 +98,20 @@ async def test_signals_are_left_to_the_process(engine: FakeEngine) -> None:
         reader, _ = await call(b'{"text": "a"}')
         assert b" 200 " in await reader.readline()
         assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+async def test_calls_that_outlast_the_server_are_told(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("nano_inference.gateway.server._LEAVE_S", 0.1)
+    engine.outputs = hanging
+    server = HttpServer(make_app(engine, Config()), GatewayConfig())
+    async with running(server) as call:
+        reader, _ = await call(b'{"text": "a"}')
+        await engine.until(lambda: len(engine.requests) == 1)
+        server.should_exit = True
+        answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 503 ")
+    assert b"shutting_down" in answer
+    assert len(engine.left) == 1
+    assert not caplog.records

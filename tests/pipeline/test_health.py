@@ -115,7 +115,7 @@ async def test_a_pipeline_tells_how_its_stages_are(make_config: MakeConfig) -> N
         assert found.ready, found.reason
         loads = {stage: set(report.load) for stage, report in found.stages.items()}
         assert loads == {
-            "admission": {"in_flight", "recovering"},
+            "admission": {"in_flight", "recovering", "model"},
             "fairness": {
                 *("queued", "credits", "paused", "settings"),
                 *("preemptions", "yields", "resumes"),

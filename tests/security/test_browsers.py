@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ import pytest
 from nano_inference.bus import StageReport
 from nano_inference.config import STAGES, ConfigError, load_config
 from nano_inference.gateway.app import make_app
+from nano_inference.gateway.server import HttpServer
 from nano_inference.pipeline.health import lanes_of, verdict, weights_trouble
 
 from ..gateway.fake import FakeEngine
@@ -21,6 +23,7 @@ from ..gateway.test_http import error_of
 LAN = "http://10.0.0.5:30000"
 FIREFOX = "Mozilla/5.0 (X11; Linux x86_64; rv:140.0) Gecko/20100101 Firefox/140.0"
 EVIL = "https://evil.example"
+LIMIT_S = 20
 
 EFFECTS = ["/flush_cache", "/release_memory_occupation", "/resume_memory_occupation"]
 WRITES = [
@@ -41,7 +44,8 @@ async def gateway(
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A client without headers of its own, and a gateway with these settings."""
     overrides = {f"gateway.{name}": value for name, value in settings.items()}
-    transport = httpx.ASGITransport(make_app(engine, load_config(env={}, overrides=overrides)))
+    config = load_config(env={}, overrides=overrides)
+    transport = httpx.ASGITransport(HttpServer(make_app(engine, config), config.gateway).calls)
     async with httpx.AsyncClient(transport=transport, base_url=base_url) as client:
         client.headers.clear()
         yield client
@@ -229,6 +233,43 @@ async def test_pages_that_are_named_may_call(engine: FakeEngine) -> None:
         answer = await http.options("/generate", headers=browser(Origin=EVIL) | ask)
         assert error_of(answer, 403) == "forbidden_origin"
         assert "access-control-allow-origin" not in answer.headers
+
+
+async def test_pages_are_answered_before_all_limits_and_may_read_what_those_say(
+    engine: FakeEngine,
+) -> None:
+    """A browser that got 429 for its question would tell its page nothing at all."""
+    ours = "https://lab.example"
+    headers = browser(Origin=ours, Sec_Fetch_Site="cross-site")
+    engine.outputs = lambda request: []
+    async with gateway(engine, allowed_origins=[ours], max_connections=1) as http:
+        running = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a"}))
+        async with asyncio.timeout(LIMIT_S):
+            await engine.until(lambda: len(engine.requests) == 1)
+        answer = await http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+        assert error_of(answer, 429) == "overloaded"
+        assert answer.headers["retry-after"] == "1"
+        assert answer.headers["access-control-allow-origin"] == ours
+        assert "Retry-After" in answer.headers["access-control-expose-headers"]
+        ask = {"Access-Control-Request-Method": "POST"}
+        answer = await http.options("/v1/completions", headers=browser(Origin=ours) | ask)
+        assert answer.status_code == 200
+        # Those of others are refused as ever, and not for want of room.
+        answer = await http.post("/v1/completions", json={}, headers=browser(Origin=EVIL))
+        assert error_of(answer, 403) == "forbidden_origin"
+        running.cancel()
+
+
+async def test_pages_may_read_that_the_gateway_has_failed(engine: FakeEngine) -> None:
+    ours = "https://lab.example"
+    engine.failures["flush_cache"] = ZeroDivisionError()  # type: ignore[assignment]
+    async with gateway(engine, allowed_origins=[ours]) as http:
+        transport = http._transport
+        assert isinstance(transport, httpx.ASGITransport)
+        transport.raise_app_exceptions = False
+        answer = await http.post("/flush_cache", headers=browser(Origin=ours))
+        assert error_of(answer, 500) == "internal_error"
+        assert answer.headers["access-control-allow-origin"] == ours
 
 
 @pytest.mark.parametrize(

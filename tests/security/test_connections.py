@@ -29,7 +29,7 @@ from ..gateway.fake import FakeEngine, completion, sample
 
 LIMIT_S = 30
 
-HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+SMALL = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def post(size: int, body: bytes = b"") -> bytes:
@@ -91,7 +91,7 @@ class Served:
         return client
 
     async def healthy(self) -> bool:
-        return (await (await self.connect(HEALTH)).answer())[0] == 200
+        return (await (await self.connect(SMALL)).answer())[0] == 200
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Lets the server do what it has to; the test's time limit ends it."""
@@ -138,11 +138,11 @@ async def test_a_head_that_never_ends_is_given_up(engine: FakeEngine) -> None:
     async with serve(engine, GatewayConfig(head_timeout_s=10, keep_alive_s=30)) as served:
         slow = await served.connect(b"GET /health HTTP/1.1\r\nHost: loc")
         silent = await served.connect()
-        again = await served.connect(HEALTH)
+        again = await served.connect(SMALL)
         assert (await again.answer())[0] == 200
         await served.phases("head", "head", "idle")
         served.pass_s(8)
-        again.send(HEALTH[:9])
+        again.send(SMALL[:9])
         await served.phases("head", "head", "head")
         # Sent on the way, which makes no difference.
         slow.send(b"alh")
@@ -150,24 +150,24 @@ async def test_a_head_that_never_ends_is_given_up(engine: FakeEngine) -> None:
         assert await slow.code() == (408, "request_timeout")
         assert await slow.closed()
         assert await silent.closed()
-        again.send(HEALTH[9:])
+        again.send(SMALL[9:])
         assert (await again.answer())[0] == 200
 
 
 async def test_a_connection_without_a_request_is_closed_in_the_end(engine: FakeEngine) -> None:
     async with serve(engine, GatewayConfig(head_timeout_s=1, keep_alive_s=30)) as served:
-        client = await served.connect(HEALTH)
+        client = await served.connect(SMALL)
         assert (await client.answer())[0] == 200
         await served.phases("idle")
         served.pass_s(29)
-        client.send(HEALTH)
+        client.send(SMALL)
         assert (await client.answer())[0] == 200
         await served.phases("idle")
         served.pass_s(30)
         assert await client.closed()
 
 
-@pytest.mark.parametrize("first", [b"", b"GET /he", HEALTH])
+@pytest.mark.parametrize("first", [b"", b"GET /he", SMALL])
 async def test_no_number_of_connections_without_requests_shuts_others_out(
     engine: FakeEngine, first: bytes
 ) -> None:
@@ -180,7 +180,7 @@ async def test_no_number_of_connections_without_requests_shuts_others_out(
             served.pass_s(1)
         # The first have made room.
         for client in crowd[:most]:
-            if first == HEALTH:
+            if first == SMALL:
                 assert (await client.answer())[0] == 200
             assert await client.closed()
         said = [line for line in lines if line["event"] == "connections_not_served"]
@@ -206,13 +206,13 @@ async def test_more_requests_than_allowed_are_told_so(engine: FakeEngine) -> Non
     async with serve(engine, GatewayConfig(max_connections=2)) as served:
         workers = [await served.connect(post(13, b'{"text": "a"}')) for _ in range(2)]
         await engine.until(lambda: len(engine.requests) == 2)
-        client = await served.connect(HEALTH)
+        client = await served.connect(SMALL)
         status, headers, body = await client.answer()
         assert (status, json.loads(body)["error"]["code"]) == (429, "overloaded")
         assert int(headers["retry-after"]) >= 1
         workers[0].writer.close()
         await engine.until(lambda: len(engine.left) == 1)
-        client.send(HEALTH)
+        client.send(SMALL)
         assert (await client.answer())[0] == 200
 
 
@@ -375,7 +375,7 @@ async def test_a_client_that_is_slow_to_take_its_answer_gets_all_of_it(engine: F
             got += len(await client.reader.read(1 << 20))
         served.pass_s(1)
         await served.phases("idle")
-        client.send(HEALTH)
+        client.send(SMALL)
 
 
 # --- what is not HTTP, and files ----------------------------------------------------------------
@@ -454,7 +454,7 @@ async def test_more_connections_than_files() -> None:
                 stack.callback(writer.transport.abort)
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             stack.callback(writer.transport.abort)
-            writer.write(HEALTH)
+            writer.write(SMALL)
             assert b" 200 " in await reader.readline()
             log, _ = await asyncio.to_thread(process.communicate, b"\n")
         assert process.returncode == 0

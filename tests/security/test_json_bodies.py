@@ -13,6 +13,7 @@ import pytest
 from nano_inference.bus.codec import decode_request, encode_request
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import nearest
+from nano_inference.gateway.anthropic import bodies as anthropic_bodies
 from nano_inference.gateway.http import MOST_CONTAINERS
 from nano_inference.gateway.openai import bodies as openai_bodies
 from nano_inference.gateway.sglang import generate, info, requests, weights
@@ -27,6 +28,7 @@ JSON = {"Content-Type": "application/json"}
 
 HELLO = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}
 PART = {"type": "t" * 3_000_000}
+PIECE = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
 CALLS = [
     {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}]},
     {"role": "tool", "content": "b", "tool_call_id": "c", "name": "d"},
@@ -69,7 +71,18 @@ UNREADABLE = {
 }
 
 
-@pytest.mark.parametrize("path", ["/generate", "/abort_request", "/v1/completions", "/tokenize"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/generate",
+        "/abort_request",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/inference/v1/generate",
+        "/tokenize",
+    ],
+)
 @pytest.mark.parametrize("body", UNREADABLE.values(), ids=UNREADABLE)
 async def test_what_can_not_be_read_is_malformed(
     http: httpx.AsyncClient, body: bytes, path: str
@@ -127,7 +140,7 @@ async def test_a_number_beyond_64_bits_is_refused_with_its_place(
 def test_no_field_of_a_body_takes_a_number_beyond_64_bits() -> None:
     bodies = [
         kind
-        for module in (generate, info, requests, weights, openai_bodies)
+        for module in (generate, info, requests, weights, openai_bodies, anthropic_bodies)
         for kind in vars(module).values()
         if isinstance(kind, type)
         and issubclass(kind, msgspec.Struct)
@@ -164,6 +177,11 @@ def integers(found: Any) -> list[msgspec.inspect.IntType]:
         ("/v1/chat/completions", HELLO | {"chat_template_kwargs": {"k" * 3_000_000: 1}}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "\x00" * 1_000_000: 1}]}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [PART]}]}),
+        ("/v1/responses", {"input": [{"type": "t" * 3_000_000}]}),
+        ("/v1/responses", {"input": "a", "include": ["i" * 3_000_000]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [PART]}], "max_tokens": 1}),
+        ("/v1/messages", {"messages": [{"role": "user", "\x00" * 1_000_000: 1}], "max_tokens": 1}),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"y" * 3_000_000: 1}}),
     ],
 )
 async def test_what_is_quoted_is_short_and_plain(
@@ -212,6 +230,13 @@ SEEDS: list[tuple[str, Any]] = [
     ("/v1/chat/completions", HELLO | {"stream": True, "n": 2, "logprobs": True, "top_logprobs": 1}),
     ("/v1/chat/completions", HELLO | {"chat_template_kwargs": {"a": [1]}, "seed": 1, "stop": "b"}),
     ("/v1/chat/completions", {"messages": CALLS, "return_token_ids": True, "priority": 1}),
+    ("/v1/responses", {"input": "a", "metadata": {"b": "c"}, "top_logprobs": 0, "stop": ["d"]}),
+    ("/v1/responses", {"input": HELLO["messages"], "stream": True, "include": [], "store": True}),
+    ("/v1/messages", HELLO | {"max_tokens": 3, "system": [PIECE], "stop_sequences": ["b"]}),
+    ("/v1/messages", HELLO | {"max_tokens": 3, "stream": True, "thinking": {"type": "disabled"}}),
+    ("/v1/messages/count_tokens", HELLO | {"system": "a", "tool_choice": {"type": "auto"}}),
+    ("/inference/v1/generate", {"token_ids": [1, 2], "sampling_params": {"n": 2, "logprobs": 1}}),
+    ("/inference/v1/generate", {"token_ids": [1], "stream": True, "sampling_params": {"seed": 1}}),
     ("/tokenize", HELLO | {"return_token_strs": True}),
     ("/tokenize", {"prompt": "a", "add_special_tokens": False}),
     ("/detokenize", {"tokens": [1, 2]}),
@@ -224,6 +249,12 @@ SEEDS: list[tuple[str, Any]] = [
     ("/pause_generation", {"mode": "retract"}),
     ("/update_weight_version", {"new_version": "7"}),
 ]
+
+LAST = {
+    "/v1/messages": "event: message_stop",
+    "/v1/responses": "event: response.incomplete",
+}
+"""What a stream ends with that does not end with [DONE]."""
 
 ODD: list[Any] = [
     None, True, 0, -1, 2**63, -(10**30), 1e308, -0.0, "", "\x00", "\U0001f600", "x" * 3000,
@@ -284,6 +315,7 @@ async def test_mutated_bodies_never_fail_the_gateway(
         if answer.status_code != 200:
             error_of(answer, answer.status_code)
         elif answer.headers.get("content-type", "").startswith("text/event-stream"):
-            assert answer.text.endswith("data: [DONE]\n\n")
+            last = answer.text.removesuffix("\n\n").rpartition("\n\n")[2]
+            assert last.partition("\n")[0] == LAST.get(path, "data: [DONE]")
         elif answer.content:
             answer.json()

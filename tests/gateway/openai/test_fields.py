@@ -12,13 +12,17 @@ from starlette.routing import Route
 
 from nano_inference.config import Config
 from nano_inference.gateway.app import make_app
+from nano_inference.gateway.fields import Field
 from nano_inference.gateway.openai.bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    GenerateBody,
+    ResponseBody,
+    SamplingBody,
     TokenizeBody,
 )
-from nano_inference.gateway.openai.fields import FIELDS, CallName, Field, read_fields
+from nano_inference.gateway.openai.fields import FIELDS, CallName, read_fields
 
 from ..fake import FakeEngine
 
@@ -26,6 +30,9 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "openai.md"
 BODIES: dict[CallName, type[msgspec.Struct]] = {
     "completions": CompletionBody,
     "chat": ChatBody,
+    "responses": ResponseBody,
+    "generate": GenerateBody,
+    "sampling_params": SamplingBody,
     "tokenize": TokenizeBody,
     "detokenize": DetokenizeBody,
 }
@@ -43,8 +50,11 @@ def test_the_document_has_the_table() -> None:
 
 def test_the_document_has_the_endpoints() -> None:
     found = set()
-    for method, cell in re.findall(r"^\| `(GET|POST) (.+?)` \|", DOCUMENT.read_text(), re.M):
-        found |= {(method, path) for path in cell.split("`, `")}
+    for cell in re.findall(r"^\| (`(?:GET|POST|DELETE) .+?`) \|", DOCUMENT.read_text(), re.M):
+        method = ""
+        for named, path in re.findall(r"`(?:([A-Z]+) )?(.+?)`", cell):
+            method = named or method
+            found.add((method, path))
     module = "nano_inference.gateway.openai"
     app = make_app(FakeEngine(), Config())  # type: ignore[arg-type]
     served = {

@@ -18,6 +18,8 @@ HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
 CALLS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", HELLO),
     ("/v1/completions", {"prompt": "a"}),
+    ("/v1/responses", {"input": "a"}),
+    ("/inference/v1/generate", {"token_ids": [5]}),
 ]
 
 
@@ -100,4 +102,4 @@ async def test_the_tenant_is_what_the_header_says(
 ) -> None:
     for path, body in CALLS:
         await http.post(path, json=body, headers={"X-Tenant": "mine"})
-    assert [request.tenant for request in engine.requests] == ["mine"] * 2
+    assert [request.tenant for request in engine.requests] == ["mine"] * len(CALLS)

@@ -1,0 +1,104 @@
+"""Whom `chat`, `complete`, `cancel` and `models` ask: a server by its URL, or a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import msgspec
+
+from ..config import Config, ConfigError, shown
+from .options import Options
+from .serve import SERVE_PORT
+
+DEFAULT_SERVER = f"http://127.0.0.1:{SERVE_PORT}/v1"
+"""Where `serve` listens."""
+
+Place = str | Config
+"""A server's URL, or the settings of the bus."""
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """A model that can be asked, and how many tokens prompt and answer may have; None: not told."""
+
+    id: str
+    max_model_len: int | None = None
+
+
+class Answerer(Protocol):
+    """One that answers. All methods raise NanoInferenceError when it can't be reached."""
+
+    async def check(self) -> str:
+        """Whether it can be asked.
+
+        Returns:
+            The name by which its model has to be asked for; "" where that need not be said.
+        """
+
+    def ask(self, request: dict[str, Any]) -> AsyncGenerator[str, None]:
+        """The text of the answer as it comes. A caller that stops before its end cancels it.
+
+        Args:
+            request: The fields of a GenerateRequest, for one sample.
+
+        Raises:
+            RequestError: It was refused, or it failed; some text may have come.
+        """
+
+    async def cancel(self, request_id: str) -> None:
+        """Ends a request; one that has ended, or that nobody knows, is left alone."""
+
+    async def models(self) -> list[ServedModel]:
+        """Those that it serves."""
+
+
+def place_of(options: Options) -> Place:
+    """What the options name: --url, else a bus as for any command, else where `serve` listens.
+
+    Logging is set up.
+
+    Raises:
+        ConfigError: They name both, or the URL is none.
+    """
+    if options.url is not None:
+        if options.bus is not None:
+            raise ConfigError("give --url or --bus, and not both")
+        options.client_config()
+        return _server(options.url)
+    configured = options.config().bus.url != "memory"
+    config = options.client_config()
+    return config if options.bus is not None or configured else DEFAULT_SERVER
+
+
+@asynccontextmanager
+async def answerer_at(place: Place) -> AsyncIterator[Answerer]:
+    """A connection to it.
+
+    Raises:
+        NanoInferenceError: There is nobody.
+    """
+    # Each loads only what it takes.
+    if isinstance(place, str):
+        from .http_answerer import HttpAnswerer
+
+        async with HttpAnswerer(place) as server:
+            yield server
+    else:
+        from .bus_answerer import BusAnswerer
+        from .connection import connected
+
+        async with connected(place) as client:
+            yield BusAnswerer(client)
+
+
+def _server(url: str) -> str:
+    """The URL of OpenAI's interface; of a server's root it is `/v1`."""
+    parts = None
+    with suppress(ValueError):
+        parts = urlsplit(url)
+    if parts is None or parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ConfigError(f"--url is {shown(url)}; it must be such as {DEFAULT_SERVER}")
+    path = parts.path.rstrip("/") or "/v1"
+    return parts._replace(path=path, query="", fragment="").geturl()

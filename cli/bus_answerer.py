@@ -1,0 +1,53 @@
+"""A pipeline, asked over its bus."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from ..bus.public import Completion, CompletionChunk
+from ..config import BusError, RequestError
+from ..pipeline.client import BusClient
+from .answerer import ServedModel
+from .terminal import complain
+
+
+class BusAnswerer:
+    """An `Answerer`."""
+
+    def __init__(self, client: BusClient) -> None:
+        self._client = client
+
+    async def check(self) -> str:
+        if trouble := await self._client.trouble():
+            if not await self._client.reports():
+                raise BusError(trouble)
+            complain(f"waiting: {trouble}")
+        return ""
+
+    async def ask(self, request: dict[str, Any]) -> AsyncGenerator[str, None]:
+        told = 0
+        async with aclosing(self._client.submit(request)) as outputs:
+            async for output in outputs:
+                if isinstance(output, CompletionChunk):
+                    told += len(output.text)
+                    yield output.text
+                else:
+                    if output.samples and (rest := output.samples[0].text[told:]):
+                        yield rest
+                    _check(output)
+
+    async def cancel(self, request_id: str) -> None:
+        await self.check()
+        await self._client.cancel(request_id)
+
+    async def models(self) -> list[ServedModel]:
+        await self.check()
+        names = {report.load.get("model") for report in await self._client.reports()}
+        return [ServedModel(name) for name in sorted(map(str, names - {None}))]
+
+
+def _check(completion: Completion) -> None:
+    if completion.error is not None:
+        raise RequestError(completion.error.message, code=completion.error.code)

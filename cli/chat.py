@@ -1,0 +1,234 @@
+"""`nano-inference chat`: a conversation, answered as it is generated."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import aclosing, suppress
+from typing import Annotated
+
+import typer
+
+from ..config import NanoInferenceError, RequestError, nearest
+from .answerer import Place, answerer_at, place_of
+from .asking import AnswerWriter, AskedModel, failures_told
+from .options import Options, takes_asking_options
+from .requests import Wanted, parse_sampling
+from .submit_options import Budget, Priority, Sampling, Seed, Stop, Temperature, Tenant
+from .terminal import complain
+
+MOST_TOKENS = 1024
+"""Of an answer, unless the options say otherwise."""
+
+COMMANDS = {
+    "/reset": "forgets what was said",
+    "/system": "TEXT behind it says what the model shall be from now on; nothing behind it takes "
+    "that back",
+    "/help": "prints this",
+    "/quit": "ends it, as Ctrl-D does",
+}
+
+
+class Conversation:
+    """What was said, and what the model shall be.
+
+    Attributes:
+        system: What the model shall be; "" for nothing.
+    """
+
+    def __init__(self, system: str = "") -> None:
+        self.system = system
+        self._turns: list[dict[str, str]] = []
+
+    def asking(self, text: str) -> list[dict[str, str]]:
+        """The messages that end with a question."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, *self._turns, {"role": "user", "content": text}]
+
+    def add(self, text: str, answer: str) -> None:
+        """A question was answered."""
+        self._turns.append({"role": "user", "content": text})
+        self._turns.append({"role": "assistant", "content": answer})
+
+    def reset(self) -> None:
+        """Nothing was said; what the model shall be stays."""
+        self._turns.clear()
+
+
+@takes_asking_options
+def chat(
+    options: Options,
+    system: Annotated[
+        str,
+        typer.Option(
+            "--system", metavar="TEXT", help="What the model shall be.", rich_help_panel="Requests"
+        ),
+    ] = "",
+    model: AskedModel = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Most tokens per answer; {MOST_TOKENS} by default.",
+            rich_help_panel="Requests",
+            show_default=False,
+        ),
+    ] = None,
+    temperature: Temperature = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    sampling: Sampling = None,
+    priority: Priority = None,
+    tenant: Tenant = None,
+    budget: Budget = None,
+) -> None:
+    """Talk with a model.
+
+    Of a server, or with --bus of a pipeline:
+
+        nano-inference serve                     (in another terminal)
+
+        nano-inference chat
+
+        nano-inference chat --url http://127.0.0.1:8000/v1 --system "Answer in one word."
+
+    Each line is a question, and the model is given all that was said before. Ctrl-C stops an
+    answer, of which what was said stays; Ctrl-D ends the program. A line that begins with / is a
+    command, such as /reset, /system TEXT, /help and /quit; with // it is a question that begins
+    with one.
+
+    On a pipe nothing but the answers is printed on standard output, and the exit status is 1 when
+    a question was refused or not answered well.
+    """
+    place = place_of(options)
+    wanted = Wanted(
+        chat=True,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        stop=tuple(stop or ()),
+        sampling=parse_sampling(sampling or ()),
+        priority=priority,
+        tenant=tenant,
+        budget_s=budget,
+        stream=True,
+    )
+    _Chat(place, wanted, model, Conversation(system)).run()
+
+
+class _Chat:
+    """One run of the command. Each question has a connection of its own, so that nothing is kept
+    open while somebody thinks."""
+
+    def __init__(
+        self, place: Place, wanted: Wanted, model: str | None, conversation: Conversation
+    ) -> None:
+        self._place = place
+        self._wanted = wanted
+        self._model = model
+        self._conversation = conversation
+        self._on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        self._failed = False
+
+    def run(self) -> None:
+        """Answers until the input ends.
+
+        Raises:
+            typer.Exit: A question was not answered well, and nobody was there to see it.
+            NanoInferenceError: There is nobody to ask.
+        """
+        if reconfigure := getattr(sys.stdin, "reconfigure", None):
+            reconfigure(errors="replace")
+        if self._on_terminal:
+            with suppress(ImportError):
+                import readline  # noqa: F401  (gives `input` its line editing)
+        with asyncio.Runner() as runner:
+            with failures_told():
+                self._model = self._model or runner.run(self._check()) or None
+            if self._on_terminal:
+                _note(f"asking {self._model or 'the model'}; /help says what else there is")
+            while (line := self._read()) is not None:
+                text = line.strip()
+                if text.startswith("/") and not text.startswith("//"):
+                    if not self._obey(text):
+                        break
+                elif text:
+                    self._ask(runner, text.removeprefix("/") if text.startswith("//") else text)
+        if self._failed and not self._on_terminal:
+            raise typer.Exit(1)
+
+    def _read(self) -> str | None:
+        """The next line; None when there is none."""
+        while True:
+            try:
+                return input("> " if self._on_terminal else "")
+            except EOFError:
+                if self._on_terminal:
+                    sys.stdout.write("\n")
+                return None
+            except KeyboardInterrupt:
+                if not self._on_terminal:
+                    raise
+                sys.stdout.write("\n")
+                _note("/quit or Ctrl-D ends it")
+
+    def _obey(self, text: str) -> bool:
+        """Does what a command says. False when it ends the conversation."""
+        name, _, rest = text.partition(" ")
+        match name:
+            case "/quit" | "/exit":
+                return False
+            case "/reset":
+                self._conversation.reset()
+                _note("nothing was said")
+            case "/system":
+                self._conversation.system = rest.strip()
+                _note("the model knows" if rest.strip() else "the model need not be anything")
+            case "/help":
+                for command, what in COMMANDS.items():
+                    _note(f"{command} {what}")
+            case _:
+                complain(f"there is no command {name!r:.40}{nearest(name, COMMANDS)}")
+                self._failed = True
+        return True
+
+    def _ask(self, runner: asyncio.Runner, text: str) -> None:
+        with AnswerWriter() as writer:
+            try:
+                runner.run(self._answer(text, writer))
+            except KeyboardInterrupt:
+                self._stopped(text, writer.text)
+                return
+            except NanoInferenceError as error:
+                if not (self._on_terminal or isinstance(error, RequestError)):
+                    raise
+                self._failed = True
+                complain(f"{error.message} ({error.code})")
+                return
+        self._conversation.add(text, writer.text)
+
+    def _stopped(self, text: str, answer: str) -> None:
+        if answer:
+            self._conversation.add(text, answer)
+        _note("stopped")
+
+    async def _check(self) -> str:
+        async with answerer_at(self._place) as answerer:
+            return await answerer.check()
+
+    async def _answer(self, text: str, writer: AnswerWriter) -> None:
+        request = self._wanted.of_messages(self._conversation.asking(text), max_tokens=MOST_TOKENS)
+        if self._model is not None:
+            request["model"] = self._model
+        async with (
+            answerer_at(self._place) as answerer,
+            aclosing(answerer.ask(request)) as pieces,
+        ):
+            async for piece in pieces:
+                writer.write(piece)
+
+
+def _note(text: str) -> None:
+    """A word of the program, which is no part of an answer."""
+    sys.stdout.flush()
+    sys.stderr.write(f"({text})\n")
+    sys.stderr.flush()

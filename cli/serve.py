@@ -1,0 +1,95 @@
+"""`nano-inference serve`: five stages and HTTP in front of them, in this one process."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from contextlib import ExitStack, suppress
+from typing import Annotated
+
+import anyio
+import structlog
+import typer
+
+from ..config import STAGES, Config
+from ..gateway.gateway import Gateway
+from ..pipeline.pipeline import Pipeline
+from ..stages.temporary import sweep
+from ..telemetry import setup_logging
+from .gateway import listening
+from .options import ENGINE_OPTIONS, Options, takes_options
+from .process import drain, raise_file_limit, until_told_to_stop
+from .process_memory import spare_collector
+
+SERVE_PORT = 8000
+"""vLLM's, and that of many servers that speak OpenAI's interface."""
+
+
+@takes_options("reference", *ENGINE_OPTIONS)
+def serve(
+    options: Options,
+    port: Annotated[
+        int | None,
+        typer.Option(help=f"Where it listens; else gateway.port, else {SERVE_PORT}."),
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(help="The address on which it listens; else gateway.host.", metavar="ADDRESS"),
+    ] = None,
+) -> None:
+    """Serve a model over HTTP, all in this process.
+
+    Five stages, an in-memory bus and the gateway, without any other server:
+
+        nano-inference serve
+
+        nano-inference serve --model ~/models/Qwen2.5-0.5B-Instruct --port 8000
+
+    It speaks OpenAI's interface (docs/openai.md) and SGLang's (docs/gateway.md). There are no keys
+    yet: whoever reaches the port may use all of it.
+
+    On Ctrl-C or SIGTERM it is not ready any more and lets requests in flight finish, within
+    `pipeline.drain_timeout_s`; a second Ctrl-C ends it at once. With --bus requests go over Redis,
+    and a process that takes this one's place goes on with them.
+    """
+    config = options.config(**{"pipeline.stages": list(STAGES)})
+    config = listening(config, port, SERVE_PORT, host)
+    setup_logging(config.telemetry)
+    sweep()
+    raise_file_limit()
+    anyio.run(_serve, config)
+
+
+async def _serve(config: Config) -> None:
+    with ExitStack() as until_the_end:
+        async with (
+            # It listens while the model is being loaded: probes are answered, and requests wait.
+            Pipeline(config, wait_until_ready=False) as pipeline,
+            Gateway(pipeline.client, config) as gateway,
+        ):
+            structlog.get_logger().info("gateway_listens", url=gateway.url)
+            # Until then there is nothing to drain, and signals end it as they end any program.
+            await pipeline.ready()
+            signals = until_the_end.enter_context(
+                anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT)
+            )
+            spare_collector()
+            _tell(config.engine.model_name, gateway.url)
+            await until_told_to_stop(signals, pipeline.failed, gateway.failed)
+            end_s = time.monotonic() + config.pipeline.drain_timeout_s
+            await gateway.drain(config.pipeline.drain_timeout_s)
+            # What remains ends with an error, of which the gateway still tells.
+            await drain(pipeline, max(0.0, end_s - time.monotonic()))
+
+
+def _tell(model: str, url: str) -> None:
+    body = '{"prompt": "98 + 25 =", "temperature": 0}'
+    # Whoever read it first may have gone.
+    with suppress(OSError):
+        sys.stdout.write(
+            f"{model!r} is served at {url}, OpenAI's interface at {url}/v1. Try it:\n\n"
+            f"  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n\n"
+            f"  nano-inference chat --url {url}/v1\n\n"
+        )
+        sys.stdout.flush()

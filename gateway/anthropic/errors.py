@@ -1,0 +1,60 @@
+"""Errors as Anthropic's clients read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...config import NanoInferenceError
+from ..http import JsonResponse, answer_failure, call_id_of, error_headers, status_of
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+# Where Anthropic's clients look for it.
+_REQUEST_ID = "Request-Id"
+
+# Another than that of the gateway's other interfaces.
+_STATUS = {"unknown_model": 404}
+
+
+def error_event(error: NanoInferenceError, call_id: str) -> dict[str, Any]:
+    """An error, in a body or as an event. What the gateway knows beyond Anthropic stands within."""
+    status = _status_of(error)
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    told: dict[str, Any] = {"type": kind, "message": error.message, "code": error.code}
+    return {
+        "type": "error",
+        "error": told | {"param": getattr(error, "param", None)},
+        "request_id": call_id or None,
+    }
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    """The answer to whatever an endpoint raised."""
+
+    def respond(error: NanoInferenceError) -> Response:
+        body = error_event(error, call_id_of(request))
+        return JsonResponse(body, _status_of(error), error_headers(error))
+
+    return named(request, answer_failure(request, error, respond))
+
+
+def named(request: Request, response: Response) -> Response:
+    """An answer that says what logs call it."""
+    if call_id := call_id_of(request):
+        response.headers[_REQUEST_ID] = call_id
+    return response
+
+
+def _status_of(error: NanoInferenceError) -> int:
+    return _STATUS.get(error.code) or status_of(error)

@@ -1,0 +1,154 @@
+"""A request of one sample on its way through the engine: at once, or in pieces as it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from itertools import chain
+
+import anyio
+import anyio.lowlevel
+import msgspec
+
+from ..bus.public import (
+    Completion,
+    CompletionChunk,
+    CompletionSample,
+    GenerateRequest,
+    Output,
+    TokenLogprob,
+)
+from ..config import NanoInferenceError
+from .origin import Origin
+from .submissions import Submissions
+
+
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
+    """What comes next of a sample: `[k]` tokens, and the text that is certain by now.
+
+    Attributes:
+        top_logprobs: None where none were asked for.
+    """
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """Pieces that follow each other as one."""
+    if len(pieces) == 1:
+        return pieces[0]
+    tops = [piece.top_logprobs for piece in pieces if piece.top_logprobs is not None]
+    return Piece(
+        text="".join(piece.text for piece in pieces),
+        token_ids=tuple(chain.from_iterable(piece.token_ids for piece in pieces)),
+        logprobs=tuple(chain.from_iterable(piece.logprobs for piece in pieces)),
+        top_logprobs=tuple(chain.from_iterable(tops)) if tops else None,
+    )
+
+
+Take = Callable[[Piece], Awaitable[None]]
+
+
+class Pieces:
+    """What has come of a sample and was not sent yet: one piece, however much it is."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Piece] = []
+        self._text_chars = 0
+        self._num_tokens = 0
+        self._changed = anyio.Event()
+        self._closed = False
+
+    def put(self, output: Output) -> None:
+        """There is something new of it."""
+        if isinstance(output, CompletionChunk):
+            new = _piece_of(output.text, output, 0)
+        elif output.samples:
+            sample = output.samples[0]
+            new = _piece_of(sample.text[self._text_chars :], sample, self._num_tokens)
+        else:
+            return
+        if new.text or new.token_ids:
+            self._text_chars += len(new.text)
+            self._num_tokens += len(new.token_ids)
+            self._waiting.append(new)
+            self._changed.set()
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        self._closed = True
+        self._changed.set()
+
+    async def send_all(self, take: Take) -> None:
+        """Hands pieces over until it is closed and nothing is left."""
+        while self._waiting or not self._closed:
+            if not self._waiting:
+                self._changed = anyio.Event()
+                await self._changed.wait()
+                continue
+            pieces, self._waiting = self._waiting, []
+            await take(joined(pieces))
+            # The server takes what fits its buffers without a pause.
+            await anyio.lowlevel.checkpoint()
+
+
+async def stream_sample(
+    submissions: Submissions, origin: Origin, request: GenerateRequest, take: Take
+) -> Completion:
+    """Runs a request of one sample, and hands over what comes of it as fast as it is taken.
+
+    Raises:
+        NanoInferenceError: The engine did not do it. All that came before was handed over.
+    """
+    pieces = Pieces()
+    failure: NanoInferenceError | None = None
+    async with anyio.create_task_group() as group:
+        group.start_soon(pieces.send_all, take)
+        try:
+            completion = await complete_sample(submissions, origin, request, pieces.put)
+        except NanoInferenceError as error:
+            # Not through the group, which would wrap it.
+            failure = error
+        pieces.close()
+    if failure is not None:
+        raise failure
+    return completion
+
+
+async def complete_sample(
+    submissions: Submissions,
+    origin: Origin,
+    request: GenerateRequest,
+    put: Callable[[Output], None] = lambda output: None,
+) -> Completion:
+    """Runs a request, and gives its end. `put` is told of all that comes.
+
+    Raises:
+        NanoInferenceError: The engine did not do it.
+    """
+    ended: list[Completion] = []
+
+    async def run(index: int, begun: bool) -> None:
+        async with aclosing(submissions.outputs(origin, request, begun)) as outputs:
+            async for output in outputs:
+                put(output)
+                if isinstance(output, Completion):
+                    ended.append(output)
+                await anyio.lowlevel.checkpoint()
+
+    await submissions.run(origin, [request.request_id], run)
+    return ended[0]
+
+
+def _piece_of(text: str, of: CompletionChunk | CompletionSample, first: int) -> Piece:
+    """Tokens from the given one on."""
+    tops = of.top_logprobs
+    return Piece(
+        text=text,
+        token_ids=of.token_ids[first:],
+        logprobs=of.logprobs[first:],
+        top_logprobs=None if tops is None else tops[first:],
+    )

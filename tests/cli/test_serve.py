@@ -1,0 +1,80 @@
+"""`serve`: a model over HTTP in one process, and how it stops."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from .conftest import Run
+from .test_errors import assert_refused
+from .test_gateway import COMMENTS, LIMIT_S, running, stopped_in_mid_stream, wait_until_healthy
+from .test_up import free_port
+
+ASKED = {"prompt": "98 + 25 =", "temperature": 0}
+
+
+@contextmanager
+def served(
+    program: list[str], folder: Path, *options: str
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """The program, ready, and where it answers."""
+    port = free_port()
+    command = [*program, "serve", "--port", str(port), *options]
+    # In the foreground of a terminal; shells have what runs in the background ignore Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with running(command, folder / "log") as process:
+            url = f"http://127.0.0.1:{port}"
+            wait_until_healthy(process, url)
+            yield process, url
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.slow
+def test_a_stream_and_an_end_in_good_order(program: list[str], tmp_path: Path) -> None:
+    with served(program, tmp_path, *COMMENTS) as (serving, url):
+        asked = ASKED | {"stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=LIMIT_S) as answer:
+            events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+        assert events[-1] == "[DONE]"
+        chunks = [json.loads(event) for event in events[:-1]]
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == " 123"
+        assert chunks[0]["model"] == "tiny"
+        stopped_in_mid_stream(serving, url, signal.SIGTERM)
+    log = (tmp_path / "log").read_text()
+    assert f"curl {url}/v1/completions" in log
+    assert "Traceback" not in log
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_it_at_once(program: list[str], tmp_path: Path) -> None:
+    patience = ("--set", "pipeline.drain_timeout_s=600")
+    with served(program, tmp_path, *patience) as (serving, url):
+        httpx.post(f"{url}/pause_generation", json={"mode": "retract"}).raise_for_status()
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as waiting:
+            body = json.dumps(ASKED).encode()
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            waiting.sendall(head.encode() + body)
+            while not httpx.get(f"{url}/v1/loads").json()["loads"][0]["num_total_reqs"]:
+                pass
+            serving.send_signal(signal.SIGINT)
+            while httpx.get(f"{url}/health").status_code == 200:
+                pass
+            serving.send_signal(signal.SIGINT)
+            assert serving.wait(LIMIT_S) == -signal.SIGINT
+
+
+def test_a_port_that_is_taken(run: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        assert_refused(run("serve", "--port", str(port)), f"can't listen on 127.0.0.1 port {port}")

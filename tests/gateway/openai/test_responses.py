@@ -1,0 +1,399 @@
+"""`/v1/responses`: what is answered, told in a stream, kept, and refused by name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import anyio
+import httpx
+import httpx2
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from nano_inference.config import Config, RequestError, load_config
+from nano_inference.gateway.app import make_app
+from nano_inference.gateway.openai.responses.kept import MOST_BYTES, KeptResponses
+
+from ..fake import FakeEngine, completion, refused
+from .made import LOGPROBS, TEXTS, cut, interleaved, told, whole
+from .test_refusals import refusal
+
+PATH = "/v1/responses"
+TEXT = "".join(TEXTS)
+LIMIT_S = 20
+INCLUDE = ["message.output_text.logprobs"]
+
+
+@pytest.fixture
+def config() -> Config:
+    return load_config(env={})
+
+
+async def posted(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+    answer = await http.post(PATH, json={"input": "hello"} | fields)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def events(answer: httpx.Response) -> list[dict[str, Any]]:
+    """The data of each; its name is its type, and its number its place."""
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *parts, end = answer.text.split("\n\n")
+    assert end == ""
+    found = []
+    for place, part in enumerate(parts):
+        name, data = part.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert found[-1]["type"] == name.removeprefix("event: ")
+        assert found[-1]["sequence_number"] == place
+    return found
+
+
+async def test_an_answer_has_what_openai_s_has(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.outputs = whole
+    answer = await posted(http, instructions="Be brief.", metadata={"a": "b"})
+    (request,) = engine.requests
+    assert answer["id"] == request.request_id
+    assert answer["id"].startswith("resp_")
+    assert (answer["object"], answer["status"], answer["error"]) == ("response", "completed", None)
+    (item,) = answer["output"]
+    assert item["content"] == [
+        {"type": "output_text", "text": TEXT, "annotations": [], "logprobs": []}
+    ]
+    assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
+    assert answer["usage"]["input_tokens_details"]["cached_tokens"] == 3
+    assert answer["usage"]["total_tokens"] == 4 + 3
+    assert (answer["instructions"], answer["metadata"]) == ("Be brief.", {"a": "b"})
+
+
+async def test_every_field_reaches_the_engine(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    fields = {
+        "temperature": 0.5,
+        "top_p": 0.75,
+        "top_k": 3,
+        "min_p": 0.125,
+        "seed": 7,
+        "stop_token_ids": [8],
+        "ignore_eos": True,
+        "min_tokens": 1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "repetition_penalty": 1.5,
+    }
+    more = {"stop": ["x"], "logit_bias": {"7": -1.5}, "cache_salt": "s", "priority": 2}
+    more |= {"max_output_tokens": 9, "top_logprobs": 4, "include": INCLUDE, "budget_ms": 60_000}
+    await posted(http, **fields, **more)
+    (request,) = engine.requests
+    sampling = request.sampling
+    for name, value in fields.items():
+        found = getattr(sampling, name)
+        assert (sorted(found) if isinstance(found, frozenset) else found) == value
+    assert (sampling.stop, sampling.logit_bias, sampling.logprobs) == (("x",), {7: -1.5}, 4)
+    assert (sampling.max_tokens, request.cache_salt, request.priority) == (9, "s", -2)
+    assert 0 < (request.budget_ns or 0) <= 60_000 * 10**6
+
+
+async def test_a_conversation_is_what_a_chat_s_would_be(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.outputs = whole
+    answer = (await posted(http))["output"]
+    parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    items = [
+        {"role": "developer", "content": "c"},
+        {"type": "message", "role": "user", "content": parts},
+        *answer,
+        {"role": "user", "content": "d"},
+    ]
+    await posted(http, instructions="Be brief.", input=items)
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "developer", "content": "c"},
+        {"role": "user", "content": "a\nb"},
+        {"role": "assistant", "content": TEXT},
+        {"role": "user", "content": "d"},
+    ]
+    await http.post("/v1/chat/completions", json={"messages": messages})
+    assert engine.requests[1].prompt_token_ids == engine.requests[2].prompt_token_ids
+
+
+async def test_what_ended_it_is_its_status(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.outputs = lambda request: [completion(request)]
+    answer = await posted(http)
+    assert answer["status"] == "incomplete"
+    assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert answer["output"][0]["status"] == "incomplete"
+    engine.outputs = lambda request: [
+        completion(request, told(request, 0, "abort"), status="cancelled")
+    ]
+    assert (await posted(http))["status"] == "cancelled"
+
+
+async def test_a_stream_s_events_come_in_order(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.outputs = interleaved
+    asked = {"input": "hello", "stream": True, "include": INCLUDE, "top_logprobs": 1}
+    found = events(await http.post(PATH, json=asked))
+    names = [each["type"].removeprefix("response.") for each in found]
+    before = ["created", "in_progress", "output_item.added", "content_part.added"]
+    after = ["output_text.done", "content_part.done", "output_item.done", "completed"]
+    assert names == [*before, *["output_text.delta"] * (len(names) - 8), *after]
+    deltas = found[4:-4]
+    assert "".join(each["delta"] for each in deltas) == TEXT
+    logprobs = [entry["logprob"] for each in deltas for entry in each["logprobs"]]
+    assert logprobs == list(LOGPROBS)
+    response = found[-1]["response"]
+    (item,) = response["output"]
+    items = {each["item_id"] for each in found if "item_id" in each}
+    assert items == {item["id"], found[2]["item"]["id"]}
+    assert found[-2]["item"] == item
+    assert found[-3]["part"] == item["content"][0]
+    assert (found[-4]["text"], found[-4]["logprobs"]) == (TEXT, item["content"][0]["logprobs"])
+    assert {found[0]["response"]["status"], found[1]["response"]["status"]} == {"in_progress"}
+    kept = (await http.get(f"{PATH}/{response['id']}")).json()
+    assert kept == response
+
+
+async def test_an_error_in_mid_stream_is_the_last_event(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    no = refused("lane_failed", "because")
+    engine.outputs = lambda request: [*cut(request), *no(request)]
+    *_, last = events(await http.post(PATH, json={"input": "a", "stream": True}))
+    assert last["type"] == "response.failed"
+    assert last["response"]["status"] == "failed"
+    assert last["response"]["error"] == {"code": "lane_failed", "message": "because"}
+    kept = (await http.get(f"{PATH}/{last['response']['id']}")).json()
+    assert kept["status"] == "failed"
+
+
+async def test_one_is_kept_until_it_is_deleted(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.outputs = whole
+    answer = await posted(http)
+    where = f"{PATH}/{answer['id']}"
+    assert (await http.get(where)).json() == answer
+    gone = await http.delete(where)
+    assert gone.json() == {"id": answer["id"], "object": "response", "deleted": True}
+    for again in (
+        await http.get(where),
+        await http.delete(where),
+        await http.post(where + "/cancel"),
+    ):
+        assert refusal(again, 404) == ("unknown_response", None)
+    other = await posted(http, store=False)
+    assert refusal(await http.get(f"{PATH}/{other['id']}"), 404)[0] == "unknown_response"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_under_way_is_found_and_cancelled(engine: FakeEngine, stream: bool) -> None:
+    ended = anyio.Event()
+
+    class Cancelled(FakeEngine):
+        async def submit(self, request: Any, trace: Any = None) -> Any:
+            self.requests.append(request)
+            self._changed.set()
+            for output in cut(request):
+                yield output
+            await ended.wait()
+            yield completion(request, told(request, 0, "abort"), status="cancelled")
+
+        async def cancel(self, request_id: str) -> None:
+            await super().cancel(request_id)
+            ended.set()
+
+    engine = Cancelled()
+    transport = httpx.ASGITransport(make_app(engine, load_config(env={})))  # type: ignore[arg-type]
+    async with (
+        asyncio.timeout(LIMIT_S),
+        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http,
+    ):
+        body = {"input": "a", "stream": stream}
+        making = asyncio.create_task(http.post(PATH, json=body))
+        await engine.until(lambda: len(engine.requests) == 1)
+        where = f"{PATH}/{engine.requests[0].request_id}"
+        assert (await http.get(where)).json()["status"] == "in_progress"
+        cancelled = (await http.post(where + "/cancel")).json()
+        answer = await making
+        made = events(answer)[-1]["response"] if stream else answer.json()
+        assert made["status"] == "cancelled"
+        assert cancelled == made
+        assert made["output"][0]["content"][0]["text"] == TEXT
+        # Again it is no error.
+        assert (await http.post(where + "/cancel")).json() == made
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_is_one_request_less(
+    engine: FakeEngine, config: Config, stream: bool
+) -> None:
+    """And its response is not found any more."""
+    engine.outputs = cut
+    app = make_app(engine, config)  # type: ignore[arg-type]
+    left = anyio.Event()
+    body = json.dumps({"input": "a", "stream": stream}).encode()
+    parts = [{"type": "http.request", "body": body}]
+
+    async def receive() -> dict[str, Any]:
+        if parts:
+            return parts.pop()
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        pass
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": PATH,
+        "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
+        "query_string": b"",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+    }
+    with anyio.fail_after(LIMIT_S):
+        async with anyio.create_task_group() as group:
+            group.start_soon(app, scope, receive, send)
+            await engine.until(lambda: len(engine.requests) == 1)
+            left.set()
+    (request,) = engine.requests
+    assert engine.left == [request.request_id]
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+        found = await http.get(f"{PATH}/{request.request_id}")
+    assert refusal(found, 404)[0] == "unknown_response"
+
+
+async def test_one_that_is_complete_can_not_be_cancelled(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.outputs = whole
+    answer = await posted(http)
+    again = await http.post(f"{PATH}/{answer['id']}/cancel")
+    assert refusal(again) == ("invalid_request", None)
+    assert not engine.names
+
+
+async def test_what_is_kept_is_bounded_by_size_and_age() -> None:
+    kept = KeptResponses(lasts_s=1000)
+    # Three are fewer bytes than may be kept, and four are more.
+    text = "x" * (MOST_BYTES // 3 - 1000)
+    for number in range(5):
+        response = {"id": f"resp_{number}", "store": True, "status": "completed", "text": text}
+        kept.begin(response)
+        kept.end(response)
+    for number in range(2):
+        with pytest.raises(RequestError, match="no response"):
+            kept.find(f"resp_{number}")
+    for number in range(2, 5):
+        assert kept.find(f"resp_{number}").status == "completed"
+    old = KeptResponses(lasts_s=0)
+    old.begin(response)
+    old.end(response)
+    with pytest.raises(RequestError, match="no response"):
+        old.find("resp_4")
+
+
+IMAGE = {"type": "input_image", "image_url": "http://example.org/a.png"}
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"input": None}, "invalid_request", "input"),
+    ({"input": []}, "invalid_request", "input"),
+    ({"input": 5}, "invalid_request", "input"),
+    ({"input": [{"type": "item_reference", "id": "a"}]}, "unsupported", "input[0]"),
+    ({"input": [{"type": "function_call", "name": "f"}]}, "unsupported", "input[0]"),
+    ({"input": [{"role": "user", "content": [IMAGE]}]}, "unsupported", "input[0].content[0]"),
+    ({"input": [{"role": "wizard", "content": "a"}]}, "invalid_request", "input[0].role"),
+    ({"input": [{"role": "user", "content": "a", "x": 1}]}, "unsupported", "input[0].x"),
+    ({"instructions": 5}, "invalid_request", "instructions"),
+    ({"include": ["file_search_call.results"]}, "unsupported", "include[0]"),
+    ({"top_logprobs": 3}, "invalid_request", "top_logprobs"),
+    ({"metadata": {"a": 1}}, "invalid_request", "metadata[...]"),
+    ({"metadata": {str(key): "" for key in range(17)}}, "invalid_request", "metadata"),
+    ({"background": True}, "unsupported", "background"),
+    ({"previous_response_id": "resp_1"}, "unsupported", "previous_response_id"),
+    ({"conversation": "conv_1"}, "unsupported", "conversation"),
+    ({"prompt": {"id": "a"}}, "unsupported", "prompt"),
+    ({"tools": [{"type": "web_search"}]}, "unsupported", "tools"),
+    ({"text": {"format": {"type": "json_object"}}}, "unsupported", "text"),
+    ({"reasoning": {"effort": "low"}}, "unsupported", "reasoning"),
+    ({"truncation": "auto"}, "unsupported", "truncation"),
+    ({"messages": [{"role": "user", "content": "a"}]}, "unsupported", "messages"),
+    ({"max_tokens": 5}, "unsupported", "max_tokens"),
+    ({"n": 2}, "unsupported", "n"),
+    ({"input": "a " * 9000}, "context_length_exceeded", "input"),
+]
+
+
+@pytest.mark.parametrize(("fields", "code", "param"), REFUSED)
+async def test_what_can_not_be_obeyed_is_refused_by_name(
+    http: httpx.AsyncClient, engine: FakeEngine, fields: dict[str, Any], code: str, param: str
+) -> None:
+    answer = await http.post(PATH, json={"input": "a"} | fields)
+    assert refusal(answer) == (code, param)
+    assert not engine.requests
+
+
+@pytest.mark.parametrize(
+    ("code", "param"),
+    [("invalid_max_tokens", "max_output_tokens"), ("invalid_logprobs", "top_logprobs")],
+)
+async def test_what_the_engine_refuses_is_named_as_it_was_sent(
+    http: httpx.AsyncClient, engine: FakeEngine, code: str, param: str
+) -> None:
+    engine.outputs = refused(code)
+    for stream in (False, True):
+        answer = await http.post(PATH, json={"input": "a", "stream": stream})
+        assert refusal(answer) == (code, param)
+
+
+@pytest.mark.parametrize("query", ["stream=true", "starting_after=5", "x=1"])
+async def test_a_stream_is_not_read_again(
+    http: httpx.AsyncClient, engine: FakeEngine, query: str
+) -> None:
+    engine.outputs = whole
+    answer = await posted(http)
+    where = f"{PATH}/{answer['id']}"
+    code, param = refusal(await http.get(f"{where}?{query}"))
+    assert (code, param) == ("unsupported", query.partition("=")[0])
+    assert (await http.get(f"{where}?stream=false")).json() == answer
+
+
+async def test_what_asks_for_nothing_is_taken(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    await posted(
+        http,
+        tools=[],
+        tool_choice="auto",
+        text={"format": {"type": "text"}},
+        truncation="disabled",
+        include=["reasoning.encrypted_content"],
+        background=False,
+        parallel_tool_calls=True,
+        service_tier="auto",
+        user="u",
+        reasoning=None,
+    )
+    assert engine.requests[0].sampling.max_tokens == 8192
+
+
+async def test_openai_python_puts_a_stream_together(engine: FakeEngine, config: Config) -> None:
+    engine.outputs = interleaved
+    transport = httpx2.ASGITransport(make_app(engine, config))  # type: ignore[arg-type]
+    async with (
+        httpx2.AsyncClient(transport=transport) as http,
+        AsyncOpenAI(base_url="http://127.0.0.1/v1", api_key="none", http_client=http) as client,
+    ):
+        async with client.responses.stream(model="tiny", input="hello") as stream:
+            kinds = [event.type async for event in stream]
+            response = await stream.get_final_response()
+        assert kinds[0] == "response.created"
+        assert response.output_text == TEXT
+        assert (await client.responses.retrieve(response.id)).output_text == TEXT
+        await client.responses.delete(response.id)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(response.id)
+        whole_answer = await client.responses.create(model="tiny", input="hello")
+        assert whole_answer.output_text == TEXT
+        assert whole_answer.usage is not None
+        assert whole_answer.usage.output_tokens == 3

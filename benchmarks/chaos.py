@@ -2,11 +2,14 @@
 
     python benchmarks/chaos.py [--requests N] [--kills K] [--seed S] [--json FILE]
                                [--concurrency C] [--duration SECONDS] [--server PATH]
+                               [--http]
 
 The five processes of `nano-inference up` work over a server of our own (append-only file,
 `appendfsync always`), which they reach through a proxy. Requests run once undisturbed, then again
 while faults hit: SIGKILL to each stage, SIGKILL and restart of the server, connections cut. Every
 stream is read by plain redis-py and compared with its undisturbed run.
+
+With `--http` the requests are streams over two gateways, which are killed too (chaos_http.py).
 
 Exit status 1 unless nothing was lost, doubled, missing or different. Linux only.
 """
@@ -29,6 +32,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from chaos_http import http_storm, print_http_result
 from chaos_rig import STAGES, Entry, House, Load, Proxy, RedisServer, make_requests, running_house
 
 TARGETS = (*STAGES, "redis", "connections")
@@ -366,22 +370,26 @@ def main() -> int:
     parser.add_argument("--server", default="valkey", help="path of a Redis or Valkey server")
     parser.add_argument("--keep", type=Path, help="a folder for logs and data, which is kept")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--http", action="store_true", help="streams over two gateways")
     arguments = parser.parse_args()
+    size: dict[str, Any] = {
+        "requests": arguments.requests,
+        "kills": arguments.kills,
+        "seed": arguments.seed,
+        "concurrency": arguments.concurrency,
+        "duration_s": arguments.duration,
+        "server": arguments.server,
+    }
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        result = asyncio.run(
-            storm(
-                folder,
-                requests=arguments.requests,
-                kills=arguments.kills,
-                seed=arguments.seed,
-                concurrency=arguments.concurrency,
-                duration_s=arguments.duration,
-                server=arguments.server,
-            )
-        )
-    print_result(result)
+        if arguments.http:
+            result = asyncio.run(http_storm(folder, SETTINGS, **size))
+            result |= {"versions": versions(), "clean": result["clean"] and result["up_survived"]}
+            print_http_result(result)
+        else:
+            result = asyncio.run(storm(folder, **size))
+            print_result(result)
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0 if result["clean"] else 1

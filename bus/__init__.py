@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..config import BusConfig
 from .board import StageReport, StageState
+from .calls import KeptCall
 from .channel import (
     Bus,
     Inbox,
@@ -42,6 +43,7 @@ def open_bus(
 __all__ = [
     "Bus",
     "Inbox",
+    "KeptCall",
     "Malformed",
     "MemoryBus",
     "Outcome",

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 import msgspec
 
 from .board import StageBoard
+from .calls import Calls
 from .in_place import WeightsRecord
 from .links import Link
 from .messages import Envelope, Message
@@ -362,7 +363,7 @@ class ResultStreams(Protocol):
         """
 
     def follow(
-        self, request_id: str, entry_id: str, *, just_published: bool = False
+        self, request_id: str, entry_id: str, *, just_published: bool = False, keep: bool = False
     ) -> OutputStream[Output]:
         """The outputs of the request that was published as `entry_id`, ending with its Completion.
 
@@ -372,6 +373,7 @@ class ResultStreams(Protocol):
 
         Args:
             just_published: The caller knows that there is such an entry, so nobody need look.
+            keep: In memory too they stay readable, as long as there are not too many.
 
         Raises (while iterating):
             BusError: Code "unknown_request": the entry is neither in the queue nor in flight, and
@@ -416,6 +418,10 @@ class Bus(Protocol):
     @property
     def replies(self) -> Replies:
         """Answers to control messages."""
+
+    @property
+    def calls(self) -> Calls:
+        """Calls of gateways that outlive their connection."""
 
     @property
     def weights(self) -> WeightsRecord:

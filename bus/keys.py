@@ -14,6 +14,10 @@
 {prefix}:stages            stream, what each process tells of its stages: `json` (StageReports)
 {prefix}:weights:{lane}    the lane's newest weights: JSON (WeightsInPlace)
 {prefix}:reply:{id}        list, what became of an operation in each lane: JSON (Outcome)
+{prefix}:call:{id}         hash, what a gateway keeps of a call: `record`, and by request id the
+                           entries (`entry:{request_id}`) (internal)
+{prefix}:name:{name}       the call that has this name (internal)
+{prefix}:attended          sorted set, until when each call of a gateway is attended (internal)
 
 Here a brace is a brace: a cluster keeps keys of the same tag in one place, and a key without a tag
 where it would keep the tag that says the same.
@@ -58,6 +62,7 @@ class Keys:
         self.queue_length = beside(self.requests, "queue_length")
         self.stages = self._key("stages")
         self.weights = self._key(f"weights:{lane}")
+        self.attended = self._key("attended")
 
     def out(self, key: str) -> bytes:
         """The stream of one request. Any text is a valid key, a lone surrogate too."""
@@ -77,6 +82,12 @@ class Keys:
 
     def reply(self, operation_id: str) -> bytes:
         return self._key(f"reply:{operation_id}")
+
+    def call(self, call_id: str) -> bytes:
+        return self._key(f"call:{call_id}")
+
+    def name(self, name: str) -> bytes:
+        return self._key(f"name:{name}")
 
     def wake(self, name: str) -> bytes:
         return self._key(f"wake:{name}")

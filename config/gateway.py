@@ -29,6 +29,14 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
             while others are refused for want of room.
         min_body_bytes_per_s: The least speed of a body.
         send_timeout_s: A client that takes no byte of its answer for so long is closed.
+        resume_grace_s: How long a call goes on without its client, where that has shown that it may
+            come back: it sent an `Idempotency-Key`, or has come back before (`Last-Event-ID`). Any
+            other ends at once when its connection closes. So long it also goes on when its gateway
+            was stopped or killed, whoever made it. 0: all end at once, and nobody looks for those
+            of a gateway that was killed.
+        event_ids: Whether the events of OpenAI's streams have ids, behind which a client can go on.
+            Some programs take each event for a line that begins with "data: ", as `vllm bench
+            serve`, and stumble over them.
         comment_s: A stream that has nothing to send for so long sends a comment, so that nobody on
             the way closes it.
         template_timeout_s: How long the model's chat template may take for one conversation.
@@ -67,6 +75,8 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
     body_timeout_s: float = 15.0
     min_body_bytes_per_s: int = 4096
     send_timeout_s: float = 60.0
+    resume_grace_s: float = 30.0
+    event_ids: bool = True
     comment_s: float = 15.0
     template_timeout_s: float = 5.0
     allowed_hosts: tuple[str, ...] = ()
@@ -96,6 +106,8 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
             if name.endswith(("timeout_s", "alive_s", "comment_s")):
                 value = getattr(self, name)
                 self.require(name, 0 < value <= 86_400, "above 0, at most 86400 (a day)")
+        grace_s = self.resume_grace_s
+        self.require("resume_grace_s", 0 <= grace_s <= 86_400, "from 0 to 86400 (a day)")
         self.require(
             "allowed_hosts",
             all(name and not set(name) & set("/: *") for name in self.allowed_hosts),

@@ -13,6 +13,7 @@ from .anthropic import anthropic_routes
 from .callers import JsonOnly
 from .chat_templates import ChatTemplates
 from .http import answer_error
+from .kept_calls import KeptCalls
 from .measures import Measures
 from .openai import openai_routes
 from .probes import probe_routes
@@ -37,19 +38,26 @@ def make_app(
         config: The engine's settings as far as clients ask for them, and the gateway's own.
         measures: Where it tells what it does; None for nowhere.
         readiness: Whether it takes requests; None for one that nobody changes.
+
+    Returns:
+        The application. Whoever serves it runs `KeptCalls.run_forever` of its `state.kept_calls`
+        beside it.
     """
     measures = measures or Measures()
     words = LazyWords(config.engine.model_folder)
     templates = ChatTemplates(words, config.engine.max_model_len, config.gateway.template_timeout_s)
     readiness = readiness or Readiness(engine)
     submissions = Submissions(engine, config, measures, readiness)
-    return Starlette(
+    kept = KeptCalls(engine, config)
+    app = Starlette(
         routes=[
             *probe_routes(readiness),
             *sglang_routes(engine, config, words, submissions, measures, readiness),
-            *openai_routes(config, words, submissions, templates),
+            *openai_routes(config, words, submissions, kept, templates),
             *anthropic_routes(config, words, submissions, templates),
         ],
         middleware=[Middleware(JsonOnly, measures)],
         exception_handlers=dict.fromkeys(_ANSWERED, answer_error),
     )
+    app.state.kept_calls = kept
+    return app

@@ -14,6 +14,7 @@ from ..config import Config, ConfigError
 from ..pipeline.client import BusClient
 
 if TYPE_CHECKING:
+    from .kept_calls import KeptCalls
     from .readiness import Readiness
     from .server import HttpServer
 
@@ -42,6 +43,8 @@ class Gateway:
         self._readiness: Readiness
         self._server: HttpServer
         self._task: asyncio.Task[None]
+        self._kept: KeptCalls
+        self._keeping: asyncio.Task[None]
 
     @property
     def url(self) -> str:
@@ -69,6 +72,8 @@ class Gateway:
         app = make_app(self._client, config, measures, self._readiness)
         self._server = HttpServer(app, config.gateway, measures)
         self._task = asyncio.create_task(self._server.serve([listener]), name="gateway")
+        self._kept = app.state.kept_calls
+        self._keeping = asyncio.create_task(self._kept.run_forever(), name="kept calls")
         return self
 
     async def __aexit__(
@@ -77,9 +82,16 @@ class Gateway:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Stops listening; calls under way have a few seconds. `drain` before gives them more."""
+        """Stops listening; calls under way have a few seconds. `drain` before gives them more.
+
+        Those that have not ended by then go on at other gateways, if their clients do.
+        """
+        self._kept.stop()
         self._server.should_exit = True
         await asyncio.shield(self._task)
+        self._keeping.cancel()
+        await asyncio.wait([self._keeping])
+        await self._kept.aclose()
 
     async def drain(self, timeout_s: float) -> bool:
         """Is not ready from now on, refuses new requests, and waits for the calls under way.

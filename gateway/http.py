@@ -30,13 +30,6 @@ _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 # In msgspec's messages, where a value stands.
 _PLACE = re.compile(r"`\$\.?([^`]+)`$")
 
-
-class SendEvent(Protocol):
-    """Sends an event's data, and the event's name where it has one."""
-
-    async def __call__(self, data: bytes, *, name: str = "") -> None: ...
-
-
 CALL_ID = "call_id"
 """Under which a call's state has what the call is named."""
 
@@ -52,11 +45,13 @@ DEFAULT_RETRY_S = 1.0
 _STATUS = {
     "request_too_large": 413,
     "model_not_found": 404,
+    "stream_not_found": 404,
     "unknown_response": 404,
     "unsupported": 400,
     "forbidden_host": 403,
     "forbidden_origin": 403,
     "request_timeout": 408,
+    "idempotency_key_reused": 422,
     "unsupported_media_type": 415,
     "overloaded": 429,
     "shutting_down": 503,
@@ -69,6 +64,13 @@ _STATUS = {
     "out_of_blocks": 500,
     "internal_error": 500,
 }
+
+
+class SendEvent(Protocol):
+    """Sends an event of a stream."""
+
+    async def __call__(self, data: bytes, event_id: str = "", *, name: str = "") -> None:
+        """Args: its data, on one line; its id, without which it has the last event's; its name."""
 
 
 class JsonResponse(Response):
@@ -348,8 +350,9 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": part, "more_body": True})
                 sent_at = anyio.current_time()
 
-        async def send_event(data: bytes, *, name: str = "") -> None:
+        async def send_event(data: bytes, event_id: str = "", *, name: str = "") -> None:
             named = f"event: {name}\n".encode() if name else b""
+            named += b"id: %s\n" % event_id.encode() if event_id else b""
             await send_part(named + b"data: " + data + b"\n\n")
 
         async def comment(every_s: float) -> None:

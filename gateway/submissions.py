@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Sequence,
+)
 from contextlib import aclosing, contextmanager, suppress
+from functools import partial
 
 import anyio
 import anyio.lowlevel
@@ -16,6 +25,7 @@ from ..pipeline.client import BusClient
 from ..telemetry import instruments
 from .budgets import HEADER
 from .http import DEFAULT_RETRY_S, EngineError
+from .kept_calls import Attendance
 from .measures import Measures
 from .origin import Origin
 from .readiness import DRAINING, Readiness
@@ -54,7 +64,8 @@ class Submissions:
         self._readiness = readiness
         self._turns = Turns(config.gateway_places, config.gateway.max_waiting, measures)
         self._count_lanes_at = 0.0
-        self._request_ids: set[str] = set()
+        # One may be attended by several connections.
+        self._request_ids: Counter[str] = Counter()
         measures.watch(instruments.GATEWAY_WAITING, lambda: self.waiting)
 
     @property
@@ -69,13 +80,14 @@ class Submissions:
 
     async def abort(self, request_id: str) -> None:
         """Ends a request, and those of a call to which the id was given as a whole."""
-
-        def concerns(each: str) -> bool:
-            return each == request_id or each.startswith(f"{request_id}_")
-
-        self._turns.end(concerns)
-        for each in sorted({*filter(concerns, self._request_ids), request_id}):
+        self.end_waiting(request_id)
+        running = (each for each in self._request_ids if _concerns(request_id, each))
+        for each in sorted({*running, request_id}):
             await self._engine.cancel(each)
+
+    def end_waiting(self, call_id: str) -> None:
+        """Ends what waits here of a call."""
+        self._turns.end(partial(_concerns, call_id))
 
     async def abort_all(self) -> None:
         """Ends what waits here, and all requests in the pipeline, whoever sent them."""
@@ -124,6 +136,7 @@ class Submissions:
         origin: Origin,
         request_ids: Sequence[str],
         run: Callable[[int, bool], Awaitable[None]],
+        published: Collection[str] = (),
     ) -> None:
         """Runs the requests of a call, each from when there is a place for it.
 
@@ -131,6 +144,7 @@ class Submissions:
 
         Args:
             run: Takes the index of a request, and whether it may begin; it was ended if not.
+            published: The ids of those that have begun before and need no place here.
 
         Raises:
             NanoInferenceError: The first error; `shutting_down` when the gateway is to stop.
@@ -143,7 +157,7 @@ class Submissions:
             )
         failure: NanoInferenceError | None = None
 
-        async def run_one(index: int, begun: bool) -> None:
+        async def run_one(index: int, begun: bool, placed: bool) -> None:
             nonlocal failure
             try:
                 await run(index, begun)
@@ -151,17 +165,25 @@ class Submissions:
                 failure = failure or error
                 group.cancel_scope.cancel()
             finally:
-                if begun:
+                if placed:
                     self._turns.give_back(origin.tenant)
 
+        waiting = {
+            request_id: index
+            for index, request_id in enumerate(request_ids)
+            if request_id not in published
+        }
         async with anyio.create_task_group() as group:
-            with self._turns.wait(origin.tenant, list(request_ids)) as call:
+            for index, request_id in enumerate(request_ids):
+                if request_id not in waiting:
+                    group.start_soon(run_one, index, True, False)
+            with self._turns.wait(origin.tenant, list(waiting)) as call:
                 try:
                     await self._count_lanes()
-                    for index, request_id in enumerate(request_ids):
+                    for number, (request_id, index) in enumerate(waiting.items()):
                         begun = await _take(call, request_id, origin)
-                        group.start_soon(run_one, index, begun)
-                        if index % AT_ONCE == 0 or failure is not None:
+                        group.start_soon(run_one, index, begun, begun)
+                        if number % AT_ONCE == 0 or failure is not None:
                             await anyio.lowlevel.checkpoint()
                 except NanoInferenceError as error:
                     failure = failure or error
@@ -172,26 +194,39 @@ class Submissions:
             raise failure
 
     async def outputs(
-        self, origin: Origin, request: GenerateRequest, begun: bool
+        self,
+        origin: Origin,
+        request: GenerateRequest,
+        begun: bool,
+        attendance: Attendance | None = None,
     ) -> AsyncGenerator[Output, None]:
         """What the engine makes of a request; when it was not `begun`, that it was ended.
 
         One that somebody has ended is no error: there may be tokens.
 
+        Args:
+            attendance: In the call that it belongs to, where that is kept; it may have been
+                published before. Any other request ends when nobody takes its outputs.
+
         Raises:
             NanoInferenceError: The engine did not do it.
         """
+        published = attendance is not None and request.request_id in attendance.entries
+        if attendance is not None and not (begun and attendance.begins(request.request_id)):
+            await attendance.end_early(request.request_id)
+            begun = False
         if not begun:
             yield Completion(
                 request_id=request.request_id, entry_id="", status="cancelled", error=ENDED_EARLY
             )
             return
-        if (left_ns := origin.left_ns) is not None:
+        if not published and (left_ns := origin.left_ns) is not None:
             if left_ns <= 0:
                 raise _TooLate
             request = msgspec.structs.replace(request, budget_ns=left_ns)
         with self._counted(request.request_id):
-            async with aclosing(self._engine.submit(request, origin.trace)) as outputs:
+            submit = self._engine.submit if attendance is None else attendance.outputs
+            async with aclosing(submit(request, origin.trace)) as outputs:
                 async for output in outputs:
                     if isinstance(output, Completion):
                         origin.account.add(output.usage)
@@ -200,11 +235,13 @@ class Submissions:
 
     @contextmanager
     def _counted(self, request_id: str) -> Iterator[None]:
-        self._request_ids.add(request_id)
+        self._request_ids[request_id] += 1
         try:
             yield
         finally:
-            self._request_ids.discard(request_id)
+            self._request_ids[request_id] -= 1
+            if not self._request_ids[request_id]:
+                del self._request_ids[request_id]
 
     async def _count_lanes(self) -> None:
         """Makes places for each lane, unless a setting says how many there are in all."""
@@ -216,6 +253,11 @@ class Submissions:
             with suppress(BusError):
                 lanes = {report.lane for report in await self._engine.reports()}
                 self._turns.resize(self._config.gateway_places * max(1, len(lanes)))
+
+
+def _concerns(call_id: str, request_id: str) -> bool:
+    """Whether a request is meant by an id: its own, or that of its call."""
+    return request_id == call_id or request_id.startswith(f"{call_id}_")
 
 
 async def _take(call: WaitingCall, request_id: str, origin: Origin) -> bool:

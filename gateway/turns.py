@@ -68,6 +68,9 @@ class Turns:
     def wait(self, tenant: str, request_ids: list[str]) -> Iterator[WaitingCall]:
         """Waits for a place for each of these; those not taken by the end are given back."""
         call = WaitingCall(Ticket(tenant, len(request_ids)), request_ids, self._measures)
+        if not request_ids:
+            yield call
+            return
         self._calls[call.ticket] = call
         self._wake(self._places.ask(call.ticket))
         try:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..bus import Bus, Outcome, StageReport, open_bus
+from ..bus import Bus, Outcome, OutputStream, StageReport, open_bus
 from ..bus.codec import written_id
 from ..bus.control import (
     MEMORY_TAGS,
@@ -164,6 +164,18 @@ class BusClient:
         finally:
             if not done:
                 await self._cancel_shielded(request, publishing)
+
+    def follow(
+        self, request_id: str, entry_id: str = "", *, just_published: bool = False
+    ) -> OutputStream[Output]:
+        """The outputs of a request that was published, from the first one on.
+
+        They stay readable, and nothing is cancelled when the caller stops. The arguments, and what
+        it raises, are those of `ResultStreams.follow`.
+        """
+        return self.bus.results.follow(
+            request_id, entry_id, just_published=just_published, keep=True
+        )
 
     async def complete(self, request: Request | bytes) -> Completion:
         """Publishes a request and waits for its terminal message."""

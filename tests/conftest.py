@@ -12,6 +12,8 @@ from pathlib import Path
 # Before torch is imported. With small models a second thread gains nothing, and where other work
 # runs on the same cores it makes each step many times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Where a test has two all the same, neither burns the core that the other one waits for.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
@@ -73,21 +75,22 @@ def pytest_configure(config: pytest.Config) -> None:
 # end of `make test`. The rest comes in the order of its names.
 LONGEST_FILES = (
     "pipeline/test_processes.py",
+    "pipeline/test_failover.py",
     "pipeline/test_weights_restart.py",
+    "pipeline/test_chaos.py",
+    "pipeline/test_lanes.py",
     "pipeline/test_weights.py",
     "pipeline/test_life.py",
-    "pipeline/test_fairness.py",
-    "pipeline/test_chaos.py",
-    "pipeline/test_failover.py",
-    "pipeline/test_lanes.py",
+    "pipeline/test_weights_together.py",
+    "pipeline/test_replicas.py",
     "stages/executor/test_deterministic.py",
     "stages/executor/test_parity.py",
     "pipeline/test_deterministic.py",
     "test_docs.py",
     "stages/executor/weights/transports/test_group.py",
-    "pipeline/test_memory.py",
-    "pipeline/test_weights_together.py",
-    "pipeline/test_replicas.py",
+    "pipeline/test_release.py",
+    "pipeline/test_limits.py",
+    "pipeline/test_fairness.py",
     "examples/test_grpo_arithmetic.py",
 )
 

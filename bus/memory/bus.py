@@ -15,6 +15,7 @@ import msgspec
 
 from ...config import STAGES, BusConfig, BusError, role_of_sender, split_role
 from ..board import MemoryBoard
+from ..calls import MemoryCalls
 from ..channel import Backlog, DeadLetter, Inbox, RequestEntry, Sender, dead_letter
 from ..codec import check_request
 from ..entries import usable_trace
@@ -255,6 +256,7 @@ class MemoryBus:
     results: MemoryResults
     stages: MemoryBoard
     replies: MemoryReplies
+    calls: MemoryCalls
     weights: MemoryWeightsRecord
 
     def __init__(self, config: BusConfig) -> None:
@@ -266,6 +268,7 @@ class MemoryBus:
         self.requests = MemoryRequests(config, self.results)
         self.stages = MemoryBoard()
         self.replies = MemoryReplies()
+        self.calls = MemoryCalls(config)
         self.weights = MemoryWeightsRecord()
 
     async def open_inbox(self, stage: str) -> Inbox:

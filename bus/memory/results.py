@@ -15,6 +15,9 @@ from ..queue import bus_closed
 KEPT_FINISHED = 1024
 """Requests that ended and that nobody has followed yet, of which the outputs are kept."""
 
+KEPT_OUTPUTS = 65_536
+"""Outputs, of all requests together, that are kept although they were followed (`keep`)."""
+
 REMEMBERED_ENDED = 16_384
 """Ended requests that are remembered by their entry id, so that none ends twice."""
 
@@ -68,6 +71,9 @@ class MemoryResults:
         self._routes: dict[str, _Route] = {}
         self._by_key: dict[str, _Route] = {}
         self._finished: dict[str, None] = {}
+        # Followed and kept: how many outputs each has, and all of them have.
+        self._followed: dict[str, int] = {}
+        self._kept_outputs = 0
         self._ended: dict[str, None] = {}
         self._tails: weakref.WeakSet[_Tail] = weakref.WeakSet()
         self._appeared = _Signal()
@@ -83,10 +89,23 @@ class MemoryResults:
     def forget(self, entry_id: str) -> None:
         """Drops an entry's outputs and all that leads to them."""
         self._finished.pop(entry_id, None)
+        self._kept_outputs -= self._followed.pop(entry_id, 0)
         route = self._routes.pop(entry_id, None)
         if route is not None:
             for key in route.keys:
                 self._by_key.pop(key, None)
+
+    def followed(self, entry_id: str, *, keep: bool) -> None:
+        """An entry was followed to its end."""
+        route = self._routes.get(entry_id)
+        if not keep or route is None:
+            self.forget(entry_id)
+            return
+        self._finished.pop(entry_id, None)
+        self._kept_outputs += len(route.outputs) - self._followed.pop(entry_id, 0)
+        self._followed[entry_id] = len(route.outputs)
+        while self._kept_outputs > KEPT_OUTPUTS or len(self._followed) > KEPT_FINISHED:
+            self.forget(next(iter(self._followed)))
 
     async def deliver(
         self, batch: Sequence[tuple[str, Sequence[Output]]], epoch: int = 1
@@ -106,8 +125,10 @@ class MemoryResults:
     async def claim(self, claims: Sequence[tuple[str, str]]) -> list[str | None]:
         return [self._claim(key, entry_id) for key, entry_id in claims]
 
-    def follow(self, request_id: str, entry_id: str, *, just_published: bool = False) -> _Follow:
-        return _Follow(self, request_id, entry_id)
+    def follow(
+        self, request_id: str, entry_id: str, *, just_published: bool = False, keep: bool = False
+    ) -> _Follow:
+        return _Follow(self, request_id, entry_id, keep)
 
     async def tail(self) -> _Tail:
         self._check_open()
@@ -201,8 +222,9 @@ class MemoryResults:
 class _Follow:
     """Reads one entry's outputs from the first on."""
 
-    def __init__(self, results: MemoryResults, request_id: str, entry_id: str) -> None:
+    def __init__(self, results: MemoryResults, request_id: str, entry_id: str, keep: bool) -> None:
         self._results = results
+        self._keep = keep
         self._wanted = (request_id, entry_id)
         self._route: _Route | None = None
         self._position = 0
@@ -226,7 +248,7 @@ class _Follow:
         self._position += 1
         if isinstance(output, Completion):
             self._done = True
-            self._results.forget(route.entry_id)
+            self._results.followed(route.entry_id, keep=self._keep)
         return output
 
     async def aclose(self) -> None:

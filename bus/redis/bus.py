@@ -16,6 +16,7 @@ from ..links import Link, links_to
 from ..memory.bus import Inboxes, MemoryInbox, MemorySender, Numbering
 from ..queue import bus_closed
 from .board import RedisBoard
+from .calls import RedisCalls
 from .client import (
     NOT_PERMITTED,
     Commands,
@@ -61,6 +62,7 @@ class RedisBus:
     results: RedisResults
     stages: RedisBoard
     replies: RedisReplies
+    calls: RedisCalls
     weights: RedisWeightsRecord
 
     def __init__(
@@ -86,6 +88,7 @@ class RedisBus:
         )
         self.stages = RedisBoard(self._keys, self._commands)
         self.replies = RedisReplies(self._keys, self._commands)
+        self.calls = RedisCalls(config, self._keys, self._commands)
         self.weights = RedisWeightsRecord(self._keys, self._commands)
 
     async def open_inbox(self, stage: str) -> Inbox:

@@ -184,7 +184,7 @@ class RedisResults:
         return await self._commands.shielded(self._answer([key for key, _ in answers], commands))
 
     def follow(
-        self, request_id: str, entry_id: str, *, just_published: bool = False
+        self, request_id: str, entry_id: str, *, just_published: bool = False, keep: bool = False
     ) -> RedisFollow:
         return RedisFollow(
             *(self._readers, self._keys, self._commands, request_id, entry_id),

@@ -6,6 +6,7 @@ from starlette.routing import Route
 
 from ...config import Config
 from ..chat_templates import ChatTemplates
+from ..kept_calls import KeptCalls
 from ..submissions import Submissions
 from ..words import LazyWords
 from .errors import Endpoint, in_openai_words
@@ -16,10 +17,14 @@ from .responses import ResponseCalls
 
 
 def openai_routes(
-    config: Config, words: LazyWords, submissions: Submissions, templates: ChatTemplates
+    config: Config,
+    words: LazyWords,
+    submissions: Submissions,
+    kept: KeptCalls,
+    templates: ChatTemplates,
 ) -> list[Route]:
     """Its endpoints."""
-    generation = GenerationCalls(submissions, config, words, templates)
+    generation = GenerationCalls(submissions, kept, config, words, templates)
     responses = ResponseCalls(submissions, config, words, templates)
     info = InfoCalls(config, words, templates)
 
@@ -30,6 +35,9 @@ def openai_routes(
         route("/v1/completions", generation.completions, "POST"),
         route("/v1/chat/completions", generation.chat, "POST", "chat"),
         route("/inference/v1/generate", generation.tokens, "POST", "generate"),
+        route("/v1/streams/{stream}", generation.stream, "GET"),
+        route("/v1/streams/{stream}", generation.cancel, "DELETE"),
+        route("/v1/streams/{stream}/cancel", generation.cancel, "POST"),
         route("/v1/responses", responses.create, "POST", "responses"),
         route("/v1/responses/{response_id}", responses.retrieve, "GET", "responses"),
         route("/v1/responses/{response_id}", responses.delete, "DELETE", "responses"),

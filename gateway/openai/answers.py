@@ -187,7 +187,7 @@ def usage_of(
 
 def version_spans(spans: Spans, first: int, end: int) -> list[Answer]:
     """Which weights made which of the tokens from `first` to before `end`."""
-    ends = [*(begin for _, begin in spans[1:]), end]
+    ends = [*(begin for _, begin in spans), end][1:]
     return [
         {"version": version, "start": max(begin, first), "end": min(stop, end)}
         for (version, begin), stop in zip(spans, ends, strict=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from functools import partial
 
 import anyio
@@ -11,7 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...bus.public import Completion, GenerateRequest
+from ...bus.public import Completion, GenerateRequest, Output
 from ...config import Config, NanoInferenceError
 from ..chat_templates import ChatTemplates
 from ..http import (
@@ -24,17 +25,25 @@ from ..http import (
     read_object,
     while_connected,
 )
+from ..kept_calls import Attendance, KeptCalls, not_found
 from ..origin import Origin, origin_of
 from ..submissions import AT_ONCE, Submissions
 from ..tenants import tenant_of
-from ..words import LazyWords
+from ..words import LazyWords, Words
 from .answers import Answer, Answers
 from .errors import as_openai
+from .idempotency import Keyed, keyed
 from .messages import conversation_of
+from .positions import Position, answer_of, read_position
 from .requests import Call, Prompt, read_chat, read_completion, read_generate
+from .resuming import BegunAnswers, Found
+from .shapes import Shape
 from .streams import Chunks
 
 _DONE = b"[DONE]"
+
+Attend = Callable[[], AbstractAsyncContextManager[Attendance | None]]
+"""Attends a call while the context is open, if it is one that is kept."""
 
 # An answer that is written at once, in tokens, those of logprobs included; more take a thread.
 _SHORT_ANSWER = 4096
@@ -46,11 +55,14 @@ class GenerationCalls:
     def __init__(
         self,
         submissions: Submissions,
+        kept: KeptCalls,
         config: Config,
         words: LazyWords,
         templates: ChatTemplates,
     ) -> None:
         self._submissions = submissions
+        self._kept = kept
+        self._begun = BegunAnswers(kept)
         self._config = config
         self._words = words
         self._templates = templates
@@ -59,12 +71,18 @@ class GenerationCalls:
         tenant = tenant_of(request)
         body = await read_object(request, self._config.gateway.max_body_bytes)
         call, prompts = read_completion(body, self._config)
-        return await self._answer(request, tenant, call, prompts)
+        again = keyed(request, tenant, body)
+        if call.stream and (event_id := last_event_id(request)):
+            return await self._resume(request, tenant, answer_of(event_id), event_id, again)
+        return await self._answer(request, tenant, call, prompts, again)
 
     async def chat(self, request: Request) -> Response:
         tenant = tenant_of(request)
         body = await read_object(request, self._config.gateway.max_body_bytes)
         call, fields = read_chat(body, self._config)
+        again = keyed(request, tenant, body)
+        if call.stream and (event_id := last_event_id(request)):
+            return await self._resume(request, tenant, answer_of(event_id), event_id, again)
         conversation = conversation_of(fields)
         prompts: list[Prompt] = []
 
@@ -75,32 +93,97 @@ class GenerationCalls:
         await while_connected(request.receive, render)
         if not prompts:
             return Response(status_code=CLIENT_LEFT)
-        return await self._answer(request, tenant, call, prompts)
+        return await self._answer(request, tenant, call, prompts, again)
+
+    async def stream(self, request: Request) -> Response:
+        """A stream that was begun before, all of it or what stands behind an event."""
+        event_id = request.query_params.get("after") or last_event_id(request)
+        call_id = request.path_params["stream"]
+        return await self._resume(request, tenant_of(request), call_id, event_id)
+
+    async def cancel(self, request: Request) -> Response:
+        """Ends a call by its answer's id; one that has ended is left alone."""
+        call_id = request.path_params["stream"]
+        await self._begun.find(call_id, tenant_of(request))
+        self._submissions.end_waiting(call_id)
+        await self._kept.cancel(call_id)
+        return JsonResponse({"id": call_id, "object": "stream.cancelled", "cancelled": True})
 
     async def tokens(self, request: Request) -> Response:
         tenant = tenant_of(request)
         body = await read_object(request, self._config.gateway.max_body_bytes)
         call, prompt = read_generate(body, self._config)
-        return await self._answer(request, tenant, call, [prompt])
+        again = keyed(request, tenant, body)
+        if call.stream and (event_id := last_event_id(request)):
+            return await self._resume(request, tenant, answer_of(event_id), event_id, again)
+        return await self._answer(request, tenant, call, [prompt], again)
 
     async def _answer(
-        self, request: Request, tenant: str, call: Call, prompts: list[Prompt]
+        self, request: Request, tenant: str, call: Call, prompts: list[Prompt], key: Keyed | None
     ) -> Response:
         origin = origin_of(request, tenant, call.budget_ms)
-        requests, answers = await self._ready(call, prompts, tenant)
+        words = await self._words.required() if call.needs_words else None
+        shape, requests = await self._ready(call, prompts, tenant, words, key)
+        name = ""
+        if key is not None:
+            if (found := await self._begun.claim(shape)) is not None:
+                return await self._again(request, origin, found)
+            name = key.name
+        attend = partial(self._kept.begun, call.id, shape.encode(), shape.request_ids, name)
+        answers = shape.answers(words)
         if call.stream:
-            return self._streamed(origin, requests, answers)
+            return self._streamed(origin, requests, answers, attend)
+        # Nobody knows the id of an answer in one piece before it is there.
+        return await self._in_one_piece(
+            request, origin, requests, answers, attend if key is not None else _unattended
+        )
 
-        async def work() -> Response:
-            return JsonResponse(await self._complete(origin, requests, answers))
+    async def _resume(
+        self,
+        request: Request,
+        tenant: str,
+        call_id: str,
+        event_id: str,
+        again: Keyed | None = None,
+    ) -> Response:
+        """What stands behind an event of a stream; all of it, when there is none."""
+        found = await self._begun.find(call_id, tenant, again)
+        if not found.shape.call.stream:
+            raise not_found(call_id)
+        origin = origin_of(request, tenant, found.shape.call.budget_ms)
+        return await self._again(request, origin, found, event_id)
 
-        return await answer_while_connected(request, work)
+    async def _again(
+        self, request: Request, origin: Origin, found: Found, event_id: str = ""
+    ) -> Response:
+        """The answer to a call that was begun before, perhaps from behind an event on."""
+        shape = found.shape
+        call = shape.call
+        words = await self._words.required() if call.needs_words else None
+        choices = shape.number * call.n
+        after = read_position(event_id, call.id, choices) if event_id else None
+        name = shape.keyed.name if shape.keyed else ""
+
+        @asynccontextmanager
+        async def attend() -> AsyncIterator[Attendance]:
+            kept = await self._begun.published(found)
+            async with self._kept.resumed(call.id, kept, shape.request_ids, name) as attendance:
+                yield attendance
+
+        requests, answers = shape.requests(), shape.answers(words)
+        if call.stream:
+            return self._streamed(origin, requests, answers, attend, after)
+        return await self._in_one_piece(request, origin, requests, answers, attend)
 
     async def _ready(
-        self, call: Call, prompts: list[Prompt], tenant: str
-    ) -> tuple[list[GenerateRequest], Answers]:
-        """What is submitted, and what writes the answer."""
-        words = await self._words.required() if call.needs_words else None
+        self,
+        call: Call,
+        prompts: list[Prompt],
+        tenant: str,
+        words: Words | None,
+        key: Keyed | None,
+    ) -> tuple[Shape, list[GenerateRequest]]:
+        """What the answer is made of, and what is submitted."""
         requests: list[GenerateRequest] = []
         known: list[Prompt] = []
         for place, prompt in enumerate(prompts):
@@ -115,25 +198,49 @@ class GenerationCalls:
             requests.append(request)
             if len(requests) % AT_ONCE == 0:
                 await anyio.lowlevel.checkpoint()
-        # What is echoed is the text as it came.
-        texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
-        return requests, Answers(call, known, texts, words)
+        shape = Shape(
+            tenant=tenant,
+            call=call,
+            prompts=known,
+            # What is echoed is the text as it came.
+            texts=[prompt if isinstance(prompt, str) else None for prompt in prompts],
+            # One alone is published before anything of it is seen.
+            whole=len(prompts) > 1 or call.needs_prompt_ids or key is not None,
+            keyed=key,
+        )
+        return shape, requests
+
+    async def _in_one_piece(
+        self,
+        request: Request,
+        origin: Origin,
+        requests: list[GenerateRequest],
+        answers: Answers,
+        attend: Attend,
+    ) -> Response:
+        async def work() -> Response:
+            async with attend() as attendance:
+                return JsonResponse(await self._complete(origin, requests, answers, attendance))
+
+        return await answer_while_connected(request, work)
 
     async def _complete(
-        self, origin: Origin, requests: list[GenerateRequest], answers: Answers
+        self,
+        origin: Origin,
+        requests: list[GenerateRequest],
+        answers: Answers,
+        attendance: Attendance | None,
     ) -> Answer:
         """The whole answer. The first error ends the other requests as well."""
         completions: dict[int, Completion] = {}
 
-        async def run(index: int, begun: bool) -> None:
-            async with aclosing(
-                self._submissions.outputs(origin, requests[index], begun)
-            ) as outputs:
-                async for output in outputs:
-                    if isinstance(output, Completion):
-                        completions[index] = output
+        async def take(index: int, output: Output) -> None:
+            if isinstance(output, Completion):
+                completions[index] = output
 
-        await self._submissions.run(origin, [each.request_id for each in requests], run)
+        failure = await self._run(origin, requests, attendance, take)
+        if failure is not None:
+            raise failure
         ordered = [completions[index] for index in range(len(requests))]
         size = sum(each.usage.completion_tokens for each in ordered)
         size += sum(len(each.prompt_logprobs or ()) for each in ordered)
@@ -141,42 +248,89 @@ class GenerationCalls:
             return answers.whole(ordered)
         return await self._words.beside(partial(answers.whole, ordered))
 
+    async def _run(
+        self,
+        origin: Origin,
+        requests: list[GenerateRequest],
+        attendance: Attendance | None,
+        take: Callable[[int, Output], Awaitable[None]],
+    ) -> NanoInferenceError | None:
+        """Gives the outputs of all prompts as they come. Returns the error that ended them."""
+
+        async def run(index: int, begun: bool) -> None:
+            async with aclosing(
+                self._submissions.outputs(origin, requests[index], begun, attendance)
+            ) as outputs:
+                async for output in outputs:
+                    await take(index, output)
+                    await anyio.lowlevel.checkpoint()
+
+        published = () if attendance is None else attendance.begun_before
+        try:
+            ids = [each.request_id for each in requests]
+            await self._submissions.run(origin, ids, run, published)
+        except NanoInferenceError as error:
+            if attendance is not None:
+                attendance.fail(error)
+            return error
+        return None
+
     def _streamed(
-        self, origin: Origin, requests: list[GenerateRequest], answers: Answers
+        self,
+        origin: Origin,
+        requests: list[GenerateRequest],
+        answers: Answers,
+        attend: Attend,
+        after: Position | None = None,
     ) -> Response:
-        async def produce(send: SendEvent) -> None:
-            failure = await self._send_chunks(origin, requests, Chunks(answers, send))
+        async def produce(send_event: SendEvent) -> None:
+            async def send(data: bytes, event_id: str = "", *, name: str = "") -> None:
+                shown = event_id if self._config.gateway.event_ids else ""
+                await send_event(data, shown, name=name)
+
+            chunks = Chunks(answers, send, after)
+            async with attend() as attendance:
+                failure = await self._send_chunks(origin, requests, chunks, attendance)
+            # What has no tokens leaves the client where it was: behind an error it may come back.
+            event_id = chunks.position.event_id
             if failure is not None:
                 error = as_openai(failure, answers.call.kind)
                 if not stream.committed:
                     raise error
-                await send(msgspec.json.encode(error_body(error)))
-            await send(_DONE)
+                await send(msgspec.json.encode(error_body(error)), event_id)
+            await send(_DONE, event_id)
 
         stream = EventStream(produce, self._config.gateway.comment_s)
         return stream
 
     async def _send_chunks(
-        self, origin: Origin, requests: list[GenerateRequest], chunks: Chunks
+        self,
+        origin: Origin,
+        requests: list[GenerateRequest],
+        chunks: Chunks,
+        attendance: Attendance | None,
     ) -> NanoInferenceError | None:
         """Chunks of all prompts as they come. Gives the error that ended them."""
 
-        async def run(index: int, begun: bool) -> None:
-            async with aclosing(
-                self._submissions.outputs(origin, requests[index], begun)
-            ) as outputs:
-                async for output in outputs:
-                    chunks.put(index, output)
-                    await anyio.lowlevel.checkpoint()
+        async def take(index: int, output: Output) -> None:
+            chunks.put(index, output)
+            await chunks.room()
 
-        failure: NanoInferenceError | None = None
         async with anyio.create_task_group() as group:
             group.start_soon(chunks.send_all)
-            try:
-                await self._submissions.run(origin, [each.request_id for each in requests], run)
-            except NanoInferenceError as error:
-                failure = error
+            failure = await self._run(origin, requests, attendance, take)
             chunks.close()
         if failure is None:
             await chunks.send_usage()
         return failure
+
+
+@asynccontextmanager
+async def _unattended() -> AsyncIterator[None]:
+    """Of a call that ends with its connection."""
+    yield
+
+
+def last_event_id(request: Request) -> str:
+    """What a client that comes back to a stream had of it; "" for nothing."""
+    return request.headers.get("last-event-id", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
@@ -81,7 +82,7 @@ def stopped_in_mid_stream(
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert refused.json()["error"]["code"] == "shutting_down"
         httpx.post(f"{url}/continue_generation", json={}, timeout=LIMIT_S).raise_for_status()
-        events = [line for line in lines if line]
+        events = [line for line in lines if line.startswith("data: ")]
     assert events[-1] == "data: [DONE]"
     assert '"finish_reason":"length"' in events[-2]
     assert process.wait(LIMIT_S) == 0
@@ -103,6 +104,55 @@ def test_beside_a_pipeline(on_served: Config, program: list[str], tmp_path: Path
     log = (tmp_path / "log").read_text()
     assert "gateway_listens" in log
     assert "Traceback" not in log
+
+
+@pytest.mark.slow
+def test_a_stream_goes_on_at_another_gateway_when_its_own_is_killed(
+    on_served: Config, program: list[str], tmp_path: Path
+) -> None:
+    body = {"prompt": "Story about Tom:", "max_tokens": 300, "ignore_eos": True, "seed": 3}
+    with ExitStack() as stack:
+        urls, gateways = [], []
+        for name in ("first", "second"):
+            port = free_port()
+            command = [*program, "gateway", "--port", str(port)]
+            gateways.append(stack.enter_context(running(command, tmp_path / name)))
+            urls.append(f"http://127.0.0.1:{port}/v1")
+        for gateway, url in zip(gateways, urls, strict=True):
+            wait_until_healthy(gateway, url.removesuffix("/v1"))
+        lines: list[str] = []
+        with (
+            pytest.raises(httpx.TransportError),
+            httpx.stream(
+                "POST", f"{urls[0]}/completions", json=body | {"stream": True}, timeout=LIMIT_S
+            ) as answer,
+        ):
+            for line in answer.iter_lines():
+                lines.append(line)
+                if len(lines) == 9:
+                    gateways[0].kill()
+        begun, last_id = told(lines)
+        assert 0 < len(begun) < 300
+        rest = httpx.get(
+            f"{urls[1]}/streams/{last_id.partition('.')[0]}",
+            headers={"Last-Event-ID": last_id},
+            timeout=LIMIT_S,
+        )
+        assert rest.status_code == 200, rest.text
+        assert rest.text.endswith("data: [DONE]\n\n")
+        whole = httpx.post(f"{urls[1]}/completions", json=body, timeout=LIMIT_S).json()
+    assert begun + told(rest.text.split("\n"))[0] == whole["choices"][0]["text"]
+
+
+def told(lines: list[str]) -> tuple[str, str]:
+    """The text of a stream's whole events, and the id of the last one."""
+    text, last_id = "", ""
+    for named, data, end in zip(lines[::3], lines[1::3], lines[2::3], strict=False):
+        assert (named[:4], data[:6], end) == ("id: ", "data: ", "")
+        last_id = named[4:]
+        if data != "data: [DONE]":
+            text += json.loads(data[6:])["choices"][0]["text"]
+    return text, last_id
 
 
 @pytest.mark.slow

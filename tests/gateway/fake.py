@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
 from typing import Any
 
 import anyio
 
 from nano_inference.bus import StageReport
+from nano_inference.bus.calls import MemoryCalls
 from nano_inference.bus.public import (
     Completion,
     CompletionSample,
@@ -18,10 +20,17 @@ from nano_inference.bus.public import (
     Usage,
 )
 from nano_inference.bus.weights import StagedWeights, WeightsSource
-from nano_inference.config import NanoInferenceError
+from nano_inference.config import BusConfig, NanoInferenceError
 from nano_inference.telemetry import TraceContext
 
 Outputs = Callable[[GenerateRequest], list[Output]]
+
+
+class FakeBus:
+    """What of a bus is used directly."""
+
+    def __init__(self) -> None:
+        self.calls = MemoryCalls(BusConfig())
 
 
 class FakeEngine:
@@ -52,6 +61,7 @@ class FakeEngine:
         self.told: list[StageReport] = []
         self.why_not = ""
         self._changed = anyio.Event()
+        self.bus = FakeBus()
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Waits until requests have come or were left so that this holds."""
@@ -75,9 +85,12 @@ class FakeEngine:
     async def submit(
         self, request: GenerateRequest, trace: TraceContext | None = None
     ) -> AsyncGenerator[Output, None]:
-        self.requests.append(request)
-        self.traces.append(trace)
-        self._changed.set()
+        await self.publish(request, trace)
+        async with aclosing(self._made(request)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def _made(self, request: GenerateRequest) -> AsyncGenerator[Output, None]:
         done = False
         try:
             for output in self.outputs(request):
@@ -89,8 +102,24 @@ class FakeEngine:
             (self.ended if done else self.left).append(request.request_id)
             self._changed.set()
 
-    async def cancel(self, request_id: str) -> None:
+    async def publish(self, request: GenerateRequest, trace: TraceContext | None = None) -> str:
+        self.requests.append(request)
+        self.traces.append(trace)
+        self._changed.set()
+        return f"{len(self.requests)}-0"
+
+    async def follow(
+        self, request_id: str, entry_id: str = "", *, just_published: bool = False
+    ) -> AsyncGenerator[Output, None]:
+        """As often as somebody asks; from the first output on."""
+        (request,) = (each for each in self.requests if each.request_id == request_id)
+        async with aclosing(self._made(request)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def cancel(self, request_id: str, entry_id: str = "") -> None:
         self._called("cancel", request_id=request_id)
+        self._changed.set()
 
     async def cancel_all(self) -> None:
         self._called("cancel_all")

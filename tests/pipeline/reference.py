@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -23,9 +24,39 @@ def tokenizer():  # type: ignore[no-untyped-def]
     return load_tokenizer(FOLDER)
 
 
-def generate(prompt_ids: list[int], max_tokens: int, *, ignore_eos: bool = False) -> list[int]:
-    """The generated token ids, the stop token included."""
+def generate(
+    prompt_ids: Sequence[int],
+    max_tokens: int,
+    *,
+    ignore_eos: bool = False,
+    claimed: Sequence[int] = (),
+) -> list[int]:
+    """The generated token ids, the stop token included.
+
+    Args:
+        claimed: What somebody takes them for. Whether they are tells one forward pass over all of
+            them, which takes much less time than one for each token.
+    """
+    tokens = tuple(claimed)
+    if tokens and _is_generated(tuple(prompt_ids), tokens, max_tokens, ignore_eos):
+        return list(tokens)
     return list(_generated(tuple(prompt_ids), max_tokens, ignore_eos))
+
+
+@cache
+def _is_generated(
+    prompt_ids: tuple[int, ...], tokens: tuple[int, ...], max_tokens: int, ignore_eos: bool
+) -> bool:
+    """Whether each token is the likeliest behind those before it, and the end is in its place."""
+    ends = model().generation_config.eos_token_id
+    stops = set() if ignore_eos else {ends} if isinstance(ends, int) else set(ends)
+    if stops.intersection(tokens[:-1]) or len(tokens) > max_tokens:
+        return False
+    if len(tokens) < max_tokens and tokens[-1] not in stops:
+        return False
+    with torch.inference_mode():
+        logits = model()(torch.tensor([prompt_ids + tokens])).logits[0]
+    return logits[len(prompt_ids) - 1 : -1].argmax(-1).tolist() == list(tokens)
 
 
 @cache

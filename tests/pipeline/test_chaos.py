@@ -12,8 +12,11 @@ from ..rig import load
 
 pytestmark = pytest.mark.slow
 
-EVERY_DAY: dict[str, Any] = {"requests": 40, "kills": 7, "concurrency": 16, "longest": 40}
+EVERY_DAY: dict[str, Any] = {"requests": 24, "kills": 7, "concurrency": 12, "longest": 40}
 SOAK: dict[str, Any] = {"requests": 400, "kills": 56, "concurrency": 24, "longest": 80}
+
+HTTP_EVERY_DAY: dict[str, Any] = {"requests": 24, "kills": 7, "concurrency": 8, "longest": 40}
+HTTP_SOAK: dict[str, Any] = {"requests": 200, "kills": 20, "concurrency": 24, "longest": 120}
 
 
 @pytest.mark.soak
@@ -36,6 +39,53 @@ def check(chaos: Any, result: dict[str, Any], size: dict[str, Any]) -> None:
     assert set(result["kills"]) == set(chaos.TARGETS), told
     assert sum(result["kills"].values()) == size["kills"], told
     assert (result["completed"], result["clean"]) == (size["requests"], True), told
+
+
+@pytest.mark.soak
+async def test_streams_go_on_whatever_is_killed(tmp_path: Path, soak: bool) -> None:
+    """Gateways too: their clients come back to the other one."""
+    chaos, chaos_http = load("chaos"), load("chaos_http")
+    size = HTTP_SOAK if soak else HTTP_EVERY_DAY
+    result = await chaos_http.http_storm(tmp_path, chaos.SETTINGS, seed=3, **size)
+    told = json.dumps(result, indent=1)
+    assert sum(result["kills"].values()) == size["kills"], told
+    assert set(result["kills"]) == set(chaos_http.TARGETS), told
+    assert result["returns"] > 0, told
+    assert (result["completed"], result["clean"]) == (size["requests"], True), told
+
+
+def test_it_sees_what_is_wrong_with_what_a_client_has_read() -> None:
+    chaos_http = load("chaos_http")
+
+    def event(start: int, *tokens: int, reason: str | None = None) -> str:
+        spans = [{"version": 0, "start": start, "end": start + len(tokens)}]
+        choice = {"index": 0, "text": "x" * len(tokens), "finish_reason": reason}
+        choice |= {"token_ids": tokens, "weight_versions": spans if tokens else []}
+        return json.dumps({"choices": [choice]})
+
+    def read(*events: str) -> Any:
+        reading = chaos_http.Reading()
+        for data in events:
+            assert not reading.take("a.1", data)
+        return reading
+
+    done, error = "[DONE]", json.dumps({"error": {"code": "lane_failed"}})
+    calm = read(event(0, 5, 6), event(2, 7, reason="length"), done)
+    cases = {
+        "": read(event(0, 5), event(1, 6, 7, reason="length"), done),
+        "lost": read(event(0, 5, 6)),
+        "doubled": read(event(0, 5, 6), event(1, 6, 7, reason="length"), done),
+        "gaps": read(event(0, 5), event(2, 7, reason="length"), done),
+        "different": read(event(0, 5, 6), event(2, 8, reason="length"), done),
+    }
+    for wanted, reading in cases.items():
+        found = chaos_http.compared([reading], [calm], [{"temperature": 0}])
+        assert {name for name in chaos_http.FAULTS if found[name]} == {wanted} - {""}
+        assert found["clean"] == (not wanted)
+    failed = read(event(0, 5, 6), error, done)
+    assert chaos_http.compared([failed], [calm], [{"temperature": 0}])["lost"] == 1
+    sampled = chaos_http.compared([cases["different"]], [calm], [{"temperature": 1}])
+    assert (sampled["different_sampled"], sampled["clean"]) == (1, True)
 
 
 def test_it_sees_what_is_wrong_with_a_stream() -> None:

@@ -30,7 +30,7 @@ from nano_inference.stages.executor import ExecutorCore, LoadedModel, load_model
 from .test_life import until
 from .test_replicas import break_once, core_of, epoch_of, lanes_of
 
-NUM_REQUESTS = 64
+NUM_REQUESTS = 32
 MOST_STEPS = 4_000
 LIMIT_S = 120
 CONFIG = EngineConfig(dtype="float32", max_model_len=512, deterministic=True)
@@ -77,8 +77,8 @@ def requests() -> tuple[Request, ...]:
 
 
 @cache
-def model(dtype: str = "float32") -> LoadedModel:
-    return load_model(EngineConfig(dtype=dtype, max_model_len=512))  # type: ignore[arg-type]
+def model(dtype: str = "float32", length: int = 512) -> LoadedModel:
+    return load_model(EngineConfig(dtype=dtype, max_model_len=length))  # type: ignore[arg-type]
 
 
 class Lane:
@@ -87,7 +87,7 @@ class Lane:
     def __init__(self, *, dtype: str = "float32", steps_ahead: int = 1, **settings: Any) -> None:
         fields = {name: getattr(CONFIG, name) for name in CONFIG.__struct_fields__}
         config = EngineConfig(**{**fields, **settings})
-        self.executor = ExecutorCore(config, model=model(dtype))
+        self.executor = ExecutorCore(config, model=model(dtype, config.max_model_len))
         self.batching = BatchingCore(config, self.executor.capacity(), steps_ahead=steps_ahead)
         self.started: dict[int, int] = {}
         self.cached_tokens = 0
@@ -186,29 +186,33 @@ def test_arrangements_agree_with_each_request_alone(name: str) -> None:
     before = lane.cached_tokens
     again = lane.run([requests()[index] for index in order])
     assert bits(again) == [alone()[index] for index in order]
-    assert lane.cached_tokens > before + 2_000
+    assert lane.cached_tokens > before + 1_000
     assert lane.copies or lane.batching.limits.block_size == 1 or "paged" in name
 
 
 @cache
 def growing() -> tuple[list[Request], list[tuple[tuple[int, ...], bytes]]]:
     """Short prompts with long completions, which start together and then run out of blocks."""
-    sampling = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True)
+    sampling = SamplingParams(temperature=1.0, max_tokens=30, ignore_eos=True)
     chosen = [
-        Request(request.prompt[-9:], sampling, request.seed) for request in requests()[::2][:24]
+        Request(request.prompt[-9:], sampling, request.seed) for request in requests()[::2][:8]
     ]
     lane = Lane()
     return chosen, [answer.bits for request in chosen for answer in lane.run([request])]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cache_type", ["paged", "radix"])
-@pytest.mark.parametrize("steps_ahead", [1, 2])
+@pytest.mark.parametrize(("cache_type", "steps_ahead"), [("paged", 1), ("radix", 2)])
 def test_preemption_changes_nothing(cache_type: str, steps_ahead: int) -> None:
     chosen, expected = growing()
-    # 2 * 5 layers * 2 heads * 32 * 4 bytes: 2,560 bytes per token, hence 512 tokens in all.
-    lane = Lane(cache_type=cache_type, steps_ahead=steps_ahead, kv_cache_bytes=2_560 * 512)
-    assert lane.executor.capacity().num_blocks == 32
+    # 2 * 5 layers * 2 heads * 32 * 4 bytes: 2,560 bytes per token, hence 256 tokens in all.
+    lane = Lane(
+        cache_type=cache_type,
+        steps_ahead=steps_ahead,
+        kv_cache_bytes=2_560 * 256,
+        max_model_len=256,
+    )
+    assert lane.executor.capacity().num_blocks == 16
     assert bits(lane.run(chosen)) == expected
     assert lane.preempted
 
@@ -225,7 +229,7 @@ def test_two_threads_agree_among_themselves() -> None:
     """Prompts so long that kernels share their work; other numbers of threads may round apart."""
     torch.set_num_threads(2)
     rng = random.Random(5)
-    sampling = SamplingParams(temperature=1.0, max_tokens=6, ignore_eos=True)
+    sampling = SamplingParams(temperature=1.0, max_tokens=3, ignore_eos=True)
     long = [
         Request(tuple(rng.randrange(5, 700) for _ in range(length)), sampling, seed=length)
         for length in (300, 131, 450, 1)

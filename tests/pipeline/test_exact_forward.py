@@ -64,8 +64,7 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("dtype", "temperature"), [("float32", 0.7), ("bfloat16", 1.0)])
 def test_every_bit_is_the_engines(
     dtype: Literal["float32", "bfloat16"], temperature: float
 ) -> None:

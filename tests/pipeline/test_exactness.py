@@ -10,7 +10,7 @@ import pytest
 from nano_inference import Completion, GenerateRequest, Pipeline, SamplingParams
 
 from . import reference
-from .conftest import MakeConfig
+from .conftest import BUSES, MakeConfig
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -42,6 +42,30 @@ def mixed_requests(number: int) -> list[GenerateRequest]:
     return requests
 
 
+def check_tokens(request: GenerateRequest, completion: Completion) -> None:
+    """They are those of Transformers."""
+    assert completion.status == "done", completion.error
+    (sample,) = completion.samples
+    wanted = reference.generate(
+        reference.tokenizer().encode(request.prompt),
+        request.sampling.max_tokens,
+        ignore_eos=request.sampling.ignore_eos,
+        claimed=sample.token_ids,
+    )
+    assert list(sample.token_ids) == wanted, request.prompt
+
+
+async def test_transformers_is_not_talked_into_anything() -> None:
+    """What is claimed to be its tokens is told from them."""
+    prompt = reference.tokenizer().encode("98 + 25 =")
+    wanted = reference.generate(prompt, 16)
+    longer = reference.generate(prompt, 16, ignore_eos=True)
+    assert len(wanted) < len(longer) == 16
+    for claimed in (wanted, wanted[:-1], [*wanted[:-2], 7, wanted[-1]], longer):
+        assert reference.generate(prompt, 16, claimed=claimed) == wanted
+        assert reference.generate(prompt, 16, claimed=claimed, ignore_eos=True) == longer
+
+
 async def test_200_concurrent_requests_equal_transformers_token_for_token(
     make_config: MakeConfig,
 ) -> None:
@@ -53,13 +77,8 @@ async def test_200_concurrent_requests_equal_transformers_token_for_token(
     async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
         completions = await asyncio.gather(*map(pipeline.complete, requests))
     for request, completion in zip(requests, completions, strict=True):
-        assert completion.status == "done", completion.error
-        (sample,) = completion.samples
+        check_tokens(request, completion)
         prompt_ids = reference.tokenizer().encode(request.prompt)
-        wanted = reference.generate(
-            prompt_ids, request.sampling.max_tokens, ignore_eos=request.sampling.ignore_eos
-        )
-        assert list(sample.token_ids) == wanted, request.prompt
         assert completion.usage.prompt_tokens == len(prompt_ids)
 
 
@@ -71,6 +90,7 @@ async def test_logprobs_are_those_of_the_model(shared: Pipeline) -> None:
     assert sample.logprobs == pytest.approx(wanted, abs=1e-4)
 
 
+@pytest.mark.parametrize("shared", BUSES, indirect=True)
 async def test_chunks_add_up_to_the_completion(shared: Pipeline) -> None:
     request = {
         "prompt": "Story about Zoë, a cat and a red ball:",

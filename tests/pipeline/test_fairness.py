@@ -21,18 +21,22 @@ from nano_inference.stages.fairness.stage import FairnessStage
 from nano_inference.stages.streaming.core import StreamingCore
 from nano_inference.telemetry import names, setup_tracing
 
-from .conftest import MakeConfig
+from .conftest import MakeConfig, both_buses
 
 LIMIT_S = 240
-
-# For what fairness decides by itself.
-in_memory = pytest.mark.parametrize("make_config", ["memory"], indirect=True)
+# More than two time slices of ten.
+LONG_TOKENS = 24
 
 
 def long_request(index: int, **fields: Any) -> dict[str, Any]:
     return {
         "prompt": f"Story about Ana, a cat and {index} balls:",
-        "sampling": {"temperature": 1.0, "seed": index, "max_tokens": 40, "ignore_eos": True},
+        "sampling": {
+            "temperature": 1.0,
+            "seed": index,
+            "max_tokens": LONG_TOKENS,
+            "ignore_eos": True,
+        },
         "n": 1 + index % 2,
         **fields,
     }
@@ -94,6 +98,7 @@ async def wanted() -> list[list[tuple[int, ...]]]:
         return tokens
 
 
+@both_buses
 async def test_streams_that_pause_are_those_of_an_undisturbed_run(
     make_config: MakeConfig, wanted: list[list[tuple[int, ...]]]
 ) -> None:
@@ -105,7 +110,7 @@ async def test_streams_that_pause_are_those_of_an_undisturbed_run(
     async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
         assert await all_tokens(pipeline) == wanted
         # The last step's tokens may be counted after they have been delivered.
-        await until(lambda: counts_of(pipeline).tokens == {0: 8 * 40 * 3 // 2, 8: 24})
+        await until(lambda: counts_of(pipeline).tokens == {0: 8 * LONG_TOKENS * 3 // 2, 8: 24})
         counts = counts_of(pipeline)
         assert counts.yields > 10
         assert counts.preemptions > 0
@@ -116,7 +121,16 @@ async def test_streams_that_pause_are_those_of_an_undisturbed_run(
         assert (fairness._core.num_queued, fairness._core.num_paused) == (0, 0)
 
 
-@pytest.mark.parametrize("stage", ["fairness", "batching", "executor", "streaming"])
+@pytest.mark.parametrize(
+    ("make_config", "stage"),
+    [
+        ("memory", "fairness"),
+        ("redis-links", "batching"),
+        ("memory", "executor"),
+        ("redis-links", "streaming"),
+    ],
+    indirect=["make_config"],
+)
 async def test_what_has_paused_survives_the_loss_of_a_stage(
     make_config: MakeConfig,
     monkeypatch: pytest.MonkeyPatch,
@@ -191,7 +205,6 @@ async def test_a_request_that_has_paused_can_end(make_config: MakeConfig, how: s
         assert (core.num_queued, core.num_paused) == (0, 0)
 
 
-@in_memory
 async def test_a_quiet_tenant_does_not_wait_for_a_noisy_one(make_config: MakeConfig) -> None:
     """60 requests come before one; it has its answer before a fifth of them."""
     config = make_config(engine__max_batch_size=2)
@@ -203,7 +216,7 @@ async def test_a_quiet_tenant_does_not_wait_for_a_noisy_one(make_config: MakeCon
         order.append(name)
 
     async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
-        sampling = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
+        sampling = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
         noisy = [
             {"prompt": f"{i} + 1 =", "sampling": sampling, "tenant": "noisy"} for i in range(60)
         ]
@@ -216,11 +229,10 @@ async def test_a_quiet_tenant_does_not_wait_for_a_noisy_one(make_config: MakeCon
         await asyncio.gather(*tasks)
 
 
-@in_memory
 async def test_a_change_of_settings_holds_at_once_for_what_runs(make_config: MakeConfig) -> None:
     config = make_config(engine__max_batch_size=1)
     async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
-        sampling = {"temperature": 0, "max_tokens": 500, "ignore_eos": True}
+        sampling = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
         long = {"prompt": "1 + 1 =", "sampling": sampling}
         low = asyncio.create_task(tokens_of(pipeline, long))
         await until(lambda: fairness_of(pipeline)._core.credits == 0)
@@ -236,7 +248,6 @@ async def test_a_change_of_settings_holds_at_once_for_what_runs(make_config: Mak
         assert fairness_of(pipeline)._core.config.tenant_weights == {"gold": 2.0}
 
 
-@in_memory
 async def test_traces_tell_of_pauses_and_of_why_a_request_waited(make_config: MakeConfig) -> None:
     exporter = InMemorySpanExporter()
     tracing = setup_tracing(TelemetryConfig(), "test", exporter)

@@ -17,7 +17,7 @@ from nano_inference.bus.links import LINKS
 
 from .conftest import MakeConfig
 
-# At full length; every day a fifth of it.
+# At full length; every day a tenth of it.
 REQUESTS = 7000
 PER_LINK = 3000 // len(LINKS)
 LIMIT_S = 300
@@ -108,7 +108,7 @@ async def test_every_entry_is_answered_and_the_pipeline_goes_on(
     make_config: MakeConfig, soak: bool
 ) -> None:
     rng = random.Random(5)
-    part = 1 if soak else 5
+    part = 1 if soak else 10
     requests, per_link = REQUESTS // part, PER_LINK // part
     config = make_config(
         bus__results_maxlen=10**6,

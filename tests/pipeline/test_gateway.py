@@ -25,11 +25,9 @@ from nano_inference.pipeline.pipeline import Pipeline
 
 from ..oracle import announcing, token_of
 from ..servers import until
-from .conftest import MakeConfig
+from .conftest import MakeConfig, both_buses
 
 LIMIT_S = 60
-
-pytestmark = pytest.mark.parametrize("make_config", ["memory", "redis-links"], indirect=True)
 
 
 class Trainer:
@@ -159,6 +157,7 @@ async def at_rest(pipeline: Pipeline) -> bool:
     return not await in_flight(pipeline)
 
 
+@both_buses
 async def test_rounds_of_a_trainer(trainer: Trainer, spell: Callable[[int], str]) -> None:
     """Pause, flush, new weights, continue, generate: the version is that of the tokens."""
     await trainer.wait_server_healthy()
@@ -279,6 +278,7 @@ async def test_weights_that_do_not_fit_change_nothing(
     assert await trainer.get_weight_version() == "0"
 
 
+@both_buses
 async def test_aborted_requests_return_what_they_have(trainer: Trainer, pipeline: Pipeline) -> None:
     """As slime stops a rollout: it aborts until nothing runs, and keeps the partial samples."""
     body = {
@@ -308,6 +308,7 @@ async def test_pausing_to_abort(trainer: Trainer, pipeline: Pipeline) -> None:
     assert (await trainer.generate([20, 21, 22], 4))["status"] != "aborted"
 
 
+@both_buses
 async def test_a_dropped_connection_frees_the_lane(trainer: Trainer, pipeline: Pipeline) -> None:
     """While generation is paused, so that the request can't end by itself."""
     await trainer.pause_generation("in_place")

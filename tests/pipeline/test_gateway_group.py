@@ -24,10 +24,7 @@ from .conftest import MakeConfig
 LIMIT_S = 120
 GROUP = "slime-pp_0"
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.parametrize("make_config", ["memory", "redis-links"], indirect=True),
-]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -95,6 +92,7 @@ async def sample(http: httpx.AsyncClient) -> tuple[list[int], str]:
     return answer["output_ids"], answer["meta_info"]["weight_version"]
 
 
+@pytest.mark.parametrize("make_config", ["redis-links"], indirect=True)
 async def test_a_full_round(
     http: httpx.AsyncClient, weights: Mapping[str, Tensor], tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from nano_inference.config import STAGES, Stage
 from nano_inference.pipeline.health import lanes_of, verdict
 from nano_inference.pipeline.heart import Heart
 
-from .conftest import MakeConfig
+from .conftest import MakeConfig, both_buses
 
 
 def report(stage: str, **fields: Any) -> StageReport:
@@ -108,6 +108,7 @@ def test_two_at_the_same_time_are_rivals() -> None:
     assert found.rivals == ("executor",)
 
 
+@both_buses
 async def test_a_pipeline_tells_how_its_stages_are(make_config: MakeConfig) -> None:
     async with Pipeline(make_config()) as pipeline:
         await pipeline.complete({"prompt": "12 + 30 =", "sampling": {"temperature": 0}})
@@ -131,6 +132,7 @@ async def test_a_pipeline_tells_how_its_stages_are(make_config: MakeConfig) -> N
         assert [each.stage for each in await pipeline.bus.stages.read()] == sorted(STAGES)
 
 
+@both_buses
 async def test_stages_that_wait_say_for_what(make_config: MakeConfig) -> None:
     config = make_config()
     if config.bus.url == "memory":

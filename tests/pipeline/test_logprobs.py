@@ -1,4 +1,4 @@
-"""Penalties and logprobs from the request to the completion, over each kind of bus."""
+"""Penalties and logprobs from the request to the completion."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from nano_inference.bus.public import CompletionChunk, TokenLogprob
 from nano_inference.stages.streaming.core import Deliveries
 
 from . import reference
+from .conftest import BUSES
 
 in_module_loop = pytest.mark.asyncio(loop_scope="module")
 
@@ -58,6 +59,7 @@ def holds(
 
 
 @in_module_loop
+@pytest.mark.parametrize("shared", BUSES, indirect=True)
 async def test_all_that_is_reported_comes_to_the_client(shared: Pipeline) -> None:
     request = {
         "prompt": PROMPT,

@@ -14,7 +14,7 @@ from nano_inference import Completion, GenerateRequest, Pipeline, SamplingParams
 from nano_inference.bus import control, messages, public
 
 from ..resident import needs_proc, resident_bytes
-from .conftest import MakeConfig
+from .conftest import MakeConfig, both_buses
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
@@ -23,7 +23,7 @@ LIMIT_S = 240
 
 # Of 4,000 requests, at full length: 0.2 to 4 MB are seen, which is fragmentation and the entry ids
 # of ended requests, of which the memory bus remembers the latest 16,384. Keeping 2 KB of each
-# request is too much. Every day they are 1,000, which is enough to count messages and tasks.
+# request is too much. Every day they are 400, which is enough to count messages and tasks.
 MOST_GROWTH_BYTES = 6 << 20
 # What happens to be on its way differs by a few; a leak of one for each request is thousands.
 MOST_NEW_OBJECTS, MOST_NEW_TASKS = 100, 10
@@ -87,12 +87,12 @@ async def answer_all(pipeline: Pipeline, numbers: range) -> Counter[str]:
 
 
 # The second has all that Redis adds: both ends, and every link.
-@pytest.mark.parametrize("make_config", ["memory", "redis-links"], indirect=True)
+@both_buses
 @needs_proc
 async def test_nothing_is_left_of_thousands_of_requests(
     make_config: MakeConfig, soak: bool
 ) -> None:
-    warm, measured = (2000, 4000) if soak else (750, 1000)
+    warm, measured = (2000, 4000) if soak else (400, 400)
     # The cache is so small that it is full after the warm-up.
     config = make_config(engine__kv_cache_bytes=8 << 20)
     async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):

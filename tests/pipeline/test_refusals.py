@@ -13,8 +13,13 @@ import pytest
 from nano_inference import Completion, GenerateRequest, Pipeline, SamplingParams
 
 from ..servers import plain_client
+from .conftest import BUSES
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+# Over Redis a client of any language may be the one who asks.
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.parametrize("shared", BUSES, indirect=True),
+]
 
 GOOD = {"prompt": "12 + 30 =", "sampling": {"temperature": 0}}
 

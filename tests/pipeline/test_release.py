@@ -32,7 +32,7 @@ from nano_inference.stages.executor.weights import WeightUpdates
 from .. import oracle
 from ..resident import needs_proc, resident_bytes
 from . import reference
-from .conftest import MakeConfig
+from .conftest import MakeConfig, both_buses
 from .test_life import GOOD, break_once, until, whole_stream, whole_streams
 from .test_weights import check_purity, check_stamps, greedy, versions_of
 
@@ -41,8 +41,6 @@ MIB = 1 << 20
 WEIGHTS: tuple[MemoryTag, ...] = ("weights",)
 KV_CACHE: tuple[MemoryTag, ...] = ("kv_cache",)
 State = dict[str, Tensor]
-
-pytestmark = pytest.mark.parametrize("make_config", ["memory", "redis-links"], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +110,7 @@ async def test_a_round_of_a_trainer_on_the_same_device(
             assert completion.samples[0].weight_versions == ((1, 0),)
 
 
+@both_buses
 async def test_what_runs_goes_on_as_if_nothing_had_been(running: Pipeline) -> None:
     """Its KV is computed again, from the same weights: greedy tokens are the same."""
     streams = asyncio.create_task(whole_streams(running))
@@ -129,7 +128,7 @@ async def test_what_runs_goes_on_as_if_nothing_had_been(running: Pipeline) -> No
 async def test_no_kv_is_stale_after_new_weights(running: Pipeline, loaded: State) -> None:
     await running.client.update_weights(oracle.remembering(loaded, 1))
     pure = (await running.complete(greedy(1, 1))).samples[0].logprobs[0]
-    requests = [asyncio.create_task(running.complete(greedy(n, 400))) for n in range(6)]
+    requests = [asyncio.create_task(running.complete(greedy(n, 120))) for n in range(6)]
     await until(lambda: running._actors["batching"].load().get("running") == 6)
     await running.client.release_memory()
     await running.client.resume_memory()
@@ -199,6 +198,7 @@ async def test_a_pause_outlasts_it(running: Pipeline) -> None:
     await streams
 
 
+@both_buses
 async def test_a_release_waits_for_nobody_and_loses_nothing_in_a_crowd(
     running: Pipeline, loaded: State
 ) -> None:
@@ -221,17 +221,21 @@ async def test_a_release_waits_for_nobody_and_loses_nothing_in_a_crowd(
     await streams
 
 
-@pytest.mark.parametrize("broken", ["change_memory", "plan"])
+@pytest.mark.parametrize(
+    ("make_config", "broken"),
+    [("memory", "change_memory"), ("redis-links", "plan")],
+    indirect=["make_config"],
+)
 async def test_a_release_outlives_the_failure_of_batching(
     running: Pipeline, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     """The executor tells its successor what is to be released, and what is."""
-    streams = asyncio.create_task(whole_streams(running))
-    await until(lambda: running._actors["batching"].load().get("running") == 8)
+    streams = asyncio.create_task(whole_streams(running, 3))
+    await until(lambda: running._actors["batching"].load().get("running") == 3)
     break_once(monkeypatch, BatchingCore, broken, after=1)
     await running.client.release_memory(KV_CACHE)
     assert executor_of(running).memory.released == {"kv_cache"}
-    await waiting(running, 8)
+    await waiting(running, 3)
     before = running._actors["batching"]
     with monkeypatch.context() as patch:
         # A successor knows what is released from the first word that it hears of the executor.
@@ -279,6 +283,7 @@ async def test_what_there_is_not(running: Pipeline) -> None:
     await whole_stream(running, 0)
 
 
+@both_buses
 async def test_every_replica_releases_its_own(
     make_config: MakeConfig, loaded: State, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ import pytest
 from nano_inference import BusClient
 from nano_inference.bus import StageReport
 from nano_inference.config import all_roles
+from nano_inference.pipeline.supervisor import LONGEST_WAIT_S
 
 from .test_lanes import Streams
 from .test_processes import House
@@ -36,8 +37,8 @@ async def ready(client: BusClient, killed: int = 0) -> dict[str, StageReport]:
     }
 
 
-async def until_all_ready(client: BusClient, killed: int = 0) -> dict[str, StageReport]:
-    while set(found := await ready(client, killed)) != set(all_roles(2)):  # noqa: ASYNC110
+async def until_all_ready(client: BusClient) -> dict[str, StageReport]:
+    while set(found := await ready(client)) != set(all_roles(2)):  # noqa: ASYNC110
         await asyncio.sleep(0.05)
     return found
 
@@ -46,24 +47,26 @@ async def test_a_killed_executor_leaves_its_work_to_the_other(
     redis_url: str, tmp_path: Path
 ) -> None:
     prefix = f"up-{uuid.uuid4().hex[:8]}"
-    # Long enough that its successor can't be what goes on.
-    settings = {"pipeline.replicas": 2, "pipeline.restart_backoff_s": 8}
+    # The longest, so that its successor can't be what goes on. That one joins is shown where
+    # it is given weights, in test_weights_restart.py.
+    settings = {"pipeline.replicas": 2, "pipeline.restart_backoff_s": LONGEST_WAIT_S}
     log = tmp_path / "log"
     house = House(redis_url, prefix, endpoint="", log=log, settings=settings)
     try:
         async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
             before = await until_all_ready(client)
             assert len({report.pid for report in before.values()}) == 7
+            await asyncio.to_thread(check_status, house)
             streams = Streams(client)
             await streams.begin()
             killed = before["executor.1"].pid
             os.kill(killed, signal.SIGKILL)
             await streams.finish()
-            assert "executor.1" not in await ready(client, killed), "its successor was not needed"
-            assert not await client.bus.requests.dead_letters()
-            after = await until_all_ready(client, killed)
+            while "executor" not in (after := await ready(client, killed)):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            assert "executor.1" not in after, "its successor was not needed"
             assert after["executor"].pid == before["executor"].pid
-            await asyncio.to_thread(check_status, house)
+            assert not await client.bus.requests.dead_letters()
         assert house.stop() == 0
     finally:
         if house.process.poll() is None:

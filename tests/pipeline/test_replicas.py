@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nano_inference import BusClient, Completion, Config, GenerateRequest, Pipeline
+from nano_inference import BusClient, Completion, Config, Pipeline
 from nano_inference.bus.messages import StepPlan, StepResult
 from nano_inference.stages.admission.stage import AdmissionStage
 from nano_inference.stages.batching.core import BatchingCore
@@ -16,27 +16,14 @@ from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.stage import ExecutorStage
 from nano_inference.stages.fairness.stage import FairnessStage
 
-from . import reference
-from .conftest import MakeConfig, config_maker
-from .test_exactness import mixed_requests
+from .conftest import MakeConfig, both_buses
+from .test_exactness import check_tokens, mixed_requests
 from .test_lanes import Streams, begin, kill
 from .test_life import GOOD, LONG, Boom, until, whole_streams
 
 LIMIT_S = 120
 FRONT = ["admission", "fairness", "streaming"]
 REPLICA = ["batching", "executor"]
-
-
-@pytest.fixture(params=["memory", "redis-links"])
-def make_config(request: pytest.FixtureRequest) -> MakeConfig:
-    """What is between these two kinds is held for one replica."""
-    return config_maker(request)
-
-
-@pytest.fixture(params=["redis-links", "cluster"])
-def over_redis(request: pytest.FixtureRequest) -> MakeConfig:
-    """For replicas in processes of their own, or in what stands for them."""
-    return config_maker(request)
 
 
 def replicated(make_config: MakeConfig, **settings: Any) -> Config:
@@ -75,18 +62,14 @@ async def check_at_rest(pipeline: Pipeline) -> None:
         batching_of(pipeline, replica).check()
 
 
-def wanted_of(request: GenerateRequest) -> list[int]:
-    sampling, prompt_ids = request.sampling, reference.tokenizer().encode(request.prompt)
-    return reference.generate(prompt_ids, sampling.max_tokens, ignore_eos=sampling.ignore_eos)
-
-
 # --- shared work ------------------------------------------------------------------------------
 
 
-async def test_200_requests_over_two_replicas_equal_transformers_token_for_token(
+@both_buses
+async def test_80_requests_over_two_replicas_equal_transformers_token_for_token(
     make_config: MakeConfig,
 ) -> None:
-    requests = mixed_requests(200)
+    requests = mixed_requests(80)
     config = replicated(
         make_config,
         engine__max_batch_size=24,
@@ -98,8 +81,7 @@ async def test_200_requests_over_two_replicas_equal_transformers_token_for_token
         steps = [s.load["steps"] for s in pipeline.stages() if s.stage.startswith("executor")]
         await check_at_rest(pipeline)
     for request, completion in zip(requests, completions, strict=True):
-        assert completion.status == "done", completion.error
-        assert list(completion.samples[0].token_ids) == wanted_of(request), request.prompt
+        check_tokens(request, completion)
     assert len(steps) == 2
     assert min(map(int, steps)) * 3 > max(map(int, steps)), "both have worked"
 
@@ -230,13 +212,9 @@ def core_of(pipeline: Pipeline, role: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("role", "method"),
-    [
-        ("executor", "execute"),
-        ("executor.1", "execute"),
-        ("batching", "absorb"),
-        ("batching.1", "absorb"),
-    ],
+    ("make_config", "role", "method"),
+    [("memory", "executor", "execute"), ("redis-links", "batching.1", "absorb")],
+    indirect=["make_config"],
 )
 async def test_a_replica_that_fails_loses_nothing_and_joins_again(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, role: str, method: str
@@ -306,7 +284,7 @@ async def test_the_others_find_their_own_part_in_their_cache(
 
         monkeypatch.setattr(ExecutorCore, "execute", watched)
         monkeypatch.setattr(ExecutorStage, "open", never)
-        sampling = {"temperature": 0, "max_tokens": 500, "ignore_eos": True}
+        sampling = {"temperature": 0, "max_tokens": 150, "ignore_eos": True}
         bodies = [{"prompt": f"{i} + {i} =", "sampling": sampling} for i in range(8)]
         tasks = [asyncio.create_task(pipeline.complete(body)) for body in bodies]
         await until(lambda: len(first) == 8)
@@ -333,10 +311,11 @@ def parts(make_config: MakeConfig) -> tuple[Config, Config, Config]:
     return front, replica(0), replica(1)
 
 
+@pytest.mark.parametrize("make_config", ["redis-links"], indirect=True)
 async def test_one_replica_is_enough_and_the_other_may_come_and_leave(
-    over_redis: MakeConfig,
+    make_config: MakeConfig,
 ) -> None:
-    front, first, second = parts(over_redis)
+    front, first, second = parts(make_config)
     async with (
         asyncio.timeout(LIMIT_S),
         BusClient.connect(front.bus) as client,
@@ -361,9 +340,10 @@ async def test_one_replica_is_enough_and_the_other_may_come_and_leave(
         assert epoch_of(pipeline) > before
 
 
-async def test_a_replica_that_dies_without_a_word_is_replaced(over_redis: MakeConfig) -> None:
+@pytest.mark.parametrize("make_config", ["cluster"], indirect=True)
+async def test_a_replica_that_dies_without_a_word_is_replaced(make_config: MakeConfig) -> None:
     """Until its successor comes nobody knows; then all that it had goes on."""
-    front, first, second = parts(over_redis)
+    front, first, second = parts(make_config)
     async with (
         asyncio.timeout(LIMIT_S),
         BusClient.connect(front.bus) as client,

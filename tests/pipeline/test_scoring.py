@@ -180,11 +180,9 @@ def fail_at_a_score(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("bus", "replicas", "failing"),
     [
-        ("memory", 1, "streaming"),
         ("memory", 1, "executor"),
         ("memory", 2, "streaming"),
         ("redis-links", 1, "streaming"),
-        ("redis-links", 1, "executor"),
     ],
 )
 async def test_a_stage_may_fail_while_samples_wait_for_their_scores(

@@ -1,4 +1,4 @@
-"""Over each bus: parts of an update are put in place when all of them are there."""
+"""Parts of an update are put in place when all of them are there."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from nano_inference.config import WeightsError
 from nano_inference.pipeline.pipeline import Pipeline
 
 from ..oracle import announcing, token_of
+from .conftest import both_buses
 
 REQUEST = {"prompt_token_ids": [20, 21], "sampling": {"temperature": 0, "max_tokens": 2}}
 
@@ -38,6 +39,7 @@ async def tokens(pipeline: Pipeline) -> tuple[int, ...]:
     return (await pipeline.complete(REQUEST)).samples[0].token_ids
 
 
+@both_buses
 async def test_all_parts_make_a_version(
     pipeline: Pipeline, halves: tuple[FolderWeights, FolderWeights]
 ) -> None:

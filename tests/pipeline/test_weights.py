@@ -8,10 +8,12 @@ import random
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, cast
 
+import msgspec
 import pytest
 from torch import Tensor
 
 from nano_inference import (
+    BusClient,
     Completion,
     EngineConfig,
     GenerateRequest,
@@ -32,7 +34,7 @@ from nano_inference.stages.executor.core import ExecutorCore
 
 from .. import oracle
 from . import reference
-from .conftest import MakeConfig
+from .conftest import MakeConfig, both_buses
 from .test_life import break_once, until, whole_stream, whole_streams
 from .test_memory import held
 
@@ -43,8 +45,6 @@ MOST_GROWTH_BYTES = 16 << 20
 ANSWERED_S = client.ANSWER_S - 5
 State = dict[str, Tensor]
 Spell = Callable[[Mapping[str, Tensor], int], State]
-
-pytestmark = pytest.mark.parametrize("make_config", ["memory", "redis-links"], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +74,19 @@ def greedy(number: int, max_tokens: int, n: int = 1) -> GenerateRequest:
     prompt = [5 + number % 3] * 40 + [9] * (number % 5)
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     return GenerateRequest(prompt_token_ids=tuple(prompt), sampling=sampling, n=n)
+
+
+async def begun(client: BusClient, request: GenerateRequest) -> asyncio.Task[Completion]:
+    """A request that has had its first token, and is far from its last."""
+
+    async def rest() -> Completion:
+        last = [output async for output in outputs][-1]
+        assert isinstance(last, Completion)
+        return last
+
+    outputs = client.submit(msgspec.structs.replace(request, stream=True))
+    assert not isinstance(await anext(outputs), Completion)
+    return asyncio.create_task(rest())
 
 
 def versions_of(completion: Completion, index: int = 0) -> list[int]:
@@ -150,6 +163,7 @@ async def under_load(
     return mixed
 
 
+@both_buses
 async def test_each_token_is_stamped_with_the_weights_that_made_it(
     running: Pipeline, loaded: State
 ) -> None:
@@ -171,16 +185,17 @@ async def test_no_kv_is_stale_after_an_update(
 
 @pytest.mark.slow
 @pytest.mark.soak
+@both_buses
 async def test_hundreds_of_updates_under_load(
     loaded: State, pure_logprob: float, make_config: MakeConfig, soak: bool
 ) -> None:
-    """800 in memory, and 200 over Redis; every day a quarter. They leave no memory behind."""
+    """800 in memory, and 200 over Redis; every day a tenth. They leave no memory behind."""
     # The cache is so small that all of it has been written to before the measurement begins.
     config = make_config(engine__kv_cache_bytes=8 << 20)
     resident: dict[int, int] = {}
     in_flight: InFlight = "keep" if config.bus.url == "memory" else "retract"
-    updates = (800 if config.bus.url == "memory" else 200) // (1 if soak else 4)
-    warm = 100 if soak else 25
+    updates = (800 if config.bus.url == "memory" else 200) // (1 if soak else 10)
+    warm = 100 if soak else updates // 2
 
     def check(completion: Completion) -> int:
         return check_purity(completion, pure_logprob, whole=in_flight == "retract")
@@ -202,8 +217,7 @@ async def test_kept_kv_is_what_in_flight_means(
 ) -> None:
     """The oracle can tell: a sequence that goes on over an update rests on both versions' KV."""
     await running.client.update_weights(oracle.remembering(loaded, 1))
-    request = asyncio.create_task(running.complete(greedy(0, 400)))
-    await asyncio.sleep(0.1)
+    request = await begun(running.client, greedy(0, 200))
     await running.client.update_weights(oracle.remembering(loaded, 2))
     (sample,) = (await request).samples
     assert len(sample.weight_versions) == 2
@@ -213,8 +227,7 @@ async def test_kept_kv_is_what_in_flight_means(
 async def test_weights_change_while_paused(running: Pipeline, loaded: State) -> None:
     """The blocking way: pause, sync, resume."""
     await running.client.update_weights(oracle.announcing(loaded, 1))
-    request = asyncio.create_task(running.complete(greedy(0, 300)))
-    await asyncio.sleep(0.1)
+    request = await begun(running.client, greedy(0, 200))
     await running.client.pause()
     assert await running.client.update_weights(oracle.announcing(loaded, 2)) == 2
     assert await running.client.weight_version() == 2
@@ -225,6 +238,7 @@ async def test_weights_change_while_paused(running: Pipeline, loaded: State) -> 
     assert versions_of(completion)[-1] == 2
 
 
+@both_buses
 async def test_retracted_requests_go_on_as_if_nothing_had_been(
     running: Pipeline, resumed: list[NewSequence]
 ) -> None:
@@ -244,6 +258,7 @@ async def test_retracted_requests_go_on_as_if_nothing_had_been(
     assert any(new.num_cached == 0 for new in resumed)
 
 
+@both_buses
 async def test_a_pause_that_is_called_off_is_answered(running: Pipeline) -> None:
     """By a client that resumes before the steps under way are done."""
     streams = asyncio.create_task(whole_streams(running))
@@ -256,10 +271,7 @@ async def test_a_pause_that_is_called_off_is_answered(running: Pipeline) -> None
 
 
 async def test_aborted_requests_return_what_they_have(running: Pipeline) -> None:
-    running_requests = [asyncio.create_task(running.complete(greedy(n, 1500))) for n in range(4)]
-    batching = running._actors["batching"]
-    await until(lambda: batching.load().get("running") == 4)
-    await asyncio.sleep(0.1)
+    running_requests = [await begun(running.client, greedy(n, 1500)) for n in range(4)]
     await running.client.pause("abort")
     for completion in await asyncio.gather(*running_requests):
         assert completion.status == "cancelled"
@@ -283,6 +295,7 @@ async def test_an_update_can_abort_what_runs(running: Pipeline, loaded: State) -
     assert check_stamps(await running.complete(greedy(1, 5))) == 1
 
 
+@both_buses
 async def test_what_becomes_of_requests_is_never_guessed(running: Pipeline, loaded: State) -> None:
     """An unknown mode is an error; nothing pauses."""
     client, unknown = running.client, cast(InFlight, "finish")
@@ -340,7 +353,7 @@ async def test_weights_that_are_no_numbers_are_refused(running: Pipeline, loaded
     await running.client.update_weights(oracle.announcing(loaded, 1))
     broken = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1)]
     broken += ["model.layers.0.self_attn.v_proj.bias", "model.norm.weight"]
-    request = asyncio.create_task(running.complete(greedy(0, 400)))
+    request = asyncio.create_task(running.complete(greedy(0, 200)))
     for bad in (math.nan, math.inf, -math.inf, 1e39):
         new = oracle.announcing(loaded, 2)
         for name in broken:
@@ -381,13 +394,13 @@ async def test_one_update_at_a_time(running: Pipeline, loaded: State) -> None:
     assert await running.client.weight_version() == max(done) == len(done)
 
 
+@both_buses
 async def test_an_update_outlives_the_failure_of_another_stage(
     running: Pipeline, loaded: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batching fails when it is told; the executor tells its successor."""
     await running.client.update_weights(oracle.announcing(loaded, 1))
-    request = asyncio.create_task(running.complete(greedy(0, 400)))
-    await asyncio.sleep(0.05)
+    request = await begun(running.client, greedy(0, 200))
     break_once(monkeypatch, BatchingCore, "change_weights", after=1)
     assert await running.client.update_weights(oracle.announcing(loaded, 2)) == 2
     completion = await request
@@ -395,6 +408,7 @@ async def test_an_update_outlives_the_failure_of_another_stage(
     assert versions_of(completion)[-1] == 2
 
 
+@both_buses
 async def test_an_executor_that_fails_says_that_the_update_is_lost(
     running: Pipeline, loaded: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -411,6 +425,7 @@ async def test_an_executor_that_fails_says_that_the_update_is_lost(
     assert check_stamps(await running.complete(greedy(0, 5))) == 1
 
 
+@both_buses
 async def test_nobody_answers(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a pipeline an operation ends with an error, within its time."""
     monkeypatch.setattr(client, "ANSWER_S", 0.2)

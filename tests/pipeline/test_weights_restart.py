@@ -10,16 +10,14 @@ import subprocess
 import sys
 import urllib.request
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
 import pytest
 from safetensors.torch import save_file
 
 from nano_inference import BusClient, Completion
-from nano_inference.bus.public import Output
 from nano_inference.bus.weights import FolderWeights, GroupWeights, TensorMeta
 from nano_inference.config import BusError, all_roles
 from nano_inference.stages.executor.weights.transports import SharedWeights, WeightsGroup
@@ -27,7 +25,7 @@ from nano_inference.stages.executor.weights.transports import SharedWeights, Wei
 from .. import oracle
 from . import reference
 from .test_processes import House, five_free_ports
-from .test_weights import greedy
+from .test_weights import begun, greedy
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -83,21 +81,6 @@ async def kill_executor(client: BusClient, replicas: int, role: str = "executor"
     killed = (await until_ready(client, replicas))[role]
     os.kill(killed, signal.SIGKILL)
     await until_ready(client, replicas, killed)
-
-
-async def begun(client: BusClient) -> list[asyncio.Task[Completion]]:
-    """Requests that have had their first tokens, and are far from their last."""
-
-    async def rest(outputs: AsyncIterator[Output]) -> Completion:
-        last = [output async for output in outputs][-1]
-        assert isinstance(last, Completion)
-        return last
-
-    requests = [msgspec.structs.replace(greedy(n, 400, 2), stream=True) for n in range(6)]
-    streams = [client.submit(request) for request in requests]
-    for stream in streams:
-        assert not isinstance(await anext(stream), Completion)
-    return [asyncio.create_task(rest(stream)) for stream in streams]
 
 
 def stamped(completion: Completion) -> list[tuple[int, list[int]]]:
@@ -188,7 +171,7 @@ async def test_a_killed_executor_reads_the_folder_again(house: House, tmp_path: 
         await until_ready(client, 1)
         assert await client.update_weights(FolderWeights(str(tmp_path)), version=19) == 19
         assert "weights_restored" not in house.log.read_text()
-        running = await begun(client)
+        running = [await begun(client, greedy(n, 300, 2)) for n in range(3)]
         await kill_executor(client, 1)
         for completion in await asyncio.gather(*running):
             for version, tokens in stamped(completion):
@@ -206,7 +189,7 @@ async def test_a_killed_replica_gets_what_the_other_has(redis_url: str, tmp_path
         async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
             await until_ready(client, 2)
             assert await client.update_weights(FolderWeights(str(tmp_path)), version=7) == 7
-            running = await begun(client)
+            running = [await begun(client, greedy(n, 300, 2)) for n in range(3)]
             await kill_executor(client, 2, "executor.1")
             later = [client.complete(greedy(n, 9, 4)) for n in range(8)]
             for completion in await asyncio.gather(*running, *later):

@@ -10,7 +10,7 @@ from nano_inference import BusClient
 from nano_inference.bus.public import Output
 from nano_inference.config import Config, load_config
 
-from .test_life import check_stream, stream_request
+from .test_life import MORE_TOKENS, check_stream, stream_request
 
 INDICES = range(0, 32, 4)  # those that stream
 
@@ -32,7 +32,7 @@ async def survive(client: BusClient, trouble: Callable[[], Awaitable[None]]) -> 
 
     async def follow(index: int) -> list[Output]:
         outputs: list[Output] = []
-        request = {**stream_request(index), "request_id": f"r{index}"}
+        request = {**stream_request(index, MORE_TOKENS), "request_id": f"r{index}"}
         async for output in client.submit(request):
             outputs.append(output)
             if len(outputs) == 3:
@@ -44,4 +44,4 @@ async def survive(client: BusClient, trouble: Callable[[], Awaitable[None]]) -> 
         await begun.wait()
         await trouble()
     for index, task in zip(INDICES, following, strict=True):
-        check_stream(index, task.result())
+        check_stream(index, task.result(), MORE_TOKENS)

@@ -162,6 +162,22 @@ async def test_a_pipeline_serves_clients_and_obeys_operators(any_place: Place) -
     }
 
 
+@pytest.mark.parametrize("user", ["operator", "stages"])
+async def test_a_gateway_keeps_calls_with_the_rights_of_either(any_place: Place, user: str) -> None:
+    async with any_place.client_of(user) as gateway:
+        calls = gateway.bus.calls
+        await calls.keep("c", b"", 10)
+        await calls.note("c", "c", "1-0")
+        await calls.mark("c", "resumed")
+        assert await calls.claim("n", "c") == "c"
+        await calls.attend({"c": "n"}, 10)
+        assert await calls.abandoned(1) == []
+        assert (await calls.read("c")) is not None
+        await calls.leave(["c"])
+        await calls.drop("c", "n")
+    assert await any_place.refused() <= {(f"nano-{user}", "info", "command")}
+
+
 async def test_what_was_in_flight_is_taken_over_with_the_stages_rights(place: Place) -> None:
     """Leases, recovery, dead letters and shedding, which a calm run does not reach."""
     bus = open_bus(place.config_of("stages"))

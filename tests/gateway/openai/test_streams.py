@@ -226,8 +226,8 @@ async def test_an_error_behind_a_comment_is_an_event(engine: FakeEngine) -> None
         return refused("lane_failed")(request)
 
     class Slow(FakeEngine):
-        async def submit(self, request: GenerateRequest, trace: Any = None) -> Any:
-            for output in await slow(request):
+        async def follow(self, request_id: str, *_: Any, **__: Any) -> Any:
+            for output in await slow(self.requests[0]):
                 yield output
 
     config = load_config(env={}, overrides={"gateway.comment_s": 0.01})
@@ -270,7 +270,7 @@ async def test_what_came_while_a_client_did_not_read_is_one_chunk() -> None:
     sent: list[dict[str, Any]] = []
     reads = anyio.Event()
 
-    async def send(data: bytes) -> None:
+    async def send(data: bytes, event_id: str = "") -> None:
         sent.append(json.loads(data))
         await reads.wait()
 
@@ -288,3 +288,14 @@ async def test_what_came_while_a_client_did_not_read_is_one_chunk() -> None:
         assert "".join(each["text"] for each in choices(sent, index)) == "".join(TEXTS)
     # The chunk that was being sent, what came of the same choice meanwhile, and all of the other.
     assert len(sent) == 3
+
+
+async def test_events_have_no_ids_where_nobody_wants_them(engine: FakeEngine) -> None:
+    engine.outputs = interleaved
+    app = make_app(engine, load_config(env={}, overrides={"gateway.event_ids": False}))  # type: ignore[arg-type]
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://127.0.0.1"
+    ) as client:
+        text = (await client.post(COMPLETIONS, json=TEXT)).text
+    assert text.endswith("data: [DONE]\n\n")
+    assert all(part.startswith("data: ") for part in text.split("\n\n")[:-1])

@@ -1,0 +1,133 @@
+"""Calls that outlive their connection, on every kind of bus."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nano_inference.bus import Bus, KeptCall
+from nano_inference.bus import calls as bus_calls
+
+from .conftest import Buses, Kit
+
+SOON_S = 0.05
+
+
+async def test_a_call_is_found_with_all_that_was_noted(buses: Buses) -> None:
+    bus = buses.open()
+    other = buses.another(bus)
+    assert await bus.calls.read("c") is None
+    await bus.calls.keep("c", b"\x00record", 10)
+    assert await other.calls.read("c") == KeptCall(b"\x00record")
+    for request_id, entry_id in (("c_0", "1-0"), ("c_1", "2-0")):
+        assert not await bus.calls.note("c", request_id, entry_id)
+    await other.calls.mark("c", "resumed")
+    entries = {"c_0": "1-0", "c_1": "2-0"}
+    wanted = KeptCall(b"\x00record", entries, frozenset({"resumed"}))
+    assert await other.calls.read("c") == wanted
+    assert await other.calls.read("c_0") is None
+    # Whoever publishes behind that is told.
+    await bus.calls.mark("c", "cancelled")
+    assert await other.calls.note("c", "c_2", "3-0")
+    await other.calls.drop("c")
+    assert await bus.calls.read("c") is None
+
+
+async def test_the_first_to_claim_a_name_has_it(buses: Buses) -> None:
+    bus = buses.open()
+    other = buses.another(bus)
+    assert await bus.calls.claim("name", "c") == "c"
+    assert await other.calls.claim("name", "d") == "c"
+    assert await bus.calls.claim("name", "c") == "c"
+    assert await other.calls.claim("another", "d") == "d"
+    await bus.calls.drop("c", "name")
+    assert await other.calls.claim("name", "d") == "d"
+
+
+async def test_what_nobody_attends_is_told_once(buses: Buses, kit: Kit) -> None:
+    bus = buses.open()
+    other = buses.another(bus)
+    for call_id in ("attended", "ended"):
+        await bus.calls.keep(call_id, b"", 1000)
+    for call_id in ("left", "short", "unwatched"):
+        await bus.calls.keep(call_id, b"", 0 if call_id == "unwatched" else SOON_S)
+    # A shorter time does not count.
+    await other.calls.attend({"attended": "", "left": ""}, SOON_S)
+    await bus.calls.leave(["ended"])
+    told: list[str] = []
+
+    async def all_told() -> bool:
+        told.extend(await other.calls.abandoned(1))
+        return len(told) == 2
+
+    await kit.eventually(all_told, "the two that were left")
+    assert set(told) == {"left", "short"}
+    assert await bus.calls.abandoned(10) == []
+    # Attended again, it may be abandoned again.
+    await bus.calls.attend({"left": ""}, SOON_S)
+
+    async def told_again() -> bool:
+        return await bus.calls.abandoned(10) == ["left"]
+
+    await kit.eventually(told_again, "the one that was left again")
+
+
+async def test_a_call_is_forgotten_with_its_results(buses: Buses, kit: Kit) -> None:
+    """As long as it is attended, it is kept, and so is its name."""
+    bus = buses.open(results_ttl_s=1)
+    for call_id in ("short", "long"):
+        await bus.calls.keep(call_id, b"", 0)
+        await bus.calls.claim(f"name of {call_id}", call_id)
+
+    async def gone() -> bool:
+        await bus.calls.attend({"long": "name of long"}, 0)
+        return await bus.calls.read("short") is None
+
+    await kit.eventually(gone, "the end of what nobody attends")
+    assert await bus.calls.read("long") == KeptCall(b"")
+    assert await bus.calls.claim("name of long", "other") == "long"
+
+    async def free() -> bool:
+        return await bus.calls.claim("name of short", "other") == "other"
+
+    await kit.eventually(free, "the end of its name")
+
+
+async def test_memory_keeps_only_so_many(memory_bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bus_calls, "KEPT_CALLS", 2)
+    calls = memory_bus.calls
+    for call_id in ("a", "b", "c"):
+        await calls.keep(call_id, b"", 0)
+        assert await calls.claim(f"name of {call_id}", call_id) == call_id
+    found = {call_id: await calls.read(call_id) is not None for call_id in "abc"}
+    assert found == {"a": False, "b": True, "c": True}
+    assert await calls.claim("name of a", "d") == "d"
+
+
+async def test_what_was_followed_and_kept_can_be_followed_again(bus: Bus, kit: Any) -> None:
+    entry_id = await bus.requests.publish({"prompt": "x", "request_id": "r"})
+    outputs = [kit.chunk("r", entry_id, 0), kit.done("r", entry_id)]
+    await bus.results.deliver([("r", outputs)])
+    for asked in (entry_id, ""):
+        assert await kit.collect(bus.results.follow("r", asked, keep=True)) == outputs
+    assert await kit.collect(bus.results.follow("r", entry_id)) == outputs
+
+
+async def test_memory_keeps_few_of_those_followed(
+    memory_bus: Bus, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nano_inference.bus.memory import results
+    from nano_inference.config import BusError
+
+    monkeypatch.setattr(results, "KEPT_OUTPUTS", 3)
+    entries = []
+    for name in ("a", "b"):
+        entry_id = await memory_bus.requests.publish({"prompt": "x", "request_id": name})
+        outputs = [kit.chunk(name, entry_id, 0), kit.done(name, entry_id)]
+        await memory_bus.results.deliver([(name, outputs)])
+        await kit.collect(memory_bus.results.follow(name, entry_id, keep=True))
+        entries.append(entry_id)
+    assert await kit.collect(memory_bus.results.follow("b", entries[1], keep=True)) == outputs
+    with pytest.raises(BusError, match="no longer kept"):
+        await kit.collect(memory_bus.results.follow("a", entries[0]))

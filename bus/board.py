@@ -50,7 +50,7 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageBoard(Protocol):
-    """What every process tells of its stages. Not durable."""
+    """Where each process reports how its stages are, for people and probes. Not durable."""
 
     async def report(self, reports: Sequence[StageReport]) -> None:
         """Replaces what this process told before of these stages.
@@ -73,28 +73,32 @@ class MemoryBoard:
     """The `StageBoard` within one process."""
 
     def __init__(self) -> None:
-        self._told: dict[str, tuple[float, StageReport]] = {}
+        self._reports: dict[str, tuple[float, StageReport]] = {}
 
     async def report(self, reports: Sequence[StageReport]) -> None:
         now = time.monotonic()
-        self._told |= {report.stage: (now, report) for report in reports}
+        self._reports |= {report.stage: (now, report) for report in reports}
 
     async def read(self) -> list[StageReport]:
         now = time.monotonic()
-        return latest((now - told, report) for told, report in self._told.values())
+        return latest((now - told_at, report) for told_at, report in self._reports.values())
 
 
-def latest(told: Iterable[tuple[float, StageReport]]) -> list[StageReport]:
-    """Of (age in seconds, report), each process's last word on each stage, unless out of date."""
-    found: dict[tuple[str, str, str, int], StageReport] = {}
-    for age_s, report in told:
+def latest(reports: Iterable[tuple[float, StageReport]]) -> list[StageReport]:
+    """The newest report of each process on each stage, without those that are out of date.
+
+    Args:
+        reports: (age in seconds, report), in any order.
+    """
+    last: dict[tuple[str, str, str, int], StageReport] = {}
+    for age_s, report in reports:
         key = (report.lane, report.stage, report.host, report.pid)
         aged = msgspec.structs.replace(report, age_s=max(0.0, age_s))
-        if key not in found or aged.age_s <= found[key].age_s:
-            found[key] = aged
+        if key not in last or aged.age_s <= last[key].age_s:
+            last[key] = aged
     current = [
         report
-        for report in found.values()
+        for report in last.values()
         if report.age_s < STALE_AFTER_S and report.state != "gone"
     ]
     return sorted(current, key=lambda report: (report.lane, report.stage, report.age_s))

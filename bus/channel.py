@@ -51,12 +51,12 @@ class RequestEntry(msgspec.Struct, frozen=True):
 
     @property
     def budget_ns(self) -> int | None:
-        """The request's; None when it has none, or can't be read."""
+        """The request's budget in nanoseconds; None when it has none or can't be read."""
         return budget_of(self.request)
 
 
 def budget_of(request: GenerateRequest | Malformed) -> int | None:
-    """See `RequestEntry.budget_ns`."""
+    """A request's budget in nanoseconds; None when it has none or could not be read."""
     return None if isinstance(request, Malformed) else request.budget_ns
 
 
@@ -83,7 +83,7 @@ class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def dead_letter(entry: RequestEntry, error: ErrorInfo, deaths: int, now_ns: int) -> DeadLetter:
-    """The letter for an entry that was let in, hence can be read."""
+    """The dead letter of an entry that was let in, so that its request could be read."""
     assert isinstance(entry.request, GenerateRequest)
     return DeadLetter(
         entry_id=entry.entry_id,
@@ -232,8 +232,11 @@ class RequestQueue(Protocol):
         """
 
     def distrust(self) -> None:
-        """The server was restarted and may have lost entries: those in hand stay ours, although
-        they are gone, until another lane is seen to have them."""
+        """Tells the queue that the server was restarted and may have lost entries.
+
+        An entry in hand that the server no longer knows then still counts as ours, unless another
+        lane has it.
+        """
 
     async def take_over(self, lease_s: float, max_items: int) -> list[RequestEntry]:
         """Takes entries whose lease was not renewed for `lease_s`, oldest first; waits for none.
@@ -247,18 +250,19 @@ class RequestQueue(Protocol):
     async def shed(
         self, max_queued: int, answer: Callable[[RequestEntry, int], Completion], epoch: int
     ) -> int:
-        """Ends some of the entries that nobody has taken, when more than `max_queued` wait: each
-        time the newest of a tenant that has most of them.
+        """Refuses some of the entries that nobody has taken, if more than `max_queued` wait.
 
-        Each is removed and its terminal message written in one go, so that it is answered once
-        and never lost. In memory `publish` waits instead, and this does nothing.
+        It refuses the newest entry of the tenant that has most waiting, then looks again who has
+        most. To refuse one is to remove it and write its terminal message in a single step, so
+        that it is answered once and never lost. In memory `publish` waits instead, and this does
+        nothing.
 
         Args:
             answer: Given an entry and how many wait, its terminal message.
             epoch: The writer's.
 
         Returns:
-            How many were ended; there may be more left to end.
+            How many were refused. When it is not 0, more may still be too many.
 
         Raises:
             ChannelClosed: The bus was closed.
@@ -348,15 +352,15 @@ class ResultStreams(Protocol):
         """
 
     async def claim(self, claims: Sequence[tuple[str, str]]) -> list[str | None]:
-        """Makes an entry the owner of a key, for each pair of key and entry id.
+        """Claims result streams: for each (key, entry id), the stream is to be the entry's.
 
-        A key belongs to one entry from its claim on until its outputs are no longer readable. A
-        request without an id of its own, of which the key is the entry's id, needs no claim; for
-        such a key the same is told. One round trip.
+        The first entry to claim a key owns it until its outputs are no longer readable; later
+        claims by others fail. Where the key is the entry's id, since the request named none,
+        nobody else can have it. It takes one round trip for all pairs.
 
         Returns:
-            For each the entry that had the key before: None for nobody, so that it is now this
-            entry's; the entry's own id when somebody worked on it already.
+            For each pair, who had the key before: None if nobody, so that the claim succeeded; the
+            entry's own id if somebody has worked on this entry before; else another entry's id.
 
         Raises:
             ChannelClosed: The bus was closed.
@@ -367,9 +371,9 @@ class ResultStreams(Protocol):
     ) -> OutputStream[Output]:
         """The outputs of the request that was published as `entry_id`, ending with its Completion.
 
-        It starts with the first output, whenever it is called. With an `entry_id` of "", of
-        whichever request has that id, now or later. In memory the outputs are forgotten once
-        they have been followed to the end.
+        It starts with the first output, however late it is called. If `entry_id` is "", it
+        follows whichever request has `request_id`, or will have it. In memory the outputs are
+        forgotten once they have been followed to the end.
 
         Args:
             just_published: The caller knows that there is such an entry, so nobody need look.
@@ -390,10 +394,10 @@ class ResultStreams(Protocol):
         """
 
     def newest(self, within_s: float) -> AsyncIterator[Completion]:
-        """The last of the terminal messages that are still kept, the oldest of them first.
+        """The terminal messages of the last `within_s` seconds before the newest one, oldest first.
 
-        These are the newest one and those of the `within_s` seconds before it. In memory only the
-        messages of requests that nobody has followed to the end are kept.
+        The newest is among them. In memory only those of requests that nobody has followed to the
+        end are still there.
 
         Raises (while iterating):
             BusError: The server refuses to be asked.
@@ -450,8 +454,11 @@ class Bus(Protocol):
         """A number, at least 1, larger than any that was given before in any process."""
 
     async def is_epoch(self, number: int) -> bool:
-        """Whether `next_epoch` may have given this number: a stage that took over one which it
-        never gave, from a damaged message, would be deaf to all others."""
+        """Whether `next_epoch` can have given this number.
+
+        Asked before a stage follows a message into a larger epoch. If the number were not an
+        epoch's but came from a damaged message, the stage would drop all later messages as old.
+        """
 
     @property
     def durable(self) -> bool:

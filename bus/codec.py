@@ -123,10 +123,10 @@ def encode_request(request: GenerateRequest | dict[str, Any] | bytes) -> tuple[s
 
 
 def decode_refused(raw: bytes) -> Malformed:
-    """What a client says of a request of its own that it could not send. Never raises.
+    """Reads a client's note that it could not send a request (see `encode_request`). Never raises.
 
-    Anybody may write that. So there is the one code that `encode_request` gives, and of the message
-    our own sentence is kept, and the rest quoted in few characters.
+    Anybody may write such a note, so it is not trusted: only the code that `encode_request` gives
+    is accepted, and of the message only our own sentences; all else in it is quoted and cut short.
     """
     try:
         refused = msgspec.json.decode(raw, type=Malformed)

@@ -50,7 +50,7 @@ class Keys:
     """The names of everything below one prefix."""
 
     def __init__(self, prefix: str, lane: str = "0") -> None:
-        """Args: what all pipelines share that serve the same requests, and whose links."""
+        """`prefix`: of all lanes that serve the same requests. `lane`: the one of these links."""
         self._prefix = prefix
         self._lane = lane
         self.requests = self._key("requests")

@@ -54,37 +54,37 @@ class MemoryReplies:
     """`Replies` within one event loop."""
 
     def __init__(self) -> None:
-        self._told: dict[str, _Told] = {}
+        self._answers: dict[str, _Answers] = {}
 
     async def answer(self, operation_id: str, outcome: Outcome) -> None:
         if operation_id:
-            told = self._of(operation_id)
-            told.outcomes.append(outcome)
-            told.news.set()
+            answers = self._answers_to(operation_id)
+            answers.outcomes.append(outcome)
+            answers.news.set()
 
     async def outcomes(self, operation_id: str, number: int, timeout_s: float) -> list[Outcome]:
-        told = self._of(operation_id)
+        answers = self._answers_to(operation_id)
         try:
             async with asyncio.timeout(timeout_s):
-                while len(told.outcomes) < number:
-                    told.news.clear()
-                    await told.news.wait()
+                while len(answers.outcomes) < number:
+                    answers.news.clear()
+                    await answers.news.wait()
         except TimeoutError:
-            return list(told.outcomes)
-        self._told.pop(operation_id, None)
-        return told.outcomes
+            return list(answers.outcomes)
+        self._answers.pop(operation_id, None)
+        return answers.outcomes
 
-    def _of(self, operation_id: str) -> _Told:
+    def _answers_to(self, operation_id: str) -> _Answers:
         now = time.monotonic()
-        if operation_id not in self._told:
+        if operation_id not in self._answers:
             # Oldest first: who has left without its answer does not come back for it.
-            while self._told and next(iter(self._told.values())).since < now - KEPT_S:
-                del self._told[next(iter(self._told))]
-            self._told[operation_id] = _Told(now)
-        return self._told[operation_id]
+            while self._answers and next(iter(self._answers.values())).since < now - KEPT_S:
+                del self._answers[next(iter(self._answers))]
+            self._answers[operation_id] = _Answers(now)
+        return self._answers[operation_id]
 
 
-class _Told:
+class _Answers:
     """The answers to an operation. `news` is set when there are more."""
 
     def __init__(self, since: float) -> None:

@@ -20,7 +20,11 @@ IN_FLIGHT: tuple[InFlight, ...] = get_args(InFlight)
 
 
 def check_in_flight(in_flight: str) -> None:
-    """Raises WeightsError when it is none of these: in memory no codec has looked at it."""
+    """Refuses what is none of `IN_FLIGHT`; on the memory bus no codec has checked it.
+
+    Raises:
+        WeightsError: It is unknown.
+    """
     if in_flight not in IN_FLIGHT:
         known = " or ".join(map(repr, IN_FLIGHT))
         raise WeightsError(f"in_flight is {shown(in_flight)}; give {known}")

@@ -119,8 +119,8 @@ async def _change(
             await client.update_fairness(after, name)
         give_up_at = time.monotonic() + CONFIRM_S
         while True:
-            found = await client.fairness()
-            late = [name for name, after in wanted.items() if found.get(name) != after]
+            settings = await client.fairness()
+            late = [name for name, after in wanted.items() if settings.get(name) != after]
             if not late:
                 return wanted
             if time.monotonic() > give_up_at:
@@ -129,25 +129,25 @@ async def _change(
 
 
 async def _in_force(client: BusClient, lane: str | None) -> dict[str, FairnessConfig]:
-    found = await client.fairness()
+    settings = await client.fairness()
     if lane is not None:
-        found = {name: each for name, each in found.items() if name == lane}
-    if not found:
+        settings = {name: config for name, config in settings.items() if name == lane}
+    if not settings:
         which = "of a pipeline" if lane is None else f"of lane {lane}"
         raise BusError(f"no fairness stage {which} has been heard of; see `nano-inference status`")
-    return found
+    return settings
 
 
-def _print(found: dict[str, FairnessConfig], as_json: bool) -> None:
+def _print(settings: dict[str, FairnessConfig], as_json: bool) -> None:
     if as_json:
-        typer.echo(msgspec.json.encode(found).decode())
+        typer.echo(msgspec.json.encode(settings).decode())
         return
     table = Table(box=None, pad_edge=False)
     table.add_column("setting", no_wrap=True)
-    for lane in found:
+    for lane in settings:
         table.add_column(f"lane {harmless(lane)}", overflow="fold")
     for name in FairnessConfig.__struct_fields__:
-        values = (getattr(each, name) for each in found.values())
+        values = (getattr(config, name) for config in settings.values())
         table.add_row(name, *(harmless(_shown(value)) for value in values))
     stdout().print(table)
 

@@ -76,7 +76,7 @@ def problems_of(
 ) -> list[str]:
     """What is wrong with the stages of a lane on a host; with all that are there when none is
     named."""
-    lanes = {found.lane: found for found in lanes_of(reports)}
+    lanes = {health.lane: health for health in lanes_of(reports)}
     # Of a process and its successor on the same host, the one heard of last.
     here: dict[str, StageReport] = {}
     for report in sorted(reports, key=lambda report: report.age_s):
@@ -91,6 +91,6 @@ def problems_of(
         problems = [f"no stage of lane {lane} on {host} was heard of for {STALE_AFTER_S:.0f} s"]
     if not live:
         wanted = stages or list(here)
-        found = [problem_of(here[name], lanes[lane].epoch) for name in wanted if name in here]
-        problems += filter(None, found)
+        reasons = [problem_of(here[name], lanes[lane].epoch) for name in wanted if name in here]
+        problems += filter(None, reasons)
     return problems

@@ -203,15 +203,15 @@ class Options(msgspec.Struct, frozen=True):
 
 def _setting(text: str) -> tuple[str, Any]:
     """The name and the value of a "section.setting=value"."""
-    found = _SETTING.fullmatch(text)
-    if found is None:
+    match = _SETTING.fullmatch(text)
+    if match is None:
         # The rest is not quoted: it may be a password.
         name = re.match(r"[\w.]*", text)
         beginning = name.group()[:MOST_SHOWN] if name else ""
         raise ConfigError(
             f"--set takes section.setting=value; what begins with {beginning!r} is none"
         )
-    return found["name"], parse_value(found["value"])
+    return match["name"], parse_value(match["value"])
 
 
 _ANNOTATIONS = {
@@ -255,7 +255,9 @@ def takes_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
         # Typer reads a command's options from these two.
         parameters = [*own, *shared]
         with_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        with_options.__annotations__ = {each.name: each.annotation for each in parameters}
+        with_options.__annotations__ = {
+            parameter.name: parameter.annotation for parameter in parameters
+        }
         return with_options
 
     return decorate

@@ -91,7 +91,7 @@ def parse_sampling(texts: Iterable[str]) -> dict[str, Any]:
         ConfigError: A text is not of that form, or names no parameter.
     """
     known = SamplingParams.__struct_fields__
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         name = name.strip()
@@ -99,8 +99,8 @@ def parse_sampling(texts: Iterable[str]) -> dict[str, Any]:
             raise ConfigError(f"--sampling takes name=value, not {text!r:.80}")
         if name not in known:
             raise ConfigError(f"--sampling: no parameter {name!r:.80}{nearest(name, known)}")
-        found[name] = parse_value(value)
-    return found
+        fields[name] = parse_value(value)
+    return fields
 
 
 def _given(fields: dict[str, Any]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def score(
     pipeline has none (`engine.reference_model_path`).
     """
     config = options.client_config()
-    given = [each for number, line in _lines(file) for each in _read(file, number, line)]
+    given = [sample for number, line in _lines(file) for sample in _read(file, number, line)]
     if not given:
         raise ConfigError(f"{file} holds nothing to score")
     params = [
@@ -73,8 +73,8 @@ def score(
                 params,
             )
 
-    for (line, sample_index, _), found in zip(given, asyncio.run(run()), strict=True):
-        answer = Score(line, sample_index, *msgspec.structs.astuple(found))
+    for (line, sample_index, _), logprobs in zip(given, asyncio.run(run()), strict=True):
+        answer = Score(line, sample_index, *msgspec.structs.astuple(logprobs))
         typer.echo(msgspec.json.encode(answer).decode())
 
 
@@ -100,15 +100,16 @@ def _read(file: Path, number: int, line: bytes) -> Iterator[tuple[int, int, Give
         RequestError: It gives nothing that could be scored.
     """
     try:
-        found = msgspec.json.decode(line)
-        if isinstance(found, dict) and found.get("type") == "completion":
-            completion = msgspec.convert(found, Completion)
+        content = msgspec.json.decode(line)
+        if isinstance(content, dict) and content.get("type") == "completion":
+            completion = msgspec.convert(content, Completion)
             prompt = completion.prompt_token_ids
             samples = [
-                (each.sample_index, Given(prompt, each.token_ids)) for each in completion.samples
+                (sample.sample_index, Given(prompt, sample.token_ids))
+                for sample in completion.samples
             ]
         else:
-            samples = [(0, msgspec.convert(found, Given))]
+            samples = [(0, msgspec.convert(content, Given))]
     except (ValueError, RecursionError) as error:
         # msgspec's errors are ValueErrors, and so is what undecodable text raises.
         raise RequestError(f"{file}, line {number}: {error}") from None

@@ -63,7 +63,7 @@ def as_environment(overrides: Mapping[str, Any], env: Mapping[str, str]) -> dict
 
     It is how one process gives another what others may not read, as they may its command line.
     """
-    found = {
+    environment = {
         name: value
         for name, value in env.items()
         if not name.startswith(ENV_PREFIX) or _dotted(name) not in overrides
@@ -71,8 +71,8 @@ def as_environment(overrides: Mapping[str, Any], env: Mapping[str, str]) -> dict
     for dotted, value in overrides.items():
         text = yaml.safe_dump(value, default_flow_style=True, width=math.inf)
         name = ENV_PREFIX + dotted.upper().replace(".", "__", 1)
-        found[name] = text.removesuffix("\n").removesuffix("\n...")
-    return found
+        environment[name] = text.removesuffix("\n").removesuffix("\n...")
+    return environment
 
 
 def _dotted(name: str) -> str:

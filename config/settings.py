@@ -276,13 +276,13 @@ class FairnessConfig(Settings, frozen=True, forbid_unknown_fields=True):
             with a lower effective priority and is not of high priority.
         high_priority_threshold: Priorities from here on are high: they may preempt, are never
             preempted, and have no time slices.
-        max_timeslice_tokens: After so many tokens a sequence makes room, if somebody waits who
+        max_timeslice_tokens: After so many tokens a sequence pauses, if somebody waits who
             goes first; 0 is off.
         max_preemptions: A sequence that was preempted so often is left alone.
         deadline_order: Among a tenant's requests of one priority the earliest deadline goes first.
         expire_hopeless: A request that can't be done in its time any more ends before it runs.
-        tenant_timeslice_tokens: Of so many tokens that are made, one sequence makes room for a
-            request of another tenant, if one waits that goes first and finds no place; 0 is off.
+        tenant_timeslice_tokens: Of so many tokens that are made, one sequence pauses for a request
+            of another tenant, if one waits that goes first and finds no place; 0 is off.
     """
 
     SECTION: ClassVar[str] = "fairness"
@@ -311,7 +311,7 @@ class FairnessConfig(Settings, frozen=True, forbid_unknown_fields=True):
         )
         self.require(
             "tenant_weights",
-            all(math.isfinite(each) and each > 0 for each in self.tenant_weights.values()),
+            all(math.isfinite(weight) and weight > 0 for weight in self.tenant_weights.values()),
             "finite numbers above 0 by tenant",
         )
         for name in (

@@ -309,14 +309,14 @@ class BusClient:
         source = lay_down(uuid.uuid4().hex, weights) if isinstance(weights, Mapping) else weights
         try:
             update = UpdateWeights(source, in_flight, version, partial, timeout_s)
-            told = await self._operators.started("executor", ANSWER_S, lane)
-            if len(told) == 1:
-                return await self._operate("executor", update, timeout_s + ANSWER_S, told)
+            executors = await self._operators.started("executor", ANSWER_S, lane)
+            if len(executors) == 1:
+                return await self._operate("executor", update, timeout_s + ANSWER_S, executors)
 
             async def ask(body: Message, limit_s: float) -> list[Outcome]:
-                return await self._operators.ask("executor", body, limit_s, told)
+                return await self._operators.ask("executor", body, limit_s, executors)
 
-            return await update_together(ask, told, update, ANSWER_S)
+            return await update_together(ask, executors, update, ANSWER_S)
         finally:
             if isinstance(source, LocalWeights):
                 pick_up(source.key)
@@ -437,15 +437,15 @@ class BusClient:
         return await self.bus.stages.read()
 
     async def trouble(self) -> str:
-        """Why no request would be served under the weights that were sent; "" when one would.
+        """Why requests would not be served with the weights that were sent; "" when they would.
 
-        What executors lack they tell about once a second.
+        It may be a second out of date, since that is how often stages report.
         """
         lanes = lanes_of(await self.reports())
         return verdict(lanes) or weights_trouble(lanes)
 
     async def fairness(self) -> dict[str, FairnessConfig]:
-        """The settings by which fairness goes, by lane, as the lanes told them a second ago."""
+        """The fairness settings in force, by lane, as of about a second ago."""
         return {
             report.lane: msgspec.json.decode(settings, type=FairnessConfig)
             for report in await self.reports()
@@ -469,7 +469,7 @@ class BusClient:
         stage: str,
         body: Message | Callable[[int], Message],
         timeout_s: float = ANSWER_S,
-        told: list[tuple[str, str]] | None = None,
+        recipients: list[tuple[str, str]] | None = None,
         lane: str | None = None,
     ) -> int:
         """Tells every lane and waits until all have done it; returns the least weight version.
@@ -478,13 +478,13 @@ class BusClient:
             stage: Which stage of the lanes does it.
             body: What to tell it; where it depends on the lane, by the lane's index.
             timeout_s: How long to wait for the answers.
-            told: (lane, role) of whom to tell; everyone when None, or all of `lane`.
+            recipients: (lane, role) of whom to tell; everyone when None, or all of `lane`.
 
         Raises as `least_version`.
         """
-        told = told or await self._operators.started(stage, ANSWER_S, lane)
-        outcomes = await self._operators.ask(stage, body, timeout_s, told)
-        return least_version(told, outcomes, timeout_s)
+        recipients = recipients or await self._operators.started(stage, ANSWER_S, lane)
+        outcomes = await self._operators.ask(stage, body, timeout_s, recipients)
+        return least_version(recipients, outcomes, timeout_s)
 
     async def _control(self, stage: str, body: Message, lane: str | None = None) -> None:
         """Tells every lane that lives: whose a request is, only they know. Or the one named."""

@@ -135,17 +135,17 @@ class InferenceEngine:
         if len(sampling_params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {len(sampling_params)} sampling_params")
         names: list[str] = []
-        found: dict[str, list[_Finished]] = {}
+        finished: dict[str, list[_Finished]] = {}
         try:
             for prompt, params in zip(prompts, sampling_params, strict=True):
                 names.append(self._requests.new_name())
                 self._queue(names[-1], None, prompt, params, num_samples_per_prompt)
-            self._finish_all(names, found, show_progress)
+            self._finish_all(names, finished, show_progress)
         except BaseException:
             for name in names:
                 self._abort(name)
             raise
-        return self._compare([pair for name in names for pair in found[name]])
+        return self._compare([pair for name in names for pair in finished[name]])
 
     def score(
         self,
@@ -173,21 +173,24 @@ class InferenceEngine:
         pairs = zip(prompts, completions, strict=True)
         scored = self.generate([[*prompt, *completion] for prompt, completion in pairs], only_score)
         return [
-            tuple(cast(float, each) for each in (sample.prompt_logprobs or ())[-len(completion) :])
+            tuple(
+                cast(float, logprob)
+                for logprob in (sample.prompt_logprobs or ())[-len(completion) :]
+            )
             for sample, completion in zip(scored, completions, strict=True)
         ]
 
     def _finish_all(
-        self, names: list[str], found: dict[str, list[_Finished]], show_progress: bool
+        self, names: list[str], finished: dict[str, list[_Finished]], show_progress: bool
     ) -> None:
-        """Steps until all of these have ended, and puts their samples into `found`."""
+        """Steps until all of these have ended, and puts their samples into `finished`."""
         wanted = set(names)
         with Progress(console=Console(stderr=True), disable=not show_progress) as progress:
             bar = progress.add_task("Generating", total=len(wanted))
-            while len(found) < len(wanted):
+            while len(finished) < len(wanted):
                 for name, samples in self._advance():
                     if name in wanted:
-                        found[name] = samples
+                        finished[name] = samples
                         progress.advance(bar)
                     else:
                         self._uncollected += samples
@@ -470,7 +473,7 @@ class InferenceEngine:
     def _finished(self, completion: Completion) -> tuple[str, list[_Finished]]:
         name = completion.request_id
         request = self._requests.pop(name)
-        samples = [make_sample(request, completion, each) for each in completion.samples]
+        samples = [make_sample(request, completion, sample) for sample in completion.samples]
         return name, [(sample, request.params) for sample in samples]
 
     def _compare(self, finished: list[_Finished]) -> list[TrainingSample]:

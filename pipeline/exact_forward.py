@@ -188,7 +188,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
         with torch.enable_grad():
-            queries, keys, values = (torch.split(each, ctx.lengths, dim=2) for each in inputs)
+            queries, keys, values = (torch.split(tensor, ctx.lengths, dim=2) for tensor in inputs)
             outputs = [
                 _attend(*part, ctx.options) for part in zip(queries, keys, values, strict=True)
             ]

@@ -33,7 +33,7 @@ class LaneHealth(msgspec.Struct, frozen=True):
 
     @property
     def ready(self) -> bool:
-        """Whether all of its stages take part in the same epoch, or of replicas at least one."""
+        """Whether it serves requests: stages and at least one replica take part in one epoch."""
         return not self.reason
 
 
@@ -57,9 +57,9 @@ def verdict(lanes: Sequence[LaneHealth]) -> str:
 
 
 def weights_trouble(lanes: Sequence[LaneHealth]) -> str:
-    """Why no lane that works has all of its weights and memory, in one sentence; "" when one has.
+    """What weights or memory the ready lanes lack, in one sentence; "" if one lacks nothing.
 
-    Requests would wait, or be answered under other weights than were sent.
+    While all lack some, requests wait, or are answered under other weights than were sent.
     """
     reasons = [(lane.lane, _lacks(lane)) for lane in lanes if lane.ready]
     if not all(reason for _, reason in reasons):

@@ -79,8 +79,8 @@ class Heart:
 
     def _begun(self) -> int | None:
         """How many of the lane's requests have begun; None where that is not known here."""
-        told = (actor.begun() for actor in self._actors.values() if actor.holds_all)
-        return next((begun for begun in told if begun is not None), None)
+        numbers = (actor.begun() for actor in self._actors.values() if actor.holds_all)
+        return next((begun for begun in numbers if begun is not None), None)
 
     async def last_word(self) -> None:
         """The stages of this process have left."""

@@ -18,7 +18,7 @@ from .health import replicas_of
 
 T = TypeVar("T")
 
-Told = list[tuple[str, str]]
+Recipients = list[tuple[str, str]]
 """(lane, role) of each."""
 
 LOOK_S = 2.0
@@ -31,9 +31,10 @@ _POLL_S = 0.05
 
 
 class Looks(Generic[T]):
-    """A look that all who want one at the same time share: a thousand cost two.
+    """Calls `look` for many callers at once, who share its results.
 
-    Nobody is given what was seen before he asked.
+    A caller gets the result of a call that began after it asked, so nothing is out of date. All
+    who ask during one call share the next one: a thousand at a time cost two calls.
     """
 
     def __init__(self, look: Callable[[], Awaitable[T]]) -> None:
@@ -42,7 +43,7 @@ class Looks(Generic[T]):
         self._next: asyncio.Task[T] | None = None
 
     async def take(self) -> T:
-        """What the look that begins next sees."""
+        """The result of the next call to begin."""
         if self._next is None:
             self._next = asyncio.create_task(self._look_behind(self._running))
         return await asyncio.shield(self._next)
@@ -55,15 +56,15 @@ class Looks(Generic[T]):
 
 
 class Operators:
-    """Those that can be heard of on a bus."""
+    """Finds the stages that do what a client asks for, tells them, and takes their answers."""
 
     def __init__(self, bus: Bus, sender: str) -> None:
-        """`sender`: in whose name they are told."""
+        """`sender`: the name under which messages to them are sent."""
         self._bus = bus
         self._sender = sender
         self._lanes = Looks(bus.lanes)
 
-    async def everyone(self, stage: str, lane: str | None = None) -> Told:
+    async def everyone(self, stage: str, lane: str | None = None) -> Recipients:
         """A stage, and each of its replicas that was heard of lately, in every lane that lives.
 
         Args:
@@ -81,23 +82,23 @@ class Operators:
                     code="unknown_lane",
                 )
             lanes = [lane]
-        operators: Told = []
+        recipients: Recipients = []
         for name in lanes:
             replicas = [0]
             if stage in REPLICATED:
                 reports = await self._bus.stages.read()
                 replicas = replicas_of(report.stage for report in reports if report.lane == name)
-            operators += [(name, role_of(stage, replica)) for replica in replicas]
-        return operators
+            recipients += [(name, role_of(stage, replica)) for replica in replicas]
+        return recipients
 
-    async def started(self, stage: str, limit_s: float, lane: str | None = None) -> Told:
-        """As `everyone`, once all have loaded what they need: before that they hear nothing.
+    async def started(self, stage: str, limit_s: float, lane: str | None = None) -> Recipients:
+        """As `everyone`, but waits until all have loaded: before that they take no message.
 
         Raises:
             BusError: Some are still loading after this time; or as `everyone`.
         """
-        told, end = await self.everyone(stage, lane), time.monotonic() + limit_s
-        while loading := await self._loading(told):
+        recipients, end = await self.everyone(stage, lane), time.monotonic() + limit_s
+        while loading := await self._loading(recipients):
             if time.monotonic() > end:
                 raise BusError(
                     f"{', '.join(loading)} can't answer while it is loading; wait until "
@@ -105,13 +106,13 @@ class Operators:
                     code="no_answer",
                 )
             await anyio.sleep(_POLL_S)
-        return told
+        return recipients
 
     async def tell(
         self,
         stage: str,
         body: Message | Callable[[int], Message],
-        told: Told,
+        recipients: Recipients,
         operation_id: str = "",
     ) -> None:
         """Sends them a message, which may depend on the index of who is told.
@@ -120,7 +121,7 @@ class Operators:
         """
         senders = [
             self._bus.sender(at(CONTROL[stage], split_role(role)[1]), self._sender, lane)
-            for lane, role in told
+            for lane, role in recipients
         ]
         for index, sender in enumerate(senders):
             message = body(index) if callable(body) else body
@@ -129,7 +130,11 @@ class Operators:
             await sender.flush()
 
     async def ask(
-        self, stage: str, body: Message | Callable[[int], Message], limit_s: float, told: Told
+        self,
+        stage: str,
+        body: Message | Callable[[int], Message],
+        limit_s: float,
+        recipients: Recipients,
     ) -> list[Outcome]:
         """Tells them, and gives the answers that come in time.
 
@@ -137,19 +142,25 @@ class Operators:
         """
         operation_id, end = uuid.uuid4().hex, time.monotonic() + limit_s
         before = await self._incarnations()
-        await self.tell(stage, body, told, operation_id)
+        await self.tell(stage, body, recipients, operation_id)
         replies = self._bus.replies
         while True:
             left_s = max(0.0, end - time.monotonic())
-            outcomes = await replies.outcomes(operation_id, len(told), min(left_s, LOOK_S))
-            if len(outcomes) >= len(told) or left_s <= LOOK_S:
+            outcomes = await replies.outcomes(operation_id, len(recipients), min(left_s, LOOK_S))
+            if len(outcomes) >= len(recipients) or left_s <= LOOK_S:
                 return outcomes
             answered = {(outcome.lane, outcome.role) for outcome in outcomes}
-            waiting = [each for each in told if each not in answered and each in before]
+            waiting = [
+                recipient
+                for recipient in recipients
+                if recipient not in answered and recipient in before
+            ]
             now = await self._incarnations()
-            if any(now.get(each, before[each]) != before[each] for each in waiting):
+            if any(
+                now.get(recipient, before[recipient]) != before[recipient] for recipient in waiting
+            ):
                 # It may have answered as its last act.
-                return await replies.outcomes(operation_id, len(told), PARTING_S)
+                return await replies.outcomes(operation_id, len(recipients), PARTING_S)
 
     async def _last_words(self) -> dict[tuple[str, str], StageReport]:
         """What was heard last, by lane and role."""
@@ -161,15 +172,21 @@ class Operators:
     async def _incarnations(self) -> dict[tuple[str, str], str]:
         """The stage objects, of those that are known."""
         words = await self._last_words()
-        return {each: word.incarnation for each, word in words.items() if word.incarnation}
+        return {
+            recipient: word.incarnation for recipient, word in words.items() if word.incarnation
+        }
 
-    async def _loading(self, told: Told) -> list[str]:
+    async def _loading(self, recipients: Recipients) -> list[str]:
         """The roles of those that are loading, as far as is known."""
         words = await self._last_words()
-        return [each[1] for each in told if each in words and words[each].state == "starting"]
+        return [
+            recipient[1]
+            for recipient in recipients
+            if recipient in words and words[recipient].state == "starting"
+        ]
 
 
-def least_version(told: Told, outcomes: Sequence[Outcome], waited_s: float) -> int:
+def least_version(recipients: Recipients, outcomes: Sequence[Outcome], waited_s: float) -> int:
     """The least weight version that those who were told have answered with.
 
     Raises:
@@ -178,10 +195,10 @@ def least_version(told: Told, outcomes: Sequence[Outcome], waited_s: float) -> i
     """
     for outcome in outcomes:
         if outcome.code:
-            where = f"lane {outcome.lane}, {outcome.role}: " if len(told) > 1 else ""
+            where = f"lane {outcome.lane}, {outcome.role}: " if len(recipients) > 1 else ""
             raise WeightsError(where + outcome.message, code=outcome.code)
     answered = {(outcome.lane, outcome.role) for outcome in outcomes}
-    for lane, role in told:
+    for lane, role in recipients:
         if (lane, role) not in answered:
             raise BusError(
                 f"{role} of lane {lane} did not answer within {waited_s:.0f} s, or was "

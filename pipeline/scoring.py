@@ -34,8 +34,10 @@ def scoring_params(
     completions: Sequence[Sequence[int]],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
 ) -> list[SamplingParams]:
-    """How requests are sampled whose prompt is a prompt with its completion: of the one token that
-    they sample nothing is used.
+    """The sampling parameters of the requests that score completions.
+
+    Each such request has prompt and completion together as its prompt and asks for its logprobs.
+    It has to sample one token, which is not used.
 
     Raises:
         ValueError: There are not as many completions or parameters as prompts, or one is empty.
@@ -81,7 +83,9 @@ async def score_by(
         for prompt, completion, sampling in zip(prompts, completions, params, strict=True)
     ]
     answers = await _complete_all(complete, requests)
-    return [_scored(each, len(own)) for each, own in zip(answers, completions, strict=True)]
+    return [
+        _scored(completion, len(own)) for completion, own in zip(answers, completions, strict=True)
+    ]
 
 
 async def _complete_all(
@@ -113,10 +117,10 @@ async def _complete_all(
 
 def _scored(completion: Completion, num_tokens: int) -> ScoredCompletion:
     """What the answer to a scoring request says of its last tokens, which were given to it."""
-    found, by_reference = completion.prompt_logprobs, completion.prompt_ref_logprobs
+    logprobs, ref_logprobs = completion.prompt_logprobs, completion.prompt_ref_logprobs
     return ScoredCompletion(
         # Only the first token of a prompt has none.
-        cast(tuple[float, ...], (found or ())[-num_tokens:]),
-        None if by_reference is None else cast(tuple[float, ...], by_reference[-num_tokens:]),
+        cast(tuple[float, ...], (logprobs or ())[-num_tokens:]),
+        None if ref_logprobs is None else cast(tuple[float, ...], ref_logprobs[-num_tokens:]),
         completion.samples[0].weight_version,
     )

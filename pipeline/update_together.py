@@ -21,7 +21,7 @@ GIVE_UP_S = 5.0
 
 
 async def update_together(
-    ask: Ask, told: Sequence[tuple[str, str]], update: UpdateWeights, answer_s: float
+    ask: Ask, executors: Sequence[tuple[str, str]], update: UpdateWeights, answer_s: float
 ) -> int:
     """Has every executor fetch and check the weights, and then put them in place.
 
@@ -29,7 +29,7 @@ async def update_together(
 
     Args:
         ask: Reaches the executors.
-        told: (lane, role) of each.
+        executors: (lane, role) of each.
         update: What each is to do. Without a version it will be the one after the newest of all.
         answer_s: How long to wait for an answer to what is done at once.
 
@@ -45,7 +45,7 @@ async def update_together(
     prepare = msgspec.structs.replace(update, prepare_as=name)
     try:
         outcomes = await ask(prepare, update.timeout_s + answer_s)
-        _check_prepared(told, outcomes, update.timeout_s + answer_s)
+        _check_prepared(executors, outcomes, update.timeout_s + answer_s)
     except BaseException:
         with anyio.move_on_after(GIVE_UP_S, shield=True):
             # They drop it by themselves later, and what went wrong before says more.
@@ -54,28 +54,30 @@ async def update_together(
         raise
     version = update.version
     if version is None:
-        version = 1 + max(max(each.weight_version, each.newest_version) for each in outcomes)
+        version = 1 + max(
+            max(outcome.weight_version, outcome.newest_version) for outcome in outcomes
+        )
     outcomes = await ask(FinishUpdate(name, version), answer_s)
     failed = [outcome for outcome in outcomes if outcome.code]
-    if failed or len(outcomes) < len(told):
+    if failed or len(outcomes) < len(executors):
         why = f"{_who(failed[0])}: {failed[0].message}" if failed else "not all have answered"
         raise WeightsError(
-            f"the update is in place in some executors only ({why}); {versions(told, outcomes)}; "
-            "send all weights again",
+            f"the update is in place in some executors only ({why}); "
+            f"{versions(executors, outcomes)}; send all weights again",
             code="weights_differ",
         )
     return version
 
 
 def _check_prepared(
-    told: Sequence[tuple[str, str]], outcomes: Sequence[Outcome], waited_s: float
+    executors: Sequence[tuple[str, str]], outcomes: Sequence[Outcome], waited_s: float
 ) -> None:
-    unchanged = f"no executor has changed: {versions(told, outcomes)}"
+    unchanged = f"no executor has changed: {versions(executors, outcomes)}"
     for outcome in outcomes:
         if outcome.code:
             message = f"{_who(outcome)}: {outcome.message}; {unchanged}"
             raise WeightsError(message, code=outcome.code)
-    if len(outcomes) < len(told):
+    if len(outcomes) < len(executors):
         raise BusError(
             f"not all executors answered within {waited_s:.0f} s, or one was started anew; "
             f"{unchanged}; look at `nano-inference status`",
@@ -83,14 +85,14 @@ def _check_prepared(
         )
 
 
-def versions(told: Sequence[tuple[str, str]], outcomes: Sequence[Outcome]) -> str:
+def versions(executors: Sequence[tuple[str, str]], outcomes: Sequence[Outcome]) -> str:
     """Which executor has which version of the weights, in words."""
     known = {(outcome.lane, outcome.role): outcome.weight_version for outcome in outcomes}
     return ", ".join(
         f"{role} of lane {lane} has version {known[lane, role]}"
         if (lane, role) in known
         else f"{role} of lane {lane} did not answer"
-        for lane, role in told
+        for lane, role in executors
     )
 
 

@@ -31,8 +31,17 @@ class StageContext:
         metrics: Metrics | None = None,
         replica: int = 0,
     ) -> None:
-        """Args: besides the obvious, what to call when a stage takes part in an epoch, and when
-        admission has drained; of which replica it is, where there are several."""
+        """A context for the stages of one process.
+
+        Args:
+            config: All settings.
+            bus: Carries the stages' messages.
+            tracing: Makes spans.
+            on_ready: Called with its role when a stage takes part in an epoch.
+            on_drained: Called when admission has drained.
+            metrics: Where to record; nothing is recorded when None.
+            replica: The replica that batching and the executor belong to.
+        """
         self.config = config
         self.bus = bus
         self.tracing = tracing
@@ -87,9 +96,10 @@ class Actor(ABC):
         """Loads what the stage needs. Runs before any message is taken."""
 
     async def close(self) -> None:  # noqa: B027
-        """Gives back what `open` loaded: the stage ends. Shields and bounds what it waits for.
+        """Frees what `open` loaded, since the stage ends.
 
-        Whoever still holds the stage, such as the traceback of what ended it, holds only little.
+        It runs while the stage is being cancelled: what it awaits it must shield, with a time
+        limit. Afterwards the object should hold little memory, since a traceback may keep it alive.
         """
 
     @abstractmethod
@@ -114,7 +124,7 @@ class Actor(ABC):
 
     @property
     def holds_all(self) -> bool:
-        """Whether what `open` loads is there."""
+        """Whether the stage has loaded what it needs and has not closed."""
         return self.opened and not self.closed
 
     def takes_part(self) -> None:
@@ -139,7 +149,7 @@ class Actor(ABC):
         return "it is making ready"
 
     def load(self) -> dict[str, int | float | str]:
-        """A few numbers for people, that cost nothing to tell: asked for about once a second."""
+        """A few numbers for `status`, cheap to compute: they are asked for about once a second."""
         return {}
 
     def begun(self) -> int | None:

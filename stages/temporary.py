@@ -93,15 +93,15 @@ def _remove_unless_owned(path: Path) -> None:
     except OSError:
         return
     try:
-        found = os.fstat(file)
-        if found.st_uid != os.geteuid():
+        status = os.fstat(file)
+        if status.st_uid != os.geteuid():
             return
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not _is_at(file, path):
             return
-        if stat.S_ISDIR(found.st_mode):
+        if stat.S_ISDIR(status.st_mode):
             shutil.rmtree(path, ignore_errors=True)
-        elif stat.S_ISREG(found.st_mode):
+        elif stat.S_ISREG(status.st_mode):
             path.unlink()
     except OSError:
         return  # it is locked, or locks are not to be had

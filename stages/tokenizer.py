@@ -147,7 +147,7 @@ def _reads_everything(backend: Tokenizer, vocabulary: dict[str, int], byte_level
     """Whether each character of a text, or each of its bytes, is some token's or a token itself."""
     model = backend.model
     if byte_level and isinstance(model, models.BPE):
-        return all(each in vocabulary for each in pre_tokenizers.ByteLevel.alphabet())
+        return all(character in vocabulary for character in pre_tokenizers.ByteLevel.alphabet())
     if isinstance(model, models.BPE) and model.unk_token and not model.fuse_unk:
         return True
     # Unigram does not show the setting as an attribute.
@@ -189,11 +189,11 @@ def stop_token_ids_of(folder: Path, tokenizer: PreTrainedTokenizerFast) -> froze
     """
     for name in ("generation_config.json", "config.json"):
         path = folder / name
-        found = _read_json(path).get("eos_token_id")
-        if found is not None:
-            ids = found if isinstance(found, list) else [found]
+        eos = _read_json(path).get("eos_token_id")
+        if eos is not None:
+            ids = eos if isinstance(eos, list) else [eos]
             if not all(type(i) is int and i >= 0 for i in ids):
-                raise ModelError(f"{path}: eos_token_id is {found!r}; it must be an id or a list")
+                raise ModelError(f"{path}: eos_token_id is {eos!r}; it must be an id or a list")
             return frozenset(ids)
     own = tokenizer.eos_token_id
     return frozenset() if own is None else frozenset((int(own),))
@@ -225,13 +225,13 @@ def default_sampling_params(folder: Path) -> SamplingParams:
         ModelError: The file can't be read, or one of the settings can't be used.
     """
     path = folder / "generation_config.json"
-    found = _read_json(path)
-    do_sample = found.get("do_sample")
+    settings = _read_json(path)
+    do_sample = settings.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):
         raise ModelError(f"{path}: do_sample is {do_sample!r}; it must be true or false")
     values: dict[str, Any] = {}
     for name, (kind, holds, wanted) in _SAMPLING.items():
-        value = found.get(name)
+        value = settings.get(name)
         if value is None:
             continue
         is_number = type(value) is int or (kind is float and type(value) is float)

@@ -312,7 +312,7 @@ FAIRNESS_PREEMPTIONS = Instrument(
     "nano.fairness.preemptions",
     "counter",
     "{sequence}",
-    "How often did a sample make room for one of higher priority?",
+    "How often did a sample pause for one of higher priority?",
 )
 FAIRNESS_YIELDS = Instrument(
     "nano.fairness.yields",

@@ -39,7 +39,9 @@ class Metrics:
         self._record: dict[str, Callable[[float, Labels], None]] = {}
         if provider is not None:
             meter = provider.get_meter("nano_inference")
-            self._record = {each.name: _recorder(meter, each) for each in INSTRUMENTS}
+            self._record = {
+                instrument.name: _recorder(meter, instrument) for instrument in INSTRUMENTS
+            }
 
     @property
     def enabled(self) -> bool:

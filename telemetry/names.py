@@ -50,7 +50,7 @@ SAMPLE_INDEX = "nano.request.sample_index"
 PREFIX_RESULT = "nano.prefix.result"
 GATEWAY_REASON = "nano.gateway.reason"
 
-# Spans of fairness for sequences that make room, and why a request waited: dispatches that came
+# Spans of fairness for sequences that pause, and why a request waited: dispatches that came
 # before it.
 FAIRNESS_YIELD = "fairness.yield"
 FAIRNESS_RESUME = "fairness.resume"

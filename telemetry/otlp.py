@@ -63,7 +63,7 @@ def otlp_exporter(config: TelemetryConfig, resource: Resource) -> SpanExporter:
         wanted = next(filter(None, map(os.environ.get, PROTOCOL_VARIABLES)), "")
         protocol = "grpc" if wanted == "grpc" else "http"
     encoder = SpanEncoder(resource)
-    found: SpanExporter
+    exporter: SpanExporter
     if protocol == "grpc":
         try:
             over_grpc = _with_encoder(f"{_EXPORTERS}.grpc.trace_exporter", encoder.message)
@@ -73,11 +73,11 @@ def otlp_exporter(config: TelemetryConfig, resource: Resource) -> SpanExporter:
                 "pip install 'nano-inference[grpc]', or export over 'http'"
             ) from None
         insecure = True if address.startswith("http://") else None
-        found = over_grpc.OTLPSpanExporter(endpoint=address or None, insecure=insecure)
+        exporter = over_grpc.OTLPSpanExporter(endpoint=address or None, insecure=insecure)
     else:
         over_http = _with_encoder(f"{_EXPORTERS}.http.trace_exporter", encoder.serialized)
-        found = over_http.OTLPSpanExporter(endpoint=f"{address}/v1/traces" if address else None)
-    return found
+        exporter = over_http.OTLPSpanExporter(endpoint=f"{address}/v1/traces" if address else None)
+    return exporter
 
 
 def _with_encoder(name: str, encode: Callable[[Sequence[ReadableSpan]], Any]) -> ModuleType:
@@ -132,8 +132,10 @@ class SpanEncoder:
 
     def message(self, spans: Sequence[ReadableSpan]) -> ExportTraceServiceRequest:
         """The same as an object, which gRPC's stub serializes."""
-        found: ExportTraceServiceRequest = ExportTraceServiceRequest.FromString(self.encode(spans))
-        return found
+        request: ExportTraceServiceRequest = ExportTraceServiceRequest.FromString(
+            self.encode(spans)
+        )
+        return request
 
     def serialized(self, spans: Sequence[ReadableSpan]) -> Serialized:
         """The same as what the HTTP exporter wants to serialize."""
@@ -180,8 +182,8 @@ def _common(name: str, tracestate: str, flags: int, kind: Kind) -> bytes:
 @lru_cache(_MOST_KNOWN)
 def _event(name: str) -> bytes:
     """All of it but its time."""
-    found: bytes = Span.Event(name=name).SerializeToString()
-    return found
+    event: bytes = Span.Event(name=name).SerializeToString()
+    return event
 
 
 @lru_cache(_MOST_KNOWN, typed=True)
@@ -191,8 +193,8 @@ def _attribute(key: str, value: Any) -> bytes:
 
 def _serialized(**fields: Any) -> bytes:
     """Some fields of a span."""
-    found: bytes = Span(**fields).SerializeToString()
-    return found
+    span: bytes = Span(**fields).SerializeToString()
+    return span
 
 
 def _key_value(key: str, value: Any) -> KeyValue:
@@ -219,9 +221,9 @@ def _within(field: int, message: bytes) -> bytes:
 @lru_cache(_MOST_KNOWN)
 def _tag_and_length(field: int, length: int) -> bytes:
     # https://protobuf.dev/programming-guides/encoding/: type 2, then the length as a varint.
-    found = bytearray((field << 3 | 2,))
+    encoded = bytearray((field << 3 | 2,))
     while length > 0x7F:
-        found.append(length & 0x7F | 0x80)
+        encoded.append(length & 0x7F | 0x80)
         length >>= 7
-    found.append(length)
-    return bytes(found)
+    encoded.append(length)
+    return bytes(encoded)

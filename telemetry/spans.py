@@ -72,7 +72,7 @@ class FinishedSpan(NamedTuple):
             resource=resource,
             attributes=self.attributes,
             events=[Event(name, timestamp=at_ns) for name, at_ns in self.events],
-            links=[Link(each.span_context) for each in self.links],
+            links=[Link(link.span_context) for link in self.links],
             kind=SpanKind[self.kind.upper()],
             status=Status(StatusCode.ERROR, self.error) if self.error else Status(),
             start_time=self.start_ns,
@@ -90,7 +90,7 @@ class ReadableExporter(SpanExporter):
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """See SpanExporter."""
-        return self._exporter.export([each.readable(self._resource) for each in finished(spans)])
+        return self._exporter.export([span.readable(self._resource) for span in finished(spans)])
 
     def shutdown(self) -> None:
         """See SpanExporter."""

@@ -115,7 +115,7 @@ def _encoded(spans: Sequence[ReadableSpan], resource: msgspec.Raw) -> dict[str, 
 
 
 def _span(span: FinishedSpan) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "traceId": span.own.trace_id,
         "spanId": span.own.span_id,
         "name": span.name,
@@ -125,14 +125,16 @@ def _span(span: FinishedSpan) -> dict[str, Any]:
         "attributes": _attributes(span.attributes),
     }
     if span.parent is not None:
-        found["parentSpanId"] = span.parent.span_id
+        fields["parentSpanId"] = span.parent.span_id
     if span.events:
-        found["events"] = [{"timeUnixNano": str(at), "name": name} for name, at in span.events]
+        fields["events"] = [{"timeUnixNano": str(at), "name": name} for name, at in span.events]
     if span.links:
-        found["links"] = [{"traceId": each.trace_id, "spanId": each.span_id} for each in span.links]
+        fields["links"] = [
+            {"traceId": link.trace_id, "spanId": link.span_id} for link in span.links
+        ]
     if span.error:
-        found["status"] = {"code": _ERROR, "message": span.error}
-    return found
+        fields["status"] = {"code": _ERROR, "message": span.error}
+    return fields
 
 
 def _attributes(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -148,7 +150,7 @@ def _value(value: Any) -> dict[str, Any]:
         return {"doubleValue": value}
     if isinstance(value, str):
         return {"stringValue": value}
-    return {"arrayValue": {"values": [_value(each) for each in value]}}
+    return {"arrayValue": {"values": [_value(item) for item in value]}}
 
 
 def _decoded(span: dict[str, Any], resource: dict[str, Value]) -> Span:
@@ -171,7 +173,9 @@ def _decoded(span: dict[str, Any], resource: dict[str, Value]) -> Span:
 
 
 def _values(holder: dict[str, Any]) -> dict[str, Value]:
-    return {each["key"]: _plain(each["value"]) for each in holder.get("attributes", ())}
+    return {
+        attribute["key"]: _plain(attribute["value"]) for attribute in holder.get("attributes", ())
+    }
 
 
 def _plain(value: dict[str, Any]) -> Value:
@@ -179,6 +183,6 @@ def _plain(value: dict[str, Any]) -> Value:
     if kind == "intValue":
         return int(content)
     if kind == "arrayValue":
-        return [str(_plain(each)) for each in content.get("values", ())]
+        return [str(_plain(item)) for item in content.get("values", ())]
     plain: Value = content
     return plain

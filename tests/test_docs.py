@@ -124,7 +124,7 @@ def checked_sampling_fields() -> set[str]:
     source = ast.parse(Path(sys.modules[check_sampling.__module__].__file__ or "").read_text())
     calls = [node for node in ast.walk(source) if isinstance(node, ast.Call)]
     return {
-        ast.literal_eval(call.args[0]) for call in calls if ast.unparse(call.func) == "_require"
+        ast.literal_eval(call.args[0]) for call in calls if ast.unparse(call.func) == "_outside"
     }
 
 

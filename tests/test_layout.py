@@ -74,6 +74,32 @@ def test_the_page_draws_the_tree() -> None:
     assert [f"nano_inference.{floor}" for floor in floors] == layers
 
 
+# --- sizes -------------------------------------------------------------------------------------
+
+LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 500, 60
+
+
+def product_code() -> list[Path]:
+    floors = [ROOT / layer.rpartition(".")[2] for layer in contract("A room")["layers"]]
+    return [*ROOT.glob("*.py"), *(path for floor in floors for path in floor.rglob("*.py"))]
+
+
+def test_no_file_and_no_function_is_long() -> None:
+    """A longer one has a noun in it that wants a file of its own, or a step that wants a name."""
+    sizes: dict[str, int] = {}
+    functions: dict[str, int] = {}
+    for path in product_code():
+        name, source = str(path.relative_to(ROOT)), path.read_text()
+        sizes[name] = len(source.splitlines())
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                functions[f"{name}: {node.name}"] = node.end_lineno - node.lineno + 1
+    assert len(sizes) > 100
+    assert {name: size for name, size in sizes.items() if size > LINES_OF_A_FILE} == {}
+    assert {name: size for name, size in functions.items() if size > LINES_OF_A_FUNCTION} == {}
+
+
 # --- sampling parameters, pause modes and finish reasons --------------------------------------
 
 

@@ -44,7 +44,7 @@ class RedisBoard:
         entries = await self._commands.once(
             lambda: execute(redis, "XRANGE", self._key, max(0, oldest), "+")
         )
-        told: list[tuple[float, StageReport]] = []
+        aged: list[tuple[float, StageReport]] = []
         for entry_id, fields in entries:
             age_s = (now_ms - parse_id(entry_id)[0]) / 1000
             try:
@@ -53,5 +53,5 @@ class RedisBoard:
                 # As of a process of another version, while one is being replaced by the other.
                 log.debug("bus.undecodable_entry", stream="stages", error=str(error))
                 continue
-            told += [(age_s, report) for report in reports]
-        return latest(told)
+            aged += [(age_s, report) for report in reports]
+        return latest(aged)

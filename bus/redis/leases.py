@@ -209,7 +209,7 @@ class Leases:
                 f"another process has started to serve the lane {self._config.lane!r}, so this one "
                 "stops; give each pipeline a bus.lane of its own"
             ) from None
-        return {each.decode() for each in lost}, {each.decode() for each in gone}
+        return {entry_id.decode() for entry_id in lost}, {entry_id.decode() for entry_id in gone}
 
     async def take_over(self, lease_s: float, max_items: int) -> RawEntries:
         """Entries that were not renewed for so long, now ours."""

@@ -331,8 +331,8 @@ class LinkReader:
         self._batch = min(READ_BATCH, capacity)
         self._trim_every = max(1, min(TRIM_EVERY, capacity // 4))
         # Whoever keeps the ledger is told when the server is another, or the same one restarted.
-        self._told = next((link for link in links if link == CONTROL["admission"]), None)
-        self._checks_often = server.is_cluster and self._told is not None
+        self._ledger_link = next((link for link in links if link == CONTROL["admission"]), None)
+        self._checks_often = server.is_cluster and self._ledger_link is not None
         self._run_ids: frozenset[str] = frozenset()
         self._compare = False
         self._compared_s = 0.0
@@ -400,13 +400,13 @@ class LinkReader:
     async def _compare_run_ids(self) -> None:
         """Behind a broken connection there may be another server, which has not all messages."""
         run_ids = await self._read_run_ids()
-        if self._told is not None and not self._run_ids <= run_ids:
-            await self._inbox.put(self._told, Envelope(ServerRestarted()))
+        if self._ledger_link is not None and not self._run_ids <= run_ids:
+            await self._inbox.put(self._ledger_link, Envelope(ServerRestarted()))
         self._run_ids, self._compare = run_ids, False
 
     async def _read_run_ids(self) -> frozenset[str]:
         """What names each run of each server that has a part of the data."""
-        if self._told is None:
+        if self._ledger_link is None:
             return frozenset()
         infos = await on_each(self._redis, "INFO", "server")
         self._compared_s = time.monotonic()

@@ -51,6 +51,6 @@ class QueueLength:
         `begun`: None where it is not known; then only the number is made anew.
         """
         redis, keys = self._commands.redis, self._keys
-        told = "" if begun is None else begun
-        command = ("EVAL", _COUNT, len(keys), *keys, self._lane, told, TOLD_FOR_MS)
+        argument = "" if begun is None else begun
+        command = ("EVAL", _COUNT, len(keys), *keys, self._lane, argument, TOLD_FOR_MS)
         return int(await self._commands.once(lambda: execute(redis, *command)))

@@ -39,6 +39,6 @@ class RedisReplies:
             raw = await self._commands.once(lambda: execute(redis, "LRANGE", key, 0, -1))
             left_s = end - time.monotonic()
             if len(raw) >= number or left_s <= 0:
-                return [msgspec.json.decode(each, type=Outcome) for each in raw]
+                return [msgspec.json.decode(answer, type=Outcome) for answer in raw]
             await asyncio.sleep(min(wait_s, left_s))
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)

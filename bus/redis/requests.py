@@ -273,7 +273,7 @@ class RedisRequests:
         first, it is his. An entry without an id of its own may be taken at the very moment: then
         the answer stands, and what he writes is dropped.
         """
-        claims = [(each.key, each.entry_id) for each in refusals]
+        claims = [(refusal.key, refusal.entry_id) for refusal in refusals]
         owners = await self._results.claim(claims)
         answers: list[tuple[str, Completion | None]] = []
         for refusal, owner in zip(refusals, owners, strict=True):
@@ -303,7 +303,7 @@ class RedisRequests:
                 else:
                     entries = await self._read_new(max_items)
                 handled = self._known | self._answered
-                new = [each for each in entries if each[0].decode() not in handled]
+                new = [entry for entry in entries if entry[0].decode() not in handled]
                 read = await self._read_entries(self._redis, new)
             except (exceptions.RedisError, OSError) as error:
                 if is_no_group(error):
@@ -333,7 +333,7 @@ class RedisRequests:
 
     async def _drain(self, redis: Redis) -> Entries:
         """All entries that are assigned to us, oldest first; those deleted since are dropped."""
-        found: Entries = []
+        assigned: Entries = []
         gone: list[bytes] = []
         cursor = "0"
         while True:
@@ -345,7 +345,7 @@ class RedisRequests:
                 raise
             for entry_id, fields in page:
                 if fields:
-                    found.append((entry_id, fields))
+                    assigned.append((entry_id, fields))
                 else:
                     gone.append(entry_id)
             if not page:
@@ -354,7 +354,7 @@ class RedisRequests:
         if gone:
             log.warning("bus.requests_deleted_while_pending", entries=len(gone))
             await execute(redis, "XACK", self._key, self._config.group, *gone)
-        return found
+        return assigned
 
     async def _read_group(self, redis: Redis, start: str, count: int, *block: Any) -> Entries:
         reply = await execute(

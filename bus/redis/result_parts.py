@@ -17,14 +17,16 @@ class StreamPart(NamedTuple):
     """A part of one result stream: outputs that are still to be written, encoded.
 
     Attributes:
-        ends: The last of them is the terminal message.
-        of: One of the outputs; says whose they are. None only where nothing is left to write.
-        instead: They stand in place of what was refused.
+        payloads: The outputs, encoded, in order.
+        ends: Whether the last of them is the terminal message.
+        output: One of the outputs, which has the ids of their request. None only if there are no
+            payloads.
+        instead: Whether they are written in place of outputs that the server has refused.
     """
 
     payloads: list[bytes]
     ends: bool
-    of: Output | None
+    output: Output | None
     instead: bool = False
 
     @property
@@ -58,7 +60,7 @@ def part_of(outputs: Sequence[Output], max_bytes: int) -> StreamPart:
 
 def ending(part: StreamPart, code: str, reason: str) -> StreamPart:
     """A terminal error in place of what can't be written."""
-    output = part.of
+    output = part.output
     assert output is not None, "what was written has no owner"
     whole = output if isinstance(output, Completion) else None
     completion = Completion(

@@ -160,10 +160,10 @@ class RedisResults:
             ]
             return await execute_all(self._commands.redis, commands)
 
-        found = await self._commands.shielded(persist(self._server, "claims", attempt))
+        owners = await self._commands.shielded(persist(self._server, "claims", attempt))
         return [
             owner.decode() if isinstance(owner, bytes) else entry_id if owner else None
-            for owner, (_, entry_id) in zip(found, claims, strict=True)
+            for owner, (_, entry_id) in zip(owners, claims, strict=True)
         ]
 
     async def answer(
@@ -218,21 +218,21 @@ class RedisResults:
     ) -> list[tuple[bytes, dict[bytes, bytes]]]:
         """A part of the results stream."""
         redis, key = self._commands.redis, self._keys.results
-        found: list[tuple[bytes, dict[bytes, bytes]]] = await self._commands.idempotent(
+        entries: list[tuple[bytes, dict[bytes, bytes]]] = await self._commands.idempotent(
             "results", lambda: execute(redis, command, key, start, end, "COUNT", count)
         )
-        return found
+        return entries
 
     async def _answer(self, keys: list[str], commands: Sequence[Sequence[Any]]) -> set[str]:
         redis = self._commands.redis
         replies = await persist(self._server, "answers", lambda: execute_all(redis, commands))
-        found = zip(keys, replies, strict=True)
-        ended = {key: raw for key, raw in found if raw and _is_terminal(raw)}
+        answered = zip(keys, replies, strict=True)
+        ended = {key: raw for key, raw in answered if raw and _is_terminal(raw)}
         await self._conclude(ended)
         return set(ended)
 
     async def _recover(self, keys: Sequence[str], epoch: int) -> list[list[Output]]:
-        found: list[list[Output]] = []
+        recovered: list[list[Output]] = []
         for start in range(0, len(keys), KEYS_PER_FLUSH):
             some = keys[start : start + KEYS_PER_FLUSH]
 
@@ -247,15 +247,15 @@ class RedisResults:
                     self._note(key, len(entries) + 1, ended=False)
                     # A script's reply is not made into dicts by the client.
                     pairs = [
-                        (each, dict(zip(fields[::2], fields[1::2], strict=True)))
-                        for each, fields in entries
+                        (entry_id, dict(zip(fields[::2], fields[1::2], strict=True)))
+                        for entry_id, fields in entries
                     ]
                     outputs = _readable(pairs)
                     if outputs and isinstance(outputs[-1], Completion):
                         ended[key] = pairs[-1][1].get(JSON, b"")
-                    found.append(outputs)
+                    recovered.append(outputs)
                 await self._conclude(ended)
-        return found
+        return recovered
 
     async def _deliver(self, parts: dict[str, StreamPart], epoch: int) -> set[str]:
         fenced: set[str] = set()
@@ -307,14 +307,14 @@ class RedisResults:
         self, parts: list[tuple[str, StreamPart]], epoch: int
     ) -> list[tuple[str, StreamPart, Any]]:
         """Each part with what Redis said of it: all in one round trip, but for large ones."""
-        small = [each for each in parts if each[1].largest_bytes < LARGE_BYTES]
+        small = [item for item in parts if item[1].largest_bytes < LARGE_BYTES]
 
         async def attempt() -> list[Any]:
             commands = [self._command(key, part, epoch) for key, part in small]
             return await execute_all(self._commands.redis, commands, raise_on_error=False)
 
         replies = await persist(self._server, "results", attempt) if small else []
-        said = [(*each, reply) for each, reply in zip(small, replies, strict=True)]
+        said = [(*item, reply) for item, reply in zip(small, replies, strict=True)]
         for key, part in parts:
             if part.largest_bytes >= LARGE_BYTES:
                 said.append((key, part, await self._write_large(key, part, epoch)))
@@ -397,11 +397,11 @@ class RedisResults:
         out, number = self._keys.out(key), self._next.get(key, 1)
         redis = self._commands.redis
         command = ("EVAL", _LOOK, 1, out, f"{epoch}-{number}", len(part.payloads))
-        found = await persist(self._server, "results", lambda: execute(redis, *command))
-        if found is None:  # expired in between
+        reply = await persist(self._server, "results", lambda: execute(redis, *command))
+        if reply is None:  # expired in between
             self._next.pop(key, None)
             return part
-        taken, tail, last_id = found
+        taken, tail, last_id = reply
         last = _field(tail[0]) if tail else b""
         if _is_terminal(last):
             self._next.pop(key, None)

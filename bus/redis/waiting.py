@@ -1,4 +1,4 @@
-"""Whose the entries are that nobody has taken, as far as was looked."""
+"""Which tenants have entries waiting that nobody has taken, as far as the stream was read."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ START = b"0-0"
 
 
 class WaitingEntries:
-    """Entries in the order of the stream, by tenant. Each is looked at once.
+    """Entries that wait, by tenant and in the order of the stream. Each is read only once.
 
     Attributes:
-        position: The last entry that was looked at.
+        position: The last entry that was read.
     """
 
     def __init__(self) -> None:
         self.position = START
         self._taken = START
         self._tenants: dict[bytes, str] = {}
-        self._of: dict[str, deque[bytes]] = {}
+        self._by_tenant: dict[str, deque[bytes]] = {}
 
     def __len__(self) -> int:
         return len(self._tenants)
@@ -31,14 +31,14 @@ class WaitingEntries:
         """Forgets all; the stream is to be looked at from its beginning."""
         self.position = self._taken = START
         self._tenants.clear()
-        self._of.clear()
+        self._by_tenant.clear()
 
     def add(self, rows: Iterable[tuple[bytes, str]]) -> None:
         """Adds entries behind the last one, each with its tenant."""
         for entry_id, tenant in rows:
             self.position = entry_id
             self._tenants[entry_id] = tenant
-            self._of.setdefault(tenant, deque()).append(entry_id)
+            self._by_tenant.setdefault(tenant, deque()).append(entry_id)
 
     def forget_taken(self, last: bytes) -> None:
         """Entries up to this one were handed out."""
@@ -50,8 +50,8 @@ class WaitingEntries:
         for entry_id in list(self._tenants):
             if parse_id(entry_id) > parse_id(last):
                 return
-            of = self._of[self._tenants.pop(entry_id)]
-            of.popleft()
+            entries = self._by_tenant[self._tenants.pop(entry_id)]
+            entries.popleft()
 
     def take_newest(self, number: int) -> list[bytes]:
         """Takes out so many entries: each time the newest of a tenant that has most.
@@ -59,20 +59,25 @@ class WaitingEntries:
         So nobody loses one while somebody else has more.
         """
         chosen: list[bytes] = []
-        self._of = {tenant: of for tenant, of in self._of.items() if of}
-        order = [(-len(of), _newest_first(of), tenant) for tenant, of in self._of.items()]
+        self._by_tenant = {
+            tenant: entries for tenant, entries in self._by_tenant.items() if entries
+        }
+        order = [
+            (-len(entries), _newest_first(entries), tenant)
+            for tenant, entries in self._by_tenant.items()
+        ]
         heapq.heapify(order)
         while order and len(chosen) < number:
             tenant = heapq.heappop(order)[2]
-            of = self._of[tenant]
-            chosen.append(of.pop())
+            entries = self._by_tenant[tenant]
+            chosen.append(entries.pop())
             del self._tenants[chosen[-1]]
-            if of:
-                heapq.heappush(order, (-len(of), _newest_first(of), tenant))
+            if entries:
+                heapq.heappush(order, (-len(entries), _newest_first(entries), tenant))
         return chosen
 
 
-def _newest_first(of: deque[bytes]) -> tuple[int, int]:
+def _newest_first(entries: deque[bytes]) -> tuple[int, int]:
     """Of tenants that have as many, the one whose newest entry is the newest."""
-    milliseconds, number = parse_id(of[-1])
+    milliseconds, number = parse_id(entries[-1])
     return -milliseconds, -number

@@ -16,6 +16,7 @@ MAX_TEMPERATURE = 1e4
 MIN_REPETITION_PENALTY = 1e-4
 MAX_REPETITION_PENALTY = 10
 MAX_PENALTY = 2
+_PENALTIES = f"from {-MAX_PENALTY} to {MAX_PENALTY}; 0 is off"
 MAX_LOGIT_BIAS = 100
 MAX_BIASED_TOKENS = 1024
 MAX_LOGPROBS = 20
@@ -53,12 +54,8 @@ def check_request(request: GenerateRequest, *, model_name: str, max_samples: int
             f"characters",
             code="invalid_tenant",
         )
-    _require(
-        "priority",
-        request.priority,
-        -MAX_PRIORITY <= request.priority <= MAX_PRIORITY,
-        f"from {-MAX_PRIORITY} to {MAX_PRIORITY}",
-    )
+    if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
+        raise _outside("priority", request.priority, f"from {-MAX_PRIORITY} to {MAX_PRIORITY}")
     if request.budget_ns is not None and request.budget_ns > MAX_INT64:
         raise RequestError(
             f"budget_ns is {shown(request.budget_ns)}; it must fit 64 bits. Leave it out for no "
@@ -71,7 +68,8 @@ def check_request(request: GenerateRequest, *, model_name: str, max_samples: int
             f"{MAX_CACHE_SALT_LENGTH} characters",
             code="invalid_cache_salt",
         )
-    _require("n", request.n, 1 <= request.n <= max_samples, f"from 1 to {max_samples}")
+    if not 1 <= request.n <= max_samples:
+        raise _outside("n", request.n, f"from 1 to {max_samples}")
 
 
 def check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
@@ -87,20 +85,20 @@ def check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
             invalid_logit_bias, invalid_min_tokens, invalid_logprobs, invalid_prompt_logprobs.
     """
     p = sampling
-    _require("max_tokens", p.max_tokens, p.max_tokens >= 1, "at least 1")
-    # Written so that NaN fails.
-    _require(
-        "temperature",
-        p.temperature,
-        p.temperature == 0 or MIN_TEMPERATURE <= p.temperature <= MAX_TEMPERATURE,
-        f"0 (greedy) or from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}",
-    )
-    _require("top_k", p.top_k, 0 <= p.top_k <= MAX_INT64, "0 (off) or a number of tokens")
-    _require("top_p", p.top_p, 0 < p.top_p <= 1, "above 0 and at most 1 (off)")
-    _require("min_p", p.min_p, 0 <= p.min_p <= 1, "from 0 (off) to 1")
-    if p.seed is not None:
-        fits = -MAX_INT64 - 1 <= p.seed <= MAX_INT64
-        _require("seed", p.seed, fits, "a signed 64-bit integer, or absent")
+    if not p.max_tokens >= 1:
+        raise _outside("max_tokens", p.max_tokens, "at least 1")
+    # All are written so that NaN fails.
+    if not (p.temperature == 0 or MIN_TEMPERATURE <= p.temperature <= MAX_TEMPERATURE):
+        wanted = f"0 (greedy) or from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+        raise _outside("temperature", p.temperature, wanted)
+    if not 0 <= p.top_k <= MAX_INT64:
+        raise _outside("top_k", p.top_k, "0 (off) or a number of tokens")
+    if not 0 < p.top_p <= 1:
+        raise _outside("top_p", p.top_p, "above 0 and at most 1 (off)")
+    if not 0 <= p.min_p <= 1:
+        raise _outside("min_p", p.min_p, "from 0 (off) to 1")
+    if p.seed is not None and not -MAX_INT64 - 1 <= p.seed <= MAX_INT64:
+        raise _outside("seed", p.seed, "a signed 64-bit integer, or absent")
     _check_stop(p.stop)
     bad = [i for i in p.stop_token_ids if not 0 <= i < vocab_size]
     if bad:
@@ -111,25 +109,18 @@ def check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
         )
     _check_penalties(p)
     _check_logit_bias(p.logit_bias, vocab_size)
-    _require(
-        "min_tokens",
-        p.min_tokens,
-        0 <= p.min_tokens <= p.max_tokens,
-        f"from 0 to max_tokens ({shown(p.max_tokens)})",
-    )
+    if not 0 <= p.min_tokens <= p.max_tokens:
+        wanted = f"from 0 to max_tokens ({shown(p.max_tokens)})"
+        raise _outside("min_tokens", p.min_tokens, wanted)
     most = min(MAX_LOGPROBS, vocab_size)
-    _require("logprobs", p.logprobs, 0 <= p.logprobs <= most, f"from 0 to {most}")
-    if p.prompt_logprobs is not None:
-        _require(
-            "prompt_logprobs",
-            p.prompt_logprobs,
-            0 <= p.prompt_logprobs <= most,
-            f"from 0 to {most}, or absent",
-        )
+    if not 0 <= p.logprobs <= most:
+        raise _outside("logprobs", p.logprobs, f"from 0 to {most}")
+    if p.prompt_logprobs is not None and not 0 <= p.prompt_logprobs <= most:
+        raise _outside("prompt_logprobs", p.prompt_logprobs, f"from 0 to {most}, or absent")
 
 
 def check_min_tokens(min_tokens: int, stop_token_ids: frozenset[int], *, vocab_size: int) -> None:
-    """Whether any token is left to sample while no stop token may be.
+    """Whether some token can be sampled while `min_tokens` forbids the stop tokens.
 
     Args:
         min_tokens: The request's.
@@ -205,25 +196,13 @@ def _tops_bytes(number: int) -> int:
 
 def _check_penalties(p: SamplingParams) -> None:
     # Written so that NaN fails.
-    _require(
-        "repetition_penalty",
-        p.repetition_penalty,
-        MIN_REPETITION_PENALTY <= p.repetition_penalty <= MAX_REPETITION_PENALTY,
-        f"from {MIN_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY}; 1 is off",
-    )
-    wanted = f"from {-MAX_PENALTY} to {MAX_PENALTY}; 0 is off"
-    _require(
-        "presence_penalty",
-        p.presence_penalty,
-        -MAX_PENALTY <= p.presence_penalty <= MAX_PENALTY,
-        wanted,
-    )
-    _require(
-        "frequency_penalty",
-        p.frequency_penalty,
-        -MAX_PENALTY <= p.frequency_penalty <= MAX_PENALTY,
-        wanted,
-    )
+    if not MIN_REPETITION_PENALTY <= p.repetition_penalty <= MAX_REPETITION_PENALTY:
+        wanted = f"from {MIN_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY}; 1 is off"
+        raise _outside("repetition_penalty", p.repetition_penalty, wanted)
+    if not -MAX_PENALTY <= p.presence_penalty <= MAX_PENALTY:
+        raise _outside("presence_penalty", p.presence_penalty, _PENALTIES)
+    if not -MAX_PENALTY <= p.frequency_penalty <= MAX_PENALTY:
+        raise _outside("frequency_penalty", p.frequency_penalty, _PENALTIES)
 
 
 def _check_logit_bias(logit_bias: dict[int, float], vocab_size: int) -> None:
@@ -258,6 +237,6 @@ def _check_stop(stop: tuple[str, ...]) -> None:
         raise RequestError(f"stop can't be used: {wrong}", code="invalid_stop")
 
 
-def _require(name: str, value: float, holds: bool, wanted: str) -> None:
-    if not holds:
-        raise RequestError(f"{name} is {shown(value)}; it must be {wanted}", code=f"invalid_{name}")
+def _outside(name: str, value: float, wanted: str) -> RequestError:
+    """A number is not in its range."""
+    return RequestError(f"{name} is {shown(value)}; it must be {wanted}", code=f"invalid_{name}")

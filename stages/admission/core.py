@@ -63,9 +63,10 @@ class AdmissionCore:
 
     @staticmethod
     def check_owner(entry: RequestEntry, owner: str | None) -> None:
-        """Whether an entry may use its request id. See `admit`.
+        """Whether an entry may use its request id; `owner` as in `admit`.
 
-        Duplicates go first: any other refusal is written to the stream that the id names.
+        This must be checked before all else, since any other refusal is written to the result
+        stream of that id, which would be somebody else's.
 
         Raises:
             RequestError: It is another's.

@@ -104,7 +104,7 @@ class EpochCore:
             wake_at.append(self.requests.next_deadline_ns())
         if self.draining and not self._overdue:
             wake_at.append(self._drain_until_ns)
-        return min((each for each in wake_at if each is not None), default=None)
+        return min((at_ns for at_ns in wake_at if at_ns is not None), default=None)
 
     # --- what comes in ------------------------------------------------------------------------
 
@@ -375,15 +375,16 @@ class EpochCore:
 
     def _enter(self, judged: on.Judged) -> None:
         item, way = self.requests.enter(judged), judged.arrival.way
-        if way == "late":
+        if way == "taken":
+            if item.end is None:
+                self.requests.hand_on(item)
+            else:
+                self.requests.end(item, item.end)
+        elif way == "late":
             self._late.add(item.entry_id)
             self._ask([item])
-        elif way == "inherited" and item.end is not None:
+        elif item.end is not None:
             self._ask_early([item])
-        elif way == "taken" and item.end is not None:
-            self.requests.end(item, item.end)
-        elif way == "taken":
-            self.requests.hand_on(item)
 
     def _finish(self, entry_id: str, now_ns: int) -> None:
         self.requests.finish(entry_id, now_ns)

@@ -38,8 +38,8 @@ def judge(stage: Actor, core: AdmissionCore, wanted: Judge) -> Judged:
 def _let_in(stage: Actor, core: AdmissionCore, wanted: Judge, received_ns: int) -> Judged:
     arrival, owner = wanted.arrival, wanted.owner
     entry, tokenized = arrival.entry, arrival.tokenized
-    core.check_owner(entry, owner)
     if wanted.draining:
+        core.check_owner(entry, owner)
         raise RequestError("the pipeline is shutting down", code="shutting_down")
     if isinstance(tokenized, Exception):
         core.check(entry, received_ns, now_ns(), owner=owner)

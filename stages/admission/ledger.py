@@ -93,9 +93,10 @@ class Ledger:
 
     def add(self, item: Unanswered) -> None:
         """Enters an entry, or what was decided about it."""
-        self._entries[item.entry.entry_id] = item
+        entry_id = item.entry.entry_id
+        self._entries[entry_id] = item
         if item.request is not None:
-            self._let_in[item.request.info.request_id] = item.entry_id
+            self._let_in[item.request.info.request_id] = entry_id
 
     def get(self, entry_id: str) -> Unanswered | None:
         """An entry; None when it is answered or was never taken."""

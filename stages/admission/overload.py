@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 from ...bus.channel import RequestEntry
 from ...bus.public import Completion, ErrorInfo, Timings
 from .core import request_id_of
@@ -18,25 +16,25 @@ class FinishRate:
     """Counts requests that finish, by the second, over the last `WINDOW_S`."""
 
     def __init__(self) -> None:
-        self._seconds: deque[tuple[int, int]] = deque()
+        # Second to requests, the oldest first.
+        self._counts: dict[int, int] = {}
 
     def __len__(self) -> int:
         """Seconds that are remembered."""
-        return len(self._seconds)
+        return len(self._counts)
 
     def finished(self, now_ns: int) -> None:
         """One more has finished."""
         second = now_ns // 1_000_000_000
-        count = 1
-        if self._seconds and self._seconds[-1][0] == second:
-            count += self._seconds.pop()[1]
-        self._seconds.append((second, count))
-        self._forget(second)
+        if second not in self._counts:
+            self._forget(second)
+            self._counts[second] = 0
+        self._counts[second] += 1
 
     def per_s(self, now_ns: int) -> float:
         """Requests per second."""
         self._forget(now_ns // 1_000_000_000)
-        return sum(count for _, count in self._seconds) / WINDOW_S
+        return sum(self._counts.values()) / WINDOW_S
 
     def retry_after_s(self, waiting: int, now_ns: int) -> float:
         """`waiting / rate`: how long as many requests as wait now take to finish.
@@ -49,8 +47,8 @@ class FinishRate:
         return round(min(LONGEST_RETRY_S, max(SHORTEST_RETRY_S, seconds)), 1)
 
     def _forget(self, second: int) -> None:
-        while self._seconds and self._seconds[0][0] <= second - WINDOW_S:
-            self._seconds.popleft()
+        oldest = second - WINDOW_S + 1
+        self._counts = {at: count for at, count in self._counts.items() if at >= oldest}
 
 
 def overloaded(entry: RequestEntry, retry_after_s: float, model: str, now_ns: int) -> Completion:

@@ -76,7 +76,11 @@ class Participants:
         return missing
 
     def are_enough(self, now_ns: int) -> bool:
-        """Whether all take part, but for replicas that are not there, while one is."""
+        """Whether the epoch may go on: all take part, or all that are missing can be done without.
+
+        Replicas can be done without if another takes part and they have left, or have kept the
+        epoch waiting for `PATIENCE_S`.
+        """
         if not self._missing:
             return True
         replicas = {split_role(role)[1] for role in self._missing if is_replicated(role)}
@@ -91,12 +95,14 @@ class Participants:
 
     def num_replicas(self) -> int:
         """How many replicas take part."""
-        return sum(role_of("batching", each) in self._heard for each in range(self._replicas))
+        return sum(role_of("batching", replica) in self._heard for replica in range(self._replicas))
 
     def first_executor(self) -> int:
         """The first replica whose executor takes part; 0 while none does."""
         replicas = range(self._replicas)
-        return next((each for each in replicas if role_of("executor", each) in self._heard), 0)
+        return next(
+            (replica for replica in replicas if role_of("executor", replica) in self._heard), 0
+        )
 
     def is_apart(self, role: str) -> bool:
         """Whether a role is of a replica of which nothing was heard in this epoch.

@@ -20,6 +20,6 @@ def smallest(capacities: Collection[LaneCapacity]) -> LaneCapacity:
     first, *_ = capacities
     return msgspec.structs.replace(
         first,
-        num_blocks=min(each.num_blocks for each in capacities),
-        max_model_len=min(each.max_model_len for each in capacities),
+        num_blocks=min(capacity.num_blocks for capacity in capacities),
+        max_model_len=min(capacity.max_model_len for capacity in capacities),
     )

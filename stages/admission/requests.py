@@ -141,7 +141,7 @@ class Requests:
 
     def lose(self, entry_id: str) -> tuple[bool, Unanswered | None]:
         """An entry is another lane's; returns whether it was to come in or had, and its item."""
-        self.inherited = [each for each in self.inherited if each[0].entry_id != entry_id]
+        self.inherited = [item for item in self.inherited if item[0].entry_id != entry_id]
         was_in_hand, item = self.in_hand.remove(entry_id), self.ledger.remove(entry_id)
         return was_in_hand or item is not None, item
 
@@ -156,7 +156,7 @@ class Requests:
         """When the first request that is not to end anyway has no time left; None for never."""
         deadlines = [entry_deadline_ns(*each) for each in self.inherited]
         deadlines += [item.deadline_ns for item in self.ledger if item.end is None]
-        return min((each for each in deadlines if each is not None), default=None)
+        return min((at_ns for at_ns in deadlines if at_ns is not None), default=None)
 
     def overdue(self, now_ns: int) -> list[Unanswered]:
         """Requests in the ledger that have no time left."""

@@ -57,7 +57,7 @@ def trace_replay(
     samples: Sequence[RecoveredSample],
 ) -> None:
     """From the failure, as far as it is known here, to the request's second start."""
-    attributes: Attributes = {names.KEPT_TOKENS: sum(len(each.token_ids) for each in samples)}
+    attributes: Attributes = {names.KEPT_TOKENS: sum(len(sample.token_ids) for sample in samples)}
     events = ((names.REPLAYED, now_ns()),)
     stage.span(request_id, trace, down_since_ns, attributes, name="replay", events=events)
 

@@ -128,8 +128,8 @@ class AdmissionStage(Actor):
     async def _go_on(self, event: on.AnyEvent) -> None:
         """Does all that follows from an event. The caller has the turn."""
         effects = self.epochs.handle(event, now_ns())
-        if not isinstance(event, on.Tick):  # time alone makes no room
-            self._update_room()
+        if not self._room.is_set() and self._requests.room() > 0:
+            self._room.set()
         for effect in effects:
             await self._perform(effect)
 
@@ -317,8 +317,7 @@ class AdmissionStage(Actor):
         # From a durable bus others can serve what is still in the queue; else nobody will.
         while not self.epochs.draining or not self.bus.durable:
             await self._gate.wait()
-            self._update_room()
-            await self._room.wait()
+            await self._wait_for_room()
             entries: list[RequestEntry] = []
             with anyio.CancelScope() as self._taking:
                 most = min(TAKE_BATCH, max(1, self._requests.room()))
@@ -332,6 +331,11 @@ class AdmissionStage(Actor):
                     self._group.start_soon(self._admit_apart, arrival)
                 else:
                     await self._admit(arrival)
+
+    async def _wait_for_room(self) -> None:
+        if self._requests.room() <= 0:
+            self._room.clear()
+            await self._room.wait()
 
     async def _admit_apart(self, arrival: on.Arrival) -> None:
         """Admits an entry whose prompt takes long to tokenise; nobody waits for it."""
@@ -370,9 +374,3 @@ class AdmissionStage(Actor):
     def _takes_long(self, entry: RequestEntry) -> bool:
         """Whether others should not wait until an entry's prompt is tokenised."""
         return is_long(entry) and self._core.may_fit(entry)
-
-    def _update_room(self) -> None:
-        if self._requests.room() > 0:
-            self._room.set()
-        else:
-            self._room.clear()

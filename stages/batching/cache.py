@@ -92,7 +92,7 @@ class Lease:
         self.trail: list[Any] = []
 
 
-class Found(NamedTuple):
+class Prefix(NamedTuple):
     """A cached prefix: whole blocks to share, then `num_partial` tokens of `source` to copy."""
 
     block_ids: list[int]
@@ -139,7 +139,7 @@ class KVCacheManager(ABC):
             ValueError: There is no token.
         """
         lease = Lease(token_ids)
-        return self._take(lease, Found(self._look_up(lease).block_ids))
+        return self._take(lease, Prefix(self._look_up(lease).block_ids))
 
     def insert(self, token_ids: Sequence[int], block_ids: Sequence[int]) -> None:
         """The KV of these tokens has been computed in these blocks: they can be found now."""
@@ -195,8 +195,8 @@ class KVCacheManager(ABC):
 
     def match(self, lease: Lease) -> PrefixMatch:
         """What `start` would find and take now. Takes nothing."""
-        found, num_needed = self._fit(lease, len(self._free))
-        num_cached = len(found.block_ids) * self.block_size + found.num_partial
+        prefix, num_needed = self._fit(lease, len(self._free))
+        num_cached = len(prefix.block_ids) * self.block_size + prefix.num_partial
         gains = num_cached < len(lease.token_ids) - 1
         return PrefixMatch(num_cached, num_needed, self.next_run(lease) if gains else None)
 
@@ -296,7 +296,7 @@ class KVCacheManager(ABC):
     # --- what a subclass provides -------------------------------------------------------------
 
     @abstractmethod
-    def _find(self, lease: Lease) -> Found:
+    def _find(self, lease: Lease) -> Prefix:
         """The longest cached prefix, at most all tokens but one; sets `num_known`."""
 
     @abstractmethod
@@ -317,39 +317,39 @@ class KVCacheManager(ABC):
 
     # --- inside -------------------------------------------------------------------------------
 
-    def _look_up(self, lease: Lease) -> Found:
+    def _look_up(self, lease: Lease) -> Prefix:
         if lease.may_reuse:
             return self._find(lease)
         lease.trail.clear()
         lease.num_known = 0
-        return Found([])
+        return Prefix([])
 
-    def _fit(self, lease: Lease, room: int) -> tuple[Found, int]:
+    def _fit(self, lease: Lease, room: int) -> tuple[Prefix, int]:
         """The prefix to start with, and the free blocks that this takes.
 
         Holding the source of a copy may take a free block more. Where the room is too tight for
         that there is no copy: a sequence that fits must never wait for a block it can do without.
         """
-        found = self._look_up(lease)
+        prefix = self._look_up(lease)
         num_needed = -(-len(lease.token_ids) // self.block_size)
-        for block_id in found.block_ids:
+        for block_id in prefix.block_ids:
             # Held blocks behind a free one are not counted: they are found only as long as the
             # free one is not taken, which a start before this one in the same plan may do.
             if not self._ref_counts[block_id]:
                 break
             num_needed -= 1
-        if found.num_partial and not self._ref_counts[found.source]:
+        if prefix.num_partial and not self._ref_counts[prefix.source]:
             if num_needed < room:
-                return found, num_needed + 1
-            return Found(found.block_ids), num_needed
-        return found, num_needed
+                return prefix, num_needed + 1
+            return Prefix(prefix.block_ids), num_needed
+        return prefix, num_needed
 
-    def _take(self, lease: Lease, found: Found) -> CacheAllocation:
+    def _take(self, lease: Lease, prefix: Prefix) -> CacheAllocation:
         if not lease.token_ids:
             raise ValueError("a sequence must hold at least one token")
-        shared = len(found.block_ids)
+        shared = len(prefix.block_ids)
         num_fresh = -(-len(lease.token_ids) // self.block_size) - shared
-        held = [*found.block_ids, found.source] if found.num_partial else found.block_ids
+        held = [*prefix.block_ids, prefix.source] if prefix.num_partial else prefix.block_ids
         num_needed = num_fresh + sum(not self._ref_counts[block_id] for block_id in held)
         if num_needed > len(self._free):
             raise OutOfBlocks(f"{num_needed} blocks are needed and {len(self._free)} are free")
@@ -357,13 +357,13 @@ class KVCacheManager(ABC):
         for block_id in held:
             self._free.pop(block_id, None)
             self._ref_counts[block_id] += 1
-        lease.block_ids = [*found.block_ids, *(self._take_free() for _ in range(num_fresh))]
+        lease.block_ids = [*prefix.block_ids, *(self._take_free() for _ in range(num_fresh))]
         lease.generation = self._generation
         copies: tuple[tuple[int, int], ...] = ()
-        if found.num_partial:
-            lease.source = found.source
-            copies = ((found.source, lease.block_ids[shared]),)
-        cached_length = shared * self.block_size + found.num_partial
+        if prefix.num_partial:
+            lease.source = prefix.source
+            copies = ((prefix.source, lease.block_ids[shared]),)
+        cached_length = shared * self.block_size + prefix.num_partial
         return CacheAllocation(tuple(lease.block_ids), cached_length, copies)
 
     def _take_free(self) -> int:

@@ -10,20 +10,14 @@ from typing import assert_never
 import msgspec
 
 from ...bus.control import Cancel, LaneCapacity
-from ...bus.messages import (
-    Credit,
-    Dispatch,
-    NewSequence,
-    RequestInfo,
-    StepPlan,
-    StepResult,
-)
+from ...bus.messages import Credit, Dispatch, NewSequence, RequestInfo, StepPlan, StepResult
 from ...bus.weights import InFlight
 from ...config import EngineConfig, SchedulerConfig
 from .cache import KVCacheManager
 from .counters import Counters
-from .deadlines import Deadlines
+from .index import SequenceIndex
 from .paged import PagedKVCache
+from .plans import NextPlan, SentPlan
 from .radix import RadixKVCache
 from .report import Report
 from .running import RunningBatch
@@ -34,20 +28,6 @@ from .startable import startable
 NOTHING = SchedulerOutput((), (), (), {})
 
 CACHES: dict[str, type[KVCacheManager]] = {"paged": PagedKVCache, "radix": RadixKVCache}
-
-
-class SentPlan(msgspec.Struct, frozen=True):
-    """A plan whose result is not back.
-
-    Attributes:
-        in_step: Whether it is a step of the running batch.
-        rows: Its other rows: their tokens, and whether they sample.
-    """
-
-    step_id: int
-    in_step: bool
-    rows: tuple[tuple[Sequence, int, bool], ...]
-    ended: tuple[Cancel, ...]
 
 
 class BatchingCore:
@@ -77,25 +57,17 @@ class BatchingCore:
         self.lacks: tuple[str, ...] = ()
         self._counters = Counters()
         self._steps_ahead = steps_ahead
-        self._sequences: dict[int, Sequence] = {}
-        self._by_request: dict[str, set[int]] = {}
+        self._index = SequenceIndex()
         self._waiting: deque[Sequence] = deque()
         self._running = RunningBatch(capacity.block_size)
         # Finished, but a plan under way still names them.
         self._leaving: dict[int, Sequence] = {}
         self._sent: deque[SentPlan] = deque()
-        self._ended: list[Cancel] = []
-        self._forget: list[int] = []
+        self._next = NextPlan()
         # To pause when no plan under way names them any more; paused, until they are resumed.
         self._pausing_seqs: dict[int, Sequence] = {}
         self._paused_seqs: dict[int, Sequence] = {}
-        self._deadlines = Deadlines()
         self._step_id = 0
-        # Of weights that the next plan puts in place; 0 for none.
-        self._new_version = 0
-        # Memory that the next plan has the executor release.
-        self._to_release: tuple[str, ...] = ()
-        self._retracting = False
         self._report = Report()
 
     # --- what comes in ------------------------------------------------------------------------
@@ -105,40 +77,27 @@ class BatchingCore:
 
         `deadline_ns` is on the clock given to `plan`.
         """
-        info = dispatch.info
         for spec in dispatch.sequences:
-            seq = Sequence(
-                spec.seq_id,
-                dispatch.token_ids,
-                dispatch.sampling,
-                spec=spec,
-                info=info,
-                priority=dispatch.priority,
-                cache_salt=dispatch.cache_salt,
-                rank=dispatch.rank,
-            )
-            self._sequences[seq.seq_id] = seq
-            self._by_request.setdefault(info.request_id, set()).add(seq.seq_id)
+            seq = Sequence.dispatched(dispatch, spec)
+            self._index.add(seq)
             self._enqueue(seq)
         if deadline_ns is not None:
-            self._deadlines.add(deadline_ns, info.request_id, info.entry_id, self._by_request)
+            self._index.add_deadline(dispatch.info, deadline_ns)
 
     def cancel(self, cancel: Cancel) -> None:
         """Drops a request's sequences; the next plan passes the cancellation on."""
-        members = [
-            self._sequences[seq_id] for seq_id in self._by_request.get(cancel.request_id, ())
-        ]
-        if members:
-            unstarted = not any(seq.started for seq in members)
+        samples = self._index.of_request(cancel.request_id)
+        if samples:
+            unstarted = not any(seq.started for seq in samples)
             cancel = msgspec.structs.replace(cancel, unstarted=unstarted)
-        self._ended.append(cancel)
-        self.stop(seq.seq_id for seq in members)
+        self._next.ended.append(cancel)
+        for seq in samples:
+            self._finish(seq)
 
     def stop(self, seq_ids: Iterable[int]) -> None:
         """Ends sequences that need no more tokens. Unknown ones have ended already."""
-        for seq_id in list(seq_ids):
-            seq = self._sequences.get(seq_id)
-            if seq is not None:
+        for seq_id in seq_ids:
+            if (seq := self._index.get(seq_id)) is not None:
                 self._finish(seq)
 
     def pause_sequences(self, seq_ids: Iterable[int]) -> None:
@@ -147,7 +106,7 @@ class BatchingCore:
         They keep their tokens; their KV stays in the prefix cache until its blocks are needed.
         """
         for seq_id in seq_ids:
-            seq = self._sequences.get(seq_id)
+            seq = self._index.get(seq_id)
             if seq is None or seq_id in self._pausing_seqs or seq_id in self._paused_seqs:
                 continue
             if seq.status is SequenceStatus.WAITING:
@@ -155,7 +114,7 @@ class BatchingCore:
                 self._set_paused(seq)
                 continue
             self._running.remove(seq)
-            self._forget.append(seq_id)
+            self._next.forget.append(seq_id)
             if self._is_under_way(seq):
                 self._pausing_seqs[seq_id] = seq
             else:
@@ -175,7 +134,7 @@ class BatchingCore:
 
     def recompute(self) -> None:
         """All that runs gives up its KV, with the next plan, and computes its tokens again."""
-        self._retracting = True
+        self._next.retract = True
 
     def change_weights(self, version: int, in_flight: InFlight) -> None:
         """The next plan has new weights put in place, and runs with them.
@@ -184,7 +143,7 @@ class BatchingCore:
         is not remembered for others.
         """
         self.interrupt(in_flight, "the weights were replaced, and requests in flight were to end")
-        self._new_version = version
+        self._next.weight_version = version
 
     def interrupt(self, in_flight: InFlight, why: str) -> None:
         """What runs or waits meets a pause or new weights. `why`: what those that end are told."""
@@ -204,20 +163,19 @@ class BatchingCore:
         With the KV cache goes what prefixes it knows, and all that runs computes its KV again.
         """
         self.lacks = lacks
-        self._to_release = release
+        self._next.release = release
         if "kv_cache" in release:
             self.recompute()
 
     def abort_all(self, why: str) -> None:
         """Ends all requests, which keep what they have."""
-        members = [next(iter(seq_ids)) for seq_ids in self._by_request.values()]
-        for info in [self._sequences[seq_id].info for seq_id in members]:
+        for info in self._index.requests():
             self.cancel(Cancel(info.request_id, info.entry_id, "cancelled", "aborted", why))
 
     @property
     def at_rest(self) -> bool:
         """Paused, with no plan under way and nothing left to give up."""
-        return self.paused and not self._sent and not self._retracting
+        return self.paused and not self._sent and not self._next.retract
 
     def retract(self) -> None:
         """Takes back the plans under way, whose results will never come.
@@ -225,7 +183,7 @@ class BatchingCore:
         Running sequences give up their blocks and wait again, in their order, with the tokens
         that they have. The executor must forget its sequences, too, before the next plan.
         """
-        self._ended = [*(cancel for sent in self._sent for cancel in sent.ended), *self._ended]
+        self._next.ended[:0] = [cancel for sent in self._sent for cancel in sent.ended]
         self._sent.clear()
         for seq in list(self._leaving.values()):
             self._release(seq)
@@ -234,7 +192,7 @@ class BatchingCore:
             self._set_paused(seq)
         for seq in reversed(self._running.clear()):
             self._back_to_waiting(seq)
-        self._forget.clear()
+        self._next.forget.clear()
 
     def clear(self) -> None:
         """Drops all sequences; what the prefix cache knows, it still knows.
@@ -242,17 +200,12 @@ class BatchingCore:
         The executor must forget its sequences, too, before the next plan.
         """
         self.retract()
-        self._sequences.clear()
-        self._by_request.clear()
+        self._index.clear()
         self._waiting.clear()
         self._paused_seqs.clear()
-        self._ended.clear()
-        self._deadlines.clear()
+        self._next = NextPlan()
         self._report.clear()
         self._step_id = 0
-        self._new_version = 0
-        self._to_release = ()
-        self._retracting = False
 
     def absorb(self, result: StepResult) -> None:
         """Takes the result of the oldest plan under way.
@@ -267,7 +220,7 @@ class BatchingCore:
         ended = set(compress(result.seq_ids, result.finish_reasons))
         rows = list(sent.rows)
         if sent.in_step:
-            ends = filter(None, map(self._sequences.get, ended))
+            ends = filter(None, map(self._index.get, ended))
             rows[:0] = [(seq, 1, True) for seq in self._running.absorb(tokens, ends)]
         for seq, num_tokens, samples in rows:
             if seq.status is SequenceStatus.FINISHED:
@@ -281,26 +234,23 @@ class BatchingCore:
             if samples and seq.seq_id in ended:
                 self._finish(seq)
         self._report.step(result)
-        for seq in [s for s in self._leaving.values() if s.last_step <= result.step_id]:
-            self._release(seq)
-        if self._pausing_seqs:
-            for seq in [s for s in self._pausing_seqs.values() if s.last_step <= result.step_id]:
-                self._give_up(seq)
-                self._set_paused(seq)
+        if self._leaving or self._pausing_seqs:
+            self._let_go(result.step_id)
 
     # --- what goes out ------------------------------------------------------------------------
 
     def plan(self, now_ns: int) -> StepPlan | None:
         """The next step, or None when there is nothing to do or enough is under way already."""
         self._expire(now_ns)
-        if len(self._sent) >= (1 if self._retracting or self._to_release else self._steps_ahead):
+        next_plan = self._next
+        if len(self._sent) >= (1 if next_plan.waits_for_results else self._steps_ahead):
             return None
-        if self._retracting:
+        if next_plan.retract:
             self._retract_running()
-        if "kv_cache" in self._to_release:
+        if "kv_cache" in next_plan.release:
             self.cache.flush()
-        if self._new_version:
-            self.cache.begin_weight_version(self._new_version)
+        if next_plan.weight_version:
+            self.cache.begin_weight_version(next_plan.weight_version)
             # Where there were none, the executor takes only all of them.
             self.lacks = tuple(tag for tag in self.lacks if tag != "weights")
         decision = NOTHING if self.paused or self.lacks else self._decide()
@@ -308,8 +258,7 @@ class BatchingCore:
             # Blocks in use by a plan under way can't change hands; wait until it is back.
             decision = NOTHING
         self._preempt(decision.preempted_seqs)
-        rows = decision.decode_seqs or decision.prefill_seqs
-        if not (rows or self._ended or self._new_version or self._to_release):
+        if not (decision.decode_seqs or decision.prefill_seqs or next_plan.cannot_wait):
             return None
         return self._build(decision, now_ns)
 
@@ -322,7 +271,7 @@ class BatchingCore:
 
     def info_of(self, seq_id: int) -> RequestInfo | None:
         """The request of a sequence that waits or runs; None when it has ended."""
-        seq = self._sequences.get(seq_id)
+        seq = self._index.get(seq_id)
         return seq.info if seq is not None else None
 
     def take_counters(self) -> Counters:
@@ -332,12 +281,12 @@ class BatchingCore:
 
     def next_deadline_ns(self) -> int | None:
         """When a request's time will be over; None when no request has a deadline."""
-        return self._deadlines.next_ns()
+        return self._index.next_deadline_ns()
 
     @property
     def idle(self) -> bool:
         """Nothing waits, runs, or is under way."""
-        return not (self._sequences or self._leaving or self._sent or self._ended)
+        return not (self._index or self._leaving or self._sent or self._next.ended)
 
     def load(self) -> dict[str, int]:
         """Sequences and blocks, for people. Cached blocks are counted at each call."""
@@ -365,8 +314,8 @@ class BatchingCore:
             *self._pausing_seqs.values(),
             *self._paused_seqs.values(),
         ]
-        assert len(alive) == len(self._sequences), "a sequence is lost, or in two places"
-        assert set(self._sequences) == {seq.seq_id for seq in alive}
+        assert len(alive) == len(self._index), "a sequence is lost, or in two places"
+        assert set(self._index) == set(alive), "a sequence is not where it can be found"
         if not self._sent:
             assert not self._leaving, "a sequence is kept though no plan names it"
             assert not self._pausing_seqs, "a sequence is not paused though no plan names it"
@@ -374,11 +323,9 @@ class BatchingCore:
     # --- inside -------------------------------------------------------------------------------
 
     def _expire(self, now_ns: int) -> None:
-        for request_id, entry_id in self._deadlines.passed(now_ns):
-            members = self._by_request.get(request_id, ())
-            if any(self._sequences[seq_id].info.entry_id == entry_id for seq_id in members):
-                message = "the request's time budget ran out before it was done"
-                self.cancel(Cancel(request_id, entry_id, "expired", "expired", message))
+        for request_id, entry_id in self._index.expired(now_ns):
+            message = "the request's time budget ran out before it was done"
+            self.cancel(Cancel(request_id, entry_id, "expired", "expired", message))
 
     def _decide(self) -> SchedulerOutput:
         """What `schedule` says of all sequences; it is asked only where blocks are short.
@@ -405,17 +352,17 @@ class BatchingCore:
         return schedule(waiting, list(running), num_free, limits)
 
     def _retract_running(self) -> None:
-        self._retracting = False
+        self._next.retract = False
         for seq in reversed(self._running.clear()):
-            self._forget.append(seq.seq_id)
+            self._next.forget.append(seq.seq_id)
             self._back_to_waiting(seq)
 
     def _preempt(self, seq_ids: tuple[int, ...]) -> None:
         self._counters.preemptions += len(seq_ids)
         for seq_id in seq_ids:
-            seq = self._sequences[seq_id]
+            seq = self._index[seq_id]
             self._running.remove(seq)
-            self._forget.append(seq_id)
+            self._next.forget.append(seq_id)
             # Victims come last first, so the one that was longest in the batch ends up in front.
             self._back_to_waiting(seq)
 
@@ -429,11 +376,18 @@ class BatchingCore:
         self.cache.release(seq.lease)
         seq.preempt()
 
+    def _let_go(self, step_id: int) -> None:
+        """The step is back: what leaves or pauses, and no later plan names, gives up its blocks."""
+        for seq in [s for s in self._leaving.values() if s.last_step <= step_id]:
+            self._release(seq)
+        for seq in [s for s in self._pausing_seqs.values() if s.last_step <= step_id]:
+            self._give_up(seq)
+            self._set_paused(seq)
+
     def _set_paused(self, seq: Sequence) -> None:
         self._pausing_seqs.pop(seq.seq_id, None)
         self._paused_seqs[seq.seq_id] = seq
-        self._report.paused.append(seq.seq_id)
-        self._report.free_slots += 1
+        self._report.pause(seq.seq_id)
 
     def _enqueue(self, seq: Sequence) -> None:
         """Puts a sequence among those that wait, behind those that rank before it."""
@@ -460,7 +414,7 @@ class BatchingCore:
             growing = self._running.advance(self._step_id)
             grown += [(seq.seq_id, (self.cache.extend(seq.lease),)) for seq in growing]
         for seq_id in by_hand:
-            seq = self._sequences[seq_id]
+            seq = self._index[seq_id]
             num_tokens = decision.num_tokens[seq_id]
             if seq.status is SequenceStatus.WAITING:
                 new.append(self._start(seq, copies))
@@ -468,11 +422,9 @@ class BatchingCore:
                 grown.append((seq_id, (self.cache.extend(seq.lease),)))
             seq.last_step = self._step_id
             rows.append((seq, num_tokens, seq.plan(num_tokens)))
-        ended, self._ended = tuple(self._ended), []
+        next_plan, self._next = self._next, NextPlan()
+        ended = tuple(next_plan.ended)
         self._sent.append(SentPlan(self._step_id, bool(in_step), tuple(rows), ended))
-        forget, self._forget = tuple(self._forget), []
-        new_version, self._new_version = self._new_version, 0
-        release, self._to_release = self._to_release, ()
         return StepPlan(
             step_id=self._step_id,
             new=tuple(new),
@@ -480,44 +432,25 @@ class BatchingCore:
             num_tokens=(1,) * len(in_step) + tuple(num_tokens for _, num_tokens, _ in rows),
             grown=tuple(grown),
             copies=tuple(copies),
-            finished=forget,
+            finished=tuple(next_plan.forget),
             ended=ended,
             made_ns=now_ns,
-            weight_version=new_version,
-            release=release,
+            weight_version=next_plan.weight_version,
+            release=next_plan.release,
         )
 
     def _start(self, seq: Sequence, copies: list[tuple[int, int]]) -> NewSequence:
+        """A sequence that waits begins to run; returns what the executor is told of it."""
         allocation = self.cache.start(seq.lease, seq.blocks_to_start(self.limits.block_size))
         copies += allocation.copies
-        self._count_start(seq, allocation.cached_length)
+        num_cached, num_tokens = allocation.cached_length, len(seq.token_ids)
+        goes_on = seq.started or seq.num_generated > 0
+        self._counters.count_start(num_tokens, num_cached, goes_on=goes_on)
+        self._report.started.append((seq.seq_id, num_tokens - num_cached))
         self._waiting.remove(seq)
-        seq.start(allocation.cached_length)
-        self._report.started.append((seq.seq_id, len(seq.token_ids) - allocation.cached_length))
+        seq.start(num_cached)
         self._running.add(seq)
-        return NewSequence(
-            seq_id=seq.seq_id,
-            token_ids=tuple(seq.token_ids),
-            num_generated=seq.num_generated,
-            num_cached=allocation.cached_length,
-            block_ids=allocation.block_ids,
-            sampling=seq.sampling,
-            sample=seq.spec,
-            info=seq.info,
-        )
-
-    def _count_start(self, seq: Sequence, num_cached: int) -> None:
-        counters = self._counters
-        counters.cached += num_cached
-        if not num_cached:
-            counters.misses += 1
-        elif num_cached < len(seq.token_ids) - 1:
-            counters.partial_hits += 1
-        else:
-            counters.full_hits += 1
-        if seq.started or seq.num_generated:
-            counters.resumes += 1
-            counters.recomputed += len(seq.token_ids) - num_cached
+        return seq.for_executor()
 
     def _commit(self, seq: Sequence) -> None:
         """Makes what is computed known to the prefix cache.
@@ -529,31 +462,24 @@ class BatchingCore:
             # The first step is not back, so a copy may still be to be made.
             return
         self.cache.commit(seq.lease, seq.num_computed)
-        size = self.limits.block_size
-        seq.next_commit = (seq.num_computed // size + 1) * size
-        if seq.num_computed < seq.num_to_prefill:
-            seq.next_commit = min(seq.next_commit, seq.num_to_prefill)
+        seq.set_next_commit(self.limits.block_size)
 
     def _finish(self, seq: Sequence) -> None:
         """Ends a sequence; its blocks stay until no plan under way names them."""
         was_running = seq.status is SequenceStatus.RUNNING
         seq_id = seq.seq_id
         seq.status = SequenceStatus.FINISHED
-        del self._sequences[seq_id]
-        members = self._by_request[seq.info.request_id]
-        members.discard(seq_id)
-        if not members:
-            del self._by_request[seq.info.request_id]
+        self._index.remove(seq)
         if self._paused_seqs.pop(seq_id, None) is not None:
             self._report.ended.append(seq_id)  # its place has been given back
             return
         if not was_running:
             self._waiting.remove(seq)
-            self._left(seq)
+            self._report.leave(seq_id)
             return
         if self._pausing_seqs.pop(seq_id, None) is None:
             self._running.remove(seq)
-            self._forget.append(seq_id)
+            self._next.forget.append(seq_id)
         self._commit(seq)
         if self._is_under_way(seq):
             self._leaving[seq_id] = seq
@@ -564,8 +490,4 @@ class BatchingCore:
         self._leaving.pop(seq.seq_id, None)
         self.cache.release(seq.lease)
         seq.block_ids = []
-        self._left(seq)
-
-    def _left(self, seq: Sequence) -> None:
-        self._report.ended.append(seq.seq_id)
-        self._report.free_slots += 1
+        self._report.leave(seq.seq_id)

@@ -32,3 +32,19 @@ class Counters(msgspec.Struct):
     misses: int = 0
     preemptions: int = 0
     resumes: int = 0
+
+    def count_start(self, num_tokens: int, num_cached: int, *, goes_on: bool) -> None:
+        """A sequence starts with so many tokens, of which so many are cached.
+
+        `goes_on`: it starts behind tokens of its own, since it was preempted or its lane failed.
+        """
+        self.cached += num_cached
+        if not num_cached:
+            self.misses += 1
+        elif num_cached < num_tokens - 1:
+            self.partial_hits += 1
+        else:
+            self.full_hits += 1
+        if goes_on:
+            self.resumes += 1
+            self.recomputed += num_tokens - num_cached

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from .cache import Found, KVCacheManager, Lease, common_length
+from .cache import KVCacheManager, Lease, Prefix, common_length
 
 NO_PREFIX = -1
 """In place of the hash of the block before, for the first block of a sequence."""
@@ -69,7 +69,7 @@ class PagedKVCache(KVCacheManager):
         latest = {b: run[0] for b, run in enumerate(self._runs) if run is not None}
         assert latest == {b: p for p, b in self._latest.items()}, "runs do not match blocks"
 
-    def _find(self, lease: Lease) -> Found:
+    def _find(self, lease: Lease) -> Prefix:
         size, token_ids, hashes = self.block_size, lease.token_ids, lease.trail
         most = len(token_ids) - 1
         root = self._extend_hashes(lease, most // size)
@@ -83,10 +83,10 @@ class PagedKVCache(KVCacheManager):
         source = self._latest.get(hashes[known - 1] if known else root, -1)
         run = self._runs[source] if source >= 0 else None
         if run is None:
-            return Found(block_ids)
+            return Prefix(block_ids)
         start = known * size
         num_partial = common_length(run[1], token_ids[start : min(start + size, most)])
-        return Found(block_ids, source, num_partial)
+        return Prefix(block_ids, source, num_partial)
 
     def _index(self, lease: Lease, num_tokens: int) -> None:
         size, hashes = self.block_size, lease.trail

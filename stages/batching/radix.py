@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import TypeAlias
 
-from .cache import Found, KVCacheManager, Lease, common_length
+from .cache import KVCacheManager, Lease, Prefix, common_length
 
 TOKEN = "q"
 """How a token id is stored, 64 bits: side by side, not as objects all over the memory."""
@@ -107,7 +107,7 @@ class RadixKVCache(KVCacheManager):
         return len(self._nodes) - self._nodes.count(None)
 
     def check_index(self) -> None:
-        found: dict[int, Node] = {}
+        in_tree: dict[int, Node] = {}
         stack = [child for root in self._roots.values() for child in root.children()]
         assert all(root.children() for root in self._roots.values()), "an empty tree was kept"
         while stack:
@@ -120,12 +120,12 @@ class RadixKVCache(KVCacheManager):
             inside = node.end < self.block_size
             assert (node.block == -1) == (inside and bool(node.children())), "a block is misplaced"
             if node.block != -1:
-                assert node.block not in found, "a block hangs in two places"
-                found[node.block] = node
+                assert node.block not in in_tree, "a block hangs in two places"
+                in_tree[node.block] = node
         named = {b: node for b, node in enumerate(self._nodes) if node is not None}
-        assert named == found, "names do not match the tree"
+        assert named == in_tree, "names do not match the tree"
 
-    def _find(self, lease: Lease) -> Found:
+    def _find(self, lease: Lease) -> Prefix:
         size, token_ids, trail = self.block_size, lease.token_ids, lease.trail
         most = len(token_ids) - 1
         # What was found before needs no second look, as long as it is still there.
@@ -139,12 +139,12 @@ class RadixKVCache(KVCacheManager):
             if matched == size:
                 trail.append(node)
         lease.num_known = len(trail)
-        block_ids = [each.block for each in trail]
+        block_ids = [shared.block for shared in trail]
         if matched == 0:
-            return Found(block_ids)
+            return Prefix(block_ids)
         while node.block == -1:
             node = node.children()[0]
-        return Found(block_ids, node.block, matched)
+        return Prefix(block_ids, node.block, matched)
 
     def _index(self, lease: Lease, num_tokens: int) -> None:
         size, token_ids, trail = self.block_size, lease.token_ids, lease.trail

@@ -30,6 +30,16 @@ class Report:
             took_ns = result.end_ns - result.start_ns
             self._step_ns = min(self._step_ns or took_ns, took_ns)
 
+    def pause(self, seq_id: int) -> None:
+        """A sequence is paused; its place is free."""
+        self.paused.append(seq_id)
+        self.free_slots += 1
+
+    def leave(self, seq_id: int) -> None:
+        """A sequence has ended and left the place that it had."""
+        self.ended.append(seq_id)
+        self.free_slots += 1
+
     def take(self, kv_free: int) -> Credit | None:
         """The report; None while nothing needs to be told."""
         waits = len(self._steps) < REPORTED_STEPS

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import Enum, auto
+from typing import Self
 
 import msgspec
 
-from ...bus.messages import RequestInfo, SequenceSpec
+from ...bus.messages import Dispatch, NewSequence, RequestInfo, SequenceSpec
 from ...config import SamplingParams
 from .cache import Lease
 
@@ -146,6 +147,33 @@ class Sequence:
         self.plans_counted = 0
         self.results_counted = 0
 
+    @classmethod
+    def dispatched(cls, dispatch: Dispatch, spec: SequenceSpec) -> Self:
+        """The sequence of one of a dispatch's samples."""
+        return cls(
+            spec.seq_id,
+            dispatch.token_ids,
+            dispatch.sampling,
+            spec=spec,
+            info=dispatch.info,
+            priority=dispatch.priority,
+            cache_salt=dispatch.cache_salt,
+            rank=dispatch.rank,
+        )
+
+    def for_executor(self) -> NewSequence:
+        """What the executor is told when the sequence starts."""
+        return NewSequence(
+            seq_id=self.seq_id,
+            token_ids=tuple(self.token_ids),
+            num_generated=self.num_generated,
+            num_cached=self.num_cached,
+            block_ids=tuple(self.block_ids),
+            sampling=self.sampling,
+            sample=self.spec,
+            info=self.info,
+        )
+
     @property
     def num_generated(self) -> int:
         """Tokens sampled so far, as far as results are back."""
@@ -230,6 +258,12 @@ class Sequence:
         self.token_ids.append(token_id)
         if logprob is not None:
             self.output_logprobs.append(logprob)
+
+    def set_next_commit(self, block_size: int) -> None:
+        """The cache was told of all that is computed: next at a full block, or a full prompt."""
+        self.next_commit = (self.num_computed // block_size + 1) * block_size
+        if self.num_computed < self.num_to_prefill:
+            self.next_commit = min(self.next_commit, self.num_to_prefill)
 
     def preempt(self) -> None:
         """RUNNING to WAITING: it keeps its tokens and gives up its blocks; nothing is in flight."""

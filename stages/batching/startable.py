@@ -35,13 +35,13 @@ def startable(
         num_free: Its free blocks.
         limits: The scheduler's.
     """
-    found: list[Sequence] = []
+    chosen: list[Sequence] = []
     num_blocks = num_tokens = 0
     computing = {cache.next_run(seq.lease) for seq in prefilling}
     for looked_at, seq in enumerate(waiting):
         if (
             looked_at == _MOST_LOOKS * limits.max_batch_size
-            or len(found) == room
+            or len(chosen) == room
             or num_blocks >= num_free
             or num_tokens >= limits.max_tokens_per_batch
         ):
@@ -53,7 +53,7 @@ def startable(
             computing.add(match.next_run)
         seq.num_cached = match.num_cached
         seq.num_to_allocate = match.num_needed
-        found.append(seq)
+        chosen.append(seq)
         num_blocks += match.num_needed
         num_tokens += len(seq.token_ids) - match.num_cached
-    return found
+    return chosen

@@ -67,11 +67,11 @@ class KVCache:
             heads: Its query heads.
             options: The layer's.
         """
-        found = self._paged.get(layer)
-        if found is None:
-            found = kernel(self.keys[layer], self.values[layer], heads, **options._asdict())
-            self._paged[layer] = found
-        return found
+        attention = self._paged.get(layer)
+        if attention is None:
+            attention = kernel(self.keys[layer], self.values[layer], heads, **options._asdict())
+            self._paged[layer] = attention
+        return attention
 
     def store(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Writes keys and values of one layer, `[tokens, kv_heads, dim]` each, to `[tokens]`."""
@@ -101,14 +101,14 @@ class KVCache:
         Returns:
             Buffers that the next call overwrites.
         """
-        found = []
+        gathered = []
         for which, cache in enumerate((self.keys[layer], self.values[layer])):
             dim = cache.shape[-1]
             if self._gathered[which].numel() < index.numel() * dim:
                 self._gathered[which] = cache.new_empty(2 * index.numel() * dim)
             buffer = self._gathered[which][: index.numel() * dim].view(-1, dim)
-            found.append(torch.index_select(cache.view(-1, dim), 0, index, out=buffer))
-        return found[0], found[1]
+            gathered.append(torch.index_select(cache.view(-1, dim), 0, index, out=buffer))
+        return gathered[0], gathered[1]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies blocks, (source, destination) each, in all layers; sources are read first.

@@ -128,12 +128,12 @@ def gather_logprobs(
     Raises:
         ModelError: As `scale_logits`.
     """
-    found = torch.empty(token_ids.shape, dtype=torch.float32, device=logits.device)
+    logprobs = torch.empty(token_ids.shape, dtype=torch.float32, device=logits.device)
     for first in range(0, len(logits), _ROWS):
         rows = slice(first, first + _ROWS)
         scaled = scale_logits(logits[rows].float(), temperatures[rows], kernels=kernels)
-        found[rows] = scaled.logprobs(token_ids[rows])
-    return found.clamp_(min=LOWEST)
+        logprobs[rows] = scaled.logprobs(token_ids[rows])
+    return logprobs.clamp_(min=LOWEST)
 
 
 @torch.no_grad()

@@ -169,9 +169,9 @@ def _load_weights(folder: Path, dtype_name: str) -> nn.Module:
             f"the weights in {folder} lack {len(missing)} tensors that the model needs, such as "
             f"{missing[0]}; the checkpoint is incomplete or of another architecture"
         )
-    for name, found, wanted in sorted(info["mismatched_keys"]):
+    for name, shape, wanted in sorted(info["mismatched_keys"]):
         raise ModelError(
-            f"{name} in {folder} has the shape {list(found)} and config.json makes it "
+            f"{name} in {folder} has the shape {list(shape)} and config.json makes it "
             f"{list(wanted)}; the two are not of one model"
         )
     frozen: nn.Module = module.requires_grad_(False)

@@ -22,9 +22,9 @@ def apply_repetition_penalty(logits: Tensor, token_ids: Tensor, penalties: Tenso
         penalties: `[batch]`, above 0; 1 changes nothing.
     """
     penalties = penalties[:, None]
-    found = logits.gather(1, token_ids)
+    values = logits.gather(1, token_ids)
     return logits.scatter(
-        1, token_ids, torch.where(found < 0, found * penalties, found / penalties)
+        1, token_ids, torch.where(values < 0, values * penalties, values / penalties)
     )
 
 

@@ -122,16 +122,16 @@ class ReferenceModel:
             stop = block - (-len(sample.token_ids) // self._core.cache.block_size)
             new.append(_sequence(seq_id, sample, range(block, stop)))
             block = stop
-        found: list[list[float]] = [[] for _ in samples]
+        logprobs: list[list[float]] = [[] for _ in samples]
         longest = max(len(sample.token_ids) for sample in samples)
         # Only one that is alone is longer than a pass.
         for start in range(0, longest, self._most_tokens):
-            counts = [min(len(each.token_ids) - start, self._most_tokens) for each in new]
+            counts = [min(len(seq.token_ids) - start, self._most_tokens) for seq in new]
             result = self._core.execute(_plan(() if start else new, counts))
             for prompt in result.prompt_logprobs:
-                found[prompt.seq_id] += prompt.logprobs
+                logprobs[prompt.seq_id] += prompt.logprobs
             is_last = start + self._most_tokens >= longest
-            yield tuple(map(_scored, samples, found)) if is_last else ()
+            yield tuple(map(_scored, samples, logprobs)) if is_last else ()
 
 
 def _sequence(seq_id: int, sample: ScoreSample, blocks: range) -> NewSequence:

@@ -31,7 +31,7 @@ def report_top_logprobs(
     """
     if not counts.any():
         return ()
-    found: list[TopLogprobs] = [()] * len(counts)
+    tops: list[TopLogprobs] = [()] * len(counts)
     wanting = np.flatnonzero(counts)
     for first in range(0, len(wanting), _ROWS):
         rows = wanting[first : first + _ROWS]
@@ -42,8 +42,8 @@ def report_top_logprobs(
         for row, ids, values in zip(
             rows.tolist(), token_ids.tolist(), logprobs.tolist(), strict=True
         ):
-            found[row] = tuple(zip(ids[: counts[row]], values, strict=False))
-    return tuple(found)
+            tops[row] = tuple(zip(ids[: counts[row]], values, strict=False))
+    return tuple(tops)
 
 
 def score_prompts(

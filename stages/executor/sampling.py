@@ -204,11 +204,11 @@ def _find_smallest(
             ordered = part.topk(width, dim=-1).values
         else:
             ordered = part.sort(dim=-1, descending=True).values
-        found, certain = _count_allowed(
+        allowed, certain = _count_allowed(
             ordered, totals[unsure], vocab, k[unsure], p[unsure], m[unsure]
         )
-        counts[unsure] = found
-        smallest[unsure] = ordered.gather(1, found[:, None] - 1)
+        counts[unsure] = allowed
+        smallest[unsure] = ordered.gather(1, allowed[:, None] - 1)
         unsure = unsure[~certain]
         if not unsure.numel():
             break

@@ -57,8 +57,8 @@ class Scoring:
             self._reference = None
 
     async def _tell(self, scored: tuple[SampleScored, ...], epoch: int) -> None:
-        for each in scored:
-            await self._stage.send(CONTROL["streaming"], each, epoch=epoch)
+        for sample in scored:
+            await self._stage.send(CONTROL["streaming"], sample, epoch=epoch)
 
 
 def _unscored(sample: ScoreSample) -> SampleScored:

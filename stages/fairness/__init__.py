@@ -1,4 +1,4 @@
-"""The fairness stage: who may run next, and who must make room."""
+"""The fairness stage: who may run next, and who must pause."""
 
 from .core import FairnessCore
 from .outcome import Counts, Dispatched

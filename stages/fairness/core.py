@@ -1,4 +1,4 @@
-"""Who may run next, and who must make room. The rule and its bounds are in docs/fairness.md."""
+"""Who may run next, and who must pause. The rule and its bounds are in docs/fairness.md."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ class FairnessCore:
         if deadline_ns is not None:
             heapq.heappush(self._deadlines, (deadline_ns, next(self._order), waiting))
             if len(self._deadlines) > 2 * self.num_queued + LEFTOVERS_KEPT:
-                self._deadlines = [each for each in self._deadlines if each[2].specs]
+                self._deadlines = [entry for entry in self._deadlines if entry[2].specs]
                 heapq.heapify(self._deadlines)
 
     def absorb(self, report: Credit, now_ns: int, replica: str = "") -> list[Running]:
-        """Takes a replica's report; returns the sequences that have made room."""
+        """Takes a replica's report; returns the sequences that are paused now."""
         reporter = self._replica(replica)
         if not report.keeps_cache:
             reporter.prefixes.clear()
@@ -187,7 +187,7 @@ class FairnessCore:
 
     @property
     def num_paused(self) -> int:
-        """Sequences that made room and wait to go on."""
+        """Sequences that are paused and wait to be resumed."""
         return sum(len(replica.paused) for replica in self._replicas.values())
 
     @property
@@ -231,7 +231,7 @@ class FairnessCore:
     def _next(self) -> Next | None:
         """What leaves next; None when nothing that waits has a replica to go to.
 
-        What made room goes on where it was. While that replica is full it is passed by.
+        A paused sequence is resumed where it was. While that replica is full it is passed by.
         """
         chosen = self._queue.next(self._cached)
         if chosen is None or self._can_go(chosen.waiting):
@@ -245,7 +245,7 @@ class FairnessCore:
         if not waiting.resumed:
             return choose_replica(self._replicas.values(), waiting.trail)
         seq_id = waiting.specs[0].seq_id
-        replica = next(each for each in self._replicas.values() if seq_id in each.paused)
+        replica = next(replica for replica in self._replicas.values() if seq_id in replica.paused)
         return replica if replica.credits else None
 
     def _start(self, chosen: Next, replica: Replica, now_ns: int) -> Dispatched:
@@ -302,7 +302,7 @@ class FairnessCore:
 
     def _forget(self, waiting: Waiting) -> None:
         request_id = waiting.request.info.request_id
-        others = [each for each in self._of_request[request_id] if each is not waiting]
+        others = [other for other in self._of_request[request_id] if other is not waiting]
         if others:
             self._of_request[request_id] = others
         else:
@@ -387,7 +387,7 @@ class FairnessCore:
         level = first.level(now_ns)
         while self._num_leaving < first.num_sequences:
             lowest = ((replica, replica.lowest()) for replica in replicas)
-            able = [(replica, each) for replica, each in lowest if each and each.level < level]
+            able = [(replica, seq) for replica, seq in lowest if seq and seq.level < level]
             if not able:
                 break
             replica, victim = min(able, key=lambda pair: (pair[1].level, -pair[1].order))
@@ -418,10 +418,10 @@ class FairnessCore:
                 costly.append(running)
         if costly and not (asked or least.num_running or self._num_leaving):
             slice_tokens = self.config.tenant_timeslice_tokens
-            others = [each for each in costly if 0 < slice_tokens <= each.in_slice]
-            others = [each for each in others if each.request.tenant != least.tenant]
+            others = [running for running in costly if 0 < slice_tokens <= running.in_slice]
+            others = [running for running in others if running.request.tenant != least.tenant]
             if others:
-                running = min(others, key=lambda each: each.num_tokens)
+                running = min(others, key=lambda seq: seq.num_tokens)
                 asked.append(self._end_slice(replica, running, now_ns, preempted=True))
         return asked
 
@@ -437,8 +437,8 @@ class FairnessCore:
         slice_tokens = self.config.tenant_timeslice_tokens
         if not slice_tokens or replica.made_since_change < slice_tokens:
             return
-        others = [each for each in replica.running.values() if self._may_end(each, least)]
-        others.sort(key=lambda each: -each.in_slice)
+        others = [running for running in replica.running.values() if self._may_end(running, least)]
+        others.sort(key=lambda running: -running.in_slice)
         for running in others:
             if replica.made_since_change < slice_tokens:
                 return
@@ -465,7 +465,7 @@ class FairnessCore:
         return replica.name, running
 
     def _gives_way(self, running: Running, first: PriorityClass, least: Flow, now_ns: int) -> bool:
-        """Whether somebody else would get the place of a sequence that made room now."""
+        """Whether somebody else would get the place of a sequence that paused now."""
         if not first.would_pass(running.request.priority, now_ns):
             return False
         flow = running.flow

@@ -31,7 +31,7 @@ class FastestStep:
     @property
     def least_step_ns(self) -> float:
         """What the shortest step may take; 0 as long as nothing was seen."""
-        seen = [each for each in (self._now_ns, self._before_ns) if each]
+        seen = [step_ns for step_ns in (self._now_ns, self._before_ns) if step_ns]
         return CAUTION * min(seen, default=0)
 
 

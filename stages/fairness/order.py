@@ -48,7 +48,7 @@ class LeastFirst(Generic[T]):
         item.version = next(self._versions)
         heapq.heappush(self._heap, (item.key, item.version, item))
         if len(self._heap) > 2 * self._size + LEFTOVERS_KEPT:
-            self._heap = [each for each in self._heap if each[2].version == each[1]]
+            self._heap = [entry for entry in self._heap if entry[2].version == entry[1]]
             heapq.heapify(self._heap)
 
     def discard(self, item: T) -> None:
@@ -72,12 +72,12 @@ class LeastFirst(Generic[T]):
 
     def least(self, number: int, margin: float) -> list[T]:
         """Up to `number` items with the least keys, none further from the least than `margin`."""
-        found: list[T] = []
-        while len(found) < number and (item := self.first()) is not None:
-            if found and item.key > found[0].key + margin:
+        items: list[T] = []
+        while len(items) < number and (item := self.first()) is not None:
+            if items and item.key > items[0].key + margin:
                 break
             heapq.heappop(self._heap)
-            found.append(item)
-        for item in found:
+            items.append(item)
+        for item in items:
             heapq.heappush(self._heap, (item.key, item.version, item))
-        return found
+        return items

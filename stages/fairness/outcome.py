@@ -14,7 +14,7 @@ class Dispatched(msgspec.Struct, frozen=True):
     """What `pop` gives: a message for a replica, and what telemetry and budget need.
 
     Attributes:
-        resumed: The sequence that goes on, when it had made room before.
+        resumed: The sequence that is resumed; None where sequences start.
         last: No sequence of the request waits any more for its first run.
         passed_by: Dispatches while it waited: of other priorities, of other tenants, of its own.
     """

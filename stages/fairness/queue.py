@@ -80,9 +80,9 @@ class FairQueue:
         are others that are not able either, besides putting the tenants in order.
         """
         for priority_class in sorted(
-            self._classes.values(), key=lambda each: each.key if each.turns else 0
+            self._classes.values(), key=lambda level: level.key if level.turns else 0
         ):
-            for flow in sorted(priority_class.flows(), key=lambda each: each.key):
+            for flow in sorted(priority_class.flows(), key=lambda flow: flow.key):
                 if (waiting := flow.first_of(able)) is not None:
                     return Next(waiting, priority_class)
         return None

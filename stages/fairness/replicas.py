@@ -1,4 +1,4 @@
-"""What runs: on each replica its credits, its sequences, and which of them should make room."""
+"""What runs: on each replica its credits, its sequences, and which of them should pause."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_UNCOUNTED = 64
 
 
 KEPT_SHARE = 1 / 8
-"""Of the free KV, how much those may have that made room at the end of their time slice.
+"""Of the free KV, how much those may have that paused at the end of their time slice.
 
 Measured with benchmarks/fairness_sim.py where the cache is short: with a half they lose so much of
 it that the replica needs 4.5 % more time, with a quarter 1.1 %, with an eighth 0.1 %.
@@ -33,11 +33,11 @@ class Running:
         started: Its first step has been planned.
         num_tokens: Prompt and generated tokens.
         in_slice: Tokens since it was dispatched.
-        preemptions: How often it had to make room for a higher priority.
-        leaving: It was told to make room, at `asked_ns`, when it had `asked_tokens`.
+        preemptions: How often it had to pause for a higher priority.
+        leaving: It was asked to pause, at `asked_ns`, when it had `asked_tokens`.
         preempted: It was told for a higher priority, not at the end of its time slice.
-        behind: It goes on behind what its tenant has waiting then, else before it.
-        paused_ns: When it had made room.
+        behind: It is resumed behind what its tenant has waiting then, else before it.
+        paused_ns: When it paused.
     """
 
     __slots__ = (
@@ -88,12 +88,12 @@ class Replica:
     Attributes:
         credits: Sequences that it can take.
         running: Those that it has, by id.
-        paused: Those that made room and wait again, by id; batching keeps them.
+        paused: Those that are paused, by id; batching keeps them.
         due: Those whose own time slice is used up.
         made_since_change: Tokens made that no slice which has ended is counted against; no more
             than a slice of each sequence.
-        num_leaving: Those that were told to make room and have not yet.
-        paused_tokens: Tokens of those that made room, or were told to.
+        num_leaving: Those that were asked to pause and have not yet.
+        paused_tokens: Tokens of those that are paused, or were asked to be.
         kv_free: Tokens for which KV was free, when it last said so.
         prefixes: What its prefix cache probably holds.
     """
@@ -141,12 +141,14 @@ class Replica:
         if preemptible:
             heapq.heappush(self._victims, _as_victim(running))
             if len(self._victims) > 2 * len(self.running) + LEFTOVERS_KEPT:
-                self._victims = [each for each in self._victims if self._is_victim(each)]
+                self._victims = [victim for victim in self._victims if self._is_victim(victim)]
                 heapq.heapify(self._victims)
 
     def configure(self, preemptible: Callable[[Running], bool]) -> None:
         """Who may be told to pause is to be looked at anew."""
-        self._victims = [_as_victim(each) for each in self.running.values() if preemptible(each)]
+        self._victims = [
+            _as_victim(running) for running in self.running.values() if preemptible(running)
+        ]
         heapq.heapify(self._victims)
         self.due.clear()
 
@@ -167,7 +169,7 @@ class Replica:
                 yield running, number
 
     def ask(self, running: Running, now_ns: int, *, preempted: bool, behind: bool) -> None:
-        """A sequence is told to make room."""
+        """A sequence is asked to pause."""
         running.behind = behind
         running.leaving = True
         running.asked_ns = now_ns
@@ -179,7 +181,7 @@ class Replica:
         self.due.pop(running.spec.seq_id, None)
 
     def pause(self, seq_id: int, now_ns: int) -> Running | None:
-        """A sequence has made room; None for one that nobody asks for any more."""
+        """A sequence is paused; returns it, None if it is not one of those that run here."""
         running = self._remove(seq_id)
         if running is not None:
             running.paused_ns = now_ns
@@ -196,16 +198,16 @@ class Replica:
         return running
 
     def keeps(self, running: Running, before: int) -> bool:
-        """Whether the KV of a sequence would probably still be cached when it goes on.
+        """Whether the KV of a sequence would probably still be cached when it is resumed.
 
-        `before`: Tokens of what runs before that. They, and those of all who made room, may take
+        `before`: Tokens of what runs before that. They, and those of all that are paused, may take
         `KEPT_SHARE` of what is free; the rest is for what runs, which grows and is replaced.
         """
         own = running.num_tokens
         return self.paused_tokens + own + before <= KEPT_SHARE * (self.kv_free + own)
 
     def lowest(self) -> Running | None:
-        """Who makes room first for a higher priority, the one with the lowest; None if none may."""
+        """The sequence to pause first for a higher priority: of those that may be, the lowest."""
         while self._victims and not self._is_victim(self._victims[0]):
             heapq.heappop(self._victims)
         return self._victims[0][2] if self._victims else None

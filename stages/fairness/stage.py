@@ -26,7 +26,10 @@ from .replicas import Running
 
 
 class FairnessStage(Actor):
-    """Queues what admission lets in; dispatches as batching gives credits, and asks for room."""
+    """Queues what admission lets in; dispatches as batching gives credits.
+
+    For what goes first and finds no room it asks running sequences to pause.
+    """
 
     name: ClassVar[str] = "fairness"
 
@@ -146,7 +149,7 @@ class FairnessStage(Actor):
         self._trace(names.FAIRNESS_YIELD, running, running.asked_ns, {names.YIELD_REASON: reason})
 
     def _trace(self, name: str, running: Running, start_ns: int, attributes: Attributes) -> None:
-        """A span of its own, from asking for room to having it, or from then to going on."""
+        """A span of its own: until a sequence asked to pause did, or while it was paused."""
         info = running.request.info
         if not self.records(info.traceparent):
             return

@@ -139,7 +139,7 @@ class Flow:
         heapq.heappush(self._heap, (key, next(self._order), waiting))
         self.num_waiting += 1
         if len(self._heap) > 2 * self.num_waiting + LEFTOVERS_KEPT:
-            self._heap = [each for each in self._heap if each[2].specs]
+            self._heap = [entry for entry in self._heap if entry[2].specs]
             heapq.heapify(self._heap)
 
     def count(self, waiting: Waiting, number: int) -> None:
@@ -161,8 +161,8 @@ class Flow:
 
     def reorder(self, key_of: Callable[[Waiting], int]) -> None:
         """Puts what waits in another order; those with equal keys stay as they are."""
-        waiting = [each for _, _, each in sorted(self._heap) if each.specs]
-        self._heap = [(key_of(each), next(self._order), each) for each in waiting]
+        waiting = [item for _, _, item in sorted(self._heap) if item.specs]
+        self._heap = [(key_of(item), next(self._order), item) for item in waiting]
         heapq.heapify(self._heap)
 
 
@@ -281,8 +281,8 @@ class PriorityClass:
         elif len(self._flows) > self._sweep_at:
             busy = {t: f for t, f in self._flows.items() if f.num_waiting or f.num_running}
             idle = (f for t, f in self._flows.items() if t not in busy)
-            ahead = heapq.nlargest(IDLE_KEPT, idle, key=lambda each: each.counter)
-            self._flows = busy | {each.tenant: each for each in ahead if each.counter > self._floor}
+            ahead = heapq.nlargest(IDLE_KEPT, idle, key=lambda flow: flow.counter)
+            self._flows = busy | {flow.tenant: flow for flow in ahead if flow.counter > self._floor}
             self._sweep_at = 2 * (len(busy) + IDLE_KEPT)
 
     def _one_less(self, flow: Flow) -> None:

@@ -110,9 +110,9 @@ class StreamingCore:
         batch = _Batch(now_ns)
         for started in result.started:
             self._start(started, result.end_ns)
-        for found in result.prompt_logprobs:
-            if found.seq_id in self._running:
-                self._running[found.seq_id].request.absorb_prompt(found)
+        for prompt in result.prompt_logprobs:
+            if prompt.seq_id in self._running:
+                self._running[prompt.seq_id].request.absorb_prompt(prompt)
         rows = zip(
             result.seq_ids,
             result.token_ids,
@@ -180,7 +180,9 @@ class StreamingCore:
         delivered: Counter[int] = Counter()
         for chunk in chunks:
             delivered[chunk.sample_index] += len(chunk.token_ids)
-        known = Counter({each.index: len(each.token_ids) for each in request.samples.values()})
+        known = Counter(
+            {sample.index: len(sample.token_ids) for sample in request.samples.values()}
+        )
         return not request.info.stream or known == delivered
 
     def restore(

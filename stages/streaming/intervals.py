@@ -11,17 +11,20 @@ _KEPT = 256
 class TokenIntervals:
     """When each sequence had its last token.
 
-    All that sampled in one step also did so in the one before, but for a few that stood aside, so
-    there are few different times among them: each is told once for a step, and a step costs some
-    microseconds, however many sequences it has.
+    Nearly all sequences of a step were in the step before, so there are few different intervals.
+    Each is given once for a step, however many sequences have it; so a step costs microseconds.
     """
 
     def __init__(self) -> None:
         self._last_ns: dict[int, int] = {}
 
     def step(self, seq_ids: Sequence[int], end_ns: int) -> list[int]:
-        """Takes a step's rows; returns the different times since their last tokens, in
-        nanoseconds, those of first tokens left out."""
+        """Takes the sequences that sampled in a step.
+
+        Returns:
+            The different times since their last tokens, in nanoseconds. Sequences with their first
+            token have none.
+        """
         before = set(map(self._last_ns.get, seq_ids)) - {None}
         now = dict.fromkeys(seq_ids, end_ns)
         if len(self._last_ns) > 2 * len(seq_ids) + _KEPT:

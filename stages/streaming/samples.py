@@ -96,11 +96,11 @@ class RequestState:
         self.prompt_ref_logprobs: tuple[float | None, ...] | None = None
         self.unscored: set[int] = set()
 
-    def absorb_prompt(self, found: PromptLogprobs) -> None:
+    def absorb_prompt(self, prompt: PromptLogprobs) -> None:
         """Takes logprobs of the prompt. After a preemption some come again, and count once."""
-        known = len(self.prompt_logprobs) - found.start
-        self.prompt_logprobs += found.logprobs[known:]
-        self.prompt_top_logprobs += map(token_logprobs, found.top_logprobs[known:])
+        known = len(self.prompt_logprobs) - prompt.start
+        self.prompt_logprobs += prompt.logprobs[known:]
+        self.prompt_top_logprobs += map(token_logprobs, prompt.top_logprobs[known:])
 
     def restore_prompt(self, chunk: CompletionChunk) -> None:
         """Takes the logprobs of the prompt that were delivered before."""
@@ -110,7 +110,7 @@ class RequestState:
     def scored_prompt(
         self,
     ) -> tuple[tuple[float | None, ...] | None, tuple[TokenLogprobs, ...] | None]:
-        """Completion.prompt_logprobs and prompt_top_logprobs."""
+        """A Completion's `prompt_logprobs` and `prompt_top_logprobs`; None where not asked for."""
         wanted, size = self.info.prompt_logprobs, self.info.num_prompt_tokens
         if wanted is None or len(self.prompt_logprobs) < size:
             return None, None
@@ -123,8 +123,11 @@ class RequestState:
             self.unscored.add(sample.index)
 
     def to_score(self, index: int) -> ScoreSample:
-        """What the reference model is asked of an unscored sample; of the first, perhaps of the
-        prompt as well."""
+        """The question to the reference model about a sample that has finished.
+
+        It asks for the completion's logprobs, and with the first sample for the prompt's too, if
+        those are wanted.
+        """
         info, prompt = self.info, self.prompt_token_ids
         assert info.ref_temperature is not None
         return ScoreSample(
@@ -294,6 +297,6 @@ class Sample:
         return held + incomplete
 
 
-def token_logprobs(found: TopLogprobs) -> TokenLogprobs:
+def token_logprobs(top: TopLogprobs) -> TokenLogprobs:
     """From the messages between stages to the public ones."""
-    return tuple(TokenLogprob(token_id=token_id, logprob=value) for token_id, value in found)
+    return tuple(TokenLogprob(token_id=token_id, logprob=value) for token_id, value in top)

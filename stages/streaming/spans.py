@@ -29,7 +29,7 @@ def trace_end(stage: Actor, ended: EndedRequest) -> None:
             names.INPUT_TOKENS: completion.usage.prompt_tokens,
             names.CACHED_TOKENS: completion.usage.cached_tokens,
             names.OUTPUT_TOKENS: completion.usage.completion_tokens,
-            names.FINISH_REASONS: tuple(each.finish_reason for each in completion.samples),
+            names.FINISH_REASONS: tuple(sample.finish_reason for sample in completion.samples),
         },
         events=events,
         error=completion.error.code if completion.error else "",

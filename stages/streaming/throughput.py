@@ -35,8 +35,8 @@ class Throughput:
         if passed_ns >= _LEAST_NS:
             self._rate = round(self._tokens / (passed_ns / 1e9))
             self._tokens, self._since_ns = 0, now_ns
-        found: dict[str, int | float] = {"tokens_per_s": self._rate}
+        load: dict[str, int | float] = {"tokens_per_s": self._rate}
         if waits := sorted(self._waits_ns):
             for name, share in (("ttft_ms_p50", 0.5), ("ttft_ms_p95", 0.95)):
-                found[name] = round(waits[int(share * (len(waits) - 1))] / 1e6, 1)
-        return found
+                load[name] = round(waits[int(share * (len(waits) - 1))] / 1e6, 1)
+        return load

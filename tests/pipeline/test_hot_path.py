@@ -7,6 +7,7 @@ Who makes the hot path shorter lowers the bounds.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, Literal
@@ -18,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.bus.control import LaneCapacity
 from nano_inference.bus.messages import Dispatch, RequestInfo, SequenceSpec, StepPlan, StepResult
+from nano_inference.config import load_config
+from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor.attention import cpu as cpu_attention
 from nano_inference.stages.executor.core import ExecutorCore
@@ -25,7 +28,7 @@ from nano_inference.stages.executor.kernels import cpu
 from nano_inference.stages.executor.kernels.compile import KernelsUnavailable
 from nano_inference.stages.executor.model import wrap_model
 
-from ..instructions import instructions
+from ..instructions import counted, instructions
 from ..stages.executor.models import make_model
 from ..stages.executor.plans import new_sequence, step_plan
 
@@ -37,6 +40,7 @@ INSTRUCTIONS_PER_STEP = 6_000
 BATCHING_PER_SEQUENCE = 45
 """Of them, the most are for naming a block's tokens once it is full."""
 BATCHING_256_OVER_16 = 9
+ADMISSION_PER_REQUEST = 2_400
 INSTRUCTIONS_PER_LAYER = 240
 KERNELS_PER_LAYER, KERNELS_PER_STEP = 9, 4
 OPERATIONS_PER_LAYER, OPERATIONS_PER_STEP = 39, 70
@@ -107,6 +111,26 @@ def test_batching_hardly_grows_with_the_batch(cache_type: Literal["paged", "radi
     assert few > 100
     assert many < BATCHING_256_OVER_16 * few
     assert (many - few) / 240 < BATCHING_PER_SEQUENCE
+
+
+async def admit(pipeline: Pipeline, requests: int) -> int:
+    """Instructions of admission for so many requests at once, from the queue to the last word."""
+    sampling = {"max_tokens": 4, "ignore_eos": True, "temperature": 0}
+    prompts = [f"{number} and" for number in range(requests)]
+    with counted() as counts:
+        done = await asyncio.gather(
+            *(pipeline.complete({"prompt": prompt, "sampling": sampling}) for prompt in prompts)
+        )
+    assert {completion.status for completion in done} == {"done"}
+    return sum(number for name, number in counts.items() if name.startswith("/stages/admission/"))
+
+
+async def test_admission_of_a_request() -> None:
+    config = load_config(env={}, overrides={"engine.dtype": "float32"})
+    async with Pipeline(config) as pipeline:
+        await admit(pipeline, 2)
+        few, many = await admit(pipeline, 8), await admit(pipeline, 40)
+    assert 1_000 < (many - few) / 32 < ADMISSION_PER_REQUEST
 
 
 class CountedLibrary:

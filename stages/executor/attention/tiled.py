@@ -224,9 +224,9 @@ class TiledBackend:
                 tiles = _pack(scaled[chunk.tokens], heads, group)
                 context = cache.gather(layer, chunk.index)
                 result = _chunk_attention(chunk, tiles, *context, options.softcap, sink_rows)
-                found = _unpack(result, chunk.tokens.shape[1], group)
+                rows = _unpack(result, chunk.tokens.shape[1], group)
                 target = chunk.tokens.view(-1)[chunk.used]
-                output.index_copy_(0, target, found[chunk.used].to(output.dtype))
+                output.index_copy_(0, target, rows[chunk.used].to(output.dtype))
         return output
 
 
@@ -348,7 +348,7 @@ def check_attention(group: int, key_dim: int, value_dim: int) -> None:
     for count in (1, 2, 5, 16):
         part = slice(7, 7 + count)
         same &= torch.equal(attend(queries[part], keys[:, part], values[:, part]), wanted[part])
-        one = (each[:, :1].expand(-1, count, -1, -1) for each in (keys, values))
+        one = (tensor[:, :1].expand(-1, count, -1, -1) for tensor in (keys, values))
         same &= torch.equal(attend(queries[:count], *one)[:1], wanted[:1])
     if not same:
         raise ModelError(

@@ -95,7 +95,7 @@ class FastModules:
 
     def _compare(
         self,
-        found: Iterable[tuple[nn.Module, Sequence[Forward]]],
+        candidates: Iterable[tuple[nn.Module, Sequence[Forward]]],
         run: Callable[[], object],
         agree: Callable[[Any, Any], bool],
     ) -> dict[nn.Module, Forward]:
@@ -120,7 +120,7 @@ class FastModules:
 
         hooks = [
             module.register_forward_hook(comparison(offers), with_kwargs=True)
-            for module, offers in found
+            for module, offers in candidates
         ]
         try:
             run()

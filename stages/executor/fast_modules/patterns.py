@@ -46,9 +46,9 @@ def find_patterns(model: LoadedModel) -> Iterator[tuple[nn.Module, list[Forward]
 
 def _linears(module: nn.Module, *names: str) -> list[nn.Linear]:
     """The linear layers of these names, or none if one is missing or of another kind."""
-    found = [getattr(module, name, None) for name in names]
+    children = [getattr(module, name, None) for name in names]
     linears = [
-        layer for layer in found if type(layer) is nn.Linear and _fits(layer.weight, layer.bias)
+        layer for layer in children if type(layer) is nn.Linear and _fits(layer.weight, layer.bias)
     ]
     return linears if len(linears) == len(names) else []
 
@@ -125,9 +125,9 @@ def _kind_of(activation: object) -> Kind | None:
         return None
     x = torch.linspace(-8, 8, 257)
     known = {Kind.GATED_SILU: F.silu(x), Kind.GATED_TANH_GELU: F.gelu(x, approximate="tanh")}
-    found = activation(x)
+    output = activation(x)
     for kind, values in known.items():
-        if torch.allclose(found, values, rtol=0, atol=1e-6):
+        if torch.allclose(output, values, rtol=0, atol=1e-6):
             return kind
     return None
 
@@ -273,9 +273,9 @@ def join_layers(
         if sorted(parts) != sorted(_DECODER_PARTS):
             continue
         layers = parts["layers"].children()
-        found = [_layer_parts(agreed.get(layer), model, cache, agreed) for layer in layers]
-        known = [layer for layer in found if layer is not None]
-        if known and len(known) == len(found):
+        decoder_layers = [_layer_parts(agreed.get(layer), model, cache, agreed) for layer in layers]
+        known = [layer for layer in decoder_layers if layer is not None]
+        if known and len(known) == len(decoder_layers):
             yield module, [_joined(DecoderLayers(known), module.forward, parts)]
 
 

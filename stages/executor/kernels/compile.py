@@ -98,8 +98,8 @@ def _cache_folder() -> Path | None:
         return None
 
 
-def _only_we_write(found: os.stat_result) -> bool:
-    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+def _only_we_write(status: os.stat_result) -> bool:
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _keep(content: bytes, folder: Path, name: str) -> None:
@@ -129,8 +129,8 @@ def _load(folder: Path, name: str) -> ctypes.CDLL:
         stack.callback(os.close, place)
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         file = stack.enter_context(open(os.open(name, flags, dir_fd=place), "rb"))
-        found = os.fstat(file.fileno())
-        if not (stat.S_ISREG(found.st_mode) and _only_we_write(found)):
+        status = os.fstat(file.fileno())
+        if not (stat.S_ISREG(status.st_mode) and _only_we_write(status)):
             raise OSError("others may write to it")
         if not _only_we_write(os.fstat(place)):
             raise OSError(f"others may write to {folder}")

@@ -80,12 +80,12 @@ def library() -> ctypes.CDLL:
     Raises:
         KernelsUnavailable: There is none on this machine.
     """
-    found = load_library()
+    loaded = load_library()
     for name, arguments in _SIGNATURES.items():
-        function = getattr(found, name)
+        function = getattr(loaded, name)
         function.argtypes = arguments
         function.restype = None
-    return found
+    return loaded
 
 
 class Linear:

@@ -28,6 +28,54 @@ _PROGRAMS = 512
 _MOST_SPLITS = 64
 
 
+@triton.jit
+def _load_rows(whole, at, real, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """`[rows, padded]`: the rows `at` of a tensor, zero where a row is not `real`."""
+    column = tl.arange(0, PADDED)
+    return tl.load(
+        whole + at[:, None] * WIDTH + column[None, :],
+        mask=real[:, None] & (column[None, :] < WIDTH),
+        other=0.0,
+    )
+
+
+@triton.jit
+def _store_rows(whole, at, real, rows, WIDTH: tl.constexpr):
+    """Writes `[rows, padded]` to the rows `at` of a tensor, those that are `real`."""
+    column = tl.arange(0, rows.shape[1])
+    tl.store(
+        whole + at[:, None] * WIDTH + column[None, :],
+        rows,
+        mask=real[:, None] & (column[None, :] < WIDTH),
+    )
+
+
+@triton.jit
+def _bounds(context, split, splits, WINDOW: tl.constexpr):
+    """The first position of a split, and the one behind its last."""
+    low = context * 0
+    if WINDOW:
+        low = tl.maximum(context - WINDOW, 0)
+    length = tl.cdiv(context - low, splits)
+    start = low + split * length
+    return start, tl.minimum(start + length, context)
+
+
+@triton.jit
+def _scores(query, keys, at, real, scale, softcap, WIDTH: tl.constexpr, SOFTCAP: tl.constexpr):
+    """`[query rows, keys]`: how well they match the keys `at`; those not `real` not at all."""
+    column = tl.arange(0, query.shape[1])
+    key = tl.load(
+        keys + at[None, :] * WIDTH + column[:, None],
+        mask=real[None, :] & (column[:, None] < WIDTH),
+        other=0.0,
+    )
+    scores = tl.dot(query, key, input_precision="ieee") * scale
+    if SOFTCAP:
+        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+    return tl.where(real[None, :], scores, float("-inf"))
+
+
 # What differs between calls is no constant, so that a layer's kernel is compiled once.
 @triton.jit(
     do_not_specialize=["query_stride", "table_stride", "splits"],
@@ -63,23 +111,12 @@ def _attend_split(
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    context = tl.load(contexts + row)
-    low = context * 0
-    if WINDOW:
-        low = tl.maximum(context - WINDOW, 0)
-    length = tl.cdiv(context - low, splits)
-    start = low + split * length
-    stop = tl.minimum(start + length, context)
+    start, stop = _bounds(tl.load(contexts + row), split, splits, WINDOW)
 
     member = tl.arange(0, PADDED_GROUP)
-    key_at = tl.arange(0, PADDED_KEY)
-    value_at = tl.arange(0, PADDED_VALUE)
+    real = member < GROUP
     head = kv_head * GROUP + member
-    query = tl.load(
-        queries + row * query_stride + head[:, None] * KEY_WIDTH + key_at[None, :],
-        mask=(member[:, None] < GROUP) & (key_at[None, :] < KEY_WIDTH),
-        other=0.0,
-    )
+    query = _load_rows(queries + row * query_stride, head, real, KEY_WIDTH, PADDED_KEY)
     best = tl.full([PADDED_GROUP], float("-inf"), tl.float32)
     total = tl.zeros([PADDED_GROUP], tl.float32)
     output = tl.zeros([PADDED_GROUP, PADDED_VALUE], tl.float32)
@@ -88,24 +125,12 @@ def _attend_split(
         seen = position < stop
         block = tl.load(tables + row * table_stride + position // BLOCK_SIZE, mask=seen, other=0)
         place = (block * BLOCK_SIZE + position % BLOCK_SIZE) * KV_HEADS + kv_head
-        key = tl.load(
-            keys + place[None, :] * KEY_WIDTH + key_at[:, None],
-            mask=seen[None, :] & (key_at[:, None] < KEY_WIDTH),
-            other=0.0,
-        )
-        scores = tl.dot(query, key, input_precision="ieee") * scale
-        if SOFTCAP:
-            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
-        scores = tl.where(seen[None, :], scores, float("-inf"))
+        scores = _scores(query, keys, place, seen, scale, softcap, KEY_WIDTH, SOFTCAP)
         # The first position of a tile is always seen, so no row is without a finite score.
         new_best = tl.maximum(best, tl.max(scores, 1))
         shrink = tl.exp(best - new_best)
         weights = tl.exp(scores - new_best[:, None])
-        value = tl.load(
-            values + place[:, None] * VALUE_WIDTH + value_at[None, :],
-            mask=seen[:, None] & (value_at[None, :] < VALUE_WIDTH),
-            other=0.0,
-        )
+        value = _load_rows(values, place, seen, VALUE_WIDTH, PADDED_VALUE)
         weighted = tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         output = output * shrink[:, None] + weighted
         total = total * shrink + tl.sum(weights, 1)
@@ -113,14 +138,9 @@ def _attend_split(
 
     # Of splits that got nothing: no total, and minus infinity as the largest.
     at = (row * KV_HEADS * GROUP + head) * splits + split
-    real = member < GROUP
     tl.store(largest + at, best, mask=real)
     tl.store(totals + at, total, mask=real)
-    tl.store(
-        partial + at[:, None] * VALUE_WIDTH + value_at[None, :],
-        output,
-        mask=real[:, None] & (value_at[None, :] < VALUE_WIDTH),
-    )
+    _store_rows(partial, at, real, output, VALUE_WIDTH)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -144,20 +164,16 @@ def _join_splits(
     value_at = tl.arange(0, PADDED_VALUE)
     at = (row * HEADS + head) * splits + split
     real = split < splits
-    found = tl.load(largest + at, mask=real, other=float("-inf"))
-    best = tl.max(found, 0)
+    peaks = tl.load(largest + at, mask=real, other=float("-inf"))
+    best = tl.max(peaks, 0)
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32)
         best = tl.maximum(best, sink)
-    shrink = tl.exp(found - best)
+    shrink = tl.exp(peaks - best)
     total = tl.sum(tl.load(totals + at, mask=real, other=0.0) * shrink, 0)
     if SINKS:
         total += tl.exp(sink - best)
-    parts = tl.load(
-        partial + at[:, None] * VALUE_WIDTH + value_at[None, :],
-        mask=real[:, None] & (value_at[None, :] < VALUE_WIDTH),
-        other=0.0,
-    )
+    parts = _load_rows(partial, at, real, VALUE_WIDTH, PADDED_VALUE)
     joined = tl.sum(parts * shrink[:, None], 0) / total
     tl.store(
         output + (row * HEADS + head) * VALUE_WIDTH + value_at,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nano_inference.bus.control import Cancel
 from nano_inference.bus.messages import Credit
 from nano_inference.stages.batching import Sequence
-from nano_inference.stages.batching.deadlines import LEFTOVERS_KEPT
+from nano_inference.stages.batching.index import LEFTOVERS_KEPT
 from nano_inference.stages.batching.report import REPORTED_STEPS
 
 from .lane import CacheType, Lane, expected, reported
@@ -248,7 +248,7 @@ def test_deadlines_of_ended_requests_are_not_kept() -> None:
     for seq_id in range(2000):
         lane.add([1], request_id=str(seq_id), seq_ids=(seq_id,), max_tokens=1, deadline_ns=10**18)
         lane.run()
-    assert len(lane.core._deadlines) <= LEFTOVERS_KEPT + 2
+    assert lane.core._index.num_deadlines <= LEFTOVERS_KEPT + 2
 
 
 def test_paused_core_plans_no_rows_but_still_passes_cancellations_on() -> None:

@@ -43,6 +43,8 @@ structlog.configure(
 # How long an example takes says more about the machine than about what it shows.
 settings.register_profile("ours", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ours")
+# Of those that name no number of their own. Every day it is Hypothesis's 100.
+settings.register_profile("soak", settings.get_profile("ours"), max_examples=500)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,6 +63,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="PROGRAM",
         help="run on this server, such as /usr/bin/redis-server, and not on the embedded Valkey",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before the tests are imported, which take the profile that is then in force."""
+    if config.getoption("--soak"):
+        settings.load_profile("soak")
 
 
 # Those that take longest, so that none is begun when the others have ended; see the table at the

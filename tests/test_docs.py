@@ -6,7 +6,7 @@ import ast
 import asyncio
 import re
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -17,7 +17,7 @@ from nano_inference import Config, Pipeline, SamplingParams, load_config
 from nano_inference.config import DEFAULT_URL
 from nano_inference.stages.admission.checks import check_sampling
 
-from .programs import Programs
+from .programs import run_beside
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -44,22 +44,13 @@ async def bus_url(redis_url: str) -> AsyncIterator[str]:
         yield redis_url
 
 
-@pytest.fixture(scope="module")
-def programs() -> Iterator[Programs]:
-    running = Programs()
-    yield running
-    running.close()
-
-
 @pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("where", "code"), PYTHON, ids=[where for where, _ in PYTHON])
-async def test_python_code_runs(
-    where: str, code: str, programs: Programs, bus_url: str, tmp_path: Path
-) -> None:
+async def test_python_code_runs(where: str, code: str, bus_url: str, tmp_path: Path) -> None:
     """As a program of its own."""
     async with asyncio.timeout(LIMIT_S):
-        ran = await programs.run(code.replace(DEFAULT_URL, bus_url), tmp_path)
+        ran = await run_beside(code.replace(DEFAULT_URL, bus_url), tmp_path)
     assert ran.status == 0, ran.stderr
     assert ran.stdout.strip()
 

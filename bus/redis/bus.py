@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 import uuid
 from functools import partial
 
@@ -160,9 +161,10 @@ class RedisBus:
             check_version(info, self._server.name)
 
     async def aclose(self) -> None:
-        """Gives up after `CLOSE_PATIENCE_S` when Redis is away."""
+        """Gives up after `CLOSE_PATIENCE_S` in all when Redis is away."""
         if self._inboxes.closed:
             return
+        give_up_at = time.monotonic() + CLOSE_PATIENCE_S
         self._inboxes.close()
         await asyncio.gather(
             *(writer.aclose(CLOSE_PATIENCE_S) for writer in self._writers.values()),
@@ -170,7 +172,7 @@ class RedisBus:
             self.requests.aclose(CLOSE_PATIENCE_S),
             self.results.aclose(),
         )
-        await self._commands.aclose(CLOSE_PATIENCE_S)
+        await self._commands.aclose(max(0.0, give_up_at - time.monotonic()))
         await self._writes.aclose()
         await self._server.aclose()
 

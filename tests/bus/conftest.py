@@ -27,6 +27,8 @@ KINDS: dict[str, tuple[frozenset[str], dict[str, Any]]] = {
     "redis-links": (ALL, {"links": "redis"}),
     "cluster": (frozenset(), {}),
 }
+STORES = [kind for kind in KINDS if kind not in ("redis-local", "redis-links")]
+"""The kinds without those that differ in their links alone: all that is no link they share."""
 
 
 class Buses:
@@ -157,9 +159,16 @@ async def _buses(kind: str, url: str) -> AsyncIterator[Buses]:
                 await redis.delete(key)
 
 
-@pytest_asyncio.fixture(params=list(KINDS))
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every kind of bus, or those that the module names in `BUSES`."""
+    if "buses" in metafunc.fixturenames:
+        kinds = getattr(metafunc.module, "BUSES", KINDS)
+        metafunc.parametrize("buses", list(kinds), indirect=True)
+
+
+@pytest_asyncio.fixture
 async def buses(request: pytest.FixtureRequest) -> AsyncIterator[Buses]:
-    """For the contract suite: every kind of bus."""
+    """For the contract suite: each kind of bus in turn."""
     name = "cluster_url" if request.param == "cluster" else "redis_url"
     async for made in _buses(request.param, request.getfixturevalue(name)):
         yield made

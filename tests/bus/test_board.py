@@ -1,4 +1,4 @@
-"""The board of the stages, on every kind of bus."""
+"""The board of the stages, on every kind of store."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from redis.asyncio import Redis
 
 from nano_inference.bus import Bus, StageReport
 from nano_inference.bus.board import STALE_AFTER_S, latest
+
+from .conftest import STORES
+
+BUSES = STORES
 
 
 def report(stage: str = "batching", **fields: Any) -> StageReport:

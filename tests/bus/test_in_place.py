@@ -9,6 +9,10 @@ from redis.asyncio import Redis
 from nano_inference.bus import Bus, WeightsInPlace
 from nano_inference.bus.keys import Keys
 
+from .conftest import STORES
+
+BUSES = STORES
+
 SEVEN = WeightsInPlace(version=7, leader="admission-1", folder="/weights/7", stamp="abc")
 EIGHT = WeightsInPlace(version=8, leader="admission-1")
 

@@ -15,7 +15,10 @@ from nano_inference.bus.public import Completion, ErrorInfo, GenerateRequest
 from nano_inference.bus.redis import queue_length
 from nano_inference.config import BusConfig, ConfigError, LaneReplaced
 
+from .conftest import STORES
 from .test_requests import take
+
+BUSES = STORES
 
 LONG_S = 1000.0
 AT_ONCE_S = 0.001

@@ -18,6 +18,7 @@ from nano_inference.bus.links import CREDITS, PLANS
 from nano_inference.bus.public import GenerateRequest
 from nano_inference.bus.redis import bus as redis_bus
 from nano_inference.bus.redis import links as redis_links
+from nano_inference.bus.redis.client import Commands
 from nano_inference.bus.redis.leases import consumer_of
 from nano_inference.config import BusConfig, BusError, ChannelClosed
 
@@ -241,13 +242,19 @@ async def test_requests_survive_killed_connections(
     await kit.eventually(empty, "all acknowledged")
 
 
-async def test_server_that_comes_back(tmp_path: Path, kit: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(redis_bus, "CLOSE_PATIENCE_S", 0.5)
+@pytest.fixture
+def unused_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    bus = open_bus(BusConfig(url=f"redis://127.0.0.1:{port}"))
-    server = ValkeyServer(port=port, data_dir=tmp_path)
+        return int(probe.getsockname()[1])
+
+
+async def test_server_that_comes_back(
+    tmp_path: Path, unused_port: int, kit: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(redis_bus, "CLOSE_PATIENCE_S", 0.5)
+    bus = open_bus(BusConfig(url=f"redis://127.0.0.1:{unused_port}"))
+    server = ValkeyServer(port=unused_port, data_dir=tmp_path)
     try:
         server.start()
         inbox = await bus.open_inbox("fairness")
@@ -271,6 +278,28 @@ async def test_server_that_comes_back(tmp_path: Path, kit: Any, monkeypatch: Any
     finally:
         await bus.aclose()
         server.terminate()
+
+
+async def test_what_is_left_to_do_at_the_end_shares_one_time_limit(
+    unused_port: int, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where Redis is away, closing would take as many times as long as there are kinds of work."""
+    monkeypatch.setattr(redis_bus, "CLOSE_PATIENCE_S", 0.2)
+    close, left_s = Commands.aclose, list[float]()
+
+    async def closed(self: Commands, patience_s: float) -> None:
+        left_s.append(patience_s)
+        await close(self, patience_s)
+
+    monkeypatch.setattr(Commands, "aclose", closed)
+    bus = open_bus(BusConfig(url=f"redis://127.0.0.1:{unused_port}"))
+    asking = asyncio.create_task(bus.next_epoch())
+    await bus.sender(CREDITS, "batching-1").send(kit.credit(1))
+    async with asyncio.timeout(kit.limit_s):
+        await bus.aclose()
+    with pytest.raises(ChannelClosed):
+        await asking
+    assert left_s[0] < 0.1, "the writer has taken it all"
 
 
 # --- link streams -----------------------------------------------------------------------------

@@ -13,6 +13,10 @@ from nano_inference.bus.memory.results import KEPT_FINISHED, TAIL_CAPACITY
 from nano_inference.bus.public import Completion, CompletionSample, StageTime, Timings, Usage
 from nano_inference.config import BusError
 
+from .conftest import STORES
+
+BUSES = STORES
+
 
 async def publish(bus: Bus, request_id: str) -> str:
     return await bus.requests.publish({"request_id": request_id, "prompt": "x"})

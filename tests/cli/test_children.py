@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -49,6 +50,14 @@ def waiting(closed_port: int) -> list[str]:
     """The arguments of a process that waits for a Redis that never comes."""
     url = f"redis://127.0.0.1:{closed_port}"
     return ["run", "--with-parent", "--stages", "fairness", "--bus", url]
+
+
+@pytest.fixture
+def running(redis_url: str) -> list[str]:
+    """The arguments of a process whose stage waits for the others, which never come."""
+    prefix = f"children-{uuid.uuid4().hex[:8]}"
+    setting = f"bus.prefix={prefix}"
+    return ["run", "--with-parent", "--stages", "fairness", "--bus", redis_url, "--set", setting]
 
 
 async def text_of(child: Child) -> str:
@@ -116,10 +125,10 @@ async def test_it_is_ours_and_seen_by_its_name(
     assert child.returncode == -signal.SIGKILL
 
 
-async def test_the_word_to_drain_reaches_it(method: ForkServer | None, waiting: list[str]) -> None:
-    child = await start(method, waiting)
+async def test_the_word_to_drain_reaches_it(method: ForkServer | None, running: list[str]) -> None:
+    child = await start(method, running)
     await child.tell(DRAIN)
-    assert await text_of(child)
+    assert "stopped" in await text_of(child)
     assert await child.wait() == 0
 
 
@@ -141,18 +150,19 @@ async def test_many_are_forked_at_a_time(server: ForkServer) -> None:
         assert len({child.pid for child in children}) == 8
 
 
-async def test_a_killed_fork_server_takes_nobody_with_it(waiting: list[str]) -> None:
+async def test_a_killed_fork_server_takes_nobody_with_it(running: list[str]) -> None:
     forks = ForkServer(["fairness"], None)
     try:
-        before = await start(forks, waiting)
+        before = await start(forks, running)
         assert forks._process is not None
         forks._process.kill()
         forks._process.wait()
         after = await start(forks, ["--version"])
         assert (await text_of(after)).startswith("nano-inference ")
         assert before.returncode is None
-        before.send_signal(signal.SIGTERM)
-        await before.wait()
+        await before.tell(DRAIN)
+        assert "stopped" in await text_of(before)
+        assert await before.wait() == 0
     finally:
         forks.close()
 

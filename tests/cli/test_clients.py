@@ -204,6 +204,7 @@ def test_tail_json(program: list[str], on_nobody: str, redis_url: str) -> None:
             # It says nothing when it begins, so it is told until it has heard.
             while process.poll() is None:
                 redis.xadd(Keys(on_nobody).results, {"json": encode_output(sent)})
+                time.sleep(0.01)
         stdout, _ = process.communicate(timeout=PATIENCE_S)
     assert completions(stdout) == [sent]
 

@@ -53,14 +53,15 @@ def running(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 def wait_until_healthy(process: subprocess.Popen[bytes], url: str) -> None:
     """As slime waits for a server: refused connections, then 503, then a token."""
-    for _ in range(LIMIT_S * 10):
-        assert process.poll() is None
-        try:
-            if httpx.get(f"{url}/health_generate", timeout=LIMIT_S).status_code == 200:
-                return
-        except httpx.ConnectError:
-            pass
-        time.sleep(0.1)
+    with httpx.Client(timeout=LIMIT_S) as client:
+        for _ in range(LIMIT_S * 10):
+            assert process.poll() is None
+            try:
+                if client.get(f"{url}/health_generate").status_code == 200:
+                    return
+            except httpx.ConnectError:
+                pass
+            time.sleep(0.1)
     raise AssertionError(f"{url} never became healthy")
 
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,7 @@ def test_the_embedded_server_ends_with_a_killed_parent(patient: Retry, tmp_path:
         # The stages come after whatever else `up` has to prepare.
         while not redis.xlen("nano:stages"):
             assert up.poll() is None
+            time.sleep(0.05)
     up.send_signal(signal.SIGKILL)
     up.wait()
     # A process's descriptor is readable once the process has ended.

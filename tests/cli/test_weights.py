@@ -111,7 +111,7 @@ def test_while_paused_nothing_is_generated_and_weights_may_change(
     before = version(run)
     for mode in ("keep", "retract", "abort"):
         assert run("pause", "--in-flight", mode).status == 0
-        waiting = run("submit", "98 + 25 =", "--budget", "0.5")
+        waiting = run("submit", "98 + 25 =", "--budget", "0.05")
         assert waiting.status == 1
         assert run("weights", "update", "--folder", str(MODEL)).status == 0
         assert run("flush-cache").status == 0
@@ -123,7 +123,7 @@ def test_while_paused_nothing_is_generated_and_weights_may_change(
 def test_memory_goes_and_comes_back(run: Run, on_served: Config) -> None:
     before = version(run)
     assert run("release-memory", "--tag", "kv_cache").status == 0
-    assert run("submit", "98 + 25 =", "--budget", "0.5").status == 1
+    assert run("submit", "98 + 25 =", "--budget", "0.05").status == 1
     assert run("release-memory").status == 0
     update = ("weights", "update", "--folder", str(MODEL))
     assert_refused(run(*update), "the memory of the weights is released")

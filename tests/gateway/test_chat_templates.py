@@ -6,11 +6,13 @@ import asyncio
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nano_inference.config import Config, RequestError
+from nano_inference.gateway import chat_templates
 from nano_inference.gateway.chat_templates import ChatTemplates, Conversation
 from nano_inference.gateway.words import LazyWords
 
@@ -113,6 +115,20 @@ async def test_messages_that_are_too_long_are_not_rendered(model: Model) -> None
 async def test_variables_reach_the_template(model: Model) -> None:
     conversation = Conversation(turns=HELLO, variables={"mood": "glad"})
     assert await model.text("{{ mood }} {{ messages[0].content }}", conversation) == "glad hello"
+
+
+async def test_no_pattern_is_made_of_a_name_that_the_template_has_not(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of megabytes would take seconds to compile."""
+
+    def never(pattern: str, text: str) -> None:
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(chat_templates, "re", SimpleNamespace(search=never))
+    conversation = Conversation(turns=HELLO, variables={"k" * 100: 1})
+    with pytest.raises(RequestError, match="does not read it"):
+        await model.text("{{ mood }}", conversation)
 
 
 async def test_a_developer_stays_one_where_the_template_knows_it(model: Model) -> None:

@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +15,14 @@ import pytest
 from nano_inference.stages import temporary
 from nano_inference.stages.temporary import SHARED_MEMORY, new_name, own, sweep, temporary_folder
 
+from ..programs import Program
+
 pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="there is no /dev/shm")
 
-# In one process: it takes a second or two to start.
 OWNER = """
-import sys, torch
+import os, sys, tempfile, torch
+os.environ["TMPDIR"] = sys.argv[2]
+tempfile.tempdir = None
 from nano_inference.cli.embedded import embedded_server
 from nano_inference.stages.temporary import temporary_folder
 from nano_inference.stages.executor.weights.transports import SharedWeights
@@ -48,18 +48,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def owner(place: Path, unused_port: int) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(unused_port)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    yield process
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+def owner(
+    place: Path, tmp_path_factory: pytest.TempPathFactory, unused_port: int
+) -> Iterator[Program]:
+    code = tmp_path_factory.mktemp("owner") / "code.py"
+    code.write_text(OWNER)
+    with Program(code, str(unused_port), str(place)) as program:
+        yield program
 
 
 @pytest.fixture
@@ -69,9 +64,8 @@ def unused_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_what_a_killed_process_leaves_is_swept(place: Path, owner: subprocess.Popen[str]) -> None:
-    assert owner.stdout is not None
-    folder, *segments = owner.stdout.readline().split()
+def test_what_a_killed_process_leaves_is_swept(place: Path, owner: Program) -> None:
+    folder, *segments = owner.output.readline().split()
     left = [Path(folder), *(SHARED_MEMORY / name for name in segments)]
     servers = [each for each in place.glob("nano-inference-*") if each != Path(folder)]
     assert len(left) == 3
@@ -79,8 +73,7 @@ def test_what_a_killed_process_leaves_is_swept(place: Path, owner: subprocess.Po
     sweep()
     assert all(path.exists() for path in [*left, *servers]), "its owner lives"
     # With Python's resource tracker, which would remove the shared memory: a job's end kills all.
-    os.killpg(owner.pid, signal.SIGKILL)
-    owner.wait()
+    owner.kill()
     assert all(path.exists() for path in [*left, *servers]), "this is what is to be swept"
     sweep()
     assert not any(path.exists() for path in [*left, *servers])

@@ -14,7 +14,7 @@ from nano_inference.bus.control import Cancel, CancelAll, Drain, ServerRestarted
 from .world import LEASE_NS, MAX_LANE_DEATHS, Traits, World
 
 SECOND = 1_000_000_000
-SEEDS = 25
+SEEDS = 15
 ENDS_BY_ITSELF = {
     "refused": "invalid_n",
     "poison": "internal_error",
@@ -108,17 +108,28 @@ def play(seed: int, *, lanes: int, replicas: int, drain: bool = False, calm: boo
         raise
 
 
+@pytest.fixture
+def seeds(soak: bool) -> range:
+    """So many plays."""
+    return range(10 * SEEDS if soak else SEEDS)
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize(("lanes", "replicas"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_nothing_is_lost_or_answered_twice_and_every_epoch_ends(lanes: int, replicas: int) -> None:
-    for seed in range(SEEDS):
+def test_nothing_is_lost_or_answered_twice_and_every_epoch_ends(
+    lanes: int, replicas: int, seeds: range
+) -> None:
+    for seed in seeds:
         play(seed, lanes=lanes, replicas=replicas)
 
 
-def test_lanes_that_stand_still_are_taken_over_from_and_write_nothing_more() -> None:
-    for seed in range(2 * SEEDS):
+@pytest.mark.soak
+def test_lanes_that_stand_still_are_taken_over_from_and_write_nothing_more(seeds: range) -> None:
+    for seed in range(2 * len(seeds)):
         play(seed, lanes=2, replicas=1, calm=True)
 
 
-def test_a_lane_that_drains_answers_what_it_has_and_leaves_the_rest() -> None:
-    for seed in range(SEEDS):
+@pytest.mark.soak
+def test_a_lane_that_drains_answers_what_it_has_and_leaves_the_rest(seeds: range) -> None:
+    for seed in seeds:
         play(seed, lanes=2, replicas=1, drain=True)

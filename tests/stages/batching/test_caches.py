@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nano_inference.stages.batching import (
@@ -468,7 +468,7 @@ def play(driver: Driver, trace: list[tuple]) -> None:
         driver.check()
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.mark.soak
 @given(
     st.sampled_from(CACHES),
     st.sampled_from([1, 2, 4]),
@@ -486,7 +486,7 @@ def test_random_traces_conserve_blocks_and_contents(
     assert driver.cache.num_free_blocks() == num_blocks
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.mark.soak
 @given(
     st.sampled_from(CACHES), st.sampled_from([1, 2, 4]), st.lists(operations, max_size=30), prompts
 )

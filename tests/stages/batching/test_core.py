@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import chain
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nano_inference.bus.control import Cancel
@@ -327,7 +327,7 @@ ACTIONS = ("plan", "retire", "cancel", "flush", "stop", "retract", "make room", 
 actions = st.lists(st.sampled_from(ACTIONS), max_size=60)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.soak
 @given(
     arrivals,
     actions,

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nano_inference.bus.control import Cancel
@@ -171,7 +171,7 @@ SELDOM = (
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.soak
 @given(
     actions=st.lists(
         st.tuples(st.sampled_from((*OFTEN, *OFTEN, *SELDOM)), st.integers(0, 10_000)), max_size=60

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nano_inference import SamplingParams, SchedulerConfig, Sequence, SequenceStatus, schedule
@@ -180,7 +180,7 @@ class Caller:
             self.free += seq.block_ids
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.soak
 @given(
     prompts=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12)), min_size=1, max_size=10),
     block_size=st.sampled_from([1, 4, 16]),

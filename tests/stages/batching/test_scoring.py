@@ -124,7 +124,7 @@ def test_who_scores() -> None:
     assert sequence(1, 10, sample_index=1).lease.may_reuse
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.soak
 @given(
     running=st.lists(st.tuples(st.integers(1, 600), st.booleans()), max_size=5),
     waiting=st.lists(st.tuples(st.integers(1, 600), st.booleans()), max_size=5),

@@ -14,6 +14,8 @@ from torch import Tensor
 from .models import VOCAB, make_model
 
 NEW_TOKENS = 64
+"""At full length; every day it is half of them."""
+
 PROMPT_LENGTHS = (34, 19, 7, 2)
 """Two prompts of each: more than a block and less, more than a window and less."""
 
@@ -37,25 +39,26 @@ class Reference:
     """Greedy generation by Transformers' `generate`, in float32.
 
     Attributes:
-        model: The model, with Transformers' eager attention.
-        prompts: Eight. The second of each length begins like the first.
-        tokens: `[prompts][NEW_TOKENS]`.
-        logprobs: `[prompts][NEW_TOKENS]`, of these tokens.
+        tokens: `[prompts][new tokens]`.
+        logprobs: `[prompts][new tokens]`, of these tokens.
         lead: By how much the chosen token's logit leads the next best, where it does so least.
     """
 
-    model: Any
-    prompts: list[list[int]]
     tokens: list[list[int]]
     logprobs: list[list[float]]
     lead: float
 
 
 @cache
-def reference(name: str) -> Reference:
+def model_of(name: str) -> Any:
+    """The model of an architecture, with Transformers' eager attention."""
+    return make_model(name)
+
+
+@cache
+def reference(name: str, new_tokens: int) -> Reference:
     """The reference of an architecture; `name` is one of models.ARCHITECTURES."""
-    model = make_model(name)
-    prompts: list[list[int]] = []
+    model = model_of(name)
     tokens: list[list[int]] = []
     logprobs: list[list[float]] = []
     leads = []
@@ -66,7 +69,7 @@ def reference(name: str) -> Reference:
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
-            max_new_tokens=NEW_TOKENS,
+            max_new_tokens=new_tokens,
             eos_token_id=None,
             return_dict_in_generate=True,
             output_logits=True,
@@ -75,10 +78,14 @@ def reference(name: str) -> Reference:
         logits = torch.stack(output.logits, dim=1).double()
         best = logits.topk(2).values
         leads.append(float((best[..., 0] - best[..., 1]).min()))
-        prompts += pair
         tokens += chosen.tolist()
         logprobs += logits.log_softmax(-1).gather(-1, chosen[..., None])[..., 0].tolist()
-    return Reference(model, prompts, tokens, logprobs, min(leads))
+    return Reference(tokens, logprobs, min(leads))
+
+
+def prompts_of(name: str) -> list[list[int]]:
+    """Eight. The second of each length begins like the first."""
+    return [prompt for pair in make_prompts(name) for prompt in pair]
 
 
 def make_prompts(name: str) -> list[list[list[int]]]:

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nano_inference.config import ModelError
@@ -48,7 +48,7 @@ def test_an_impossible_token_has_a_number_that_json_can_say() -> None:
     assert json.loads(json.dumps(found)) == np.finfo(np.float32).min
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.mark.soak
 @given(
     # Few distinct values, so that ties are common.
     logits=st.lists(

@@ -1,6 +1,7 @@
 """Greedy tokens and logprobs equal those of Transformers' `generate`, for every architecture.
 
-Eight prompts of 64 tokens each, on the cores of batching and executor as they run in production.
+Eight prompts, 64 new tokens each (32 every day), on the cores of batching and executor as they run
+in production.
 Blocks of 16 and of 1, both prefix caches, prompts in chunks of 7, preemption after every third
 step, a warm cache: four runs show each of them for every architecture, and the slow ones every
 combination: every day for one of two others, in `make soak` for both.
@@ -22,7 +23,16 @@ from nano_inference.stages.executor import LoadedModel, wrap_model
 
 from .lane import Answer, Counts, Lane
 from .models import ARCHITECTURES
-from .references import NEW_TOKENS, PROMPT_LENGTHS, Reference, in_bfloat16, reference, scored
+from .references import (
+    NEW_TOKENS,
+    PROMPT_LENGTHS,
+    Reference,
+    in_bfloat16,
+    model_of,
+    prompts_of,
+    reference,
+    scored,
+)
 from .report import MAX_DIFFERENCE, MAX_RATIO, Results
 
 CHUNK = 7
@@ -64,7 +74,7 @@ class Run:
             settings |= {"max_batch_size": 4, "max_tokens_per_batch": CHUNK}
         if self.preempt:
             # In chunks, a victim must get the time to compute all of its tokens once more.
-            settings |= {"preempt_every": 3, "flush_every": 9 if self.chunks else 2}
+            settings |= {"preempt_every": 3, "flush_every": 7 if self.chunks else 2}
         return Lane(model, block_size=self.block_size, cache_type=self.cache_type, **settings)
 
     def __str__(self) -> str:
@@ -86,25 +96,40 @@ OTHER_RUNS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def full(pytestconfig: pytest.Config, soak: bool) -> bool:
+    """Whether to run at full length: in `make soak`, and when the figures go into the document."""
+    return soak or bool(pytestconfig.getoption("--write-docs"))
+
+
+@pytest.fixture(scope="module")
+def new_tokens(full: bool) -> int:
+    return NEW_TOKENS if full else NEW_TOKENS // 2
+
+
 @cache
 def served(name: str) -> LoadedModel:
     """The reference's model with our attention."""
-    return wrap_model(copy.deepcopy(reference(name).model), 256)
+    return wrap_model(copy.deepcopy(model_of(name)), 256)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_no_near_tie_decides_a_token(name: str) -> None:
+def test_no_near_tie_decides_a_token(name: str, new_tokens: int) -> None:
     """Logprobs may differ by MAX_DIFFERENCE each, and still every token must be the same."""
-    expected = reference(name)
+    expected = reference(name, new_tokens)
     assert expected.lead > 2 * MAX_DIFFERENCE
-    assert len({tuple(tokens) for tokens in expected.tokens}) == len(expected.prompts)
-    assert {len(tokens) for tokens in expected.tokens} == {NEW_TOKENS}
+    assert len({tuple(tokens) for tokens in expected.tokens}) == len(LENGTHS)
+    assert {len(tokens) for tokens in expected.tokens} == {new_tokens}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("run", RUNS, ids=str)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_tokens_and_logprobs_equal_generate(name: str, run: Run, results: Results) -> None:
-    found = run_and_compare(name, run, served(name))
+def test_tokens_and_logprobs_equal_generate(
+    name: str, run: Run, new_tokens: int, results: Results
+) -> None:
+    found = run_and_compare(name, run, served(name), new_tokens)
     for column in run.properties():
         results.add(name, column, found[0])
     if run.warm:
@@ -114,9 +139,9 @@ def test_tokens_and_logprobs_equal_generate(name: str, run: Run, results: Result
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("run", OTHER_RUNS, ids=str)
-def test_every_combination_equals_generate(run: Run, soak: bool) -> None:
-    for name in CROSSED if soak else CROSSED[OTHER_RUNS.index(run) % 2 :][:1]:
-        run_and_compare(name, run, served(name))
+def test_every_combination_equals_generate(run: Run, full: bool, new_tokens: int) -> None:
+    for name in CROSSED if full else CROSSED[OTHER_RUNS.index(run) % 2 :][:1]:
+        run_and_compare(name, run, served(name), new_tokens)
 
 
 @pytest.mark.gpu
@@ -124,22 +149,22 @@ def test_every_combination_equals_generate(run: Run, soak: bool) -> None:
 @pytest.mark.parametrize("run", RUNS, ids=str)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_cuda_equals_generate_on_cpu(name: str, run: Run) -> None:
-    model = copy.deepcopy(reference(name).model).to("cuda")
-    run_and_compare(name, run, wrap_model(model, 256))
+    model = copy.deepcopy(model_of(name)).to("cuda")
+    run_and_compare(name, run, wrap_model(model, 256), NEW_TOKENS)
 
 
-def run_and_compare(name: str, run: Run, model: LoadedModel) -> list[float]:
+def run_and_compare(name: str, run: Run, model: LoadedModel, new_tokens: int) -> list[float]:
     """The largest difference of a logprob, of the first run and of that on a warm cache."""
-    expected = reference(name)
+    expected, prompts = reference(name, new_tokens), prompts_of(name)
     lane = run.lane(model)
-    answers = lane.run(expected.prompts, NEW_TOKENS)
+    answers = lane.run(prompts, new_tokens)
     check_that_it_happened(run, answers, lane.counts)
     differences = [compare(answers, expected)]
     if run.warm:
-        again = lane.run(expected.prompts, NEW_TOKENS)
+        again = lane.run(prompts, new_tokens)
         spared = [answer.num_cached for answer in again]
         assert all(map(ge, spared, run.least_warm())), spared
-        assert lane.counts.computed == sum(LENGTHS) - sum(spared) + len(again) * (NEW_TOKENS - 1)
+        assert lane.counts.computed == sum(LENGTHS) - sum(spared) + len(again) * (new_tokens - 1)
         differences.append(compare(again, expected))
     return differences
 
@@ -157,7 +182,7 @@ def check_that_it_happened(run: Run, answers: list[Answer], counts: Counts) -> N
     if run.preempt:
         assert counts.preempted >= counts.steps // 3 - 1
         assert counts.flushed > 3
-        least = sum(LENGTHS) + len(answers) * (NEW_TOKENS - 1)
+        least = sum(LENGTHS) + sum(len(answer.token_ids) - 1 for answer in answers)
         assert counts.computed > least, "victims were to compute their tokens again"
     else:
         assert counts.preempted == 0
@@ -176,10 +201,10 @@ def compare(answers: list[Answer], expected: Reference) -> float:
 # --- bfloat16 ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("run", [RUNS[0], pytest.param(RUNS[1], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_bfloat16_is_as_near_to_float32_as_transformers_own(
-    name: str, run: Run, results: Results
+    name: str, full: bool, results: Results
 ) -> None:
     """The mean distance from the truth, at most MAX_RATIO times that of Transformers' own.
 
@@ -188,25 +213,27 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_own(
     over picks another expert. So eager and sdpa differ by 0.05 to 7 on these models, at the worst
     of 512 tokens, which is chance. What an implementation can be held to is the mean distance from
     the same weights computed in float32; where there are both, the farther of eager and sdpa is
-    the measure. All three are asked about the tokens that we generated.
+    the measure. All three are asked about the tokens that we generated: in whole prompts, and, at
+    full length for all of them, in chunks.
     """
-    model = reference(name).model
+    model = model_of(name)
     rounded = in_bfloat16(model, "eager")
     assert rounded is not None
     own = [m for m in (rounded, in_bfloat16(model, "sdpa")) if m is not None]
     truth = copy.deepcopy(rounded).float()
-    lane = run.lane(wrap_model(copy.deepcopy(rounded), 256))
-    answers = lane.run(reference(name).prompts, NEW_TOKENS)
-    ours = torch.tensor([p for answer in answers for p in answer.logprobs], dtype=torch.float64)
-    exact = logprobs_by(truth, answers)
-    by_own = [logprobs_by(m, answers) for m in own]
-    allowed = MAX_RATIO * max(float((p - exact).abs().mean()) for p in by_own)
-    assert 0 < allowed < 0.2, "float32 and bfloat16 were to differ, but not like other models"
-    assert float((ours - exact).abs().mean()) < allowed
-    results.add(name, "bf16", float((ours - exact).abs().mean()))
-    results.add(name, "bf16 eager", float((by_own[0] - exact).abs().mean()))
-    results.add(name, "bf16 worst", float((ours - by_own[0]).abs().max()))
-    results.add(name, "bf16 sdpa", float((by_own[-1] - by_own[0]).abs().max()))
+    served = wrap_model(copy.deepcopy(rounded), 256)
+    for run in RUNS[:2] if full or name in CROSSED else RUNS[:1]:
+        answers = run.lane(served).run(prompts_of(name), NEW_TOKENS)
+        ours = torch.tensor([p for answer in answers for p in answer.logprobs], dtype=torch.float64)
+        exact = logprobs_by(truth, answers)
+        by_own = [logprobs_by(m, answers) for m in own]
+        allowed = MAX_RATIO * max(float((p - exact).abs().mean()) for p in by_own)
+        assert 0 < allowed < 0.2, "float32 and bfloat16 were to differ, but not like other models"
+        assert float((ours - exact).abs().mean()) < allowed
+        results.add(name, "bf16", float((ours - exact).abs().mean()))
+        results.add(name, "bf16 eager", float((by_own[0] - exact).abs().mean()))
+        results.add(name, "bf16 worst", float((ours - by_own[0]).abs().max()))
+        results.add(name, "bf16 sdpa", float((by_own[-1] - by_own[0]).abs().max()))
 
 
 def logprobs_by(model: Any, answers: list[Answer]) -> torch.Tensor:

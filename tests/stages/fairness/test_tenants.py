@@ -100,7 +100,7 @@ def test_prompts_are_charged_by_what_they_took() -> None:
     assert core.counts.recomputed_tokens == 54
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.soak
 @given(
     loads=st.lists(
         st.tuples(st.integers(1, 30), st.integers(1, 40), st.sampled_from([0.5, 1.0, 2.0])),

@@ -311,12 +311,13 @@ class Together(RuleBasedStateMachine):
         return [answer for answer in answers if answer is not None]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("machine", [Interleaved, Together])
-def test_any_interleaving(machine: type[RuleBasedStateMachine]) -> None:
+def test_any_interleaving(machine: type[RuleBasedStateMachine], soak: bool) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=150,
+            max_examples=300 if soak else 75,
             stateful_step_count=50,
             deadline=None,
             phases=[Phase.generate],

@@ -1,6 +1,4 @@
-"""A trainer that has no code of ours for what it does: `peer.py DESCRIPTOR`.
-
-It is forked for each test, with ADDRESS WORLD_SIZE GROUP, so that torch is imported once.
+"""A trainer that has no code of ours for what it does: `peer.py ADDRESS WORLD_SIZE GROUP`.
 
 It makes its group with the steps that slime (`init_process_group`) and SGLang
 (`init_custom_process_group`) document for theirs, and broadcasts one tensor after the other, as
@@ -13,7 +11,6 @@ slime does. Commands come on standard input, and each is answered when it is don
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from datetime import timedelta
 
@@ -27,8 +24,6 @@ from torch.distributed.distributed_c10d import (
     _world,
     rendezvous,
 )
-
-from nano_inference.cli.fork_server import serve
 
 LIMIT = timedelta(seconds=60)
 
@@ -73,6 +68,4 @@ def train(address: str, world_size: str, name: str) -> None:
 
 
 if __name__ == "__main__":
-    arguments = serve(socket.socket(fileno=int(sys.argv[1])))
-    if arguments is not None:
-        train(*arguments)
+    train(*sys.argv[1:])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from nano_inference.stages.executor.weights.transports import Background
+
+from .....programs import run
 
 HANGING = """
 import threading
@@ -45,8 +46,5 @@ def test_what_was_cancelled_before_its_turn_does_not_run() -> None:
     assert gate.is_set()
 
 
-def test_the_end_of_a_program_does_not_wait_for_it() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert ran.stdout == "end\n"
+def test_the_end_of_a_program_does_not_wait_for_it(tmp_path: Path) -> None:
+    assert run(HANGING, tmp_path, whole_end=True) == (0, "end\n", "")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from nano_inference.stages.executor.weights.transports import SharedWeights, fet
 from nano_inference.stages.executor.weights.transports.group import WeightGroups
 from nano_inference.stages.executor.weights.transports.shared_memory import read_shared_memory
 
+from .....programs import Program, run
 from .samples import same, samples
 
 TRAINER = """
@@ -28,6 +28,14 @@ from nano_inference.stages.executor.weights.transports import SharedWeights
 shared = SharedWeights({"x": torch.ones(1000), "y": torch.ones(2000)}, bucket_bytes=1)
 print(*shared.source.segments, flush=True)
 sys.stdin.read()
+"""
+
+READER = """
+import msgspec
+from nano_inference.bus.weights import SharedMemoryWeights
+from nano_inference.stages.executor.weights.transports.shared_memory import read_shared_memory
+source = msgspec.json.decode({!r}, type=SharedMemoryWeights)
+print(len(read_shared_memory(source)))
 """
 
 
@@ -70,36 +78,26 @@ def test_nothing_is_left_when_the_block_ends() -> None:
         read_shared_memory(shared.source)
 
 
-def test_reading_leaves_the_memory_to_the_trainer_and_a_killed_one_leaves_none() -> None:
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", TRAINER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert trainer.stdout is not None
-        names = tuple(trainer.stdout.readline().split())
+def test_reading_leaves_the_memory_to_the_trainer_and_a_killed_one_leaves_none(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    with Program(tmp_path / "trainer.py") as trainer:
+        names = tuple(trainer.output.readline().split())
         metas = (TensorMeta("x", "float32", (1000,)), TensorMeta("y", "float32", (2000,)))
         source = SharedMemoryWeights(names, metas, ((0, 0), (1, 0)))
-        reader = (
-            "import sys, msgspec\n"
-            "from nano_inference.bus.weights import SharedMemoryWeights\n"
-            "from nano_inference.stages.executor.weights.transports.shared_memory import *\n"
-            "source = msgspec.json.decode(sys.argv[1], type=SharedMemoryWeights)\n"
-            "print(len(read_shared_memory(source)))"
-        )
-        text = msgspec.json.encode(source).decode()
+        reader = READER.format(msgspec.json.encode(source).decode())
         for _ in range(2):
-            ran = subprocess.run(
-                [sys.executable, "-c", reader, text], capture_output=True, text=True, check=True
-            )
             # A reader that thought the memory its own would remove it as it ends, and say so.
-            assert (ran.stdout, ran.stderr) == ("2\n", "")
-    finally:
-        trainer.kill()
-        trainer.communicate()
-    for _ in range(300):
-        if not any(Path("/dev/shm", name).exists() for name in names):
-            return
-        time.sleep(0.1)
+            assert run(reader, tmp_path, whole_end=True) == (0, "2\n", "")
+        assert all(Path("/dev/shm", name).exists() for name in names)
+        # Alone: what Python has started to clear up after it goes on.
+        os.kill(trainer.pid, signal.SIGKILL)
+        trainer.wait()
+        for _ in range(300):
+            if not any(Path("/dev/shm", name).exists() for name in names):
+                return
+            time.sleep(0.1)
     pytest.fail("the killed trainer's memory is still there")
 
 

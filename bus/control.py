@@ -230,6 +230,7 @@ class LaneCapacity(InternalPart, frozen=True, array_like=True):
         device: For people: "cpu", "cuda:0 NVIDIA H200".
         weight_version: Of the weights in place.
         lacks: As in MemoryState.
+        max_batch_size: Sequences that run at the same time.
     """
 
     num_blocks: int
@@ -239,6 +240,7 @@ class LaneCapacity(InternalPart, frozen=True, array_like=True):
     device: str
     weight_version: int = 0
     lacks: tuple[str, ...] = ()
+    max_batch_size: int = 256
 
 
 class StageStarted(Internal, frozen=True, array_like=True, tag="started", tag_field="type"):

@@ -37,7 +37,8 @@ class EngineConfig(Settings, frozen=True, forbid_unknown_fields=True):
         cache_type: The prefix cache. "radix": a tree of tokens, which finds the longest match with
             any sequence computed; "paged": full blocks found by a chain of hashes.
         block_size: Tokens per KV block.
-        max_batch_size: Sequences that run at the same time.
+        max_batch_size: Sequences that run at the same time. 0 takes 256, and on a CPU 128: there a
+            step takes longer with each of them, and everybody waits for steps.
         max_model_len: Prompt and completion together, in tokens; the model's own limit applies too.
         gpu_memory_utilization: Share of the device's memory for weights and KV cache (CUDA).
         kv_cache_bytes: Size of the KV cache on CPU.
@@ -71,7 +72,7 @@ class EngineConfig(Settings, frozen=True, forbid_unknown_fields=True):
     model_path: str = BUNDLED_MODEL
     cache_type: Literal["paged", "radix"] = "radix"
     block_size: int = 16
-    max_batch_size: int = 256
+    max_batch_size: int = 0
     max_model_len: int = 8192
     gpu_memory_utilization: float = 0.9
     kv_cache_bytes: int = 1 << 28
@@ -90,9 +91,9 @@ class EngineConfig(Settings, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         self.require("model_path", bool(self.model_path), "a folder, or 'tiny'")
-        for name in ("block_size", "max_batch_size", "max_tokens_per_batch", "kv_cache_bytes"):
+        for name in ("block_size", "max_tokens_per_batch", "kv_cache_bytes"):
             self.require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("cpu_threads", "max_weight_tensors", "max_weight_bytes"):
+        for name in ("max_batch_size", "cpu_threads", "max_weight_tensors", "max_weight_bytes"):
             self.require(name, getattr(self, name) >= 0, "at least 0")
         self.require("max_model_len", self.max_model_len >= 2, "at least 2")
         self.require(
@@ -103,6 +104,11 @@ class EngineConfig(Settings, frozen=True, forbid_unknown_fields=True):
             self.max_tokens_per_batch >= self.max_batch_size,
             f"at least max_batch_size ({self.max_batch_size}), or a full batch could not decode",
         )
+
+    def batch_size_on(self, device_type: str) -> int:
+        """`max_batch_size`, with its default worked out for a device ("cpu", "cuda")."""
+        default = 128 if device_type == "cpu" else 256
+        return self.max_batch_size or min(default, self.max_tokens_per_batch)
 
     @property
     def model_folder(self) -> Path:
@@ -425,11 +431,11 @@ class Config(Settings, frozen=True, forbid_unknown_fields=True):
         """`gateway.max_in_flight`, with its default worked out, which is for each lane.
 
         One tenant alone has half of the places. Two full batches are enough for that half to keep
-        all executors busy.
+        all executors busy, on whatever device.
         """
         if self.gateway.max_in_flight is not None:
             return self.gateway.max_in_flight
-        batches = self.engine.max_batch_size * self.pipeline.replicas
+        batches = self.engine.batch_size_on("cuda") * self.pipeline.replicas
         return max(2, self.admission.max_in_flight * 3 // 4, 2 * batches)
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ LINGER_S = 2.0
 """For a client to read why it was refused, while what it still sends is thrown away: with unread
 bytes a connection is reset when it is closed, and the answer may be lost."""
 
-SPARE_CONNECTIONS = 128
+SPARE_CONNECTIONS = 256
 """How many there may be beyond those with a request under way: on these the others are told that
 there is no room. It is a few times `server.ACCEPTED_AT_ONCE`, or newcomers would be replaced by
 those behind them before anybody has read what they sent."""

@@ -26,7 +26,7 @@ from .measures import Measures
 BACKLOG = 2048
 """Connections that may wait in the kernel to be accepted."""
 
-ACCEPTED_AT_ONCE = 32
+ACCEPTED_AT_ONCE = 64
 """asyncio accepts up to its backlog before it looks at any of them, and each takes a file."""
 
 # For calls under way when the server is to stop, and for telling those that remain.

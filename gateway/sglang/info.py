@@ -103,7 +103,7 @@ class InfoCalls:
                 "device": engine.device,
                 "random_seed": engine.seed,
                 "context_length": engine.max_model_len,
-                "max_running_requests": engine.max_batch_size,
+                "max_running_requests": engine.max_batch_size or None,
                 "max_prefill_tokens": engine.max_tokens_per_batch,
                 "max_total_num_tokens": blocks * engine.block_size,
                 "page_size": engine.block_size,

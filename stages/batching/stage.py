@@ -205,5 +205,5 @@ class BatchingStage(Actor):
         await self.announce()
         # Admission must know that this replica takes part before anything can be sent to it.
         await self.flush(CONTROL["admission"])
-        places = self.config.engine.max_batch_size
+        places = self._core.limits.max_batch_size
         await self.send(self.own(CREDITS), Credit(places, keeps_cache=keeps_cache))

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -57,6 +58,7 @@ class ExecutorCore:
     launched and not finished.
 
     Attributes:
+        max_batch_size: `engine.max_batch_size`, its default worked out.
         runs_ahead: Whether steps may be launched before those before them are finished: on CUDA.
         backend: Computes attention.
         graphs: The recorded decode steps; None when there are none.
@@ -88,6 +90,8 @@ class ExecutorCore:
                 wanted and not possible.
         """
         self.model = load_model(config) if model is None else model
+        self.max_batch_size = config.batch_size_on(self.model.device.type)
+        config = msgspec.structs.replace(config, max_batch_size=self.max_batch_size)
         num_blocks = num_blocks or count_blocks(config, self.model)
         self.cache = KVCache(self.model, num_blocks, config.block_size)
         self.weights = WeightSyncManager(
@@ -98,7 +102,7 @@ class ExecutorCore:
         self._now_ns = now_ns
         self._raw_logprobs = config.logprobs_mode == "raw"
         # Sequences that finished linger until the plans say so, hence some more rows than run.
-        rows = config.max_batch_size + 16
+        rows = self.max_batch_size + 16
         self._table = SequenceTable(rows, self.model.max_model_len, config.block_size)
         given = None if backend is None else (backend, "another back end was given")
         self.backend, self.without_kernels = given or choose_backend(config, self.model)
@@ -107,7 +111,6 @@ class ExecutorCore:
         self._feed = TokenFeed(rows, self.model.device)
         self._unread = UnreadTokens(self._table)
         self._capture: Capture | None = None
-        self._max_batch_size = config.max_batch_size
         self.runs_ahead = self.model.device.type == "cuda"
         self.graphs: DecodeGraphs | None = None
         self.without_graphs = ""
@@ -139,6 +142,7 @@ class ExecutorCore:
             device=name,
             weight_version=self.weights.version,
             lacks=self.memory.lacks,
+            max_batch_size=self.max_batch_size,
         )
 
     def set_threads(self, number: int) -> None:
@@ -169,7 +173,7 @@ class ExecutorCore:
         assert isinstance(self.backend, PagedBackend)
         try:
             self.graphs = DecodeGraphs(
-                self.model, self.backend, self.cache, self._feed, capture, self._max_batch_size
+                self.model, self.backend, self.cache, self._feed, capture, self.max_batch_size
             )
         except RuntimeError as error:
             self.without_graphs = f"the model's step can't be recorded: {error}"

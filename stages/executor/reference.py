@@ -52,7 +52,7 @@ class ReferenceModel:
         blocks = -(-model.max_model_len // config.block_size)
         self._core = ExecutorCore(own, model=model, num_blocks=blocks)
         self._most_tokens = config.max_tokens_per_batch
-        self._most_samples = config.max_batch_size
+        self._most_samples = self._core.max_batch_size
 
     def check_fits(self, core: ExecutorCore) -> None:
         """Whether it can score all that the lane's own model makes.

@@ -34,7 +34,7 @@ def test_later_sources_win(tmp_path: Path) -> None:
         ({"engine.block_size": "many"}, "Expected `int`, got `str` - at `$.engine.block_size`"),
         ({"engine.gpu_memory_utilization": 1.5}, "above 0, at most 1"),
         ({"engine.gpu_memory_utilization": float("nan")}, "above 0, at most 1"),
-        ({"engine.max_tokens_per_batch": 8}, "at least max_batch_size"),
+        ({"engine.max_tokens_per_batch": 8, "engine.max_batch_size": 9}, "at least max_batch_size"),
         ({"fairness.aging_s": float("inf")}, "fairness.aging_s is inf"),
         ({"bus.url": "amqp://x"}, "redis://"),
         ({"bus.links": "redis"}, "needs bus.url"),
@@ -88,3 +88,16 @@ def test_settings_are_frozen() -> None:
 def test_a_lane_may_be_a_number() -> None:
     assert load_config(env={"NANO_INFERENCE_BUS__LANE": "1"}).bus.lane == "1"
     assert load_config(env={}, overrides={"bus.lane": 7}).bus.lane == "7"
+
+
+@pytest.mark.parametrize(
+    ("settings", "cpu", "cuda"),
+    [
+        ({}, 128, 256),
+        ({"max_batch_size": 200}, 200, 200),
+        ({"max_tokens_per_batch": 40}, 40, 40),
+    ],
+)
+def test_sequences_at_a_time_suit_the_device(settings: dict[str, int], cpu: int, cuda: int) -> None:
+    config = EngineConfig(**settings)  # type: ignore[arg-type]
+    assert (config.batch_size_on("cpu"), config.batch_size_on("cuda")) == (cpu, cuda)

@@ -246,6 +246,7 @@ def test_capacity(core: ExecutorCore) -> None:
     assert capacity.num_blocks == min((1 << 20) // per_block, 4 * 16)
     assert (capacity.block_size, capacity.max_model_len) == (4, 64)
     assert (capacity.vocab_size, capacity.device) == (VOCAB, "cpu")
+    assert capacity.max_batch_size == core.max_batch_size
 
 
 def test_reset_forgets_the_sequences(core: ExecutorCore) -> None:

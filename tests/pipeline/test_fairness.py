@@ -112,7 +112,7 @@ async def test_streams_that_pause_are_those_of_an_undisturbed_run(
         # The last step's tokens may be counted after they have been delivered.
         await until(lambda: counts_of(pipeline).tokens == {0: 8 * LONG_TOKENS * 3 // 2, 8: 24})
         counts = counts_of(pipeline)
-        assert counts.yields > 10
+        assert counts.yields > 4
         assert counts.preemptions > 0
         assert counts.resumes == counts.yields + counts.preemptions
         # Each time at most the block that was not full, and a partly shared one.

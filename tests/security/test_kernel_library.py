@@ -198,3 +198,9 @@ def test_a_cache_folder_that_can_not_be_made_is_done_without(
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert [machine.load(), machine.load()] == [1, 1]
+
+
+def test_a_library_is_not_taken_for_one_that_had_its_file_number(machine: Machine) -> None:
+    assert machine.load() == 1
+    compiling.SOURCE.write_text(SOURCE.replace("42", "43"))
+    assert compiling.load_library().answer() == 43

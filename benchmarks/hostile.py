@@ -81,7 +81,7 @@ def attack(live: Live, name: str) -> dict[str, Any]:
             peak_mb = max(peak_mb, live.memory_mb())
             time.sleep(_SAMPLE_S)
         waits = bystander.result()
-    after_mb, idle = settled(live)
+    after_mb, idle = settled(live, before_mb + MEMORY_MB)
     row = {
         "attack": name,
         **waits,
@@ -125,13 +125,13 @@ def outcome_of(process: subprocess.Popen[bytes]) -> dict[str, Any]:
     return json.loads(output) if output else {"told": [], "broken": []}
 
 
-def settled(live: Live) -> tuple[float, bool]:
+def settled(live: Live, most_mb: float) -> tuple[float, bool]:
     """What the processes take, and whether nothing is left to do, once both are as they should be;
     or at the end of the patience."""
     end = time.monotonic() + SETTLE_S
     while True:
         memory_mb, idle = live.memory_mb(), live.is_idle()
-        if (idle and memory_mb <= live.start_mb + MEMORY_MB) or time.monotonic() > end:
+        if (idle and memory_mb <= most_mb) or time.monotonic() > end:
             return memory_mb, idle
         time.sleep(0.5)
 

@@ -26,9 +26,9 @@ LINGER_S = 2.0
 """For a client to read why it was refused, while what it still sends is thrown away: with unread
 bytes a connection is reset when it is closed, and the answer may be lost."""
 
-SPARE_CONNECTIONS = 256
+SPARE_CONNECTIONS = 128
 """How many there may be beyond those with a request under way: on these the others are told that
-there is no room. It is a few times `server.ACCEPTED_AT_ONCE`, or newcomers would be replaced by
+there is no room. It is twice `server.ACCEPTED_AT_ONCE`, or newcomers would be replaced by
 those behind them before anybody has read what they sent."""
 
 # What is not seen to for longer than that was not: the event loop was held up.
@@ -95,17 +95,21 @@ class Connection(H11Protocol):
         if self._left:
             return
         self._received_bytes += len(data)
-        if self.phase in ("head", "idle"):
+        if self._come is not None:
+            self._come += data
+            # Not before, since most requests have come as a whole.
+            if len(self._come) >= _READ_BYTES:
+                self.transport.pause_reading()
+        elif self.phase in ("head", "idle"):
             self._wait_for_round(data)
         else:
             super().data_received(data)
             self.look()
 
     def _wait_for_round(self, data: bytes) -> None:
-        """What has come of a request is looked at soon; until then no more of it is read."""
+        """What has come of a request is looked at soon, with what comes until then."""
         self._come, self._come_ns = data, now_ns()
         self._client = _named_client(data) or self._client
-        self.transport.pause_reading()
         self._all.rounds.put(self._client, self._take_round)
         self.look()
 
@@ -288,7 +292,7 @@ class Connections:
         self._measures.refused(reason, number)
 
     def sweep(self, elapsed_s: float) -> None:
-        """Ends those whose clients are too slow; called about twice a second."""
+        """Ends those whose clients are too slow; called about once a second."""
         self.now_s += min(elapsed_s, _MOST_TICK_S)
         refused, self._limits.refused = self._limits.refused, Counter()
         for reason, number in refused.items():

@@ -57,6 +57,6 @@ class Measures:
         self._watched[gauge] = read
 
     def tell(self) -> None:
-        """Brings the gauges up to date; called about twice a second."""
+        """Brings the gauges up to date; called about once a second."""
         for gauge, read in self._watched.items():
             self.metrics.record(gauge, read())

@@ -13,6 +13,13 @@ what else there is, so that many clients at once delay everybody by a few millis
 MOST_IN_A_ROUND = 4
 """What a piece of work begins goes on behind the round, and counts there as well."""
 
+CROWD = 256
+"""Pieces of work of one client alone that wait. Beyond them the event loop is left to those who
+come next, and the processors to the stages."""
+
+CROWD_PAUSE_S = 0.005
+"""Between two rounds of a crowd. What it begins waits in the pipeline anyway."""
+
 Work = Callable[[], None]
 
 
@@ -22,7 +29,7 @@ class Rounds:
     def __init__(self) -> None:
         # The client whose turn is next comes first.
         self._queues: OrderedDict[bytes, deque[Work]] = OrderedDict()
-        self._due = False
+        self._due: asyncio.Handle | None = None
 
     def put(self, client: bytes, work: Work) -> None:
         """Has a piece of work done in one of the next rounds; called on the event loop.
@@ -35,12 +42,21 @@ class Rounds:
         self._go_on(asyncio.get_running_loop())
 
     def _go_on(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._queues and not self._due:
-            self._due = True
-            loop.call_soon(self._round, loop)
+        if not self._queues:
+            return
+        if self._is_crowd():
+            self._due = self._due or loop.call_later(CROWD_PAUSE_S, self._round, loop)
+            return
+        if isinstance(self._due, asyncio.TimerHandle):  # somebody else has come
+            self._due.cancel()
+            self._due = None
+        self._due = self._due or loop.call_soon(self._round, loop)
+
+    def _is_crowd(self) -> bool:
+        return len(self._queues) == 1 and len(next(iter(self._queues.values()))) > CROWD
 
     def _round(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._due = False
+        self._due = None
         end_s = loop.time() + ROUND_S
         try:
             for done in range(MOST_IN_A_ROUND):

@@ -33,8 +33,8 @@ ACCEPTED_AT_ONCE = 64
 _LEAVE_S = 5.0
 # For Redis, models and logs, and for connections that are accepted before others have gone.
 _RESERVED_FILES = 256
-# In the server's ticks, of which there are ten a second.
-_SWEEP_EVERY = 5
+# In the server's ticks, of which there are ten a second. It looks at each connection.
+_SWEEP_EVERY = 10
 # `Connections` sees to it.
 _NEVER_S = 10**9
 # What asyncio says, for each connection that it tries to accept and once a second again.

@@ -42,6 +42,34 @@ async def test_the_event_loop_goes_on_between_rounds() -> None:
     assert await do_all(rounds, done, 100) >= 100 / MOST_IN_A_ROUND
 
 
+async def test_a_crowd_of_one_client_pauses_until_somebody_else_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rounds_module, "CROWD", 10)
+    monkeypatch.setattr(rounds_module, "CROWD_PAUSE_S", 3600)
+    rounds = Rounds()
+    done: list[str] = []
+    for _ in range(20):
+        rounds.put(b"flood", partial(done.append, "flood"))
+    await do_all(rounds, done, 1)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert len(done) <= MOST_IN_A_ROUND
+    rounds.put(b"other", partial(done.append, "other"))
+    await do_all(rounds, done, len(done) + 2)
+    assert "other" in done
+
+
+async def test_a_crowd_goes_on_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds_module, "CROWD", 10)
+    rounds = Rounds()
+    done: list[str] = []
+    for n in range(50):
+        rounds.put(b"flood", partial(done.append, str(n)))
+    await do_all(rounds, done, 50)
+    assert done == [str(n) for n in range(50)]
+
+
 async def test_a_round_ends_early_when_its_work_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds_module, "ROUND_S", 1e-9)
     rounds = Rounds()

@@ -12,7 +12,7 @@ CALM = {"sent": 100, "worst_s": 0.2, "median_s": 0.1, "lost": 0, "errors": []}
 ROW = {
     "http": CALM,
     "redis": CALM,
-    "start_mb": 800,
+    "before_mb": 800,
     "after_mb": 850,
     "same_processes": True,
 }

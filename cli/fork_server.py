@@ -114,10 +114,11 @@ def serve(connection: socket.socket) -> list[str] | None:
         # The one between ends at once, so that its child is the other end's.
         between = os.fork()
         if not between:
-            child = os.fork()
-            if child:
-                os.write(writing, str(child).encode())
+            if os.fork():
                 os._exit(0)
+            # Before anybody knows of it: Ctrl-C in the terminal is not for it.
+            os.setsid()
+            os.write(writing, str(os.getpid()).encode())
             for number in (connection.detach(), reading, writing):
                 os.close(number)
             arguments: list[str] = json.loads(message)
@@ -134,7 +135,6 @@ def serve(connection: socket.socket) -> list[str] | None:
 
 def _become(arguments: Sequence[str], descriptors: Sequence[int]) -> None:
     """Makes this fork what a program of its own would be."""
-    os.setsid()
     given, output = descriptors
     for number, standard in ((given, 0), (output, 1), (output, 2)):
         os.dup2(number, standard)

@@ -55,7 +55,7 @@ def epoch_of(pipeline: Pipeline) -> int:
 
 async def check_at_rest(pipeline: Pipeline) -> None:
     """Nothing is lost: every place is free again, and every block is accounted for."""
-    places = 2 * pipeline.config.engine.max_batch_size
+    places = 2 * pipeline.config.engine.batch_size_on("cpu")
     await until(lambda: fairness_of(pipeline)._core.credits == places)
     for replica in range(2):
         await until(lambda replica=replica: batching_of(pipeline, replica).idle)  # type: ignore[misc]

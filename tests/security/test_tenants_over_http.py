@@ -288,4 +288,4 @@ def test_one_tenant_alone_fills_a_batch(settings: dict[str, Any], places: int) -
     config: Config = load_config(env={}, overrides=settings)
     assert config.gateway_places == places
     if config.gateway.max_in_flight is None:
-        assert places // 2 >= config.engine.max_batch_size
+        assert places // 2 >= config.engine.batch_size_on("cuda")

@@ -95,12 +95,7 @@ class Connection(H11Protocol):
         if self._left:
             return
         self._received_bytes += len(data)
-        if self._come is not None:
-            self._come += data
-            # Not before, since most requests have come as a whole.
-            if len(self._come) >= _READ_BYTES:
-                self.transport.pause_reading()
-        elif self.phase in ("head", "idle"):
+        if self.phase in ("head", "idle", "come"):
             self._wait_for_round(data)
         else:
             super().data_received(data)
@@ -108,10 +103,16 @@ class Connection(H11Protocol):
 
     def _wait_for_round(self, data: bytes) -> None:
         """What has come of a request is looked at soon, with what comes until then."""
-        self._come, self._come_ns = data, now_ns()
-        self._client = _named_client(data) or self._client
-        self._all.rounds.put(self._client, self._take_round)
-        self.look()
+        if self._come is None:
+            self._come, self._come_ns = data, now_ns()
+            self._client = _named_client(data) or self._client
+            self._all.rounds.put(self._client, self._take_round)
+            self.look()
+        else:
+            self._come += data
+        # Not before, since most requests have come as a whole.
+        if len(self._come) >= _READ_BYTES:
+            self.transport.pause_reading()
 
     def _take_round(self) -> None:
         data, self._come = self._come, None

@@ -19,6 +19,7 @@ import structlog
 
 from nano_inference.bus.public import CompletionChunk, GenerateRequest, Output
 from nano_inference.config import Config, ConfigError, GatewayConfig
+from nano_inference.gateway import rounds
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.connections import SPARE_CONNECTIONS
 from nano_inference.gateway.limits import UNCOUNTED_BYTES
@@ -214,6 +215,25 @@ async def test_more_requests_than_allowed_are_told_so(engine: FakeEngine) -> Non
         await engine.until(lambda: len(engine.left) == 1)
         client.send(SMALL)
         assert (await client.answer())[0] == 200
+
+
+async def test_a_head_in_pieces_waits_for_its_round_as_a_whole(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serve(engine, GatewayConfig()) as served:
+        with monkeypatch.context() as patch:
+            # A round begins when somebody else comes.
+            patch.setattr(rounds, "CROWD", 0)
+            patch.setattr(rounds, "CROWD_PAUSE_S", 3600)
+            cut = await served.connect(SMALL[:9])
+            await served.phases("come")
+            cut.send(SMALL[9:])
+            (connection,) = served.server.connections._all
+            await served.until(lambda: connection._received_bytes == len(SMALL))
+            assert connection.phase == "come"
+            other = await served.connect(SMALL.replace(b"\r\n\r\n", b"\r\nX-Tenant: b\r\n\r\n"))
+            assert (await cut.answer())[0] == 200
+            assert (await other.answer())[0] == 200
 
 
 # --- bodies -------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -23,6 +23,7 @@ from nano_inference.gateway.sglang.answers import Answers
 from nano_inference.gateway.sglang.growing import EVERY_TOKEN_BYTES, GROWTH
 from nano_inference.stages.detokenizer import Detokenizer
 
+from ..gateway import by_hand
 from ..gateway.fake import FakeEngine, completion, sample
 
 LIMIT_S = 20
@@ -181,7 +182,7 @@ async def test_a_slow_client_gets_the_newest_and_nothing_is_kept_for_it(
     asked = {"text": ["a", "b"], "stream": True, "rid": ["r", "s"]}
     app = make_app(engine, Config())
     async with asyncio.timeout(LIMIT_S):
-        answering = asyncio.create_task(call(app, json.dumps(asked).encode(), send))
+        answering = asyncio.create_task(by_hand.post(app, "/generate", asked, send))
         # Read to its end though the client has read one event.
         for _ in range(TURNS):
             if received and len(engine.ended) == 2:
@@ -194,23 +195,3 @@ async def test_a_slow_client_gets_the_newest_and_nothing_is_kept_for_it(
     found = [json.loads(event) for event in events(b"".join(received))]
     assert len(found) == 3
     assert {event["index"]: len(event["output_ids"]) for event in found} == {0: 300, 1: 300}
-
-
-async def call(app: Any, body: bytes, send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/generate",
-        "headers": [(b"content-type", b"application/json"), (b"host", b"127.0.0.1")],
-        "query_string": b"",
-        "client": ("127.0.0.1", 1),
-        "asgi": {"version": "3.0", "spec_version": "2.4"},
-    }
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> dict[str, Any]:
-        if not messages:
-            await asyncio.Event().wait()
-        return messages.pop()
-
-    await app(scope, receive, send)

@@ -14,6 +14,7 @@ from nano_inference.config import Config, load_config
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.words import LazyWords
 
+from .. import by_hand
 from ..fake import FakeEngine, completion, refused
 from ..openai.made import TEXTS, TOKENS, cut, interleaved, told, whole
 
@@ -347,28 +348,10 @@ async def test_a_client_that_goes_is_one_request_less(engine: FakeEngine, stream
     engine.outputs = cut
     app = make_app(engine, load_config(env={}))  # type: ignore[arg-type]
     left = anyio.Event()
-    parts = [{"type": "http.request", "body": json.dumps(ASKED | {"stream": stream}).encode()}]
-
-    async def receive() -> dict[str, Any]:
-        if parts:
-            return parts.pop()
-        await left.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        pass
-
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": PATH,
-        "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
-        "query_string": b"",
-        "asgi": {"version": "3.0", "spec_version": "2.4"},
-    }
+    asked = ASKED | {"stream": stream}
     with anyio.fail_after(LIMIT_S):
         async with anyio.create_task_group() as group:
-            group.start_soon(app, scope, receive, send)
+            group.start_soon(by_hand.post, app, PATH, asked, by_hand.ignore, left)
             await engine.until(lambda: len(engine.requests) == 1)
             left.set()
     assert engine.left == [engine.requests[0].request_id]
@@ -387,13 +370,6 @@ async def test_a_stream_with_nothing_to_say_pings() -> None:
 
     config = load_config(env={}, overrides={"gateway.comment_s": 0.01})
     app = make_app(Slow(), config)  # type: ignore[arg-type]
-    parts = [{"type": "http.request", "body": json.dumps(ASKED | {"stream": True}).encode()}]
-
-    async def receive() -> dict[str, Any]:
-        if parts:
-            return parts.pop()
-        await anyio.sleep_forever()
-        raise AssertionError
 
     async def send(message: Any) -> None:
         nonlocal sent
@@ -401,16 +377,8 @@ async def test_a_stream_with_nothing_to_say_pings() -> None:
             sent += message["body"]
             pinged.set()
 
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": PATH,
-        "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
-        "query_string": b"",
-        "asgi": {"version": "3.0", "spec_version": "2.4"},
-    }
     with anyio.fail_after(LIMIT_S):
-        await app(scope, receive, send)
+        await by_hand.post(app, PATH, ASKED | {"stream": True}, send)
     assert sent.startswith(b'event: ping\ndata: {"type":"ping"}\n\n')
     assert b"event: message_start\n" in sent
     assert sent.endswith(b'data: {"type":"message_stop"}\n\n')

@@ -17,6 +17,7 @@ from nano_inference.gateway.app import make_app
 from nano_inference.gateway.openai.streams import MOST_UNSENT
 from nano_inference.telemetry import TraceContext
 
+from .. import by_hand
 from ..fake import FakeEngine, completion
 from .made import Told, chunk, events, interleaved, stream_of, told
 
@@ -138,30 +139,15 @@ async def test_what_a_client_does_not_read_waits_on_the_bus(
     app = make_app(engine, config)  # type: ignore[arg-type]
     reads, parts = anyio.Event(), []
 
-    async def receive() -> dict[str, Any]:
-        if not asked:
-            asked.append(True)
-            return {"type": "http.request", "body": b'{"prompt": "a", "stream": true}'}
-        await anyio.sleep_forever()
-        raise AssertionError
-
     async def send(message: Any) -> None:
         if message["type"] == "http.response.body":
             await reads.wait()
             parts.append(message["body"])
 
-    asked: list[bool] = []
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": COMPLETIONS,
-        "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
-        "query_string": b"",
-        "asgi": {"version": "3.0", "spec_version": "2.4"},
-    }
+    asked = {"prompt": "a", "stream": True}
     with anyio.fail_after(LIMIT_S):
         async with anyio.create_task_group() as group:
-            group.start_soon(app, scope, receive, send)
+            group.start_soon(by_hand.post, app, COMPLETIONS, asked, send)
             await anyio.wait_all_tasks_blocked()
             assert MOST_UNSENT <= engine.taken <= MOST_UNSENT + 2
             transport = httpx.ASGITransport(app)

@@ -17,6 +17,7 @@ from nano_inference.config import Config, RequestError, load_config
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.openai.responses.kept import MOST_BYTES, KeptResponses
 
+from .. import by_hand
 from ..fake import FakeEngine, completion, refused
 from .made import LOGPROBS, TEXTS, cut, interleaved, told, whole
 from .test_refusals import refusal
@@ -233,29 +234,10 @@ async def test_a_client_that_goes_is_one_request_less(
     engine.outputs = cut
     app = make_app(engine, config)  # type: ignore[arg-type]
     left = anyio.Event()
-    body = json.dumps({"input": "a", "stream": stream}).encode()
-    parts = [{"type": "http.request", "body": body}]
-
-    async def receive() -> dict[str, Any]:
-        if parts:
-            return parts.pop()
-        await left.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        pass
-
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": PATH,
-        "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
-        "query_string": b"",
-        "asgi": {"version": "3.0", "spec_version": "2.4"},
-    }
+    body = {"input": "a", "stream": stream}
     with anyio.fail_after(LIMIT_S):
         async with anyio.create_task_group() as group:
-            group.start_soon(app, scope, receive, send)
+            group.start_soon(by_hand.post, app, PATH, body, by_hand.ignore, left)
             await engine.until(lambda: len(engine.requests) == 1)
             left.set()
     (request,) = engine.requests

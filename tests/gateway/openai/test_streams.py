@@ -18,6 +18,7 @@ from nano_inference.gateway.openai.answers import Answers
 from nano_inference.gateway.openai.requests import read_completion
 from nano_inference.gateway.openai.streams import Chunks
 
+from .. import by_hand
 from ..fake import FakeEngine, completion, refused
 from .made import LOGPROBS, TEXTS, TOKENS, choices, cut, events, interleaved, told
 
@@ -159,33 +160,10 @@ async def test_a_client_that_goes_is_one_request_less(
     engine.outputs = cut
     app = make_app(engine, Config())
     left = asyncio.Event()
-    body = b'{"prompt": "a", "stream": %s}'
-
-    async def call(stream: bytes) -> None:
-        parts = [{"type": "http.request", "body": body % stream, "more_body": False}]
-
-        async def receive() -> dict[str, Any]:
-            if parts:
-                return parts.pop()
-            await left.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            pass
-
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": COMPLETIONS,
-            "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
-            "query_string": b"",
-            "asgi": {"version": "3.0", "spec_version": "2.4"},
-        }
-        await app(scope, receive, send)
-
     async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
-        for stream in (b"true", b"false"):
-            group.create_task(call(stream))
+        for stream in (True, False):
+            body = {"prompt": "a", "stream": stream}
+            group.create_task(by_hand.post(app, COMPLETIONS, body, left=left))
         await engine.until(lambda: len(engine.requests) == 2)
         left.set()
     assert sorted(engine.left) == sorted(request.request_id for request in engine.requests)
@@ -234,13 +212,6 @@ async def test_an_error_behind_a_comment_is_an_event(engine: FakeEngine) -> None
     app = make_app(Slow(), config)
     sent: list[bytes] = []
 
-    async def receive() -> dict[str, Any]:
-        if not sent and not asked:
-            asked.append(True)
-            return {"type": "http.request", "body": b'{"prompt": "a", "stream": true}'}
-        await anyio.sleep_forever()
-        raise AssertionError
-
     async def send(message: Any) -> None:
         if message["type"] == "http.response.start":
             assert message["status"] == 200
@@ -248,17 +219,8 @@ async def test_an_error_behind_a_comment_is_an_event(engine: FakeEngine) -> None
             sent.append(message["body"])
             failed.set()
 
-    asked: list[bool] = []
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": COMPLETIONS,
-        "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
-        "query_string": b"",
-        "asgi": {"version": "3.0", "spec_version": "2.4"},
-    }
     with anyio.fail_after(LIMIT_S):
-        await app(scope, receive, send)
+        await by_hand.post(app, COMPLETIONS, {"prompt": "a", "stream": True}, send)
     text = b"".join(sent)
     assert text.startswith(b": keep-alive\n\n")
     assert b'"code":"lane_failed"' in text

@@ -13,6 +13,7 @@ from nano_inference.bus.public import CompletionChunk, GenerateRequest, Output
 from nano_inference.config import Config, load_config
 from nano_inference.gateway.app import make_app
 
+from .. import by_hand
 from ..fake import FakeEngine, completion, refused, sample
 from ..test_http import error_of
 
@@ -166,25 +167,8 @@ async def test_a_client_that_goes_while_an_event_is_sent(engine: FakeEngine) -> 
     """A slow reader holds up the sending, not the cancelling."""
     engine.outputs = spelled
     app = make_app(engine, Config())
-    body = json.dumps({"input_ids": [3, 4], "rid": "r", "stream": True}).encode()
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/generate",
-        "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
-        "query_string": b"",
-        "asgi": {"version": "3.0", "spec_version": "2.4"},
-    }
+    body = {"input_ids": [3, 4], "rid": "r", "stream": True}
     sending = asyncio.Event()
-    read = False
-
-    async def receive() -> dict[str, Any]:
-        nonlocal read
-        if not read:
-            read = True
-            return {"type": "http.request", "body": body, "more_body": False}
-        await sending.wait()
-        return {"type": "http.disconnect"}
 
     async def send(message: Any) -> None:
         if message["type"] == "http.response.body":
@@ -192,5 +176,5 @@ async def test_a_client_that_goes_while_an_event_is_sent(engine: FakeEngine) -> 
             await asyncio.Event().wait()
 
     async with asyncio.timeout(LIMIT_S):
-        await app(scope, receive, send)
+        await by_hand.post(app, "/generate", body, send, sending)
     assert engine.left == ["r"]

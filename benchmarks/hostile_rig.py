@@ -56,7 +56,7 @@ class Live:
     Attributes:
         target: Where it is.
         pids: Of each process by its role, when it had just started.
-        start_mb: What ours took when they had served as many requests as they run at once.
+        start_mb: What ours took when they had served two full batches.
     """
 
     def __init__(self, folder: Path, descriptors: int | None = None) -> None:

@@ -25,6 +25,9 @@ from nano_inference.telemetry import TraceContext
 
 Outputs = Callable[[GenerateRequest], list[Output]]
 
+LIMIT_S = 60
+"""Longest that anybody waits for an engine's state."""
+
 
 class FakeBus:
     """What of a bus is used directly."""
@@ -65,9 +68,10 @@ class FakeEngine:
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Waits until requests have come or were left so that this holds."""
-        while not holds():
-            self._changed = anyio.Event()
-            await self._changed.wait()
+        with anyio.fail_after(LIMIT_S):
+            while not holds():
+                self._changed = anyio.Event()
+                await self._changed.wait()
 
     @property
     def names(self) -> list[str]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
+from collections.abc import Coroutine
 from contextlib import aclosing, suppress
+from types import FrameType, TracebackType
 from typing import Annotated
 
 import typer
@@ -126,6 +129,7 @@ class _Chat:
         self._wanted = wanted
         self._model = model
         self._conversation = conversation
+        self._ctrl_c = _CtrlC()
         self._on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         self._failed = False
 
@@ -144,30 +148,35 @@ class _Chat:
         with asyncio.Runner() as runner:
             with failures_told():
                 self._model = self._model or runner.run(self._check()) or None
-            if self._on_terminal:
+            if not self._on_terminal:
+                self._converse(runner)
+            else:
                 _note(f"asking {self._model or 'the model'}; /help says what else there is")
-            while (line := self._read()) is not None:
-                text = line.strip()
-                if text.startswith("/") and not text.startswith("//"):
-                    if not self._obey(text):
-                        break
-                elif text:
-                    self._ask(runner, text.removeprefix("/") if text.startswith("//") else text)
+                with self._ctrl_c:
+                    self._converse(runner)
         if self._failed and not self._on_terminal:
             raise typer.Exit(1)
 
+    def _converse(self, runner: asyncio.Runner) -> None:
+        while (line := self._read()) is not None:
+            text = line.strip()
+            if text.startswith("/") and not text.startswith("//"):
+                if not self._obey(text):
+                    break
+            elif text:
+                self._ask(runner, text.removeprefix("/") if text.startswith("//") else text)
+
     def _read(self) -> str | None:
         """The next line; None when there is none."""
+        if not self._on_terminal:
+            return sys.stdin.readline() or None
         while True:
             try:
-                return input("> " if self._on_terminal else "")
+                return self._ctrl_c.typed("> ")
             except EOFError:
-                if self._on_terminal:
-                    sys.stdout.write("\n")
+                sys.stdout.write("\n")
                 return None
             except KeyboardInterrupt:
-                if not self._on_terminal:
-                    raise
                 sys.stdout.write("\n")
                 _note("/quit or Ctrl-D ends it")
 
@@ -194,8 +203,8 @@ class _Chat:
     def _ask(self, runner: asyncio.Runner, text: str) -> None:
         with AnswerWriter() as writer:
             try:
-                runner.run(self._answer(text, writer))
-            except KeyboardInterrupt:
+                self._ctrl_c.run(runner, self._answer(text, writer))
+            except asyncio.CancelledError:
                 self._stopped(text, writer.text)
                 return
             except NanoInferenceError as error:
@@ -225,6 +234,62 @@ class _Chat:
         ):
             async for piece in pieces:
                 writer.write(piece)
+
+
+class _CtrlC:
+    """What Ctrl-C stops while this is entered: the line that is being typed or the answer that
+    comes, and never the program, however often and whenever it is pressed."""
+
+    def __init__(self) -> None:
+        self._typing = False
+        self._answer: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> None:
+        self._before = signal.signal(signal.SIGINT, self._pressed)
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def typed(self, prompt: str) -> str:
+        """A line from the terminal.
+
+        Raises:
+            EOFError: Ctrl-D.
+            KeyboardInterrupt: Ctrl-C.
+        """
+        self._typing = True
+        try:
+            return input(prompt)
+        finally:
+            self._typing = False
+
+    def run(self, runner: asyncio.Runner, answer: Coroutine[None, None, None]) -> None:
+        """Runs a coroutine to its end.
+
+        Raises:
+            asyncio.CancelledError: Ctrl-C.
+        """
+
+        async def watched() -> None:
+            self._answer = asyncio.current_task()
+            try:
+                await answer
+            finally:
+                self._answer = None
+
+        runner.run(watched())
+
+    def _pressed(self, number: int, frame: FrameType | None) -> None:
+        if self._typing:
+            self._typing = False
+            raise KeyboardInterrupt
+        if self._answer is not None:
+            self._answer.get_loop().call_soon_threadsafe(self._answer.cancel)
 
 
 def _note(text: str) -> None:

@@ -328,11 +328,13 @@ class Terminal:
             typing: Typed before, and once a second until then.
         """
         end_s = time.monotonic() + LIMIT_S
+        next_s = time.monotonic() if typing else end_s
         while text not in self.written:
-            self.type(typing)
-            wait_s = 1.0 if typing else end_s - time.monotonic()
-            ready, _, _ = select.select([self._main], [], [], wait_s)
-            assert ready or time.monotonic() < end_s, f"no {text!r} in {self.written!r}"
+            if time.monotonic() >= next_s:
+                assert time.monotonic() < end_s, f"no {text!r} in {self.written!r}"
+                self.type(typing)
+                next_s += 1
+            ready, _, _ = select.select([self._main], [], [], max(0.0, next_s - time.monotonic()))
             if ready:
                 self.written += os.read(self._main, 4096).decode()
         self.written = self.written.partition(text)[2]

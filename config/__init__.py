@@ -12,6 +12,7 @@ from .errors import (
 )
 from .gateway import GatewayConfig
 from .load import as_environment, load_config, nearest, parse_value
+from .policy import PolicyConfig
 from .quoting import MOST_SHOWN, MOST_TEXT, cut, cut_middle, shown
 from .redact import REDIS_SCHEMES, redact
 from .roles import REPLICATED, all_roles, role_of, role_of_sender, roles_here, split_role
@@ -52,6 +53,7 @@ __all__ = [
     "ModelError",
     "NanoInferenceError",
     "PipelineConfig",
+    "PolicyConfig",
     "RequestError",
     "SamplingParams",
     "SchedulerConfig",

@@ -1,0 +1,255 @@
+"""What of a request's answer may leave: outputs are held back until nothing blocked is in them."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+
+from ...bus.public import (
+    Completion,
+    CompletionChunk,
+    CompletionSample,
+    GenerateRequest,
+    Output,
+)
+from ..words import Words
+from .block_list import BlockList, Scanner, context_chars
+
+T = TypeVar("T")
+
+
+class HeldOutputs:
+    """The outputs of one request on their way to its client.
+
+    They leave whole and, for each sample, in order, as soon as nothing that could be a part of a
+    match is in them. A sample in which there is one ends before it, text and tokens, with the
+    finish reason "content_filter". Where that is, follows from the answer alone: whoever reads it
+    again, however it is cut into chunks, is given the same.
+
+    Attributes:
+        blocked: How many samples were ended so.
+    """
+
+    def __init__(self, request: GenerateRequest, block_list: BlockList, words: Words) -> None:
+        self.blocked = 0
+        self._n = request.n
+        self._block_list = block_list
+        self._words = words
+        self._before = _end_of_prompt(request, block_list, words)
+        self._samples: dict[int, _HeldSample] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether no sample has anything more to say, and some was ended here, so that the engine
+        need not go on."""
+        ended = sum(sample.ended for sample in self._samples.values())
+        return self.blocked > 0 and ended == self._n
+
+    def put(self, output: Output) -> list[Output]:
+        """Takes the next one, and gives what may leave now."""
+        if isinstance(output, CompletionChunk):
+            return [*self._count(self._sample(output.sample_index), output)]
+        released: list[Output] = []
+        samples: list[CompletionSample] = []
+        for sample in output.samples:
+            held = self._sample(sample.sample_index)
+            released += self._count(held, sample)
+            samples.append(held.cut(sample))
+        return [*released, self._without_blocked(output, samples) if self.blocked else output]
+
+    def _sample(self, index: int) -> _HeldSample:
+        if index not in self._samples:
+            scanners = Scanner(self._block_list), Scanner(self._block_list, self._before)
+            self._samples[index] = _HeldSample(*scanners, self._words)
+        return self._samples[index]
+
+    def _count(
+        self, held: _HeldSample, new: CompletionChunk | CompletionSample
+    ) -> list[CompletionChunk]:
+        before = held.blocked
+        released = held.add(new) if isinstance(new, CompletionChunk) else held.end(new)
+        self.blocked += held.blocked and not before
+        return released
+
+    def _without_blocked(
+        self, completion: Completion, samples: Sequence[CompletionSample]
+    ) -> Completion:
+        """The end of a request of which some samples were ended here. If the others have ended by
+        themselves it is done, though the engine was told not to go on."""
+        made = sum(len(sample.token_ids) for sample in samples)
+        usage = msgspec.structs.replace(completion.usage, completion_tokens=made)
+        cut = msgspec.structs.replace(completion, samples=tuple(samples), usage=usage)
+        ended = [sample for sample in samples if sample.finish_reason != "abort"]
+        if len(ended) < self._n:
+            return cut
+        return msgspec.structs.replace(cut, status="done", error=None)
+
+
+class _HeldSample:
+    """One sample.
+
+    Two texts are looked through, since both leave: the one that it has, and that of its tokens,
+    which goes on where the prompt ends, and in which a stop string still stands. The first is the
+    beginning of the second, so that a place in one is the same in the other.
+
+    Attributes:
+        ended: Nothing more of it is to come.
+        blocked: It was ended here.
+    """
+
+    __slots__ = (
+        "_by_tokens",
+        "_cut_at",
+        "_detokenizer",
+        "_ends",
+        "_held",
+        "_sent_chars",
+        "_sent_tokens",
+        "_text",
+        "_with_text",
+        "ended",
+    )
+
+    def __init__(self, text: Scanner, by_tokens: Scanner, words: Words) -> None:
+        self.ended = False
+        self._text = text
+        self._by_tokens = by_tokens
+        self._detokenizer = words.detokenizer(skip_special=True)
+        # For each token, how long the text is with it, and how many tokens there are up to the
+        # last that made it longer: a part of a character goes with the rest of it.
+        self._ends: list[int] = []
+        self._with_text: list[int] = []
+        self._held: deque[CompletionChunk] = deque()
+        self._sent_chars = self._sent_tokens = 0
+        # Characters and tokens that it has, once something was found behind them.
+        self._cut_at: tuple[int, int] | None = None
+
+    @property
+    def blocked(self) -> bool:
+        return self._cut_at is not None
+
+    def add(self, chunk: CompletionChunk) -> list[CompletionChunk]:
+        """Takes the next chunk, and gives those that may leave."""
+        if self.ended:
+            return []
+        self._held.append(chunk)
+        self._take(chunk.text, chunk.token_ids)
+        if chunk.finish_reason is not None:
+            self._finish()
+        return self._released()
+
+    def end(self, sample: CompletionSample) -> list[CompletionChunk]:
+        """Takes the whole of it, of which chunks may have told; gives those that were held."""
+        if self.ended:
+            return []
+        self._take(sample.text[self._text.taken :], sample.token_ids[len(self._ends) :])
+        self._finish()
+        return self._released()
+
+    def cut(self, sample: CompletionSample) -> CompletionSample:
+        """The sample, without what is blocked of it."""
+        if self._cut_at is None:
+            return sample
+        chars, tokens = self._cut_at
+        spans = sample.weight_versions
+        return msgspec.structs.replace(
+            sample,
+            text=sample.text[:chars],
+            token_ids=sample.token_ids[:tokens],
+            logprobs=sample.logprobs[:tokens],
+            top_logprobs=_first(sample.top_logprobs, tokens),
+            ref_logprobs=_first(sample.ref_logprobs, tokens),
+            weight_versions=tuple(span for span in spans if span[1] < tokens),
+            finish_reason="content_filter",
+        )
+
+    def _take(self, text: str, token_ids: Sequence[int]) -> None:
+        self._text.push(text)
+        end = self._ends[-1] if self._ends else 0
+        pieces = []
+        for token_id in token_ids:
+            piece = self._detokenizer.push((token_id,))
+            pieces.append(piece)
+            end += len(piece)
+            before = self._with_text[-1] if self._with_text else 0
+            self._ends.append(end)
+            self._with_text.append(len(self._ends) if piece else before)
+        self._by_tokens.push("".join(pieces))
+        self._block()
+
+    def _finish(self) -> None:
+        self.ended = True
+        self._text.finish()
+        self._by_tokens.push(self._detokenizer.finish())
+        self._by_tokens.finish()
+        self._block()
+
+    def _block(self) -> None:
+        found = [at for at in (self._text.blocked_at, self._by_tokens.blocked_at) if at is not None]
+        if found and self._cut_at is None:
+            self.ended = True
+            self._cut_at = min(found), self._tokens_within(min(found))
+
+    def _tokens_within(self, chars: int) -> int:
+        """How many tokens have said so much of the text, and no part of what follows."""
+        count = bisect_right(self._ends, chars)
+        return self._with_text[count - 1] if count else 0
+
+    def _released(self) -> list[CompletionChunk]:
+        if self._cut_at is not None:
+            return self._rest(*self._cut_at)
+        chars = min(self._text.safe, self._by_tokens.safe)
+        tokens = self._tokens_within(chars)
+        released = []
+        while self._held:
+            chunk = self._held[0]
+            sent_chars = self._sent_chars + len(chunk.text)
+            sent_tokens = self._sent_tokens + len(chunk.token_ids)
+            if not self.ended and (sent_chars > chars or sent_tokens > tokens):
+                break
+            self._sent_chars, self._sent_tokens = sent_chars, sent_tokens
+            released.append(self._held.popleft())
+        return released
+
+    def _rest(self, chars: int, tokens: int) -> list[CompletionChunk]:
+        """What is held of those before the cut; the last says what it was."""
+        rest: list[CompletionChunk] = []
+        for number, chunk in enumerate(self._held):
+            left_chars = max(0, chars - self._sent_chars)
+            left_tokens = max(0, tokens - self._sent_tokens)
+            self._sent_chars += len(chunk.text)
+            self._sent_tokens += len(chunk.token_ids)
+            if left_chars or left_tokens or not number:
+                rest.append(_cut_chunk(chunk, left_chars, left_tokens))
+        self._held.clear()
+        if rest:
+            rest[-1] = msgspec.structs.replace(rest[-1], finish_reason="content_filter")
+        return rest
+
+
+def _cut_chunk(chunk: CompletionChunk, chars: int, tokens: int) -> CompletionChunk:
+    return msgspec.structs.replace(
+        chunk,
+        text=chunk.text[:chars],
+        token_ids=chunk.token_ids[:tokens],
+        logprobs=chunk.logprobs[:tokens],
+        top_logprobs=_first(chunk.top_logprobs, tokens),
+        finish_reason=None,
+    )
+
+
+def _first(of_tokens: tuple[T, ...] | None, number: int) -> tuple[T, ...] | None:
+    return None if of_tokens is None else of_tokens[:number]
+
+
+def _end_of_prompt(request: GenerateRequest, block_list: BlockList, words: Words) -> str:
+    """So much of it as a match in the answer may begin in."""
+    number = context_chars(block_list)
+    if request.prompt is not None:
+        return request.prompt[-number:]
+    token_ids = (request.prompt_token_ids or ())[-number:]
+    return words.text(token_ids, skip_special=True)[-number:]

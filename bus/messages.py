@@ -43,9 +43,9 @@ from .control import (
     UpdateWeights,
     WeightsReady,
 )
-from .public import FinishReason, StageTime
+from .public import StageTime
 
-RowFinish = Literal[""] | FinishReason
+RowFinish = Literal["", "stop", "length", "abort"]
 """Why a sequence has ended with a row's token; "" while it goes on."""
 
 

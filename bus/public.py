@@ -12,7 +12,9 @@ import msgspec
 
 from ..config import SamplingParams
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "content_filter"]
+"""Why a sample ended. The last is a gateway's: behind it stood what may not be said there."""
+
 Status = Literal["done", "error", "cancelled", "expired"]
 
 

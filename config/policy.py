@@ -76,6 +76,8 @@ class PolicyConfig(Settings, frozen=True, forbid_unknown_fields=True):
             self.require(name, 0 < getattr(self, name) <= 3600, "above 0, at most 3600 (an hour)")
         self.require("oidc_leeway_s", 0 <= self.oidc_leeway_s <= 600, "from 0 to 600")
         self.require("guardrail_max_match", 1 <= self.guardrail_max_match <= 65_536, "1 to 65536")
+        if self.audit_file:
+            self.require("audit_key", bool(self.audit_key), "set with policy.audit_file")
         self.require("audit_max_bytes", self.audit_max_bytes >= 4096, "at least 4096")
         self.require("audit_files", 1 <= self.audit_files <= 1000, "from 1 to 1000")
         for name in ("opa_url", "oidc_issuer", "oidc_jwks_url"):

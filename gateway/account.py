@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import structlog
 
 from ..bus.public import Usage
 from ..config import shown
 from ..telemetry import TraceContext
+
+Texts = Callable[[], Sequence[str]]
+"""Gives texts of a call, beside the event loop."""
 
 
 class Account:
@@ -18,12 +23,27 @@ class Account:
         completion_tokens: The same.
         sent_bytes: Of its answer's body.
         complete: Whether its answer came to its end.
+        code: Of the error that it ended with; "content_filter" too where an answer was cut.
+        model: Of its requests.
+        texts: What the audit log may tell of, each by its name there.
     """
 
-    __slots__ = ("complete", "completion_tokens", "prompt_tokens", "sent_bytes", "tenant")
+    __slots__ = (
+        "code",
+        "complete",
+        "completion_tokens",
+        "model",
+        "prompt_tokens",
+        "sent_bytes",
+        "tenant",
+        "texts",
+    )
 
     def __init__(self) -> None:
         self.tenant = ""
+        self.code = ""
+        self.model = ""
+        self.texts: dict[str, Texts] = {}
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.sent_bytes = 0

@@ -14,8 +14,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..bus.entries import usable_trace
 from ..telemetry import TraceContext, instruments, names, now_ns
 from .account import Account
-from .http import CALL_ID, CLIENT_LEFT
+from .http import CALL_ID, CLIENT_LEFT, ERROR_CODE
 from .measures import Measures
+from .policy.audit import AuditLog
+from .policy.caller import CALLER, NOBODY, ROUTE, Caller
 
 _METHODS = frozenset(
     ("CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "TRACE")
@@ -86,15 +88,17 @@ class ObservedCalls:
         app: ASGIApp,
         measures: Measures,
         routes: Collection[str],
-        *,
         access_log: bool = False,
+        audit: AuditLog | None = None,
     ) -> None:
         """Args: `routes` are the paths that there are. No other is named, so that nobody makes
-        names. With `access_log` there is a line for each call."""
+        names. With `access_log` there is a line for each call in the log, and in `audit`, where
+        that is given, one for each that needs anything."""
         self._app = app
         self._measures = measures
         self._routes = frozenset(routes)
         self._access_log = access_log
+        self._audit = audit
         self._under_way = 0
         self._idle = anyio.Event()
         measures.watch(instruments.GATEWAY_IN_FLIGHT, lambda: self._under_way)
@@ -171,6 +175,8 @@ class ObservedCalls:
                 client=address,
                 trace=trace,
             )
+        if self._audit is not None:
+            self._tell_audit(self._audit, scope, method, route, status, ended_ns - arrived_ns)
         if not (route and trace.sampled and self._measures.tracing.enabled):
             return
         self._measures.tracing.span(
@@ -190,3 +196,33 @@ class ObservedCalls:
             own=trace,
             kind="server",
         )
+
+    def _tell_audit(
+        self, audit: AuditLog, scope: Scope, method: str, route: str, status: int, duration_ns: int
+    ) -> None:
+        state = scope["state"]
+        _, trace, account = state[_KEY]
+        # The route knows its own name where a part of the path is a name of something.
+        found, needed = state.get(ROUTE, (route, ""))
+        if needed == "nothing":
+            return
+        caller: Caller = state.get(CALLER, NOBODY)
+        address, _ = scope.get("client") or ("", 0)
+        told = {
+            "call_id": state[CALL_ID],
+            **trace.log_ids,
+            "key_id": caller.key_id,
+            "key_name": caller.name,
+            "tenant": account.tenant or caller.tenant,
+            "client": address,
+            "method": method,
+            "route": found,
+            "model": account.model,
+            "status": status,
+            "code": state.get(ERROR_CODE) or account.code,
+            "complete": account.complete,
+            "prompt_tokens": account.prompt_tokens,
+            "completion_tokens": account.completion_tokens,
+            "duration_ms": round(duration_ns / 1e6, 2),
+        }
+        audit.write("call", told, account.texts)

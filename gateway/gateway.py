@@ -79,7 +79,7 @@ class Gateway:
         except BaseException:
             listener.close()
             raise
-        self._server = HttpServer(app, config.gateway, measures)
+        self._server = HttpServer(app, config.gateway, measures, self._policy.audit)
         self._task = asyncio.create_task(self._server.serve([listener]), name="gateway")
         self._kept = app.state.kept_calls
         beside = {"kept calls": self._kept.run_forever(), "policy": self._policy.run_forever()}

@@ -35,6 +35,9 @@ _PLACE = re.compile(r"`\$\.?([^`]+)`$")
 CALL_ID = "call_id"
 """Under which a call's state has what the call is named."""
 
+ERROR_CODE = "error_code"
+"""Under which it has the code of the error that it was answered with."""
+
 CLIENT_LEFT = 499
 """The status, seen by nobody, of a request whose client has closed the connection."""
 
@@ -160,8 +163,13 @@ async def answer_error(request: Request, error: Exception) -> Response:
         if methods := (error.headers or {}).get("Allow"):
             message += f"; call it by {methods}"
         told = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+        _note(request, code)
         return JsonResponse({"error": told}, error.status_code, error.headers)
     return answer_failure(request, error, error_response)
+
+
+def _note(request: Request, code: str) -> None:
+    request.scope.setdefault("state", {})[ERROR_CODE] = code
 
 
 def answer_failure(
@@ -177,7 +185,10 @@ def answer_failure(
     log = structlog.get_logger().bind(path=request.url.path, call_id=call_id_of(request))
     if not isinstance(error, NanoInferenceError):
         log.error("http_handler_failed", exc_info=error)
-        return respond(NanoInferenceError("the gateway has failed; its log says where"))
+        error = NanoInferenceError("the gateway has failed; its log says where")
+        _note(request, error.code)
+        return respond(error)
+    _note(request, error.code)
     # Load that is shed (429) is counted where it is shed; a line for each would be more load.
     if status_of(error) >= 500:
         log.warning("http_request_failed", code=error.code, error=error.message)

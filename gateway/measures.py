@@ -27,6 +27,9 @@ Reason = Literal[
     "forbidden_host",
     "forbidden_origin",
     "unsupported_media_type",
+    # Of guardrails and the audit log.
+    "content_filter",
+    "policy_unavailable",
 ]
 """Why something was not served; docs/telemetry.md says which limit or check each belongs to."""
 

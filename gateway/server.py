@@ -22,6 +22,7 @@ from .connections import LINGER_S, SPARE_CONNECTIONS, Connection, Connections
 from .http import DEFAULT_RETRY_S, EngineError
 from .limits import RequestLimits
 from .measures import Measures
+from .policy.audit import AuditLog
 
 BACKLOG = 2048
 """Connections that may wait in the kernel to be accepted."""
@@ -61,7 +62,11 @@ class HttpServer(uvicorn.Server):
     """
 
     def __init__(
-        self, app: ASGIApp, config: GatewayConfig, measures: Measures | None = None
+        self,
+        app: ASGIApp,
+        config: GatewayConfig,
+        measures: Measures | None = None,
+        audit: AuditLog | None = None,
     ) -> None:
         """Args: what answers, its settings, and where to tell what is done; None for nowhere."""
         measures = measures or Measures()
@@ -74,7 +79,7 @@ class HttpServer(uvicorn.Server):
         # Starlette's; another application's calls are all of no route.
         routes = [each.path for each in getattr(app, "routes", ()) if isinstance(each, Route)]
         known = only_known_callers(limits, config, measures)
-        self.calls = ObservedCalls(known, measures, routes, access_log=config.access_log)
+        self.calls = ObservedCalls(known, measures, routes, config.access_log, audit)
         self._swept_s = 0.0
         self._loop_handler: LoopHandler | None = None
 

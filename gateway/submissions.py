@@ -184,6 +184,9 @@ class Submissions:
         try:
             async with self._policy.admitted(origin, new):
                 await self._run_admitted(origin, ids, run, published)
+        except NanoInferenceError as error:
+            origin.account.code = error.code
+            raise
         finally:
             for request_id in ids:
                 self._tenants.pop(request_id, None)
@@ -264,7 +267,8 @@ class Submissions:
             request = msgspec.structs.replace(request, priority=most)
         with self._counted(request.request_id):
             submit = self._engine.submit if attendance is None else attendance.outputs
-            async with aclosing(submit(request, origin.trace)) as outputs:
+            made = self._policy.outputs(origin, request, submit(request, origin.trace))
+            async with aclosing(made) as outputs:
                 async for output in outputs:
                     if isinstance(output, Completion):
                         origin.account.add(output.usage)

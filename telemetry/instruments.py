@@ -406,6 +406,12 @@ GATEWAY_REFUSED = Instrument(
     "What did the gateway not serve, or not to the end, and by which of its limits and checks?",
     (names.GATEWAY_REASON,),
 )
+AUDIT_LOST = Instrument(
+    "nano.gateway.audit.lost",
+    "counter",
+    "{line}",
+    "How many lines of the audit log could not be written?",
+)
 
 INSTRUMENTS: tuple[Instrument, ...] = tuple(
     value for value in dict(globals()).values() if isinstance(value, Instrument)

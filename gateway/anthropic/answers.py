@@ -84,6 +84,8 @@ class Answers:
             case "abort":
                 # Somebody ended it; what it has may be sent back to be continued.
                 return "pause_turn", None
+            case "content_filter":
+                return "refusal", None
             case unknown:
                 assert_never(unknown)
 

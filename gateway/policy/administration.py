@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
@@ -20,6 +21,7 @@ from .document import (
     Priority,
     TenantPolicy,
 )
+from .guardrail import block_list_of
 from .keys import new_key
 from .scopes import Scope
 from .store import PolicyStore
@@ -64,12 +66,17 @@ class KeyChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     expires_in_s: Seconds | UnsetType | None = UNSET
 
 
+Changed = Callable[[str, str, Shown], None]
+"""Told of a change that was made: what was done, to what, and how it is now. No key is in it."""
+
+
 class Administration:
     """Each change is whole or not at all. Raises RequestError of what is malformed or unknown, and
     PolicyUnavailable when the backend can't be reached."""
 
-    def __init__(self, store: PolicyStore) -> None:
+    def __init__(self, store: PolicyStore, changed: Changed = lambda what, of, now: None) -> None:
         self._store = store
+        self._changed = changed
 
     async def keys(self) -> list[Shown]:
         """All keys, oldest first, without what would let anybody use them."""
@@ -97,6 +104,7 @@ class Administration:
             )
         )
         await self._store.change(lambda document: document.with_key(key))
+        self._changed("create_key", key.id, _shown_key(key))
         return {**_shown_key(key), "key": text}
 
     async def change_key(self, key_id: str, body: Shown) -> Shown:
@@ -114,11 +122,14 @@ class Administration:
         def edit(document: PolicyDocument) -> PolicyDocument:
             return document.with_key(msgspec.structs.replace(document.key(key_id), **given))
 
-        return _shown_key((await self._store.change(edit)).key(key_id))
+        shown = _shown_key((await self._store.change(edit)).key(key_id))
+        self._changed("change_key", key_id, shown)
+        return shown
 
     async def revoke_key(self, key_id: str) -> None:
         """It is taken no more: by this gateway at once, by others within `policy.refresh_s`."""
         await self._store.change(lambda document: document.without_key(key_id))
+        self._changed("revoke_key", key_id, {})
 
     async def tenants(self) -> dict[str, Shown]:
         """What is set for tenants, by their names."""
@@ -130,10 +141,12 @@ class Administration:
         policy = convert(body, TenantPolicy)
         name = convert(_printable(tenant, "the tenant's name"), Name, "the tenant's name")
         await self._store.change(lambda document: document.with_tenant(name, policy))
+        self._changed("set_tenant", name, _builtins(policy))
         return _builtins(policy)
 
     async def remove_tenant(self, tenant: str) -> None:
         await self._store.change(lambda document: document.without_tenant(tenant))
+        self._changed("remove_tenant", tenant, {})
 
     async def guardrails(self) -> Shown:
         return _builtins((await self._read()).guardrails)
@@ -141,11 +154,14 @@ class Administration:
     async def set_guardrails(self, body: Shown) -> Shown:
         """Puts what may not be said in the place of what might not."""
         guardrails = convert(body, Guardrails)
+        # What can't be read is refused here, and not when somebody asks for something.
+        await block_list_of(guardrails, max_match=1)
 
         def edit(document: PolicyDocument) -> PolicyDocument:
             return msgspec.structs.replace(document, guardrails=guardrails)
 
         await self._store.change(edit)
+        self._changed("set_guardrails", "guardrails", _builtins(guardrails))
         return _builtins(guardrails)
 
     async def _read(self) -> PolicyDocument:

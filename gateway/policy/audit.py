@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import queue
+import re
 import threading
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -15,17 +16,21 @@ import msgspec
 import structlog
 
 from ...config import ConfigError, PolicyConfig
+from ..account import Texts
 from .audit_file import AuditFile
 
 MOST_WAITING = 10_000
 """Lines that wait to be written; beyond that they are lost."""
 
+# What lets somebody in, wherever a client has put it: in a prompt, or in the name of a call.
+_SECRETS = re.compile(
+    rb"(ni-[0-9a-f]{12}-)[A-Za-z0-9_-]{43}|(eyJ)[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+"
+)
+
 _AT_ONCE = 1000
 _RETRY_S = 1.0
 
 Fields = dict[str, Any]
-Texts = Callable[[], Sequence[str]]
-"""Gives texts that a line tells of. It is called beside the event loop."""
 
 
 class _Line(msgspec.Struct, frozen=True):
@@ -36,14 +41,13 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 class AuditLog:
-    """Writes lines of JSON on a thread of its own, in the order in which they came.
+    """Writes lines of JSON on a thread of its own, in the order in which they came."""
 
-    Attributes:
-        lost: How many lines could not be written and never will be.
-    """
-
-    def __init__(self, config: PolicyConfig) -> None:
-        self.lost = 0
+    def __init__(
+        self, config: PolicyConfig, on_lost: Callable[[int], None] = lambda number: None
+    ) -> None:
+        """`on_lost`: told, from any thread, of lines that will never be written."""
+        self._on_lost = on_lost
         self._file = AuditFile(Path(config.audit_file), config.audit_max_bytes, config.audit_files)
         self._path = config.audit_file
         self._key = config.audit_key.encode()
@@ -71,8 +75,9 @@ class AuditLog:
 
     def close(self) -> None:
         """Returns when what was to be written is, as far as it can be."""
-        self._lines.put(None)
-        self._thread.join()
+        if self._thread.is_alive():
+            self._lines.put(None)
+            self._thread.join()
 
     @property
     def refuses(self) -> bool:
@@ -89,7 +94,7 @@ class AuditLog:
                 `<name>` where the settings say so. There is none of no texts.
         """
         if self._is_full:
-            self.lost += 1
+            self._on_lost(1)
             return
         now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         self._lines.put(_Line({"time": now, "event": event} | fields, texts or {}))
@@ -132,8 +137,9 @@ class AuditLog:
     def _fail(self, error: OSError, unwritten: list[bytes]) -> None:
         """Where nobody is served meanwhile, those of whoever was are kept until they can be."""
         kept = MOST_WAITING if self._refuses_when_full else 0
-        self.lost += len(unwritten[kept:])
-        del unwritten[kept:]
+        if lost := len(unwritten[kept:]):
+            self._on_lost(lost)
+            del unwritten[kept:]
         if not self._failing:
             self._failing = True
             self._log.error("audit_not_written", file=self._path, error=error.strerror)
@@ -141,7 +147,7 @@ class AuditLog:
     def _recover(self) -> None:
         if self._failing:
             self._failing = False
-            self._log.warning("audit_written_again", file=self._path, lost=self.lost)
+            self._log.warning("audit_written_again", file=self._path)
 
     def _encoded(self, line: _Line) -> bytes:
         fields = dict(line.fields)
@@ -151,7 +157,7 @@ class AuditLog:
                 fields[f"{name}_hmac"] = text_hash(self._key, told)
                 if self._shows_text:
                     fields[name] = told
-        return msgspec.json.encode(fields) + b"\n"
+        return _SECRETS.sub(rb"\1\2...", msgspec.json.encode(fields)) + b"\n"
 
 
 def text_hash(key: bytes, texts: Sequence[str]) -> str:

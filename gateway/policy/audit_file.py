@@ -32,12 +32,15 @@ class AuditFile:
         has one of its own.
 
         Returns:
-            How many; at least one, if there are any.
+            How many; at least one, if there are any. Without any the file is opened, and that is
+            all.
 
         Raises:
             OSError: None was written.
         """
         with self._opened() as file:
+            if not lines:
+                return 0
             found = os.fstat(file)
             regular = stat.S_ISREG(found.st_mode)
             size = found.st_size if regular else 0
@@ -46,7 +49,7 @@ class AuditFile:
                 _write_whole(file, b"".join(lines[:number]), size if regular else None)
                 return number
             self._put_aside()
-        return self.append(lines) if lines else 0
+        return self.append(lines)
 
     def _fitting(self, lines: Sequence[bytes], size: int) -> int:
         for number, line in enumerate(lines):

@@ -11,6 +11,9 @@ from .scopes import SCOPES, Scope
 CALLER = "caller"
 """Under which a call's state has who calls."""
 
+ROUTE = "route"
+"""Under which it has the path of the route that it took, and what that asks of callers."""
+
 
 class AppliedLimits(msgspec.Struct, frozen=True):
     """Limits, and of whom: "key:<id>" or "tenant:<name>"."""

@@ -9,13 +9,13 @@ outputs and at the end of the call.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Protocol
 
 from starlette.requests import Request
 
-from ...bus.public import GenerateRequest
+from ...bus.public import GenerateRequest, Output
 from ..origin import Origin
 from .caller import ANYBODY, CALLER, NOBODY, Caller
 from .scopes import Needed
@@ -55,14 +55,30 @@ class RequestsLink(Protocol):
         """
 
 
+class OutputsLink(Protocol):
+    """Judges what the engine makes of a request."""
+
+    def outputs(
+        self, origin: Origin, request: GenerateRequest, outputs: AsyncGenerator[Output, None]
+    ) -> AsyncGenerator[Output, None]:
+        """Gives what of them may leave. Closes them when it is closed itself."""
+
+
 class PolicyChain:
     """Its links, in their order. Without any, everybody may do everything."""
 
     def __init__(
-        self, head: Sequence[HeadLink] = (), requests: Sequence[RequestsLink] = ()
+        self,
+        head: Sequence[HeadLink] = (),
+        requests: Sequence[RequestsLink] = (),
+        outputs: Sequence[OutputsLink] = (),
+        stranger: Caller = ANYBODY,
     ) -> None:
+        """Args: `stranger` is who calls as long as no link has found that out."""
         self._head = head
         self._requests = requests
+        self._outputs = outputs
+        self._stranger = stranger
 
     async def enter(self, request: Request, needed: Needed) -> None:
         """Finds out who calls, which `caller_of` then tells.
@@ -70,13 +86,17 @@ class PolicyChain:
         Raises:
             NanoInferenceError: He may not.
         """
-        caller = NOBODY
-        if needed != "nothing":
-            call = PolicyCall(request, needed, NOBODY if self._head else ANYBODY)
+        state = request.scope.setdefault("state", {})
+        if needed == "nothing":
+            state[CALLER] = NOBODY
+            return
+        call = PolicyCall(request, needed, self._stranger)
+        try:
             for link in self._head:
                 await link.check(call)
-            caller = call.caller
-        request.scope.setdefault("state", {})[CALLER] = caller
+        finally:
+            # Of one that is refused, the audit log tells.
+            state[CALLER] = call.caller
 
     @asynccontextmanager
     async def admitted(
@@ -91,3 +111,11 @@ class PolicyChain:
             for link in self._requests:
                 await links.enter_async_context(link.admit(origin, requests))
             yield
+
+    def outputs(
+        self, origin: Origin, request: GenerateRequest, outputs: AsyncGenerator[Output, None]
+    ) -> AsyncGenerator[Output, None]:
+        """What leaves of what the engine makes of a request."""
+        for link in self._outputs:
+            outputs = link.outputs(origin, request, outputs)
+        return outputs

@@ -80,9 +80,7 @@ class HeldOutputs:
     ) -> Completion:
         """The end of a request of which some samples were ended here. If the others have ended by
         themselves it is done, though the engine was told not to go on."""
-        made = sum(len(sample.token_ids) for sample in samples)
-        usage = msgspec.structs.replace(completion.usage, completion_tokens=made)
-        cut = msgspec.structs.replace(completion, samples=tuple(samples), usage=usage)
+        cut = msgspec.structs.replace(completion, samples=tuple(samples))
         ended = [sample for sample in samples if sample.finish_reason != "abort"]
         if len(ended) < self._n:
             return cut

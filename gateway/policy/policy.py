@@ -5,12 +5,20 @@ from __future__ import annotations
 import time
 
 import anyio
+import anyio.to_thread
 
 from ...config import BusError, Config
 from ...pipeline.client import BusClient
+from ...telemetry import instruments
+from ..measures import Measures
+from ..words import LazyWords
+from .audit import AuditLog
+from .audited_calls import AuditedCalls
 from .backend import open_backend
-from .caller import Caller
-from .chain import HeadLink, PolicyChain, RequestsLink
+from .caller import ANYBODY, NOBODY, Caller
+from .chain import HeadLink, OutputsLink, PolicyChain, RequestsLink
+from .document import Guardrails
+from .guardrail import BlockLists, Guardrail
 from .keys import Authenticate, RequireScope, caller_with
 from .models import AllowedModels
 from .store import PolicyStore
@@ -23,12 +31,16 @@ class Policy:
     Attributes:
         chain: Through which every call goes.
         store: Keys, tenants and guardrails; None where there are none.
+        audit: The audit log; None where there is none.
     """
 
-    def __init__(self, engine: BusClient, config: Config) -> None:
+    def __init__(
+        self, engine: BusClient, config: Config, words: LazyWords, measures: Measures
+    ) -> None:
         """Raises ConfigError when its settings can't be obeyed."""
         own = config.policy
         self._engine = engine
+        self._measures = measures
         self.store: PolicyStore | None = None
         if own.backend != "off":
             self.store = PolicyStore(open_backend(own, engine.bus.policy), own.refresh_s)
@@ -37,14 +49,33 @@ class Policy:
         if own.knows_callers:
             head += [Authenticate(self._know), RequireScope()]
             requests += [AllowedModels(config.engine.model_name)]
-        self.chain = PolicyChain(head, requests)
+        outputs: list[OutputsLink] = []
+        self._guardrail: Guardrail | None = None
+        if self.store is not None or own.opa_url:
+            read = None if self.store is None else self._read_guardrails
+            lists = None if read is None else BlockLists(read, own.guardrail_max_match)
+            self._guardrail = Guardrail(lists, own, words, measures, engine.cancel)
+            requests += [self._guardrail]
+            outputs += [self._guardrail]
+        self.audit: AuditLog | None = None
+        if own.audit_file:
+            self.audit = AuditLog(own, self._count_lost)
+            audited = AuditedCalls(self.audit, words, measures, config.engine.model_name)
+            head += [audited]
+            # Before whatever refuses them, so that it is told what was.
+            requests.insert(0, audited)
+            outputs += [audited]
+        stranger = NOBODY if own.knows_callers else ANYBODY
+        self.chain = PolicyChain(head, requests, outputs, stranger)
 
     async def open(self) -> None:
         """Reads what there is. While the bus is away nobody may anything, and it is read later.
 
         Raises:
-            NanoInferenceError: The backend can't be used.
+            NanoInferenceError: The backend, or the file of the audit log, can't be used.
         """
+        if self.audit is not None:
+            self.audit.open()
         if self.store is not None:
             try:
                 await self.store.refresh()
@@ -62,7 +93,18 @@ class Policy:
         """Lets go of what it holds."""
         if self.store is not None:
             await self.store.aclose()
+        if self._guardrail is not None:
+            await self._guardrail.aclose()
+        if self.audit is not None:
+            await anyio.to_thread.run_sync(self.audit.close)
 
     async def _know(self, credential: str) -> Caller:
         assert self.store is not None
         return caller_with(await self.store.document(), credential, time.time_ns())
+
+    async def _read_guardrails(self) -> Guardrails:
+        assert self.store is not None
+        return (await self.store.document()).guardrails
+
+    def _count_lost(self, number: int) -> None:
+        self._measures.metrics.record(instruments.AUDIT_LOST, number)

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from .caller import ROUTE
 from .chain import PolicyChain
 from .scopes import Needed
 
@@ -32,6 +33,7 @@ class PolicyRoute(Route):
     ) -> None:
         @wraps(endpoint)
         async def checked(request: Request) -> Response:
+            request.scope.setdefault("state", {})[ROUTE] = (path, needed)
             chain: PolicyChain = request.app.state.policy.chain
             await chain.enter(request, needed)
             return await endpoint(request)

@@ -23,6 +23,14 @@ Entry = tuple[float | None, int, str | None]
 TopLogprobs = tuple[TokenLogprob, ...]
 
 
+_FILTERED: Answer = {
+    "type": "abort",
+    "message": "what follows may not be said here",
+    "err_type": "content_filter",
+}
+"""Of what a guardrail has ended; SGLang has no type for that."""
+
+
 class Answers:
     """Writes the answers to one prompt.
 
@@ -180,6 +188,8 @@ class Answers:
                 return {"type": "stop", "matched": self._matched(sample)}
             case "abort":
                 return {"type": "abort", "message": error.message}
+            case "content_filter":
+                return _FILTERED
             case unknown:
                 assert_never(unknown)
 

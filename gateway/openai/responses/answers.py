@@ -52,8 +52,10 @@ class Answers:
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             },
         }
-        if status == "incomplete":
-            answer["incomplete_details"] = {"reason": "max_output_tokens"}
+        if sample is not None and status == "incomplete":
+            blocked = sample.finish_reason == "content_filter"
+            reason = "content_filter" if blocked else "max_output_tokens"
+            answer["incomplete_details"] = {"reason": reason}
         if sample is not None and sample.token_ids:
             answer["system_fingerprint"] = f"weights-{sample.weight_version}"
         return answer
@@ -123,7 +125,7 @@ def _status(sample: CompletionSample | None) -> Status:
     match sample.finish_reason if sample else "abort":
         case "stop":
             return "completed"
-        case "length":
+        case "length" | "content_filter":
             return "incomplete"
         case "abort":
             return "cancelled"

@@ -1,0 +1,101 @@
+"""What the audit log is told of calls."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+
+from ...bus.public import Completion, GenerateRequest, Output
+from ...config import ModelError
+from ..measures import Measures
+from ..origin import Origin
+from ..words import LazyWords, Words
+from .audit import AuditLog
+from .backend import PolicyUnavailable
+from .chain import PolicyCall
+from .guardrail import text_of
+
+
+class AuditedCalls:
+    """Notes what the requests of each call ask and are answered, as it leaves; and where the
+    settings say so, refuses calls of which the log could not tell."""
+
+    def __init__(
+        self, log: AuditLog, words: LazyWords, measures: Measures, default_model: str
+    ) -> None:
+        """`default_model`: that of requests that name none."""
+        self._log = log
+        self._words = words
+        self._measures = measures
+        self._default_model = default_model
+
+    async def check(self, call: PolicyCall) -> None:
+        if self._log.refuses:
+            self._measures.refused("policy_unavailable")
+            raise PolicyUnavailable(
+                "the audit log can't be written, so nothing is done that would stand there; try "
+                "again when it can"
+            )
+
+    @asynccontextmanager
+    async def admit(
+        self, origin: Origin, requests: Sequence[GenerateRequest]
+    ) -> AsyncIterator[None]:
+        if requests:
+            words = await self._loaded()
+            account = origin.account
+            account.model = requests[0].model or self._default_model
+            account.texts["prompt"] = lambda: [_prompt_of(each, words) for each in requests]
+        yield
+
+    async def outputs(
+        self, origin: Origin, request: GenerateRequest, outputs: AsyncGenerator[Output, None]
+    ) -> AsyncGenerator[Output, None]:
+        """All of them; what a client has had when it goes is told, too."""
+        answer = _Answer.of(origin).begin(request.request_id)
+        async with aclosing(outputs):
+            async for output in outputs:
+                if isinstance(output, Completion):
+                    answer.update({each.sample_index: [each.text] for each in output.samples})
+                else:
+                    answer.setdefault(output.sample_index, []).append(output.text)
+                yield output
+
+    async def _loaded(self) -> Words | None:
+        try:
+            return await self._words.get()
+        except ModelError:
+            return None
+
+
+class _Answer:
+    """The answer to a call: the texts of all samples, in the order in which its requests began."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[str, dict[int, list[str]]] = {}
+
+    @classmethod
+    def of(cls, origin: Origin) -> _Answer:
+        """That of a call, which is noted there."""
+        found = origin.account.texts.get("answer")
+        if not isinstance(found, cls):
+            found = origin.account.texts["answer"] = cls()
+        return found
+
+    def begin(self, request_id: str) -> dict[int, list[str]]:
+        """The pieces of a request's samples, by their index."""
+        return self._pieces.setdefault(request_id, {})
+
+    def __call__(self) -> list[str]:
+        return [
+            "".join(pieces)
+            for samples in self._pieces.values()
+            for _, pieces in sorted(samples.items())
+        ]
+
+
+def _prompt_of(request: GenerateRequest, words: Words | None) -> str:
+    """As text; without the tokenizer as the tokens' ids."""
+    if words is not None:
+        return text_of(request, words)
+    return request.prompt or " ".join(map(str, request.prompt_token_ids or ()))

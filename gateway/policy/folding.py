@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from typing import NamedTuple
 
 LONGEST_SEGMENT = 64
 """Characters that are composed together at most. Unicode's stream-safe text has 30 marks behind a
@@ -22,11 +23,17 @@ _SURROGATES = range(0xD800, 0xE000)
 _REPLACEMENT = "\ufffd"
 
 
-class _Foldings(dict[str, tuple[str, bool]]):
-    """What each character becomes, and whether it may act on what stands before it. Filled as
-    characters are asked for."""
+class _Folded(NamedTuple):
+    """What a character becomes, and whether it may act on what stands before it."""
 
-    def __missing__(self, character: str) -> tuple[str, bool]:
+    text: str
+    joins: bool
+
+
+class _Foldings(dict[str, _Folded]):
+    """Of each character; filled as they are asked for."""
+
+    def __missing__(self, character: str) -> _Folded:
         folded = self[character] = _fold_character(character)
         return folded
 
@@ -43,14 +50,13 @@ class Folding:
         taken: Characters of the text so far.
     """
 
-    __slots__ = ("_begin", "_count", "_segment", "taken")
+    __slots__ = ("_begin", "_segment", "taken")
 
     def __init__(self) -> None:
         self.taken = 0
-        # The last character with the marks behind it: where it begins, and what it is by now.
+        # The last character with the marks behind it, and where it begins.
         self._begin = 0
         self._segment = ""
-        self._count = 0
 
     def push(self, text: str) -> tuple[str, list[int]]:
         """Takes the next text.
@@ -64,11 +70,9 @@ class Folding:
         folded: list[str] = []
         origins: list[int] = []
         for character in text:
-            became, joins = _FOLDINGS[character]
-            if not joins or self._count == LONGEST_SEGMENT:
+            if not _FOLDINGS[character].joins or len(self._segment) == LONGEST_SEGMENT:
                 self._end_segment(folded, origins)
-            self._segment += became
-            self._count += 1
+            self._segment += character
             self.taken += 1
         return "".join(folded), origins
 
@@ -87,15 +91,14 @@ class Folding:
         folded.append(text[:-1].lower())
         origins += range(self.taken, self.taken + len(text) - 1)
         self.taken += len(text)
-        self._begin, self._segment, self._count = self.taken - 1, text[-1].lower(), 1
+        self._begin, self._segment = self.taken - 1, text[-1]
         return "".join(folded), origins
 
     def _end_segment(self, folded: list[str], origins: list[int]) -> None:
-        if self._segment:
-            composed = unicodedata.normalize("NFC", self._segment)
-            folded.append(composed)
-            origins += [self._begin] * len(composed)
-        self._begin, self._segment, self._count = self.taken, "", 0
+        became = _fold_segment(self._segment)
+        folded.append(became)
+        origins += [self._begin] * len(became)
+        self._begin, self._segment = self.taken, ""
 
 
 def fold(text: str) -> str:
@@ -106,16 +109,29 @@ def fold(text: str) -> str:
     return "".join(folded) + folding.finish()[0]
 
 
-def _fold_character(character: str) -> tuple[str, bool]:
+def _fold_segment(segment: str) -> str:
+    if len(segment) < 2:
+        return _FOLDINGS[segment].text if segment else ""
+    # Marks are in order before they become something else.
+    parts = unicodedata.normalize("NFD", segment)
+    return unicodedata.normalize("NFC", "".join(_FOLDINGS[part].text for part in parts))
+
+
+def _fold_character(character: str) -> _Folded:
     if ord(character) in _SURROGATES:
-        return _REPLACEMENT, False  # no text; UTF-8 has nothing for it
+        return _Folded(_REPLACEMENT, joins=False)  # no text; UTF-8 has nothing for it
     before, folded = "", character
     while folded != before:
         before = folded
         visible = _IGNORABLE.sub("", folded)
         cased = unicodedata.normalize("NFKC", visible).casefold()
         folded = unicodedata.normalize("NFKC", cased)
-    return folded, not folded or _joins(unicodedata.normalize("NFD", folded)[0])
+    joins = not folded or _begins_joining(character) or _begins_joining(folded)
+    return _Folded(folded, joins)
+
+
+def _begins_joining(text: str) -> bool:
+    return _joins(unicodedata.normalize("NFD", text)[0])
 
 
 def _joins(character: str) -> bool:

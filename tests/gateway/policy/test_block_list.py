@@ -1,0 +1,240 @@
+"""The block list: what reads alike is alike, and where a match begins depends on the text alone."""
+
+from __future__ import annotations
+
+import sys
+import unicodedata
+from itertools import pairwise
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from nano_inference.config import RequestError
+from nano_inference.gateway.policy.block_list import BlockList, Scanner, context_chars
+from nano_inference.gateway.policy.folding import LONGEST_SEGMENT, Folding, _joins, fold
+
+# Letters that fold to others, to several or to nothing; marks; Hangul's parts; what makes words.
+ALPHABET = "abdefistBADS ßẞﬁİıſＡｂé\u0301\u0323\u0345\u00ad\u200d\u1100\u1161\u11a8가ﾞｶ1.\n"
+TEXTS = st.text(ALPHABET, max_size=60)
+CUTS = st.lists(st.integers(0, 60), max_size=8)
+
+BLOCKED = BlockList(["bad", "ßfi", "İs", "가b"], [r"e[0-9a]{1,3}\.", r"\bfist\b", "d.*d"], 12)
+
+
+def pieces_of(text: str, cuts: list[int]) -> list[str]:
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    return [text[begin:end] for begin, end in pairwise(places)]
+
+
+def expected(block_list: BlockList, text: str) -> int | None:
+    """Where the first match begins, without any cleverness."""
+    folding = Folding()
+    folded, origins = folding.push(text)
+    rest, more = folding.finish()
+    folded, origins = folded + rest, origins + more
+    for begin in range(len(folded)):
+        if block_list.find(folded, begin, begin + 1) is not None:
+            return origins[begin]
+    return None
+
+
+@given(TEXTS, CUTS)
+def test_folding_does_not_depend_on_the_pieces(text: str, cuts: list[int]) -> None:
+    whole, folding = Folding(), Folding()
+    told = [folding.push(piece) for piece in pieces_of(text, cuts)] + [folding.finish()]
+    once = [whole.push(text), whole.finish()]
+    assert "".join(folded for folded, _ in told) == "".join(folded for folded, _ in once)
+    assert [each for _, origins in told for each in origins] == [
+        each for _, origins in once for each in origins
+    ]
+
+
+@given(st.text(max_size=40) | TEXTS)
+@example("\u03b1\u0345\u0301")
+def test_what_is_folded_is_in_no_other_form(text: str) -> None:
+    folded = fold(text)
+    assert unicodedata.is_normalized("NFC", folded)
+    assert fold(folded) == folded
+    for form in ("NFC", "NFD", "NFKC", "NFKD"):
+        assert fold(unicodedata.normalize(form, text)) == folded
+
+
+def test_nothing_is_composed_or_put_in_order_across_a_beginning() -> None:
+    for character in map(chr, range(sys.maxunicode + 1)):
+        if unicodedata.combining(character):
+            assert _joins(character)
+        if not unicodedata.decomposition(character):
+            continue
+        parts = unicodedata.normalize("NFD", character)
+        if len(parts) > 1 and unicodedata.normalize("NFC", parts) == character:
+            assert all(map(_joins, parts[1:])), hex(ord(character))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "BAD",
+        "\uff42\uff41\uff44",
+        "b\u00ada\u200bd",
+        "\U0001d401\U0001d41a\U0001d41d",
+        "ⓑⓐⓓ",
+    ],
+)
+def test_ways_to_write_a_literal(text: str) -> None:
+    assert BlockList(["bad"], [], 1).blocks(f"so {text} it is")
+
+
+@pytest.mark.parametrize(
+    ("literal", "text"),
+    [("straße", "STRASSE"), ("ﬁsh", "FISH"), ("ss", "ß"), ("e\u0301", "É"), ("i\u0307x", "İX")],
+)
+def test_literals_are_folded_too(literal: str, text: str) -> None:
+    assert BlockList([literal], [], 1).blocks(text)
+    assert BlockList([text], [], 1).blocks(literal)
+
+
+def test_very_many_marks_cost_no_square() -> None:
+    marks = "\u0300\u0323" * 200_000
+    assert len(fold("a" + marks)) >= len(marks)
+    folding = Folding()
+    assert len(folding.push("a" + "\u0300" * 500)[0]) >= 500 - LONGEST_SEGMENT
+
+
+def test_half_of_a_pair_is_no_text() -> None:
+    assert fold("a\ud800B") == "a\ufffdb"
+
+
+@given(TEXTS, CUTS)
+@example("a baß", [])
+@example("paßfi", [3])
+def test_where_a_match_begins_does_not_depend_on_the_pieces(text: str, cuts: list[int]) -> None:
+    scanner, at = Scanner(BLOCKED), expected(BLOCKED, text)
+    before = 0
+    for piece in pieces_of(text, cuts):
+        scanner.push(piece)
+        # Never more than may stay, and never less than before.
+        assert before <= scanner.safe <= (len(text) if at is None else at)
+        before = scanner.safe
+    scanner.finish()
+    assert scanner.blocked_at == at
+    assert scanner.safe == (len(text) if at is None else at)
+
+
+@given(TEXTS, TEXTS, CUTS)
+def test_a_match_may_begin_before_the_text(before: str, text: str, cuts: list[int]) -> None:
+    literals = BlockList(["bad", "ßfi", "İs", "가b"], [], 1)
+    if literals.blocks(before):
+        return
+    scanner = Scanner(literals, before[-context_chars(literals) :])
+    for piece in pieces_of(text, cuts):
+        scanner.push(piece)
+    scanner.finish()
+    at = expected(literals, before + text)
+    assert scanner.blocked_at == (None if at is None else max(0, at - len(before)))
+
+
+def test_what_is_held_back_is_the_longest_match() -> None:
+    scanner = Scanner(BlockList(["1234567890"], [], 1))
+    scanner.push("abcdefghijklmnopqrstuvwxyz")
+    # And the last character, which a mark may follow.
+    assert scanner.safe == 26 - 10 - 1
+    scanner.finish()
+    assert scanner.safe == 26
+
+
+@pytest.mark.parametrize(
+    ("pattern", "longest"),
+    [
+        ("abc", 3),
+        (r"\bfoo\b", 7),
+        ("(a|bc)d?", 8),
+        ("a{2,3}", 6 * 3),
+        ("(?:a{2}b){3}", 12 * 6),
+        (r"a\+", 3),
+        ("a+", 200),
+        ("[^ ]*x", 200),
+        ("a{3,}", 200),
+        (r"\\+", 200),
+        (r"\x{1F600}", 9),
+        (r"a{150}", 200),
+    ],
+)
+def test_how_much_a_pattern_matches_at_most(pattern: str, longest: int) -> None:
+    assert BlockList([], [pattern], 200).max_match == longest
+
+
+def test_of_a_long_match_the_beginning_counts() -> None:
+    blocked = BlockList([], ["a.*z"], 10)
+    found = []
+    for text in ("a" + "." * 8 + "z", "a" + "." * 9 + "z", "a" + "." * 9 + "a.z...z"):
+        scanner = Scanner(blocked)
+        scanner.push(text)
+        scanner.finish()
+        found.append(scanner.blocked_at)
+    assert found == [0, None, 10]
+    # A prompt is there as a whole.
+    assert blocked.blocks("a" + "." * 9 + "z")
+
+
+def test_a_pattern_says_of_the_text_where_it_ends() -> None:
+    blocked = BlockList([], [r"\bcat\b", "^dog", "end$"], 50)
+    for text, at in (
+        ("the cats", None),
+        ("the cat", 4),
+        ("the cat.", 4),
+        ("dog", 0),
+        ("a dog", None),
+        ("end of it", None),
+        ("the end", 4),
+    ):
+        for cut in range(len(text)):
+            scanner = Scanner(blocked)
+            scanner.push(text[:cut])
+            scanner.push(text[cut:])
+            scanner.finish()
+            assert scanner.blocked_at == at, (text, cut)
+
+
+@pytest.mark.parametrize(
+    ("literals", "patterns", "because"),
+    [
+        (["\u200b"], [], "no visible character"),
+        ([], ["(a"], "can't be read"),
+        ([], ["(?=a)b"], "can't be read"),
+        ([], [r"(a)\1"], "can't be read"),
+        ([], ["a*"], "where there is nothing"),
+        ([], ["stra\u00dfe"], "compared as 'ss'"),
+        ([], [r"\C"], "no bytes"),
+    ],
+)
+def test_what_can_not_be_obeyed(literals: list[str], patterns: list[str], because: str) -> None:
+    with pytest.raises(RequestError, match=because) as refused:
+        BlockList(literals, patterns, 256)
+    assert refused.value.code == "invalid_guardrails"
+
+
+def test_patterns_without_case_and_in_any_form() -> None:
+    blocked = BlockList([], ["CAF\u00c9 [0-9]+", "\uff21b"], 256)
+    assert blocked.blocks("cafe\u0301 12")
+    assert blocked.blocks("AB")
+
+
+def test_nested_repetition_is_linear() -> None:
+    blocked = BlockList([], ["(?:(?:a+)+)+b"], 256)
+    scanner = Scanner(blocked)
+    scanner.push("a" * 20_000)
+    scanner.finish()
+    assert scanner.blocked_at is None
+    assert not blocked.blocks("a" * 200_000)
+
+
+def test_patterns_with_groups_of_one_name() -> None:
+    blocked = BlockList([], ["(?P<x>foo)", "(?P<x>bar)"], 256)
+    assert blocked.blocks("bar")
+
+
+def test_nothing_is_blocked_by_nothing() -> None:
+    nothing = BlockList([], [], 256)
+    assert not nothing
+    assert not nothing.blocks("anything")

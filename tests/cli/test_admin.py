@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from nano_inference.gateway.policy import file as policy_file
 from .conftest import Ran, Run
 from .opened import Opened
 from .test_errors import assert_refused
+
+LIMIT_S = 60
 
 PREFIX = "NANO_INFERENCE_POLICY__"
 
@@ -49,10 +52,20 @@ def place(
         request.getfixturevalue("on_file")
         return []
     monkeypatch.setenv(f"{PREFIX}BACKEND", "bus")
-    made = run("admin", "keys", "create", "root", "--scope", "admin")
+    url = request.getfixturevalue("url")
+    key = known_key(run, url, "root", "--scope", "admin")
+    monkeypatch.setenv("NANO_INFERENCE_API_KEY", key)
+    return ["--url", url]
+
+
+def known_key(run: Run, url: str, *wish: str) -> str:
+    """A key made at the bus, once a gateway has seen it."""
+    made = run("admin", "keys", "create", *wish)
     assert made.status == 0
-    monkeypatch.setenv("NANO_INFERENCE_API_KEY", made.stdout.strip())
-    return ["--url", request.getfixturevalue("url")]
+    key, end_s = made.stdout.strip(), time.monotonic() + LIMIT_S
+    while run("models", "--url", url, "--api-key", key).status != 0:
+        assert time.monotonic() < end_s
+    return key
 
 
 def keys(run: Run, place: list[str]) -> dict[str, dict[str, object]]:
@@ -138,7 +151,7 @@ def test_asking_with_a_key(
     run: Run, url: str, on_served: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(f"{PREFIX}BACKEND", "bus")
-    key = run("admin", "keys", "create", "asker").stdout.strip()
+    key = known_key(run, url, "asker")
     asking = ["complete", "98 + 25 =", "--url", url, "--api-key"]
     assert run(*asking, key) == Ran(0, " 123\n", "")
     refused = run(*asking, key[:-3] + "abc")

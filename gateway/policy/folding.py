@@ -113,7 +113,7 @@ def _fold_segment(segment: str) -> str:
     if len(segment) < 2:
         return _FOLDINGS[segment].text if segment else ""
     # Marks are in order before they become something else.
-    parts = unicodedata.normalize("NFD", segment)
+    parts = unicodedata.normalize("NFKD", segment)
     return unicodedata.normalize("NFC", "".join(_FOLDINGS[part].text for part in parts))
 
 

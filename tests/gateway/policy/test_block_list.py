@@ -52,6 +52,7 @@ def test_folding_does_not_depend_on_the_pieces(text: str, cuts: list[int]) -> No
 
 @given(st.text(max_size=40) | TEXTS)
 @example("\u03b1\u0345\u0301")
+@example("\u0345\uff9e")
 def test_what_is_folded_is_in_no_other_form(text: str) -> None:
     folded = fold(text)
     assert unicodedata.is_normalized("NFC", folded)

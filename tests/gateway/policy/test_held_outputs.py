@@ -1,0 +1,246 @@
+"""Nothing blocked leaves, however an answer is cut into chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from nano_inference.bus.public import CompletionChunk, GenerateRequest, Output
+from nano_inference.config import Config, SamplingParams
+from nano_inference.gateway.policy.block_list import BlockList, Scanner
+from nano_inference.gateway.policy.held_outputs import HeldOutputs
+from nano_inference.gateway.words import LazyWords, Words
+
+from .spoken import Spoken, end_of, heard, spoken
+
+BLOCKED = BlockList(["bad", "ﬁsh", "İs", "ß t", "a\u0301b"], [r"e[0-9]+\.", "th.{1,4}x"], 12)
+ALPHABET = "abdefhistxBADSß ﬁİıſé\u0301\u00ad\u200d\uff42가1."
+TEXTS = st.text(ALPHABET, max_size=40)
+# Some texts, and tokens as no text has them: parts of characters, and special ones.
+ANSWERS = st.builds(
+    lambda text, others: (text, others),
+    TEXTS,
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 767)), max_size=4),
+)
+CUTS = st.lists(st.integers(0, 80), max_size=12)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def words() -> Words:
+    return await LazyWords(Config().engine.model_folder).required()
+
+
+def tokens_of(answer: tuple[str, list[tuple[int, int]]], words: Words) -> list[int]:
+    text, others = answer
+    token_ids = list(words.token_ids(text, add_special=False))
+    for place, token_id in others:
+        token_ids.insert(place % (len(token_ids) + 1), token_id)
+    return token_ids
+
+
+def passed(
+    request: GenerateRequest, outputs: Sequence[Output], words: Words, blocked: BlockList = BLOCKED
+) -> list[Output]:
+    held = HeldOutputs(request, blocked, words)
+    return [released for output in outputs for released in held.put(output)]
+
+
+def request_of(**fields: Any) -> GenerateRequest:
+    given: dict[str, Any] = {
+        "request_id": "r",
+        "prompt": "",
+        "sampling": SamplingParams(logprobs=1),
+    }
+    return GenerateRequest(**given | fields)
+
+
+def first_match(before: str, text: str) -> int | None:
+    scanner = Scanner(BLOCKED, before)
+    scanner.push(text)
+    scanner.finish()
+    return scanner.blocked_at
+
+
+@given(st.lists(ANSWERS, min_size=1, max_size=3), TEXTS, CUTS, st.booleans())
+@example([("ba", []), ("d", [])], "b", [1], False)
+@example([("bad", [(0, 224), (1, 0)])], "", [1, 2], False)
+@example([("xéİs", [(3, 86)])], "", [1, 2, 3, 4, 5, 6], True)
+def test_nothing_blocked_leaves(
+    words: Words,
+    answers: list[tuple[str, list[tuple[int, int]]]],
+    prompt: str,
+    cuts: list[int],
+    stops: bool,
+) -> None:
+    sampling = SamplingParams(logprobs=1, stop=("badeb", "1.") if stops else ())
+    request = request_of(n=len(answers), prompt=prompt, sampling=sampling)
+    said = [tokens_of(answer, words) for answer in answers]
+    outputs = spoken(request, said, words, cuts)
+    released = passed(request, outputs, words)
+    end, before = end_of(released), end_of(outputs)
+    for index, (sample, was) in enumerate(zip(end.samples, before.samples, strict=True)):
+        by_tokens = words.text(sample.token_ids, skip_special=True)
+        for text in (sample.text, by_tokens):
+            assert first_match("", text) is None
+        in_all = words.text(was.token_ids, skip_special=True)
+        found = [first_match(prompt, in_all), first_match("", was.text)]
+        at = min((each for each in found if each is not None), default=None)
+        if at is None:
+            assert sample == was
+        else:
+            # All before it, and no more.
+            assert sample.text == was.text[:at]
+            assert in_all[:at].startswith(by_tokens)
+            assert sample.finish_reason == "content_filter"
+            number = len(sample.token_ids)
+            assert sample.token_ids == was.token_ids[:number]
+            assert sample.logprobs == sample.ref_logprobs == was.logprobs[:number]
+            assert len(sample.top_logprobs or ()) == number
+            assert all(first < number for _, first in sample.weight_versions)
+        # What came in chunks is the same.
+        if was.token_ids:
+            assert heard(released, index) == (sample.text, sample.token_ids)
+    for chunk in released:
+        if isinstance(chunk, CompletionChunk):
+            assert len(chunk.token_ids) == len(chunk.logprobs) == len(chunk.top_logprobs or ())
+
+
+@given(ANSWERS, CUTS, CUTS)
+def test_it_is_the_same_wherever_chunks_are_cut(
+    words: Words, answer: tuple[str, list[tuple[int, int]]], cuts: list[int], others: list[int]
+) -> None:
+    request = request_of()
+    said = [tokens_of(answer, words)]
+    once = end_of(passed(request, spoken(request, said, words, cuts), words))
+    again = end_of(passed(request, spoken(request, said, words, others), words))
+    in_one_piece = msgspec.structs.replace(request, stream=False)
+    whole = end_of(passed(in_one_piece, spoken(in_one_piece, said, words, []), words))
+    assert once == again == whole
+
+
+@given(ANSWERS, CUTS, st.integers(0, 12))
+def test_what_comes_behind_a_match_changes_nothing(
+    words: Words, answer: tuple[str, list[tuple[int, int]]], cuts: list[int], more: int
+) -> None:
+    """The engine is told to end a request, and makes some tokens more before it does."""
+    request = request_of()
+    said = tokens_of(answer, words)
+    (whole,) = end_of(passed(request, spoken(request, [said], words, cuts), words)).samples
+    longer = [*said, *words.token_ids("x" * (20 + more))]
+    (ended,) = end_of(passed(request, spoken(request, [longer], words, cuts), words)).samples
+    if ended.finish_reason == "content_filter" and len(ended.text) < len(whole.text):
+        return  # what came made a match of what was none before
+    if whole.finish_reason == "content_filter":
+        assert ended == whole
+
+
+def test_what_holds_nothing_blocked_leaves_as_it_came(words: Words) -> None:
+    request = request_of(n=2)
+    said = [list(words.token_ids(text)) for text in ("a good day " * 9, "and night")]
+    outputs = spoken(request, said, words, range(0, 60, 3))
+    released = passed(request, outputs, words)
+    for index in range(2):
+        of = [
+            each
+            for each in released
+            if isinstance(each, CompletionChunk) and each.sample_index == index
+        ]
+        assert of == [
+            each
+            for each in outputs
+            if isinstance(each, CompletionChunk) and each.sample_index == index
+        ]
+    assert end_of(released) == end_of(outputs)
+
+
+def test_text_leaves_as_soon_as_it_may(words: Words) -> None:
+    request, blocked = request_of(), BlockList(["0123"], [], 1)
+    said = Spoken(request, 0, words.token_ids("abcdefghij"), words)
+    held, left = HeldOutputs(request, blocked, words), []
+    for chunk in said.chunks(range(20)):
+        left += held.put(chunk)
+        if chunk.finish_reason is None:
+            behind = "".join(said.texts)[len(heard(left, 0)[0]) :]
+            assert len(behind) - len("abcdefghij") + chunk.token_offset + 1 <= 4 + 1 + 1
+    assert heard(left, 0)[0] == "abcdefghij"
+
+
+def test_the_engine_need_not_go_on_when_no_sample_does(words: Words) -> None:
+    request = request_of(n=2)
+    bad, good = (
+        Spoken(request, i, words.token_ids(text), words)
+        for i, text in enumerate(("bad" + "x" * 30, "good"))
+    )
+    held = HeldOutputs(request, BLOCKED, words)
+    for chunk in bad.chunks(range(40)):
+        held.put(chunk)
+    assert (held.blocked, held.complete) == (1, False)
+    for chunk in good.chunks([1]):
+        held.put(chunk)
+    assert (held.blocked, held.complete) == (1, True)
+
+
+def test_a_request_that_was_ended_here_is_done(words: Words) -> None:
+    request = request_of()
+    said = Spoken(request, 0, words.token_ids("so bad" + "x" * 30), words)
+    held = HeldOutputs(request, BLOCKED, words)
+    for chunk in said.chunks(range(40)):
+        held.put(chunk)
+    aborted = msgspec.structs.replace(said.whole(), finish_reason="abort")
+    cancelled = msgspec.structs.replace(
+        end_of(spoken(request, [[]], words, [])), status="cancelled", samples=(aborted,)
+    )
+    (end,) = held.put(cancelled)
+    assert (end.status, end.error) == ("done", None)
+    assert (end.samples[0].text, end.samples[0].finish_reason) == ("so ", "content_filter")
+
+
+def test_one_that_somebody_ended_stays_so(words: Words) -> None:
+    request = request_of(n=2)
+    bad = Spoken(request, 0, words.token_ids("bad"), words).whole()
+    cut = msgspec.structs.replace(
+        Spoken(request, 1, words.token_ids("goo"), words).whole(), finish_reason="abort"
+    )
+    end = end_of(spoken(request, [[], []], words, []))
+    cancelled = msgspec.structs.replace(end, status="cancelled", samples=(bad, cut))
+    (released,) = HeldOutputs(request, BLOCKED, words).put(cancelled)
+    assert released.status == "cancelled"
+    assert [each.finish_reason for each in released.samples] == ["content_filter", "abort"]
+
+
+@pytest.mark.parametrize("as_tokens", [False, True])
+def test_an_answer_goes_on_where_its_prompt_ends(words: Words, as_tokens: bool) -> None:
+    text = "this is not b"
+    token_ids = words.token_ids(text)
+    request = (
+        request_of(prompt=None, prompt_token_ids=token_ids)
+        if as_tokens
+        else request_of(prompt=text)
+    )
+    end = end_of(passed(request, spoken(request, [words.token_ids("ad")], words, []), words))
+    assert (end.samples[0].text, end.samples[0].token_ids) == ("", ())
+
+
+def test_tokens_of_a_text_that_is_not_told_yet_stay_too(words: Words) -> None:
+    """While it may become a stop string, a text is not told, and its tokens are."""
+    request = request_of(sampling=SamplingParams(stop=("badly done",)))
+    said = Spoken(request, 0, words.token_ids("bad bad bad bad"), words)
+    held = HeldOutputs(request, BlockList(["bad"], [], 1), words)
+    left = [released for chunk in said.chunks(range(20)) for released in held.put(chunk)]
+    assert [(chunk.text, chunk.token_ids) for chunk in left] == [("", ())]
+
+
+@pytest.mark.parametrize("cuts", [[], range(20)])
+def test_a_text_ends_before_its_stop_string(words: Words, cuts: Sequence[int]) -> None:
+    """Its tokens say more, of which nothing is blocked."""
+    request = request_of(sampling=SamplingParams(stop=("s of",)))
+    blocked = BlockList([], [r"\bcat\b"], 256)
+    said = [words.token_ids("two cats of mine")]
+    released = passed(request, spoken(request, said, words, cuts), words, blocked)
+    assert heard(released, 0)[0] == end_of(released).samples[0].text == "two "

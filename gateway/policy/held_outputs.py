@@ -44,10 +44,10 @@ class HeldOutputs:
 
     @property
     def complete(self) -> bool:
-        """Whether no sample has anything more to say, and some was ended here, so that the engine
-        need not go on."""
-        ended = sum(sample.ended for sample in self._samples.values())
-        return self.blocked > 0 and ended == self._n
+        """Whether no sample has anything more to say, though the engine goes on with some."""
+        samples = self._samples.values()
+        ended = sum(sample.ended for sample in samples)
+        return ended == self._n and any(sample.running for sample in samples)
 
     def put(self, output: Output) -> list[Output]:
         """Takes the next one, and gives what may leave now."""
@@ -95,7 +95,8 @@ class _HeldSample:
     beginning of the second, so that a place in one is the same in the other.
 
     Attributes:
-        ended: Nothing more of it is to come.
+        running: The engine goes on with it, as far as it has told.
+        ended: Nothing more of it is to leave.
         blocked: It was ended here.
     """
 
@@ -110,9 +111,11 @@ class _HeldSample:
         "_text",
         "_with_text",
         "ended",
+        "running",
     )
 
     def __init__(self, text: Scanner, by_tokens: Scanner, words: Words) -> None:
+        self.running = True
         self.ended = False
         self._text = text
         self._by_tokens = by_tokens
@@ -132,6 +135,8 @@ class _HeldSample:
 
     def add(self, chunk: CompletionChunk) -> list[CompletionChunk]:
         """Takes the next chunk, and gives those that may leave."""
+        if chunk.finish_reason is not None:
+            self.running = False
         if self.ended:
             return []
         self._held.append(chunk)
@@ -142,6 +147,7 @@ class _HeldSample:
 
     def end(self, sample: CompletionSample) -> list[CompletionChunk]:
         """Takes the whole of it, of which chunks may have told; gives those that were held."""
+        self.running = False
         if self.ended:
             return []
         self._take(sample.text[self._text.taken :], sample.token_ids[len(self._ends) :])

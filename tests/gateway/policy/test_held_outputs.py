@@ -178,12 +178,15 @@ def test_the_engine_need_not_go_on_when_no_sample_does(words: Words) -> None:
         for i, text in enumerate(("bad" + "x" * 30, "good"))
     )
     held = HeldOutputs(request, BLOCKED, words)
-    for chunk in bad.chunks(range(40)):
+    for chunk in bad.chunks(range(40))[:-1]:
         held.put(chunk)
     assert (held.blocked, held.complete) == (1, False)
     for chunk in good.chunks([1]):
         held.put(chunk)
     assert (held.blocked, held.complete) == (1, True)
+    # Nor need it be told when it has ended all by itself.
+    held.put(bad.chunks(range(40))[-1])
+    assert not held.complete
 
 
 def test_a_request_that_was_ended_here_is_done(words: Words) -> None:

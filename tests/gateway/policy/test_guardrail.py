@@ -1,0 +1,398 @@
+"""What is blocked comes in and leaves through no interface, in a stream or in one piece."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+import pytest_asyncio
+from starlette.applications import Starlette
+
+from nano_inference.bus.public import GenerateRequest, Output
+from nano_inference.config import Config
+from nano_inference.gateway.app import make_app
+from nano_inference.gateway.policy.administration import Administration
+from nano_inference.gateway.policy.document import Guardrails
+from nano_inference.gateway.words import LazyWords, Words
+
+from ..fake import FakeEngine
+from .conftest import Made, bearer
+from .spoken import spoken
+
+Json = dict[str, Any]
+
+SAID = "so it is(BAD, they say, and go on for a while"
+LEFT = "so it is("
+GUARDRAILS = {"literals": ["bad"], "patterns": [r"worse\b"]}
+LONGER = "all is well, and nobody has ever said anything about it that was not so at all"
+CHAT = [{"role": "user", "content": "a"}]
+
+
+class Interface(NamedTuple):
+    """One that has tokens made.
+
+    Attributes:
+        body: Of a call.
+        blocked: Of a call whose prompt is blocked.
+        text: Of an answer in one piece.
+        delta: What an event of a stream adds to its text.
+        reason: Why an answer ended, in one piece.
+        streamed_reason: The same by an event of a stream; None of most.
+    """
+
+    path: str
+    body: Json
+    blocked: Json
+    text: Callable[[Json], str]
+    delta: Callable[[Json], str]
+    reason: Callable[[Json], Any]
+    streamed_reason: Callable[[Json], Any]
+
+
+def choice(answer: Json) -> Json:
+    (found,) = answer["choices"] or [{}]
+    return found
+
+
+def output(answer: Json) -> Json:
+    response: Json = answer.get("response", answer)
+    return response
+
+
+def only(kind: str, event: Json, *path: str) -> Any:
+    """Something of an event of one kind."""
+    found: Any = event if event["type"] == kind else None
+    for name in path:
+        found = found and found[name]
+    return found
+
+
+CHATS = {"messages": CHAT, "max_tokens": 99, "logprobs": True, "top_logprobs": 1}
+INTERFACES = {
+    "completions": Interface(
+        "/v1/completions",
+        {"prompt": "a", "logprobs": 1, "return_token_ids": True},
+        {"prompt": ["fine", "so \uff42ad"]},
+        lambda answer: choice(answer)["text"],
+        lambda event: choice(event).get("text", ""),
+        lambda answer: choice(answer)["finish_reason"],
+        lambda event: choice(event).get("finish_reason"),
+    ),
+    "chat": Interface(
+        "/v1/chat/completions",
+        CHATS | {"return_token_ids": True},
+        {"messages": [{"role": "user", "content": "b\u00adad"}]},
+        lambda answer: choice(answer)["message"]["content"],
+        lambda event: choice(event).get("delta", {}).get("content", ""),
+        lambda answer: choice(answer)["finish_reason"],
+        lambda event: choice(event).get("finish_reason"),
+    ),
+    "responses": Interface(
+        "/v1/responses",
+        {"input": "a", "include": ["message.output_text.logprobs"], "top_logprobs": 1},
+        {"input": "WORSE"},
+        lambda answer: output(answer)["output"][0]["content"][0]["text"],
+        lambda event: only("response.output_text.delta", event, "delta") or "",
+        lambda answer: output(answer)["incomplete_details"],
+        lambda event: only("response.incomplete", event, "response", "incomplete_details"),
+    ),
+    "messages": Interface(
+        "/v1/messages",
+        {"model": "tiny", "max_tokens": 99, "messages": CHAT},
+        {"model": "tiny", "max_tokens": 9, "messages": [{"role": "user", "content": "Bad"}]},
+        lambda answer: answer["content"][0]["text"],
+        lambda event: only("content_block_delta", event, "delta", "text") or "",
+        lambda answer: answer["stop_reason"],
+        lambda event: only("message_delta", event, "delta", "stop_reason"),
+    ),
+    "generate": Interface(
+        "/generate",
+        {"text": "a", "return_logprob": True, "return_text_in_logprobs": True},
+        {"text": ["fine", "bad"]},
+        lambda answer: answer["text"],
+        lambda event: event["text"],
+        lambda answer: answer["meta_info"]["finish_reason"]["err_type"],
+        lambda event: (event["meta_info"]["finish_reason"] or {}).get("err_type"),
+    ),
+    "generate, special tokens": Interface(
+        "/generate",
+        {"text": "a", "sampling_params": {"skip_special_tokens": False, "no_stop_trim": True}},
+        {"input_ids": [[5], [69, 68, 71]]},
+        lambda answer: answer["text"],
+        lambda event: event["text"],
+        lambda answer: answer["meta_info"]["finish_reason"]["err_type"],
+        lambda event: (event["meta_info"]["finish_reason"] or {}).get("err_type"),
+    ),
+}
+REASONS = {"responses": {"reason": "content_filter"}, "messages": "refusal"}
+NAMES = list(INTERFACES)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def words() -> Words:
+    return await LazyWords(Config().engine.model_folder).required()
+
+
+@pytest.fixture
+async def caller(
+    http: httpx.AsyncClient, made: Made, administration: Administration
+) -> httpx.AsyncClient:
+    """A client with a key, where something is blocked."""
+    await administration.set_guardrails(GUARDRAILS)
+    http.headers.update(bearer(await made()))
+    return http
+
+
+def saying(engine: FakeEngine, words: Words, *texts: str, every: int = 1) -> None:
+    """Has the engine answer so, each of `n` samples with one of the texts."""
+    said = [words.token_ids(text, add_special=False) for text in texts]
+
+    def outputs(request: GenerateRequest) -> list[Output]:
+        answers = [said[index % len(said)] for index in range(request.n)]
+        return spoken(request, answers, words, range(0, 99, every))
+
+    engine.outputs = outputs
+
+
+def events(answer: httpx.Response) -> list[Json]:
+    """Of a stream, without its end."""
+    data = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+    return [json.loads(each) for each in data if each != "[DONE]"]
+
+
+def strings(found: Any) -> Iterator[str]:
+    """All of them in a body, and the text of all tokens."""
+    if isinstance(found, str):
+        yield found
+    elif isinstance(found, dict):
+        for value in found.values():
+            yield from strings(value)
+    elif isinstance(found, list):
+        for value in found:
+            yield from strings(value)
+
+
+def token_lists(found: Any) -> Iterator[list[int]]:
+    """All tokens' ids."""
+    if isinstance(found, dict):
+        for name, value in found.items():
+            if name in ("token_ids", "output_ids"):
+                yield value
+            yield from token_lists(value)
+    elif isinstance(found, list):
+        for value in found:
+            yield from token_lists(value)
+
+
+def streamed_text(interface: Interface, told: list[Json]) -> str:
+    if interface.path == "/generate":  # each event repeats what came before
+        return interface.delta(told[-1])
+    return "".join(map(interface.delta, told))
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_in_one_piece(
+    caller: httpx.AsyncClient, engine: FakeEngine, words: Words, name: str
+) -> None:
+    interface = INTERFACES[name]
+    saying(engine, words, SAID)
+    answer = await caller.post(interface.path, json=interface.body)
+    assert answer.status_code == 200, answer.text
+    body = answer.json()
+    assert interface.text(body) == LEFT
+    assert interface.reason(body) == REASONS.get(name, "content_filter")
+    assert not any("bad" in each.lower() for each in strings(body))
+    for token_ids in token_lists(body):
+        assert words.text(token_ids, skip_special=True) == LEFT
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("every", [1, 2, 5, 99])
+async def test_in_a_stream(
+    caller: httpx.AsyncClient, engine: FakeEngine, words: Words, name: str, every: int
+) -> None:
+    interface = INTERFACES[name]
+    saying(engine, words, SAID, every=every)
+    answer = await caller.post(interface.path, json=interface.body | {"stream": True})
+    assert answer.status_code == 200, answer.text
+    told = events(answer)
+    assert streamed_text(interface, told) == LEFT
+    reasons = [reason for event in told if (reason := interface.streamed_reason(event))]
+    assert reasons == [REASONS.get(name, "content_filter")]
+    assert not any("bad" in each.lower() for event in told for each in strings(event))
+    token_ids = [ids for event in told for ids in token_lists(event)]
+    if token_ids:
+        joined = token_ids[-1] if interface.path == "/generate" else list(chain(*token_ids))
+        assert words.text(joined, skip_special=True) == LEFT
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_a_blocked_prompt_reaches_no_engine(
+    caller: httpx.AsyncClient, engine: FakeEngine, name: str
+) -> None:
+    interface = INTERFACES[name]
+    for stream in (False, True):
+        body = interface.body | interface.blocked | {"stream": stream}
+        if "input_ids" in body:
+            del body["text"]
+        answer = await caller.post(interface.path, json=body)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["code"] == "content_filter"
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/inference/v1/generate"])
+async def test_tokens_alone(
+    caller: httpx.AsyncClient, engine: FakeEngine, words: Words, path: str
+) -> None:
+    saying(engine, words, SAID)
+    name = "prompt" if path == "/v1/completions" else "token_ids"
+    body = {name: [5]} | ({"return_token_ids": True} if name == "prompt" else {})
+    (found,) = (await caller.post(path, json=body)).json()["choices"]
+    assert found["token_ids"] == list(words.token_ids(LEFT, add_special=False))
+    assert found["finish_reason"] == "content_filter"
+    refused = await caller.post(path, json=body | {name: list(words.token_ids("bad"))})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "content_filter")
+
+
+async def test_what_stands_half_in_the_prompt(
+    caller: httpx.AsyncClient, engine: FakeEngine, words: Words
+) -> None:
+    saying(engine, words, "d as it is")
+    body = {"prompt": "so ba", "echo": True}
+    (found,) = (await caller.post("/v1/completions", json=body)).json()["choices"]
+    assert (found["text"], found["finish_reason"]) == ("so ba", "content_filter")
+
+
+async def test_of_several_samples_each_by_itself(
+    caller: httpx.AsyncClient, engine: FakeEngine, words: Words
+) -> None:
+    saying(engine, words, SAID, LONGER, every=3)
+    for stream in (False, True):
+        body = {"prompt": "a", "n": 3, "stream": stream}
+        answer = await caller.post("/v1/completions", json=body)
+        told = events(answer) if stream else [answer.json()]
+        found = [each for event in told for each in event["choices"]]
+        texts = ["".join(each["text"] for each in found if each["index"] == i) for i in range(3)]
+        assert texts == [LEFT, LONGER, LEFT]
+        reasons = {each["index"]: each["finish_reason"] for each in found if each["finish_reason"]}
+        assert reasons == {0: "content_filter", 1: "length", 2: "content_filter"}
+    # One sample goes on, so the engine does.
+    assert "cancel" not in engine.names
+
+
+async def test_the_engine_is_told_to_end_it(
+    caller: httpx.AsyncClient, engine: FakeEngine, words: Words
+) -> None:
+    saying(engine, words, SAID)
+    await caller.post("/v1/completions", json={"prompt": "a", "stream": True})
+    (request,) = engine.requests
+    assert engine.last("cancel") == {"request_id": request.request_id}
+    # What it made until then is accounted for; nobody waits for more.
+    assert engine.ended == [request.request_id]
+
+
+@pytest.mark.parametrize("name", ["completions", "chat"])
+async def test_a_stream_that_is_resumed_is_cut_at_the_same_place(
+    caller: httpx.AsyncClient, engine: FakeEngine, words: Words, app: Starlette, name: str
+) -> None:
+    interface = INTERFACES[name]
+    saying(engine, words, SAID, every=2)
+    whole = await caller.post(interface.path, json=interface.body | {"stream": True})
+    ids = [line[4:] for line in whole.text.splitlines() if line.startswith("id: ")]
+    told = events(whole)
+    assert len(ids) == len(told) + 1
+    for number, event_id in enumerate(ids[:-1], 1):
+        last = {"Last-Event-ID": event_id}
+        rest = await caller.get(f"/v1/streams/{event_id.partition('.')[0]}", headers=last)
+        assert rest.status_code == 200
+        behind = events(rest)
+        assert streamed_text(interface, told[:number] + behind) == LEFT
+        reasons = map(interface.streamed_reason, told[:number] + behind)
+        assert [reason for reason in reasons if reason] == ["content_filter"]
+
+
+async def test_a_response_that_is_asked_for_again(
+    caller: httpx.AsyncClient, engine: FakeEngine, words: Words
+) -> None:
+    saying(engine, words, SAID)
+    made = (await caller.post("/v1/responses", json={"input": "a"})).json()
+    again = (await caller.get(f"/v1/responses/{made['id']}")).json()
+    assert again["output"] == made["output"]
+    assert (again["status"], "bad" in json.dumps(again).lower()) == ("incomplete", False)
+
+
+async def test_where_nothing_is_blocked_nothing_is_held_back(
+    http: httpx.AsyncClient, engine: FakeEngine, words: Words, made: Made
+) -> None:
+    saying(engine, words, SAID)
+    headers = bearer(await made())
+    body = {"prompt": "bad", "stream": True}
+    told = events(await http.post("/v1/completions", json=body, headers=headers))
+    assert len(told) == len(words.token_ids(SAID))
+    assert "cancel" not in engine.names
+
+
+async def test_a_change_holds_for_the_next_call(
+    caller: httpx.AsyncClient, engine: FakeEngine, administration: Administration
+) -> None:
+    body = {"prompt": "all good"}
+    assert (await caller.post("/v1/completions", json=body)).status_code == 200
+    await administration.set_guardrails({"literals": ["good"]})
+    assert (await caller.post("/v1/completions", json=body)).status_code == 400
+    await administration.set_guardrails({})
+    assert (await caller.post("/v1/completions", json=body)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "guardrails", [{"patterns": ["(a"]}, {"patterns": ["a*"]}, {"literals": ["\u200b"]}]
+)
+async def test_what_can_not_be_read_changes_nothing(
+    http: httpx.AsyncClient, made: Made, administration: Administration, guardrails: Json
+) -> None:
+    await administration.set_guardrails(GUARDRAILS)
+    headers = bearer(await made("admin"))
+    answer = await http.put("/admin/guardrails", json=guardrails, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_guardrails")
+    assert await administration.guardrails() == {
+        name: tuple(value) for name, value in GUARDRAILS.items()
+    }
+
+
+async def test_a_list_that_came_past_the_administration_closes(
+    caller: httpx.AsyncClient, engine: FakeEngine, app: Starlette
+) -> None:
+    broken = Guardrails(patterns=("(a",))
+
+    def edit(document: Any) -> Any:
+        return type(document)(document.keys, document.tenants, broken)
+
+    await app.state.policy.store.change(edit)
+    answer = await caller.post("/v1/completions", json={"prompt": "a"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "policy_unavailable")
+    assert engine.requests == []
+
+
+def test_the_routes_that_make_tokens_are_these(engine: FakeEngine, config: Config) -> None:
+    """An interface that is added has to be added above."""
+    app = make_app(engine, config)  # type: ignore[arg-type]
+    posts = {
+        each.path
+        for each in app.routes
+        if getattr(each, "needed", "") == "generate" and "POST" in (getattr(each, "methods", ()))
+    }
+    known = {each.path for each in INTERFACES.values()} | {"/inference/v1/generate"}
+    no_answers = {
+        "/abort_request",
+        "/tokenize",
+        "/detokenize",
+        "/v1/embeddings",
+        "/v1/messages/count_tokens",
+        "/v1/responses/{response_id}/cancel",
+        "/v1/streams/{stream}/cancel",
+    }
+    assert posts - no_answers == known

@@ -1,0 +1,199 @@
+"""An Open Policy Agent is asked about each prompt, and what it does not allow is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from nano_inference.config import Config, load_config
+from nano_inference.gateway.app import make_app
+from nano_inference.gateway.policy.guardrail import AT_ONCE
+from nano_inference.gateway.policy.opa import MOST_BYTES
+
+from ..fake import FakeEngine
+
+PATH = "/v1/completions"
+
+
+class Agent:
+    """Answers as it is told to, over a real connection.
+
+    Attributes:
+        answer: The bytes that it sends.
+        stays: Whether the connection stays open behind them.
+        asked: What it was asked, decoded.
+        paths: Where.
+    """
+
+    def __init__(self) -> None:
+        self.answer = told({"result": True})
+        self.stays = True
+        self.asked: list[dict[str, Any]] = []
+        self.paths: list[str] = []
+        self.port = 0
+        self._open: dict[asyncio.Task[None] | None, asyncio.StreamWriter] = {}
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1/data/nano/allow"
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open[asyncio.current_task()] = writer
+        try:
+            while self.stays or not self.asked:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                size = int(head.lower().partition("content-length: ")[2].split("\r\n")[0])
+                self.paths.append(head.split(" ")[1])
+                self.asked.append(json.loads(await reader.readexactly(size))["input"])
+                writer.write(self.answer)
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    async def leave(self) -> None:
+        """Closes what is open."""
+        for writer in self._open.values():
+            writer.close()
+        await asyncio.wait([task for task in self._open if task], timeout=20)
+
+
+def told(body: Any, status: str = "200 OK", **headers: str) -> bytes:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    more = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    return f"HTTP/1.1 {status}\r\nContent-Length: {len(data)}\r\n{more}\r\n".encode() + data
+
+
+@pytest.fixture
+async def agent() -> AsyncIterator[Agent]:
+    agent = Agent()
+    server = await asyncio.start_server(agent.serve, "127.0.0.1", 0)
+    agent.port = server.sockets[0].getsockname()[1]
+    yield agent
+    server.close()
+    if agent.asked:
+        await agent.leave()
+
+
+@pytest.fixture
+def unused() -> int:
+    """A port on which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def client_of(engine: FakeEngine, config: Config) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(make_app(engine, config))  # type: ignore[arg-type]
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+
+
+@pytest.fixture
+def config(agent: Agent) -> Config:
+    return load_config(env={}, overrides={"policy.opa_url": agent.url, "policy.opa_timeout_s": 20})
+
+
+async def code(http: httpx.AsyncClient, **body: Any) -> tuple[int, str]:
+    answer = await http.post(PATH, json={"prompt": "hello"} | body)
+    return answer.status_code, answer.json().get("error", {}).get("code", "")
+
+
+async def test_what_it_is_told(http: httpx.AsyncClient, agent: Agent, engine: FakeEngine) -> None:
+    body = {"prompt": ["one", [69, 68]], "n": 2, "temperature": 0.5, "max_tokens": 7}
+    assert await code(http, **body) == (200, "")
+    assert agent.paths == ["/v1/data/nano/allow"] * 2
+    assert sorted(each["prompt"] for each in agent.asked) == ["ba", "one"]
+    asked = agent.asked[0]
+    assert (asked["tenant"], asked["n"]) == ("http:127.0.0.1", 2)
+    assert (asked["sampling"]["temperature"], asked["sampling"]["max_tokens"]) == (0.5, 7)
+    assert len(engine.requests) == 2
+
+
+@pytest.mark.parametrize("result", [True, {"allow": True}, {"allow": True, "reason": "friends"}])
+async def test_what_it_allows(http: httpx.AsyncClient, agent: Agent, result: Any) -> None:
+    agent.answer = told({"result": result, "decision_id": "1"})
+    assert await code(http) == (200, "")
+
+
+@pytest.mark.parametrize("result", [False, {"allow": False}, {"allow": False, "reason": "no way"}])
+async def test_what_it_refuses(
+    http: httpx.AsyncClient, agent: Agent, engine: FakeEngine, result: Any
+) -> None:
+    agent.answer = told({"result": result})
+    assert await code(http) == (400, "content_filter")
+    answer = await http.post(PATH, json={"prompt": "hello", "stream": True})
+    assert ("no way" in answer.text) == (isinstance(result, dict) and "reason" in result)
+    assert engine.requests == []
+
+
+ELSE: dict[str, bytes] = {
+    "undefined": told({}),
+    "null": told({"result": None}),
+    "a word": told({"result": "true"}),
+    "a number": told({"result": 1}),
+    "a word within": told({"result": {"allow": "true"}}),
+    "no decision": told({"result": {"reason": "forgot"}}),
+    "a list": told({"result": [True]}),
+    "nothing": told(b""),
+    "no text": told(b"\xff\xfe"),
+    "no object": told(b"true"),
+    "a failure": told({"result": True}, "500 Internal Server Error"),
+    "a redirect": told({"result": True}, "302 Found", Location="/v1/data/other"),
+    "too much": told({"result": True, "more": "x" * MOST_BYTES}),
+    "half of it": b'HTTP/1.1 200 OK\r\nContent-Length: 900\r\n\r\n{"result": true}',
+    "no HTTP": b"true\r\n\r\n",
+    "it hangs up": b"",
+}
+
+
+@pytest.mark.parametrize("answer", ELSE.values(), ids=ELSE.keys())
+async def test_whatever_else_it_says_closes(
+    http: httpx.AsyncClient, agent: Agent, engine: FakeEngine, answer: bytes
+) -> None:
+    agent.answer, agent.stays = answer, False
+    assert await code(http) == (503, "policy_unavailable")
+    assert engine.requests == []
+    assert "/v1/data/other" not in agent.paths
+
+
+async def test_one_that_says_nothing_closes(engine: FakeEngine, agent: Agent) -> None:
+    agent.answer = b""
+    overrides = {"policy.opa_url": agent.url, "policy.opa_timeout_s": 0.05}
+    async with client_of(engine, load_config(env={}, overrides=overrides)) as http:
+        assert await code(http) == (503, "policy_unavailable")
+    assert len(agent.asked) == 1
+    assert engine.requests == []
+
+
+async def test_one_that_is_not_there_closes(engine: FakeEngine, unused: int) -> None:
+    overrides = {"policy.opa_url": f"http://127.0.0.1:{unused}/v1/data/nano"}
+    async with client_of(engine, load_config(env={}, overrides=overrides)) as http:
+        assert await code(http) == (503, "policy_unavailable")
+        assert (await http.get("/v1/models")).status_code == 200
+    assert engine.requests == []
+
+
+async def test_one_refusal_refuses_the_call(
+    http: httpx.AsyncClient, agent: Agent, engine: FakeEngine
+) -> None:
+    """Of fifty prompts, all that are asked about at a time are refused, and no more asked about."""
+    agent.answer = told({"result": False})
+    assert await code(http, prompt=["hello"] * 50) == (400, "content_filter")
+    assert len(agent.asked) <= AT_ONCE
+    assert engine.requests == []
+
+
+async def test_no_proxy_of_the_environment_is_told(
+    http: httpx.AsyncClient, agent: Agent, monkeypatch: pytest.MonkeyPatch, unused: int
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{unused}")
+    monkeypatch.setenv("ALL_PROXY", f"http://127.0.0.1:{unused}")
+    assert await code(http) == (200, "")
+    assert len(agent.asked) == 1

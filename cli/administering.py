@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import getpass
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Protocol
 from urllib.parse import quote
 
 import msgspec
 
-from ..config import ConfigError
+from ..config import ConfigError, PolicyConfig
 from .answerer import server_of
 from .connection import connected
 from .http_calls import HttpCalls
@@ -17,6 +18,9 @@ from .options import Options
 
 Shown = dict[str, Any]
 """As JSON shows it."""
+
+Changed = Callable[[str, str, Shown], None]
+"""Told of a change; see that of `Administration`."""
 
 
 class Administers(Protocol):
@@ -64,15 +68,34 @@ async def administering(options: Options) -> AsyncIterator[Administers]:
             "policy.backend is 'off', so there are no keys; set it to 'bus' or 'file', here and "
             "for the gateway, or name a server with --url"
         )
-    if config.policy.backend == "bus":
-        async with connected(config) as client:
-            yield Administration(PolicyStore(open_backend(config.policy, client.bus.policy)))
+    with _audited(config.policy) as changed:
+        if config.policy.backend == "bus":
+            async with connected(config) as client:
+                backend = open_backend(config.policy, client.bus.policy)
+                yield Administration(PolicyStore(backend), changed)
+            return
+        store = PolicyStore(open_backend(config.policy, None))
+        try:
+            yield Administration(store, changed)
+        finally:
+            await store.aclose()
+
+
+@contextmanager
+def _audited(config: PolicyConfig) -> Iterator[Changed]:
+    """Tells the audit log, where there is one, of changes that no key allowed."""
+    if not config.audit_file:
+        yield lambda what, of, now: None
         return
-    store = PolicyStore(open_backend(config.policy, None))
+    from ..gateway.policy.audit import AuditLog
+
+    log = AuditLog(config)
+    log.open()
+    by = {"by": "command line", "user": getpass.getuser()}
     try:
-        yield Administration(store)
+        yield lambda what, of, now: log.write(what, by | {"changed": of, "now": now})
     finally:
-        await store.aclose()
+        log.close()
 
 
 class HttpAdministration(HttpCalls):

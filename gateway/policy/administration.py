@@ -11,6 +11,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from ...config import RequestError
 from ..http import convert
+from .block_lists import block_list_of
 from .document import (
     ApiKey,
     Guardrails,
@@ -21,7 +22,6 @@ from .document import (
     Priority,
     TenantPolicy,
 )
-from .guardrail import block_list_of
 from .keys import new_key
 from .scopes import Scope
 from .store import PolicyStore

@@ -16,7 +16,7 @@ from ..origin import Origin
 from ..words import LazyWords, Words
 from .backend import PolicyUnavailable
 from .block_list import BlockList
-from .document import Guardrails
+from .block_lists import BlockLists
 from .held_outputs import HeldOutputs
 from .opa import Decision, NoDecision, OpenPolicyAgent
 
@@ -28,47 +28,6 @@ _SHORT = 4096
 
 Cancel = Callable[[str, str], Awaitable[None]]
 """Has the engine end a request: its id, and its entry's."""
-
-
-class BlockLists:
-    """The block list as the policy has it now. It is made anew when that has changed."""
-
-    def __init__(self, read: Callable[[], Awaitable[Guardrails]], max_match: int) -> None:
-        self._read = read
-        self._max_match = max_match
-        self._made_of = Guardrails()
-        self._made = BlockList((), (), max_match)
-        self._making = anyio.Lock()
-
-    async def get(self) -> BlockList:
-        """Raises PolicyUnavailable when nobody knows what it is."""
-        guardrails = await self._read()
-        if guardrails is self._made_of:
-            return self._made
-        async with self._making:
-            if guardrails != self._made_of:
-                self._made = await self._make(guardrails)
-            self._made_of = guardrails
-            return self._made
-
-    async def _make(self, guardrails: Guardrails) -> BlockList:
-        try:
-            return await block_list_of(guardrails, self._max_match)
-        except RequestError as error:
-            # It came past the administration.
-            raise PolicyUnavailable(
-                f"the block list can't be read, so nothing is let through: {error.message}"
-            ) from None
-
-
-async def block_list_of(guardrails: Guardrails, max_match: int) -> BlockList:
-    """Makes it in a thread, since it may be long.
-
-    Raises:
-        RequestError: invalid_guardrails.
-    """
-    make = partial(BlockList, guardrails.literals, guardrails.patterns, max_match)
-    return await anyio.to_thread.run_sync(make)
 
 
 class Guardrail:

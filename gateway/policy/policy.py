@@ -15,10 +15,11 @@ from ..words import LazyWords
 from .audit import AuditLog
 from .audited_calls import AuditedCalls
 from .backend import open_backend
+from .block_lists import BlockLists
 from .caller import ANYBODY, NOBODY, Caller
 from .chain import HeadLink, OutputsLink, PolicyChain, RequestsLink
 from .document import Guardrails
-from .guardrail import BlockLists, Guardrail
+from .guardrail import Guardrail
 from .keys import Authenticate, RequireScope, caller_with
 from .models import AllowedModels
 from .store import PolicyStore

@@ -29,6 +29,7 @@ _SECRETS = re.compile(
 
 _AT_ONCE = 1000
 _RETRY_S = 1.0
+_CLOSE_S = 5.0
 
 Fields = dict[str, Any]
 
@@ -74,10 +75,10 @@ class AuditLog:
         self._thread.start()
 
     def close(self) -> None:
-        """Returns when what was to be written is, as far as it can be."""
+        """Returns when what was to be written is, as far as it can be, and soon enough."""
         if self._thread.is_alive():
             self._lines.put(None)
-            self._thread.join()
+            self._thread.join(_CLOSE_S)
 
     @property
     def refuses(self) -> bool:

@@ -1,0 +1,365 @@
+"""The audit log: one line for each call and each change, and never a key."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+from starlette.applications import Starlette
+
+from nano_inference.bus.public import GenerateRequest, Output
+from nano_inference.config import Config, ConfigError, load_config
+from nano_inference.gateway.app import make_app
+from nano_inference.gateway.calls import ObservedCalls
+from nano_inference.gateway.measures import Measures
+from nano_inference.gateway.policy.administration import Administration
+from nano_inference.gateway.policy.audit import text_hash
+from nano_inference.gateway.policy.policy import Policy
+
+from .. import by_hand
+from ..fake import FakeEngine, completion, refused
+from ..openai.made import cut, interleaved
+from .conftest import bearer
+
+LIMIT_S = 20
+AUDIT_KEY = "of its own"
+ANSWER = "five six"
+
+
+class Audited:
+    """A gateway with an audit log, and a client of it."""
+
+    def __init__(self, app: Starlette, http: httpx.AsyncClient, path: Path) -> None:
+        self.policy: Policy = app.state.policy
+        self.observed = app_observed(app)
+        self.http = http
+        self._path = path
+
+    async def made(self, *scopes: str) -> dict[str, Any]:
+        assert self.policy.store is not None
+        wish = {"name": "somebody", "tenant": "acme", "scopes": scopes or ("generate",)}
+        return await Administration(self.policy.store).create_key(wish)
+
+    async def text(self) -> str:
+        """All that stands in the log when it is closed."""
+        await self.policy.aclose()
+        return self._path.read_text()
+
+    async def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (await self.text()).splitlines()]
+
+    async def line(self) -> dict[str, Any]:
+        (line,) = await self.lines()
+        return line
+
+
+def app_observed(app: Starlette) -> ObservedCalls:
+    routes = [path for each in app.routes if (path := getattr(each, "path", ""))]
+    return ObservedCalls(app, Measures(), routes, audit=app.state.policy.audit)
+
+
+@asynccontextmanager
+async def audited(engine: FakeEngine, path: Path, **settings: Any) -> AsyncIterator[Audited]:
+    given = {"backend": "bus", "audit_file": str(path), "audit_key": AUDIT_KEY, **settings}
+    config = load_config(env={}, overrides={f"policy.{name}": each for name, each in given.items()})
+    app = make_app(engine, config)  # type: ignore[arg-type]
+    await app.state.policy.open()
+    transport = httpx.ASGITransport(app_observed(app), raise_app_exceptions=False)
+    async with (
+        asyncio.timeout(LIMIT_S),
+        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client,
+    ):
+        yield Audited(app, client, path)
+    await app.state.policy.aclose()
+
+
+@pytest.fixture
+async def gateway(engine: FakeEngine, tmp_path: Path) -> AsyncIterator[Audited]:
+    async with audited(engine, tmp_path / "audit") as gateway:
+        yield gateway
+
+
+def hashed(*texts: str) -> str:
+    return text_hash(AUDIT_KEY.encode(), texts)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_has_a_line(gateway: Audited, stream: bool) -> None:
+    key = await gateway.made()
+    headers = bearer(key) | {"X-Request-Id": "mine"}
+    body = {"prompt": ["one", "two"], "stream": stream}
+    assert (await gateway.http.post("/v1/completions", json=body, headers=headers)).is_success
+    line = await gateway.line()
+    assert line.pop("duration_ms") >= 0
+    assert line.pop("time").endswith("Z")
+    assert line == {
+        "event": "call",
+        "call_id": "mine",
+        "key_id": key["id"],
+        "key_name": "somebody",
+        "tenant": "acme",
+        "client": "127.0.0.1",
+        "method": "POST",
+        "route": "/v1/completions",
+        "model": "tiny",
+        "status": 200,
+        "code": "",
+        "complete": True,
+        "prompt_tokens": 2 * 4,
+        "completion_tokens": 2 * 2,
+        "prompt_hmac": hashed("one", "two"),
+        "answer_hmac": hashed(ANSWER, ANSWER),
+    }
+
+
+async def test_text_stands_there_only_where_the_settings_say_so(
+    engine: FakeEngine, tmp_path: Path
+) -> None:
+    for shown in (False, True):
+        path = tmp_path / f"audit-{shown}"
+        async with audited(engine, path, audit_text=shown) as gateway:
+            headers = bearer(await gateway.made())
+            await gateway.http.post("/v1/completions", json={"prompt": "one"}, headers=headers)
+            chat = {"messages": [{"role": "user", "content": "whisper"}]}
+            await gateway.http.post("/v1/chat/completions", json=chat, headers=headers)
+            text = await gateway.text()
+        assert ("whisper" in text, ANSWER in text) == (shown, shown)
+        if shown:
+            one, other = (json.loads(line) for line in text.splitlines())
+            assert (one["prompt"], one["answer"]) == (["one"], [ANSWER])
+            assert "user\nwhisper" in other["prompt"][0]
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status", "code"),
+    [
+        ("/v1/models", {}, 401, "missing_api_key"),
+        ("/v1/models", {"api-key": "ni-000000000000-" + "x" * 43}, 401, "invalid_api_key"),
+        ("/nowhere/ni-0", {}, 404, "not_found"),
+    ],
+)
+async def test_what_is_refused_has_a_line(
+    gateway: Audited, path: str, headers: dict[str, str], status: int, code: str
+) -> None:
+    assert (await gateway.http.get(path, headers=headers)).status_code == status
+    line = await gateway.line()
+    assert (line["status"], line["code"], line["key_id"]) == (status, code, "")
+    assert line["route"] == ("" if status == 404 else path)
+
+
+async def test_who_lacks_a_scope_is_named(gateway: Audited) -> None:
+    key = await gateway.made("read")
+    await gateway.http.post("/v1/completions", json={"prompt": "a"}, headers=bearer(key))
+    line = await gateway.line()
+    assert (line["status"], line["code"]) == (403, "insufficient_scope")
+    assert (line["key_id"], line["tenant"]) == (key["id"], "acme")
+
+
+async def test_a_blocked_prompt_is_told_of(gateway: Audited) -> None:
+    assert gateway.policy.store is not None
+    await Administration(gateway.policy.store).set_guardrails({"literals": ["bad"]})
+    headers = bearer(await gateway.made())
+    await gateway.http.post("/v1/completions", json={"prompt": "so bad"}, headers=headers)
+    line = await gateway.line()
+    assert (line["status"], line["code"]) == (400, "content_filter")
+    assert line["prompt_hmac"] == hashed("so bad")
+    assert "answer_hmac" not in line
+
+
+async def test_an_answer_stands_there_as_it_left(gateway: Audited, engine: FakeEngine) -> None:
+    assert gateway.policy.store is not None
+    await Administration(gateway.policy.store).set_guardrails({"literals": ["six"]})
+    headers = bearer(await gateway.made())
+    for stream in (False, True):
+        body = {"prompt": "a", "stream": stream}
+        await gateway.http.post("/v1/completions", json=body, headers=headers)
+    for line in await gateway.lines():
+        assert (line["status"], line["code"]) == (200, "content_filter")
+        assert line["answer_hmac"] == hashed("five ")
+
+
+async def test_a_failure_behind_a_stream_s_first_event_is_told_of(
+    gateway: Audited, engine: FakeEngine
+) -> None:
+    def outputs(request: GenerateRequest) -> list[Output]:
+        return [*cut(request), *refused("lane_failed")(request)]
+
+    engine.outputs = outputs
+    body = {"prompt": "a", "stream": True}
+    headers = bearer(await gateway.made())
+    answer = await gateway.http.post("/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 200
+    line = await gateway.line()
+    assert (line["status"], line["code"]) == (200, "lane_failed")
+    assert line["answer_hmac"] == hashed("five")
+
+
+async def test_what_a_client_had_when_it_went_is_told_of(
+    gateway: Audited, engine: FakeEngine
+) -> None:
+    engine.outputs = lambda request: interleaved(request)[:2]  # and then it hangs
+    key = await gateway.made()
+    left = anyio.Event()
+
+    async def send(message: Any) -> None:
+        if b"six" in message.get("body", b""):
+            left.set()
+
+    body = {"prompt": "a", "stream": True, "max_tokens": 9}
+    observed = with_headers(gateway.observed, bearer(key))
+    with anyio.fail_after(LIMIT_S):
+        await by_hand.post(observed, "/v1/completions", body, send, left)
+    line = await gateway.line()
+    assert not line["complete"]
+    assert line["answer_hmac"] == hashed("five six")
+
+
+def with_headers(app: Any, headers: dict[str, str]) -> Any:
+    async def call(scope: Any, receive: Any, send: Any) -> None:
+        more = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        await app({**scope, "headers": [*scope["headers"], *more]}, receive, send)
+
+    return call
+
+
+async def test_probes_have_no_line(gateway: Audited) -> None:
+    for path in ("/livez", "/healthz", "/version", "/health"):
+        await gateway.http.get(path)
+    assert await gateway.lines() == []
+
+
+async def test_changes_have_a_line_with_who_made_them(gateway: Audited) -> None:
+    admin = await gateway.made("admin")
+    http, headers = gateway.http, bearer(admin)
+    made = (await http.post("/admin/keys", json={"name": "new"}, headers=headers)).json()
+    key = f"/admin/keys/{made['id']}"
+    await http.patch(key, json={"name": "newer"}, headers=headers)
+    await http.put("/admin/tenants/acme", json={"weight": 2.0}, headers=headers)
+    await http.delete("/admin/tenants/acme", headers=headers)
+    await http.put("/admin/guardrails", json={"literals": ["bad"]}, headers=headers)
+    await http.delete(key, headers=headers)
+    await http.patch(key, json={"name": "gone"}, headers=headers)
+    await http.put("/admin/guardrails", json={"literals": 3}, headers=headers)
+    text = await gateway.text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    changes = [line for line in lines if line["event"] != "call"]
+    assert [(line["event"], line["changed"]) for line in changes] == [
+        ("create_key", made["id"]),
+        ("change_key", made["id"]),
+        ("set_tenant", "acme"),
+        ("remove_tenant", "acme"),
+        ("set_guardrails", "guardrails"),
+        ("revoke_key", made["id"]),
+    ]
+    assert {line["key_id"] for line in changes} == {admin["id"]}
+    assert changes[1]["now"]["name"] == "newer"
+    assert changes[2]["now"]["weight"] == 2.0
+    # What was refused is a call like any other; a route with a name in it is told without.
+    assert [line["status"] for line in lines if line["event"] == "call"][-2:] == [404, 400]
+    assert lines[3]["route"] == "/admin/keys/{key_id}"
+    secret = made["key"].removeprefix(f"ni-{made['id']}-")
+    assert secret not in text
+    assert "digest" not in text
+
+
+async def test_a_key_stands_nowhere(engine: FakeEngine, tmp_path: Path) -> None:
+    async with audited(engine, tmp_path / "audit", audit_text=True) as gateway:
+        key = await gateway.made()
+        secret = key["key"].removeprefix(f"ni-{key['id']}-")
+        engine.outputs = lambda request: [completion(request)]
+        headers = bearer(key) | {"X-Request-Id": key["key"], "X-Tenant": key["key"]}
+        for path in ("/v1/completions", f"/v1/completions?key={key['key']}", f"/{key['key']}"):
+            await gateway.http.post(path, json={"prompt": key["key"]}, headers=headers)
+        await gateway.http.get(f"/v1/streams/{key['key']}", headers=headers)
+        await gateway.http.get("/v1/models", params={"api-key": key["key"]})
+        text = await gateway.text()
+    assert len(text.splitlines()) == 5
+    assert key["id"] in text
+    assert secret not in text
+
+
+async def test_where_lines_can_not_be_written_nothing_is_done(
+    engine: FakeEngine, tmp_path: Path
+) -> None:
+    path = tmp_path / "audit"
+    path.symlink_to("/dev/full")
+    async with audited(engine, path, audit_when_full="refuse") as gateway:
+        headers = bearer(await gateway.made("generate", "admin"))
+        body, paths = {"prompt": "a"}, "/v1/completions"
+        with anyio.fail_after(LIMIT_S):
+            while (await gateway.http.post(paths, json=body, headers=headers)).is_success:
+                await anyio.lowlevel.checkpoint()
+        served = len(engine.requests)
+        for method, refused_path in (
+            ("POST", paths),
+            ("GET", "/v1/models"),
+            ("GET", "/admin/keys"),
+        ):
+            answer = await gateway.http.request(
+                method, refused_path, json=body if method == "POST" else None, headers=headers
+            )
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "policy_unavailable"
+        assert (await gateway.http.get("/livez")).status_code == 200
+        assert len(engine.requests) == served
+        path.unlink()
+        with anyio.fail_after(LIMIT_S):
+            while not (await gateway.http.post(paths, json=body, headers=headers)).is_success:
+                await anyio.lowlevel.checkpoint()
+        lines = await gateway.lines()
+    # Nothing of what was served is missing.
+    assert [line["status"] for line in lines].count(200) == len(engine.requests)
+
+
+async def test_otherwise_serving_goes_on(engine: FakeEngine, tmp_path: Path) -> None:
+    path = tmp_path / "audit"
+    path.symlink_to("/dev/full")
+    async with audited(engine, path) as gateway:
+        headers = bearer(await gateway.made())
+        for _ in range(20):
+            body = {"prompt": "a"}
+            answer = await gateway.http.post("/v1/completions", json=body, headers=headers)
+            assert answer.status_code == 200
+
+
+async def test_without_keys_there_is_an_audit_log_too(engine: FakeEngine, tmp_path: Path) -> None:
+    async with audited(engine, tmp_path / "audit", backend="off") as gateway:
+        answer = await gateway.http.post(
+            "/v1/completions", json={"prompt": "a"}, headers={"X-Tenant": "me"}
+        )
+        assert answer.status_code == 200
+        line = await gateway.line()
+    assert (line["tenant"], line["key_id"], line["status"]) == ("me", "", 200)
+
+
+async def test_hashes_take_a_key() -> None:
+    with pytest.raises(ConfigError, match="audit_key"):
+        load_config(env={}, overrides={"policy.audit_file": "audit"})
+
+
+async def test_without_a_tokenizer_a_prompt_is_its_tokens(
+    engine: FakeEngine, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    overrides = {
+        "engine.model_path": str(folder),
+        "policy.audit_file": str(tmp_path / "audit"),
+        "policy.audit_key": AUDIT_KEY,
+    }
+    config: Config = load_config(env={}, overrides=overrides)
+    app = make_app(engine, config)  # type: ignore[arg-type]
+    await app.state.policy.open()
+    transport = httpx.ASGITransport(app_observed(app))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        await client.post("/v1/completions", json={"prompt": [5, 6]})
+    await app.state.policy.aclose()
+    (line,) = (json.loads(each) for each in (tmp_path / "audit").read_text().splitlines())
+    assert line["prompt_hmac"] == hashed("5 6")

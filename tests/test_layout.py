@@ -144,4 +144,4 @@ def test_each_pause_mode_has_its_row() -> None:
 def test_each_finish_reason_stands_on_the_gateways_page() -> None:
     text = (ROOT / "docs" / "gateway.md").read_text()
     (row,) = re.findall(r"^\| `finish_reason` \| (.+) \|$", text, re.M)
-    assert set(re.findall(r'"type": "(\w+)"', row)) == set(get_args(FinishReason))
+    assert set(re.findall(r'"(?:err_)?type": "(\w+)"', row)) == set(get_args(FinishReason))

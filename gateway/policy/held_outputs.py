@@ -15,11 +15,15 @@ from ...bus.public import (
     CompletionSample,
     GenerateRequest,
     Output,
+    TokenLogprob,
 )
 from ..words import Words
 from .block_list import BlockList, Scanner, context_chars
 
 T = TypeVar("T")
+
+Tops = tuple[tuple[TokenLogprob, ...], ...] | None
+"""The likeliest tokens at some places; None where they were not asked for."""
 
 
 class HeldOutputs:
@@ -36,7 +40,8 @@ class HeldOutputs:
 
     def __init__(self, request: GenerateRequest, block_list: BlockList, words: Words) -> None:
         self.blocked = 0
-        self._n = request.n
+        self._request = request
+        self._blocked_tokens: dict[int, bool] = {}
         self._block_list = block_list
         self._words = words
         self._before = _end_of_prompt(request, block_list, words)
@@ -47,10 +52,11 @@ class HeldOutputs:
         """Whether no sample has anything more to say, though the engine goes on with some."""
         samples = self._samples.values()
         ended = sum(sample.ended for sample in samples)
-        return ended == self._n and any(sample.running for sample in samples)
+        return ended == self._request.n and any(sample.running for sample in samples)
 
     def put(self, output: Output) -> list[Output]:
         """Takes the next one, and gives what may leave now."""
+        output = self._without_blocked_tokens(output)
         if isinstance(output, CompletionChunk):
             return [*self._count(self._sample(output.sample_index), output)]
         released: list[Output] = []
@@ -75,6 +81,31 @@ class HeldOutputs:
         self.blocked += held.blocked and not before
         return released
 
+    def _without_blocked_tokens(self, output: Output) -> Output:
+        """Of the tokens that were likely too, those that alone are blocked are told to nobody."""
+        if self._request.sampling.logprobs or self._request.sampling.prompt_logprobs:
+            told = {"prompt_top_logprobs": self._allowed(output.prompt_top_logprobs)}
+            if isinstance(output, CompletionChunk):
+                tops = self._allowed(output.top_logprobs)
+                return msgspec.structs.replace(output, top_logprobs=tops, **told)
+            samples = [
+                msgspec.structs.replace(each, top_logprobs=self._allowed(each.top_logprobs))
+                for each in output.samples
+            ]
+            return msgspec.structs.replace(output, samples=tuple(samples), **told)
+        return output
+
+    def _allowed(self, tops: Tops) -> Tops:
+        if tops is None:
+            return None
+        return tuple(tuple(each for each in top if not self._blocks(each.token_id)) for top in tops)
+
+    def _blocks(self, token_id: int) -> bool:
+        if token_id not in self._blocked_tokens:
+            text = self._words.text((token_id,), skip_special=True)
+            self._blocked_tokens[token_id] = self._block_list.blocks(text)
+        return self._blocked_tokens[token_id]
+
     def _without_blocked(
         self, completion: Completion, samples: Sequence[CompletionSample]
     ) -> Completion:
@@ -82,7 +113,7 @@ class HeldOutputs:
         themselves it is done, though the engine was told not to go on."""
         cut = msgspec.structs.replace(completion, samples=tuple(samples))
         ended = [sample for sample in samples if sample.finish_reason != "abort"]
-        if len(ended) < self._n:
+        if len(ended) < self._request.n:
             return cut
         return msgspec.structs.replace(cut, status="done", error=None)
 

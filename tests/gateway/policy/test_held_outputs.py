@@ -11,7 +11,13 @@ import pytest_asyncio
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nano_inference.bus.public import CompletionChunk, GenerateRequest, Output
+from nano_inference.bus.public import (
+    Completion,
+    CompletionChunk,
+    GenerateRequest,
+    Output,
+    TokenLogprob,
+)
 from nano_inference.config import Config, SamplingParams
 from nano_inference.gateway.policy.block_list import BlockList, Scanner
 from nano_inference.gateway.policy.held_outputs import HeldOutputs
@@ -187,6 +193,25 @@ def test_the_engine_need_not_go_on_when_no_sample_does(words: Words) -> None:
     # Nor need it be told when it has ended all by itself.
     held.put(bad.chunks(range(40))[-1])
     assert not held.complete
+
+
+def test_a_token_that_alone_is_blocked_stands_nowhere(words: Words) -> None:
+    """Not even as one that was likely too, neither in the answer nor in the prompt."""
+    request = request_of(sampling=SamplingParams(logprobs=2, prompt_logprobs=2))
+    blocked = BlockList(["the"], [], 1)
+    (the,), (other, *_) = words.token_ids(" the"), words.token_ids("good")
+    tops = ((TokenLogprob(token_id=other, logprob=-1.0), TokenLogprob(token_id=the, logprob=-2.0)),)
+    chunk = Spoken(request, 0, [other], words).chunks([])[0]
+    chunk = msgspec.structs.replace(chunk, top_logprobs=tops, prompt_top_logprobs=((), *tops))
+    whole = msgspec.structs.replace(Spoken(request, 0, [other], words).whole(), top_logprobs=tops)
+    end = msgspec.structs.replace(
+        end_of(spoken(request, [[]], words, [])), samples=(whole,), prompt_top_logprobs=((), *tops)
+    )
+    left, *_, last = passed(request, [chunk, end], words, blocked)
+    assert isinstance(left, CompletionChunk)
+    assert isinstance(last, Completion)
+    assert left.top_logprobs == last.samples[0].top_logprobs == (tops[0][:1],)
+    assert left.prompt_top_logprobs == last.prompt_top_logprobs == ((), tops[0][:1])
 
 
 def test_a_request_that_was_ended_here_is_done(words: Words) -> None:

@@ -50,10 +50,15 @@ class Measures:
         for reason in get_args(Reason):
             # Prometheus sees a counter rise only if it has seen it before.
             self.refused(reason, 0)
+        self.audit_lost(0)
 
     def refused(self, reason: Reason, number: int = 1) -> None:
         """So many were not served."""
         self.metrics.record(instruments.GATEWAY_REFUSED, number, {names.GATEWAY_REASON: reason})
+
+    def audit_lost(self, number: int) -> None:
+        """So many lines of the audit log were not written. Called from any thread."""
+        self.metrics.record(instruments.AUDIT_LOST, number)
 
     def watch(self, gauge: Instrument, read: Callable[[], float]) -> None:
         """What `tell` shows from now on is what this function gives."""

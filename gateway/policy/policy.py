@@ -9,7 +9,6 @@ import anyio.to_thread
 
 from ...config import BusError, Config
 from ...pipeline.client import BusClient
-from ...telemetry import instruments
 from ..measures import Measures
 from ..words import LazyWords
 from .audit import AuditLog
@@ -41,7 +40,6 @@ class Policy:
         """Raises ConfigError when its settings can't be obeyed."""
         own = config.policy
         self._engine = engine
-        self._measures = measures
         self.store: PolicyStore | None = None
         if own.backend != "off":
             self.store = PolicyStore(open_backend(own, engine.bus.policy), own.refresh_s)
@@ -53,14 +51,15 @@ class Policy:
         outputs: list[OutputsLink] = []
         self._guardrail: Guardrail | None = None
         if self.store is not None or own.opa_url:
-            read = None if self.store is None else self._read_guardrails
-            lists = None if read is None else BlockLists(read, own.guardrail_max_match)
+            lists = None
+            if self.store is not None:
+                lists = BlockLists(self._read_guardrails, own.guardrail_max_match)
             self._guardrail = Guardrail(lists, own, words, measures, engine.cancel)
             requests += [self._guardrail]
             outputs += [self._guardrail]
         self.audit: AuditLog | None = None
         if own.audit_file:
-            self.audit = AuditLog(own, self._count_lost)
+            self.audit = AuditLog(own, measures.audit_lost)
             audited = AuditedCalls(self.audit, words, measures, config.engine.model_name)
             head += [audited]
             # Before whatever refuses them, so that it is told what was.
@@ -106,6 +105,3 @@ class Policy:
     async def _read_guardrails(self) -> Guardrails:
         assert self.store is not None
         return (await self.store.document()).guardrails
-
-    def _count_lost(self, number: int) -> None:
-        self._measures.metrics.record(instruments.AUDIT_LOST, number)

@@ -97,6 +97,25 @@ def test_a_key_s_life(run: Run, place: list[str]) -> None:
     assert again.stderr.endswith("(unknown_key)\n")
 
 
+@pytest.mark.usefixtures("on_file")
+def test_changes_that_no_key_allowed_are_audited(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    audit = tmp_path / "audit"
+    monkeypatch.setenv(f"{PREFIX}AUDIT_FILE", str(audit))
+    monkeypatch.setenv(f"{PREFIX}AUDIT_KEY", "of its own")
+    made = run("admin", "keys", "create", "ci")
+    assert run("admin", "keys", "list").status == 0
+    (line,) = map(json.loads, audit.read_text().splitlines())
+    assert (line["event"], line["by"], line["now"]["name"]) == ("create_key", "command line", "ci")
+    assert line["changed"] in made.stdout
+    assert made.stdout.strip() not in audit.read_text()
+    monkeypatch.setenv(f"{PREFIX}AUDIT_FILE", str(tmp_path / "missing" / "audit"))
+    assert_refused(run("admin", "keys", "create", "unheard"), "policy.audit_file")
+    monkeypatch.delenv(f"{PREFIX}AUDIT_FILE")
+    assert "unheard" not in keys(run, [])
+
+
 def test_tenants_and_guardrails(run: Run, place: list[str], tmp_path: Path) -> None:
     assert run("admin", "tenants", "set", "a/b", "--weight", "3", *place) == Ran(0, "", "")
     more = ["--tokens-per-minute", "1000"]

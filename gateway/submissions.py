@@ -94,6 +94,15 @@ class Submissions:
         self._turns.end(lambda request_id: True)
         await self._engine.cancel_all()
 
+    def check_ready(self) -> None:
+        """Raises EngineError (shutting_down) when the gateway is to stop."""
+        if self._readiness.draining:
+            raise EngineError(
+                f"{DRAINING}; send it again, to another one",
+                code="shutting_down",
+                retry_after_s=DEFAULT_RETRY_S,
+            )
+
     def check_size(self, request: GenerateRequest) -> None:
         """Refuses what the bus or admission would refuse, before it costs them anything.
 
@@ -149,12 +158,7 @@ class Submissions:
         Raises:
             NanoInferenceError: The first error; `shutting_down` when the gateway is to stop.
         """
-        if self._readiness.draining:
-            raise EngineError(
-                f"{DRAINING}; send it again, to another one",
-                code="shutting_down",
-                retry_after_s=DEFAULT_RETRY_S,
-            )
+        self.check_ready()
         failure: NanoInferenceError | None = None
 
         async def run_one(index: int, begun: bool, placed: bool) -> None:

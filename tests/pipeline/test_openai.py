@@ -202,6 +202,7 @@ async def test_a_response_that_is_cancelled_has_what_it_had(client: AsyncOpenAI)
     stream = await client.responses.create(
         model="tiny",
         input="Write a story about Maria, a mouse and a boat.",
+        background=True,
         stream=True,
         extra_body={"ignore_eos": True},
     )

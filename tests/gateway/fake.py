@@ -10,6 +10,7 @@ import anyio
 
 from nano_inference.bus import StageReport
 from nano_inference.bus.calls import MemoryCalls
+from nano_inference.bus.policy import MemoryPolicyRecord
 from nano_inference.bus.public import (
     Completion,
     CompletionSample,
@@ -45,6 +46,7 @@ class FakeBus:
     def __init__(self) -> None:
         self.calls = MemoryCalls(BusConfig())
         self.results = FakeResults()
+        self.policy = MemoryPolicyRecord()
 
 
 class FakeEngine:

@@ -89,6 +89,7 @@ class ResponseCalls:
             items=items,
             prompt=prompt,
             deadline_ns=origin.deadline_ns,
+            caller=origin.caller,
             keyed=again,
         )
         self._check(record)

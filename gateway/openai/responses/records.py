@@ -9,6 +9,7 @@ import msgspec
 from ....bus.public import GenerateRequest
 from ....config import Config, NanoInferenceError
 from ...http import EngineError
+from ...policy.caller import ANYBODY, Caller
 from ..idempotency import Keyed
 from .items import Item
 from .requests import ResponseCall
@@ -38,6 +39,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, tag="response"):
         items: The conversation before its output, instructions aside.
         prompt: The tokens that are submitted; none, where nobody will have to submit them again.
         deadline_ns: When its time is over, on the clock of `now_ns`; None when it has no limit.
+        caller: Who called, and what he may.
         keyed: What the call is known by, if it came with a key.
         failure: Why nothing will come of it, where nothing was submitted.
     """
@@ -47,6 +49,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, tag="response"):
     items: list[Item]
     prompt: tuple[int, ...]
     deadline_ns: int | None = None
+    caller: Caller = ANYBODY
     keyed: Keyed | None = None
     failure: Failure | None = None
 

@@ -48,7 +48,7 @@ async def run_request(
                 await anyio.lowlevel.checkpoint()
 
     published = () if attendance is None else attendance.begun_before
-    await submissions.run(origin, [request.request_id], run, published)
+    await submissions.run(origin, [request], run, published)
 
 
 async def send_outputs(
@@ -124,7 +124,9 @@ class Background:
         if record is None or not record.background:
             return False
         if record.failure is None:
-            origin = Origin(record.tenant, TraceContext(), record.deadline_ns, Account())
+            origin = Origin(
+                *(record.tenant, TraceContext(), record.deadline_ns, Account()), record.caller
+            )
             self.begin(record, origin, kept)
         return True
 

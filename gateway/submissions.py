@@ -190,7 +190,9 @@ class Submissions:
                 await self._run_admitted(origin, ids, run, published)
         finally:
             for request_id in ids:
-                self._tenants.pop(request_id, None)
+                # Another connection may attend it, too.
+                if request_id not in self._request_ids:
+                    self._tenants.pop(request_id, None)
 
     async def _run_admitted(
         self,

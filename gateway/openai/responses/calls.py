@@ -93,14 +93,14 @@ class ResponseCalls:
             keyed=again,
         )
         self._check(record)
+        answers = await self._stored.answers(record)
         if again is not None and (begun := await self._stored.claim(record)) is not None:
             return await self._again(request, begun)
         if record.background:
-            return await self._in_background(request, origin, record)
+            return await self._in_background(request, origin, answers)
         attend: Attend = _unattended
         if record.kept:
             attend = partial(self._kept.begun, record.id, record.encode(), [record.id], record.name)
-        answers = await self._stored.answers(record)
         if call.fields.stream:
             return self._streamed(origin, answers, attend)
         return await self._in_one_piece(request, origin, answers, attend)
@@ -164,7 +164,8 @@ class ResponseCalls:
         return prompts[0] if prompts else None
 
     def _check(self, record: Record) -> None:
-        """Refuses what the bus would refuse for its size, before any of it is there."""
+        """Refuses what would be refused later, before any of it is there."""
+        self._submissions.check_ready()
         asked = record.request(self._config)
         self._submissions.check_size(asked)
         self._submissions.check_encoded(asked)
@@ -177,9 +178,9 @@ class ResponseCalls:
                 code="request_too_large",
             )
 
-    async def _in_background(self, request: Request, origin: Origin, record: Record) -> Response:
-        """One in the background, of which nothing need have come."""
-        self._submissions.check_ready()
+    async def _in_background(self, request: Request, origin: Origin, answers: Answers) -> Response:
+        """One of which nothing need have come."""
+        record = answers.record
         if record.keyed is None:
             await self._kept.keep(record.id, record.encode())
         kept = KeptCall(record.encode())
@@ -191,7 +192,7 @@ class ResponseCalls:
             raise run.failure
         if record.call.fields.stream:
             return await self._streamed_again(request, Found(record, kept))
-        return JsonResponse((await self._stored.answers(record)).begun("queued"))
+        return JsonResponse(answers.begun("queued"))
 
     async def _again(
         self, request: Request, found: Found[Record], after: int = NOTHING
@@ -250,7 +251,7 @@ class ResponseCalls:
                 except NanoInferenceError as error:
                     if attendance is not None:
                         attendance.fail(error)
-                    raise
+                    raise as_response_error(error, answers.record.id) from None
             return JsonResponse(answers.ended(ended[0]))
 
         return await answer_while_connected(request, work)

@@ -10,7 +10,7 @@ import anyio.lowlevel
 
 from ....bus import KeptCall
 from ....bus.public import GenerateRequest, Output
-from ....config import BusError, Config, NanoInferenceError
+from ....config import BusError, ChannelClosed, Config, NanoInferenceError
 from ....telemetry import TraceContext
 from ...account import Account
 from ...kept_calls import Attendance, KeptCalls
@@ -20,6 +20,9 @@ from .records import Record, decode_record
 
 MOST_UNSENT = 4096
 """Outputs that wait here for a client that does not read. The others wait on the bus."""
+
+_BUS_AWAY_S = 1.0
+"""After so long it is looked whether the bus is back."""
 
 Take = Callable[[Output], Awaitable[None]]
 
@@ -130,31 +133,50 @@ class Background:
             self.begin(record, origin, kept)
         return True
 
-    async def _run(self, run: Run, record: Record, origin: Origin, kept: KeptCall) -> None:
+    async def _run(self, run: Run, record: Record, origin: Origin, kept: KeptCall | None) -> None:
         try:
+            while not await self._attend(run, record, origin, kept):
+                await anyio.sleep(_BUS_AWAY_S)
+                kept = None
+        finally:
+            self._running.pop(record.id, None)
+            run.settled.set()
+
+    async def _attend(
+        self, run: Run, record: Record, origin: Origin, kept: KeptCall | None
+    ) -> bool:
+        """Runs one, or goes on with it; returns False when the bus is away, and it is to be tried
+        again.
+
+        Args:
+            kept: None when that has to be looked up.
+        """
+        try:
+            kept = kept or await self._kept.find(record.id)
+            if kept is None:
+                return True
             async with self._kept.resumed(
                 record.id, kept, [record.id], record.name, background=True
             ) as attendance:
                 attendance.noted = run.settled.set
+                request = record.request(self._config)
                 try:
-                    request = record.request(self._config)
                     await run_request(self._submissions, origin, request, attendance, _nobody)
                 except NanoInferenceError as error:
                     await self._fail(run, record, attendance, error)
-        except BusError:
-            # The bus is away; when it is back, somebody finds that nobody attends this.
-            pass
-        finally:
-            self._running.pop(record.id, None)
-            run.settled.set()
+            return True
+        except BusError as error:
+            return isinstance(error, ChannelClosed) or error.code != BusError.code
 
     async def _fail(
         self, run: Run, record: Record, attendance: Attendance, error: NanoInferenceError
     ) -> None:
         if attendance.ended:
             return  # its outputs tell why
-        if isinstance(error, BusError) or error.code == "shutting_down":
+        if error.code in (BusError.code, "shutting_down"):
             attendance.fail(error)
+            if isinstance(error, BusError):
+                raise error
             return
         if not attendance.entries:
             run.failure = error

@@ -14,9 +14,11 @@ import pytest
 
 from nano_inference.config import BusError, Config, load_config
 from nano_inference.gateway.app import make_app
+from nano_inference.gateway.openai.responses import running
+from nano_inference.gateway.readiness import Readiness
 
 from .. import by_hand
-from ..fake import FakeEngine, completion, refused
+from ..fake import FakeEngine, refused
 from .going import Going
 from .made import TEXTS, interleaved, response_events, whole
 from .test_refusals import refusal
@@ -288,19 +290,28 @@ async def test_another_gateway_goes_on_with_what_waited(
     assert "cancel" not in engine.names
 
 
-async def test_one_whose_bus_was_away_goes_on_when_it_is_back(engine: FakeEngine) -> None:
+@pytest.mark.parametrize("what", ["follow", "publish"])
+async def test_one_whose_bus_was_away_goes_on_when_it_is_back(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(running, "_BUS_AWAY_S", 0.01)
     away: list[bool] = [True]
 
     class Away(FakeEngine):
+        async def publish(self, *given: Any, **named: Any) -> str:
+            if away and what == "publish":
+                raise BusError("away")
+            return await super().publish(*given, **named)
+
         async def follow(self, *given: Any, **named: Any) -> Any:
-            if away:
+            if away and what == "follow":
                 raise BusError("away")
             async for output in super().follow(*given, **named):
                 yield output
 
     engine = Away()
     engine.outputs = interleaved
-    async with serving(engine, **{"gateway.resume_grace_s": 0.1}) as http:
+    async with serving(engine) as http:
         where = await begun(http)
         away.clear()
         await status(http, where, "completed")
@@ -309,10 +320,13 @@ async def test_one_whose_bus_was_away_goes_on_when_it_is_back(engine: FakeEngine
 
 
 async def test_a_gateway_that_is_to_stop_takes_none(engine: FakeEngine) -> None:
-    engine.outputs = lambda request: [completion(request)]
-    house = House(engine)
-    async with house.client() as http:
-        where = await begun(http)
-        await status(http, where, "incomplete")
-    assert await engine.bus.calls.read(where.rpartition("/")[2]) is not None
-    await house.aclose()
+    readiness = Readiness(engine)  # type: ignore[arg-type]
+    app = make_app(engine, load_config(env={}), None, readiness)  # type: ignore[arg-type]
+    readiness.draining = True
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+        for _ in range(2):
+            answer = await http.post(PATH, json=BODY, headers=KEY)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+        readiness.draining = False
+        assert (await http.post(PATH, json=BODY, headers=KEY)).json()["status"] == "queued"

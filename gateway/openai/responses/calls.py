@@ -181,9 +181,9 @@ class ResponseCalls:
     async def _in_background(self, request: Request, origin: Origin, answers: Answers) -> Response:
         """One of which nothing need have come."""
         record = answers.record
-        if record.keyed is None:
-            await self._kept.keep(record.id, record.encode())
         kept = KeptCall(record.encode())
+        if record.keyed is None:
+            await self._kept.keep(record.id, kept.record)
         run = self._background.begin(record, origin._replace(account=Account()), kept)
         with anyio.move_on_after(_SOON_S):
             await run.settled.wait()

@@ -126,7 +126,8 @@ class Background:
         record = decode_record(kept.record)
         if record is None or not record.background:
             return False
-        if record.failure is None:
+        # One that is run here may be unattended while the bus is away.
+        if record.failure is None and record.id not in self._running:
             origin = Origin(
                 *(record.tenant, TraceContext(), record.deadline_ns, Account()), record.caller
             )

@@ -18,6 +18,7 @@ class Account:
     """Of one call.
 
     Attributes:
+        background: It goes on without the connection that it came by, whose account is another.
         tenant: Whose it is; "" for a call that is nobody's, such as a question about health.
         prompt_tokens: Of its requests that have ended.
         completion_tokens: The same.
@@ -29,6 +30,7 @@ class Account:
     """
 
     __slots__ = (
+        "background",
         "code",
         "complete",
         "completion_tokens",
@@ -39,7 +41,8 @@ class Account:
         "texts",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, *, background: bool = False) -> None:
+        self.background = background
         self.tenant = ""
         self.code = ""
         self.model = ""

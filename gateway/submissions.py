@@ -244,6 +244,7 @@ class Submissions:
         request: GenerateRequest,
         begun: bool,
         attendance: Attendance | None = None,
+        before: str = "",
     ) -> AsyncGenerator[Output, None]:
         """What the engine makes of a request; when it was not `begun`, that it was ended.
 
@@ -252,6 +253,7 @@ class Submissions:
         Args:
             attendance: In the call that it belongs to, where that is kept; it may have been
                 published before. Any other request ends when nobody takes its outputs.
+            before: What of the prompt the answer shows before each sample.
 
         Raises:
             NanoInferenceError: The engine did not do it.
@@ -273,13 +275,24 @@ class Submissions:
             request = msgspec.structs.replace(request, priority=most)
         with self._counted(request.request_id):
             submit = self._engine.submit if attendance is None else attendance.outputs
-            made = self._policy.outputs(origin, request, submit(request, origin.trace))
+            made = self._policy.outputs(origin, request, submit(request, origin.trace), before)
             async with aclosing(made) as outputs:
                 async for output in outputs:
                     if isinstance(output, Completion):
                         origin.account.add(output.usage)
                         _check(output)
                     yield output
+
+    async def told(self, origin: Origin, request: GenerateRequest, end: Completion) -> Output:
+        """What may be told of a request that has ended, and whose end was found on the bus."""
+
+        async def found() -> AsyncGenerator[Output, None]:
+            yield end
+
+        async with aclosing(self._policy.outputs(origin, request, found())) as outputs:
+            async for output in outputs:
+                return output
+        return end
 
     def _max_priority(self, origin: Origin) -> int:
         own = origin.caller.max_priority

@@ -238,7 +238,7 @@ class GenerationCalls:
             if isinstance(output, Completion):
                 completions[index] = output
 
-        failure = await self._run(origin, requests, attendance, take)
+        failure = await self._run(origin, requests, answers, attendance, take)
         if failure is not None:
             raise failure
         ordered = [completions[index] for index in range(len(requests))]
@@ -252,6 +252,7 @@ class GenerationCalls:
         self,
         origin: Origin,
         requests: list[GenerateRequest],
+        answers: Answers,
         attendance: Attendance | None,
         take: Callable[[int, Output], Awaitable[None]],
     ) -> NanoInferenceError | None:
@@ -259,7 +260,9 @@ class GenerationCalls:
 
         async def run(index: int, begun: bool) -> None:
             async with aclosing(
-                self._submissions.outputs(origin, requests[index], begun, attendance)
+                self._submissions.outputs(
+                    origin, requests[index], begun, attendance, answers.echoed(index)
+                )
             ) as outputs:
                 async for output in outputs:
                     await take(index, output)
@@ -289,7 +292,7 @@ class GenerationCalls:
 
             chunks = Chunks(answers, send, after)
             async with attend() as attendance:
-                failure = await self._send_chunks(origin, requests, chunks, attendance)
+                failure = await self._send_chunks(origin, requests, answers, chunks, attendance)
             # What has no tokens leaves the client where it was: behind an error it may come back.
             event_id = chunks.position.event_id
             if failure is not None:
@@ -306,6 +309,7 @@ class GenerationCalls:
         self,
         origin: Origin,
         requests: list[GenerateRequest],
+        answers: Answers,
         chunks: Chunks,
         attendance: Attendance | None,
     ) -> NanoInferenceError | None:
@@ -317,7 +321,7 @@ class GenerationCalls:
 
         async with anyio.create_task_group() as group:
             group.start_soon(chunks.send_all)
-            failure = await self._run(origin, requests, attendance, take)
+            failure = await self._run(origin, requests, answers, attendance, take)
             chunks.close()
         if failure is None:
             await chunks.send_usage()

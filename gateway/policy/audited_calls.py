@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 
 from ...bus.public import Completion, GenerateRequest, Output
-from ...config import ModelError
+from ...config import ModelError, NanoInferenceError
 from ..measures import Measures
 from ..origin import Origin
 from ..words import LazyWords, Words
@@ -41,15 +41,26 @@ class AuditedCalls:
     async def admit(
         self, origin: Origin, requests: Sequence[GenerateRequest]
     ) -> AsyncIterator[None]:
+        account = origin.account
         if requests:
             words = await self._loaded()
-            account = origin.account
             account.model = requests[0].model or self._default_model
             account.texts["prompt"] = lambda: [_prompt_of(each, words) for each in requests]
-        yield
+        try:
+            yield
+        except NanoInferenceError as error:
+            account.code = error.code
+            raise
+        finally:
+            if account.background:
+                self._tell_background(origin)
 
     async def outputs(
-        self, origin: Origin, request: GenerateRequest, outputs: AsyncGenerator[Output, None]
+        self,
+        origin: Origin,
+        request: GenerateRequest,
+        outputs: AsyncGenerator[Output, None],
+        before: str,
     ) -> AsyncGenerator[Output, None]:
         """All of them; what a client has had when it goes is told, too."""
         answer = _Answer.of(origin).begin(request.request_id)
@@ -60,6 +71,22 @@ class AuditedCalls:
                 else:
                     answer.setdefault(output.sample_index, []).append(output.text)
                 yield output
+
+    def _tell_background(self, origin: Origin) -> None:
+        """A line of requests that ended, or were left to another gateway, with no call around."""
+        caller, account = origin.caller, origin.account
+        told = {
+            "request_ids": _Answer.of(origin).request_ids,
+            **origin.trace.log_ids,
+            "key_id": caller.key_id,
+            "key_name": caller.name,
+            "tenant": origin.tenant,
+            "model": account.model,
+            "code": account.code,
+            "prompt_tokens": account.prompt_tokens,
+            "completion_tokens": account.completion_tokens,
+        }
+        self._log.write("background", told, account.texts)
 
     async def _loaded(self) -> Words | None:
         try:
@@ -85,6 +112,11 @@ class _Answer:
     def begin(self, request_id: str) -> dict[int, list[str]]:
         """The pieces of a request's samples, by their index."""
         return self._pieces.setdefault(request_id, {})
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Of those that began."""
+        return list(self._pieces)
 
     def __call__(self) -> list[str]:
         return [

@@ -59,9 +59,18 @@ class OutputsLink(Protocol):
     """Judges what the engine makes of a request."""
 
     def outputs(
-        self, origin: Origin, request: GenerateRequest, outputs: AsyncGenerator[Output, None]
+        self,
+        origin: Origin,
+        request: GenerateRequest,
+        outputs: AsyncGenerator[Output, None],
+        before: str,
     ) -> AsyncGenerator[Output, None]:
-        """Gives what of them may leave. Closes them when it is closed itself."""
+        """Gives what of them may leave. Closes them when it is closed itself.
+
+        Args:
+            outputs: From the first one on, or the last one alone, which has all.
+            before: What of the prompt is shown before each sample.
+        """
 
 
 class PolicyChain:
@@ -113,9 +122,13 @@ class PolicyChain:
             yield
 
     def outputs(
-        self, origin: Origin, request: GenerateRequest, outputs: AsyncGenerator[Output, None]
+        self,
+        origin: Origin,
+        request: GenerateRequest,
+        outputs: AsyncGenerator[Output, None],
+        before: str = "",
     ) -> AsyncGenerator[Output, None]:
-        """What leaves of what the engine makes of a request."""
+        """What leaves of what the engine makes of a request; see `OutputsLink`."""
         for link in self._outputs:
-            outputs = link.outputs(origin, request, outputs)
+            outputs = link.outputs(origin, request, outputs, before)
         return outputs

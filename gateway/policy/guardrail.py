@@ -62,7 +62,11 @@ class Guardrail:
         yield
 
     async def outputs(
-        self, origin: Origin, request: GenerateRequest, outputs: AsyncGenerator[Output, None]
+        self,
+        origin: Origin,
+        request: GenerateRequest,
+        outputs: AsyncGenerator[Output, None],
+        before: str,
     ) -> AsyncGenerator[Output, None]:
         """What of them may leave. A request that has nothing more to say is ended."""
         async with aclosing(outputs):
@@ -71,7 +75,7 @@ class Guardrail:
                 async for output in outputs:
                     yield output
                 return
-            held = HeldOutputs(request, block_list, await self._words.required())
+            held = HeldOutputs(request, block_list, await self._words.required(), before)
             blocked, cancelled = 0, False
             async for output in outputs:
                 for released in await self._put(held, output):

@@ -38,13 +38,16 @@ class HeldOutputs:
         blocked: How many samples were ended so.
     """
 
-    def __init__(self, request: GenerateRequest, block_list: BlockList, words: Words) -> None:
+    def __init__(
+        self, request: GenerateRequest, block_list: BlockList, words: Words, before: str = ""
+    ) -> None:
+        """Args: `before` is shown before each sample; a match may begin there."""
         self.blocked = 0
         self._request = request
         self._blocked_tokens: dict[int, bool] = {}
         self._block_list = block_list
         self._words = words
-        self._before = _end_of_prompt(request, block_list, words)
+        self._before = before[-context_chars(block_list) :]
         self._samples: dict[int, _HeldSample] = {}
 
     @property
@@ -122,8 +125,8 @@ class _HeldSample:
     """One sample.
 
     Two texts are looked through, since both leave: the one that it has, and that of its tokens,
-    which goes on where the prompt ends, and in which a stop string still stands. The first is the
-    beginning of the second, so that a place in one is the same in the other.
+    which goes on behind what is shown before it, and in which a stop string still stands. The first
+    is the beginning of the second, so that a place in one is the same in the other.
 
     Attributes:
         running: The engine goes on with it, as far as it has told.
@@ -279,12 +282,3 @@ def _cut_chunk(chunk: CompletionChunk, chars: int, tokens: int) -> CompletionChu
 
 def _first(of_tokens: tuple[T, ...] | None, number: int) -> tuple[T, ...] | None:
     return None if of_tokens is None else of_tokens[:number]
-
-
-def _end_of_prompt(request: GenerateRequest, block_list: BlockList, words: Words) -> str:
-    """So much of it as a match in the answer may begin in."""
-    number = context_chars(block_list)
-    if request.prompt is not None:
-        return request.prompt[-number:]
-    token_ids = (request.prompt_token_ids or ())[-number:]
-    return words.text(token_ids, skip_special=True)[-number:]

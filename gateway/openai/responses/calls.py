@@ -66,7 +66,7 @@ class ResponseCalls:
         self._config = config
         self._templates = templates
         self._background = Background(submissions, kept, config)
-        self._stored = StoredResponses(kept, submissions, self._background, words)
+        self._stored = StoredResponses(kept, submissions, self._background, words, config)
 
     async def create(self, request: Request) -> Response:
         tenant = tenant_of(request)
@@ -184,7 +184,9 @@ class ResponseCalls:
         kept = KeptCall(record.encode())
         if record.keyed is None:
             await self._kept.keep(record.id, kept.record)
-        run = self._background.begin(record, origin._replace(account=Account()), kept)
+        run = self._background.begin(
+            record, origin._replace(account=Account(background=True)), kept
+        )
         with anyio.move_on_after(_SOON_S):
             await run.settled.wait()
         if run.failure is not None:

@@ -128,8 +128,9 @@ class Background:
             return False
         # One that is run here may be unattended while the bus is away.
         if record.failure is None and record.id not in self._running:
+            account = Account(background=True)
             origin = Origin(
-                *(record.tenant, TraceContext(), record.deadline_ns, Account()), record.caller
+                *(record.tenant, TraceContext(), record.deadline_ns, account), record.caller
             )
             self.begin(record, origin, kept)
         return True

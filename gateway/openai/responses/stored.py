@@ -5,9 +5,13 @@ from __future__ import annotations
 import anyio
 
 from ....bus import KeptCall
-from ....config import NanoInferenceError, shown
+from ....bus.public import Completion
+from ....config import Config, NanoInferenceError, shown
+from ....telemetry import TraceContext
+from ...account import Account
 from ...http import EngineError, FieldError
 from ...kept_calls import KeptCalls
+from ...origin import Origin
 from ...submissions import Submissions
 from ...words import LazyWords
 from ..idempotency import Keyed
@@ -36,11 +40,13 @@ class StoredResponses:
         submissions: Submissions,
         background: Background,
         words: LazyWords,
+        config: Config,
     ) -> None:
         self._kept = kept
         self._submissions = submissions
         self._background = background
         self._words = words
+        self._config = config
         self._begun = BegunAnswers(kept, decode_record, unknown)
 
     async def find(
@@ -82,6 +88,9 @@ class StoredResponses:
             last = await self._kept.last_output(record.id, kept, record.id)
         except EngineError as error:
             raise as_response_error(error, record.id) from None
+        if isinstance(last, Completion):
+            origin = Origin(record.tenant, TraceContext(), None, Account(), record.caller)
+            last = await self._submissions.told(origin, record.request(self._config), last)
         return (await self.answers(record)).known(kept, last)
 
     async def conversation(self, response_id: str, tenant: str) -> list[Item]:

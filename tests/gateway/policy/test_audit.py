@@ -18,6 +18,7 @@ from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config, ConfigError, load_config
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.calls import ObservedCalls
+from nano_inference.gateway.kept_calls import KeptCalls
 from nano_inference.gateway.measures import Measures
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.audit import text_hash
@@ -39,6 +40,7 @@ class Audited:
     def __init__(self, app: Starlette, http: httpx.AsyncClient, path: Path) -> None:
         self.policy: Policy = app.state.policy
         self.observed = app_observed(app)
+        self.kept: KeptCalls = app.state.kept_calls
         self.http = http
         self._path = path
 
@@ -227,6 +229,25 @@ def with_headers(app: Any, headers: dict[str, str]) -> Any:
         await app({**scope, "headers": [*scope["headers"], *more]}, receive, send)
 
     return call
+
+
+async def test_a_response_in_the_background_has_a_line_of_its_own(
+    gateway: Audited, engine: FakeEngine
+) -> None:
+    key = await gateway.made()
+    body = {"input": "whisper", "background": True}
+    made = (await gateway.http.post("/v1/responses", json=body, headers=bearer(key))).json()
+    background = gateway.kept._tasks
+    with anyio.fail_after(LIMIT_S):
+        while background:
+            await asyncio.wait(background)
+    await gateway.kept.aclose()
+    (line,) = [line for line in await gateway.lines() if line["event"] == "background"]
+    assert (line["key_id"], line["tenant"], line["model"]) == (key["id"], "acme", "tiny")
+    assert (line["request_ids"], line["code"]) == ([made["id"]], "")
+    assert (line["prompt_tokens"], line["completion_tokens"]) == (4, 2)
+    assert line["answer_hmac"] == hashed(ANSWER)
+    assert len(line["prompt_hmac"]) == 64
 
 
 async def test_probes_have_no_line(gateway: Audited) -> None:

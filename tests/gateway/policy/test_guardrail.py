@@ -326,6 +326,36 @@ async def test_a_response_that_is_asked_for_again(
     assert (again["status"], "bad" in json.dumps(again).lower()) == ("incomplete", False)
 
 
+async def test_a_response_that_is_gone_on_with(
+    caller: httpx.AsyncClient, engine: FakeEngine, words: Words
+) -> None:
+    """What stands in the next prompt is what the client has had."""
+    saying(engine, words, SAID)
+    made = (await caller.post("/v1/responses", json={"input": "a"})).json()
+    body = {"input": "and then?", "previous_response_id": made["id"]}
+    assert (await caller.post("/v1/responses", json=body)).status_code == 200
+    prompt = words.text(engine.requests[-1].prompt_token_ids or (), skip_special=True)
+    assert LEFT in prompt
+    assert "BAD" not in prompt
+
+
+async def test_a_response_in_the_background(
+    caller: httpx.AsyncClient, engine: FakeEngine, words: Words
+) -> None:
+    saying(engine, words, SAID)
+    body = {"input": "a", "background": True, "stream": True}
+    interface = INTERFACES["responses"]
+    told = events(await caller.post("/v1/responses", json=body))
+    assert streamed_text(interface, told) == LEFT
+    (where,) = {event["response"]["id"] for event in told if "response" in event}
+    found = (await caller.get(f"/v1/responses/{where}")).json()
+    assert (interface.text(found), found["status"]) == (LEFT, "incomplete")
+    again = events(await caller.get(f"/v1/responses/{where}", params={"stream": "true"}))
+    assert again == told
+    # Nobody waits for it, so the engine is told by whoever runs it, or by whoever reads it first.
+    assert "cancel" in engine.names
+
+
 async def test_where_nothing_is_blocked_nothing_is_held_back(
     http: httpx.AsyncClient, engine: FakeEngine, words: Words, made: Made
 ) -> None:

@@ -51,16 +51,20 @@ def tokens_of(answer: tuple[str, list[tuple[int, int]]], words: Words) -> list[i
 
 
 def passed(
-    request: GenerateRequest, outputs: Sequence[Output], words: Words, blocked: BlockList = BLOCKED
+    request: GenerateRequest,
+    outputs: Sequence[Output],
+    words: Words,
+    blocked: BlockList = BLOCKED,
+    before: str = "",
 ) -> list[Output]:
-    held = HeldOutputs(request, blocked, words)
+    held = HeldOutputs(request, blocked, words, before)
     return [released for output in outputs for released in held.put(output)]
 
 
 def request_of(**fields: Any) -> GenerateRequest:
     given: dict[str, Any] = {
         "request_id": "r",
-        "prompt": "",
+        "prompt": "a",
         "sampling": SamplingParams(logprobs=1),
     }
     return GenerateRequest(**given | fields)
@@ -85,10 +89,10 @@ def test_nothing_blocked_leaves(
     stops: bool,
 ) -> None:
     sampling = SamplingParams(logprobs=1, stop=("badeb", "1.") if stops else ())
-    request = request_of(n=len(answers), prompt=prompt, sampling=sampling)
+    request = request_of(n=len(answers), sampling=sampling)
     said = [tokens_of(answer, words) for answer in answers]
     outputs = spoken(request, said, words, cuts)
-    released = passed(request, outputs, words)
+    released = passed(request, outputs, words, before=prompt)
     end, before = end_of(released), end_of(outputs)
     for index, (sample, was) in enumerate(zip(end.samples, before.samples, strict=True)):
         by_tokens = words.text(sample.token_ids, skip_special=True)
@@ -242,17 +246,13 @@ def test_one_that_somebody_ended_stays_so(words: Words) -> None:
     assert [each.finish_reason for each in released.samples] == ["content_filter", "abort"]
 
 
-@pytest.mark.parametrize("as_tokens", [False, True])
-def test_an_answer_goes_on_where_its_prompt_ends(words: Words, as_tokens: bool) -> None:
-    text = "this is not b"
-    token_ids = words.token_ids(text)
-    request = (
-        request_of(prompt=None, prompt_token_ids=token_ids)
-        if as_tokens
-        else request_of(prompt=text)
-    )
-    end = end_of(passed(request, spoken(request, [words.token_ids("ad")], words, []), words))
+def test_a_match_may_begin_in_what_is_shown_before_an_answer(words: Words) -> None:
+    request = request_of()
+    said = spoken(request, [words.token_ids("ad")], words, [])
+    end = end_of(passed(request, said, words, before="x" * 500 + " b"))
     assert (end.samples[0].text, end.samples[0].token_ids) == ("", ())
+    # Where that is not shown, nothing is whole.
+    assert end_of(passed(request, said, words)) == end_of(said)
 
 
 def test_tokens_of_a_text_that_is_not_told_yet_stay_too(words: Words) -> None:

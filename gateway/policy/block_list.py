@@ -17,11 +17,11 @@ from .folding import LONGEST_SEGMENT, Folding, fold
 _MAX_MEMORY_BYTES = 64 << 20
 
 # Text is looked through in pieces, so that a pattern that matches far too much costs no square.
-_PIECE = 1024
+_PIECE = 256
 
 _ESCAPES = re.compile(r"\\(?:x\{[0-9A-Fa-f]*\}|[pP]\{[^}]*\}|.)", re.DOTALL)
 _UNBOUNDED = re.compile(r"[*+]|\{[0-9]+,\}")
-_REPEATED = re.compile(r"\{(?:[0-9]+,)?([0-9]+)\}")
+_REPEATED = re.compile(r"(.)\{(?:[0-9]+,)?([0-9]+)\}", re.DOTALL)
 
 
 class BlockList:
@@ -133,7 +133,8 @@ class Scanner:
         # What a match says of its end takes the character behind it.
         size = len(self._folded)
         end = size if ended else size - self._block_list.max_match
-        if end > self._next:
+        # Not at each character: a look costs as much as what is held back is long.
+        if end > self._next + (0 if ended else self._block_list.max_match // 8):
             found = self._block_list.find(self._folded, self._next, end)
             if found is not None:
                 self.blocked_at = self.safe = self._place(found)
@@ -203,11 +204,14 @@ def _readable(character: str) -> str:
 
 
 def _longest_match(pattern: str) -> float:
-    """No match is longer. Without repetition each character of a pattern matches at most one."""
-    syntax = _ESCAPES.sub("", pattern)
+    """No match is longer. Each character of a pattern matches at most one, unless it is repeated:
+    then as many as its count says, or of a group so many times what is within."""
+    syntax = _ESCAPES.sub("x", pattern)
     if _UNBOUNDED.search(syntax):
         return math.inf
-    return max(1, len(pattern) * math.prod(int(most) or 1 for most in _REPEATED.findall(syntax)))
+    repeated = [(before, int(most)) for before, most in _REPEATED.findall(syntax)]
+    characters = len(pattern) + sum(most for before, most in repeated if before != ")")
+    return characters * math.prod(most or 1 for before, most in repeated if before == ")")
 
 
 def _invalid(message: str) -> RequestError:

@@ -7,7 +7,7 @@ from collections import Counter
 from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import h11
 import structlog
@@ -21,6 +21,9 @@ from .limits import Overloaded, RequestLimits
 from .measures import Measures, Reason
 from .rounds import Rounds
 from .tenants import HEADER as TENANT_HEADER
+
+if TYPE_CHECKING:
+    from .tls import Handshake
 
 LINGER_S = 2.0
 """For a client to read why it was refused, while what it still sends is thrown away: with unread
@@ -56,11 +59,13 @@ class Connection(H11Protocol):
 
     Attributes:
         phase: What it waits for.
+        handshake: What has come before it where there is TLS.
     """
 
     def __init__(self, connections: Connections, **given: Any) -> None:
         super().__init__(**given)
         self.phase: Phase = "head"
+        self.handshake: Handshake | None = None
         self._all = connections
         self._left = False
         self._lost = False
@@ -83,6 +88,8 @@ class Connection(H11Protocol):
             transport.max_size = _READ_BYTES  # type: ignore[attr-defined]
         if self.client is not None:
             self._client = self.client[0].encode()
+        if self.handshake is not None:
+            self.handshake.complete()
         self._all.enter(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -136,7 +143,8 @@ class Connection(H11Protocol):
     def shutdown(self) -> None:
         if self._left:
             self.transport.abort()
-        else:
+        # asyncio's transport of TLS is of no use any more when it was closed twice.
+        elif not self.transport.is_closing():
             super().shutdown()
 
     def look(self) -> None:
@@ -163,7 +171,8 @@ class Connection(H11Protocol):
         fields = [b"%s: %s" % field for field in response.raw_headers]
         lines = [head, *fields, b"connection: close", b"", bytes(response.body)]
         self.transport.write(b"\r\n".join(lines))
-        self.transport.write_eof()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
         self._left = True
         self.look()
 
@@ -243,10 +252,10 @@ class Connections:
         self._limits = limits
         self._measures = measures
         self._most = most + SPARE_CONNECTIONS
-        self._all: dict[Connection, None] = {}
+        self._all: dict[Connection | Handshake, None] = {}
         # Each in the order in which they came into the phase.
-        self._waiting: dict[Connection, None] = {}
-        self._sending: dict[Connection, None] = {}
+        self._waiting: dict[Connection | Handshake, None] = {}
+        self._sending: dict[Connection | Handshake, None] = {}
         self._counts: Counter[Reason] = Counter()
         self._logged_s = -_LOG_EVERY_S
         measures.watch(instruments.GATEWAY_CONNECTIONS, self.__len__)
@@ -254,7 +263,7 @@ class Connections:
     def __len__(self) -> int:
         return len(self._all)
 
-    def enter(self, connection: Connection) -> None:
+    def enter(self, connection: Connection | Handshake) -> None:
         """A new one is there."""
         full = len(self._all) >= self._most
         self._all[connection] = None
@@ -269,7 +278,7 @@ class Connections:
             busy = "all connections have requests under way; try again"
             connection.end(Overloaded(busy, "all_busy"))
 
-    def moved(self, connection: Connection) -> None:
+    def moved(self, connection: Connection | Handshake) -> None:
         """It has come into another phase."""
         self._forget(connection)
         if connection.phase == "sending":
@@ -277,7 +286,7 @@ class Connections:
         elif connection.phase not in ("come", "body", "working"):
             self._waiting[connection] = None
 
-    def leave(self, connection: Connection) -> None:
+    def leave(self, connection: Connection | Handshake) -> None:
         """It is closed."""
         self._all.pop(connection, None)
         self._forget(connection)
@@ -312,7 +321,7 @@ class Connections:
             self._logged_s = self.now_s
         self._measures.tell()
 
-    def _forget(self, connection: Connection) -> None:
+    def _forget(self, connection: Connection | Handshake) -> None:
         self._waiting.pop(connection, None)
         self._sending.pop(connection, None)
 

@@ -49,13 +49,14 @@ class Gateway:
     @property
     def url(self) -> str:
         host = self._config.gateway.host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+        scheme = "https" if self._config.gateway.tls_certificate else "http"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     async def __aenter__(self) -> Gateway:
         """Listens from then on.
 
         Raises:
-            ConfigError: The port can't be had.
+            ConfigError: The port can't be had, or the certificate.
         """
         # Whoever only names this class need not wait for them.
         from .app import make_app
@@ -70,7 +71,11 @@ class Gateway:
         measures = Measures(self._client.tracing, self._client.metrics)
         self._readiness = Readiness(self._client)
         app = make_app(self._client, config, measures, self._readiness)
-        self._server = HttpServer(app, config.gateway, measures)
+        try:
+            self._server = HttpServer(app, config.gateway, measures)
+        except ConfigError:
+            listener.close()
+            raise
         self._task = asyncio.create_task(self._server.serve([listener]), name="gateway")
         self._kept = app.state.kept_calls
         self._keeping = asyncio.create_task(self._kept.run_forever(), name="kept calls")

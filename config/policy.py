@@ -44,6 +44,10 @@ class PolicyConfig(Settings, frozen=True, forbid_unknown_fields=True):
     """
 
     SECTION: ClassVar[str] = "policy"
+    # A URL may have a user and a password in it.
+    SECRETS: ClassVar[frozenset[str]] = frozenset(
+        ("passphrase", "audit_key", "opa_url", "oidc_jwks_url")
+    )
 
     backend: str = "off"
     file: str = ""

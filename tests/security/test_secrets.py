@@ -153,6 +153,42 @@ def test_a_settings_file_is_not_quoted(tmp_path: Path, content: str) -> None:
     assert "s3cret" not in caught.value.message
 
 
+# --- what settings show of themselves -------------------------------------------------------------
+
+SECRET = {
+    "bus.url": "redis://user:s3cret@host",
+    "policy.passphrase": "s3cret",
+    "policy.audit_key": "s3cret",
+    "policy.opa_url": "http://user:s3cret@host",
+    "policy.oidc_jwks_url": "https://user:s3cret@host",
+}
+
+
+def test_settings_show_no_secret_when_they_are_printed() -> None:
+    config = load_config(env={}, overrides=SECRET)
+    assert config.policy.passphrase == "s3cret"
+    out = io.StringIO()
+    Console(file=out, width=10_000).print(config)
+    for text in (repr(config), str(config.policy), f"{config.bus!r}", out.getvalue()):
+        assert "s3cret" not in text
+        assert "***" in text
+    assert "passphrase=''" in repr(Config())
+
+
+@pytest.mark.parametrize("name", SECRET)
+def test_a_secret_that_is_refused_is_not_quoted(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(env={}, overrides={name: ["s3cret"]})
+    assert "s3cret" not in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["policy.opa_url", "policy.oidc_jwks_url"])
+def test_an_address_that_is_refused_is_not_quoted(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"is '\*\*\*'; it must be an http") as caught:
+        load_config(env={}, overrides={name: "htps://user:s3cret@host"})
+    assert "s3cret" not in caught.value.message
+
+
 # --- what `up` hands to its children ------------------------------------------------------------
 
 

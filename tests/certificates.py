@@ -23,7 +23,7 @@ class Issued:
 
 
 class Authority:
-    """Signs certificates for 127.0.0.1.
+    """Signs certificates for this machine.
 
     Attributes:
         file: Its own certificate.
@@ -40,10 +40,20 @@ class Authority:
         )
         self._write(self.file, made)
 
-    def issue(self, name: str, passphrase: bytes = b"") -> Issued:
-        """One for this name and 127.0.0.1; of the same name it takes the place of the last."""
+    def issue(
+        self,
+        name: str,
+        passphrase: bytes = b"",
+        names: tuple[str, ...] = ("localhost", "127.0.0.1"),
+    ) -> Issued:
+        """One that belongs to these names; of the same `name` it takes the place of the last."""
         key, issued = ec.generate_private_key(ec.SECP256R1()), Issued(self._folder, name)
-        places = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        places = [
+            x509.IPAddress(ipaddress.ip_address(each))
+            if each[0].isdecimal()
+            else x509.DNSName(each)
+            for each in names
+        ]
         made = _begun(_name(name), self._name, key).add_extension(
             x509.SubjectAlternativeName(places), critical=False
         )

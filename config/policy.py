@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from typing import ClassVar, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -87,6 +89,13 @@ class PolicyConfig(Settings, frozen=True, forbid_unknown_fields=True):
             self.require(
                 name, not value or value.startswith(("http://", "https://")), "an http(s) URL"
             )
+        for name in ("oidc_issuer", "oidc_jwks_url"):
+            # Whoever stands in between would otherwise make the keys.
+            self.require(
+                name,
+                not (value := getattr(self, name)) or _is_safe(value),
+                "https, but for this machine's own (loopback) addresses",
+            )
         if self.oidc_issuer:
             self.require("oidc_audience", bool(self.oidc_audience), "set with policy.oidc_issuer")
 
@@ -94,3 +103,13 @@ class PolicyConfig(Settings, frozen=True, forbid_unknown_fields=True):
     def knows_callers(self) -> bool:
         """Whether a call needs a key or a token."""
         return self.backend != "off" or bool(self.oidc_issuer)
+
+
+def _is_safe(url: str) -> bool:
+    """Whether nobody on the way can change what is read there."""
+    try:
+        host = urlsplit(url).hostname or ""
+        own = host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        own = False
+    return own or url.startswith("https://")

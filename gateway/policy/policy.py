@@ -11,8 +11,10 @@ from ...pipeline.client import BusClient
 from .backend import open_backend
 from .caller import Caller
 from .chain import HeadLink, PolicyChain, RequestsLink
-from .keys import Authenticate, RequireScope, caller_with
+from .document import PolicyDocument
+from .keys import Authenticate, RequireScope, caller_with, with_tenant
 from .models import AllowedModels
+from .oidc import Tokens, is_token
 from .store import PolicyStore
 from .weights import TenantWeights
 
@@ -30,6 +32,7 @@ class Policy:
         own = config.policy
         self._engine = engine
         self.store: PolicyStore | None = None
+        self._tokens = Tokens(own) if own.oidc_issuer else None
         if own.backend != "off":
             self.store = PolicyStore(open_backend(own, engine.bus.policy), own.refresh_s)
         head: list[HeadLink] = []
@@ -60,9 +63,13 @@ class Policy:
 
     async def aclose(self) -> None:
         """Lets go of what it holds."""
+        if self._tokens is not None:
+            await self._tokens.aclose()
         if self.store is not None:
             await self.store.aclose()
 
     async def _know(self, credential: str) -> Caller:
-        assert self.store is not None
-        return caller_with(await self.store.document(), credential, time.time_ns())
+        document = PolicyDocument() if self.store is None else await self.store.document()
+        if self._tokens is not None and is_token(credential):
+            return with_tenant(document, await self._tokens.caller(credential))
+        return caller_with(document, credential, time.time_ns())

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import jwt
 from cryptography.hazmat.primitives import serialization
@@ -22,10 +23,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from nano_inference.config import GatewayConfig, PolicyConfig
+from nano_inference.gateway.policy.jwks import IssuerKeys
 from nano_inference.gateway.server import HttpServer
 
 LIMIT_S = 30
 AUDIENCE = "nano-inference"
+NOWHERE = "https://issuer.example"
 
 PrivateKey = rsa.RSAPrivateKey | ec.EllipticCurvePrivateKey
 Claims = dict[str, Any]
@@ -71,7 +74,7 @@ class Issuer:
         self.answer: Callable[[], Response] | None = None
         self.held = asyncio.Event()
         self.held.set()
-        self.url = ""
+        self.url = NOWHERE
 
     def config(self, **settings: Any) -> PolicyConfig:
         return PolicyConfig(oidc_issuer=self.url, oidc_audience=AUDIENCE, **settings)
@@ -103,16 +106,28 @@ class Issuer:
             {"alg": algorithm_of(key), "kid": key_id, "typ": "JWT"} | headers, given, key
         )
 
-    async def _discovery(self, request: Request) -> Response:
-        return await self._answered(request, {"issuer": self.url, "jwks_uri": f"{self.url}/keys"})
+    def document(self, path: str) -> dict[str, Any]:
+        """What stands at a path, when all is well."""
+        self.asked.append(path)
+        if path == "/keys":
+            return {"keys": [jwk(*each) for each in self.keys.items()]}
+        return {"issuer": self.url, "jwks_uri": f"{self.url}/keys"}
 
-    async def _keys(self, request: Request) -> Response:
-        return await self._answered(request, {"keys": [jwk(*each) for each in self.keys.items()]})
-
-    async def _answered(self, request: Request, right: Any) -> Response:
-        self.asked.append(request.url.path)
+    async def respond(self, request: Request) -> Response:
+        right = self.document(request.url.path)
         await self.held.wait()
         return JSONResponse(right) if self.answer is None else self.answer()
+
+
+class NearKeys(IssuerKeys):
+    """The keys of an issuer on no port."""
+
+    def __init__(self, issuer: Issuer, config: PolicyConfig, now_s: Callable[[], float]) -> None:
+        super().__init__(config, now_s)
+        self._issuer = issuer
+
+    async def _get(self, address: str) -> dict[str, Any]:
+        return self._issuer.document(urlsplit(address).path)
 
 
 @asynccontextmanager
@@ -121,8 +136,8 @@ async def issuing() -> AsyncIterator[Issuer]:
     issuer = Issuer()
     app = Starlette(
         routes=[
-            Route("/.well-known/openid-configuration", issuer._discovery),
-            Route("/keys", issuer._keys),
+            Route("/.well-known/openid-configuration", issuer.respond),
+            Route("/keys", issuer.respond),
         ]
     )
     server = HttpServer(app, GatewayConfig())

@@ -19,7 +19,18 @@ from nano_inference.gateway.policy.jwks import IssuerKeys, usable_keys
 from nano_inference.gateway.policy.keys import Unauthenticated
 from nano_inference.gateway.policy.oidc import Tokens, is_token
 
-from .issuer import EC_KEY, FLAWS, OTHER_RSA_KEY, RSA_KEY, Issuer, by_hand, issuing, jwk
+from .issuer import (
+    EC_KEY,
+    FLAWS,
+    NOWHERE,
+    OTHER_RSA_KEY,
+    RSA_KEY,
+    Issuer,
+    NearKeys,
+    by_hand,
+    issuing,
+    jwk,
+)
 
 
 class Clock:
@@ -38,7 +49,9 @@ class Verifying:
     def __init__(self, issuer: Issuer, **settings: Any) -> None:
         self.clock = Clock()
         config = issuer.config(**settings)
-        self.tokens = Tokens(config, IssuerKeys(config, self.clock))
+        on_a_port = issuer.url != NOWHERE
+        keys = IssuerKeys(config, self.clock) if on_a_port else NearKeys(issuer, config, self.clock)
+        self.tokens = Tokens(config, keys)
 
     async def refused(self, token: str) -> str:
         with pytest.raises(Unauthenticated) as caught:
@@ -52,7 +65,13 @@ Verify = Callable[..., Verifying]
 
 
 @pytest.fixture
-async def issuer() -> AsyncIterator[Issuer]:
+async def issuer() -> Issuer:
+    return Issuer()
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Issuer]:
+    """On a port."""
     async with issuing() as made:
         yield made
 
@@ -61,8 +80,8 @@ async def issuer() -> AsyncIterator[Issuer]:
 async def verify(issuer: Issuer) -> AsyncIterator[Verify]:
     async with AsyncExitStack() as stack:
 
-        def made(**settings: Any) -> Verifying:
-            verifying = Verifying(issuer, **settings)
+        def made(other: Issuer | None = None, **settings: Any) -> Verifying:
+            verifying = Verifying(other or issuer, **settings)
             stack.push_async_callback(verifying.tokens.aclose)
             return verifying
 
@@ -188,7 +207,7 @@ async def test_a_flaw_is_enough(issuer: Issuer, verify: Verify, flaw: str) -> No
 
 async def test_a_token_ends_though_it_is_known(issuer: Issuer) -> None:
     config, now_s = issuer.config(oidc_leeway_s=0.0), Clock()
-    tokens = Tokens(config, IssuerKeys(config, Clock()), now_s)
+    tokens = Tokens(config, NearKeys(issuer, config, Clock()), now_s)
     claims = issuer.claims()
     now_s.now_s = claims["exp"] - 1
     token = issuer.token(claims)
@@ -260,19 +279,19 @@ def _redirect() -> Response:
     ],
 )
 async def test_without_keys_nobody_may(
-    issuer: Issuer, verify: Verify, answer: Callable[[], Response], why: str
+    served: Issuer, verify: Verify, answer: Callable[[], Response], why: str
 ) -> None:
-    verifying, issuer.answer = verify(), answer
+    verifying, served.answer = verify(served), answer
     with pytest.raises(PolicyUnavailable, match=why):
-        await verifying.tokens.caller(issuer.token())
-    assert len(issuer.asked) == 1
+        await verifying.tokens.caller(served.token())
+    assert len(served.asked) == 1
     # For a while nobody asks again, and then it is well.
-    issuer.answer = None
+    served.answer = None
     with pytest.raises(PolicyUnavailable, match=why):
-        await verifying.tokens.caller(issuer.token())
-    assert len(issuer.asked) == 1
+        await verifying.tokens.caller(served.token())
+    assert len(served.asked) == 1
     verifying.clock.now_s += 1
-    assert (await verifying.tokens.caller(issuer.token())).tenant == "alice"
+    assert (await verifying.tokens.caller(served.token())).tenant == "alice"
 
 
 @pytest.mark.parametrize(
@@ -280,11 +299,11 @@ async def test_without_keys_nobody_may(
     [{"jwks_uri": "ftp://a/keys"}, {"jwks_uri": 7}, {}],
 )
 async def test_where_the_keys_are_must_be_said(
-    issuer: Issuer, verify: Verify, told: dict[str, Any]
+    served: Issuer, verify: Verify, told: dict[str, Any]
 ) -> None:
-    issuer.answer = lambda: JSONResponse({"issuer": issuer.url, **told})
+    served.answer = lambda: JSONResponse({"issuer": served.url, **told})
     with pytest.raises(PolicyUnavailable, match="names no place"):
-        await verify().tokens.caller(issuer.token())
+        await verify(served).tokens.caller(served.token())
 
 
 async def test_keys_with_tls_are_not_sought_without(issuer: Issuer) -> None:
@@ -293,21 +312,21 @@ async def test_keys_with_tls_are_not_sought_without(issuer: Issuer) -> None:
 
 
 async def test_an_issuer_that_does_not_answer(
-    issuer: Issuer, verify: Verify, monkeypatch: pytest.MonkeyPatch
+    served: Issuer, verify: Verify, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jwks, "FETCH_TIMEOUT_S", 0.01)
-    issuer.held.clear()
+    served.held.clear()
     with pytest.raises(PolicyUnavailable, match="no answer in time"):
-        await verify().tokens.caller(issuer.token())
+        await verify(served).tokens.caller(served.token())
 
 
-async def test_whoever_asks_more_seldom_and_says_so_once(issuer: Issuer, verify: Verify) -> None:
-    verifying = verify(oidc_refresh_s=60.0, oidc_jwks_url="http://127.0.0.1:1/keys")
+async def test_whoever_asks_more_seldom_and_says_so_once(served: Issuer, verify: Verify) -> None:
+    verifying = verify(served, oidc_refresh_s=60.0, oidc_jwks_url="http://127.0.0.1:1/keys")
     waits_s = []
     with structlog.testing.capture_logs() as lines:
         for _ in range(9):
             with pytest.raises(PolicyUnavailable):
-                await verifying.tokens.caller(issuer.token())
+                await verifying.tokens.caller(served.token())
             keys = verifying.tokens._keys
             waits_s.append(keys._next_s - verifying.clock.now_s)
             verifying.clock.now_s = keys._next_s
@@ -317,11 +336,11 @@ async def test_whoever_asks_more_seldom_and_says_so_once(issuer: Issuer, verify:
     assert [line["event"] for line in lines] == ["oidc_keys_not_fetched"]
 
 
-async def test_what_was_fetched_holds_for_a_day(issuer: Issuer, verify: Verify) -> None:
-    verifying = verify()
-    token = issuer.token()
+async def test_what_was_fetched_holds_for_a_day(served: Issuer, verify: Verify) -> None:
+    verifying = verify(served)
+    token = served.token()
     await verifying.tokens.caller(token)
-    issuer.answer = lambda: PlainTextResponse("", 503)
+    served.answer = lambda: PlainTextResponse("", 503)
     verifying.clock.now_s += jwks.MOST_AGE_S - 1
     assert (await verifying.tokens.caller(token)).tenant == "alice"
     verifying.clock.now_s += 2
@@ -329,14 +348,14 @@ async def test_what_was_fetched_holds_for_a_day(issuer: Issuer, verify: Verify) 
         await verifying.tokens.caller(token)
 
 
-async def test_who_stops_waiting_ends_nobody_else_s_wait(issuer: Issuer, verify: Verify) -> None:
-    verifying = verify()
-    issuer.held.clear()
-    first, second = (asyncio.create_task(verifying.tokens.caller(issuer.token())) for _ in range(2))
-    while not issuer.asked:  # noqa: ASYNC110
+async def test_who_stops_waiting_ends_nobody_else_s_wait(served: Issuer, verify: Verify) -> None:
+    verifying = verify(served)
+    served.held.clear()
+    first, second = (asyncio.create_task(verifying.tokens.caller(served.token())) for _ in range(2))
+    while not served.asked:  # noqa: ASYNC110
         await asyncio.sleep(0)
     first.cancel()
-    issuer.held.set()
+    served.held.set()
     assert (await second).tenant == "alice"
     assert first.cancelled()
 

@@ -37,7 +37,7 @@ from ..stages.temporary import sweep
 from .child_output import Line, Lines
 from .children import Child, ForkServer, ForkServerLost, python, spawn
 from .embedded import embedded_server
-from .gateway import GatewayPort
+from .gateway import GatewayPort, Insecure
 from .options import ENGINE_OPTIONS, Options, takes_options
 from .process import DRAIN
 from .waterfall import STAGE_STYLES
@@ -69,6 +69,7 @@ def up(
         ),
     ] = None,
     gateway: GatewayPort = None,
+    insecure: Insecure = False,
 ) -> None:
     """Run each stage as a process of its own, over Redis.
 
@@ -90,6 +91,8 @@ def up(
         options = options.adding(f"pipeline.replicas={replicas}")
     if gateway is not None:
         options = options.adding(f"gateway.port={gateway}")
+    if insecure:
+        options = options.adding("gateway.insecure=true")
     config, overrides = options.config(), options.overrides()
     sweep()
     with contextlib.ExitStack() as stack:

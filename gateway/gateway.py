@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from ipaddress import ip_address
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import anyio
 import msgspec
+import structlog
 
 from ..config import Config, ConfigError
 from ..pipeline.client import BusClient
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 
 DEFAULT_PORT = 30000
 """SGLang's."""
+
+_WARN_S = 3600.0
+"""So often it says that it is open to everybody."""
 
 
 class Gateway:
@@ -58,8 +63,8 @@ class Gateway:
         """Listens from then on.
 
         Raises:
-            ConfigError: The port can't be had, the certificate can't be used, or the policy's
-                settings can't be obeyed.
+            ConfigError: The port can't be had, others could reach it without keys, the certificate
+                can't be used, or the policy's settings can't be obeyed.
             NanoInferenceError: The policy can't be read.
         """
         # Whoever only names this class need not wait for them.
@@ -84,7 +89,11 @@ class Gateway:
             raise
         self._task = asyncio.create_task(self._server.serve([listener]), name="gateway")
         self._kept = app.state.kept_calls
-        beside = {"kept calls": self._kept.run_forever(), "policy": self._policy.run_forever()}
+        beside = {
+            "kept calls": self._kept.run_forever(),
+            "policy": self._policy.run_forever(),
+            "warnings": self._warn_forever(listener.getsockname()[0]),
+        }
         self._beside = [asyncio.create_task(work, name=name) for name, work in beside.items()]
         return self
 
@@ -132,9 +141,39 @@ class Gateway:
         host, port = self._config.gateway.host, self.port
         try:
             family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            self._check_place(str(address[0]))
             return socket.create_server(address[:2], family=family, backlog=backlog)
         except OSError as error:
             raise ConfigError(
                 f"the gateway can't listen on {host} port {port}: {error.strerror}; choose another "
                 "gateway.port or gateway.host"
             ) from None
+
+    def _check_place(self, address: str) -> None:
+        """Raises ConfigError where others than this machine's programs could come without keys."""
+        config = self._config
+        if not (_is_own(address) or config.policy.knows_callers or config.gateway.insecure):
+            raise ConfigError(
+                f"on {config.gateway.host} others could reach the gateway, and without keys "
+                "whoever reaches it may replace the weights; make keys (policy.backend, "
+                "docs/policy.md), leave it on 127.0.0.1, or say --insecure (gateway.insecure)"
+            )
+
+    async def _warn_forever(self, address: str) -> None:
+        """Says what is dangerous about how it was set up."""
+        if _is_own(address):
+            return
+        log = structlog.get_logger()
+        if self._config.policy.knows_callers:
+            if not self._config.gateway.tls_certificate:
+                log.warning("gateway_without_tls", meaning="keys can be read on their way here")
+            return
+        while True:
+            log.warning("gateway_insecure", meaning="whoever reaches it may replace the weights")
+            await anyio.sleep(_WARN_S)
+
+
+def _is_own(address: str) -> bool:
+    """Whether only this machine's programs reach an address."""
+    found = ip_address(address.partition("%")[0])
+    return (getattr(found, "ipv4_mapped", None) or found).is_loopback

@@ -26,6 +26,9 @@ ENV_PREFIX = "NANO_INFERENCE_"
 MOST_VALUE_BYTES = 1 << 16
 """Of a file with the value of one setting."""
 
+API_KEY_VARIABLE = "NANO_INFERENCE_API_KEY"
+"""The key that commands send to a server; it is no setting."""
+
 _IN_FILE = "_file"
 
 Tree = dict[str, dict[str, Any]]
@@ -98,7 +101,7 @@ def _type_of(dotted: str) -> Any:
 def _merge_environment(tree: Tree, env: Mapping[str, str]) -> None:
     named: dict[tuple[str, bool], str] = {}
     for name, text in sorted(env.items()):
-        if not name.startswith(ENV_PREFIX):
+        if not name.startswith(ENV_PREFIX) or name == API_KEY_VARIABLE:
             continue
         dotted, in_file = _setting_of(name)
         if other := named.get((dotted, not in_file)):

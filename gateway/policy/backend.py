@@ -71,16 +71,17 @@ class BusBackend:
         """Leaves the bus open, which is not its own."""
 
 
-def open_backend(config: PolicyConfig, record: PolicyRecord) -> PolicyBackend:
+def open_backend(config: PolicyConfig, record: PolicyRecord | None) -> PolicyBackend:
     """The backend that `policy.backend` names.
 
     Args:
-        record: Where the one on the bus is.
+        record: Where the one on the bus is; other backends take None.
 
     Raises:
         ConfigError: There is none of that name, or it can't be used.
     """
     if config.backend == "bus":
+        assert record is not None, "a bus is at hand where the policy is on it"
         return BusBackend(record)
     if config.backend == "file":
         from .file import FileBackend

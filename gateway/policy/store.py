@@ -21,7 +21,8 @@ class PolicyStore:
     While the backend can't be reached, what was read last holds.
     """
 
-    def __init__(self, backend: PolicyBackend, refresh_s: float) -> None:
+    def __init__(self, backend: PolicyBackend, refresh_s: float = 1.0) -> None:
+        """`refresh_s`: how often `run_forever` reads it."""
         self._backend = backend
         self._refresh_s = refresh_s
         self._stored: StoredPolicy | None = None

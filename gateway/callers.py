@@ -70,10 +70,19 @@ class _KnownCallers:
         app = self._app
         if refusal is not None:
             self._measures.refused(refusal.reason)
-            app = error_response(refusal)
+            app = response = error_response(refusal)
+            if refusal.reason == "malformed":
+                # Nobody knows where the next call would begin.
+                response.headers["Connection"] = "close"
         await app(scope, receive, send)
 
     def _refusal(self, headers: Headers) -> _Refused | None:
+        if "transfer-encoding" in headers and "content-length" in headers:
+            # A proxy may go by the one and we by the other, and what is a body to it a call to us.
+            return _Refused(
+                "the length of the body is told in two ways; give Content-Length or chunks",
+                "malformed",
+            )
         host, origin = headers.get("host", ""), headers.get("origin")
         name = _name_of(host)
         if name not in self._names and not _is_address(name):

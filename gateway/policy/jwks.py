@@ -58,8 +58,7 @@ class IssuerKeys:
         self.generation = 0
         self._config = config
         self._now_s = now_s
-        # Redirects are not followed: the settings say whom we ask.
-        self._client = httpx2.AsyncClient(follow_redirects=False, timeout=FETCH_TIMEOUT_S)
+        self._client: httpx2.AsyncClient | None = None
         self._keys: dict[tuple[Algorithm, str], PublicKey] = {}
         self._fetched_s: float | None = None
         self._next_s = now_s()
@@ -99,7 +98,8 @@ class IssuerKeys:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        await self._client.aclose()
+        if self._client is not None:
+            await self._client.aclose()
 
     @property
     def _age_s(self) -> float:
@@ -169,6 +169,9 @@ class IssuerKeys:
         return address
 
     async def _get(self, address: str) -> dict[str, Any]:
+        if self._client is None:
+            # Redirects are not followed: the settings say whom we ask.
+            self._client = httpx2.AsyncClient(follow_redirects=False, timeout=FETCH_TIMEOUT_S)
         # What is packed small could be of any size.
         headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
         body = bytearray()

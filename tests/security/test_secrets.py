@@ -264,11 +264,12 @@ async def test_no_child_has_a_password_in_its_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = "redis://user:s3cret@127.0.0.1:1/0"
-    overrides = Options(settings=[f"bus.url={url}", "gateway.port=1"]).overrides()
+    given = [f"bus.url={url}", "gateway.port=1", "policy.passphrase=an0ther"]
+    overrides = Options(settings=given).overrides()
     overrides["pipeline.start_method"] = "spawn"
     config = load_config(env={}, overrides=overrides)
     python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "$@"; echo "$NANO_INFERENCE_BUS__URL" >&2\n')
+    python.write_text('#!/bin/sh\necho "$@"; env | grep ^NANO | tr "\\n" " " >&2\n')
     python.chmod(stat.S_IRWXU)
     monkeypatch.setattr(sys, "executable", str(python))
     house = _House(config, [], _child_environment(config, overrides))
@@ -279,7 +280,9 @@ async def test_no_child_has_a_password_in_its_command_line(
         arguments, environment = shown.getvalue().splitlines()
         assert "nano_inference" in arguments
         assert "s3cret" not in arguments
+        assert "an0ther" not in arguments
         assert url in environment
+        assert "an0ther" in environment
 
 
 def test_the_gateway_takes_the_severity_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:

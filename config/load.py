@@ -27,7 +27,7 @@ MOST_VALUE_BYTES = 1 << 16
 """Of a file with the value of one setting."""
 
 API_KEY_VARIABLE = "NANO_INFERENCE_API_KEY"
-"""The key that commands send to a server; it is no setting."""
+"""The key that commands send to a server; it is no setting, but may be in a file as they may."""
 
 _IN_FILE = "_file"
 
@@ -101,18 +101,28 @@ def _type_of(dotted: str) -> Any:
 def _merge_environment(tree: Tree, env: Mapping[str, str]) -> None:
     named: dict[tuple[str, bool], str] = {}
     for name, text in sorted(env.items()):
-        if not name.startswith(ENV_PREFIX) or name == API_KEY_VARIABLE:
+        if not name.startswith(ENV_PREFIX) or name.removesuffix("_FILE") == API_KEY_VARIABLE:
             continue
         dotted, in_file = _setting_of(name)
         if other := named.get((dotted, not in_file)):
             raise ConfigError(f"{dotted} is set by both {other} and {name}; leave one away")
         named[dotted, in_file] = name
-        value = _value_in(Path(text), dotted, name) if in_file else parse_value(text)
+        if in_file:
+            text = text_in(Path(text), source=name)
+        literally = in_file and _type_of(dotted) is str
+        value = text if literally else parse_value(text)
         _put(tree, dotted, value, source=name)
 
 
-def _value_in(file: Path, dotted: str, source: str) -> Any:
-    """The value in a file, without the end of its line; what is text is taken as it stands."""
+def text_in(file: Path, *, source: str) -> str:
+    """The text in a file, without the end of its last line.
+
+    Args:
+        source: What names the file.
+
+    Raises:
+        ConfigError: It can't be read, or has no text or too much.
+    """
     try:
         with file.open("rb") as opened:
             found = opened.read(MOST_VALUE_BYTES + 1)
@@ -126,7 +136,7 @@ def _value_in(file: Path, dotted: str, source: str) -> Any:
     text = text.removesuffix("\n").removesuffix("\r")
     if not text:
         raise ConfigError(f"{source}: {file} is empty")
-    return text if _type_of(dotted) is str else parse_value(text)
+    return text
 
 
 def parse_value(text: str) -> Any:

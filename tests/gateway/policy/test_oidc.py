@@ -7,18 +7,21 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
+import httpx
 import pytest
 import structlog
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 
-from nano_inference.config import ConfigError, PolicyConfig
+from nano_inference.config import Config, ConfigError, PolicyConfig
+from nano_inference.gateway.app import make_app
 from nano_inference.gateway.policy import jwks
 from nano_inference.gateway.policy.backend import PolicyUnavailable
 from nano_inference.gateway.policy.jwks import IssuerKeys, usable_keys
 from nano_inference.gateway.policy.keys import Unauthenticated
 from nano_inference.gateway.policy.oidc import Tokens, is_token
 
+from ..fake import FakeEngine
 from .issuer import (
     EC_KEY,
     FLAWS,
@@ -191,6 +194,32 @@ def test_a_scope_that_is_none_is_refused() -> None:
 )
 def test_what_has_the_form_of_a_token(credential: str, token: bool) -> None:
     assert is_token(credential) is token
+
+
+async def test_a_gateway_with_an_issuer_and_no_keys(engine: FakeEngine, served: Issuer) -> None:
+    policy = served.config()
+    app = make_app(engine, Config(policy=policy))
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+
+        async def ask(credential: str, header: str = "Authorization") -> tuple[int, str]:
+            value = f"Bearer {credential}" if header == "Authorization" else credential
+            answer = await http.post("/generate", json={"text": "a"}, headers={header: value})
+            return answer.status_code, answer.json().get("error", {}).get("code", "")
+
+        served.answer = lambda: PlainTextResponse("", 502)
+        assert await ask(served.token()) == (503, "policy_unavailable")
+        assert await ask(f"ni-{'0' * 12}-{'x' * 43}") == (401, "invalid_api_key")
+        assert (await http.post("/generate", json={"text": "a"})).status_code == 401
+        assert not engine.requests
+        served.answer = None
+        app.state.policy._tokens._keys._next_s = 0.0
+        assert await ask(served.token()) == (200, "")
+        assert await ask(served.token(), "api-key") == (200, "")
+        assert {request.tenant for request in engine.requests} == {"alice"}
+        reading = served.token(served.claims(scope="read"))
+        assert await ask(reading) == (403, "insufficient_scope")
+    await app.state.policy.aclose()
 
 
 # --- bad tokens ----------------------------------------------------------------------------------

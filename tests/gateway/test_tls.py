@@ -7,7 +7,7 @@ import json
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -268,6 +268,38 @@ async def test_who_only_begins_makes_room(
         assert b" 200 " in await head(reader)
         await served.until(3)
         assert told.refused() == {"replaced": 1}
+
+
+async def test_handshakes_that_break_off_leave_nothing(
+    authority: Authority, own: Issued, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Anywhere in the client's first words, in good order or not, and with nonsense behind them."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = ssl.create_default_context(cafile=authority.file)
+    with pytest.raises(ssl.SSLWantReadError):
+        context.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1").do_handshake()
+    hello = outgoing.read()
+    told = Told()
+    async with serving(authority, settings(own), told.measures) as served:
+        broken = 0
+        for cut in range(1, len(hello) + 1, 7):
+            for rest in (b"", bytes(range(256)), hello):
+                reader, writer = await served.connect(None)
+                writer.write(hello[:cut] + rest)
+                if cut % 2:
+                    await writer.drain()
+                    writer.transport.abort()
+                else:
+                    writer.write_eof()
+                    with suppress(ConnectionError):
+                        await reader.read()
+                broken += 1
+        reader, writer = await served.connect(served.client())
+        writer.write(HEALTH)
+        assert b" 200 " in await head(reader)
+        await served.until(1)
+        assert told.refused() == {"handshake_failed": broken}
+    assert not caplog.records
 
 
 async def test_what_is_not_tls_is_counted(authority: Authority, own: Issued) -> None:

@@ -112,7 +112,7 @@ class Connection(H11Protocol):
         """What has come of a request is looked at soon, with what comes until then."""
         if self._come is None:
             self._come, self._come_ns = data, now_ns()
-            self._client = _named_client(data) or self._client
+            self._client = self._all.client_of(data[:_HEAD_BYTES]) or self._client
             self._all.rounds.put(self._client, self._take_round)
             self.look()
         else:
@@ -240,6 +240,8 @@ class Connections:
         now_s: A clock that stands still while the event loop is held up, so that no client is
             slow because we are. `sweep` moves it.
         rounds: In which requests begin and end.
+        client_of: Whose a request is by the beginning of its head, b"" where that does not say; a
+            first look, which decides about turns only.
     """
 
     def __init__(
@@ -248,6 +250,7 @@ class Connections:
         """Args: `most` of them have requests under way; as many as `limits` lets in."""
         self.now_s = 0.0
         self.rounds = Rounds()
+        self.client_of = named_client
         self.config = config
         self._limits = limits
         self._measures = measures
@@ -326,9 +329,9 @@ class Connections:
         self._sending.pop(connection, None)
 
 
-def _named_client(head: bytes) -> bytes:
-    """The tenant that a head names, b"" for none: a first look, which decides about turns only."""
-    _, found, rest = head[:_HEAD_BYTES].lower().partition(_TENANT)
+def named_client(head: bytes) -> bytes:
+    """The tenant that a head names, b"" for none."""
+    _, found, rest = head.lower().partition(_TENANT)
     return rest.partition(b"\r\n")[0].strip() if found else b""
 
 

@@ -83,6 +83,8 @@ class Gateway:
             app = make_app(self._client, config, measures, self._readiness)
             self._server = HttpServer(app, config.gateway, measures)
             self._policy = app.state.policy
+            if config.policy.knows_callers:
+                self._server.connections.client_of = self._policy.client_of
             await self._policy.open()
         except BaseException:
             listener.close()

@@ -12,7 +12,7 @@ from .backend import open_backend
 from .caller import Caller
 from .chain import HeadLink, PolicyChain, RequestsLink
 from .document import PolicyDocument
-from .keys import Authenticate, RequireScope, caller_with, with_tenant
+from .keys import Authenticate, RequireScope, caller_with, tenant_in, with_tenant
 from .models import AllowedModels
 from .oidc import Tokens, is_token
 from .store import PolicyStore
@@ -67,6 +67,15 @@ class Policy:
             await self._tokens.aclose()
         if self.store is not None:
             await self.store.aclose()
+
+    def client_of(self, head: bytes) -> bytes:
+        """Whose turn a request takes that comes with this head; b"" where it does not say.
+
+        By a key that there is, and not by a name or a key that somebody makes up: whoever could
+        make up many would have as many turns.
+        """
+        document = None if self.store is None else self.store.at_hand
+        return b"" if document is None else tenant_in(document, head).encode()
 
     async def _know(self, credential: str) -> Caller:
         document = PolicyDocument() if self.store is None else await self.store.document()

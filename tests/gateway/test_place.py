@@ -10,6 +10,7 @@ import pytest
 import structlog
 
 from nano_inference.config import ConfigError, load_config
+from nano_inference.gateway.connections import Connection
 from nano_inference.gateway.gateway import Gateway, _is_own
 from nano_inference.pipeline.client import BusClient
 from nano_inference.telemetry import Metrics, Tracing
@@ -64,6 +65,21 @@ async def test_keys_should_not_be_read_on_their_way(tmp_path: Path, keys: dict[s
     own = Authority(tmp_path).issue("gateway")
     tls = {"gateway.tls_certificate": str(own.certificate), "gateway.tls_key": str(own.key)}
     assert await warnings_of(EVERYWHERE | keys | tls) == []
+
+
+@pytest.mark.parametrize(("keys", "client"), [({}, b"gold"), (WITH_OIDC, b"127.0.0.1")])
+async def test_whose_turn_it_is_says_nobody_himself_where_there_are_keys(
+    keys: dict[str, str], client: bytes
+) -> None:
+    config = load_config(env={}, overrides=keys)
+    async with asyncio.timeout(LIMIT_S), Gateway(cast(BusClient, Engine()), config) as gateway:
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX-Tenant: gold\r\n\r\n")
+        assert b" 200 " in await reader.readline()
+        (connection,) = gateway._server.connections._all
+        assert isinstance(connection, Connection)
+        assert connection._client == client
+        writer.close()
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from ..config import (
     redact,
     split_role,
 )
+from ..gateway.gateway import place_of
 from ..pipeline.supervisor import RestartBudget, StageFailed
 from ..stages.temporary import sweep
 from .child_output import Line, Lines
@@ -94,6 +95,8 @@ def up(
     if insecure:
         options = options.adding("gateway.insecure=true")
     config, overrides = options.config(), options.overrides()
+    if config.gateway.port:
+        place_of(config)  # before anything is started
     sweep()
     with contextlib.ExitStack() as stack:
         if config.bus.url == "memory":

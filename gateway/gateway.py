@@ -140,26 +140,11 @@ class Gateway:
         await asyncio.shield(self._task)
 
     def _listen(self, backlog: int) -> socket.socket:
-        host, port = self._config.gateway.host, self.port
+        family, address = place_of(self._config)
         try:
-            family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            self._check_place(str(address[0]))
-            return socket.create_server(address[:2], family=family, backlog=backlog)
+            return socket.create_server((address, self.port), family=family, backlog=backlog)
         except OSError as error:
-            raise ConfigError(
-                f"the gateway can't listen on {host} port {port}: {error.strerror}; choose another "
-                "gateway.port or gateway.host"
-            ) from None
-
-    def _check_place(self, address: str) -> None:
-        """Raises ConfigError where others than this machine's programs could come without keys."""
-        config = self._config
-        if not (_is_own(address) or config.policy.knows_callers or config.gateway.insecure):
-            raise ConfigError(
-                f"on {config.gateway.host} others could reach the gateway, and without keys "
-                "whoever reaches it may replace the weights; make keys (policy.backend, "
-                "docs/policy.md), leave it on 127.0.0.1, or say --insecure (gateway.insecure)"
-            )
+            raise _can_not_listen(self._config, error) from None
 
     async def _warn_forever(self, address: str) -> None:
         """Says what is dangerous about how it was set up."""
@@ -173,6 +158,33 @@ class Gateway:
         while True:
             log.warning("gateway_insecure", meaning="whoever reaches it may replace the weights")
             await anyio.sleep(_WARN_S)
+
+
+def place_of(config: Config) -> tuple[socket.AddressFamily, str]:
+    """The address on which a gateway with these settings listens.
+
+    Raises:
+        ConfigError: There is none of that name, or others could come there without keys.
+    """
+    try:
+        found = socket.getaddrinfo(config.gateway.host, None, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise _can_not_listen(config, error) from None
+    family, address = found[0], str(found[4][0])
+    if not (_is_own(address) or config.policy.knows_callers or config.gateway.insecure):
+        raise ConfigError(
+            f"on {config.gateway.host} others could reach the gateway, and without keys whoever "
+            "reaches it may replace the weights; make keys (policy.backend, docs/policy.md), leave "
+            "it on 127.0.0.1, or say --insecure (gateway.insecure)"
+        )
+    return family, address
+
+
+def _can_not_listen(config: Config, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"the gateway can't listen on {config.gateway.host} port {config.gateway.port}: "
+        f"{error.strerror}; choose another gateway.port or gateway.host"
+    )
 
 
 def _is_own(address: str) -> bool:

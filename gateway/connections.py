@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import Counter
 from contextlib import suppress
 from functools import partial
@@ -90,6 +91,8 @@ class Connection(H11Protocol):
             self._client = self.client[0].encode()
         if self.handshake is not None:
             self.handshake.complete()
+        else:
+            send_at_once(transport)
         self._all.enter(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -327,6 +330,18 @@ class Connections:
     def _forget(self, connection: Connection | Handshake) -> None:
         self._waiting.pop(connection, None)
         self._sending.pop(connection, None)
+
+
+def send_at_once(transport: asyncio.BaseTransport) -> None:
+    """Has each part of an answer sent without waiting until the client has acknowledged the last.
+
+    asyncio sees to it only where the listening socket was made with its protocol's number. Without,
+    the body of a small answer, or the next token, is 40 ms late.
+    """
+    accepted = transport.get_extra_info("socket")
+    if accepted is not None and accepted.family in (socket.AF_INET, socket.AF_INET6):
+        with suppress(OSError):  # the client has gone
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def named_client(head: bytes) -> bytes:

@@ -6,16 +6,13 @@ import asyncio
 import ssl
 from asyncio.sslproto import SSLProtocol
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import structlog
 from cryptography import x509
 
 from ..config import ConfigError, GatewayConfig
+from .connections import Connection, Connections, send_at_once
 from .measures import Reason
-
-if TYPE_CHECKING:
-    from .connections import Connection, Connections
 
 SHUTDOWN_S = 2.0
 """For a client to say that it has read all, which ends TLS in good order."""
@@ -129,6 +126,7 @@ class Handshake(SSLProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._socket, self._under_way = transport, True
+        send_at_once(transport)
         self._all.enter(self)
         super().connection_made(transport)
 

@@ -34,7 +34,8 @@ class PolicyConfig(Settings, frozen=True, forbid_unknown_fields=True):
         audit_files: So many of those are kept.
         audit_when_full: What happens when a line can't be written: "serve" goes on and counts it,
             "refuse" refuses requests until it can.
-        oidc_issuer: The issuer whose tokens (JWT) are taken besides keys; "" for none.
+        oidc_issuer: The issuer whose tokens (JWT) are taken besides keys; "" for none. An https
+            address, but for this machine's own.
         oidc_audience: Whom they must be for.
         oidc_jwks_url: Where its keys are; "" asks the issuer's discovery document.
         oidc_leeway_s: How far its clock may be off.

@@ -13,6 +13,7 @@ import msgspec
 from .board import StageBoard
 from .calls import Calls
 from .in_place import WeightsRecord
+from .limits import Limits
 from .links import Link
 from .messages import Envelope, Message
 from .public import Completion, ErrorInfo, GenerateRequest, Output
@@ -426,6 +427,10 @@ class Bus(Protocol):
     @property
     def calls(self) -> Calls:
         """Calls of gateways that outlive their connection."""
+
+    @property
+    def limits(self) -> Limits:
+        """What may be taken in so much time, by whom."""
 
     @property
     def weights(self) -> WeightsRecord:

@@ -25,6 +25,7 @@ from ..messages import Envelope, Message
 from ..public import Completion, ErrorInfo, GenerateRequest
 from ..queue import BoundedQueue, bus_closed
 from ..replies import MemoryReplies
+from .limits import MemoryLimits
 from .results import MemoryResults
 
 KEPT_DEAD = 1024
@@ -257,6 +258,7 @@ class MemoryBus:
     stages: MemoryBoard
     replies: MemoryReplies
     calls: MemoryCalls
+    limits: MemoryLimits
     weights: MemoryWeightsRecord
 
     def __init__(self, config: BusConfig) -> None:
@@ -269,6 +271,7 @@ class MemoryBus:
         self.stages = MemoryBoard()
         self.replies = MemoryReplies()
         self.calls = MemoryCalls(config)
+        self.limits = MemoryLimits()
         self.weights = MemoryWeightsRecord()
 
     async def open_inbox(self, stage: str) -> Inbox:

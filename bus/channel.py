@@ -16,6 +16,7 @@ from .in_place import WeightsRecord
 from .limits import Limits
 from .links import Link
 from .messages import Envelope, Message
+from .policy import PolicyRecord
 from .public import Completion, ErrorInfo, GenerateRequest, Output
 from .replies import Replies
 
@@ -431,6 +432,10 @@ class Bus(Protocol):
     @property
     def limits(self) -> Limits:
         """What may be taken in so much time, by whom."""
+
+    @property
+    def policy(self) -> PolicyRecord:
+        """Who may do what, for gateways that keep it here."""
 
     @property
     def weights(self) -> WeightsRecord:

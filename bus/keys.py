@@ -18,6 +18,7 @@
                            entries (`entry:{request_id}`) (internal)
 {prefix}:name:{name}       the call that has this name (internal)
 {prefix}:attended          sorted set, until when each call of a gateway is attended (internal)
+{prefix}:policy            hash, who may do what: `document` and its `version` (internal)
 
 Here a brace is a brace: a cluster keeps keys of the same tag in one place, and a key without a tag
 where it would keep the tag that says the same.
@@ -69,6 +70,7 @@ class Keys:
         self.attended = self._key("attended")
         self._limits = self._key("limits")
         self.limits_servers = beside(self._limits, "servers")
+        self.policy = self._key("policy")
 
     def out(self, key: str) -> bytes:
         """The stream of one request. Any text is a valid key, a lone surrogate too."""

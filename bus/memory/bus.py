@@ -22,6 +22,7 @@ from ..entries import usable_trace
 from ..in_place import MemoryWeightsRecord
 from ..links import Link
 from ..messages import Envelope, Message
+from ..policy import MemoryPolicyRecord
 from ..public import Completion, ErrorInfo, GenerateRequest
 from ..queue import BoundedQueue, bus_closed
 from ..replies import MemoryReplies
@@ -259,6 +260,7 @@ class MemoryBus:
     replies: MemoryReplies
     calls: MemoryCalls
     limits: MemoryLimits
+    policy: MemoryPolicyRecord
     weights: MemoryWeightsRecord
 
     def __init__(self, config: BusConfig) -> None:
@@ -272,6 +274,7 @@ class MemoryBus:
         self.replies = MemoryReplies()
         self.calls = MemoryCalls(config)
         self.limits = MemoryLimits()
+        self.policy = MemoryPolicyRecord()
         self.weights = MemoryWeightsRecord()
 
     async def open_inbox(self, stage: str) -> Inbox:

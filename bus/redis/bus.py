@@ -30,6 +30,7 @@ from .in_place import RedisWeightsRecord
 from .leases import live_lanes
 from .limits import RedisLimits
 from .links import LinkReader, LinkWriter, RedisSender, Seen
+from .policy import RedisPolicyRecord
 from .replies import RedisReplies
 from .requests import RedisRequests
 from .results import RedisResults
@@ -65,6 +66,7 @@ class RedisBus:
     replies: RedisReplies
     calls: RedisCalls
     limits: RedisLimits
+    policy: RedisPolicyRecord
     weights: RedisWeightsRecord
 
     def __init__(
@@ -92,6 +94,7 @@ class RedisBus:
         self.replies = RedisReplies(self._keys, self._commands)
         self.calls = RedisCalls(config, self._keys, self._commands)
         self.limits = RedisLimits(self._keys, self._commands)
+        self.policy = RedisPolicyRecord(self._keys, self._commands)
         self.weights = RedisWeightsRecord(self._keys, self._commands)
 
     async def open_inbox(self, stage: str) -> Inbox:

@@ -12,7 +12,7 @@ from ....bus.public import GenerateRequest
 from ....config import Config, shown
 from ...chat_templates import Conversation, Turn
 from ...fields import Body, check_model
-from ...http import FieldError
+from ...http import MAX_INT64, FieldError
 from ..bodies import ResponseBody
 from ..fields import read_fields
 from ..messages import turn_of
@@ -59,7 +59,7 @@ class ResponseCall(msgspec.Struct, frozen=True, kw_only=True):
             prompt_token_ids=token_ids,
             sampling=sampling_of(fields, most, fields.top_logprobs),
             stream=fields.stream,
-            priority=min(-fields.priority, config.gateway.max_priority),
+            priority=min(-fields.priority, MAX_INT64),
             tenant=tenant,
             cache_salt=fields.cache_salt,
         )

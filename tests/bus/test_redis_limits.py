@@ -61,6 +61,7 @@ async def test_a_restart_in_the_middle_grants_no_more(mortal: Any, gateways: lis
     before = await granted(gateways, REQUESTS, 60)
     assert before == 60
     asking = asyncio.create_task(granted(gateways, REQUESTS, 400))
+    await take(gateways[0], (REQUESTS, 0))
     mortal.kill()
     during = await asking
     await mortal.start()

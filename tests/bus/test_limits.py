@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 
 from hypothesis import given
@@ -109,6 +110,40 @@ async def test_what_was_reserved_is_settled(buses: Buses, kit: Kit) -> None:
 
     await kit.eventually(has_room, "what was given back")
     assert [room.left for room in (await take(bus, (tokens, 0))).rooms] == [0]
+
+
+async def test_takers_who_race_take_no_more_and_lose_nothing(buses: Buses, kit: Kit) -> None:
+    """Three gateways, amounts of all sizes, most of them settled to less while others take."""
+    first = buses.open()
+    gateways = [first, *(buses.another(first) for _ in range(2))]
+    tokens, held, rng = Limit("tokens", 1000, HOUR_S), Limit("held", 5), random.Random(5)
+    taken, holding = 0, 0
+
+    async def taker(bus: Bus) -> None:
+        nonlocal taken, holding
+        for _ in range(40):
+            amount = rng.randint(1, 400)
+            took = await take(bus, (tokens, amount), (held, 1))
+            if not took.granted:
+                continue
+            # Told here later than there, and less of it sooner: this is never above what is so.
+            taken, holding = taken + amount, holding + 1
+            assert taken <= 1000
+            assert holding <= 5
+            for _ in range(rng.randint(0, 20)):
+                await asyncio.sleep(0)
+            final = rng.randint(0, min(20, amount))
+            taken, holding = taken - amount + final, holding - 1
+            bus.limits.settle(took, [final, 0])
+
+    await asyncio.gather(*(taker(bus) for bus in gateways for _ in range(4)))
+    assert taken > 0
+
+    async def is_settled() -> bool:
+        rooms = (await take(first, (tokens, 1001), (held, 1))).rooms
+        return [room.left for room in rooms] == [1000 - taken, 5]
+
+    await kit.eventually(is_settled, "what is left of both")
 
 
 async def test_what_is_held_is_given_back(buses: Buses, kit: Kit) -> None:

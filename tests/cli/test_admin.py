@@ -147,6 +147,18 @@ def test_a_server_without_our_key(run: Run, url: str, monkeypatch: pytest.Monkey
     assert ran.stderr.endswith("(missing_api_key)\n")
 
 
+def test_a_gateway_takes_a_revoked_key_no_more(
+    run: Run, url: str, on_served: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"{PREFIX}BACKEND", "bus")
+    key = known_key(run, url, "gone")
+    assert run("admin", "keys", "revoke", key.split("-")[1]) == Ran(0, "", "")
+    end_s = time.monotonic() + LIMIT_S
+    while (ran := run("models", "--url", url, "--api-key", key)).status == 0:
+        assert time.monotonic() < end_s
+    assert ran.stderr.endswith("(invalid_api_key)\n")
+
+
 def test_asking_with_a_key(
     run: Run, url: str, on_served: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from nano_inference.bus import Bus, Charge, Limit, Take, open_bus
+from nano_inference.bus import Bus, Charge, Limit, Take, open_bus, shares
 from nano_inference.bus.keys import Keys
 from nano_inference.bus.redis import limits as redis_limits
 from nano_inference.config import BusConfig, BusError
@@ -207,6 +207,26 @@ async def test_a_gateway_that_ends_gives_back(redis_buses: Buses) -> None:
     assert (await take(other, (REQUESTS, 90), (HELD, 3))).granted
     with pytest.raises(BusError):
         await bus.limits.take([Charge(REQUESTS)])
+
+
+async def test_the_field_of_a_dead_gateway_goes(
+    redis_buses: Buses, foreign: Any, kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_limits, "HELD_S", 1.0)
+    monkeypatch.setattr(shares, "FORGOTTEN_MS", 0)
+    dead, bus = redis_buses.open(), redis_buses.open()
+    assert (await take(dead, (HELD, 1))).granted
+    assert (await take(bus, (HELD, 1))).granted
+    await dead.aclose()  # in the middle of its call
+    key = Keys(redis_buses.prefix).limits_held("key")
+    assert await foreign.hlen(key) == 2
+
+    async def is_gone() -> bool:
+        await take(bus, (HELD, 0))
+        return await foreign.hlen(key) == 1
+
+    await kit.eventually(is_gone, "the end of its field")
+    assert (await take(bus, (HELD, 0))).rooms[0].left == 2
 
 
 async def test_what_is_kept_on_the_server_ends(redis_buses: Buses, foreign: Any, kit: Kit) -> None:

@@ -195,7 +195,7 @@ class RedisLimits:
                 if not self._answer(wish, take, told.now_ms)
             ]
         self._wishes = again + self._wishes
-        if self._wishes or any(self._unwritten()):
+        if self._wishes or not self._run or any(self._unwritten()):
             self._wake()
 
     def _try(self, wish: _Wish) -> None:

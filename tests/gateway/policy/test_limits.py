@@ -146,6 +146,19 @@ async def test_streams_say_it_too(place: Place) -> None:
     assert refusal(await place.call(headers, stream=True)) == (429, "rate_limit_exceeded")
 
 
+async def test_what_runs_in_the_background_takes_too(place: Place) -> None:
+    headers = await place.key("generate", limits={"requests_per_minute": 1, "max_in_flight": 5})
+    key_id = headers["Authorization"].split("-")[1]
+    body = {"input": "a", "background": True, "max_output_tokens": 20}
+    place.engine.outputs = lambda request: []
+    begun = await place.http[0].post("/v1/responses", json=body, headers=headers)
+    assert begun.status_code == 200
+    assert begun.headers["x-ratelimit-remaining-requests"] == "0"
+    assert await place.left(f"key:{key_id}:in_flight", 5, 0) == 4
+    refused = await place.http[0].post("/v1/responses", json=body, headers=headers)
+    assert refusal(refused) == (429, "rate_limit_exceeded")
+
+
 async def test_tokens_are_reserved_and_settled(place: Place) -> None:
     """A prompt of six letters may be two tokens, and each of two samples has at most ten."""
     headers = await place.key("generate", limits={"tokens_per_minute": 50})

@@ -278,11 +278,7 @@ class RequestQueue(Protocol):
         """
 
     async def dead_letters(self) -> list[DeadLetter]:
-        """All dead letters, oldest first.
-
-        Raises:
-            BusError: The transport can't be reached.
-        """
+        """All dead letters, oldest first. Raises BusError as `backlog`."""
 
     async def count_queue(self, begun: int | None) -> int:
         """Brings `Backlog.queue_length` up to date. Every process of a pipeline calls it.
@@ -303,11 +299,7 @@ class RequestQueue(Protocol):
         """
 
     async def drop_dead_letter(self, letter_id: str) -> bool:
-        """Removes a dead letter; returns whether it was there.
-
-        Raises:
-            BusError: The transport can't be reached.
-        """
+        """Removes a dead letter; returns whether it was there. Raises BusError as `backlog`."""
 
 
 class OutputStream(Protocol[T_co]):

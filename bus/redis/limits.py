@@ -309,6 +309,8 @@ class RedisLimits:
     async def _read(self, counted: Counted, shares: Mapping[bytes, bytes], now_ms: int) -> None:
         others = {name: share for name, share in shares.items() if name != self._gateway}
         counted.read_others(others.values(), now_ms)
+        if counted.written and len(others) == len(shares):
+            counted.written = None  # somebody has removed it: who evicts keys, or flushes them
         if gone := counted.forgotten(others, now_ms):
             await self._transact([("HDEL", counted.key, *gone)])
 

@@ -209,6 +209,21 @@ async def test_a_gateway_that_ends_gives_back(redis_buses: Buses) -> None:
         await bus.limits.take([Charge(REQUESTS)])
 
 
+async def test_what_somebody_has_removed_is_written_again(
+    redis_buses: Buses, foreign: Any, kit: Kit
+) -> None:
+    """As a server does that is short of memory and evicts keys with a time to live."""
+    bus, other = redis_buses.open(), redis_buses.open()
+    assert (await take(bus, (REQUESTS, 100))).granted
+    await foreign.delete(Keys(redis_buses.prefix).limits_window("key", 3600))
+    assert not (await take(bus, (REQUESTS, 1))).granted
+
+    async def is_known() -> bool:
+        return (await take(other, (REQUESTS, 0))).rooms[0].left == 0
+
+    await kit.eventually(is_known, "what the first one has taken")
+
+
 async def test_the_field_of_a_dead_gateway_goes(
     redis_buses: Buses, foreign: Any, kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,6 @@
 """What connections cost a gateway: a thousand that stream, and fifty that nobody reads.
 
-    python benchmarks/connections.py [--connections 1000] [--tokens 100] [--json FILE]
+    python benchmarks/connections.py [--connections 1000] [--tokens 300] [--json FILE]
 
 On a live `nano-inference up --gateway` of its own, with the bundled model. First so many streams at
 once, of which each gets so many tokens: what the gateway's process takes before, at the peak and
@@ -32,7 +32,7 @@ from sse_client import Client
 
 READERS, OTHERS = 20, 50
 SAMPLES = 4
-"""Of each request of the others: so all its tokens are more than a gateway keeps unsent."""
+"""Of each request of the others, so that their streams are long."""
 
 BATCH = 1024
 """Sequences that run at once: every connection streams, and none waits."""
@@ -44,13 +44,15 @@ _SAMPLE_S = 0.5
 
 
 class Memory:
-    """The gateway's memory while the context is open, in megabytes (proportional set size)."""
+    """The gateway's memory while the context is open, in megabytes (proportional set size); and the
+    most that was in the kernel for its clients, sent and not taken."""
 
     def __init__(self, live: Live) -> None:
         self._live = live
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self.before_mb = self.peak_mb = self.after_mb = self._look()
+        self.kernel_mb = 0.0
 
     def __enter__(self) -> Memory:
         self._thread.start()
@@ -69,7 +71,7 @@ class Memory:
         self.after_mb = self._look()
 
     def row(self) -> dict[str, float]:
-        names = ("before_mb", "peak_mb", "after_mb")
+        names = ("before_mb", "peak_mb", "after_mb", "kernel_mb")
         return {name: round(getattr(self, name), 1) for name in names}
 
     def _look(self) -> float:
@@ -78,6 +80,17 @@ class Memory:
     def _watch(self) -> None:
         while not self._ended.wait(_SAMPLE_S):
             self.peak_mb = max(self.peak_mb, self._look())
+            self.kernel_mb = max(self.kernel_mb, untaken_mb(self._live.target.http_port))
+
+
+def untaken_mb(port: int) -> float:
+    """What the kernel keeps of all that was written to connections of a port, in any state."""
+    total = 0
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, _, _, queues, *_ = line.split()
+        if int(local.partition(":")[2], 16) == port:
+            total += int(queues.partition(":")[0], 16)
+    return total / 1e6
 
 
 def body(number: int, tokens: int, samples: int = 1) -> dict[str, Any]:
@@ -179,21 +192,21 @@ def print_crowds(rows: list[dict[str, Any]], tokens: int) -> None:
     print(f"\n{READERS} readers of {tokens} tokens, each beside")
     print(
         f"{'':24}{'between tokens, ms p50':>24}{'p99':>8}{'most':>8}{'seconds':>10}"
-        f"{'gateway MB before':>20}{'peak':>8}{'after':>8}"
+        f"{'gateway MB before':>20}{'peak':>8}{'after':>8}{'in the kernel':>16}"
     )
     for row in rows:
         print(
             f"{row['beside']:24}{row['gap_ms_p50']:24.1f}{row['gap_ms_p99']:8.1f}"
             f"{row['gap_ms_most']:8.1f}{row['seconds']:10.1f}{row['before_mb']:20.0f}"
-            f"{row['peak_mb']:8.0f}{row['after_mb']:8.0f}"
+            f"{row['peak_mb']:8.0f}{row['after_mb']:8.0f}{row['kernel_mb']:16.1f}"
         )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--connections", type=int, default=1000, help=f"at most {BATCH}")
-    parser.add_argument("--tokens", type=int, default=100, help="of each of them")
-    parser.add_argument("--reader-tokens", type=int, default=1500, help="of each reader's stream")
+    parser.add_argument("--tokens", type=int, default=300, help="of each of them")
+    parser.add_argument("--reader-tokens", type=int, default=1200, help="of each reader's stream")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     # What was started has to be ended then, too.

@@ -226,7 +226,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shapes", default="T,S")
     parser.add_argument("--requests", type=int, help="all sent at once; else 128 for T, 16 for S")
     parser.add_argument("--tokens", type=int, help="for each of them; else 64")
-    parser.add_argument("--repeat", type=int, default=7, help="repetitions, after a warm-up")
+    parser.add_argument("--repeat", type=int, default=5, help="repetitions, after a warm-up")
     parser.add_argument("--folder", type=Path, default=Path("build/benchmarks"))
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the numbers")
     arguments = parser.parse_args()

@@ -27,6 +27,9 @@ class Account:
         code: Of the error that it ended with; "content_filter" too where an answer was cut.
         model: Of its requests.
         texts: What the audit log may tell of, each by its name there.
+        left: Of its requests that nobody waited for until they ended, the tokens that had come;
+            None where nobody can tell how many were made.
+        headers: What its answer is to say besides.
     """
 
     __slots__ = (
@@ -34,6 +37,8 @@ class Account:
         "code",
         "complete",
         "completion_tokens",
+        "headers",
+        "left",
         "model",
         "prompt_tokens",
         "sent_bytes",
@@ -51,6 +56,13 @@ class Account:
         self.completion_tokens = 0
         self.sent_bytes = 0
         self.complete = False
+        self.left: dict[str, int | None] = {}
+        self.headers: dict[str, str] = {}
+
+    @property
+    def tokens(self) -> int:
+        """Of its requests that have ended."""
+        return self.prompt_tokens + self.completion_tokens
 
     def add(self, usage: Usage) -> None:
         """A request of the call has ended."""

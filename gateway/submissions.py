@@ -23,6 +23,7 @@ from ..bus.public import Completion, ErrorInfo, GenerateRequest, Output
 from ..config import BusError, Config, NanoInferenceError, RequestError
 from ..pipeline.client import BusClient
 from ..telemetry import instruments
+from .account import Account
 from .budgets import HEADER
 from .http import DEFAULT_RETRY_S, EngineError
 from .kept_calls import Attendance
@@ -275,11 +276,13 @@ class Submissions:
             request = msgspec.structs.replace(request, priority=most)
         with self._counted(request.request_id):
             submit = self._engine.submit if attendance is None else attendance.outputs
-            made = self._policy.outputs(origin, request, submit(request, origin.trace), before)
-            async with aclosing(made) as outputs:
+            # A call that is kept goes on without us, and one in a piece says nothing meanwhile.
+            is_seen = attendance is None and request.stream
+            made = _accounted(origin.account, request, submit(request, origin.trace), is_seen)
+            allowed = self._policy.outputs(origin, request, made, before)
+            async with aclosing(allowed) as outputs:
                 async for output in outputs:
                     if isinstance(output, Completion):
-                        origin.account.add(output.usage)
                         _check(output)
                     yield output
 
@@ -318,6 +321,25 @@ class Submissions:
             with suppress(BusError):
                 lanes = {report.lane for report in await self._engine.reports()}
                 self._turns.resize(self._config.gateway_places * max(1, len(lanes)))
+
+
+async def _accounted(
+    account: Account,
+    request: GenerateRequest,
+    outputs: AsyncGenerator[Output, None],
+    is_seen: bool,
+) -> AsyncGenerator[Output, None]:
+    """What the engine makes of a request, all of which counts, whatever leaves of it."""
+    left, request_id = account.left, request.request_id
+    left[request_id] = 0 if is_seen else None
+    async with aclosing(outputs):
+        async for output in outputs:
+            if isinstance(output, Completion):
+                del left[request_id]
+                account.add(output.usage)
+            elif (seen := left[request_id]) is not None:
+                left[request_id] = seen + len(output.token_ids)
+            yield output
 
 
 def _concerns(call_id: str, request_id: str) -> bool:

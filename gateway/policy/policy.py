@@ -17,10 +17,12 @@ from .backend import open_backend
 from .block_lists import BlockLists
 from .caller import ANYBODY, NOBODY, Caller
 from .chain import HeadLink, OutputsLink, PolicyChain, RequestsLink
-from .document import Guardrails
+from .document import Guardrails, PolicyDocument
 from .guardrail import Guardrail
-from .keys import Authenticate, RequireScope, caller_with
+from .keys import Authenticate, RequireScope, caller_with, tenant_in, with_tenant
+from .limits import TakeLimits
 from .models import AllowedModels
+from .oidc import Tokens, is_token
 from .store import PolicyStore
 from .weights import TenantWeights
 
@@ -41,13 +43,17 @@ class Policy:
         own = config.policy
         self._engine = engine
         self.store: PolicyStore | None = None
+        self._tokens = Tokens(own) if own.oidc_issuer else None
         if own.backend != "off":
             self.store = PolicyStore(open_backend(own, engine.bus.policy), own.refresh_s)
         head: list[HeadLink] = []
         requests: list[RequestsLink] = []
         if own.knows_callers:
             head += [Authenticate(self._know), RequireScope()]
-            requests += [AllowedModels(config.engine.model_name)]
+            requests += [
+                AllowedModels(config.engine.model_name),
+                TakeLimits(engine.bus.limits, config, measures),
+            ]
         outputs: list[OutputsLink] = []
         self._guardrail: Guardrail | None = None
         if self.store is not None or own.opa_url:
@@ -91,6 +97,8 @@ class Policy:
 
     async def aclose(self) -> None:
         """Lets go of what it holds."""
+        if self._tokens is not None:
+            await self._tokens.aclose()
         if self.store is not None:
             await self.store.aclose()
         if self._guardrail is not None:
@@ -98,9 +106,20 @@ class Policy:
         if self.audit is not None:
             await anyio.to_thread.run_sync(self.audit.close)
 
+    def client_of(self, head: bytes) -> bytes:
+        """Whose turn a request takes that comes with this head; b"" where it does not say.
+
+        By a key that there is, and not by a name or a key that somebody makes up: whoever could
+        make up many would have as many turns.
+        """
+        document = None if self.store is None else self.store.at_hand
+        return b"" if document is None else tenant_in(document, head).encode()
+
     async def _know(self, credential: str) -> Caller:
-        assert self.store is not None
-        return caller_with(await self.store.document(), credential, time.time_ns())
+        document = PolicyDocument() if self.store is None else await self.store.document()
+        if self._tokens is not None and is_token(credential):
+            return with_tenant(document, await self._tokens.caller(credential))
+        return caller_with(document, credential, time.time_ns())
 
     async def _read_guardrails(self) -> Guardrails:
         assert self.store is not None

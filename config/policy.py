@@ -28,7 +28,7 @@ class PolicyConfig(Settings, frozen=True, forbid_unknown_fields=True):
         opa_url: Where an Open Policy Agent is asked about each prompt; "" for nowhere.
         opa_timeout_s: How long it may take; a request that it does not answer is refused.
         audit_file: Where each call and each change has its line; "" for nowhere.
-        audit_key: The key under which prompts and answers are hashed there.
+        audit_key: The key under which prompts and answers are hashed there; a file needs one.
         audit_text: Whether prompts and answers themselves stand there.
         audit_max_bytes: A larger file is put aside, under its name with a number.
         audit_files: So many of those are kept.

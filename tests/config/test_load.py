@@ -136,13 +136,14 @@ def test_other_values_in_files_are_read_as_elsewhere(tmp_path: Path) -> None:
 
 
 def test_a_setting_that_is_a_file_is_none_that_is_in_a_file(tmp_path: Path) -> None:
-    names = {"POLICY__FILE": "a", "POLICY__AUDIT_FILE": "b"}
+    names = {"POLICY__FILE": "a", "POLICY__AUDIT_FILE": "b", "POLICY__AUDIT_KEY": "k"}
     config = load_config(env={f"NANO_INFERENCE_{name}": text for name, text in names.items()})
     assert (config.policy.file, config.policy.audit_file) == ("a", "b")
     # Which can itself be in one.
     file = tmp_path / "place"
     file.write_text("c\n")
-    config = load_config(env={"NANO_INFERENCE_POLICY__AUDIT_FILE_FILE": str(file)})
+    names = {"POLICY__AUDIT_FILE_FILE": str(file), "POLICY__AUDIT_KEY": "k"}
+    config = load_config(env={f"NANO_INFERENCE_{name}": text for name, text in names.items()})
     assert config.policy.audit_file == "c"
 
 

@@ -27,8 +27,9 @@ _SECRETS = re.compile(
     rb"(ni-[0-9a-f]{12}-)[A-Za-z0-9_-]{43}|(eyJ)[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+"
 )
 
-_AT_ONCE = 1000
 _RETRY_S = 1.0
+# Lines are gathered for so long: to open the file costs more than to write one.
+_GATHER_S = 0.05
 _CLOSE_S = 5.0
 
 Fields = dict[str, Any]
@@ -55,6 +56,7 @@ class AuditLog:
         self._shows_text = config.audit_text
         self._refuses_when_full = config.audit_when_full == "refuse"
         self._failing = False
+        self._closing = threading.Event()
         self._lines: queue.SimpleQueue[_Line | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="audit log", daemon=True)
         self._log = structlog.get_logger()
@@ -77,6 +79,7 @@ class AuditLog:
     def close(self) -> None:
         """Returns when what was to be written is, as far as it can be, and soon enough."""
         if self._thread.is_alive():
+            self._closing.set()
             self._lines.put(None)
             self._thread.join(_CLOSE_S)
 
@@ -122,18 +125,13 @@ class AuditLog:
         """Waits for lines, or until what could not be written is to be tried again. Returns whether
         more may come."""
         try:
-            line = self._lines.get(timeout=_RETRY_S if unwritten else None)
-            for _ in range(_AT_ONCE):
-                if line is None:
-                    return False
-                unwritten.append(self._encoded(line))
-                line = self._lines.get_nowait()
-            if line is None:
-                return False
-            unwritten.append(self._encoded(line))
+            lines = [self._lines.get(timeout=_RETRY_S if unwritten else None)]
         except queue.Empty:
-            pass
-        return True
+            return True
+        self._closing.wait(_GATHER_S)
+        lines += [self._lines.get_nowait() for _ in range(self._lines.qsize())]
+        unwritten += [self._encoded(line) for line in lines if line is not None]
+        return None not in lines
 
     def _fail(self, error: OSError, unwritten: list[bytes]) -> None:
         """Where nobody is served meanwhile, those of whoever was are kept until they can be."""

@@ -15,6 +15,7 @@ from .chat_templates import ChatTemplates
 from .http import answer_error
 from .kept_calls import KeptCalls
 from .measures import Measures
+from .model_length import ModelLength
 from .openai import openai_routes
 from .probes import probe_routes
 from .readiness import Readiness
@@ -49,11 +50,12 @@ def make_app(
     readiness = readiness or Readiness(engine)
     submissions = Submissions(engine, config, measures, readiness)
     kept = KeptCalls(engine, config)
+    length = ModelLength(engine, config)
     app = Starlette(
         routes=[
             *probe_routes(readiness),
-            *sglang_routes(engine, config, words, submissions, measures, readiness),
-            *openai_routes(config, words, submissions, kept, templates),
+            *sglang_routes(engine, config, words, submissions, measures, readiness, length),
+            *openai_routes(config, words, submissions, kept, templates, length),
             *anthropic_routes(config, words, submissions, templates),
         ],
         middleware=[Middleware(JsonOnly, measures)],

@@ -7,6 +7,7 @@ from starlette.routing import Route
 from ...config import Config
 from ..chat_templates import ChatTemplates
 from ..kept_calls import KeptCalls
+from ..model_length import ModelLength
 from ..submissions import Submissions
 from ..words import LazyWords
 from .errors import Endpoint, in_openai_words
@@ -22,11 +23,12 @@ def openai_routes(
     submissions: Submissions,
     kept: KeptCalls,
     templates: ChatTemplates,
+    length: ModelLength,
 ) -> list[Route]:
     """Its endpoints."""
-    generation = GenerationCalls(submissions, kept, config, words, templates)
-    responses = ResponseCalls(submissions, config, words, templates)
-    info = InfoCalls(config, words, templates)
+    generation = GenerationCalls(submissions, kept, config, words, templates, length)
+    responses = ResponseCalls(submissions, config, words, templates, length)
+    info = InfoCalls(config, words, templates, length)
 
     def route(path: str, endpoint: Endpoint, method: str, call: CallName = "completions") -> Route:
         return Route(path, in_openai_words(endpoint, call), methods=[method])

@@ -14,6 +14,7 @@ from ...config import Config, RequestError
 from ..chat_templates import ChatTemplates
 from ..fields import check_model
 from ..http import FieldError, JsonResponse, read_object
+from ..model_length import ModelLength
 from ..words import LazyWords, Words
 from .bodies import DetokenizeBody, TokenizeBody
 from .fields import read_fields
@@ -23,18 +24,21 @@ from .messages import conversation_of
 class InfoCalls:
     """The endpoints."""
 
-    def __init__(self, config: Config, words: LazyWords, templates: ChatTemplates) -> None:
+    def __init__(
+        self, config: Config, words: LazyWords, templates: ChatTemplates, length: ModelLength
+    ) -> None:
         self._config = config
+        self._length = length
         self._words = words
         self._templates = templates
         self._created = int(time.time())
 
     async def models(self, request: Request) -> Response:
-        return JsonResponse({"object": "list", "data": [self._model()]})
+        return JsonResponse({"object": "list", "data": [await self._model()]})
 
     async def model(self, request: Request) -> Response:
         check_model(request.path_params["model"], self._config)
-        return JsonResponse(self._model())
+        return JsonResponse(await self._model())
 
     async def version(self, request: Request) -> Response:
         return JsonResponse({"version": metadata.version("nano-inference")})
@@ -46,7 +50,7 @@ class InfoCalls:
         check_model(body.model, self._config)
         if (body.prompt is None) == (body.messages is None):
             raise FieldError("give exactly one of prompt and messages", param="prompt")
-        words, max_model_len = await self._words.required(), self._config.engine.max_model_len
+        words, max_model_len = await self._words.required(), await self._length.get()
         if body.prompt is None:
             token_ids = await self._templates.token_ids(conversation_of(body))
         else:
@@ -79,7 +83,7 @@ class InfoCalls:
         told = {
             "tokenizer_class": type(tokenizer).__name__,
             "vocab_size": len(tokenizer),
-            "model_max_length": self._config.engine.max_model_len,
+            "model_max_length": await self._length.get(),
             "chat_template": tokenizer.chat_template or None,
         }
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -92,7 +96,7 @@ class InfoCalls:
             code="unsupported",
         )
 
-    def _model(self) -> dict[str, Any]:
+    async def _model(self) -> dict[str, Any]:
         engine = self._config.engine
         return {
             "id": engine.model_name,
@@ -101,7 +105,7 @@ class InfoCalls:
             "owned_by": "nano-inference",
             "root": engine.model_name,
             "parent": None,
-            "max_model_len": engine.max_model_len,
+            "max_model_len": await self._length.get(),
         }
 
 

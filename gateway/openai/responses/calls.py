@@ -20,6 +20,7 @@ from ...http import (
     read_object,
     while_connected,
 )
+from ...model_length import ModelLength
 from ...origin import Origin, origin_of
 from ...samples import complete_sample, stream_sample
 from ...submissions import Submissions
@@ -44,11 +45,13 @@ class ResponseCalls:
         config: Config,
         words: LazyWords,
         templates: ChatTemplates,
+        length: ModelLength,
     ) -> None:
         self._submissions = submissions
         self._config = config
         self._words = words
         self._templates = templates
+        self._length = length
         self._kept = KeptResponses(config.bus.results_ttl_s)
 
     async def create(self, request: Request) -> Response:
@@ -65,7 +68,8 @@ class ResponseCalls:
         await while_connected(request.receive, render)
         if not prompts:
             return Response(status_code=CLIENT_LEFT)
-        asked = call.request(prompts[0], tenant, self._config)
+        most = await self._length.get()
+        asked = call.request(prompts[0], tenant, self._config.gateway.max_priority, most)
         self._submissions.check_size(asked)
         self._submissions.check_encoded(asked)
         origin = origin_of(request, tenant, call.fields.budget_ms)

@@ -48,18 +48,25 @@ class ResponseCall(msgspec.Struct, frozen=True, kw_only=True):
         """Of the one message of the response, the same in all events."""
         return f"msg_{self.id.removeprefix('resp_')}"
 
-    def request(self, token_ids: tuple[int, ...], tenant: str, config: Config) -> GenerateRequest:
-        """What is submitted for a prompt."""
+    def request(
+        self, token_ids: tuple[int, ...], tenant: str, max_priority: int, max_model_len: int
+    ) -> GenerateRequest:
+        """What is submitted for a prompt.
+
+        Args:
+            max_priority: Higher ones are cut to this.
+            max_model_len: Tokens that prompt and completion may have together.
+        """
         fields = self.fields
         most = fields.max_output_tokens
         # Admission cuts it to what the model's length leaves.
-        most = config.engine.max_model_len if most is None else most
+        most = max_model_len if most is None else most
         return GenerateRequest(
             request_id=self.id,
             prompt_token_ids=token_ids,
             sampling=sampling_of(fields, most, fields.top_logprobs),
             stream=fields.stream,
-            priority=min(-fields.priority, config.gateway.max_priority),
+            priority=min(-fields.priority, max_priority),
             tenant=tenant,
             cache_salt=fields.cache_salt,
         )

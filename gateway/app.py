@@ -6,13 +6,15 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Scope
 
 from ..config import Config, NanoInferenceError
 from ..pipeline.client import BusClient
-from .anthropic import anthropic_routes
+from . import anthropic
 from .callers import JsonOnly
 from .chat_templates import ChatTemplates
-from .http import answer_error
+from .http import error_handler, error_response
 from .kept_calls import KeptCalls
 from .measures import Measures
 from .model_length import ModelLength
@@ -42,7 +44,7 @@ def make_app(
 
     Returns:
         The application. Whoever serves it runs `KeptCalls.run_forever` of its `state.kept_calls`
-        beside it.
+        beside it, and answers what it refuses itself by its `state.respond`.
     """
     measures = measures or Measures()
     words = LazyWords(config.engine.model_folder)
@@ -56,10 +58,18 @@ def make_app(
             *probe_routes(readiness),
             *sglang_routes(engine, config, words, submissions, measures, readiness, length),
             *openai_routes(config, words, submissions, kept, templates, length),
-            *anthropic_routes(config, words, submissions, templates),
+            *anthropic.anthropic_routes(config, words, submissions, templates),
         ],
-        middleware=[Middleware(JsonOnly, measures)],
-        exception_handlers=dict.fromkeys(_ANSWERED, answer_error),
+        middleware=[Middleware(JsonOnly, measures, respond)],
+        exception_handlers=dict.fromkeys(_ANSWERED, error_handler(respond)),
     )
     app.state.kept_calls = kept
+    app.state.respond = respond
     return app
+
+
+def respond(scope: Scope, error: NanoInferenceError) -> Response:
+    """The answer to a call that has an error, as clients of what is called read it."""
+    if anthropic.is_called(scope):
+        return anthropic.respond(scope, error)
+    return error_response(error)

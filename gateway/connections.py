@@ -11,12 +11,13 @@ from typing import Any, Literal
 
 import h11
 import structlog
+from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..config import GatewayConfig, NanoInferenceError, RequestError
 from ..telemetry import instruments, now_ns
 from .calls import ARRIVED
-from .http import error_response
+from .framing import StrictParser
 from .limits import Overloaded, RequestLimits
 from .measures import Measures, Reason
 from .rounds import Rounds
@@ -46,6 +47,7 @@ requests before it); some of it has come and is to be looked at; its body is com
 answered. When the answer is complete: it is being taken by the client; what remains of the body
 comes. Or it has been ended."""
 
+_MAX_HEAD_BYTES = 1 << 16
 # A head is found in so many bytes, or its client is known by its address.
 _HEAD_BYTES = 8192
 _TENANT = f"\r\n{TENANT_HEADER}:".lower().encode()
@@ -60,6 +62,7 @@ class Connection(H11Protocol):
 
     def __init__(self, connections: Connections, **given: Any) -> None:
         super().__init__(**given)
+        self.conn = StrictParser(_MAX_HEAD_BYTES)
         self.phase: Phase = "head"
         self._all = connections
         self._left = False
@@ -150,15 +153,17 @@ class Connection(H11Protocol):
     def end(self, error: NanoInferenceError | None = None) -> None:
         """Closes the connection; with an error as the answer, unless there is part of another."""
         cycle, answered = self.cycle, False
+        scope: Scope = {}
         if cycle is not None and not cycle.response_complete:
             answered = cycle.response_started
+            scope = {**cycle.scope}
             cycle.disconnected = True
             cycle.message_event.set()
         if error is None or answered or self.transport.is_closing():
             self.transport.abort()
             return
         # Not through h11, which may have lost its place.
-        response = error_response(error)
+        response = self._all.respond(scope, error)
         head = f"HTTP/1.1 {response.status_code} {HTTPStatus(response.status_code).phrase}".encode()
         fields = [b"%s: %s" % field for field in response.raw_headers]
         lines = [head, *fields, b"connection: close", b"", bytes(response.body)]
@@ -231,6 +236,7 @@ class Connections:
         now_s: A clock that stands still while the event loop is held up, so that no client is
             slow because we are. `sweep` moves it.
         rounds: In which requests begin and end.
+        respond: As `RequestLimits.respond`.
     """
 
     def __init__(
@@ -240,6 +246,7 @@ class Connections:
         self.now_s = 0.0
         self.rounds = Rounds()
         self.config = config
+        self.respond = limits.respond
         self._limits = limits
         self._measures = measures
         self._most = most + SPARE_CONNECTIONS

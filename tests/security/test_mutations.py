@@ -18,9 +18,11 @@ import structlog
 from nano_inference.bus.channel import RequestEntry
 from nano_inference.bus.control import LaneCapacity
 from nano_inference.bus.public import GenerateRequest, Output
-from nano_inference.config import Config, GatewayConfig, RequestError
+from nano_inference.config import Config, RequestError, load_config
 from nano_inference.gateway.app import make_app
+from nano_inference.gateway.gateway import Gateway
 from nano_inference.gateway.server import HttpServer
+from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.stages.admission.core import AdmissionCore
 from nano_inference.stages.tokenizer import load_tokenizer
 
@@ -38,6 +40,15 @@ LIMIT_S = 60
 CAPACITY = LaneCapacity(
     num_blocks=1 << 12, block_size=16, max_model_len=2048, vocab_size=768, device="none"
 )
+
+SETTINGS: dict[str, object] = {
+    "gateway.max_body_bytes": MAX_BODY_BYTES,
+    "gateway.head_timeout_s": HEAD_TIMEOUT_S,
+    "gateway.keep_alive_s": 3600,
+    # An answer is the same to the last bit, whoever else is in the batch.
+    "engine.dtype": "float32",
+    "engine.deterministic": True,
+}
 
 
 class JudgingEngine(FakeEngine):
@@ -99,10 +110,8 @@ class Server:
 
 @asynccontextmanager
 async def served(engine: FakeEngine) -> AsyncIterator[Server]:
-    config = GatewayConfig(
-        max_body_bytes=MAX_BODY_BYTES, head_timeout_s=HEAD_TIMEOUT_S, keep_alive_s=3600
-    )
-    server = HttpServer(make_app(engine, Config(gateway=config)), config)  # type: ignore[arg-type]
+    config = load_config(env={}, overrides=SETTINGS)
+    server = HttpServer(make_app(engine, config), config.gateway)  # type: ignore[arg-type]
     listener = socket.create_server(("127.0.0.1", 0))
     serving = asyncio.create_task(server.serve([listener]))
     try:
@@ -176,35 +185,67 @@ async def play_named(server: Server, seed: int, number: int, usuals: dict[str, s
         ) from error
 
 
+async def play_all(server: Server, number: int, *, compared: bool) -> None:
+    """Plays so many cases, some at a time, while somebody else asks his own.
+
+    Args:
+        compared: Whether what was asked of the engine is looked at, which not every engine tells.
+    """
+    connection = await asyncio.open_connection("127.0.0.1", server.port, limit=1 << 22)
+    bystander = Bystander(*connection)
+    usuals = {
+        each.path: asked(await bystander.get(post(each.path, usual(each)))) for each in INTERFACES
+    }
+    known = usuals if compared else {}
+    for first in range(0, number, AT_ONCE):
+        numbers = range(first, min(number, first + AT_ONCE))
+        # Those for whom time passes would have it pass for others.
+        alone = [each for each in numbers if case(SEED, each).pass_s]
+        async with asyncio.TaskGroup() as group:
+            group.create_task(bystander.ask(usuals))
+            for each in numbers:
+                if each not in alone:
+                    group.create_task(play_named(server, SEED, each, known))
+        for each in alone:
+            await play_named(server, SEED, each, known)
+    assert bystander.answered == -(-number // AT_ONCE)
+    async with asyncio.timeout(LIMIT_S):
+        await server.until(server.is_at_rest)
+
+
 @pytest.mark.soak
 async def test_each_request_has_its_answer_and_nobody_else_notices(
     soak: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine, number = JudgingEngine(), CASES if soak else EVERY_DAY
     with structlog.testing.capture_logs() as lines:
-        async with served(engine) as server:
-            bystander = Bystander(*await asyncio.open_connection("127.0.0.1", server.port))
-            usuals = {
-                each.path: asked(await bystander.get(post(each.path, usual(each))))
-                for each in INTERFACES
-            }
-            for first in range(0, number, AT_ONCE):
-                numbers = range(first, min(number, first + AT_ONCE))
-                # Those for whom time passes would have it pass for others.
-                alone = [each for each in numbers if case(SEED, each).pass_s]
-                async with asyncio.TaskGroup() as group:
-                    group.create_task(bystander.ask(usuals))
-                    for each in numbers:
-                        if each not in alone:
-                            group.create_task(play_named(server, SEED, each, usuals))
-                for each in alone:
-                    await play_named(server, SEED, each, usuals)
-                engine.requests.clear()
-            assert bystander.answered == -(-number // AT_ONCE)
+        async with served(JudgingEngine()) as server:
+            await play_all(server, CASES if soak else EVERY_DAY, compared=True)
+    assert not [line for line in lines if line["log_level"] in ("error", "critical")]
+    assert not caplog.records
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+async def test_a_pipeline_behind_it_has_nothing_left_of_them(
+    soak: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_config(env={}, overrides=SETTINGS)
+    with structlog.testing.capture_logs() as lines:
+        async with Pipeline(config) as pipeline, Gateway(pipeline.client, config) as gateway:
+            before = {report.stage: report.epoch for report in pipeline.stages()}
+            server = Server(gateway._server, gateway.port)
+            await play_all(server, CASES if soak else EVERY_DAY // 3, compared=False)
+
+            def at_rest() -> bool:
+                loads = {report.stage: report.load for report in pipeline.stages()}
+                batching = loads["batching"]
+                free = batching["kv_free"] == batching["kv_total"]
+                return free and not (batching["running"] or loads["admission"]["in_flight"])
+
             async with asyncio.timeout(LIMIT_S):
-                await server.until(server.is_at_rest)
-    told = {line["event"] for line in lines if line["log_level"] in ("error", "critical")}
-    assert not told
+                await server.until(at_rest)
+            assert {report.stage: report.epoch for report in pipeline.stages()} == before
+    assert not [line for line in lines if line["log_level"] in ("error", "critical")]
     assert not caplog.records
 
 

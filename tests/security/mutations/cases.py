@@ -31,6 +31,7 @@ _MAKERS: tuple[tuple[int, Maker], ...] = (
     (15, messages.hosts),
     (30, messages.by_id),
     (20, messages.pipelined),
+    (10, messages.keyed),
     (15, lambda rng: messages.slow(rng, HEAD_TIMEOUT_S)),
     (15, messages.short_body),
 )

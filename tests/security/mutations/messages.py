@@ -296,6 +296,18 @@ def by_id(rng: random.Random) -> Case:
     return Case("by id", "", (head(method, target),), (Wanted(refusals, shape),))
 
 
+def keyed(rng: random.Random) -> Case:
+    """A call that is sent again with its key, as it was or as another one."""
+    interface = rng.choice((COMPLETIONS, CHAT, TOKENS))
+    key = [(b"Idempotency-Key", b"%032x" % rng.getrandbits(128))]
+    again = rng.random() < 0.5
+    body = usual(interface) if again else usual(interface)[:-1] + b',"priority":5}'
+    reused = refusal(interface, refused("idempotency_key_reused", 422))
+    sent = post(interface.path, usual(interface), key) + post(interface.path, body, key)
+    wanted = (taken(interface), taken(interface) if again else reused)
+    return Case("key", interface.path, tuple(cut(sent, rng)), wanted)
+
+
 def pipelined(rng: random.Random) -> Case:
     """Several requests in one go, of which some are refused; the last may be no HTTP."""
     pieces, wanted = b"", []

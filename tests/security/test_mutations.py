@@ -85,13 +85,15 @@ class Server:
     def __init__(self, server: HttpServer, port: int) -> None:
         self.port = port
         self._server = server
+        self._met: set[int] = set()
 
-    def received(self, port: int) -> int | None:
-        """Bytes that have come from a client; None where there is no connection of it."""
+    def has_taken(self, port: int, number: int) -> bool:
+        """Whether so many bytes of a client were taken, or no more of it will be."""
         for connection in self._server.connections._all:
             if connection.client is not None and connection.client[1] == port:
-                return connection._received_bytes
-        return None
+                self._met.add(port)
+                return connection._left or connection._received_bytes >= number
+        return port in self._met
 
     def pass_s(self, seconds: int) -> None:
         for _ in range(seconds):
@@ -126,16 +128,12 @@ async def play(server: Server, case: Case, usuals: dict[str, str]) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     port, sent = writer.get_extra_info("sockname")[1], 0
 
-    def taken() -> bool:
-        received = server.received(port)
-        return writer.transport.is_closing() or (received is not None and received >= sent)
-
     try:
         for place, piece in enumerate(case.pieces):
             writer.write(piece)
             sent += len(piece)
             if case.pass_s or place + 1 < len(case.pieces):
-                await server.until(lambda: taken() or reader.at_eof())
+                await server.until(lambda sent=sent: server.has_taken(port, sent))  # type: ignore[misc]
         if case.ends:
             writer.write_eof()
         server.pass_s(case.pass_s)

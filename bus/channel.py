@@ -15,6 +15,7 @@ from .calls import Calls
 from .in_place import WeightsRecord
 from .links import Link
 from .messages import Envelope, Message
+from .policy import PolicyRecord
 from .public import Completion, ErrorInfo, GenerateRequest, Output
 from .replies import Replies
 
@@ -426,6 +427,10 @@ class Bus(Protocol):
     @property
     def calls(self) -> Calls:
         """Calls of gateways that outlive their connection."""
+
+    @property
+    def policy(self) -> PolicyRecord:
+        """Who may do what, for gateways that keep it here."""
 
     @property
     def weights(self) -> WeightsRecord:

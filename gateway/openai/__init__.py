@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from starlette.routing import Route
-
 from ...config import Config
 from ..chat_templates import ChatTemplates
 from ..kept_calls import KeptCalls
 from ..model_length import ModelLength
+from ..policy.routes import PolicyRoute
+from ..policy.scopes import Needed
 from ..submissions import Submissions
 from ..words import LazyWords
 from .errors import Endpoint, in_openai_words
@@ -24,14 +24,20 @@ def openai_routes(
     kept: KeptCalls,
     templates: ChatTemplates,
     length: ModelLength,
-) -> list[Route]:
+) -> list[PolicyRoute]:
     """Its endpoints."""
     generation = GenerationCalls(submissions, kept, config, words, templates, length)
     responses = ResponseCalls(submissions, config, words, templates, length)
     info = InfoCalls(config, words, templates, length)
 
-    def route(path: str, endpoint: Endpoint, method: str, call: CallName = "completions") -> Route:
-        return Route(path, in_openai_words(endpoint, call), methods=[method])
+    def route(
+        path: str,
+        endpoint: Endpoint,
+        method: str,
+        call: CallName = "completions",
+        needed: Needed = "generate",
+    ) -> PolicyRoute:
+        return PolicyRoute(path, in_openai_words(endpoint, call), needed=needed, methods=[method])
 
     return [
         route("/v1/completions", generation.completions, "POST"),
@@ -44,12 +50,12 @@ def openai_routes(
         route("/v1/responses/{response_id}", responses.retrieve, "GET", "responses"),
         route("/v1/responses/{response_id}", responses.delete, "DELETE", "responses"),
         route("/v1/responses/{response_id}/cancel", responses.cancel, "POST", "responses"),
-        route("/v1/models", info.models, "GET"),
-        route("/v1/models/{model:path}", info.model, "GET"),
+        route("/v1/models", info.models, "GET", needed="read"),
+        route("/v1/models/{model:path}", info.model, "GET", needed="read"),
         route("/tokenize", info.tokenize, "POST"),
         route("/detokenize", info.detokenize, "POST"),
-        route("/tokenizer_info", info.tokenizer_info, "GET"),
-        route("/version", info.version, "GET"),
+        route("/tokenizer_info", info.tokenizer_info, "GET", needed="read"),
+        route("/version", info.version, "GET", needed="nothing"),
         route("/v1/embeddings", info.refused, "POST"),
     ]
 

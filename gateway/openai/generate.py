@@ -270,8 +270,7 @@ class GenerationCalls:
 
         published = () if attendance is None else attendance.begun_before
         try:
-            ids = [each.request_id for each in requests]
-            await self._submissions.run(origin, ids, run, published)
+            await self._submissions.run(origin, requests, run, published)
         except NanoInferenceError as error:
             if attendance is not None:
                 attendance.fail(error)

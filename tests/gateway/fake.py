@@ -10,6 +10,7 @@ import anyio
 
 from nano_inference.bus import StageReport
 from nano_inference.bus.calls import MemoryCalls
+from nano_inference.bus.policy import MemoryPolicyRecord
 from nano_inference.bus.public import (
     Completion,
     CompletionSample,
@@ -34,6 +35,7 @@ class FakeBus:
 
     def __init__(self) -> None:
         self.calls = MemoryCalls(BusConfig())
+        self.policy = MemoryPolicyRecord()
 
 
 class FakeEngine:

@@ -68,8 +68,7 @@ class ResponseCalls:
         await while_connected(request.receive, render)
         if not prompts:
             return Response(status_code=CLIENT_LEFT)
-        most = await self._length.get()
-        asked = call.request(prompts[0], tenant, self._config.gateway.max_priority, most)
+        asked = call.request(prompts[0], tenant, await self._length.get())
         self._submissions.check_size(asked)
         self._submissions.check_encoded(asked)
         origin = origin_of(request, tenant, call.fields.budget_ms)

@@ -12,7 +12,7 @@ from ....bus.public import GenerateRequest
 from ....config import Config, shown
 from ...chat_templates import Conversation, Turn
 from ...fields import Body, check_model
-from ...http import FieldError
+from ...http import MAX_INT64, FieldError
 from ..bodies import ResponseBody
 from ..fields import read_fields
 from ..messages import turn_of
@@ -49,12 +49,11 @@ class ResponseCall(msgspec.Struct, frozen=True, kw_only=True):
         return f"msg_{self.id.removeprefix('resp_')}"
 
     def request(
-        self, token_ids: tuple[int, ...], tenant: str, max_priority: int, max_model_len: int
+        self, token_ids: tuple[int, ...], tenant: str, max_model_len: int
     ) -> GenerateRequest:
         """What is submitted for a prompt.
 
         Args:
-            max_priority: Higher ones are cut to this.
             max_model_len: Tokens that prompt and completion may have together.
         """
         fields = self.fields
@@ -66,7 +65,7 @@ class ResponseCall(msgspec.Struct, frozen=True, kw_only=True):
             prompt_token_ids=token_ids,
             sampling=sampling_of(fields, most, fields.top_logprobs),
             stream=fields.stream,
-            priority=min(-fields.priority, max_priority),
+            priority=min(-fields.priority, MAX_INT64),
             tenant=tenant,
             cache_salt=fields.cache_salt,
         )

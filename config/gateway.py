@@ -39,7 +39,9 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
             come back: it sent an `Idempotency-Key`, or has come back before (`Last-Event-ID`). Any
             other ends at once when its connection closes. So long it also goes on when its gateway
             was stopped or killed, whoever made it. 0: all end at once, and nobody looks for those
-            of a gateway that was killed.
+            of a gateway that was killed. Responses in the background end by none of that; another
+            gateway goes on with one whose own is gone for so long, or for some seconds where this
+            is 0.
         event_ids: Whether the events of OpenAI's streams have ids, behind which a client can go on.
             Some programs take each event for a line that begins with "data: ", as `vllm bench
             serve`, and stumble over them.

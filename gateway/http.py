@@ -369,13 +369,16 @@ class EventStream(Response):
         sending = anyio.Lock(fast_acquire=True)
         sent_at = anyio.current_time()
 
+        async def begin() -> None:
+            if not self.committed:
+                self.committed = True
+                start = {"type": "http.response.start", "status": self.status_code}
+                await send(start | {"headers": self.raw_headers})
+
         async def send_part(part: bytes) -> None:
             nonlocal sent_at
             async with sending:
-                if not self.committed:
-                    self.committed = True
-                    start = {"type": "http.response.start", "status": self.status_code}
-                    await send(start | {"headers": self.raw_headers})
+                await begin()
                 await send({"type": "http.response.body", "body": part, "more_body": True})
                 sent_at = anyio.current_time()
 
@@ -406,6 +409,7 @@ class EventStream(Response):
                 group.cancel_scope.cancel()
             if failure is not None:
                 raise failure
+            await begin()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         await while_connected(receive, respond)

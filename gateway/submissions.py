@@ -116,6 +116,15 @@ class Submissions:
         self._turns.end(lambda request_id: True)
         await self._engine.cancel_all()
 
+    def check_ready(self) -> None:
+        """Raises EngineError (shutting_down) when the gateway is to stop."""
+        if self._readiness.draining:
+            raise EngineError(
+                f"{DRAINING}; send it again, to another one",
+                code="shutting_down",
+                retry_after_s=DEFAULT_RETRY_S,
+            )
+
     def check_size(self, request: GenerateRequest) -> None:
         """Refuses what the bus or admission would refuse, before it costs them anything.
 
@@ -172,12 +181,7 @@ class Submissions:
             NanoInferenceError: The first error; what the policy refuses; `shutting_down` when the
                 gateway is to stop.
         """
-        if self._readiness.draining:
-            raise EngineError(
-                f"{DRAINING}; send it again, to another one",
-                code="shutting_down",
-                retry_after_s=DEFAULT_RETRY_S,
-            )
+        self.check_ready()
         new = [request for request in requests if request.request_id not in published]
         ids = [each.request_id for each in requests]
         self._tenants.update(dict.fromkeys(ids, origin.tenant))
@@ -186,7 +190,9 @@ class Submissions:
                 await self._run_admitted(origin, ids, run, published)
         finally:
             for request_id in ids:
-                self._tenants.pop(request_id, None)
+                # Another connection may attend it, too.
+                if request_id not in self._request_ids:
+                    self._tenants.pop(request_id, None)
 
     async def _run_admitted(
         self,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from starlette.requests import Request
+from starlette.responses import Response
+
 from ...config import Config
 from ..chat_templates import ChatTemplates
 from ..kept_calls import KeptCalls
@@ -14,7 +17,7 @@ from .errors import Endpoint, in_openai_words
 from .fields import CallName
 from .generate import GenerationCalls
 from .info import InfoCalls
-from .responses import ResponseCalls
+from .responses import ID_PREFIX, ResponseCalls
 
 
 def openai_routes(
@@ -27,7 +30,7 @@ def openai_routes(
 ) -> list[PolicyRoute]:
     """Its endpoints."""
     generation = GenerationCalls(submissions, kept, config, words, templates, length)
-    responses = ResponseCalls(submissions, config, words, templates, length)
+    responses = ResponseCalls(submissions, kept, config, words, templates, length)
     info = InfoCalls(config, words, templates, length)
 
     def route(
@@ -39,17 +42,29 @@ def openai_routes(
     ) -> PolicyRoute:
         return PolicyRoute(path, in_openai_words(endpoint, call), needed=needed, methods=[method])
 
+    def by_id(of_generation: Endpoint, of_responses: Endpoint) -> Endpoint:
+        """What is a stream's id may be a response's."""
+
+        async def answer(request: Request) -> Response:
+            is_response = request.path_params["stream"].startswith(ID_PREFIX)
+            return await (of_responses if is_response else of_generation)(request)
+
+        return answer
+
+    stream = by_id(generation.stream, responses.stream)
+    cancel = by_id(generation.cancel, responses.end)
     return [
         route("/v1/completions", generation.completions, "POST"),
         route("/v1/chat/completions", generation.chat, "POST", "chat"),
         route("/inference/v1/generate", generation.tokens, "POST", "generate"),
-        route("/v1/streams/{stream}", generation.stream, "GET"),
-        route("/v1/streams/{stream}", generation.cancel, "DELETE"),
-        route("/v1/streams/{stream}/cancel", generation.cancel, "POST"),
+        route("/v1/streams/{stream}", stream, "GET"),
+        route("/v1/streams/{stream}", cancel, "DELETE"),
+        route("/v1/streams/{stream}/cancel", cancel, "POST"),
         route("/v1/responses", responses.create, "POST", "responses"),
         route("/v1/responses/{response_id}", responses.retrieve, "GET", "responses"),
         route("/v1/responses/{response_id}", responses.delete, "DELETE", "responses"),
         route("/v1/responses/{response_id}/cancel", responses.cancel, "POST", "responses"),
+        route("/v1/responses/{response_id}/input_items", responses.items, "GET", "responses"),
         route("/v1/models", info.models, "GET", needed="read"),
         route("/v1/models/{model:path}", info.model, "GET", needed="read"),
         route("/tokenize", info.tokenize, "POST"),

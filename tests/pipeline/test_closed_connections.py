@@ -28,14 +28,20 @@ from nano_inference.stages.executor.core import ExecutorCore
 LIMIT_S = 60
 COMPANION = "companion"
 STORY = "Story about David, a dog and a yellow hat:"
-TALK = {"messages": [{"role": "user", "content": STORY}], "max_tokens": 60}
+MESSAGES = [{"role": "user", "content": STORY}]
+LONG: dict[str, Any] = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
+OTHER_NAME = {"temperature": 0, "ignore_eos": True}
 CALLS: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": [STORY, "98 + 25 ="], "n": 2, "max_tokens": 60},
-    "/v1/chat/completions": TALK,
-    "/v1/responses": {"input": STORY, "max_output_tokens": 60},
-    "/v1/messages": TALK,
-    "/inference/v1/generate": {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 60}},
-    "/generate": {"text": STORY, "sampling_params": {"max_new_tokens": 60, "n": 2}},
+    "/v1/completions": {"prompt": [STORY, "98 + 25 ="], "n": 2} | LONG,
+    "/v1/chat/completions": {"messages": MESSAGES} | LONG,
+    "/v1/responses": {"input": STORY, "max_output_tokens": 60} | OTHER_NAME,
+    # Which goes on for long by itself.
+    "/v1/messages": {"messages": MESSAGES, "temperature": 0, "max_tokens": 60},
+    "/inference/v1/generate": {"token_ids": [5, 6, 7], "sampling_params": LONG},
+    "/generate": {
+        "text": STORY,
+        "sampling_params": {"n": 2, "max_new_tokens": 60} | OTHER_NAME,
+    },
 }
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]

@@ -47,6 +47,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "/generate": {"text": "a"},
 }
 WITH_KEY = "/v1/completions"
+ALL_TAKEN = ("/generate", "/v1/responses")
+"""Of the first the newest state is kept; of the second as many outputs wait as there are here."""
 
 
 class LongAnswers(FakeEngine):
@@ -186,11 +188,10 @@ async def test_fifty_that_never_read() -> None:
         held = {each: size for each, size in held.items() if each.flow.write_paused}
         assert len(held) == STUCK
         for connection, size in held.items():
-            chunks = CHUNKS if path_of(connection) == "/generate" else MOST_CHUNKS
+            chunks = CHUNKS if path_of(connection) in ALL_TAKEN else MOST_CHUNKS
             assert size <= HIGH_WATER + 2 * chunks * len(TEXT), path_of(connection)
-        # Of /generate the newest state is kept, so all of it is taken.
         taken = [number for request_id in own if (number := engine.taken[request_id]) != CHUNKS]
-        assert len(taken) == STUCK - paths.count("/generate")
+        assert len(taken) == STUCK - sum(paths.count(path) for path in ALL_TAKEN)
         # What is being sent, what waits, and what the kernel has.
         in_buffers = (HIGH_WATER + 8 * KERNEL_BYTES) // len(TEXT)
         assert max(taken) <= 2 * MOST_CHUNKS + in_buffers < CHUNKS

@@ -84,6 +84,7 @@ CHAT = Interface(
     harmless=("user", "metadata", "prediction", "parallel_tool_calls"),
     needed=(("messages", "invalid_request"),),
 )
+NO_RESPONSE = refused("previous_response_not_found")
 RESPONSES = Interface(
     "/v1/responses",
     {"input": "98 + 25 =", "max_output_tokens": 4} | GREEDY,
@@ -98,13 +99,15 @@ RESPONSES = Interface(
             refusals=refused("invalid_max_tokens") | refused("invalid_max_output_tokens"),
         ),
         Field("store", (), (True, False, None), BOOL),
+        Field("background", (), (False, None), BOOL),
+        Field("previous_response_id", (), ("", None), TEXT, ("b", "resp_0", "\x00"), NO_RESPONSE),
         Field("metadata", (), ({"a": "b"}, {}, None), (1, [], "a", {"a": 1}, {"a": [[]]})),
         Field("metadata", (), (), ({str(i): "a" for i in range(17)},), group="many"),
         Field("include", (), ([], None), (1, "a", {}, [1], [[]])),
         Field("include", (), (), (), (["a"], ["\x00" * 99]), refused("unsupported")),
         Field("top_logprobs", (), (0, None), (*INT, 1, 5)),
     ),
-    unsupported=(*TOOLS[:1], "background", "previous_response_id", "conversation", "prompt"),
+    unsupported=(*TOOLS[:1], "conversation", "prompt", "truncation"),
     harmless=("user", "prompt_cache_key", "parallel_tool_calls"),
     needed=(("input", "invalid_request"),),
     last="event: response.incomplete",

@@ -10,6 +10,7 @@ from .interfaces import CHAT, COMPLETIONS, INTERFACES, MESSAGES, RESPONSES, TOKE
 from .wire import HOST, JSON, MALFORMED, Case, Shape, Wanted, chunked, head, post
 
 VERSION = b"/version"
+KEYED = (COMPLETIONS, CHAT, TOKENS, RESPONSES)
 MEDIA = refused("unsupported_media_type", 415)
 NOT_FOUND = refused("not_found", 404)
 NOT_ALLOWED = refused("method_not_allowed", 405)
@@ -204,7 +205,7 @@ def named(rng: random.Random) -> Case:
         b"X-Tenant": generates,
         b"X-Budget-Ms": generates,
         b"Anthropic-Version": interface.shape == "anthropic",
-        b"Idempotency-Key": interface in (COMPLETIONS, CHAT, TOKENS),
+        b"Idempotency-Key": interface in KEYED,
     }
     if not heard.get(name, True):
         code = ""
@@ -265,8 +266,8 @@ STREAM_CALLS: tuple[tuple[bytes, bytes, str, int], ...] = (
     (b"DELETE", b"/v1/streams/%e2%80%ae", "stream_not_found", 404),
     (b"POST", b"/v1/streams/cmpl-0/cancel", "stream_not_found", 404),
     (b"GET", b"/v1/responses/resp_0", "unknown_response", 404),
-    (b"GET", b"/v1/responses/resp_0?stream=true", "unsupported", 400),
-    (b"GET", b"/v1/responses/%00?starting_after=1", "unsupported", 400),
+    (b"GET", b"/v1/responses/resp_0?stream=true", "unknown_response", 404),
+    (b"GET", b"/v1/responses/%00?starting_after=1", "invalid_request", 400),
     (b"DELETE", b"/v1/responses/%ff%fe", "unknown_response", 404),
     (b"POST", b"/v1/responses/" + b"x" * 9000 + b"/cancel", "unknown_response", 404),
     (b"GET", b"/v1/models/other", "model_not_found", 404),
@@ -298,7 +299,7 @@ def by_id(rng: random.Random) -> Case:
 
 def keyed(rng: random.Random) -> Case:
     """A call that is sent again with its key, as it was or as another one."""
-    interface = rng.choice((COMPLETIONS, CHAT, TOKENS))
+    interface = rng.choice(KEYED)
     key = [(b"Idempotency-Key", b"%032x" % rng.getrandbits(128))]
     again = rng.random() < 0.5
     body = usual(interface) if again else usual(interface)[:-1] + b',"priority":5}'

@@ -56,7 +56,7 @@ def make_app(
     words = LazyWords(config.engine.model_folder)
     templates = ChatTemplates(words, config.engine.max_model_len, config.gateway.template_timeout_s)
     readiness = readiness or Readiness(engine)
-    policy = Policy(engine, config)
+    policy = Policy(engine, config, measures)
     submissions = Submissions(engine, config, measures, readiness, policy.chain)
     kept = KeptCalls(engine, config)
     length = ModelLength(engine, config)

@@ -25,6 +25,19 @@ from .measures import Measures, Reason
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
+_SHOWN = (
+    "Retry-After",
+    "X-Request-Id",
+    "X-Should-Retry",
+    "Request-Id",
+    *(
+        f"x-ratelimit-{what}-{of}"
+        for of in ("requests", "tokens")
+        for what in ("limit", "remaining", "reset")
+    ),
+)
+"""Headers of answers that allowed pages may read."""
+
 
 class _Refused(RequestError):
     """Who calls, or how, is not right; the reason is the error's code."""
@@ -48,7 +61,7 @@ def only_known_callers(
             allow_origins=[origin.lower() for origin in config.allowed_origins],
             allow_methods=("GET", "POST", "PUT", "DELETE"),
             allow_headers=("*",),
-            expose_headers=("Retry-After", "X-Request-Id", "X-Should-Retry", "Request-Id"),
+            expose_headers=_SHOWN,
         )
     return _KnownCallers(app, config, measures, respond)
 

@@ -23,6 +23,11 @@ Reason = Literal[
     # Of places.
     "too_many_waiting",
     "expired",
+    # Of what callers may use.
+    "requests_per_minute",
+    "tokens_per_minute",
+    "max_in_flight",
+    "limits_unavailable",
     # Of callers.
     "forbidden_host",
     "forbidden_origin",

@@ -8,10 +8,12 @@ import anyio
 
 from ...config import BusError, Config
 from ...pipeline.client import BusClient
+from ..measures import Measures
 from .backend import open_backend
 from .caller import Caller
 from .chain import HeadLink, PolicyChain, RequestsLink
 from .keys import Authenticate, RequireScope, caller_with
+from .limits import TakeLimits
 from .models import AllowedModels
 from .store import PolicyStore
 from .weights import TenantWeights
@@ -25,7 +27,7 @@ class Policy:
         store: Keys, tenants and guardrails; None where there are none.
     """
 
-    def __init__(self, engine: BusClient, config: Config) -> None:
+    def __init__(self, engine: BusClient, config: Config, measures: Measures) -> None:
         """Raises ConfigError when its settings can't be obeyed."""
         own = config.policy
         self._engine = engine
@@ -36,7 +38,10 @@ class Policy:
         requests: list[RequestsLink] = []
         if own.knows_callers:
             head += [Authenticate(self._know), RequireScope()]
-            requests += [AllowedModels(config.engine.model_name)]
+            requests += [
+                AllowedModels(config.engine.model_name),
+                TakeLimits(engine.bus.limits, config, measures),
+            ]
         self.chain = PolicyChain(head, requests)
 
     async def open(self) -> None:

@@ -6,12 +6,12 @@ import anyio
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ..telemetry import Metrics
+from .policy.routes import PolicyRoute
 
 
-def metrics_routes(metrics: Metrics) -> list[Route]:
+def metrics_routes(metrics: Metrics) -> list[PolicyRoute]:
     """The endpoint, which tells what `telemetry.metrics_port` does."""
     # Whoever asks for it over and over takes one thread, and waits.
     one_at_a_time = anyio.CapacityLimiter(1)
@@ -25,4 +25,4 @@ def metrics_routes(metrics: Metrics) -> list[Route]:
         text, media_type = found
         return Response(text, media_type=media_type)
 
-    return [Route("/metrics", told, methods=["GET"])]
+    return [PolicyRoute("/metrics", told, needed="read", methods=["GET"])]

@@ -17,6 +17,7 @@ from .chat_templates import ChatTemplates
 from .http import error_handler, error_response
 from .kept_calls import KeptCalls
 from .measures import Measures
+from .metrics import metrics_routes
 from .model_length import ModelLength
 from .openai import openai_routes
 from .policy.admin import admin_routes
@@ -63,6 +64,7 @@ def make_app(
     app = Starlette(
         routes=[
             *probe_routes(readiness),
+            *metrics_routes(measures.metrics),
             *sglang_routes(engine, config, words, submissions, measures, readiness, length),
             *openai_routes(config, words, submissions, kept, templates, length),
             *anthropic.anthropic_routes(config, words, submissions, templates),

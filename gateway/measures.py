@@ -17,6 +17,7 @@ Reason = Literal[
     "slow_body",
     "slow_reader",
     "malformed",
+    "handshake_failed",
     # Of limits.
     "too_many_requests",
     "too_many_bytes",

@@ -330,6 +330,9 @@ NO_CLIENTS = (
     "GET nano:weights:0",
     "SET nano:weights:0 {}",
     "SET nano:epoch 1",
+    "HGET nano:policy document",  # who may do what at the gateways
+    "HSET nano:policy document {}",
+    "DEL nano:policy",
     "XADD {nano:link:0}:control.executor * w w m m",  # weights
     "XADD {nano:link:0}:control.batching * w w m m",  # pause
     "XADD {nano:link:0}:control.fairness * w w m m",

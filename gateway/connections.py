@@ -31,6 +31,9 @@ LINGER_S = 2.0
 """For a client to read why it was refused, while what it still sends is thrown away: with unread
 bytes a connection is reset when it is closed, and the answer may be lost."""
 
+SEND_BUFFER_BYTES = 1 << 18
+"""Of an answer that the kernel holds for a client that does not read; it takes twice that."""
+
 SPARE_CONNECTIONS = 128
 """How many there may be beyond those with a request under way: on these the others are told that
 there is no room. It is twice `server.ACCEPTED_AT_ONCE`, or newcomers would be replaced by
@@ -95,7 +98,7 @@ class Connection(H11Protocol):
         if self.handshake is not None:
             self.handshake.complete()
         else:
-            send_at_once(transport)
+            set_socket(transport)
         self._all.enter(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -339,16 +342,19 @@ class Connections:
         self._sending.pop(connection, None)
 
 
-def send_at_once(transport: asyncio.BaseTransport) -> None:
-    """Has each part of an answer sent without waiting until the client has acknowledged the last.
+def set_socket(transport: asyncio.BaseTransport) -> None:
+    """Has each part of an answer sent without waiting until the client has acknowledged the last,
+    and bounds what of it the kernel holds.
 
-    asyncio sees to it only where the listening socket was made with its protocol's number. Without,
-    the body of a small answer, or the next token, is 40 ms late.
+    asyncio sees to the first only where the listening socket was made with its protocol's number.
+    Without, the body of a small answer, or the next token, is 40 ms late. By itself the kernel
+    takes megabytes for a client that reads nothing, whose limits would then never come into play.
     """
     accepted = transport.get_extra_info("socket")
     if accepted is not None and accepted.family in (socket.AF_INET, socket.AF_INET6):
         with suppress(OSError):  # the client has gone
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
 
 
 def named_client(head: bytes) -> bytes:

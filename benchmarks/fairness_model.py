@@ -197,11 +197,15 @@ class Simulation:
     ) -> None:
         """`flat_priority`: the policy does not know of priorities. `keep_records`: also those of
         requests that are done, for a table of them."""
-        engine = EngineConfig(
+        engine = EngineConfig(max_tokens_per_batch=device.max_tokens_per_batch)
+        capacity = LaneCapacity(
+            device.num_blocks,
+            engine.block_size,
+            1 << 20,
+            1 << 30,
+            "formula",
             max_batch_size=device.max_batch_size,
-            max_tokens_per_batch=device.max_tokens_per_batch,
         )
-        capacity = LaneCapacity(device.num_blocks, engine.block_size, 1 << 20, 1 << 30, "formula")
         self.batching = BatchingCore(engine, capacity, steps_ahead=1)
         self.queue = queue
         self.now_ns = 0

@@ -11,13 +11,14 @@ from types import FrameType, TracebackType
 from typing import Annotated
 
 import typer
+from msgspec.structs import replace
 
 from ..config import NanoInferenceError, RequestError, nearest
 from .answerer import Place, answerer_at, place_of
 from .asking import AnswerWriter, AskedModel, failures_told
 from .options import Options, takes_asking_options
-from .requests import Wanted, parse_sampling
-from .submit_options import Budget, Priority, Sampling, Seed, Stop, Temperature, Tenant
+from .request_options import takes_wanted_options
+from .requests import Wanted
 from .terminal import complain
 
 MOST_TOKENS = 1024
@@ -59,8 +60,10 @@ class Conversation:
 
 
 @takes_asking_options
+@takes_wanted_options(max_tokens=MOST_TOKENS)
 def chat(
     options: Options,
+    wanted: Wanted,
     system: Annotated[
         str,
         typer.Option(
@@ -68,21 +71,6 @@ def chat(
         ),
     ] = "",
     model: AskedModel = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help=f"Most tokens per answer; {MOST_TOKENS} by default.",
-            rich_help_panel="Requests",
-            show_default=False,
-        ),
-    ] = None,
-    temperature: Temperature = None,
-    seed: Seed = None,
-    stop: Stop = None,
-    sampling: Sampling = None,
-    priority: Priority = None,
-    tenant: Tenant = None,
-    budget: Budget = None,
 ) -> None:
     """Talk with a model.
 
@@ -103,18 +91,7 @@ def chat(
     a question was refused or not answered well.
     """
     place = place_of(options)
-    wanted = Wanted(
-        chat=True,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        stop=tuple(stop or ()),
-        sampling=parse_sampling(sampling or ()),
-        priority=priority,
-        tenant=tenant,
-        budget_s=budget,
-        stream=True,
-    )
+    wanted = replace(wanted, chat=True, stream=True)
     _Chat(place, wanted, model, Conversation(system)).run()
 
 

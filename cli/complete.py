@@ -7,36 +7,20 @@ import sys
 from contextlib import aclosing
 from typing import Any
 
+from msgspec.structs import replace
+
 from ..config import ConfigError
 from .answerer import Place, answerer_at, place_of
 from .asking import AnswerWriter, AskedModel, CompletedText, failures_told
 from .options import Options, takes_asking_options
-from .requests import Wanted, parse_sampling
-from .submit_options import (
-    Budget,
-    MaxTokens,
-    Priority,
-    Sampling,
-    Seed,
-    Stop,
-    Temperature,
-    Tenant,
-)
+from .request_options import takes_wanted_options
+from .requests import Wanted
 
 
 @takes_asking_options
+@takes_wanted_options()
 def complete(
-    options: Options,
-    text: CompletedText = None,
-    model: AskedModel = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    seed: Seed = None,
-    stop: Stop = None,
-    sampling: Sampling = None,
-    priority: Priority = None,
-    tenant: Tenant = None,
-    budget: Budget = None,
+    options: Options, wanted: Wanted, text: CompletedText = None, model: AskedModel = None
 ) -> None:
     """Continue a text, and print the continuation as it is generated.
 
@@ -52,17 +36,7 @@ def complete(
     the request too. The exit status is 1 when it was refused or did not end well.
     """
     place = place_of(options)
-    wanted = Wanted(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        stop=tuple(stop or ()),
-        sampling=parse_sampling(sampling or ()),
-        priority=priority,
-        tenant=tenant,
-        budget_s=budget,
-        stream=True,
-    )
+    wanted = replace(wanted, stream=True)
     request = wanted.of_text(_read_stdin() if text in (None, "-") else text)
     if model is not None:
         request["model"] = model

@@ -268,27 +268,30 @@ def takes_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
         _, *own = signature.parameters.values()
-        shared = [
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_ANNOTATIONS[name]
-            )
-            for name in names
-        ]
+        shared = [option(name, _ANNOTATIONS[name]) for name in names]
 
         @functools.wraps(command)
         def with_options(**values: Any) -> None:
             options = Options(**{name: values.pop(name) for name in names})
             command(options, **values)
 
-        # Typer reads a command's options from these two.
-        parameters = [*own, *shared]
-        with_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        with_options.__annotations__ = {
-            parameter.name: parameter.annotation for parameter in parameters
-        }
+        set_parameters(with_options, [*own, *shared])
         return with_options
 
     return decorate
+
+
+def option(name: str, annotation: Any) -> inspect.Parameter:
+    """A parameter of a command that need not be given."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=None, annotation=annotation)
+
+
+def set_parameters(command: Callable[..., None], parameters: list[inspect.Parameter]) -> None:
+    """Has Typer take these for a command's parameters, in this order."""
+    # It reads them from these two.
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
 
 
 takes_client_options = takes_options(*CLIENT_OPTIONS)

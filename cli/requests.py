@@ -14,6 +14,9 @@ from ..bus.codec import check_request
 from ..config import ConfigError, RequestError, SamplingParams, nearest, parse_value
 from .stdin import stdin_lines
 
+DEFAULT_MAX_TOKENS = 64
+"""Of an answer to one prompt."""
+
 
 class Submission(msgspec.Struct, frozen=True):
     """A request to be sent, and what its answer is called where several are printed."""
@@ -42,10 +45,11 @@ class Wanted(msgspec.Struct, frozen=True):
             raise ConfigError("--budget must be a number of seconds")
 
     def of_text(self, text: str) -> dict[str, Any]:
-        """The request for a prompt. Greedy and 64 tokens unless the options say otherwise."""
+        """The request for a prompt. Greedy unless the options say otherwise."""
         if self.chat:
-            return self.of_messages([{"role": "user", "content": text}], max_tokens=64)
-        return self._request({"prompt": text}, max_tokens=64)
+            messages = [{"role": "user", "content": text}]
+            return self.of_messages(messages, max_tokens=DEFAULT_MAX_TOKENS)
+        return self._request({"prompt": text}, max_tokens=DEFAULT_MAX_TOKENS)
 
     def of_messages(self, messages: list[dict[str, str]], *, max_tokens: int) -> dict[str, Any]:
         """The request for a conversation. Greedy unless the options say otherwise; they also go

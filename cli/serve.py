@@ -77,7 +77,7 @@ async def _serve(config: Config) -> None:
                 anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT)
             )
             spare_collector()
-            _tell(config.engine.model_name, gateway.url)
+            _tell(config.engine.model_name, gateway.url, with_key=config.policy.knows_callers)
             await until_told_to_stop(signals, pipeline.failed, gateway.failed)
             end_s = time.monotonic() + config.pipeline.drain_timeout_s
             await gateway.drain(config.pipeline.drain_timeout_s)
@@ -85,13 +85,14 @@ async def _serve(config: Config) -> None:
             await drain(pipeline, max(0.0, end_s - time.monotonic()))
 
 
-def _tell(model: str, url: str) -> None:
+def _tell(model: str, url: str, *, with_key: bool) -> None:
+    key = ' -H "Authorization: Bearer $NANO_INFERENCE_API_KEY"' if with_key else ""
     body = '{"prompt": "98 + 25 =", "temperature": 0}'
     # Whoever read it first may have gone.
     with suppress(OSError):
         sys.stdout.write(
             f"{model!r} is served at {url}, OpenAI's interface at {url}/v1. Try it:\n\n"
-            f"  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n\n"
+            f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'\n\n"
             f"  nano-inference chat --url {url}/v1\n\n"
         )
         sys.stdout.flush()

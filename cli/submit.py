@@ -9,6 +9,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 import typer
+from msgspec.structs import replace
 
 from ..bus.public import Completion, CompletionChunk
 from ..config import Config, ConfigError, NanoInferenceError
@@ -16,24 +17,17 @@ from ..pipeline.client import BusClient
 from .answers import AnswerPrinter, ProgressLine
 from .connection import connected
 from .options import Options, takes_client_options
-from .requests import LineReader, Submission, Wanted, parse_sampling, read_file, read_stdin
-from .submit_options import (
+from .request_options import (
     AsJson,
-    Budget,
     Chat,
-    MaxTokens,
     NoWait,
-    Priority,
     Prompt,
     RequestFile,
     Samples,
-    Sampling,
-    Seed,
-    Stop,
-    Temperature,
-    Tenant,
     Trace,
+    takes_wanted_options,
 )
+from .requests import LineReader, Submission, Wanted, read_file, read_stdin
 from .terminal import complain
 
 Source = Iterable[Submission] | AsyncIterator[Submission]
@@ -45,20 +39,14 @@ _CONCURRENT = 64
 
 
 @takes_client_options
+@takes_wanted_options()
 def submit(
     options: Options,
+    wanted: Wanted,
     text: Prompt = None,
     file: RequestFile = None,
     chat: Chat = False,
     n: Samples = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    seed: Seed = None,
-    stop: Stop = None,
-    sampling: Sampling = None,
-    priority: Priority = None,
-    tenant: Tenant = None,
-    budget: Budget = None,
     as_json: AsJson = False,
     no_wait: NoWait = False,
     trace: Trace = False,
@@ -89,19 +77,7 @@ def submit(
     The exit status is 1 when any request did not end well.
     """
     one_text = text not in (None, "-") and file is None
-    wanted = Wanted(
-        chat=chat,
-        n=n,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        stop=tuple(stop or ()),
-        sampling=parse_sampling(sampling or ()),
-        priority=priority,
-        tenant=tenant,
-        budget_s=budget,
-        stream=one_text and not as_json and n in (None, 1),
-    )
+    wanted = replace(wanted, chat=chat, n=n, stream=one_text and not as_json and n in (None, 1))
     printer = AnswerPrinter(as_json=as_json, trace=trace, labelled=not one_text)
     _Submitting(options.client_config(), printer).run(text, file, wanted, no_wait=no_wait)
 

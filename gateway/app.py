@@ -6,15 +6,19 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Scope
 
 from ..config import Config, NanoInferenceError
 from ..pipeline.client import BusClient
-from .anthropic import anthropic_routes
+from . import anthropic
 from .callers import JsonOnly
 from .chat_templates import ChatTemplates
-from .http import answer_error
+from .http import ERROR_CODE, error_handler, error_response
 from .kept_calls import KeptCalls
 from .measures import Measures
+from .metrics import metrics_routes
+from .model_length import ModelLength
 from .openai import openai_routes
 from .policy.admin import admin_routes
 from .policy.policy import Policy
@@ -42,8 +46,9 @@ def make_app(
         readiness: Whether it takes requests; None for one that nobody changes.
 
     Returns:
-        The application. Whoever serves it opens its `state.policy` before, and runs `run_forever`
-        of that and of its `state.kept_calls` beside it.
+        The application. Whoever serves it opens its `state.policy` before, runs `run_forever` of
+        that and of its `state.kept_calls` beside it, and answers what it refuses itself by its
+        `state.respond`.
 
     Raises:
         ConfigError: The policy's settings can't be obeyed.
@@ -55,17 +60,28 @@ def make_app(
     policy = Policy(engine, config, words, measures)
     submissions = Submissions(engine, config, measures, readiness, policy.chain)
     kept = KeptCalls(engine, config)
+    length = ModelLength(engine, config)
     app = Starlette(
         routes=[
             *probe_routes(readiness),
-            *sglang_routes(engine, config, words, submissions, measures, readiness),
-            *openai_routes(config, words, submissions, kept, templates),
-            *anthropic_routes(config, words, submissions, templates),
+            *metrics_routes(measures.metrics),
+            *sglang_routes(engine, config, words, submissions, measures, readiness, length),
+            *openai_routes(config, words, submissions, kept, templates, length),
+            *anthropic.anthropic_routes(config, words, submissions, templates),
             *admin_routes(policy, config),
         ],
-        middleware=[Middleware(JsonOnly, measures)],
-        exception_handlers=dict.fromkeys(_ANSWERED, answer_error),
+        middleware=[Middleware(JsonOnly, measures, respond)],
+        exception_handlers=dict.fromkeys(_ANSWERED, error_handler(respond)),
     )
     app.state.kept_calls = kept
+    app.state.respond = respond
     app.state.policy = policy
     return app
+
+
+def respond(scope: Scope, error: NanoInferenceError) -> Response:
+    """The answer to a call that has an error, as clients of what is called read it."""
+    scope.setdefault("state", {})[ERROR_CODE] = error.code
+    if anthropic.is_called(scope):
+        return anthropic.respond(scope, error)
+    return error_response(error)

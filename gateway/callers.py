@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..config import GatewayConfig, RequestError, shown
-from .http import error_response
+from .http import Respond, respond_plainly
 from .measures import Measures, Reason
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -47,7 +47,9 @@ class _Refused(RequestError):
         self.reason: Reason = reason
 
 
-def only_known_callers(app: ASGIApp, config: GatewayConfig, measures: Measures) -> ASGIApp:
+def only_known_callers(
+    app: ASGIApp, config: GatewayConfig, measures: Measures, respond: Respond = respond_plainly
+) -> ASGIApp:
     """An application with the checks that stand before all others.
 
     Preflights of allowed origins are answered here, and whatever else answers, be it a limit or a
@@ -61,7 +63,7 @@ def only_known_callers(app: ASGIApp, config: GatewayConfig, measures: Measures) 
             allow_headers=("*",),
             expose_headers=_SHOWN,
         )
-    return _KnownCallers(app, config, measures)
+    return _KnownCallers(app, config, measures, respond)
 
 
 class _KnownCallers:
@@ -71,9 +73,12 @@ class _KnownCallers:
     then takes the gateway for the page's server. It takes a name, so addresses pass.
     """
 
-    def __init__(self, app: ASGIApp, config: GatewayConfig, measures: Measures) -> None:
+    def __init__(
+        self, app: ASGIApp, config: GatewayConfig, measures: Measures, respond: Respond
+    ) -> None:
         self._app = app
         self._measures = measures
+        self._respond = respond
         names = ("localhost", config.host, socket.gethostname(), *config.allowed_hosts)
         self._names = {name.lower() for name in names}
         self._origins = {origin.lower() for origin in config.allowed_origins}
@@ -83,19 +88,10 @@ class _KnownCallers:
         app = self._app
         if refusal is not None:
             self._measures.refused(refusal.reason)
-            app = response = error_response(refusal)
-            if refusal.reason == "malformed":
-                # Nobody knows where the next call would begin.
-                response.headers["Connection"] = "close"
+            app = self._respond(scope, refusal)
         await app(scope, receive, send)
 
     def _refusal(self, headers: Headers) -> _Refused | None:
-        if "transfer-encoding" in headers and "content-length" in headers:
-            # A proxy may go by the one and we by the other, and what is a body to it a call to us.
-            return _Refused(
-                "the length of the body is told in two ways; give Content-Length or chunks",
-                "malformed",
-            )
         host, origin = headers.get("host", ""), headers.get("origin")
         name = _name_of(host)
         if name not in self._names and not _is_address(name):
@@ -114,32 +110,48 @@ class _KnownCallers:
 
 
 class JsonOnly:
-    """ASGI: refuses bodies that do not say that they are JSON.
+    """ASGI: refuses bodies that do not say that they are JSON, or say that they are compressed.
 
     A browser sends those of forms and plain text for any page, and asks first before any other.
     """
 
-    def __init__(self, app: ASGIApp, measures: Measures) -> None:
+    def __init__(
+        self, app: ASGIApp, measures: Measures, respond: Respond = respond_plainly
+    ) -> None:
         self._app = app
         self._measures = measures
+        self._respond = respond
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope)
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-        json = kind == "application/json" or (
-            kind.startswith("application/") and kind.endswith("+json")
-        )
+        refusal = _refused_kind(Headers(scope=scope))
         app = self._app
-        if (body or kind) and not json:
-            refusal = _Refused(
-                f"the Content-Type is {shown(kind)}; send JSON, and with it the header "
-                "'Content-Type: application/json'",
-                "unsupported_media_type",
-            )
+        if refusal is not None:
             self._measures.refused(refusal.reason)
-            app = error_response(refusal)
+            app = self._respond(scope, refusal)
         await app(scope, receive, send)
+
+
+def _refused_kind(headers: Headers) -> _Refused | None:
+    """Why a body can't be read, by what is said of it; None when it may be."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+    json = kind == "application/json" or (
+        kind.startswith("application/") and kind.endswith("+json")
+    )
+    if (body or kind) and not json:
+        return _Refused(
+            f"the Content-Type is {shown(kind)}; send JSON, and with it the header "
+            "'Content-Type: application/json'",
+            "unsupported_media_type",
+        )
+    codings = ",".join(headers.getlist("content-encoding"))
+    named = {coding.strip().lower() for coding in codings.split(",")}
+    if not named <= {"", "identity"}:
+        return _Refused(
+            f"the Content-Encoding is {shown(codings)}; send the body as it is, without it",
+            "unsupported_media_type",
+        )
+    return None
 
 
 def not_for_pages(endpoint: Endpoint, measures: Measures) -> Endpoint:

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import h11
 import structlog
+from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..config import GatewayConfig, NanoInferenceError, RequestError
 from ..telemetry import instruments, now_ns
 from .calls import ARRIVED
-from .http import error_response
+from .framing import StrictParser
 from .limits import Overloaded, RequestLimits
 from .measures import Measures, Reason
 from .rounds import Rounds
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 LINGER_S = 2.0
 """For a client to read why it was refused, while what it still sends is thrown away: with unread
 bytes a connection is reset when it is closed, and the answer may be lost."""
+
+SEND_BUFFER_BYTES = 1 << 18
+"""Of an answer that the kernel holds for a client that does not read; it takes twice that."""
 
 SPARE_CONNECTIONS = 128
 """How many there may be beyond those with a request under way: on these the others are told that
@@ -50,6 +54,7 @@ requests before it); some of it has come and is to be looked at; its body is com
 answered. When the answer is complete: it is being taken by the client; what remains of the body
 comes. Or it has been ended."""
 
+_MAX_HEAD_BYTES = 1 << 16
 # A head is found in so many bytes, or its client is known by its address.
 _HEAD_BYTES = 8192
 _TENANT = f"\r\n{TENANT_HEADER}:".lower().encode()
@@ -65,6 +70,7 @@ class Connection(H11Protocol):
 
     def __init__(self, connections: Connections, **given: Any) -> None:
         super().__init__(**given)
+        self.conn = StrictParser(_MAX_HEAD_BYTES)
         self.phase: Phase = "head"
         self.handshake: Handshake | None = None
         self._all = connections
@@ -92,7 +98,7 @@ class Connection(H11Protocol):
         if self.handshake is not None:
             self.handshake.complete()
         else:
-            send_at_once(transport)
+            set_socket(transport)
         self._all.enter(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -161,15 +167,17 @@ class Connection(H11Protocol):
     def end(self, error: NanoInferenceError | None = None) -> None:
         """Closes the connection; with an error as the answer, unless there is part of another."""
         cycle, answered = self.cycle, False
+        scope: Scope = {}
         if cycle is not None and not cycle.response_complete:
             answered = cycle.response_started
+            scope = {**cycle.scope}
             cycle.disconnected = True
             cycle.message_event.set()
         if error is None or answered or self.transport.is_closing():
             self.transport.abort()
             return
         # Not through h11, which may have lost its place.
-        response = error_response(error)
+        response = self._all.respond(scope, error)
         head = f"HTTP/1.1 {response.status_code} {HTTPStatus(response.status_code).phrase}".encode()
         fields = [b"%s: %s" % field for field in response.raw_headers]
         lines = [head, *fields, b"connection: close", b"", bytes(response.body)]
@@ -245,6 +253,7 @@ class Connections:
         rounds: In which requests begin and end.
         client_of: Whose a request is by the beginning of its head, b"" where that does not say; a
             first look, which decides about turns only.
+        respond: As `RequestLimits.respond`.
     """
 
     def __init__(
@@ -255,6 +264,7 @@ class Connections:
         self.rounds = Rounds()
         self.client_of = named_client
         self.config = config
+        self.respond = limits.respond
         self._limits = limits
         self._measures = measures
         self._most = most + SPARE_CONNECTIONS
@@ -332,16 +342,19 @@ class Connections:
         self._sending.pop(connection, None)
 
 
-def send_at_once(transport: asyncio.BaseTransport) -> None:
-    """Has each part of an answer sent without waiting until the client has acknowledged the last.
+def set_socket(transport: asyncio.BaseTransport) -> None:
+    """Has each part of an answer sent without waiting until the client has acknowledged the last,
+    and bounds what of it the kernel holds.
 
-    asyncio sees to it only where the listening socket was made with its protocol's number. Without,
-    the body of a small answer, or the next token, is 40 ms late.
+    asyncio sees to the first only where the listening socket was made with its protocol's number.
+    Without, the body of a small answer, or the next token, is 40 ms late. By itself the kernel
+    takes megabytes for a client that reads nothing, whose limits would then never come into play.
     """
     accepted = transport.get_extra_info("socket")
     if accepted is not None and accepted.family in (socket.AF_INET, socket.AF_INET6):
         with suppress(OSError):  # the client has gone
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
 
 
 def named_client(head: bytes) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Annotated, Any, Protocol, TypeVar
 
 import anyio
@@ -58,6 +59,8 @@ _STATUS = {
     "request_too_large": 413,
     "model_not_found": 404,
     "stream_not_found": 404,
+    "not_found": 404,
+    "method_not_allowed": 405,
     "unknown_response": 404,
     "unsupported": 400,
     "forbidden_host": 403,
@@ -79,6 +82,9 @@ _STATUS = {
 
 
 _KINDS = {401: "authentication_error", 403: "permission_error", TOO_MANY: "rate_limit_error"}
+
+Respond = Callable[[Scope, NanoInferenceError], Response]
+"""The answer to a call of this scope that has an error."""
 
 
 class SendEvent(Protocol):
@@ -155,21 +161,27 @@ def error_headers(error: NanoInferenceError) -> dict[str, str]:
     return headers
 
 
-async def answer_error(request: Request, error: Exception) -> Response:
-    """The answer to whatever a handler raised."""
-    if isinstance(error, HTTPException):
+def respond_plainly(scope: Scope, error: NanoInferenceError) -> Response:
+    """As OpenAI's and SGLang's clients read it, whatever is called."""
+    return error_response(error)
+
+
+def error_handler(respond: Respond) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """What answers to whatever a handler raised, or that there is no handler."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        if not isinstance(error, HTTPException):
+            return answer_failure(request, error, partial(respond, request.scope))
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
         message = f"{request.method} {shown(request.url.path)}: {error.detail}"
         if methods := (error.headers or {}).get("Allow"):
             message += f"; call it by {methods}"
-        told = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
-        _note(request, code)
-        return JsonResponse({"error": told}, error.status_code, error.headers)
-    return answer_failure(request, error, error_response)
+        response = respond(request.scope, RequestError(message, code=code))
+        response.status_code = error.status_code
+        response.headers.update(error.headers or {})
+        return response
 
-
-def _note(request: Request, code: str) -> None:
-    request.scope.setdefault("state", {})[ERROR_CODE] = code
+    return answer
 
 
 def answer_failure(
@@ -182,22 +194,19 @@ def answer_failure(
     """
     if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_LEFT)
-    log = structlog.get_logger().bind(path=request.url.path, call_id=call_id_of(request))
+    log = structlog.get_logger().bind(path=request.url.path, call_id=call_id_of(request.scope))
     if not isinstance(error, NanoInferenceError):
         log.error("http_handler_failed", exc_info=error)
-        error = NanoInferenceError("the gateway has failed; its log says where")
-        _note(request, error.code)
-        return respond(error)
-    _note(request, error.code)
+        return respond(NanoInferenceError("the gateway has failed; its log says where"))
     # Load that is shed (429) is counted where it is shed; a line for each would be more load.
     if status_of(error) >= 500:
         log.warning("http_request_failed", code=error.code, error=error.message)
     return respond(error)
 
 
-def call_id_of(request: Request) -> str:
+def call_id_of(scope: Scope) -> str:
     """What a call is named, or nothing where nobody has named it."""
-    named: str = request.scope.get("state", {}).get(CALL_ID, "")
+    named: str = scope.get("state", {}).get(CALL_ID, "")
     return named
 
 

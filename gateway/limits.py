@@ -8,7 +8,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..config import RequestError
-from .http import error_response
+from .http import Respond, respond_plainly
 from .measures import Reason
 from .probes import PROBES
 
@@ -35,10 +35,18 @@ class RequestLimits:
     Attributes:
         refused: How many were refused, and why, since somebody emptied this.
         held_bytes: What the bodies of all that are under way hold, beyond the uncounted.
+        respond: Answers an error as clients of what is called read it.
     """
 
-    def __init__(self, app: ASGIApp, max_requests: int, max_bodies_bytes: int) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        max_requests: int,
+        max_bodies_bytes: int,
+        respond: Respond = respond_plainly,
+    ) -> None:
         self.refused: Counter[Reason] = Counter()
+        self.respond = respond
         self._app = app
         self._max_requests = max_requests
         self._max_bodies_bytes = max_bodies_bytes
@@ -52,7 +60,7 @@ class RequestLimits:
         refusal = self._refusal(Headers(scope=scope).get("content-length", ""))
         if refusal is not None:
             self.refused[refusal.reason] += 1
-            await error_response(refusal)(scope, receive, send)
+            await self.respond(scope, refusal)(scope, receive, send)
             return
         received = counted = 0
 

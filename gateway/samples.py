@@ -22,6 +22,9 @@ from ..config import NanoInferenceError
 from .origin import Origin
 from .submissions import Submissions
 
+MOST_UNSENT = 4096
+"""Tokens of a stream that wait here for a client that does not read. The others wait on the bus."""
+
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """What comes next of a sample: `[k]` tokens, and the text that is certain by now.
@@ -53,9 +56,15 @@ Take = Callable[[Piece], Awaitable[None]]
 
 
 class Pieces:
-    """What has come of a sample and was not sent yet: one piece, however much it is."""
+    """What has come of a sample and was not sent yet: one piece, however much it is.
+
+    Attributes:
+        unsent: Its tokens.
+    """
 
     def __init__(self) -> None:
+        self.unsent = 0
+        self._read = anyio.Event()
         self._waiting: list[Piece] = []
         self._text_chars = 0
         self._num_tokens = 0
@@ -74,8 +83,15 @@ class Pieces:
         if new.text or new.token_ids:
             self._text_chars += len(new.text)
             self._num_tokens += len(new.token_ids)
+            self.unsent += len(new.token_ids)
             self._waiting.append(new)
             self._changed.set()
+
+    async def room(self) -> None:
+        """Waits while too much waits for the client."""
+        while self.unsent > MOST_UNSENT:
+            self._read = anyio.Event()
+            await self._read.wait()
 
     def close(self) -> None:
         """Nothing more comes."""
@@ -89,7 +105,8 @@ class Pieces:
                 self._changed = anyio.Event()
                 await self._changed.wait()
                 continue
-            pieces, self._waiting = self._waiting, []
+            pieces, self._waiting, self.unsent = self._waiting, [], 0
+            self._read.set()
             await take(joined(pieces))
             # The server takes what fits its buffers without a pause.
             await anyio.lowlevel.checkpoint()
@@ -105,10 +122,15 @@ async def stream_sample(
     """
     pieces = Pieces()
     failure: NanoInferenceError | None = None
+
+    async def put(output: Output) -> None:
+        pieces.put(output)
+        await pieces.room()
+
     async with anyio.create_task_group() as group:
         group.start_soon(pieces.send_all, take)
         try:
-            completion = await complete_sample(submissions, origin, request, pieces.put)
+            completion = await complete_sample(submissions, origin, request, put)
         except NanoInferenceError as error:
             # Not through the group, which would wrap it.
             failure = error
@@ -122,9 +144,9 @@ async def complete_sample(
     submissions: Submissions,
     origin: Origin,
     request: GenerateRequest,
-    put: Callable[[Output], None] = lambda output: None,
+    put: Callable[[Output], Awaitable[None]] | None = None,
 ) -> Completion:
-    """Runs a request, and gives its end. `put` is told of all that comes.
+    """Runs a request, and gives its end. `put` is told of all that comes, and waited for.
 
     Raises:
         NanoInferenceError: The engine did not do it.
@@ -134,7 +156,8 @@ async def complete_sample(
     async def run(index: int, begun: bool) -> None:
         async with aclosing(submissions.outputs(origin, request, begun)) as outputs:
             async for output in outputs:
-                put(output)
+                if put is not None:
+                    await put(output)
                 if isinstance(output, Completion):
                     ended.append(output)
                 await anyio.lowlevel.checkpoint()

@@ -19,7 +19,7 @@ from ..config import GatewayConfig
 from .callers import only_known_callers
 from .calls import ObservedCalls
 from .connections import LINGER_S, SPARE_CONNECTIONS, Connection, Connections
-from .http import DEFAULT_RETRY_S, EngineError
+from .http import DEFAULT_RETRY_S, EngineError, Respond, respond_plainly
 from .limits import RequestLimits
 from .measures import Measures
 from .policy.audit import AuditLog
@@ -75,11 +75,12 @@ class HttpServer(uvicorn.Server):
         most = connections_for(config.max_connections, max_files)
         if most < config.max_connections:
             structlog.get_logger().info("fewer_connections", most=most, max_files=max_files)
-        limits = RequestLimits(app, most, config.max_bodies_bytes)
+        respond: Respond = getattr(getattr(app, "state", None), "respond", respond_plainly)
+        limits = RequestLimits(app, most, config.max_bodies_bytes, respond)
         self.connections = Connections(config, limits, most, measures)
         # Starlette's; another application's calls are all of no route.
         routes = [each.path for each in getattr(app, "routes", ()) if isinstance(each, Route)]
-        known = only_known_callers(limits, config, measures)
+        known = only_known_callers(limits, config, measures, respond)
         self.calls = ObservedCalls(known, measures, routes, config.access_log, audit)
         self._swept_s = 0.0
         self._loop_handler: LoopHandler | None = None

@@ -11,7 +11,7 @@ import structlog
 from cryptography import x509
 
 from ..config import ConfigError, GatewayConfig
-from .connections import Connection, Connections, send_at_once
+from .connections import Connection, Connections, set_socket
 from .measures import Reason
 
 SHUTDOWN_S = 2.0
@@ -126,7 +126,7 @@ class Handshake(SSLProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._socket, self._under_way = transport, True
-        send_at_once(transport)
+        set_socket(transport)
         self._all.enter(self)
         super().connection_made(transport)
 

@@ -11,7 +11,7 @@ from ..chat_templates import ChatTemplates
 from ..policy.routes import PolicyRoute
 from ..submissions import Submissions
 from ..words import LazyWords
-from .errors import answer_error
+from .errors import answer_error, is_called, respond
 from .generate import MessageCalls
 
 
@@ -32,4 +32,4 @@ def anthropic_routes(
     ]
 
 
-__all__ = ["anthropic_routes"]
+__all__ = ["anthropic_routes", "is_called", "respond"]

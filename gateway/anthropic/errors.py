@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from ...config import NanoInferenceError
 from ..http import JsonResponse, answer_failure, call_id_of, error_headers, status_of
+
+PATH = "/v1/messages"
+"""Below it are all endpoints."""
 
 _TYPES = {
     401: "authentication_error",
@@ -39,19 +44,31 @@ def error_event(error: NanoInferenceError, call_id: str) -> dict[str, Any]:
     }
 
 
+def is_called(scope: Scope) -> bool:
+    """Whether a call is of this interface, be there such an endpoint or not."""
+    path: str = scope.get("path", "")
+    return path == PATH or path.startswith(f"{PATH}/")
+
+
+def respond(scope: Scope, error: NanoInferenceError) -> Response:
+    """The answer to a call that has an error."""
+    call_id = call_id_of(scope)
+    body = error_event(error, call_id)
+    return _named(call_id, JsonResponse(body, _status_of(error), error_headers(error)))
+
+
 async def answer_error(request: Request, error: Exception) -> Response:
     """The answer to whatever an endpoint raised."""
-
-    def respond(error: NanoInferenceError) -> Response:
-        body = error_event(error, call_id_of(request))
-        return JsonResponse(body, _status_of(error), error_headers(error))
-
-    return named(request, answer_failure(request, error, respond))
+    return named(request, answer_failure(request, error, partial(respond, request.scope)))
 
 
 def named(request: Request, response: Response) -> Response:
     """An answer that says what logs call it."""
-    if call_id := call_id_of(request):
+    return _named(call_id_of(request.scope), response)
+
+
+def _named(call_id: str, response: Response) -> Response:
+    if call_id:
         response.headers[_REQUEST_ID] = call_id
     return response
 

@@ -120,7 +120,7 @@ class MessageCalls:
             except NanoInferenceError as error:
                 if not stream.committed:
                     raise
-                await tell(error_event(error, call_id_of(request)))
+                await tell(error_event(error, call_id_of(request.scope)))
                 return
             await begin()
             await tell(answers.block_stop())

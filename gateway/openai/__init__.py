@@ -8,6 +8,7 @@ from starlette.responses import Response
 from ...config import Config
 from ..chat_templates import ChatTemplates
 from ..kept_calls import KeptCalls
+from ..model_length import ModelLength
 from ..policy.routes import PolicyRoute
 from ..policy.scopes import Needed
 from ..submissions import Submissions
@@ -25,11 +26,12 @@ def openai_routes(
     submissions: Submissions,
     kept: KeptCalls,
     templates: ChatTemplates,
+    length: ModelLength,
 ) -> list[PolicyRoute]:
     """Its endpoints."""
-    generation = GenerationCalls(submissions, kept, config, words, templates)
-    responses = ResponseCalls(submissions, kept, config, words, templates)
-    info = InfoCalls(config, words, templates)
+    generation = GenerationCalls(submissions, kept, config, words, templates, length)
+    responses = ResponseCalls(submissions, kept, config, words, templates, length)
+    info = InfoCalls(config, words, templates, length)
 
     def route(
         path: str,

@@ -26,6 +26,7 @@ from ..http import (
     while_connected,
 )
 from ..kept_calls import Attendance, KeptCalls, not_found
+from ..model_length import ModelLength
 from ..origin import Origin, origin_of
 from ..submissions import AT_ONCE, Submissions
 from ..tenants import tenant_of
@@ -59,6 +60,7 @@ class GenerationCalls:
         config: Config,
         words: LazyWords,
         templates: ChatTemplates,
+        length: ModelLength,
     ) -> None:
         self._submissions = submissions
         self._kept = kept
@@ -66,6 +68,7 @@ class GenerationCalls:
         self._config = config
         self._words = words
         self._templates = templates
+        self._length = length
 
     async def completions(self, request: Request) -> Response:
         tenant = tenant_of(request)
@@ -79,7 +82,7 @@ class GenerationCalls:
     async def chat(self, request: Request) -> Response:
         tenant = tenant_of(request)
         body = await read_object(request, self._config.gateway.max_body_bytes)
-        call, fields = read_chat(body, self._config)
+        call, fields = read_chat(body, self._config, await self._length.get())
         again = keyed(request, tenant, body)
         if call.stream and (event_id := last_event_id(request)):
             return await self._resume(request, tenant, answer_of(event_id), event_id, again)
@@ -112,7 +115,7 @@ class GenerationCalls:
     async def tokens(self, request: Request) -> Response:
         tenant = tenant_of(request)
         body = await read_object(request, self._config.gateway.max_body_bytes)
-        call, prompt = read_generate(body, self._config)
+        call, prompt = read_generate(body, self._config, await self._length.get())
         again = keyed(request, tenant, body)
         if call.stream and (event_id := last_event_id(request)):
             return await self._resume(request, tenant, answer_of(event_id), event_id, again)

@@ -14,6 +14,7 @@ from ...config import Config, RequestError
 from ..chat_templates import ChatTemplates
 from ..fields import check_model
 from ..http import FieldError, JsonResponse, read_object
+from ..model_length import ModelLength
 from ..policy.caller import caller_of
 from ..policy.models import check_allowed
 from ..words import LazyWords, Words
@@ -25,21 +26,24 @@ from .messages import conversation_of
 class InfoCalls:
     """The endpoints."""
 
-    def __init__(self, config: Config, words: LazyWords, templates: ChatTemplates) -> None:
+    def __init__(
+        self, config: Config, words: LazyWords, templates: ChatTemplates, length: ModelLength
+    ) -> None:
         self._config = config
+        self._length = length
         self._words = words
         self._templates = templates
         self._created = int(time.time())
 
     async def models(self, request: Request) -> Response:
         allowed, name = caller_of(request).models, self._config.engine.model_name
-        shown = [self._model()] if allowed is None or name in allowed else []
+        shown = [await self._model()] if allowed is None or name in allowed else []
         return JsonResponse({"object": "list", "data": shown})
 
     async def model(self, request: Request) -> Response:
         check_model(request.path_params["model"], self._config)
         check_allowed(caller_of(request), self._config.engine.model_name)
-        return JsonResponse(self._model())
+        return JsonResponse(await self._model())
 
     async def version(self, request: Request) -> Response:
         return JsonResponse({"version": metadata.version("nano-inference")})
@@ -51,7 +55,7 @@ class InfoCalls:
         check_model(body.model, self._config)
         if (body.prompt is None) == (body.messages is None):
             raise FieldError("give exactly one of prompt and messages", param="prompt")
-        words, max_model_len = await self._words.required(), self._config.engine.max_model_len
+        words, max_model_len = await self._words.required(), await self._length.get()
         if body.prompt is None:
             token_ids = await self._templates.token_ids(conversation_of(body))
         else:
@@ -84,7 +88,7 @@ class InfoCalls:
         told = {
             "tokenizer_class": type(tokenizer).__name__,
             "vocab_size": len(tokenizer),
-            "model_max_length": self._config.engine.max_model_len,
+            "model_max_length": await self._length.get(),
             "chat_template": tokenizer.chat_template or None,
         }
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -97,7 +101,7 @@ class InfoCalls:
             code="unsupported",
         )
 
-    def _model(self) -> dict[str, Any]:
+    async def _model(self) -> dict[str, Any]:
         engine = self._config.engine
         return {
             "id": engine.model_name,
@@ -106,7 +110,7 @@ class InfoCalls:
             "owned_by": "nano-inference",
             "root": engine.model_name,
             "parent": None,
-            "max_model_len": engine.max_model_len,
+            "max_model_len": await self._length.get(),
         }
 
 

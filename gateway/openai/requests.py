@@ -150,8 +150,11 @@ def read_completion(body: Body, config: Config) -> tuple[Call, list[Prompt]]:
     return call, prompts
 
 
-def read_chat(body: Body, config: Config) -> tuple[Call, ChatBody]:
+def read_chat(body: Body, config: Config, max_model_len: int) -> tuple[Call, ChatBody]:
     """A body of `/v1/chat/completions`, and its fields, of which the prompt is made.
+
+    Args:
+        max_model_len: Tokens that prompt and completion may have together.
 
     Raises:
         RequestError: A field can't be obeyed.
@@ -172,7 +175,7 @@ def read_chat(body: Body, config: Config) -> tuple[Call, ChatBody]:
         config,
         kind="chat",
         # Admission cuts it to what the model's length leaves.
-        max_tokens=told.pop() if told else config.engine.max_model_len,
+        max_tokens=told.pop() if told else max_model_len,
         logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
         prompt_logprobs=fields.prompt_logprobs,
         token_ids=fields.return_token_ids,
@@ -182,8 +185,11 @@ def read_chat(body: Body, config: Config) -> tuple[Call, ChatBody]:
     return call, fields
 
 
-def read_generate(body: Body, config: Config) -> tuple[Call, Prompt]:
+def read_generate(body: Body, config: Config, max_model_len: int) -> tuple[Call, Prompt]:
     """A body of `/inference/v1/generate`, and its prompt.
+
+    Args:
+        max_model_len: As for `read_chat`.
 
     Raises:
         RequestError: A field can't be obeyed.
@@ -202,7 +208,7 @@ def read_generate(body: Body, config: Config) -> tuple[Call, Prompt]:
         sampling,
         config,
         kind="generate",
-        max_tokens=_or(sampling.max_tokens, config.engine.max_model_len),
+        max_tokens=_or(sampling.max_tokens, max_model_len),
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
         token_ids=True,

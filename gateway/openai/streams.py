@@ -10,12 +10,10 @@ import msgspec
 
 from ...bus.public import Completion, CompletionChunk, CompletionSample, FinishReason, Output
 from ..http import SendEvent
+from ..samples import MOST_UNSENT
 from .answers import Answer, Answers, unbegun, usage_of, version_spans
 from .logprobs import Scored, scored
 from .positions import FINISHED, UNBEGUN, Position
-
-MOST_UNSENT = 4096
-"""Tokens of a stream that wait here for a client that does not read. The others wait on the bus."""
 
 
 class Choice:

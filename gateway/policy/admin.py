@@ -38,7 +38,7 @@ class AdminCalls:
         if self._audit is not None:
             caller = caller_of(request)
             by = {"key_id": caller.key_id, "key_name": caller.name, "tenant": caller.tenant}
-            call = {"call_id": call_id_of(request)}
+            call = {"call_id": call_id_of(request.scope)}
             self._audit.write(what, by | call | {"changed": of, "now": now})
 
     async def keys(self, request: Request) -> Response:

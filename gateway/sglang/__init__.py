@@ -6,6 +6,7 @@ from ...config import Config
 from ...pipeline.client import BusClient
 from ..callers import Endpoint, not_for_pages
 from ..measures import Measures
+from ..model_length import ModelLength
 from ..policy.routes import PolicyRoute
 from ..policy.scopes import Needed
 from ..readiness import Readiness
@@ -28,12 +29,13 @@ def sglang_routes(
     submissions: Submissions,
     measures: Measures,
     readiness: Readiness,
+    length: ModelLength,
 ) -> list[PolicyRoute]:
     """Its endpoints."""
     labels = VersionLabels()
     sync = WeightSync(engine, labels, config.gateway.sync_timeout_s)
     generation = Generation(submissions, config, words, labels)
-    info = InfoCalls(engine, config, submissions, sync, labels, readiness)
+    info = InfoCalls(engine, config, submissions, sync, labels, readiness, length)
     weights = WeightCalls(engine, config.gateway, sync)
     read, write = ["GET"], ["POST"]
 

@@ -18,6 +18,7 @@ from ...bus.public import Completion, GenerateRequest
 from ...config import Config, NanoInferenceError, RequestError, SamplingParams, split_role
 from ...pipeline.client import BusClient
 from ..http import EngineError, JsonResponse, answer_while_connected, read_object
+from ..model_length import ModelLength
 from ..policy.caller import caller_of
 from ..readiness import DRAINING, Readiness
 from ..submissions import Submissions
@@ -47,6 +48,7 @@ class InfoCalls:
         sync: WeightSync,
         labels: VersionLabels,
         readiness: Readiness,
+        length: ModelLength,
     ) -> None:
         self._engine = engine
         self._config = config
@@ -54,6 +56,7 @@ class InfoCalls:
         self._sync = sync
         self._labels = labels
         self._readiness = readiness
+        self._length = length
         readiness.consider(self._released)
 
     async def health(self, request: Request) -> Response:
@@ -103,7 +106,7 @@ class InfoCalls:
                 "dtype": engine.dtype,
                 "device": engine.device,
                 "random_seed": engine.seed,
-                "context_length": engine.max_model_len,
+                "context_length": await self._length.get(),
                 "max_running_requests": engine.max_batch_size or None,
                 "max_prefill_tokens": engine.max_tokens_per_batch,
                 "max_total_num_tokens": blocks * engine.block_size,

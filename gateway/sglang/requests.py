@@ -152,7 +152,9 @@ def read_call(body: Body, max_prompts: int) -> Call:
     fields = read_fields(body, GenerateBody, _IGNORED)
     prompts, batch = _prompts(fields)
     count = len(prompts)
-    given = _each(fields.sampling_params or {}, "sampling_params", count)
+    # An empty list has none for any prompt.
+    params = {} if fields.sampling_params is None else fields.sampling_params
+    given = _each(params, "sampling_params", count)
     first = _read_sampling(given[0])
     one_for_all = not isinstance(fields.sampling_params, list)
     columns = zip(

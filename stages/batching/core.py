@@ -47,7 +47,7 @@ class BatchingCore:
         self, config: EngineConfig, capacity: LaneCapacity, *, steps_ahead: int = 2
     ) -> None:
         self.limits = SchedulerConfig(
-            max_batch_size=config.max_batch_size or capacity.max_batch_size,
+            max_batch_size=capacity.max_batch_size,
             max_tokens_per_batch=config.max_tokens_per_batch,
             block_size=capacity.block_size,
         )

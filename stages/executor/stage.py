@@ -100,6 +100,7 @@ class ExecutorStage(Actor):
         # For `load`: plans under way, steps done.
         self._plans = self._steps = 0
         self._device = ""
+        self._max_model_len = 0
         self._weight_version = 0
         self._updates: WeightUpdates
         self._scoring: Scoring
@@ -118,6 +119,7 @@ class ExecutorStage(Actor):
         self._updates = WeightUpdates(self, self._core, _on_torch, self._start_soon)
         capacity = self._core.capacity()
         self._device = capacity.device
+        self._max_model_len = capacity.max_model_len
         self.log.info(
             "model_loaded",
             seconds=round((now_ns() - started) / 1e9, 2),
@@ -177,6 +179,7 @@ class ExecutorStage(Actor):
             "steps": self._steps,
             "device": self._device,
             "weight_version": self._weight_version,
+            "max_model_len": self._max_model_len,
         }
         if behind := self._updates.core.behind:
             load["behind_version"] = behind

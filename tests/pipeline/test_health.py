@@ -125,7 +125,7 @@ async def test_a_pipeline_tells_how_its_stages_are(make_config: MakeConfig) -> N
                 *("running", "waiting", "set_aside"),
                 *("kv_free", "kv_total", "kv_cached"),
             },
-            "executor": {"plans", "steps", "device", "weight_version"},
+            "executor": {"plans", "steps", "device", "weight_version", "max_model_len"},
             "streaming": {"open", "tokens_per_s", "ttft_ms_p50", "ttft_ms_p95"},
         }
         assert found.stages["executor"].load["steps"] > 0  # type: ignore[operator]

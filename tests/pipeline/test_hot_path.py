@@ -73,12 +73,12 @@ def test_instructions_per_sequence_and_step() -> None:
 def batching_steps(number: int, cache_type: Literal["paged", "radix"]) -> float:
     """As `decode_steps`, batching alone; in each step another sixteenth fills a block."""
     config = EngineConfig(
-        max_batch_size=number,
         max_tokens_per_batch=2 * STEPS * number,
         block_size=STEPS,
         cache_type=cache_type,
     )
-    core = BatchingCore(config, LaneCapacity(8 * number, STEPS, 4096, 50, "none"))
+    capacity = LaneCapacity(8 * number, STEPS, 4096, 50, "none", max_batch_size=number)
+    core = BatchingCore(config, capacity)
     for seq_id in range(number):
         prompt = (seq_id,) * (1 + seq_id % STEPS)
         info = RequestInfo(f"r{seq_id}", "e", "m", 1, False, (), len(prompt), "", "", 0)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
+import h11
 import pytest
 import structlog
 
@@ -22,6 +23,7 @@ from nano_inference.config import Config, ConfigError, GatewayConfig
 from nano_inference.gateway import rounds
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.connections import SPARE_CONNECTIONS
+from nano_inference.gateway.framing import StrictParser
 from nano_inference.gateway.limits import UNCOUNTED_BYTES
 from nano_inference.gateway.measures import Measures
 from nano_inference.gateway.server import HttpServer, connections_for
@@ -419,6 +421,46 @@ async def test_what_is_not_http_is_told_so_and_logged_by_nobody(
         assert await client.closed()
         assert await served.healthy()
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("version", "length"),
+    [
+        (b"1.1", b"Content-Length: 0\r\n"),
+        (b"1.1", b"Content-Length: 12\r\n"),
+        (b"1.0", b""),
+        (b"1.0", b"Content-Length: 12\r\n"),
+    ],
+)
+async def test_no_request_hides_in_another_s_body(
+    engine: FakeEngine, version: bytes, length: bytes
+) -> None:
+    """Whether a proxy before it goes by the length or by the chunks."""
+    head = b"POST /generate HTTP/%s\r\nHost: localhost\r\n%s" % (version, length)
+    kind = b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    async with serve(engine, GatewayConfig()) as served:
+        client = await served.connect(head + kind + b"2\r\n{}\r\n0\r\n\r\n" + SMALL)
+        assert await client.code() == (400, "malformed")
+        assert await client.closed()
+
+
+async def test_a_head_is_too_large_also_when_it_comes_as_a_whole(engine: FakeEngine) -> None:
+    head = SMALL.replace(b"\r\n\r\n", b"\r\nX-A: " + b"a" * 66_000 + b"\r\n\r\n")
+    parser = StrictParser(1 << 16)
+    parser.receive_data(head)
+    with pytest.raises(h11.RemoteProtocolError):
+        parser.next_event()
+    async with serve(engine, GatewayConfig()) as served:
+        client = await served.connect(head)
+        assert await client.code() == (400, "malformed")
+        assert await client.closed()
+
+
+async def test_no_other_version_of_http_is_answered(engine: FakeEngine) -> None:
+    async with serve(engine, GatewayConfig()) as served:
+        client = await served.connect(SMALL.replace(b"HTTP/1.1", b"HTTP/2.0"))
+        assert await client.code() == (400, "malformed")
+        assert await client.closed()
 
 
 @pytest.mark.parametrize(

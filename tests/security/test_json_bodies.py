@@ -21,6 +21,7 @@ from nano_inference.gateway.sglang import generate, info, requests, weights
 from ..gateway.fake import FakeEngine, completion
 from ..gateway.test_http import error_of
 from .conftest import OpenHttp
+from .mutations.bodies import spoiled
 
 DEEP = 10_000
 JSON = {"Content-Type": "application/json"}
@@ -279,22 +280,6 @@ def mutated(value: Any, rng: random.Random) -> Any:
         place = rng.randrange(len(value))
         return [*value[:place], mutated(value[place], rng), *value[place + rng.randrange(2) :]]
     return rng.choice(ODD)
-
-
-def spoiled(raw: bytes, rng: random.Random) -> bytes:
-    """The same text with some bytes changed, left out or said twice."""
-    data = bytearray(raw)
-    for _ in range(rng.randrange(1, 4)):
-        place = rng.randrange(len(data))
-        match rng.randrange(3):
-            case 0:
-                data[place] = rng.choice(b'"\\{}[],:0e-\x00\xff\xc3')
-            case 1:
-                del data[place : place + rng.randrange(1, 9)]
-            case _:
-                data[place:place] = data[max(0, place - rng.randrange(1, 9)) : place]
-        data = data or bytearray(b" ")
-    return bytes(data)
 
 
 @pytest.mark.parametrize("seed", range(8))

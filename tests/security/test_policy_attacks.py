@@ -435,7 +435,7 @@ SMUGGLING: dict[str, list[int]] = {
     "a line's end that is half": [400],
     "a NUL": [400],
     "an older version": [200],
-    "another protocol": [403, 400],
+    "another protocol": [400],
     "an upgrade": [200, 401],
 }
 """With the statuses of the answers: it is refused as a whole, or what comes behind is a call of its

@@ -26,6 +26,7 @@ from ...http import (
     while_connected,
 )
 from ...kept_calls import Attendance, KeptCalls
+from ...model_length import ModelLength
 from ...origin import Origin, origin_of
 from ...submissions import Submissions
 from ...tenants import tenant_of
@@ -60,18 +61,20 @@ class ResponseCalls:
         config: Config,
         words: LazyWords,
         templates: ChatTemplates,
+        length: ModelLength,
     ) -> None:
         self._submissions = submissions
         self._kept = kept
         self._config = config
         self._templates = templates
+        self._length = length
         self._background = Background(submissions, kept, config)
         self._stored = StoredResponses(kept, submissions, self._background, words, config)
 
     async def create(self, request: Request) -> Response:
         tenant = tenant_of(request)
         body = await read_object(request, self._config.gateway.max_body_bytes)
-        call, items = read_response(body, self._config)
+        call, items = read_response(body, self._config, await self._length.get())
         again = keyed(request, tenant, body)
         if call.fields.stream and (event_id := last_event_id(request)):
             response_id = response_of(event_id)

@@ -36,6 +36,8 @@ class ResponseCall(msgspec.Struct, frozen=True, kw_only=True):
         created: When it came, seconds since the Unix epoch.
         fields: As they came, but for the input.
         logprobs: Whether they are shown.
+        max_model_len: Tokens that prompt and completion may have together; 0 where whoever has
+            written the call did not say.
     """
 
     id: str
@@ -43,6 +45,7 @@ class ResponseCall(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     fields: ResponseBody
     logprobs: bool
+    max_model_len: int = 0
 
     @property
     def item_id(self) -> str:
@@ -53,8 +56,9 @@ class ResponseCall(msgspec.Struct, frozen=True, kw_only=True):
         """What is submitted for a prompt."""
         fields = self.fields
         most = fields.max_output_tokens
-        # Admission cuts it to what the model's length leaves.
-        most = config.engine.max_model_len if most is None else most
+        if most is None:
+            # Admission cuts it to what the model's length leaves.
+            most = self.max_model_len or config.engine.max_model_len
         return GenerateRequest(
             request_id=self.id,
             prompt_token_ids=token_ids,
@@ -66,8 +70,13 @@ class ResponseCall(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def read_response(body: Body, config: Config) -> tuple[ResponseCall, list[Item]]:
+def read_response(
+    body: Body, config: Config, max_model_len: int
+) -> tuple[ResponseCall, list[Item]]:
     """A body of `/v1/responses`, and its input.
+
+    Args:
+        max_model_len: Tokens that prompt and completion may have together.
 
     Raises:
         RequestError: A field can't be obeyed.
@@ -97,6 +106,7 @@ def read_response(body: Body, config: Config) -> tuple[ResponseCall, list[Item]]
         model=config.engine.model_name,
         fields=msgspec.structs.replace(fields, input=None),
         logprobs=logprobs,
+        max_model_len=max_model_len,
     )
     return call, items_of(fields.input)
 

@@ -221,6 +221,34 @@ async def test_errors_have_anthropic_s_types(
     assert ("retry-after" in answer.headers) == (status == 429)
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status", "kind", "code"),
+    [
+        ("GET", PATH, {}, 405, "invalid_request_error", "method_not_allowed"),
+        ("POST", f"{PATH}/batches", {}, 404, "not_found_error", "not_found"),
+        (
+            *("POST", PATH, {"Content-Type": "text/plain"}),
+            *(415, "invalid_request_error", "unsupported_media_type"),
+        ),
+        (
+            *("POST", COUNT, {"Content-Encoding": "gzip"}),
+            *(415, "invalid_request_error", "unsupported_media_type"),
+        ),
+    ],
+)
+async def test_what_reaches_no_endpoint_has_their_shape_too(
+    http: httpx.AsyncClient,
+    method: str,
+    path: str,
+    headers: dict[str, str],
+    status: int,
+    kind: str,
+    code: str,
+) -> None:
+    answer = await http.request(method, path, headers=headers, content=b"{}")
+    assert refusal(answer, status) == (kind, code, None)
+
+
 async def test_a_defect_of_ours_has_their_shape_too(
     http: httpx.AsyncClient, engine: FakeEngine
 ) -> None:

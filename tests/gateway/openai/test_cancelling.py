@@ -14,7 +14,7 @@ import pytest
 from nano_inference.bus.public import Completion, GenerateRequest, Output
 from nano_inference.config import Config, load_config
 from nano_inference.gateway.app import make_app
-from nano_inference.gateway.openai.streams import MOST_UNSENT
+from nano_inference.gateway.samples import MOST_UNSENT
 from nano_inference.telemetry import TraceContext
 
 from .. import by_hand

@@ -61,7 +61,7 @@ def asked(name: str, n: int) -> tuple[Call, list[Any]]:
 
 def chatted(name: str, n: int) -> tuple[Call, list[Any]]:
     body = {"messages": [{"role": "user", "content": "a"}], "stream": True, "n": n}
-    return read_chat(body | CHATS[name], Config())[0], [PROMPTS[0]]
+    return read_chat(body | CHATS[name], Config(), 8192)[0], [PROMPTS[0]]
 
 
 def begun_late(request: GenerateRequest) -> list[Output]:

@@ -145,6 +145,7 @@ async def test_text_stands_there_only_where_the_settings_say_so(
         ("/v1/models", {}, 401, "missing_api_key"),
         ("/v1/models", {"api-key": "ni-000000000000-" + "x" * 43}, 401, "invalid_api_key"),
         ("/nowhere/ni-0", {}, 404, "not_found"),
+        ("/v1/messages", {}, 405, "method_not_allowed"),
     ],
 )
 async def test_what_is_refused_has_a_line(

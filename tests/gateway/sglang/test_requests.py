@@ -165,6 +165,7 @@ def test_how_often_a_stream_has_an_event() -> None:
         ({"text": ["a", "b"], "rid": ["r", "r"]}, "duplicate_request", "twice"),
         ({"text": ["a", "b"], "rid": ["r"]}, "invalid_request", "rid has 1"),
         ({"text": "a", "sampling_params": [{}, {}]}, "invalid_request", "sampling_params has 2"),
+        ({"text": "a", "sampling_params": []}, "invalid_request", "sampling_params has 0"),
         ({"text": "a", "sampling_params": {"top_p": "x"}}, "invalid_request", "sampling_params."),
         ({"text": "a", "sampling_params": {"json_schema": "{}"}}, "unsupported", "json_schema"),
         ({"text": "a", "return_routed_experts": True}, "unsupported", "return_routed_experts"),

@@ -123,10 +123,11 @@ class Lane:
         config = EngineConfig(
             cache_type=cache_type,
             block_size=block_size,
-            max_batch_size=max_batch_size,
             max_tokens_per_batch=max_tokens_per_batch,
         )
-        capacity = LaneCapacity(num_blocks, block_size, 4096, 50, "rule")
+        capacity = LaneCapacity(
+            num_blocks, block_size, 4096, 50, "rule", max_batch_size=max_batch_size
+        )
         self.core = BatchingCore(config, capacity, steps_ahead=steps_ahead)
         self.executor = RuleExecutor(num_blocks, block_size)
         self.plans: deque[StepPlan] = deque()

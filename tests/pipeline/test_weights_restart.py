@@ -23,7 +23,7 @@ from nano_inference.stages.executor.weights.transports import SharedWeights, Wei
 from .. import oracle
 from . import reference
 from .test_processes import House, five_free_ports
-from .test_weights import begun, greedy
+from .test_weights import DTYPE, begun, greedy
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -37,6 +37,7 @@ def up(redis_url: str, log: Path, replicas: int) -> Iterator[House]:
         "pipeline.replicas": replicas,
         "telemetry.metrics_port": ports,
         "engine.max_batch_size": 8,
+        "engine.dtype": DTYPE,
     }
     prefix = f"up-{uuid.uuid4().hex[:8]}"
     house = House(redis_url, prefix, endpoint="", log=log, settings=settings)

@@ -78,6 +78,14 @@ async def http(pipeline: Pipeline) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def url(request: pytest.FixtureRequest) -> AsyncIterator[str]:
+    """Of a gateway in front of a pipeline, with what the module has as `SETTINGS`."""
+    config = load_config(env={}, overrides=getattr(request.module, "SETTINGS", {}))
+    async with Pipeline(config) as pipeline, Gateway(pipeline.client, config) as gateway:
+        yield gateway.url
+
+
 @pytest.fixture
 def resumed(monkeypatch: pytest.MonkeyPatch) -> list[NewSequence]:
     """The sequences that executors start behind tokens which were generated before, so far."""

@@ -25,10 +25,10 @@ LIMIT_S = 120
 # becomes of them on their way.
 BUSES = ["memory", "redis-links"]
 both_buses = pytest.mark.parametrize("make_config", BUSES, indirect=True)
-# And requests and results on Redis; every link on a cluster. For what rests on several of a bus's
-# promises together, as recovery does.
+# And every link on a cluster. For what rests on several of a bus's promises together, as recovery
+# does.
 all_buses = pytest.mark.parametrize(
-    "make_config", ["memory", "redis", "redis-links", "cluster"], indirect=True
+    "make_config", ["memory", "redis-links", "cluster"], indirect=True
 )
 
 

@@ -42,7 +42,7 @@ LIMIT_S = 60
 # While a stage is told to leave.
 STREAMS = 10
 # Tokens that take far longer than a kill does.
-LONG = 200
+LONG = 100
 GOOD = {"prompt": "12 + 30 =", "sampling": {"temperature": 0}}
 
 

@@ -30,7 +30,7 @@ test-fast: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
 soak: $(STAMP)
-	$(BIN)/python -m pytest --soak -m soak
+	$(BIN)/python -m pytest --soak -m soak -o faulthandler_timeout=7200
 
 check: $(STAMP) .typing/nano_inference
 	$(BIN)/ruff format --check .

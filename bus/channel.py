@@ -15,6 +15,7 @@ from .calls import Calls
 from .in_place import WeightsRecord
 from .links import Link
 from .messages import Envelope, Message
+from .policy import PolicyRecord
 from .public import Completion, ErrorInfo, GenerateRequest, Output
 from .replies import Replies
 
@@ -386,6 +387,19 @@ class ResultStreams(Protocol):
             ChannelClosed: The bus was closed.
         """
 
+    async def last(self, request_id: str, entry_id: str) -> Output | None:
+        """The last output that there is of a request, without waiting for any.
+
+        The arguments are those of `follow`. In memory it is there as long as it could be followed.
+
+        Returns:
+            None when there is none yet; or, if `entry_id` is "", no such request.
+
+        Raises:
+            BusError: As `follow`, or the transport can't be reached.
+            ChannelClosed: The bus was closed.
+        """
+
     async def tail(self) -> OutputStream[Completion]:
         """Every request's terminal message, from now (when this returns) on.
 
@@ -426,6 +440,10 @@ class Bus(Protocol):
     @property
     def calls(self) -> Calls:
         """Calls of gateways that outlive their connection."""
+
+    @property
+    def policy(self) -> PolicyRecord:
+        """Who may do what, for gateways that keep it here."""
 
     @property
     def weights(self) -> WeightsRecord:

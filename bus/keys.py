@@ -18,6 +18,7 @@
                            entries (`entry:{request_id}`) (internal)
 {prefix}:name:{name}       the call that has this name (internal)
 {prefix}:attended          sorted set, until when each call of a gateway is attended (internal)
+{prefix}:policy            hash, who may do what: `document` and its `version` (internal)
 
 Here a brace is a brace: a cluster keeps keys of the same tag in one place, and a key without a tag
 where it would keep the tag that says the same.
@@ -63,6 +64,7 @@ class Keys:
         self.stages = self._key("stages")
         self.weights = self._key(f"weights:{lane}")
         self.attended = self._key("attended")
+        self.policy = self._key("policy")
 
     def out(self, key: str) -> bytes:
         """The stream of one request. Any text is a valid key, a lone surrogate too."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -16,8 +16,16 @@ from .serve import SERVE_PORT
 DEFAULT_SERVER = f"http://127.0.0.1:{SERVE_PORT}/v1"
 """Where `serve` listens."""
 
-Place = str | Config
-"""A server's URL, or the settings of the bus."""
+
+class Server(NamedTuple):
+    """A server: the URL of its OpenAI interface, without a slash at its end, and the key for it."""
+
+    url: str
+    api_key: str = ""
+
+
+Place = Server | Config
+"""A server, or the settings of the bus."""
 
 
 class ServedModel(msgspec.Struct, frozen=True):
@@ -66,10 +74,12 @@ def place_of(options: Options) -> Place:
         if options.bus is not None:
             raise ConfigError("give --url or --bus, and not both")
         options.client_config()
-        return _server(options.url)
+        return server_of(options)
     configured = options.config().bus.url != "memory"
     config = options.client_config()
-    return config if options.bus is not None or configured else DEFAULT_SERVER
+    if options.bus is not None or configured:
+        return config
+    return Server(DEFAULT_SERVER, options.api_key or "")
 
 
 @asynccontextmanager
@@ -80,7 +90,7 @@ async def answerer_at(place: Place) -> AsyncIterator[Answerer]:
         NanoInferenceError: There is nobody.
     """
     # Each loads only what it takes.
-    if isinstance(place, str):
+    if isinstance(place, Server):
         from .http_answerer import HttpAnswerer
 
         async with HttpAnswerer(place) as server:
@@ -93,12 +103,18 @@ async def answerer_at(place: Place) -> AsyncIterator[Answerer]:
             yield BusAnswerer(client)
 
 
-def _server(url: str) -> str:
-    """The URL of OpenAI's interface; of a server's root it is `/v1`."""
+def server_of(options: Options) -> Server:
+    """The server that --url names. OpenAI's interface is at its `/v1` when that says no path.
+
+    Raises:
+        ConfigError: It is no URL.
+    """
+    url = options.url or DEFAULT_SERVER
     parts = None
     with suppress(ValueError):
         parts = urlsplit(url)
     if parts is None or parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigError(f"--url is {shown(url)}; it must be such as {DEFAULT_SERVER}")
     path = parts.path.rstrip("/") or "/v1"
-    return parts._replace(path=path, query="", fragment="").geturl()
+    url = parts._replace(path=path, query="", fragment="").geturl()
+    return Server(url, options.api_key or "")

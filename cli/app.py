@@ -12,6 +12,7 @@ import typer
 
 from ..config import NanoInferenceError
 from ..pipeline.supervisor import StageFailed
+from .admin import app as admin
 from .cancel import cancel
 from .chat import chat
 from .complete import complete
@@ -62,6 +63,7 @@ app.command(rich_help_panel=_KEEP)(status)
 app.command(rich_help_panel=_KEEP)(health)
 app.command(rich_help_panel=_KEEP)(top)
 app.command(rich_help_panel=_KEEP)(trace)
+app.add_typer(admin, name="admin", rich_help_panel=_KEEP)
 app.add_typer(dlq, name="dlq", rich_help_panel=_KEEP)
 app.add_typer(fairness, name="fairness", rich_help_panel=_KEEP)
 _TRAIN = "Train with it"

@@ -15,6 +15,7 @@ import typer
 from msgspec.structs import replace
 
 from ..config import (
+    API_KEY_VARIABLE,
     BUNDLED_MODEL,
     DEFAULT_URL,
     MOST_SHOWN,
@@ -66,6 +67,17 @@ ServerUrl = Annotated[
         "--url",
         metavar="URL",
         help="A server of OpenAI's interface, as http://127.0.0.1:8000/v1, instead of a bus.",
+        rich_help_panel=_PANEL,
+        show_default=False,
+    ),
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        metavar="KEY",
+        envvar=API_KEY_VARIABLE,
+        help="The key for that server; better in the environment, where others don't see it.",
         rich_help_panel=_PANEL,
         show_default=False,
     ),
@@ -129,6 +141,7 @@ class Options(msgspec.Struct, frozen=True):
 
     Attributes:
         url: Of a server, for commands that ask one; it sets nothing.
+        api_key: For that server.
         bus: The bus's URL.
         model: The model's folder.
         reference: That of the reference model.
@@ -138,6 +151,7 @@ class Options(msgspec.Struct, frozen=True):
     """
 
     url: str | None = None
+    api_key: str | None = None
     bus: str | None = None
     model: str | None = None
     reference: str | None = None
@@ -216,6 +230,7 @@ def _setting(text: str) -> tuple[str, Any]:
 
 _ANNOTATIONS = {
     "url": ServerUrl,
+    "api_key": ApiKey,
     "bus": BusUrl,
     "model": ModelPath,
     "reference": ReferencePath,
@@ -265,5 +280,5 @@ def takes_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
 
 takes_client_options = takes_options(*CLIENT_OPTIONS)
 
-takes_asking_options = takes_options("url", *CLIENT_OPTIONS)
+takes_asking_options = takes_options("url", "api_key", *CLIENT_OPTIONS)
 """Of commands that talk to a server or to a pipeline."""

@@ -11,7 +11,8 @@ from .errors import (
     WeightsError,
 )
 from .gateway import GatewayConfig
-from .load import as_environment, load_config, nearest, parse_value
+from .load import API_KEY_VARIABLE, as_environment, load_config, nearest, parse_value
+from .policy import PolicyConfig
 from .quoting import MOST_SHOWN, MOST_TEXT, cut, cut_middle, shown
 from .redact import REDIS_SCHEMES, redact
 from .roles import REPLICATED, all_roles, role_of, role_of_sender, roles_here, split_role
@@ -32,6 +33,7 @@ from .settings import (
 )
 
 __all__ = [
+    "API_KEY_VARIABLE",
     "BUNDLED_MODEL",
     "DEFAULT_URL",
     "MOST_SHOWN",
@@ -52,6 +54,7 @@ __all__ = [
     "ModelError",
     "NanoInferenceError",
     "PipelineConfig",
+    "PolicyConfig",
     "RequestError",
     "SamplingParams",
     "SchedulerConfig",

@@ -13,8 +13,14 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         port: Where it listens; 0 is off, and `nano-inference gateway` then takes 30000.
-        host: The address on which that port listens. There are no keys and no TLS yet: whoever
-            reaches it may replace the weights.
+        host: The address on which that port listens. On any but this machine's own (loopback) it
+            takes keys (`policy.backend`), or `insecure`.
+        insecure: Whether it listens on other addresses without keys, where whoever reaches it may
+            replace the weights.
+        tls_certificate: The file of its certificate and those behind it, in PEM; "" for no TLS.
+            When the file changes, new connections have the new one.
+        tls_key: The file of the certificate's key.
+        tls_client_ca: A file of certificates: only clients with one signed by these may connect.
         max_connections: More clients than that with a request under way are told to come again
             later, with status 429; fewer where the limit of open files allows no more.
         max_body_bytes: A larger request is refused with status 413.
@@ -33,7 +39,9 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
             come back: it sent an `Idempotency-Key`, or has come back before (`Last-Event-ID`). Any
             other ends at once when its connection closes. So long it also goes on when its gateway
             was stopped or killed, whoever made it. 0: all end at once, and nobody looks for those
-            of a gateway that was killed.
+            of a gateway that was killed. Responses in the background end by none of that; another
+            gateway goes on with one whose own is gone for so long, or for some seconds where this
+            is 0.
         event_ids: Whether the events of OpenAI's streams have ids, behind which a client can go on.
             Some programs take each event for a line that begins with "data: ", as `vllm bench
             serve`, and stumble over them.
@@ -42,8 +50,8 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
         template_timeout_s: How long the model's chat template may take for one conversation.
         allowed_hosts: Names under which the gateway may be called, besides any address,
             "localhost", `host` and the name of its machine; without a port.
-        allowed_origins: Origins ("https://example.org") whose web pages may call the gateway. There
-            are no keys: whoever writes those pages may then replace the weights.
+        allowed_origins: Origins ("https://example.org") whose web pages may call the gateway.
+            Without keys, whoever writes those pages may then replace the weights.
         access_log: Whether each call has a line in the log: method, route, status, duration, bytes,
             name, tenant and tokens, and no text of a request or an answer.
         effects_by_get: Which calls with effects are taken by GET as well, from programs that do not
@@ -58,14 +66,18 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
             full batches. One tenant alone has half of them.
         max_waiting: Requests that may wait here; beyond that the newest call of the tenant that
             has most is refused as "overloaded".
-        max_priority: Higher ones are cut to this. There are no keys yet, so that nobody goes before
-            others because he says so.
+        max_priority: Higher ones are cut to this, unless the caller's key may have more, so that
+            nobody goes before others because he says so.
     """
 
     SECTION: ClassVar[str] = "gateway"
 
     port: int = 0
     host: str = "127.0.0.1"
+    insecure: bool = False
+    tls_certificate: str = ""
+    tls_key: str = ""
+    tls_client_ca: str = ""
     max_connections: int = 4096
     max_body_bytes: int = 16 << 20
     max_weights_bytes: int = 256 << 20
@@ -93,6 +105,12 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         self.require("port", 0 <= self.port <= 65_535, "a port, or 0")
         self.require("host", bool(self.host), "an address of this machine")
+        for name in ("tls_certificate", "tls_key"):
+            both = bool(self.tls_certificate) == bool(self.tls_key)
+            self.require(name, both, "set where its other half is: certificate and key")
+        if self.tls_client_ca:
+            tls = bool(self.tls_certificate)
+            self.require("tls_client_ca", tls, "empty without gateway.tls_certificate")
         for name in ("max_connections", "max_body_bytes", "max_weights_bytes", "max_prompts"):
             self.require(name, getattr(self, name) >= 1, "at least 1")
         self.require(

@@ -22,6 +22,9 @@ from .settings import Config
 
 ENV_PREFIX = "NANO_INFERENCE_"
 
+API_KEY_VARIABLE = "NANO_INFERENCE_API_KEY"
+"""The key that commands send to a server; it is no setting."""
+
 Tree = dict[str, dict[str, Any]]
 
 _SECTIONS = {field.name: field.type for field in msgspec.structs.fields(Config)}
@@ -48,7 +51,7 @@ def load_config(
     if path is not None:
         _merge_file(tree, path)
     for name, value in sorted((os.environ if env is None else env).items()):
-        if name.startswith(ENV_PREFIX):
+        if name.startswith(ENV_PREFIX) and name != API_KEY_VARIABLE:
             _put(tree, _dotted(name), parse_value(value), source=name)
     for dotted, value in (overrides or {}).items():
         _put(tree, dotted, value, source=dotted)

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, get_args
 from .base import Settings
 from .errors import ConfigError
 from .gateway import GatewayConfig
+from .policy import PolicyConfig
 from .redact import REDIS_SCHEMES, redact
 
 Stage = Literal["admission", "fairness", "batching", "executor", "streaming"]
@@ -425,6 +426,7 @@ class Config(Settings, frozen=True, forbid_unknown_fields=True):
     pipeline: PipelineConfig = PipelineConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     gateway: GatewayConfig = GatewayConfig()
+    policy: PolicyConfig = PolicyConfig()
 
     @property
     def gateway_places(self) -> int:

@@ -16,6 +16,8 @@ from .http import answer_error
 from .kept_calls import KeptCalls
 from .measures import Measures
 from .openai import openai_routes
+from .policy.admin import admin_routes
+from .policy.policy import Policy
 from .probes import probe_routes
 from .readiness import Readiness
 from .sglang import sglang_routes
@@ -40,14 +42,18 @@ def make_app(
         readiness: Whether it takes requests; None for one that nobody changes.
 
     Returns:
-        The application. Whoever serves it runs `KeptCalls.run_forever` of its `state.kept_calls`
-        beside it.
+        The application. Whoever serves it opens its `state.policy` before, and runs `run_forever`
+        of that and of its `state.kept_calls` beside it.
+
+    Raises:
+        ConfigError: The policy's settings can't be obeyed.
     """
     measures = measures or Measures()
     words = LazyWords(config.engine.model_folder)
     templates = ChatTemplates(words, config.engine.max_model_len, config.gateway.template_timeout_s)
     readiness = readiness or Readiness(engine)
-    submissions = Submissions(engine, config, measures, readiness)
+    policy = Policy(engine, config)
+    submissions = Submissions(engine, config, measures, readiness, policy.chain)
     kept = KeptCalls(engine, config)
     app = Starlette(
         routes=[
@@ -55,9 +61,11 @@ def make_app(
             *sglang_routes(engine, config, words, submissions, measures, readiness),
             *openai_routes(config, words, submissions, kept, templates),
             *anthropic_routes(config, words, submissions, templates),
+            *admin_routes(policy, config),
         ],
         middleware=[Middleware(JsonOnly, measures)],
         exception_handlers=dict.fromkeys(_ANSWERED, answer_error),
     )
     app.state.kept_calls = kept
+    app.state.policy = policy
     return app

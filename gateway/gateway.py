@@ -15,6 +15,7 @@ from ..pipeline.client import BusClient
 
 if TYPE_CHECKING:
     from .kept_calls import KeptCalls
+    from .policy.policy import Policy
     from .readiness import Readiness
     from .server import HttpServer
 
@@ -44,7 +45,8 @@ class Gateway:
         self._server: HttpServer
         self._task: asyncio.Task[None]
         self._kept: KeptCalls
-        self._keeping: asyncio.Task[None]
+        self._policy: Policy
+        self._beside: list[asyncio.Task[None]] = []
 
     @property
     def url(self) -> str:
@@ -55,7 +57,8 @@ class Gateway:
         """Listens from then on.
 
         Raises:
-            ConfigError: The port can't be had.
+            ConfigError: The port can't be had, or the policy's settings can't be obeyed.
+            NanoInferenceError: The policy can't be read.
         """
         # Whoever only names this class need not wait for them.
         from .app import make_app
@@ -69,11 +72,18 @@ class Gateway:
         config = msgspec.structs.replace(self._config, gateway=own)
         measures = Measures(self._client.tracing, self._client.metrics)
         self._readiness = Readiness(self._client)
-        app = make_app(self._client, config, measures, self._readiness)
+        try:
+            app = make_app(self._client, config, measures, self._readiness)
+            self._policy = app.state.policy
+            await self._policy.open()
+        except BaseException:
+            listener.close()
+            raise
         self._server = HttpServer(app, config.gateway, measures)
         self._task = asyncio.create_task(self._server.serve([listener]), name="gateway")
         self._kept = app.state.kept_calls
-        self._keeping = asyncio.create_task(self._kept.run_forever(), name="kept calls")
+        beside = {"kept calls": self._kept.run_forever(), "policy": self._policy.run_forever()}
+        self._beside = [asyncio.create_task(work, name=name) for name, work in beside.items()]
         return self
 
     async def __aexit__(
@@ -89,9 +99,11 @@ class Gateway:
         self._kept.stop()
         self._server.should_exit = True
         await asyncio.shield(self._task)
-        self._keeping.cancel()
-        await asyncio.wait([self._keeping])
+        for task in self._beside:
+            task.cancel()
+        await asyncio.wait(self._beside)
         await self._kept.aclose()
+        await self._policy.aclose()
 
     async def drain(self, timeout_s: float) -> bool:
         """Is not ready from now on, refuses new requests, and waits for the calls under way.

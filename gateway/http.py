@@ -19,7 +19,9 @@ from ..config import BusError, NanoInferenceError, RequestError, WeightsError, s
 
 T = TypeVar("T")
 
-Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+MAX_INT64 = 2**63 - 1
+
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=MAX_INT64)]
 """An integer of a body. JSON has larger ones, which nothing behind the gateway takes."""
 
 MOST_CONTAINERS = 500_000
@@ -43,6 +45,13 @@ DEFAULT_RETRY_S = 1.0
 """When that is, where nobody knows better."""
 
 _STATUS = {
+    "missing_api_key": 401,
+    "invalid_api_key": 401,
+    "insufficient_scope": 403,
+    "rate_limit_exceeded": 429,
+    "policy_unavailable": 503,
+    "unknown_key": 404,
+    "unknown_tenant": 404,
     "request_too_large": 413,
     "model_not_found": 404,
     "stream_not_found": 404,
@@ -64,6 +73,9 @@ _STATUS = {
     "out_of_blocks": 500,
     "internal_error": 500,
 }
+
+
+_KINDS = {401: "authentication_error", 403: "permission_error", TOO_MANY: "rate_limit_error"}
 
 
 class SendEvent(Protocol):
@@ -114,9 +126,7 @@ def status_of(error: NanoInferenceError) -> int:
 def error_body(error: NanoInferenceError) -> dict[str, Any]:
     """An error as OpenAI's and SGLang's clients read it."""
     status = status_of(error)
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    if status == TOO_MANY:
-        kind = "rate_limit_error"
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     param: str | None = getattr(error, "param", None)
     told = {"message": error.message, "type": kind, "param": param, "code": error.code}
     return {"error": told}
@@ -134,6 +144,8 @@ def error_headers(error: NanoInferenceError) -> dict[str, str]:
     if retry_after_s is None and status_of(error) == TOO_MANY:
         retry_after_s = DEFAULT_RETRY_S
     headers = {} if retry_after_s is None else {"Retry-After": str(max(1, round(retry_after_s)))}
+    if status_of(error) == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     if error.code == "expired":
         # OpenAI's clients try again after any 5xx; here they would take the same time once more.
         headers["X-Should-Retry"] = "false"
@@ -340,13 +352,16 @@ class EventStream(Response):
         sending = anyio.Lock(fast_acquire=True)
         sent_at = anyio.current_time()
 
+        async def begin() -> None:
+            if not self.committed:
+                self.committed = True
+                start = {"type": "http.response.start", "status": self.status_code}
+                await send(start | {"headers": self.raw_headers})
+
         async def send_part(part: bytes) -> None:
             nonlocal sent_at
             async with sending:
-                if not self.committed:
-                    self.committed = True
-                    start = {"type": "http.response.start", "status": self.status_code}
-                    await send(start | {"headers": self.raw_headers})
+                await begin()
                 await send({"type": "http.response.body", "body": part, "more_body": True})
                 sent_at = anyio.current_time()
 
@@ -377,6 +392,7 @@ class EventStream(Response):
                 group.cancel_scope.cancel()
             if failure is not None:
                 raise failure
+            await begin()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         await while_connected(receive, respond)

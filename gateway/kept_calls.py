@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import Task
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Iterable
 from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
 import anyio
 import structlog
@@ -31,10 +32,12 @@ class Attendance:
         call_id: Which call, which is the answer's own id.
         name: What the call has claimed, "" for nothing.
         resumable: Its client may come back to it.
+        background: It goes on without any client.
         entries: By request id, the entries of its requests that are known to be published; "" of
             one that was ended before that.
         cut_short: Somebody has ended it; what is not published is not to be any more.
         failed: One of its requests has failed, and the others are to end.
+        noted: Called when the bus knows what became of one of its requests' publishing.
     """
 
     def __init__(
@@ -45,15 +48,18 @@ class Attendance:
         *,
         name: str = "",
         resumable: bool = False,
+        background: bool = False,
         kept: KeptCall | None = None,
     ) -> None:
         """`kept`: what there is of it, if it was begun before."""
         self.call_id = call_id
         self.name = name
         self.resumable = resumable
+        self.background = background
         self.entries = dict(kept.entries) if kept else {}
         self.cut_short = kept is not None and "cancelled" in kept.marks
         self.failed = False
+        self.noted: Callable[[], None] = lambda: None
         self._engine = engine
         self._unfinished = set(request_ids)
         self._publishing: set[Task[str]] = set()
@@ -72,6 +78,10 @@ class Attendance:
         """Whether a request may be begun, or has been."""
         entry_id = self.entries.get(request_id)
         return not self.cut_short if entry_id is None else bool(entry_id)
+
+    def end(self) -> None:
+        """Nothing more comes of it."""
+        self._unfinished.clear()
 
     async def end_early(self, request_id: str) -> None:
         """Somebody has ended a request before it was published."""
@@ -144,7 +154,9 @@ class Attendance:
         if self.entries.get(request_id) == entry_id:
             return False
         self.entries[request_id] = entry_id
-        return await self._engine.bus.calls.note(self.call_id, request_id, entry_id)
+        cancelled = await self._engine.bus.calls.note(self.call_id, request_id, entry_id)
+        self.noted()
+        return cancelled
 
 
 class KeptCalls:
@@ -160,8 +172,14 @@ class KeptCalls:
         self._attended: dict[str, list[Attendance]] = {}
         self._ended: set[str] = set()
         self._leaving = Cancellations()
+        self._tasks: set[Task[None]] = set()
         self._stopping = False
+        self._adopt: Callable[[str, KeptCall], bool] = lambda call_id, kept: False
         self._log = structlog.get_logger()
+
+    def adopted_by(self, adopt: Callable[[str, KeptCall], bool]) -> None:
+        """Args: `adopt` is asked first about a call that nobody attends, whether it takes it."""
+        self._adopt = adopt
 
     @asynccontextmanager
     async def begun(
@@ -181,24 +199,37 @@ class KeptCalls:
             BusError: The bus can't be reached.
         """
         if not name:
-            await self._calls.keep(call_id, record, self._attended_s)
+            await self._calls.keep(call_id, record, self._attended_s())
         attendance = Attendance(self._engine, call_id, request_ids, name=name, resumable=bool(name))
         async with self._attending(attendance):
             yield attendance
 
     @asynccontextmanager
     async def resumed(
-        self, call_id: str, kept: KeptCall, request_ids: Iterable[str], name: str = ""
+        self,
+        call_id: str,
+        kept: KeptCall,
+        request_ids: Iterable[str],
+        name: str = "",
+        *,
+        background: bool = False,
     ) -> AsyncIterator[Attendance]:
         """Attends a call for a client that has come back to it, and may do so again.
+
+        Args:
+            background: It goes on without any client.
 
         Raises:
             BusError: The bus can't be reached.
         """
         await self._calls.mark(call_id, "resumed")
-        await self._calls.attend({call_id: name}, self._attended_s)
+        await self._calls.attend({call_id: name}, self._attended_s(background))
         attendance = Attendance(
-            self._engine, call_id, request_ids, name=name, resumable=True, kept=kept
+            *(self._engine, call_id, request_ids),
+            name=name,
+            resumable=True,
+            background=background,
+            kept=kept,
         )
         async with self._attending(attendance):
             yield attendance
@@ -220,7 +251,9 @@ class KeptCalls:
             elif attendance.failed or not others:
                 await self._leaving.begin(self._leave(attendance))
 
-    async def claim(self, name: str, call_id: str, record: bytes) -> str:
+    async def claim(
+        self, name: str, call_id: str, record: bytes, *, background: bool = False
+    ) -> str:
         """Keeps a call under a name, unless another call has it.
 
         Returns:
@@ -230,7 +263,7 @@ class KeptCalls:
             BusError: The bus can't be reached.
         """
         # Whoever finds the name finds the call.
-        await self._calls.keep(call_id, record, self._attended_s)
+        await self._calls.keep(call_id, record, self._attended_s(background))
         owner = await self._calls.claim(name, call_id)
         if owner != call_id:
             await self._calls.drop(call_id)
@@ -239,6 +272,39 @@ class KeptCalls:
     async def find(self, call_id: str) -> KeptCall | None:
         """What is kept of a call. Raises BusError when the bus can't be reached."""
         return await self._calls.read(call_id)
+
+    async def last_output(self, call_id: str, kept: KeptCall, request_id: str) -> Output | None:
+        """What has come last of a request of a call; None when there is nothing yet.
+
+        Raises:
+            EngineError: stream_not_found: it was published, and its outputs are gone.
+            BusError: The bus can't be reached.
+        """
+        results = self._engine.bus.results
+        for entry_id in dict.fromkeys((kept.entries.get(request_id, ""), "")):
+            try:
+                output = await results.last(request_id, entry_id)
+            except BusError as error:
+                raise not_found(call_id) if error.code == _UNKNOWN else error from None
+            if output is not None and not (entry_id and _is_duplicate(output)):
+                return output
+        return None
+
+    async def keep(self, call_id: str, record: bytes) -> None:
+        """Keeps a call that goes on without any client.
+
+        Raises:
+            BusError: The bus can't be reached.
+        """
+        await self._calls.keep(call_id, record, self._attended_s(background=True))
+
+    async def replace(self, call_id: str, record: bytes) -> None:
+        """Keeps something else of a call. Raises BusError as `keep`."""
+        await self._calls.keep(call_id, record, 0)
+
+    async def forget(self, call_id: str, name: str = "") -> None:
+        """Keeps a call no longer, nor the name that it has claimed. Raises BusError as `keep`."""
+        await self._calls.drop(call_id, name)
 
     async def cancel(self, call_id: str) -> None:
         """Ends a call, whoever attends it; what is not published yet is not published any more.
@@ -261,7 +327,8 @@ class KeptCalls:
             await anyio.sleep(self._period_s)
             try:
                 await self._tell()
-                if self._grace_s:
+                # Each is told once: what this gateway took now would be lost with it.
+                if not self._stopping:
                     await self._end_abandoned()
                 told = False
             except ChannelClosed:
@@ -276,24 +343,47 @@ class KeptCalls:
         another one."""
         self._stopping = True
 
+    def begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Attends a call in a task of its own, without any connection."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
     async def aclose(self) -> None:
-        """Waits for what is still to be said of calls whose connections closed."""
+        """Leaves all calls to others, and waits for what is still to be said of them."""
+        if self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks)
         await self._leaving.wait()
 
-    @property
-    def _attended_s(self) -> float:
+    def _done(self, task: Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._log.error("call_failed", exc_info=error)
+
+    def _attended_s(self, background: bool = False) -> float:
         """For how long a call counts as attended once that was said."""
+        if background:
+            return max(self._grace_s, self._period_s) + self._period_s
         return self._grace_s + self._period_s if self._grace_s else 0.0
 
     async def _tell(self) -> None:
         ended, self._ended = self._ended - self._attended.keys(), set()
-        names = {call_id: each[0].name for call_id, each in self._attended.items()}
-        await self._calls.attend(dict.fromkeys(ended, "") | names, self._attended_s)
+        names: dict[bool, dict[str, str]] = {True: {}, False: dict.fromkeys(ended, "")}
+        for call_id, (first, *_) in self._attended.items():
+            names[first.background][call_id] = first.name
+        for background, each in names.items():
+            await self._calls.attend(each, self._attended_s(background))
         await self._calls.leave(ended)
 
     async def _leave(self, attendance: Attendance) -> None:
         await attendance.published()
         call_id = attendance.call_id
+        if attendance.background:
+            # Whoever finds that nobody attends it goes on with it.
+            await self._calls.attend({call_id: attendance.name}, self._attended_s(background=True))
+            return
         if self._grace_s and not attendance.failed and await self._may_resume(attendance):
             await self._calls.attend({call_id: attendance.name}, self._grace_s)
             return
@@ -317,7 +407,7 @@ class KeptCalls:
             if call_id in self._attended:
                 continue  # said again in the next round
             kept = await self._calls.read(call_id)
-            if kept is not None:
+            if kept is not None and not self._adopt(call_id, kept):
                 self._log.info("call_abandoned", call=call_id)
                 await self._cancel(kept.entries)
 

@@ -10,6 +10,7 @@ from ..telemetry import TraceContext, now_ns
 from .account import Account
 from .budgets import call_deadline_ns
 from .calls import arrival_of
+from .policy.caller import ANYBODY, Caller, caller_of
 
 
 class Origin(NamedTuple):
@@ -20,12 +21,14 @@ class Origin(NamedTuple):
         trace: Where the spans of its requests belong.
         deadline_ns: When its time is over, on the clock of `now_ns`; None when it has no limit.
         account: Where its requests' tokens are counted.
+        caller: Who calls, and what he may.
     """
 
     tenant: str
     trace: TraceContext
     deadline_ns: int | None
     account: Account
+    caller: Caller = ANYBODY
 
     @property
     def left_ns(self) -> int | None:
@@ -47,4 +50,4 @@ def origin_of(request: Request, tenant: str, budget_ms: float | None) -> Origin:
     arrival = arrival_of(request)
     arrival.account.tenant = tenant
     deadline_ns = call_deadline_ns(request, arrival.at_ns, budget_ms)
-    return Origin(tenant, arrival.trace, deadline_ns, arrival.account)
+    return Origin(tenant, arrival.trace, deadline_ns, arrival.account, caller_of(request))

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ..config import BusError
 from .http import JsonResponse
+from .policy.routes import PolicyRoute
 from .readiness import Readiness
 
 PROBES = frozenset(("/livez", "/healthz", "/readyz", "/health"))
@@ -21,7 +21,7 @@ ROLE = "unified"
 """Of a lane whose replicas both prefill and decode, as all do."""
 
 
-def probe_routes(readiness: Readiness) -> list[Route]:
+def probe_routes(readiness: Readiness) -> list[PolicyRoute]:
     """The endpoints."""
 
     async def livez(request: Request) -> Response:
@@ -51,7 +51,7 @@ def probe_routes(readiness: Readiness) -> list[Route]:
         return JsonResponse({"status": "ready", "role": ROLE})
 
     return [
-        Route("/livez", livez, methods=["GET"]),
-        Route("/healthz", healthz, methods=["GET"]),
-        Route("/readyz", readyz, methods=["GET"]),
+        PolicyRoute("/livez", livez, needed="nothing", methods=["GET"]),
+        PolicyRoute("/healthz", healthz, needed="nothing", methods=["GET"]),
+        PolicyRoute("/readyz", readyz, needed="nothing", methods=["GET"]),
     ]

@@ -139,7 +139,7 @@ async def complete_sample(
                     ended.append(output)
                 await anyio.lowlevel.checkpoint()
 
-    await submissions.run(origin, [request.request_id], run)
+    await submissions.run(origin, [request], run)
     return ended[0]
 
 

@@ -28,6 +28,7 @@ from .http import DEFAULT_RETRY_S, EngineError
 from .kept_calls import Attendance
 from .measures import Measures
 from .origin import Origin
+from .policy.chain import PolicyChain
 from .readiness import DRAINING, Readiness
 from .turns import Turns, WaitingCall
 
@@ -56,9 +57,16 @@ class Submissions:
     """The requests of a gateway that wait for a place or are in the pipeline."""
 
     def __init__(
-        self, engine: BusClient, config: Config, measures: Measures, readiness: Readiness
+        self,
+        engine: BusClient,
+        config: Config,
+        measures: Measures,
+        readiness: Readiness,
+        policy: PolicyChain | None = None,
     ) -> None:
+        """`policy`: what the requests of each call have to pass; None for nothing."""
         self._engine = engine
+        self._policy = policy or PolicyChain()
         self._config = config
         self._measures = measures
         self._readiness = readiness
@@ -66,6 +74,8 @@ class Submissions:
         self._count_lanes_at = 0.0
         # One may be attended by several connections.
         self._request_ids: Counter[str] = Counter()
+        # Whose each is that waits or runs here.
+        self._tenants: dict[str, str] = {}
         measures.watch(instruments.GATEWAY_WAITING, lambda: self.waiting)
 
     @property
@@ -85,6 +95,18 @@ class Submissions:
         for each in sorted({*running, request_id}):
             await self._engine.cancel(each)
 
+    async def abort_own(self, tenant: str, request_id: str) -> bool:
+        """As `abort`, of what a tenant has at this gateway; returns whether there was anything."""
+        own = {
+            each
+            for each, owner in self._tenants.items()
+            if owner == tenant and _concerns(request_id, each)
+        }
+        self._turns.end(own.__contains__)
+        for each in sorted(own & self._request_ids.keys()):
+            await self._engine.cancel(each)
+        return bool(own)
+
     def end_waiting(self, call_id: str) -> None:
         """Ends what waits here of a call."""
         self._turns.end(partial(_concerns, call_id))
@@ -93,6 +115,15 @@ class Submissions:
         """Ends what waits here, and all requests in the pipeline, whoever sent them."""
         self._turns.end(lambda request_id: True)
         await self._engine.cancel_all()
+
+    def check_ready(self) -> None:
+        """Raises EngineError (shutting_down) when the gateway is to stop."""
+        if self._readiness.draining:
+            raise EngineError(
+                f"{DRAINING}; send it again, to another one",
+                code="shutting_down",
+                retry_after_s=DEFAULT_RETRY_S,
+            )
 
     def check_size(self, request: GenerateRequest) -> None:
         """Refuses what the bus or admission would refuse, before it costs them anything.
@@ -134,7 +165,7 @@ class Submissions:
     async def run(
         self,
         origin: Origin,
-        request_ids: Sequence[str],
+        requests: Sequence[GenerateRequest],
         run: Callable[[int, bool], Awaitable[None]],
         published: Collection[str] = (),
     ) -> None:
@@ -147,14 +178,29 @@ class Submissions:
             published: The ids of those that have begun before and need no place here.
 
         Raises:
-            NanoInferenceError: The first error; `shutting_down` when the gateway is to stop.
+            NanoInferenceError: The first error; what the policy refuses; `shutting_down` when the
+                gateway is to stop.
         """
-        if self._readiness.draining:
-            raise EngineError(
-                f"{DRAINING}; send it again, to another one",
-                code="shutting_down",
-                retry_after_s=DEFAULT_RETRY_S,
-            )
+        self.check_ready()
+        new = [request for request in requests if request.request_id not in published]
+        ids = [each.request_id for each in requests]
+        self._tenants.update(dict.fromkeys(ids, origin.tenant))
+        try:
+            async with self._policy.admitted(origin, new):
+                await self._run_admitted(origin, ids, run, published)
+        finally:
+            for request_id in ids:
+                # Another connection may attend it, too.
+                if request_id not in self._request_ids:
+                    self._tenants.pop(request_id, None)
+
+    async def _run_admitted(
+        self,
+        origin: Origin,
+        request_ids: Sequence[str],
+        run: Callable[[int, bool], Awaitable[None]],
+        published: Collection[str],
+    ) -> None:
         failure: NanoInferenceError | None = None
 
         async def run_one(index: int, begun: bool, placed: bool) -> None:
@@ -220,6 +266,8 @@ class Submissions:
             if left_ns <= 0:
                 raise _TooLate
             request = msgspec.structs.replace(request, budget_ns=left_ns)
+        if not published and request.priority > (most := self._max_priority(origin)):
+            request = msgspec.structs.replace(request, priority=most)
         with self._counted(request.request_id):
             submit = self._engine.submit if attendance is None else attendance.outputs
             async with aclosing(submit(request, origin.trace)) as outputs:
@@ -228,6 +276,10 @@ class Submissions:
                         origin.account.add(output.usage)
                         _check(output)
                     yield output
+
+    def _max_priority(self, origin: Origin) -> int:
+        own = origin.caller.max_priority
+        return self._config.gateway.max_priority if own is None else own
 
     @contextmanager
     def _counted(self, request_id: str) -> Iterator[None]:

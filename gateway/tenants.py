@@ -1,7 +1,7 @@
 """Whose a request over HTTP is.
 
-Until there are API keys, a client says so itself, or is known by its address. So it keeps clients
-that mean well apart, and no others: a tenant's name can be made up.
+With keys, the key says so. Without, a client says so itself, or is known by its address: that keeps
+clients that mean well apart, and no others, since a tenant's name can be made up.
 """
 
 from __future__ import annotations
@@ -11,19 +11,21 @@ from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 from starlette.requests import Request
 
 from ..config import RequestError, shown
+from .policy.caller import caller_of
+from .policy.document import MAX_TENANT_LENGTH
 
 HEADER = "X-Tenant"
 
-MAX_TENANT_LENGTH = 128
-"""Characters; admission takes no more."""
-
 
 def tenant_of(request: Request) -> str:
-    """What the header names, else the address that the connection comes from.
+    """The tenant of the caller's key; where there are no keys, what the header names, else the
+    address that the connection comes from.
 
     Raises:
         RequestError: invalid_tenant.
     """
+    if known := caller_of(request).tenant:
+        return known
     named = request.headers.get(HEADER)
     if named is None:
         return f"http:{_network(request.client.host)}" if request.client else "http"

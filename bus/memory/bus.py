@@ -22,6 +22,7 @@ from ..entries import usable_trace
 from ..in_place import MemoryWeightsRecord
 from ..links import Link
 from ..messages import Envelope, Message
+from ..policy import MemoryPolicyRecord
 from ..public import Completion, ErrorInfo, GenerateRequest
 from ..queue import BoundedQueue, bus_closed
 from ..replies import MemoryReplies
@@ -257,6 +258,7 @@ class MemoryBus:
     stages: MemoryBoard
     replies: MemoryReplies
     calls: MemoryCalls
+    policy: MemoryPolicyRecord
     weights: MemoryWeightsRecord
 
     def __init__(self, config: BusConfig) -> None:
@@ -269,6 +271,7 @@ class MemoryBus:
         self.stages = MemoryBoard()
         self.replies = MemoryReplies()
         self.calls = MemoryCalls(config)
+        self.policy = MemoryPolicyRecord()
         self.weights = MemoryWeightsRecord()
 
     async def open_inbox(self, stage: str) -> Inbox:

@@ -130,6 +130,11 @@ class MemoryResults:
     ) -> _Follow:
         return _Follow(self, request_id, entry_id, keep)
 
+    async def last(self, request_id: str, entry_id: str) -> Output | None:
+        self._check_open()
+        route = self._entry(entry_id) if entry_id else self._by_key.get(request_id)
+        return route.outputs[-1] if route is not None and route.outputs else None
+
     async def tail(self) -> _Tail:
         self._check_open()
         tail = _Tail(self)
@@ -203,16 +208,19 @@ class MemoryResults:
         if self._closed:
             raise bus_closed()
 
+    def _entry(self, entry_id: str) -> _Route:
+        route = self._routes.get(entry_id)
+        if route is None:
+            raise BusError(
+                f"entry {entry_id} is not in flight, and its outputs are no longer kept; "
+                "each request can be followed once",
+                code="unknown_request",
+            )
+        return route
+
     async def _find(self, request_id: str, entry_id: str) -> _Route:
         if entry_id:
-            route = self._routes.get(entry_id)
-            if route is None:
-                raise BusError(
-                    f"entry {entry_id} is not in flight, and its outputs are no longer kept; "
-                    "each request can be followed once",
-                    code="unknown_request",
-                )
-            return route
+            return self._entry(entry_id)
         while (route := self._by_key.get(request_id)) is None:
             self._check_open()
             await self._appeared.wait()

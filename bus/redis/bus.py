@@ -29,6 +29,7 @@ from .client import (
 from .in_place import RedisWeightsRecord
 from .leases import live_lanes
 from .links import LinkReader, LinkWriter, RedisSender, Seen
+from .policy import RedisPolicyRecord
 from .replies import RedisReplies
 from .requests import RedisRequests
 from .results import RedisResults
@@ -63,6 +64,7 @@ class RedisBus:
     stages: RedisBoard
     replies: RedisReplies
     calls: RedisCalls
+    policy: RedisPolicyRecord
     weights: RedisWeightsRecord
 
     def __init__(
@@ -89,6 +91,7 @@ class RedisBus:
         self.stages = RedisBoard(self._keys, self._commands)
         self.replies = RedisReplies(self._keys, self._commands)
         self.calls = RedisCalls(config, self._keys, self._commands)
+        self.policy = RedisPolicyRecord(self._keys, self._commands)
         self.weights = RedisWeightsRecord(self._keys, self._commands)
 
     async def open_inbox(self, stage: str) -> Inbox:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Self
 
 from redis import exceptions
 
 from ...config import BusError, ChannelClosed
 from ..codec import decode_output
-from ..keys import Keys
+from ..keys import JSON, Keys
 from ..public import Completion, CompletionChunk, Output
 from .client import Commands, execute_all, log
 from .readers import Readers, Subscription
 
 IDLE_CHECK_S = 30.0
 """Who follows a request of which nothing comes looks so often whether something still can."""
+
+UNKNOWN = "unknown_request"
 
 
 class RedisFollow:
@@ -36,7 +39,7 @@ class RedisFollow:
         self._requests_key = keys.requests
         self._entry_id = entry_id
         self._check_first = check_first and bool(entry_id)
-        self._outs = [keys.out(key) for key in dict.fromkeys((request_id, entry_id)) if key]
+        self._outs = out_keys(keys, request_id, entry_id)
         self._subscription: Subscription | None = None
         self._done = False
         # Tokens given out of each sample: a server restarted with old data gets some again.
@@ -86,16 +89,12 @@ class RedisFollow:
 
     def _decode(self, key: bytes, raw: bytes | None) -> Output:
         try:
-            return decode_output(raw or b"")
-        except (ValueError, RecursionError) as error:
+            return _output(key, raw or b"")
+        except BusError:
             self._done = True
             if self._subscription is not None:
                 self._subscription.close()
-            raise BusError(
-                f"the stream {key.decode('utf-8', 'replace')} holds something that is not an "
-                f"output: {error}",
-                code="malformed_output",
-            ) from None
+            raise
 
     def _is_next(self, chunk: CompletionChunk) -> bool:
         """Whether it continues what was given out.
@@ -123,30 +122,12 @@ class RedisFollow:
                 raise
 
     async def _check_known(self) -> None:
-        """An entry leaves the queue only after its terminal message is written.
-
-        Raises:
-            BusError: It is not in the queue, and there is no output: nothing will ever come.
-        """
-        entry_id = self._entry_id
-
-        redis, key = self._commands.redis, self._requests_key
-        ask = (("XRANGE", key, entry_id, entry_id),)
-        # An error: the entry id is not one of Redis's. The order counts: the queue first.
-        (queued,) = await self._commands.idempotent(
-            "follow", lambda: execute_all(redis, ask, raise_on_error=False)
-        )
-        looks = [("EXISTS", out) for out in self._outs]
-        written = await self._commands.idempotent("follow", lambda: execute_all(redis, looks))
-        if isinstance(queued, exceptions.NoPermissionError):
-            return  # who may not read the queue has to trust that it holds his request
-        if not any(written) and (isinstance(queued, Exception) or not queued):
-            self._done = True
-            raise BusError(
-                f"entry {entry_id[:80]!r} is not in the requests queue, and its outputs are no "
-                "longer readable; they are kept for bus.results_ttl_s after its end",
-                code="unknown_request",
-            )
+        """Raises BusError as `check_known` does."""
+        try:
+            await check_known(self._commands, self._requests_key, self._entry_id, self._outs)
+        except BusError as error:
+            self._done = self._done or error.code == UNKNOWN
+            raise
 
 
 class RedisTail:
@@ -183,3 +164,63 @@ class RedisTail:
 
     def __del__(self) -> None:
         self._subscription.close()
+
+
+async def last_output(
+    commands: Commands, keys: Keys, request_id: str, entry_id: str
+) -> Output | None:
+    """See `ResultStreams.last`."""
+    redis, outs = commands.redis, out_keys(keys, request_id, entry_id)
+    asks = [("XREVRANGE", out, "+", "-", "COUNT", 1) for out in outs]
+    for out, entries in zip(
+        outs, await commands.once(lambda: execute_all(redis, asks)), strict=True
+    ):
+        for _, fields in entries:
+            output = _output(out, fields.get(JSON, b""))
+            if output.entry_id == entry_id or not entry_id:
+                return output
+    if entry_id:
+        await check_known(commands, keys.requests, entry_id, outs)
+    return None
+
+
+def out_keys(keys: Keys, request_id: str, entry_id: str) -> list[bytes]:
+    """The streams in which a request's outputs may be."""
+    return [keys.out(key) for key in dict.fromkeys((request_id, entry_id)) if key]
+
+
+async def check_known(
+    commands: Commands, requests_key: bytes, entry_id: str, outs: Sequence[bytes]
+) -> None:
+    """An entry leaves the queue only after its terminal message is written.
+
+    Raises:
+        BusError: It is not in the queue, and there is no output: nothing will ever come.
+    """
+    redis = commands.redis
+    ask = (("XRANGE", requests_key, entry_id, entry_id),)
+    # An error: the entry id is not one of Redis's. The order counts: the queue first.
+    (queued,) = await commands.idempotent(
+        "follow", lambda: execute_all(redis, ask, raise_on_error=False)
+    )
+    looks = [("EXISTS", out) for out in outs]
+    written = await commands.idempotent("follow", lambda: execute_all(redis, looks))
+    if isinstance(queued, exceptions.NoPermissionError):
+        return  # who may not read the queue has to trust that it holds his request
+    if not any(written) and (isinstance(queued, Exception) or not queued):
+        raise BusError(
+            f"entry {entry_id[:80]!r} is not in the requests queue, and its outputs are no "
+            "longer readable; they are kept for bus.results_ttl_s after its end",
+            code=UNKNOWN,
+        )
+
+
+def _output(key: bytes, raw: bytes) -> Output:
+    try:
+        return decode_output(raw)
+    except (ValueError, RecursionError) as error:
+        raise BusError(
+            f"the stream {key.decode('utf-8', 'replace')} holds something that is not an "
+            f"output: {error}",
+            code="malformed_output",
+        ) from None

@@ -28,7 +28,7 @@ from .client import (
     log,
     persist,
 )
-from .follow import RedisFollow, RedisTail
+from .follow import RedisFollow, RedisTail, last_output
 from .readers import readers_of
 from .result_parts import REFUSED, TOO_LARGE, StreamPart, ending, part_of
 
@@ -190,6 +190,9 @@ class RedisResults:
             *(self._readers, self._keys, self._commands, request_id, entry_id),
             check_first=not just_published,
         )
+
+    async def last(self, request_id: str, entry_id: str) -> Output | None:
+        return await last_output(self._commands, self._keys, request_id, entry_id)
 
     async def tail(self) -> RedisTail:
         last = await self._range("XREVRANGE", "+", "-", 1)

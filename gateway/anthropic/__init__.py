@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from starlette.middleware import Middleware
 from starlette.middleware.exceptions import ExceptionMiddleware
-from starlette.routing import Route
 
 from ...config import Config
 from ..callers import Endpoint
 from ..chat_templates import ChatTemplates
+from ..policy.routes import PolicyRoute
 from ..submissions import Submissions
 from ..words import LazyWords
 from .errors import answer_error
@@ -17,14 +17,14 @@ from .generate import MessageCalls
 
 def anthropic_routes(
     config: Config, words: LazyWords, submissions: Submissions, templates: ChatTemplates
-) -> list[Route]:
+) -> list[PolicyRoute]:
     """Its endpoints."""
     calls = MessageCalls(submissions, config, words, templates)
     # Their errors, those of a stream that has not begun included, have a shape of their own.
     errors = Middleware(ExceptionMiddleware, handlers={Exception: answer_error})
 
-    def route(path: str, endpoint: Endpoint) -> Route:
-        return Route(path, endpoint, methods=["POST"], middleware=[errors])
+    def route(path: str, endpoint: Endpoint) -> PolicyRoute:
+        return PolicyRoute(path, endpoint, needed="generate", methods=["POST"], middleware=[errors])
 
     return [
         route("/v1/messages", calls.messages),

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from ...bus.public import GenerateRequest
 from ...config import Config, SamplingParams, shown
 from ..fields import Body, check_model
-from ..http import FieldError
+from ..http import MAX_INT64, FieldError
 from .bodies import CountBody, MessagesBody
 from .fields import read_fields
 
@@ -71,7 +71,7 @@ def request_of(
         sampling=_sampling(fields),
         stream=fields.stream,
         # Lower ones are earlier, as in vLLM's interface.
-        priority=min(-fields.priority, config.gateway.max_priority),
+        priority=min(-fields.priority, MAX_INT64),
         tenant=tenant,
         cache_salt=fields.cache_salt,
     )

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from starlette.routing import Route
+from starlette.requests import Request
+from starlette.responses import Response
 
 from ...config import Config
 from ..chat_templates import ChatTemplates
 from ..kept_calls import KeptCalls
+from ..policy.routes import PolicyRoute
+from ..policy.scopes import Needed
 from ..submissions import Submissions
 from ..words import LazyWords
 from .errors import Endpoint, in_openai_words
 from .fields import CallName
 from .generate import GenerationCalls
 from .info import InfoCalls
-from .responses import ResponseCalls
+from .responses import ID_PREFIX, ResponseCalls
 
 
 def openai_routes(
@@ -22,32 +25,50 @@ def openai_routes(
     submissions: Submissions,
     kept: KeptCalls,
     templates: ChatTemplates,
-) -> list[Route]:
+) -> list[PolicyRoute]:
     """Its endpoints."""
     generation = GenerationCalls(submissions, kept, config, words, templates)
-    responses = ResponseCalls(submissions, config, words, templates)
+    responses = ResponseCalls(submissions, kept, config, words, templates)
     info = InfoCalls(config, words, templates)
 
-    def route(path: str, endpoint: Endpoint, method: str, call: CallName = "completions") -> Route:
-        return Route(path, in_openai_words(endpoint, call), methods=[method])
+    def route(
+        path: str,
+        endpoint: Endpoint,
+        method: str,
+        call: CallName = "completions",
+        needed: Needed = "generate",
+    ) -> PolicyRoute:
+        return PolicyRoute(path, in_openai_words(endpoint, call), needed=needed, methods=[method])
 
+    def by_id(of_generation: Endpoint, of_responses: Endpoint) -> Endpoint:
+        """What is a stream's id may be a response's."""
+
+        async def answer(request: Request) -> Response:
+            is_response = request.path_params["stream"].startswith(ID_PREFIX)
+            return await (of_responses if is_response else of_generation)(request)
+
+        return answer
+
+    stream = by_id(generation.stream, responses.stream)
+    cancel = by_id(generation.cancel, responses.end)
     return [
         route("/v1/completions", generation.completions, "POST"),
         route("/v1/chat/completions", generation.chat, "POST", "chat"),
         route("/inference/v1/generate", generation.tokens, "POST", "generate"),
-        route("/v1/streams/{stream}", generation.stream, "GET"),
-        route("/v1/streams/{stream}", generation.cancel, "DELETE"),
-        route("/v1/streams/{stream}/cancel", generation.cancel, "POST"),
+        route("/v1/streams/{stream}", stream, "GET"),
+        route("/v1/streams/{stream}", cancel, "DELETE"),
+        route("/v1/streams/{stream}/cancel", cancel, "POST"),
         route("/v1/responses", responses.create, "POST", "responses"),
         route("/v1/responses/{response_id}", responses.retrieve, "GET", "responses"),
         route("/v1/responses/{response_id}", responses.delete, "DELETE", "responses"),
         route("/v1/responses/{response_id}/cancel", responses.cancel, "POST", "responses"),
-        route("/v1/models", info.models, "GET"),
-        route("/v1/models/{model:path}", info.model, "GET"),
+        route("/v1/responses/{response_id}/input_items", responses.items, "GET", "responses"),
+        route("/v1/models", info.models, "GET", needed="read"),
+        route("/v1/models/{model:path}", info.model, "GET", needed="read"),
         route("/tokenize", info.tokenize, "POST"),
         route("/detokenize", info.detokenize, "POST"),
-        route("/tokenizer_info", info.tokenizer_info, "GET"),
-        route("/version", info.version, "GET"),
+        route("/tokenizer_info", info.tokenizer_info, "GET", needed="read"),
+        route("/version", info.version, "GET", needed="nothing"),
         route("/v1/embeddings", info.refused, "POST"),
     ]
 

@@ -113,6 +113,8 @@ class ResponseBody(SamplerFields, frozen=True, kw_only=True):
     include: list[str] = []
     top_logprobs: Int64 | None = None
     store: bool = True
+    background: bool = False
+    previous_response_id: str | None = None
     metadata: dict[str, str] = {}
     stream: bool = False
     chat_template_kwargs: dict[str, Any] = {}

@@ -29,8 +29,6 @@ _TALKS: tuple[CallName, ...] = ("chat", "responses")
 _TEMPLATED: tuple[CallName, ...] = ("chat", "tokenize")
 
 
-_NO_STATE = "answers are not kept for it; send the whole conversation"
-
 FIELDS = (
     Field(
         "model",
@@ -149,7 +147,19 @@ FIELDS = (
         "store",
         _RESPONSES,
         "honoured",
-        "true: `GET` finds the answer for `bus.results_ttl_s`, at the gateway that made it",
+        "true: the response is found for `bus.results_ttl_s` after its end, at any gateway",
+    ),
+    Field(
+        "background",
+        _RESPONSES,
+        "honoured",
+        "answers at once, and goes on without its client; takes `store`",
+    ),
+    Field(
+        "previous_response_id",
+        _RESPONSES,
+        "honoured",
+        "a stored response whose conversation stands before `input`, without its `instructions`",
     ),
     Field("metadata", _RESPONSES, "honoured", "up to 16 texts by name, which the answer repeats"),
     Field("token_ids", _GENERATE, "honoured", "the prompt's tokens"),
@@ -217,9 +227,13 @@ FIELDS = (
         (*EMPTY, "medium"),
     ),
     Field("store", _CHAT, "refused", "nothing is stored"),
-    Field("background", _RESPONSES, "refused", "answers are made while somebody waits"),
-    Field("previous_response_id", _RESPONSES, "refused", _NO_STATE),
-    Field("conversation", _RESPONSES, "refused", _NO_STATE),
+    Field("background_options", _RESPONSES, "refused", "there is one speed; `priority` says more"),
+    Field(
+        "conversation",
+        _RESPONSES,
+        "refused",
+        "there are no conversations by name; `previous_response_id` goes on with one",
+    ),
     Field("prompt", _RESPONSES, "refused", "there are no prompts by name; send `input`"),
     Field("max_tool_calls", _RESPONSES, "refused", "there are no tools yet"),
     Field(

@@ -36,8 +36,8 @@ from .idempotency import Keyed, keyed
 from .messages import conversation_of
 from .positions import Position, answer_of, read_position
 from .requests import Call, Prompt, read_chat, read_completion, read_generate
-from .resuming import BegunAnswers, Found
-from .shapes import Shape
+from .resuming import BegunAnswers, Found, last_event_id
+from .shapes import Shape, decode_shape
 from .streams import Chunks
 
 _DONE = b"[DONE]"
@@ -62,7 +62,7 @@ class GenerationCalls:
     ) -> None:
         self._submissions = submissions
         self._kept = kept
-        self._begun = BegunAnswers(kept)
+        self._begun = BegunAnswers(kept, decode_shape)
         self._config = config
         self._words = words
         self._templates = templates
@@ -154,7 +154,7 @@ class GenerationCalls:
         return await self._again(request, origin, found, event_id)
 
     async def _again(
-        self, request: Request, origin: Origin, found: Found, event_id: str = ""
+        self, request: Request, origin: Origin, found: Found[Shape], event_id: str = ""
     ) -> Response:
         """The answer to a call that was begun before, perhaps from behind an event on."""
         shape = found.shape
@@ -267,8 +267,7 @@ class GenerationCalls:
 
         published = () if attendance is None else attendance.begun_before
         try:
-            ids = [each.request_id for each in requests]
-            await self._submissions.run(origin, ids, run, published)
+            await self._submissions.run(origin, requests, run, published)
         except NanoInferenceError as error:
             if attendance is not None:
                 attendance.fail(error)
@@ -329,8 +328,3 @@ class GenerationCalls:
 async def _unattended() -> AsyncIterator[None]:
     """Of a call that ends with its connection."""
     yield
-
-
-def last_event_id(request: Request) -> str:
-    """What a client that comes back to a stream had of it; "" for nothing."""
-    return request.headers.get("last-event-id", "")

@@ -14,6 +14,8 @@ from ...config import Config, RequestError
 from ..chat_templates import ChatTemplates
 from ..fields import check_model
 from ..http import FieldError, JsonResponse, read_object
+from ..policy.caller import caller_of
+from ..policy.models import check_allowed
 from ..words import LazyWords, Words
 from .bodies import DetokenizeBody, TokenizeBody
 from .fields import read_fields
@@ -30,10 +32,13 @@ class InfoCalls:
         self._created = int(time.time())
 
     async def models(self, request: Request) -> Response:
-        return JsonResponse({"object": "list", "data": [self._model()]})
+        allowed, name = caller_of(request).models, self._config.engine.model_name
+        shown = [self._model()] if allowed is None or name in allowed else []
+        return JsonResponse({"object": "list", "data": shown})
 
     async def model(self, request: Request) -> Response:
         check_model(request.path_params["model"], self._config)
+        check_allowed(caller_of(request), self._config.engine.model_name)
         return JsonResponse(self._model())
 
     async def version(self, request: Request) -> Response:

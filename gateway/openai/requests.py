@@ -11,7 +11,7 @@ import msgspec
 from ...bus.public import GenerateRequest
 from ...config import Config, RequestError, SamplingParams, shown
 from ..fields import Body, check_model
-from ..http import FieldError, convert
+from ..http import MAX_INT64, FieldError, convert
 from .bodies import (
     ChatBody,
     Common,
@@ -260,7 +260,7 @@ def _call(
         usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
         # vLLM's lower ones are earlier.
-        priority=min(-fields.priority, config.gateway.max_priority),
+        priority=min(-fields.priority, MAX_INT64),
         budget_ms=fields.budget_ms,
         cache_salt=fields.cache_salt,
         named=named,

@@ -33,6 +33,11 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     keyed: Keyed | None = None
 
     @property
+    def id(self) -> str:
+        """The answer's."""
+        return self.call.id
+
+    @property
     def request_ids(self) -> list[str]:
         return [self.call.request_id(place, len(self.prompts)) for place in range(self.number)]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from starlette.routing import Route
-
 from ...config import Config
 from ...pipeline.client import BusClient
 from ..callers import Endpoint, not_for_pages
 from ..measures import Measures
+from ..policy.routes import PolicyRoute
+from ..policy.scopes import Needed
 from ..readiness import Readiness
 from ..submissions import Submissions
 from ..words import LazyWords
@@ -28,7 +28,7 @@ def sglang_routes(
     submissions: Submissions,
     measures: Measures,
     readiness: Readiness,
-) -> list[Route]:
+) -> list[PolicyRoute]:
     """Its endpoints."""
     labels = VersionLabels()
     sync = WeightSync(engine, labels, config.gateway.sync_timeout_s)
@@ -36,32 +36,36 @@ def sglang_routes(
     info = InfoCalls(engine, config, submissions, sync, labels, readiness)
     weights = WeightCalls(engine, config.gateway, sync)
     read, write = ["GET"], ["POST"]
+
+    def route(path: str, endpoint: Endpoint, methods: list[str], needed: Needed) -> PolicyRoute:
+        return PolicyRoute(path, endpoint, needed=needed, methods=methods)
+
     routes = [
-        Route("/generate", generation.generate, methods=["POST", "PUT"]),
-        Route("/abort_request", info.abort_request, methods=write),
-        Route("/flush_cache", info.flush_cache, methods=write),
-        Route("/pause_generation", weights.pause, methods=write),
-        Route("/continue_generation", weights.resume, methods=write),
-        Route("/init_weights_update_group", weights.init_group, methods=write),
-        Route("/destroy_weights_update_group", weights.destroy_group, methods=write),
-        Route("/begin_weight_update", weights.begin, methods=write),
-        Route("/end_weight_update", weights.end, methods=write),
-        Route("/update_weights_from_disk", weights.from_disk, methods=write),
-        Route("/update_weights_from_distributed", weights.from_distributed, methods=write),
-        Route("/update_weights_from_tensor", weights.from_tensor, methods=write),
-        Route("/update_weight_version", weights.rename, methods=write),
-        Route("/get_weight_version", info.weight_version, methods=read),
-        Route("/weight_version", info.weight_version, methods=read),
-        Route("/get_model_info", info.model_info, methods=read),
-        Route("/model_info", info.model_info, methods=read),
-        Route("/get_server_info", info.server_info, methods=read),
-        Route("/server_info", info.server_info, methods=read),
-        Route("/v1/loads", info.loads, methods=read),
-        Route("/get_load", info.load, methods=read),
-        Route("/health", info.health, methods=read),
-        Route("/health_generate", info.health_generate, methods=read),
-        Route("/release_memory_occupation", weights.release_memory, methods=write),
-        Route("/resume_memory_occupation", weights.resume_memory, methods=write),
+        route("/generate", generation.generate, ["POST", "PUT"], "generate"),
+        route("/abort_request", info.abort_request, write, "generate"),
+        route("/flush_cache", info.flush_cache, write, "weights"),
+        route("/pause_generation", weights.pause, write, "weights"),
+        route("/continue_generation", weights.resume, write, "weights"),
+        route("/init_weights_update_group", weights.init_group, write, "weights"),
+        route("/destroy_weights_update_group", weights.destroy_group, write, "weights"),
+        route("/begin_weight_update", weights.begin, write, "weights"),
+        route("/end_weight_update", weights.end, write, "weights"),
+        route("/update_weights_from_disk", weights.from_disk, write, "weights"),
+        route("/update_weights_from_distributed", weights.from_distributed, write, "weights"),
+        route("/update_weights_from_tensor", weights.from_tensor, write, "weights"),
+        route("/update_weight_version", weights.rename, write, "weights"),
+        route("/get_weight_version", info.weight_version, read, "read"),
+        route("/weight_version", info.weight_version, read, "read"),
+        route("/get_model_info", info.model_info, read, "read"),
+        route("/model_info", info.model_info, read, "read"),
+        route("/get_server_info", info.server_info, read, "read"),
+        route("/server_info", info.server_info, read, "read"),
+        route("/v1/loads", info.loads, read, "read"),
+        route("/get_load", info.load, read, "read"),
+        route("/health", info.health, read, "nothing"),
+        route("/health_generate", info.health_generate, read, "generate"),
+        route("/release_memory_occupation", weights.release_memory, write, "weights"),
+        route("/resume_memory_occupation", weights.resume_memory, write, "weights"),
     ]
     effects: list[tuple[str, Endpoint]] = [
         ("/flush_cache", info.flush_cache),
@@ -70,7 +74,7 @@ def sglang_routes(
     ]
     taken = effects[: _NUM_EFFECTS[config.gateway.effects_by_get]]
     return routes + [
-        Route(path, not_for_pages(effect, measures), methods=read) for path, effect in taken
+        route(path, not_for_pages(effect, measures), read, "weights") for path, effect in taken
     ]
 
 

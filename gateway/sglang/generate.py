@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...bus.public import Completion
+from ...bus.public import Completion, GenerateRequest
 from ...config import Config, NanoInferenceError
 from ..http import (
     EventStream,
@@ -58,7 +58,7 @@ class Generation:
         gateway = self._config.gateway
         tenant = tenant_of(request)
         body = await read_object(request, gateway.max_body_bytes)
-        call = read_call(body, gateway.max_prompts, gateway.max_priority)
+        call = read_call(body, gateway.max_prompts)
         origin = origin_of(request, tenant, call.budget_ms)
         writers = await self._writers(call.prompts, tenant)
         if call.stream:
@@ -117,7 +117,7 @@ class Generation:
                     if isinstance(output, Completion):
                         answers[index] = await self._final(writers[index], output)
 
-        await self._submissions.run(origin, _ids_of(writers), run)
+        await self._submissions.run(origin, _requests_of(writers), run)
         return [answer for each in answers for answer in each]
 
     async def _stream(
@@ -150,7 +150,7 @@ class Generation:
         async with anyio.create_task_group() as group:
             group.start_soon(events.send_all)
             try:
-                await self._submissions.run(origin, _ids_of(writers), run)
+                await self._submissions.run(origin, _requests_of(writers), run)
             except NanoInferenceError as error:
                 failure = error
             events.close()
@@ -168,5 +168,5 @@ class Generation:
         return await self._words.beside(partial(writer.final, completion))
 
 
-def _ids_of(writers: list[Answers]) -> list[str]:
-    return [each.wanted.request.request_id for each in writers]
+def _requests_of(writers: list[Answers]) -> list[GenerateRequest]:
+    return [each.wanted.request for each in writers]

@@ -18,6 +18,7 @@ from ...bus.public import Completion, GenerateRequest
 from ...config import Config, NanoInferenceError, RequestError, SamplingParams, split_role
 from ...pipeline.client import BusClient
 from ..http import EngineError, JsonResponse, answer_while_connected, read_object
+from ..policy.caller import caller_of
 from ..readiness import DRAINING, Readiness
 from ..submissions import Submissions
 from .fields import read_fields
@@ -142,12 +143,21 @@ class InfoCalls:
     async def abort_request(self, request: Request) -> Response:
         found = await read_object(request, self._config.gateway.max_body_bytes)
         body = read_fields(found, AbortBody, ("finished_reason", "abort_message"))
-        if body.abort_all:
-            await self._submissions.abort_all()
-        elif body.rid:
-            await self._submissions.abort(body.rid)
-        else:
+        caller = caller_of(request)
+        if not (body.abort_all or body.rid):
             raise RequestError("give rid, or abort_all")
+        if "weights" not in caller.scopes:
+            own = not body.abort_all
+            if not (own and await self._submissions.abort_own(caller.tenant, body.rid)):
+                raise RequestError(
+                    "without the scope 'weights' a key may abort requests of its own tenant that "
+                    "are under way at this gateway; this is none",
+                    code="insufficient_scope",
+                )
+        elif body.abort_all:
+            await self._submissions.abort_all()
+        else:
+            await self._submissions.abort(body.rid)
         return Response()
 
     def _released(self) -> str:

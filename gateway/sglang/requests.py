@@ -18,7 +18,6 @@ DEFAULT_MAX_NEW_TOKENS = 128
 
 _GREEDY_BELOW = 1e-6
 _ALL_TOKENS = 1 << 30
-MAX_INT64 = 2**63 - 1
 
 # They say how to route, log or trace a request, or which rank should run it.
 _IGNORED = frozenset(
@@ -136,12 +135,11 @@ class Call(msgspec.Struct, frozen=True):
     budget_ms: float | None
 
 
-def read_call(body: Body, max_prompts: int, max_priority: int = MAX_INT64) -> Call:
+def read_call(body: Body, max_prompts: int) -> Call:
     """A body as a call.
 
     Args:
         max_prompts: More, each counted as often as it is sampled, are refused.
-        max_priority: Higher ones are cut to this.
 
     Raises:
         RequestError: There are too many prompts, a field is of the wrong type or not supported, or
@@ -157,7 +155,6 @@ def read_call(body: Body, max_prompts: int, max_priority: int = MAX_INT64) -> Ca
     given = _each(fields.sampling_params or {}, "sampling_params", count)
     first = _read_sampling(given[0])
     one_for_all = not isinstance(fields.sampling_params, list)
-    fields = msgspec.structs.replace(fields, priority=min(fields.priority, max_priority))
     columns = zip(
         prompts,
         _request_ids(fields.rid, count, batch),

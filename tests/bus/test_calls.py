@@ -27,6 +27,10 @@ async def test_a_call_is_found_with_all_that_was_noted(buses: Buses) -> None:
     wanted = KeptCall(b"\x00record", entries, frozenset({"resumed"}))
     assert await other.calls.read("c") == wanted
     assert await other.calls.read("c_0") is None
+    # Another record changes nothing else.
+    await bus.calls.keep("c", b"other", 10)
+    wanted = KeptCall(b"other", entries, frozenset({"resumed"}))
+    assert await other.calls.read("c") == wanted
     # Whoever publishes behind that is told.
     await bus.calls.mark("c", "cancelled")
     assert await other.calls.note("c", "c_2", "3-0")
@@ -103,6 +107,22 @@ async def test_memory_keeps_only_so_many(memory_bus: Bus, monkeypatch: pytest.Mo
     found = {call_id: await calls.read(call_id) is not None for call_id in "abc"}
     assert found == {"a": False, "b": True, "c": True}
     assert await calls.claim("name of a", "d") == "d"
+
+
+async def test_memory_keeps_only_so_many_bytes(
+    memory_bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bus_calls, "KEPT_BYTES", 5)
+    calls = memory_bus.calls
+    for call_id, record in (("a", b"123"), ("b", b"1"), ("b", b"12"), ("c", b"1")):
+        await calls.keep(call_id, record, 0)
+    found = {call_id: await calls.read(call_id) is not None for call_id in "abc"}
+    assert found == {"a": False, "b": True, "c": True}
+    await calls.drop("b")
+    await calls.keep("d", b"1234", 0)
+    assert await calls.read("c") == KeptCall(b"1")
+    await calls.keep("e", b"123456", 0)
+    assert await calls.read("e") is None
 
 
 async def test_what_was_followed_and_kept_can_be_followed_again(bus: Bus, kit: Any) -> None:

@@ -250,6 +250,26 @@ async def test_a_follower_may_leave_and_another_come(bus: Bus, kit: Any) -> None
     assert await kit.collect(bus.results.follow("r", entry)) == outputs
 
 
+async def test_the_last_output_is_told_without_waiting(buses: Any, kit: Any) -> None:
+    bus = buses.open()
+    other = buses.another(bus)
+    assert await other.results.last("r", "") is None
+    entry = await publish(bus, "r")
+    assert await other.results.last("r", entry) is None
+    for output in (kit.chunk("r", entry, 0), kit.chunk("r", entry, 1), kit.done("r", entry)):
+        await bus.results.deliver([("r", [output])])
+        for asked in (entry, ""):
+            assert await other.results.last("r", asked) == output
+    # One of a request without a name, or whose name was taken, is its entry's.
+    second = await publish(bus, "r")
+    await bus.results.deliver([(second, [kit.failed("r", second, "duplicate_request")])])
+    assert await other.results.last("r", second) == kit.failed("r", second, "duplicate_request")
+    assert await other.results.last("r", "") == output
+    with pytest.raises(BusError) as raised:
+        await other.results.last("never", "0-99")
+    assert raised.value.code == "unknown_request"
+
+
 async def test_leaving_ends_a_wait(bus: Bus, kit: Any) -> None:
     entry = await publish(bus, "r")
     await bus.results.deliver([("r", [kit.chunk("r", entry, 0)])])

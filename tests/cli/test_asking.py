@@ -20,12 +20,12 @@ import msgspec
 import pytest
 from anyio.from_thread import start_blocking_portal
 
-from nano_inference import BusClient, Gateway
 from nano_inference.cli import chat as chat_command
 from nano_inference.cli.answerer import ServedModel
 from nano_inference.config import Config, GatewayConfig, RequestError
 
 from .conftest import Ran, Run
+from .opened import Opened
 from .test_errors import assert_refused
 
 LIMIT_S = 60.0
@@ -42,22 +42,6 @@ def url(served: Config) -> Iterator[str]:
         portal.wrap_async_context_manager(Opened(config)) as gateway,
     ):
         yield gateway.url
-
-
-class Opened:
-    """A gateway with a client of its own."""
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-
-    async def __aenter__(self) -> Gateway:
-        self._client = await BusClient.connect(self._config.bus).__aenter__()
-        self._gateway = await Gateway(self._client, self._config).__aenter__()
-        return self._gateway
-
-    async def __aexit__(self, *error: Any) -> None:
-        await self._gateway.__aexit__(None, None, None)
-        await self._client.aclose()
 
 
 @pytest.fixture(params=["url", "bus"])
@@ -172,7 +156,7 @@ def test_without_a_place_it_is_where_serve_listens(
         "nano_inference.cli.answerer.DEFAULT_SERVER", f"http://127.0.0.1:{closed_port}/v1"
     )
     monkeypatch.setattr(
-        "nano_inference.cli.http_answerer.DEFAULT_SERVER", f"http://127.0.0.1:{closed_port}/v1"
+        "nano_inference.cli.http_calls.DEFAULT_SERVER", f"http://127.0.0.1:{closed_port}/v1"
     )
     assert_refused(run(*command), "start one with `nano-inference serve`")
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import uuid
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -100,7 +101,10 @@ def environment_of(pid: int) -> list[str]:
 
 
 def pipes_of(pid: int) -> set[str]:
-    opened = {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()}
+    opened = set()
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it was closed meanwhile
+            opened.add(os.readlink(each))
     return {each for each in opened if each.startswith("pipe:")}
 
 

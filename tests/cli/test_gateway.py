@@ -8,9 +8,11 @@ import socket
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from openai import APIConnectionError, OpenAI
 
 from nano_inference.config import Config
 
@@ -125,6 +127,51 @@ def test_a_stream_goes_on_at_another_gateway_when_its_own_is_killed(
         assert rest.text.endswith("data: [DONE]\n\n")
         whole = httpx.post(f"{urls[1]}/completions", json=body, timeout=LIMIT_S).json()
     assert begun + told(rest.text.split("\n"))[0] == whole["choices"][0]["text"]
+
+
+@pytest.mark.slow
+def test_responses_go_on_at_another_gateway_when_their_own_is_killed(
+    on_served: Config, program: list[str], tmp_path: Path
+) -> None:
+    """One whose client comes back to its stream, and one in the background without a place yet."""
+    body: dict[str, Any] = {"model": "tiny", "input": "Tell me of Tom.", "max_output_tokens": 500}
+    more = {"ignore_eos": True, "seed": 3}
+    # A tenant has one place, and the second gateway soon goes on with what the first one had.
+    limits = ["--set", "gateway.max_in_flight=2", "--set", "gateway.resume_grace_s=5"]
+    with ExitStack() as stack:
+        clients, gateways = [], []
+        for name in ("first", "second"):
+            port = free_port()
+            command = [*program, "gateway", "--port", str(port), *limits]
+            gateways.append(stack.enter_context(running(command, tmp_path / name)))
+            url = f"http://127.0.0.1:{port}"
+            wait_until_healthy(gateways[-1], url)
+            made = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=LIMIT_S)
+            clients.append(stack.enter_context(made))
+        first, second = (client.responses for client in clients)
+        events = []
+        with pytest.raises(APIConnectionError):
+            for event in first.create(**body, extra_body=more, stream=True):
+                events.append(event)
+                if len(events) == 8:
+                    begun = first.create(**body, extra_body=more, background=True)
+                    gateways[0].kill()
+        assert second.retrieve(begun.id).status == "queued"
+        response_id, last = events[0].response.id, events[-1].sequence_number
+        for event in second.retrieve(response_id, stream=True, starting_after=last):
+            assert event.sequence_number == events[-1].sequence_number + 1
+            events.append(event)
+        whole = events[-1].response
+        text = "".join(each.delta for each in events if each.type == "response.output_text.delta")
+        assert (whole.status, whole.output_text) == ("incomplete", text)
+        assert second.retrieve(response_id) == whole
+        end = time.monotonic() + LIMIT_S
+        while (answer := second.retrieve(begun.id)).status in ("queued", "in_progress"):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert (answer.status, answer.output_text) == ("incomplete", text)
+        following = second.create(model="tiny", input="And?", previous_response_id=response_id)
+        assert following.usage.input_tokens > 500
 
 
 def told(lines: list[str]) -> tuple[str, str]:

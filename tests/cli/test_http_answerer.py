@@ -17,6 +17,7 @@ from starlette.routing import Route
 from structlog.testing import capture_logs
 
 from nano_inference.bus.public import CompletionChunk, GenerateRequest, Output
+from nano_inference.cli.answerer import Server
 from nano_inference.cli.http_answerer import HttpAnswerer
 from nano_inference.config import Config, GatewayConfig, RequestError
 from nano_inference.gateway.app import make_app
@@ -30,7 +31,7 @@ LIMIT_S = 20
 
 def answerer_of(app: Any) -> HttpAnswerer:
     """One that reaches an application without a socket."""
-    answerer = HttpAnswerer(URL)
+    answerer = HttpAnswerer(Server(URL))
     answerer._client = httpx2.AsyncClient(transport=httpx2.ASGITransport(app))
     return answerer
 
@@ -116,7 +117,7 @@ async def test_text_comes_as_it_is_made_and_who_stops_reading_cancels(engine: Fa
     engine.outputs = lambda request: [chunk(request, "Zürich 東京")]
     async with (
         serve(engine, GatewayConfig()) as served,
-        HttpAnswerer(f"http://127.0.0.1:{served.port}/v1") as answerer,
+        HttpAnswerer(Server(f"http://127.0.0.1:{served.port}/v1")) as answerer,
     ):
         async with aclosing(answerer.ask({"prompt": "a"})) as pieces:
             assert await anext(pieces) == "Zürich 東京"
@@ -127,7 +128,7 @@ async def test_an_answer_is_read_to_its_end(engine: FakeEngine) -> None:
     """Behind the last event, so that no server takes us for a client that has left."""
     async with (
         serve(engine, GatewayConfig(access_log=True)) as served,
-        HttpAnswerer(f"http://127.0.0.1:{served.port}/v1") as answerer,
+        HttpAnswerer(Server(f"http://127.0.0.1:{served.port}/v1")) as answerer,
     ):
         with capture_logs() as lines:
             assert await text_of(answerer, {"prompt": "a"}) == "five six"

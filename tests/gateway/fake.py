@@ -10,6 +10,7 @@ import anyio
 
 from nano_inference.bus import StageReport
 from nano_inference.bus.calls import MemoryCalls
+from nano_inference.bus.policy import MemoryPolicyRecord
 from nano_inference.bus.public import (
     Completion,
     CompletionSample,
@@ -29,11 +30,23 @@ LIMIT_S = 60
 """Longest that anybody waits for an engine's state."""
 
 
+class FakeResults:
+    """Of each request what was told last."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, Output] = {}
+
+    async def last(self, request_id: str, entry_id: str) -> Output | None:
+        return self.told.get(request_id)
+
+
 class FakeBus:
     """What of a bus is used directly."""
 
     def __init__(self) -> None:
         self.calls = MemoryCalls(BusConfig())
+        self.results = FakeResults()
+        self.policy = MemoryPolicyRecord()
 
 
 class FakeEngine:
@@ -99,6 +112,7 @@ class FakeEngine:
         try:
             for output in self.outputs(request):
                 done = isinstance(output, Completion)
+                self.bus.results.told[request.request_id] = output
                 yield output
             if not done:
                 await anyio.sleep_forever()

@@ -18,7 +18,6 @@ from nano_inference.telemetry import TraceContext
 from .fake import FakeEngine
 from .openai.made import cut, interleaved
 
-LIMIT_S = 20
 SOON_S = 0.2
 LATER_S = 3600.0
 
@@ -76,12 +75,6 @@ async def close(connection: asyncio.Task[None]) -> None:
 
 def cancelled(engine: FakeEngine) -> list[str]:
     return [given["request_id"] for name, given in engine.calls if name == "cancel"]
-
-
-@pytest.fixture(autouse=True)
-async def limited() -> AsyncIterator[None]:
-    async with asyncio.timeout(LIMIT_S):
-        yield
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.client import BusClient
 from nano_inference.pipeline.pipeline import Pipeline
 
-from ..gateway.openai.made import Event, Told, event_of, stream_of
+from ..gateway.openai.made import Event, Told, event_of, response_events, stream_of
 from .conftest import MakeConfig
 
 LIMIT_S = 60
@@ -104,6 +104,23 @@ async def test_behind_each_event_comes_the_exact_rest_at_another_gateway(
         url = f"/v1/streams/{event.event_id.partition('.')[0]}"
         rest = stream_of(await house.second.get(url, params={"after": event.event_id}))
         assert vars(Told([*told[:number], *rest])) == wanted
+
+
+async def test_behind_each_event_of_a_response_comes_the_exact_rest(house: House) -> None:
+    body = {
+        "input": "Write a story about Maria, a mouse and a boat.",
+        "include": ["message.output_text.logprobs"],
+        "max_output_tokens": 24,
+        "stream": True,
+    }
+    events = response_events(await house.first.post("/v1/responses", json=body))
+    where = f"/v1/responses/{events[0]['response']['id']}"
+    for number in range(len(events)):
+        after = {"stream": "true", "starting_after": number}
+        rest = response_events(await house.second.get(where, params=after), number + 1)
+        assert rest == events[number + 1 :]
+    assert (await house.second.get(where)).json() == events[-1]["response"]
+    assert len(events) > 20
 
 
 async def test_a_stream_is_read_twice_while_it_runs(house: House) -> None:

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from .calls import ResponseCalls
+from .requests import ID_PREFIX
 
-__all__ = ["ResponseCalls"]
+__all__ = ["ID_PREFIX", "ResponseCalls"]

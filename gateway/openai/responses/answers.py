@@ -1,45 +1,74 @@
-"""From our outputs to a response, and to the events of a stream of one."""
+"""From our outputs to a response."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any, Literal, assert_never
 
-from ....bus.public import Completion, CompletionSample
+from ....bus import KeptCall
+from ....bus.public import Completion, CompletionSample, Output
 from ....config import NanoInferenceError
+from ...http import EngineError
 from ...words import Words
+from ..errors import as_openai
 from ..logprobs import Scored, TokenNames, chat_logprobs, scored
-from .requests import ResponseCall
+from .records import Record
 
 Answer = dict[str, Any]
-Status = Literal["in_progress", "completed", "incomplete", "cancelled", "failed"]
+Status = Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
+
+UNENDED: tuple[Status, ...] = ("queued", "in_progress")
+"""The statuses behind which another one comes."""
 
 
 class Answers:
-    """Writes the answer to a call."""
+    """Writes the answer to a call.
 
-    def __init__(self, call: ResponseCall, words: Words) -> None:
-        self.call = call
-        self._names = TokenNames(words, as_ids=False)
+    All of it follows from what is kept and from the outputs, so that it is the same whenever and
+    wherever it is written.
+    """
 
-    def begun(self) -> Answer:
+    def __init__(self, record: Record, words: Words | None) -> None:
+        """`words`: the tokenizer, where logprobs are shown."""
+        self.record = record
+        self.call = record.call
+        self._names = None if words is None else TokenNames(words, as_ids=False)
+
+    def begun(self, status: Status) -> Answer:
         """A response of which nothing is known yet."""
-        return self._response("in_progress")
+        return self._response(status)
 
     def failed(self, error: NanoInferenceError) -> Answer:
         """One that the engine did not make."""
-        told = {"code": error.code, "message": error.message}
-        return self._response("failed") | {"error": told}
+        told = as_openai(error, "responses")
+        return self._response("failed") | {"error": {"code": told.code, "message": told.message}}
 
-    def whole(self, completion: Completion) -> Answer:
+    def known(self, kept: KeptCall, last: Output | None) -> Answer:
+        """What there is of one now.
+
+        Args:
+            last: What has come last of its request.
+        """
+        if isinstance(last, Completion):
+            error = last.error
+            if error is not None and last.status != "cancelled":
+                return self.failed(EngineError(error.message, code=error.code))
+            return self.ended(last)
+        if last is not None:
+            return self.begun("in_progress")
+        if self.record.failure is not None:
+            return self.failed(self.record.failure.error())
+        ended = "cancelled" in kept.marks and not kept.entries.get(self.record.id)
+        return self.begun("cancelled" if ended else "queued")
+
+    def ended(self, completion: Completion) -> Answer:
         """One that has ended."""
         sample = completion.samples[0] if completion.samples else None
         status = _status(sample)
         answer = self._response(status)
         usage = completion.usage
         answer |= {
-            "completed_at": time.time() if status == "completed" else None,
+            "completed_at": completion.timings.finished_ns / 1e9 if status == "completed" else None,
             "output": [] if sample is None else [self._item(sample)],
             "usage": {
                 "input_tokens": usage.prompt_tokens,
@@ -77,6 +106,7 @@ class Answers:
         """Those of tokens; none when they were not asked for."""
         if not self.call.logprobs:
             return []
+        assert self._names is not None, "logprobs take the tokenizer"
         entries: list[Answer] = chat_logprobs(tokens, self._names)["content"]
         return entries
 
@@ -93,7 +123,7 @@ class Answers:
             "created_at": self.call.created,
             "completed_at": None,
             "status": status,
-            "background": False,
+            "background": fields.background,
             "error": None,
             "incomplete_details": None,
             "instructions": fields.instructions,
@@ -102,7 +132,7 @@ class Answers:
             "model": self.call.model,
             "output": [],
             "parallel_tool_calls": True,
-            "previous_response_id": None,
+            "previous_response_id": fields.previous_response_id,
             "reasoning": {"effort": None, "summary": None},
             "service_tier": "default",
             "store": fields.store,

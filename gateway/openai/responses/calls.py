@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+
 import anyio
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....bus.public import GenerateRequest
+from ....bus import KeptCall
+from ....bus.public import Completion, Output
 from ....config import Config, NanoInferenceError
-from ...chat_templates import ChatTemplates
+from ...account import Account
+from ...chat_templates import ChatTemplates, Conversation
 from ...http import (
     CLIENT_LEFT,
     EventStream,
@@ -16,23 +22,32 @@ from ...http import (
     JsonResponse,
     SendEvent,
     answer_while_connected,
-    field_name,
     read_object,
     while_connected,
 )
+from ...kept_calls import Attendance, KeptCalls
 from ...origin import Origin, origin_of
-from ...samples import complete_sample, stream_sample
 from ...submissions import Submissions
 from ...tenants import tenant_of
 from ...words import LazyWords
 from ..errors import as_openai
+from ..idempotency import keyed
+from ..resuming import Found, last_event_id
 from .answers import Answers
-from .events import Events
-from .kept import KeptResponse, KeptResponses
+from .events import NOTHING, Events, read_number, response_of
+from .items import page_of
+from .queries import read_page, read_retrieval
+from .records import NeverBegun, Record
 from .requests import conversation_of, read_response
+from .running import Background, run_request, send_outputs
+from .stored import StoredResponses, as_response_error
 
-_CANCEL_TIMEOUT_S = 10.0
-"""How long a cancelled response may take to end before what is known of it is told."""
+Attend = Callable[[], AbstractAsyncContextManager[Attendance | None]]
+"""Attends a response while the context is open, if it is one that is kept."""
+
+_SOON_S = 0.05
+"""How long one in the background may take to be published before its client is answered; where it
+waits for a place, its client does not."""
 
 
 class ResponseCalls:
@@ -41,21 +56,104 @@ class ResponseCalls:
     def __init__(
         self,
         submissions: Submissions,
+        kept: KeptCalls,
         config: Config,
         words: LazyWords,
         templates: ChatTemplates,
     ) -> None:
         self._submissions = submissions
+        self._kept = kept
         self._config = config
-        self._words = words
         self._templates = templates
-        self._kept = KeptResponses(config.bus.results_ttl_s)
+        self._background = Background(submissions, kept, config)
+        self._stored = StoredResponses(kept, submissions, self._background, words)
 
     async def create(self, request: Request) -> Response:
         tenant = tenant_of(request)
         body = await read_object(request, self._config.gateway.max_body_bytes)
-        call = read_response(body, self._config)
-        conversation = conversation_of(call.fields)
+        call, items = read_response(body, self._config)
+        again = keyed(request, tenant, body)
+        if call.fields.stream and (event_id := last_event_id(request)):
+            response_id = response_of(event_id)
+            found = await self._stored.find(response_id, tenant, again)
+            return await self._again(request, found, read_number(event_id, response_id))
+        if previous := call.fields.previous_response_id:
+            items = [*await self._stored.conversation(previous, tenant), *items]
+        origin = origin_of(request, tenant, call.fields.budget_ms)
+        prompt = await self._rendered(request, conversation_of(call.fields, items))
+        if prompt is None:
+            return Response(status_code=CLIENT_LEFT)
+        record = Record(
+            tenant=tenant,
+            call=call,
+            items=items,
+            prompt=prompt,
+            deadline_ns=origin.deadline_ns,
+            caller=origin.caller,
+            keyed=again,
+        )
+        self._check(record)
+        answers = await self._stored.answers(record)
+        if again is not None and (begun := await self._stored.claim(record)) is not None:
+            return await self._again(request, begun)
+        if record.background:
+            return await self._in_background(request, origin, answers)
+        attend: Attend = _unattended
+        if record.kept:
+            attend = partial(self._kept.begun, record.id, record.encode(), [record.id], record.name)
+        if call.fields.stream:
+            return self._streamed(origin, answers, attend)
+        return await self._in_one_piece(request, origin, answers, attend)
+
+    async def retrieve(self, request: Request) -> Response:
+        """A response as it is now, or as a stream that ends with it."""
+        asked = read_retrieval(request)
+        found = await self._found(request)
+        if asked.stream:
+            after, event_id = asked.after, last_event_id(request)
+            if after == NOTHING and event_id:
+                after = read_number(event_id, found.shape.id)
+            return await self._streamed_again(request, found, after, retrieved=True)
+        return JsonResponse(await self._stored.known(found))
+
+    async def delete(self, request: Request) -> Response:
+        found = await self._found(request)
+        await self._stored.delete(found)
+        return JsonResponse({"id": found.shape.id, "object": "response", "deleted": True})
+
+    async def cancel(self, request: Request) -> Response:
+        return JsonResponse(await self._stored.cancel(await self._found(request)))
+
+    async def stream(self, request: Request) -> Response:
+        """As `retrieve`, for who reads it as any other stream."""
+        event_id = request.query_params.get("after") or last_event_id(request)
+        found = await self._found(request)
+        after = read_number(event_id, found.shape.id) if event_id else NOTHING
+        return await self._streamed_again(request, found, after, retrieved=True)
+
+    async def end(self, request: Request) -> Response:
+        """Ends one, in the background or not; one that has ended is left alone."""
+        found = await self._found(request)
+        await self._stored.end(found)
+        return JsonResponse({"id": found.shape.id, "object": "stream.cancelled", "cancelled": True})
+
+    async def items(self, request: Request) -> Response:
+        """What stood before a response's output."""
+        page = read_page(request)
+        found = await self._found(request)
+        return JsonResponse(page_of(found.shape.items, *page))
+
+    async def _found(self, request: Request) -> Found[Record]:
+        named = request.path_params
+        response_id = named.get("response_id") or named["stream"]
+        return await self._stored.find(response_id, tenant_of(request))
+
+    # --- making one ---------------------------------------------------------------------------
+
+    async def _rendered(
+        self, request: Request, conversation: Conversation
+    ) -> tuple[int, ...] | None:
+        """A prompt's tokens; None when the client has gone meanwhile."""
         prompts: list[tuple[int, ...]] = []
 
         async def render() -> None:
@@ -63,85 +161,142 @@ class ResponseCalls:
 
         # It may have to wait for other templates.
         await while_connected(request.receive, render)
-        if not prompts:
-            return Response(status_code=CLIENT_LEFT)
-        asked = call.request(prompts[0], tenant, self._config)
+        return prompts[0] if prompts else None
+
+    def _check(self, record: Record) -> None:
+        """Refuses what would be refused later, before any of it is there."""
+        self._submissions.check_ready()
+        asked = record.request(self._config)
         self._submissions.check_size(asked)
         self._submissions.check_encoded(asked)
-        origin = origin_of(request, tenant, call.fields.budget_ms)
-        answers = Answers(call, await self._words.required())
-        if call.fields.stream:
-            return self._streamed(origin, asked, answers)
+        size, most = len(record.encode()), self._config.bus.max_request_bytes
+        if record.kept and size > most:
+            raise FieldError(
+                f"the conversation with all that is kept of it has {size} bytes, and may have "
+                f"{most} (bus.max_request_bytes); send less, or store: false",
+                param="input",
+                code="request_too_large",
+            )
+
+    async def _in_background(self, request: Request, origin: Origin, answers: Answers) -> Response:
+        """One of which nothing need have come."""
+        record = answers.record
+        kept = KeptCall(record.encode())
+        if record.keyed is None:
+            await self._kept.keep(record.id, kept.record)
+        run = self._background.begin(record, origin._replace(account=Account()), kept)
+        with anyio.move_on_after(_SOON_S):
+            await run.settled.wait()
+        if run.failure is not None:
+            await self._kept.forget(record.id, record.name)
+            raise run.failure
+        if record.call.fields.stream:
+            return await self._streamed_again(request, Found(record, kept))
+        return JsonResponse(answers.begun("queued"))
+
+    async def _again(
+        self, request: Request, found: Found[Record], after: int = NOTHING
+    ) -> Response:
+        """The answer to a call that was begun before, perhaps from behind an event on."""
+        record = found.shape
+        if record.call.fields.stream:
+            return await self._streamed_again(request, found, after)
+        if record.background:
+            return JsonResponse(await self._stored.known(found))
+        origin = origin_of(request, record.tenant, record.call.fields.budget_ms)
+        answers = await self._stored.answers(record)
+        return await self._in_one_piece(request, origin, answers, self._attend_again(found))
+
+    async def _streamed_again(
+        self,
+        request: Request,
+        found: Found[Record],
+        after: int = NOTHING,
+        *,
+        retrieved: bool = False,
+    ) -> Response:
+        record = found.shape
+        origin = origin_of(request, record.tenant, record.call.fields.budget_ms)
+        answers = await self._stored.answers(record)
+        attend = self._attend_again(found)
+        return self._streamed(origin, answers, attend, after, retrieved=retrieved)
+
+    def _attend_again(self, found: Found[Record]) -> Attend:
+        record = found.shape
+
+        @asynccontextmanager
+        async def attend() -> AsyncIterator[Attendance]:
+            kept = await self._stored.settled(found)
+            async with self._kept.resumed(
+                record.id, kept, [record.id], record.name, background=record.background
+            ) as attendance:
+                yield attendance
+
+        return attend
+
+    async def _in_one_piece(
+        self, request: Request, origin: Origin, answers: Answers, attend: Attend
+    ) -> Response:
+        ended: list[Completion] = []
+
+        async def take(output: Output) -> None:
+            if isinstance(output, Completion):
+                ended.append(output)
 
         async def work() -> Response:
-            return await self._complete(origin, asked, answers)
+            asked = answers.record.request(self._config)
+            async with attend() as attendance:
+                try:
+                    await run_request(self._submissions, origin, asked, attendance, take)
+                except NanoInferenceError as error:
+                    if attendance is not None:
+                        attendance.fail(error)
+                    raise as_response_error(error, answers.record.id) from None
+            return JsonResponse(answers.ended(ended[0]))
 
         return await answer_while_connected(request, work)
 
-    async def retrieve(self, request: Request) -> Response:
-        for name, value in request.query_params.items():
-            # OpenAI's clients write what they have no value for as false, or not at all.
-            if name != "include" and value not in ("", "false"):
-                param = field_name(name)
-                raise FieldError(
-                    f"{param} is not supported here: a stream can't be read again",
-                    param=param,
-                    code="unsupported",
-                )
-        return _json(self._kept.find(request.path_params["response_id"]))
+    def _streamed(
+        self,
+        origin: Origin,
+        answers: Answers,
+        attend: Attend,
+        after: int = NOTHING,
+        *,
+        retrieved: bool = False,
+    ) -> Response:
+        """Args: when it is `retrieved`, it is no error that the response is one."""
+        record = answers.record
+        asked = record.request(self._config)
 
-    async def delete(self, request: Request) -> Response:
-        response_id = request.path_params["response_id"]
-        self._kept.delete(response_id)
-        return JsonResponse({"id": response_id, "object": "response", "deleted": True})
-
-    async def cancel(self, request: Request) -> Response:
-        """Ends one that is under way; what it has until then stays."""
-        response_id = request.path_params["response_id"]
-        kept = self._kept.under_way(response_id)
-        if kept is None:
-            kept = self._kept.find(response_id)
-            if kept.status != "cancelled":
-                raise FieldError(
-                    f"the response is {kept.status}; one that has ended can't be cancelled",
-                    param=None,
-                )
-            return _json(kept)
-        await self._submissions.abort(response_id)
-        with anyio.move_on_after(_CANCEL_TIMEOUT_S):
-            await kept.ended.wait()
-        return _json(kept)
-
-    # --- making one ---------------------------------------------------------------------------
-
-    async def _complete(self, origin: Origin, asked: GenerateRequest, answers: Answers) -> Response:
-        self._kept.begin(answers.begun())
-        try:
-            completion = await complete_sample(self._submissions, origin, asked)
-            response = answers.whole(completion)
-            self._kept.end(response)
-        finally:
-            self._kept.drop(asked.request_id)
-        return JsonResponse(response)
-
-    def _streamed(self, origin: Origin, asked: GenerateRequest, answers: Answers) -> Response:
         async def produce(send: SendEvent) -> None:
-            events = Events(answers, send)
-            self._kept.begin(answers.begun())
+            ids = self._config.gateway.event_ids and record.call.fields.store
+            events = Events(answers, send, after, ids=ids)
+            if record.background:
+                await events.create()
+            failure: NanoInferenceError | None
             try:
-                completion = await stream_sample(self._submissions, origin, asked, events.take)
-                self._kept.end(await events.end(completion))
-            except NanoInferenceError as error:
-                failure = as_openai(error, "responses")
-                if not stream.committed:
-                    raise failure from error
-                self._kept.end(await events.fail(failure))
-            finally:
-                self._kept.drop(asked.request_id)
+                async with attend() as attendance:
+                    failure = await send_outputs(
+                        self._submissions, origin, asked, attendance, events.take
+                    )
+                    if failure is not None and attendance is not None:
+                        attendance.fail(failure)
+                    lasts = attendance is None or attendance.ended
+            except NeverBegun as error:
+                failure, lasts = error, True
+            if failure is None:
+                return
+            told = as_response_error(failure, record.id)
+            if not stream.committed and not (retrieved and lasts):
+                raise as_openai(told, "responses")
+            await (events.fail(told) if lasts else events.interrupt(told))
 
         stream = EventStream(produce, self._config.gateway.comment_s)
         return stream
 
 
-def _json(kept: KeptResponse) -> Response:
-    return Response(kept.body, media_type="application/json")
+@asynccontextmanager
+async def _unattended() -> AsyncIterator[None]:
+    """Of a response that ends with its connection."""
+    yield

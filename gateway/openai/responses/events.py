@@ -2,47 +2,122 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
 
-from ....bus.public import Completion
-from ....config import NanoInferenceError
+from ....bus.public import Completion, CompletionChunk, CompletionSample, Output
+from ....config import NanoInferenceError, RequestError, shown
 from ...http import SendEvent
-from ...samples import Piece
+from ..errors import as_openai
 from ..logprobs import Scored, scored
 from .answers import Answer, Answers
 
 _ENDS = {"completed": "response.completed", "failed": "response.failed"}
 _INCOMPLETE = "response.incomplete"
+_EVENT_ID = re.compile(r"(resp_[0-9a-f]{1,64})\.([0-9]{1,9})")
+
+NOTHING = -1
+"""In place of an event's number: a client has none of the stream."""
 
 
 class Events:
-    """Sends what comes of a response, in the order that OpenAI's clients count on."""
+    """Sends what comes of a response, in the order that OpenAI's clients count on.
 
-    def __init__(self, answers: Answers, send: SendEvent) -> None:
+    One output on the bus becomes the same events each time, so that an event has the same number
+    whoever sends it.
+    """
+
+    def __init__(
+        self, answers: Answers, send: SendEvent, after: int = NOTHING, *, ids: bool = True
+    ) -> None:
+        """Args: events up to number `after` are counted and not sent. `ids`: whether they have
+        ids, behind which a client may go on."""
         self._answers = answers
         self._send = send
+        self._after = after
+        self._ids = ids
         self._number = 0
-        self._begun = False
+        # How much of the beginning was sent.
+        self._created = False
+        self._in_progress = False
+        self._has_item = False
+        self._text_chars = 0
+        self._num_tokens = 0
         # Tokens whose text was not certain yet, and which no event has shown.
         self._pending: list[Scored] = []
         self._place = {"item_id": answers.call.item_id, "output_index": 0, "content_index": 0}
 
-    async def take(self, piece: Piece) -> None:
-        """The next of the text."""
-        await self._begin()
-        self._pending += scored(piece.token_ids, piece.logprobs, piece.top_logprobs)
-        if piece.text:
-            await self._delta(piece.text)
+    async def create(self) -> None:
+        """The first ones, of a response that may wait."""
+        if self._created:
+            return
+        self._created = True
+        waits = self._answers.record.background
+        response = {"response": self._answers.begun("queued" if waits else "in_progress")}
+        await self._tell("response.created", response)
+        if waits:
+            await self._tell("response.queued", response)
 
-    async def end(self, completion: Completion) -> Answer:
-        """The last ones. Gives the response."""
-        await self._begin()
-        if self._pending and self._answers.call.logprobs:
+    async def take(self, output: Output) -> None:
+        """The next output; the last one ends the stream."""
+        await self._progress()
+        if isinstance(output, CompletionChunk):
+            await self._grow(output.text, output, 0)
+        else:
+            await self._end(output)
+
+    async def fail(self, error: NanoInferenceError) -> None:
+        """The last one, of a response that the engine did not make."""
+        await self._progress()
+        await self._tell("response.failed", {"response": self._answers.failed(error)})
+
+    async def interrupt(self, error: NanoInferenceError) -> None:
+        """The stream ends here, and its response does not.
+
+        The event has the number of the one before it: who comes back behind it misses nothing.
+        """
+        told = as_openai(error, "responses")
+        event = {
+            "type": "error",
+            "sequence_number": max(self._after, self._number - 1, 0),
+            "code": told.code,
+            "message": told.message,
+            "param": getattr(told, "param", None),
+        }
+        await self._send(msgspec.json.encode(event), self._event_id(event), name="error")
+
+    async def _progress(self) -> None:
+        if self._in_progress:
+            return
+        self._in_progress = True
+        await self.create()
+        await self._tell("response.in_progress", {"response": self._answers.begun("in_progress")})
+
+    async def _grow(self, text: str, of: CompletionChunk | CompletionSample, first: int) -> None:
+        """More text, and the tokens from the given one on."""
+        if not self._has_item:
+            self._has_item = True
+            item = self._answers.item("in_progress", [])
+            await self._tell("response.output_item.added", {"output_index": 0, "item": item})
+            part = self._answers.part("", [])
+            await self._tell("response.content_part.added", self._place | {"part": part})
+        self._text_chars += len(text)
+        self._num_tokens += len(of.token_ids) - first
+        if self._answers.call.logprobs:
+            self._pending += scored(of.token_ids, of.logprobs, of.top_logprobs)[first:]
+        if text:
+            await self._delta(text)
+
+    async def _end(self, completion: Completion) -> None:
+        if completion.samples:
+            sample = completion.samples[0]
+            await self._grow(sample.text[self._text_chars :], sample, self._num_tokens)
+        if self._pending:
             # Of a stop token, or a stop string, which has no text.
             await self._delta("")
-        response = self._answers.whole(completion)
+        response = self._answers.ended(completion)
         for item in response["output"]:
             (part,) = item["content"]
             done = {"text": part["text"], "logprobs": part["logprobs"]}
@@ -51,26 +126,6 @@ class Events:
             await self._tell("response.output_item.done", {"output_index": 0, "item": item})
         kind = _ENDS.get(response["status"], _INCOMPLETE)
         await self._tell(kind, {"response": response})
-        return response
-
-    async def fail(self, error: NanoInferenceError) -> Answer:
-        """The last one, of a response that the engine did not make. Gives the response."""
-        await self._begin()
-        response = self._answers.failed(error)
-        await self._tell("response.failed", {"response": response})
-        return response
-
-    async def _begin(self) -> None:
-        if self._begun:
-            return
-        self._begun = True
-        response = {"response": self._answers.begun()}
-        await self._tell("response.created", response)
-        await self._tell("response.in_progress", response)
-        item = self._answers.item("in_progress", [])
-        await self._tell("response.output_item.added", {"output_index": 0, "item": item})
-        part = self._answers.part("", [])
-        await self._tell("response.content_part.added", self._place | {"part": part})
 
     async def _delta(self, text: str) -> None:
         logprobs = self._answers.logprobs(self._pending)
@@ -79,6 +134,41 @@ class Events:
         await self._tell("response.output_text.delta", self._place | told)
 
     async def _tell(self, kind: str, told: dict[str, Any]) -> None:
-        event = {"type": kind, "sequence_number": self._number} | told
+        event: Answer = {"type": kind, "sequence_number": self._number} | told
         self._number += 1
-        await self._send(msgspec.json.encode(event), name=kind)
+        if event["sequence_number"] > self._after:
+            await self._send(msgspec.json.encode(event), self._event_id(event), name=kind)
+
+    def _event_id(self, event: Answer) -> str:
+        return f"{self._answers.call.id}.{event['sequence_number']}" if self._ids else ""
+
+
+def response_of(event_id: str) -> str:
+    """The id of the response that an event belongs to.
+
+    Raises:
+        RequestError: invalid_event_id.
+    """
+    found = _EVENT_ID.fullmatch(event_id)
+    if found is None:
+        raise _invalid(event_id)
+    return found[1]
+
+
+def read_number(event_id: str, response_id: str) -> int:
+    """The number of an event of a response.
+
+    Raises:
+        RequestError: invalid_event_id: it is none of this one's.
+    """
+    found = _EVENT_ID.fullmatch(event_id)
+    if found is None or found[1] != response_id:
+        raise _invalid(event_id)
+    return int(found[2])
+
+
+def _invalid(event_id: str) -> RequestError:
+    return RequestError(
+        f"{shown(event_id)} is no event of this response; give the id of the last one that came",
+        code="invalid_event_id",
+    )

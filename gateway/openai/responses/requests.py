@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Any
+from collections.abc import Iterable
 
 import msgspec
 
@@ -12,19 +12,20 @@ from ....bus.public import GenerateRequest
 from ....config import Config, shown
 from ...chat_templates import Conversation, Turn
 from ...fields import Body, check_model
-from ...http import FieldError
+from ...http import MAX_INT64, FieldError
 from ..bodies import ResponseBody
 from ..fields import read_fields
-from ..messages import turn_of
 from ..requests import sampling_of
+from .items import Item, items_of, turns_of
+
+ID_PREFIX = "resp_"
+"""What the id of each response begins with."""
 
 LOGPROBS = "message.output_text.logprobs"
 # There is no reasoning here to be shown, or not.
 _HARMLESS = frozenset({"reasoning.encrypted_content"})
 
 _MOST_METADATA = 16
-# Of a message that was an answer; they say nothing to a template.
-_LEFT_OUT = frozenset({"id", "status", "phase", "type"})
 
 
 class ResponseCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +34,7 @@ class ResponseCall(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         id: The response's own.
         created: When it came, seconds since the Unix epoch.
-        fields: As they came.
+        fields: As they came, but for the input.
         logprobs: Whether they are shown.
     """
 
@@ -46,7 +47,7 @@ class ResponseCall(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def item_id(self) -> str:
         """Of the one message of the response, the same in all events."""
-        return f"msg_{self.id.removeprefix('resp_')}"
+        return f"msg_{self.id.removeprefix(ID_PREFIX)}"
 
     def request(self, token_ids: tuple[int, ...], tenant: str, config: Config) -> GenerateRequest:
         """What is submitted for a prompt."""
@@ -59,14 +60,14 @@ class ResponseCall(msgspec.Struct, frozen=True, kw_only=True):
             prompt_token_ids=token_ids,
             sampling=sampling_of(fields, most, fields.top_logprobs),
             stream=fields.stream,
-            priority=min(-fields.priority, config.gateway.max_priority),
+            priority=min(-fields.priority, MAX_INT64),
             tenant=tenant,
             cache_salt=fields.cache_salt,
         )
 
 
-def read_response(body: Body, config: Config) -> ResponseCall:
-    """A body of `/v1/responses`.
+def read_response(body: Body, config: Config) -> tuple[ResponseCall, list[Item]]:
+    """A body of `/v1/responses`, and its input.
 
     Raises:
         RequestError: A field can't be obeyed.
@@ -86,40 +87,23 @@ def read_response(body: Body, config: Config) -> ResponseCall:
         raise FieldError(f"top_logprobs takes {LOGPROBS} in include", param="top_logprobs")
     if len(fields.metadata) > _MOST_METADATA:
         raise FieldError(f"metadata has more than {_MOST_METADATA} texts", param="metadata")
-    return ResponseCall(
-        id=f"resp_{uuid.uuid4().hex}",
+    if fields.background and not fields.store:
+        raise FieldError(
+            "background takes store: true; nobody could ask for it", param="background"
+        )
+    call = ResponseCall(
+        id=f"{ID_PREFIX}{uuid.uuid4().hex}",
         created=int(time.time()),
         model=config.engine.model_name,
-        fields=fields,
+        fields=msgspec.structs.replace(fields, input=None),
         logprobs=logprobs,
     )
+    return call, items_of(fields.input)
 
 
-def conversation_of(fields: ResponseBody) -> Conversation:
-    """What the template is given.
-
-    Raises:
-        FieldError: An item is no message, or holds what is not text.
-    """
-    if not fields.input:
-        raise FieldError("input is empty; give a text or messages", param="input")
+def conversation_of(fields: ResponseBody, items: Iterable[Item]) -> Conversation:
+    """What the template is given. Instructions are those of this call alone."""
     turns: list[Turn] = []
     if fields.instructions:
         turns.append({"role": "system", "content": fields.instructions})
-    if isinstance(fields.input, str):
-        turns.append({"role": "user", "content": fields.input})
-    else:
-        turns += [_turn(item, f"input[{place}]") for place, item in enumerate(fields.input)]
-    return Conversation(turns=turns, variables=fields.chat_template_kwargs)
-
-
-def _turn(item: dict[str, Any], where: str) -> Turn:
-    kind = item.get("type") or "message"
-    if kind != "message":
-        raise FieldError(
-            f"{where}: an item of type {shown(kind)} is not supported here; send messages",
-            param=where,
-            code="unsupported",
-        )
-    message = {name: value for name, value in item.items() if name not in _LEFT_OUT}
-    return turn_of(message, where)
+    return Conversation(turns=turns + turns_of(items), variables=fields.chat_template_kwargs)

@@ -132,6 +132,28 @@ def events(answer: httpx.Response) -> list[dict[str, Any]]:
     return [event.data for event in stream_of(answer) if event.data is not None]
 
 
+def response_events(answer: httpx.Response, first: int = 0) -> list[dict[str, Any]]:
+    """Those of a stream of a response, numbered without a gap from the given number on."""
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *parts, end = answer.text.split("\n\n")
+    assert end == ""
+    return [
+        response_event(part, number)
+        for number, part in enumerate((each for each in parts if each[0] != ":"), first)
+    ]
+
+
+def response_event(part: str, number: int | None = None) -> dict[str, Any]:
+    """The data of one; its name is its type, and its id ends with its number, if it has one."""
+    name, *ids, data = part.split("\n")
+    found: dict[str, Any] = json.loads(data.removeprefix("data: "))
+    assert found["type"] == name.removeprefix("event: ")
+    assert all(each.endswith(f".{found['sequence_number']}") for each in ids)
+    assert number in (None, found["sequence_number"])
+    return found
+
+
 def choices(chunks: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
     """Those of one index, in order."""
     return [each for one in chunks for each in one["choices"] if each["index"] == index]

@@ -115,8 +115,15 @@ async def test_nobody_knows_a_call_of_another_id(
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "stream_not_found")
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "told_as"),
+    [
+        (COMPLETIONS, TEXT, "five"),
+        ("/v1/responses", {"input": "a", "stream": True}, '"delta":"five"'),
+    ],
+)
 async def test_what_a_client_does_not_read_waits_on_the_bus(
-    config: Config, http: httpx.AsyncClient
+    config: Config, path: str, body: dict[str, Any], told_as: str
 ) -> None:
     """Others are served meanwhile, and when it reads it gets all of it."""
     number = 3 * MOST_UNSENT
@@ -144,10 +151,10 @@ async def test_what_a_client_does_not_read_waits_on_the_bus(
             await reads.wait()
             parts.append(message["body"])
 
-    asked = {"prompt": "a", "stream": True}
     with anyio.fail_after(LIMIT_S):
         async with anyio.create_task_group() as group:
-            group.start_soon(by_hand.post, app, COMPLETIONS, asked, send)
+            group.start_soon(by_hand.post, app, path, body, send)
+            await engine.until(lambda: len(engine.requests) == 1)
             await anyio.wait_all_tasks_blocked()
             assert MOST_UNSENT <= engine.taken <= MOST_UNSENT + 2
             transport = httpx.ASGITransport(app)
@@ -160,4 +167,4 @@ async def test_what_a_client_does_not_read_waits_on_the_bus(
             reads.set()
     assert engine.taken == number
     text = b"".join(parts).decode()
-    assert text.count("five") == number
+    assert text.count(told_as) == number

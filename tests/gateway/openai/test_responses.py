@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from typing import Any
 
-import anyio
 import httpx
-import httpx2
-import openai
 import pytest
-from openai import AsyncOpenAI
 
-from nano_inference.config import Config, RequestError, load_config
-from nano_inference.gateway.app import make_app
-from nano_inference.gateway.openai.responses.kept import MOST_BYTES, KeptResponses
+from nano_inference.config import Config, load_config
 
-from .. import by_hand
 from ..fake import FakeEngine, completion, refused
-from .made import LOGPROBS, TEXTS, cut, interleaved, told, whole
+from .made import LOGPROBS, TEXTS, cut, interleaved, response_events, told, whole
 from .test_refusals import refusal
 
 PATH = "/v1/responses"
@@ -37,20 +28,6 @@ async def posted(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
     answer = await http.post(PATH, json={"input": "hello"} | fields)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
-    return found
-
-
-def events(answer: httpx.Response) -> list[dict[str, Any]]:
-    """The data of each; its name is its type, and its number its place."""
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    *parts, end = answer.text.split("\n\n")
-    assert end == ""
-    found = []
-    for place, part in enumerate(parts):
-        name, data = part.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert found[-1]["type"] == name.removeprefix("event: ")
-        assert found[-1]["sequence_number"] == place
     return found
 
 
@@ -137,7 +114,7 @@ async def test_what_ended_it_is_its_status(http: httpx.AsyncClient, engine: Fake
 async def test_a_stream_s_events_come_in_order(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.outputs = interleaved
     asked = {"input": "hello", "stream": True, "include": INCLUDE, "top_logprobs": 1}
-    found = events(await http.post(PATH, json=asked))
+    found = response_events(await http.post(PATH, json=asked))
     names = [each["type"].removeprefix("response.") for each in found]
     before = ["created", "in_progress", "output_item.added", "content_part.added"]
     after = ["output_text.done", "content_part.done", "output_item.done", "completed"]
@@ -163,119 +140,12 @@ async def test_an_error_in_mid_stream_is_the_last_event(
 ) -> None:
     no = refused("lane_failed", "because")
     engine.outputs = lambda request: [*cut(request), *no(request)]
-    *_, last = events(await http.post(PATH, json={"input": "a", "stream": True}))
+    *_, last = response_events(await http.post(PATH, json={"input": "a", "stream": True}))
     assert last["type"] == "response.failed"
     assert last["response"]["status"] == "failed"
     assert last["response"]["error"] == {"code": "lane_failed", "message": "because"}
     kept = (await http.get(f"{PATH}/{last['response']['id']}")).json()
     assert kept["status"] == "failed"
-
-
-async def test_one_is_kept_until_it_is_deleted(http: httpx.AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = whole
-    answer = await posted(http)
-    where = f"{PATH}/{answer['id']}"
-    assert (await http.get(where)).json() == answer
-    gone = await http.delete(where)
-    assert gone.json() == {"id": answer["id"], "object": "response", "deleted": True}
-    for again in (
-        await http.get(where),
-        await http.delete(where),
-        await http.post(where + "/cancel"),
-    ):
-        assert refusal(again, 404) == ("unknown_response", None)
-    other = await posted(http, store=False)
-    assert refusal(await http.get(f"{PATH}/{other['id']}"), 404)[0] == "unknown_response"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_one_under_way_is_found_and_cancelled(engine: FakeEngine, stream: bool) -> None:
-    ended = anyio.Event()
-
-    class Cancelled(FakeEngine):
-        async def submit(self, request: Any, trace: Any = None) -> Any:
-            self.requests.append(request)
-            self._changed.set()
-            for output in cut(request):
-                yield output
-            await ended.wait()
-            yield completion(request, told(request, 0, "abort"), status="cancelled")
-
-        async def cancel(self, request_id: str) -> None:
-            await super().cancel(request_id)
-            ended.set()
-
-    engine = Cancelled()
-    transport = httpx.ASGITransport(make_app(engine, load_config(env={})))  # type: ignore[arg-type]
-    async with (
-        asyncio.timeout(LIMIT_S),
-        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http,
-    ):
-        body = {"input": "a", "stream": stream}
-        making = asyncio.create_task(http.post(PATH, json=body))
-        await engine.until(lambda: len(engine.requests) == 1)
-        where = f"{PATH}/{engine.requests[0].request_id}"
-        assert (await http.get(where)).json()["status"] == "in_progress"
-        cancelled = (await http.post(where + "/cancel")).json()
-        answer = await making
-        made = events(answer)[-1]["response"] if stream else answer.json()
-        assert made["status"] == "cancelled"
-        assert cancelled == made
-        assert made["output"][0]["content"][0]["text"] == TEXT
-        # Again it is no error.
-        assert (await http.post(where + "/cancel")).json() == made
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_goes_is_one_request_less(
-    engine: FakeEngine, config: Config, stream: bool
-) -> None:
-    """And its response is not found any more."""
-    engine.outputs = cut
-    app = make_app(engine, config)  # type: ignore[arg-type]
-    left = anyio.Event()
-    body = {"input": "a", "stream": stream}
-    with anyio.fail_after(LIMIT_S):
-        async with anyio.create_task_group() as group:
-            group.start_soon(by_hand.post, app, PATH, body, by_hand.ignore, left)
-            await engine.until(lambda: len(engine.requests) == 1)
-            left.set()
-    (request,) = engine.requests
-    assert engine.left == [request.request_id]
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
-        found = await http.get(f"{PATH}/{request.request_id}")
-    assert refusal(found, 404)[0] == "unknown_response"
-
-
-async def test_one_that_is_complete_can_not_be_cancelled(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
-    engine.outputs = whole
-    answer = await posted(http)
-    again = await http.post(f"{PATH}/{answer['id']}/cancel")
-    assert refusal(again) == ("invalid_request", None)
-    assert not engine.names
-
-
-async def test_what_is_kept_is_bounded_by_size_and_age() -> None:
-    kept = KeptResponses(lasts_s=1000)
-    # Three are fewer bytes than may be kept, and four are more.
-    text = "x" * (MOST_BYTES // 3 - 1000)
-    for number in range(5):
-        response = {"id": f"resp_{number}", "store": True, "status": "completed", "text": text}
-        kept.begin(response)
-        kept.end(response)
-    for number in range(2):
-        with pytest.raises(RequestError, match="no response"):
-            kept.find(f"resp_{number}")
-    for number in range(2, 5):
-        assert kept.find(f"resp_{number}").status == "completed"
-    old = KeptResponses(lasts_s=0)
-    old.begin(response)
-    old.end(response)
-    with pytest.raises(RequestError, match="no response"):
-        old.find("resp_4")
 
 
 IMAGE = {"type": "input_image", "image_url": "http://example.org/a.png"}
@@ -293,8 +163,13 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"top_logprobs": 3}, "invalid_request", "top_logprobs"),
     ({"metadata": {"a": 1}}, "invalid_request", "metadata[...]"),
     ({"metadata": {str(key): "" for key in range(17)}}, "invalid_request", "metadata"),
-    ({"background": True}, "unsupported", "background"),
-    ({"previous_response_id": "resp_1"}, "unsupported", "previous_response_id"),
+    ({"background": True, "store": False}, "invalid_request", "background"),
+    ({"background_options": {"completion_window": "2h"}}, "unsupported", "background_options"),
+    (
+        {"previous_response_id": "resp_1"},
+        "previous_response_not_found",
+        "previous_response_id",
+    ),
     ({"conversation": "conv_1"}, "unsupported", "conversation"),
     ({"prompt": {"id": "a"}}, "unsupported", "prompt"),
     ({"tools": [{"type": "web_search"}]}, "unsupported", "tools"),
@@ -330,18 +205,6 @@ async def test_what_the_engine_refuses_is_named_as_it_was_sent(
         assert refusal(answer) == (code, param)
 
 
-@pytest.mark.parametrize("query", ["stream=true", "starting_after=5", "x=1"])
-async def test_a_stream_is_not_read_again(
-    http: httpx.AsyncClient, engine: FakeEngine, query: str
-) -> None:
-    engine.outputs = whole
-    answer = await posted(http)
-    where = f"{PATH}/{answer['id']}"
-    code, param = refusal(await http.get(f"{where}?{query}"))
-    assert (code, param) == ("unsupported", query.partition("=")[0])
-    assert (await http.get(f"{where}?stream=false")).json() == answer
-
-
 async def test_what_asks_for_nothing_is_taken(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     await posted(
         http,
@@ -357,25 +220,3 @@ async def test_what_asks_for_nothing_is_taken(http: httpx.AsyncClient, engine: F
         reasoning=None,
     )
     assert engine.requests[0].sampling.max_tokens == 8192
-
-
-async def test_openai_python_puts_a_stream_together(engine: FakeEngine, config: Config) -> None:
-    engine.outputs = interleaved
-    transport = httpx2.ASGITransport(make_app(engine, config))  # type: ignore[arg-type]
-    async with (
-        httpx2.AsyncClient(transport=transport) as http,
-        AsyncOpenAI(base_url="http://127.0.0.1/v1", api_key="none", http_client=http) as client,
-    ):
-        async with client.responses.stream(model="tiny", input="hello") as stream:
-            kinds = [event.type async for event in stream]
-            response = await stream.get_final_response()
-        assert kinds[0] == "response.created"
-        assert response.output_text == TEXT
-        assert (await client.responses.retrieve(response.id)).output_text == TEXT
-        await client.responses.delete(response.id)
-        with pytest.raises(openai.NotFoundError):
-            await client.responses.retrieve(response.id)
-        whole_answer = await client.responses.create(model="tiny", input="hello")
-        assert whole_answer.output_text == TEXT
-        assert whole_answer.usage is not None
-        assert whole_answer.usage.output_tokens == 3

@@ -81,7 +81,6 @@ async def test_whoever_comes_back_publishes_what_was_not_published(
     (first, second) = engine.requests
     kept = await engine.bus.calls.read(answer_id)
     assert kept is not None
-    await engine.bus.calls.keep(answer_id, kept.record, 10)
     await engine.bus.calls.drop(answer_id)
     await engine.bus.calls.keep(answer_id, kept.record, 10)
     await engine.bus.calls.note(answer_id, first.request_id, "1-0")

@@ -148,12 +148,6 @@ def test_several_samples_are_a_batch() -> None:
     assert prompts[0].request.request_id == "r"
 
 
-@pytest.mark.parametrize(("asked", "got"), [(-7, -7), (4, 4), (5, 4), (2**62, 4)])
-def test_a_priority_is_cut_to_the_highest(asked: int, got: int) -> None:
-    call = read_call({"text": "a", "priority": asked}, MOST, max_priority=4)
-    assert next(call.prompts).request.priority == got
-
-
 def test_how_often_a_stream_has_an_event() -> None:
     assert one().interval_tokens == one(sampling_params={"stream_interval": 0}).interval_tokens == 1
     assert one(sampling_params={"stream_interval": 9}).interval_tokens == 9

@@ -1,0 +1,54 @@
+"""Who calls, as the policy knows him."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+
+from .document import Limits
+from .scopes import SCOPES, Scope
+
+CALLER = "caller"
+"""Under which a call's state has who calls."""
+
+
+class AppliedLimits(msgspec.Struct, frozen=True):
+    """Limits, and of whom: "key:<id>" or "tenant:<name>"."""
+
+    name: str
+    limits: Limits
+
+
+class Caller(msgspec.Struct, frozen=True, kw_only=True):
+    """Who calls.
+
+    Attributes:
+        key_id: The id of his key, or what his token says he is; "" where nobody asks.
+        name: What people call that.
+        tenant: Whose his requests are; "" where he says so himself.
+        scopes: What he may do.
+        max_priority: Higher ones are cut to this; None for `gateway.max_priority`.
+        models: The models that he may use; None for all.
+        limits: How much he may use.
+    """
+
+    key_id: str = ""
+    name: str = ""
+    tenant: str = ""
+    scopes: frozenset[Scope] = frozenset()
+    max_priority: int | None = None
+    models: tuple[str, ...] | None = None
+    limits: tuple[AppliedLimits, ...] = ()
+
+
+NOBODY = Caller()
+"""Of calls that ask for nothing."""
+
+ANYBODY = Caller(scopes=frozenset(SCOPES))
+"""Where there are no keys: whoever reaches the gateway may do everything."""
+
+
+def caller_of(request: Request) -> Caller:
+    """As the chain has found him."""
+    found: Caller = request.scope.get("state", {}).get(CALLER, NOBODY)
+    return found

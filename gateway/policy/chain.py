@@ -1,0 +1,93 @@
+"""The order of a request: who calls, what he may, how much, and what may be said.
+
+    authenticate → scope → model → limits → guardrail → execution → audit
+
+The first two need a call's head only. The others are about the requests that it makes; a link holds
+on to them until they have ended. What an answer may say, and what is told of it, hangs at the
+outputs and at the end of the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Protocol
+
+from starlette.requests import Request
+
+from ...bus.public import GenerateRequest
+from ..origin import Origin
+from .caller import ANYBODY, CALLER, NOBODY, Caller
+from .scopes import Needed
+
+
+class PolicyCall:
+    """A call of which only the head is known.
+
+    Attributes:
+        request: The call.
+        needed: What its endpoint asks for.
+        caller: Who calls, as far as a link has found that out.
+    """
+
+    def __init__(self, request: Request, needed: Needed, caller: Caller) -> None:
+        self.request = request
+        self.needed = needed
+        self.caller = caller
+
+
+class HeadLink(Protocol):
+    """Judges a call by its head."""
+
+    async def check(self, call: PolicyCall) -> None:
+        """Raises NanoInferenceError when it may not go on."""
+
+
+class RequestsLink(Protocol):
+    """Judges the requests of a call."""
+
+    def admit(
+        self, origin: Origin, requests: Sequence[GenerateRequest]
+    ) -> AbstractAsyncContextManager[None]:
+        """Entered before any of them is published, left when all have ended.
+
+        Entering raises NanoInferenceError when they may not go on.
+        """
+
+
+class PolicyChain:
+    """Its links, in their order. Without any, everybody may do everything."""
+
+    def __init__(
+        self, head: Sequence[HeadLink] = (), requests: Sequence[RequestsLink] = ()
+    ) -> None:
+        self._head = head
+        self._requests = requests
+
+    async def enter(self, request: Request, needed: Needed) -> None:
+        """Finds out who calls, which `caller_of` then tells.
+
+        Raises:
+            NanoInferenceError: He may not.
+        """
+        caller = NOBODY
+        if needed != "nothing":
+            call = PolicyCall(request, needed, NOBODY if self._head else ANYBODY)
+            for link in self._head:
+                await link.check(call)
+            caller = call.caller
+        request.scope.setdefault("state", {})[CALLER] = caller
+
+    @asynccontextmanager
+    async def admitted(
+        self, origin: Origin, requests: Sequence[GenerateRequest]
+    ) -> AsyncIterator[None]:
+        """Open while the requests of a call are on their way.
+
+        Raises:
+            NanoInferenceError: They may not go on.
+        """
+        async with AsyncExitStack() as links:
+            for link in self._requests:
+                await links.enter_async_context(link.admit(origin, requests))
+            yield

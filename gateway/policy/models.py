@@ -1,0 +1,36 @@
+"""Which models a caller may use."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from ...bus.public import GenerateRequest
+from ...config import RequestError
+from ..origin import Origin
+from .caller import Caller
+
+
+class AllowedModels:
+    """Refuses other models, as if they were not there."""
+
+    def __init__(self, default: str) -> None:
+        """`default`: the name of the model of requests that name none."""
+        self._default = default
+
+    @asynccontextmanager
+    async def admit(
+        self, origin: Origin, requests: Sequence[GenerateRequest]
+    ) -> AsyncIterator[None]:
+        for request in requests:
+            check_allowed(origin.caller, request.model or self._default)
+        yield
+
+
+def check_allowed(caller: Caller, model: str) -> None:
+    """Raises RequestError `model_not_found` when a caller may not use a model."""
+    if caller.models is not None and model not in caller.models:
+        raise RequestError(
+            f"there is no model {model!r:.80} for this key; /v1/models lists those that there are",
+            code="model_not_found",
+        )

@@ -1,0 +1,171 @@
+"""admin: keys, tenants and guardrails, at a file, at a bus, and over a server."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from anyio.from_thread import start_blocking_portal
+
+from nano_inference.config import Config, GatewayConfig, PolicyConfig
+from nano_inference.gateway.policy import file as policy_file
+
+from .conftest import Ran, Run
+from .opened import Opened
+from .test_errors import assert_refused
+
+LIMIT_S = 60
+
+PREFIX = "NANO_INFERENCE_POLICY__"
+
+
+@pytest.fixture
+def on_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy_file, "_N", 2)
+    monkeypatch.setenv(f"{PREFIX}BACKEND", "file")
+    monkeypatch.setenv(f"{PREFIX}FILE", str(tmp_path / "policy"))
+    monkeypatch.setenv(f"{PREFIX}PASSPHRASE", "correct horse battery")
+
+
+@pytest.fixture(scope="module")
+def url(served: Config) -> Iterator[str]:
+    """A gateway that knows its callers by keys on the bus."""
+    policy = PolicyConfig(backend="bus", refresh_s=0.05)
+    config = msgspec.structs.replace(served, gateway=GatewayConfig(), policy=policy)
+    with (
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(Opened(config)) as gateway,
+    ):
+        yield gateway.url
+
+
+@pytest.fixture(params=["file", "url"])
+def place(
+    request: pytest.FixtureRequest, run: Run, on_served: Config, monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    """The options that name it. The first key is made at the bus itself, without one."""
+    if request.param == "file":
+        request.getfixturevalue("on_file")
+        return []
+    monkeypatch.setenv(f"{PREFIX}BACKEND", "bus")
+    url = request.getfixturevalue("url")
+    key = known_key(run, url, "root", "--scope", "admin")
+    monkeypatch.setenv("NANO_INFERENCE_API_KEY", key)
+    return ["--url", url]
+
+
+def known_key(run: Run, url: str, *wish: str) -> str:
+    """A key made at the bus, once a gateway has seen it."""
+    made = run("admin", "keys", "create", *wish)
+    assert made.status == 0
+    key, end_s = made.stdout.strip(), time.monotonic() + LIMIT_S
+    while run("models", "--url", url, "--api-key", key).status != 0:
+        assert time.monotonic() < end_s
+    return key
+
+
+def keys(run: Run, place: list[str]) -> dict[str, dict[str, object]]:
+    lines = run("admin", "keys", "list", "--json", *place).stdout.splitlines()
+    return {key["name"]: key for key in map(json.loads, lines)}
+
+
+def test_a_key_s_life(run: Run, place: list[str]) -> None:
+    create = ["admin", "keys", "create", "ci", "--tenant", "gold", "--allow-model", "tiny"]
+    made = run(*create, "--requests-per-minute", "5", "--expires-in", "30d", *place)
+    assert made.status == 0
+    assert made.stdout.startswith("ni-")
+    key = keys(run, place)["ci"]
+    assert key["id"] in made.stdout
+    assert (key["tenant"], key["models"], key["scopes"]) == ("gold", ["tiny"], ["generate"])
+    key_id = str(key["id"])
+    change = ["admin", "keys", "change", key_id, "--requests-per-minute", "none"]
+    assert run(*change, "--max-in-flight", "2", "--max-priority", "-1", *place) == Ran(0, "", "")
+    changed = keys(run, place)["ci"]
+    limits = {"requests_per_minute": None, "tokens_per_minute": None, "max_in_flight": 2}
+    assert (changed["limits"], changed["max_priority"]) == (limits, -1)
+    assert changed["expires_ns"] == key["expires_ns"]
+    shown = run("admin", "keys", "list", *place)
+    assert "2 in flight" in shown.stdout
+    assert run("admin", "keys", "revoke", key_id, *place) == Ran(0, "", "")
+    assert "ci" not in keys(run, place)
+    again = run("admin", "keys", "revoke", key_id, *place)
+    assert again.status == 1
+    assert again.stderr.endswith("(unknown_key)\n")
+
+
+def test_tenants_and_guardrails(run: Run, place: list[str], tmp_path: Path) -> None:
+    assert run("admin", "tenants", "set", "a/b", "--weight", "3", *place) == Ran(0, "", "")
+    more = ["--tokens-per-minute", "1000"]
+    assert run("admin", "tenants", "set", "a/b", *more, *place) == Ran(0, "", "")
+    shown = json.loads(run("admin", "tenants", "list", "--json", *place).stdout)
+    assert (shown["a/b"]["weight"], shown["a/b"]["limits"]["tokens_per_minute"]) == (3, 1000)
+    assert "1000 tok/min" in run("admin", "tenants", "list", *place).stdout
+    assert run("admin", "tenants", "remove", "a/b", *place) == Ran(0, "", "")
+    assert json.loads(run("admin", "tenants", "list", "--json", *place).stdout) == {}
+    blocked = tmp_path / "blocked.yaml"
+    blocked.write_text("literals: [foo]\npatterns: ['b[a4]r']\n")
+    assert run("admin", "guardrails", "set", str(blocked), *place) == Ran(0, "", "")
+    told = json.loads(run("admin", "guardrails", "show", *place).stdout)
+    assert told == {"literals": ["foo"], "patterns": ["b[a4]r"]}
+    blocked.write_text("{}")
+    assert run("admin", "guardrails", "set", str(blocked), *place) == Ran(0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["keys", "change", "0a"], "nothing is given"),
+        (["keys", "create", "a", "--expires-in", "soon"], "30d"),
+        (["keys", "create", "a", "--max-in-flight", "many"], "no number"),
+        (["guardrails", "set", "/nowhere"], "can't read /nowhere"),
+    ],
+)
+def test_arguments_that_make_no_sense(
+    run: Run, on_file: None, arguments: list[str], words: str
+) -> None:
+    assert_refused(run("admin", *arguments), words)
+
+
+def test_what_is_malformed_is_refused(run: Run, on_file: None) -> None:
+    for arguments in (["--scope", "everything"], ["--requests-per-minute", "0"]):
+        ran = run("admin", "keys", "create", "a", *arguments)
+        assert (ran.status, ran.stdout) == (1, "")
+    assert run("admin", "keys", "list").stdout.startswith("no keys;")
+
+
+def test_without_a_policy_there_is_nothing_to_administer(run: Run, on_served: Config) -> None:
+    assert_refused(run("admin", "keys", "list"), "policy.backend")
+
+
+def test_a_server_without_our_key(run: Run, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = run("admin", "keys", "list", "--url", url)
+    assert (ran.status, ran.stdout) == (1, "")
+    assert ran.stderr.endswith("(missing_api_key)\n")
+
+
+def test_a_gateway_takes_a_revoked_key_no_more(
+    run: Run, url: str, on_served: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"{PREFIX}BACKEND", "bus")
+    key = known_key(run, url, "gone")
+    assert run("admin", "keys", "revoke", key.split("-")[1]) == Ran(0, "", "")
+    end_s = time.monotonic() + LIMIT_S
+    while (ran := run("models", "--url", url, "--api-key", key)).status == 0:
+        assert time.monotonic() < end_s
+    assert ran.stderr.endswith("(invalid_api_key)\n")
+
+
+def test_asking_with_a_key(
+    run: Run, url: str, on_served: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"{PREFIX}BACKEND", "bus")
+    key = known_key(run, url, "asker")
+    asking = ["complete", "98 + 25 =", "--url", url, "--api-key"]
+    assert run(*asking, key) == Ran(0, " 123\n", "")
+    refused = run(*asking, key[:-3] + "abc")
+    assert refused.status == 1
+    assert refused.stderr.endswith("(invalid_api_key)\n")

@@ -1,0 +1,201 @@
+"""Keys: who calls, and what he may."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.routing import BaseRoute
+
+from nano_inference.gateway.app import make_app
+from nano_inference.gateway.policy.routes import PolicyRoute
+from nano_inference.gateway.policy.scopes import SCOPES, Scope, may
+
+from ..fake import FakeEngine
+from .conftest import Made, bearer
+
+CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "read": ("GET", "/v1/models", {}),
+    "generate": ("POST", "/generate", {"text": "a"}),
+    "weights": ("POST", "/flush_cache", {}),
+    "admin": ("GET", "/admin/keys", {}),
+}
+
+
+async def call(http: httpx.AsyncClient, scope: str, **more: Any) -> httpx.Response:
+    method, path, body = CALLS[scope]
+    return await http.request(method, path, json=body if method == "POST" else None, **more)
+
+
+def code_of(response: httpx.Response) -> str:
+    code: str = response.json()["error"]["code"]
+    return code
+
+
+def routes(app: Starlette) -> list[BaseRoute]:
+    return list(app.routes)
+
+
+def test_every_route_says_what_its_callers_need(app: Starlette) -> None:
+    assert [each for each in routes(app) if not isinstance(each, PolicyRoute)] == []
+    free = {each.path for each in routes(app) if getattr(each, "needed", "") == "nothing"}
+    assert free == {"/livez", "/healthz", "/readyz", "/health", "/version"}
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+async def test_a_key_may_what_its_scope_says_and_read(
+    http: httpx.AsyncClient, made: Made, scope: Scope
+) -> None:
+    headers = bearer(await made(scope))
+    for needed in SCOPES:
+        answer = await call(http, needed, headers=headers)
+        if may((scope,), needed):
+            assert answer.status_code == 200
+        else:
+            assert (answer.status_code, code_of(answer)) == (403, "insufficient_scope")
+    assert [may((scope,), needed) for needed in SCOPES].count(True) == 1 + (scope != "read")
+
+
+async def test_probes_need_no_key(http: httpx.AsyncClient) -> None:
+    assert (await http.get("/livez")).status_code == 200
+    assert (await http.get("/version")).status_code == 200
+
+
+@pytest.mark.parametrize("header", ["Authorization", "api-key", "x-api-key"])
+async def test_where_a_key_may_stand(http: httpx.AsyncClient, made: Made, header: str) -> None:
+    text = (await made())["key"]
+    value = f"bearer  {text} " if header == "Authorization" else text
+    assert (await call(http, "generate", headers={header: value})).status_code == 200
+
+
+async def test_without_a_key(http: httpx.AsyncClient, made: Made) -> None:
+    await made()
+    for headers in ({}, {"Authorization": "Bearer "}):
+        answer = await call(http, "generate", headers=headers)
+        assert (answer.status_code, code_of(answer)) == (401, "missing_api_key")
+        assert answer.headers["WWW-Authenticate"] == "Bearer"
+
+
+async def test_keys_that_are_none(http: httpx.AsyncClient, made: Made) -> None:
+    key = (await made())["key"]
+    for wrong in (
+        key[:-1] + ("A" if key[-1] != "A" else "B"),
+        key + "A",
+        key.upper(),
+        "ni-000000000000-" + "A" * 43,
+        "A" * 20_000,
+        "ünïcode",
+    ):
+        headers = {"api-key": wrong.encode()}
+        answer = await call(http, "generate", headers=headers)
+        assert (answer.status_code, code_of(answer)) == (401, "invalid_api_key")
+        assert wrong not in answer.text
+
+
+async def test_several_keys(http: httpx.AsyncClient, made: Made) -> None:
+    one, other = (await made())["key"], (await made("admin"))["key"]
+    same = [("Authorization", f"Bearer {one}"), ("x-api-key", one)]
+    assert (await call(http, "generate", headers=same)).status_code == 200
+    for headers in (
+        [("Authorization", f"Bearer {one}"), ("Authorization", f"Bearer {other}")],
+        [("Authorization", f"Bearer {one}"), ("api-key", other)],
+        [("Authorization", f"Basic {one}")],
+    ):
+        answer = await call(http, "generate", headers=headers)
+        assert (answer.status_code, code_of(answer)) == (401, "invalid_api_key")
+
+
+async def test_a_key_in_the_address_is_not_taken(http: httpx.AsyncClient, made: Made) -> None:
+    answer = await http.get("/v1/models", params={"api_key": (await made())["key"]})
+    assert (answer.status_code, code_of(answer)) == (401, "invalid_api_key")
+
+
+async def test_a_key_has_its_end(
+    http: httpx.AsyncClient, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = await made(expires_in_s=60)
+    assert (await call(http, "generate", headers=bearer(key))).status_code == 200
+    monkeypatch.setattr("time.time_ns", lambda: key["expires_ns"])
+    assert (await call(http, "generate", headers=bearer(key))).status_code == 401
+
+
+async def test_the_tenant_is_the_key_s(
+    http: httpx.AsyncClient, made: Made, engine: FakeEngine
+) -> None:
+    headers = bearer(await made(tenant="gold")) | {"X-Tenant": "silver"}
+    assert (await call(http, "generate", headers=headers)).status_code == 200
+    assert [request.tenant for request in engine.requests] == ["gold"]
+
+
+@pytest.mark.parametrize(
+    ("own", "tenant", "got"), [(None, None, 0), (5, None, 5), (5, 3, 3), (None, 2, 2), (-1, 7, -1)]
+)
+async def test_a_priority_is_capped_by_key_and_tenant(
+    http: httpx.AsyncClient, made: Made, engine: FakeEngine, own: Any, tenant: Any, got: int
+) -> None:
+    key = await made(tenant="gold", max_priority=own)
+    if tenant is not None:
+        admin = bearer(await made("admin"))
+        body = {"max_priority": tenant}
+        await http.put("/admin/tenants/gold", json=body, headers=admin)
+    await http.post("/generate", json={"text": "a", "priority": 9}, headers=bearer(key))
+    await http.post("/v1/completions", json={"prompt": [1], "priority": -9}, headers=bearer(key))
+    assert [request.priority for request in engine.requests] == [got, got]
+
+
+async def test_other_models_are_not_there(http: httpx.AsyncClient, made: Made) -> None:
+    allowed, other = await made(models=["tiny"]), await made(models=["large"])
+    assert (await call(http, "generate", headers=bearer(allowed))).status_code == 200
+    answer = await call(http, "generate", headers=bearer(other))
+    assert (answer.status_code, code_of(answer)) == (404, "model_not_found")
+    listed = await http.get("/v1/models", headers=bearer(other))
+    assert listed.json()["data"] == []
+    assert (await http.get("/v1/models/tiny", headers=bearer(other))).status_code == 404
+
+
+async def test_errors_have_the_shape_of_their_interface(http: httpx.AsyncClient) -> None:
+    openai = await http.post("/v1/chat/completions", json={})
+    assert openai.json()["error"]["type"] == "authentication_error"
+    anthropic = await http.post("/v1/messages", json={})
+    assert anthropic.status_code == 401
+    assert anthropic.json()["type"] == "error"
+    assert anthropic.json()["error"]["type"] == "authentication_error"
+
+
+async def test_one_may_abort_what_is_one_s_own(http: httpx.AsyncClient, made: Made) -> None:
+    key = bearer(await made())
+    for body in ({"rid": "somebody-s"}, {"abort_all": True}):
+        answer = await http.post("/abort_request", json=body, headers=key)
+        assert (answer.status_code, code_of(answer)) == (403, "insufficient_scope")
+        trainer = bearer(await made("weights", "generate"))
+        answer = await http.post("/abort_request", json=body, headers=trainer)
+        assert answer.status_code == 200
+
+
+async def test_while_nobody_can_tell_nobody_may(
+    http: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await engine.bus.policy.replace("", b"{damaged")
+    answer = await call(http, "read", headers={"api-key": "k"})
+    assert (answer.status_code, code_of(answer)) == (503, "policy_unavailable")
+
+
+async def test_without_a_policy_everybody_may(engine: FakeEngine) -> None:
+    from nano_inference.config import Config
+
+    transport = httpx.ASGITransport(make_app(engine, Config()))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+        for scope in ("read", "generate", "weights"):
+            answer = await call(http, scope, headers={"Authorization": "Basic eDp5"})
+            assert answer.status_code == 200
+        answer = await call(http, "admin")
+        assert (answer.status_code, code_of(answer)) == (400, "unsupported")
+
+
+async def test_a_key_is_random_and_long(made: Made) -> None:
+    texts = {(await made())["key"] for _ in range(10)}
+    assert len({text[-43:] for text in texts}) == 10
+    assert all(re.fullmatch(r"ni-[0-9a-f]{12}-[\w-]{43}", text) for text in texts)

@@ -131,7 +131,7 @@ def test_a_stream_goes_on_at_another_gateway_when_its_own_is_killed(
 
 @pytest.mark.slow
 def test_responses_go_on_at_another_gateway_when_their_own_is_killed(
-    on_served: Config, program: list[str], tmp_path: Path
+    on_served: Config, tmp_path: Path
 ) -> None:
     """One whose client comes back to its stream, and one in the background without a place yet."""
     body: dict[str, Any] = {"model": "tiny", "input": "Tell me of Tom.", "max_output_tokens": 500}
@@ -142,8 +142,8 @@ def test_responses_go_on_at_another_gateway_when_their_own_is_killed(
         clients, gateways = [], []
         for name in ("first", "second"):
             port = free_port()
-            command = [*program, "gateway", "--port", str(port), *limits]
-            gateways.append(stack.enter_context(running(command, tmp_path / name)))
+            gateway = Command("gateway", "--port", str(port), *limits, log=tmp_path / name)
+            gateways.append(stack.enter_context(gateway))
             url = f"http://127.0.0.1:{port}"
             wait_until_healthy(gateways[-1], url)
             made = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=LIMIT_S)

@@ -52,7 +52,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/telemetry.py
 
 clean:
-	rm -rf $(VENV) .typing build *.egg-info
+	rm -rf $(VENV) .typing build *.egg-info .pytest_cache
 
 # A virtual environment of our own, renewed when what it holds is changed.
 $(STAMP): pyproject.toml constraints.txt

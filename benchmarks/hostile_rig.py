@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -59,7 +59,12 @@ class Live:
         start_mb: What ours took when they had served two full batches.
     """
 
-    def __init__(self, folder: Path, descriptors: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        descriptors: int | None = None,
+        settings: Mapping[str, object] | None = None,
+    ) -> None:
         """Args: `descriptors` is the limit of open files that all processes start with."""
         folder.mkdir(parents=True)
         self.target = Target(free_port(), free_port(), str(folder))
@@ -69,7 +74,8 @@ class Live:
         self.start_mb = 0.0
         command = [sys.executable, "-m", "nano_inference", "up"]
         command += ["--gateway", str(self.target.http_port), "--port", str(self.target.redis_port)]
-        command += ["--set", "pipeline.drain_timeout_s=2"]
+        for name, value in {"pipeline.drain_timeout_s": 2, **(settings or {})}.items():
+            command += ["--set", f"{name}={value}"]
         if descriptors is not None:
             command = ["/bin/sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", *command]
         # What a killed process leaves in the temporary folder goes with ours.

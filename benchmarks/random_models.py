@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import string
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 from workloads import SHAPES
+
+PAD, EOS = "<|pad|>", "<|endoftext|>"
+SPACE = "\u0120"
+"""What a space is in byte-level vocabularies."""
 
 TWO_LAYERS = SHAPES["S"] | {"num_hidden_layers": 2, "vocab_size": 32_768}
 """Of Qwen2.5-0.5B, with a vocabulary so small that the output layer does not hide the rest."""
@@ -25,7 +32,8 @@ def random_model(
 
 
 def write_model(folder: Path, shape: str) -> None:
-    """Writes a model in bfloat16, with a tokenizer of one token per id."""
+    """Writes a model in bfloat16, with a tokenizer in which every word of up to three letters, and
+    many of four, is one token together with the space before it."""
     settings = SHAPES[shape] | {
         "max_position_embeddings": 32_768,
         "rms_norm_eps": 1e-6,
@@ -33,8 +41,28 @@ def write_model(folder: Path, shape: str) -> None:
         "eos_token_id": 1,
     }
     random_model(settings, torch.float32).to(torch.bfloat16).save_pretrained(folder)
-    vocabulary = {f"t{number}": number for number in range(settings["vocab_size"])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
-    tokenizer.decoder = decoders.WordPiece()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t1", pad_token="t0")
+    tokenizer = word_tokenizer(settings["vocab_size"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD)
     fast.save_pretrained(folder)
+
+
+def word_tokenizer(size: int) -> Tokenizer:
+    """Byte-level, as Qwen2's is, so that every program that reads a Qwen2 model has it: two special
+    tokens, the 256 bytes, and as many words as fit."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate((PAD, EOS, *alphabet))}
+    merges = []
+    # Any word that is there has all of its beginnings, and grows from them letter by letter.
+    for word in itertools.islice(_words(), size - len(vocabulary)):
+        merges.append((word[:-1], word[-1]))
+        vocabulary[word] = len(vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _words() -> Iterator[str]:
+    for length in itertools.count(1):
+        for letters in itertools.product(string.ascii_lowercase, repeat=length):
+            yield SPACE + "".join(letters)

@@ -16,6 +16,7 @@ from .channel import (
     Sender,
 )
 from .in_place import WeightsInPlace
+from .limits import Charge, Limit, Limits, Take
 from .memory.bus import MemoryBus
 from .replies import Outcome, Replies
 
@@ -42,8 +43,11 @@ def open_bus(
 
 __all__ = [
     "Bus",
+    "Charge",
     "Inbox",
     "KeptCall",
+    "Limit",
+    "Limits",
     "Malformed",
     "MemoryBus",
     "Outcome",
@@ -55,6 +59,7 @@ __all__ = [
     "Sender",
     "StageReport",
     "StageState",
+    "Take",
     "WeightsInPlace",
     "open_bus",
 ]

@@ -13,6 +13,7 @@ import msgspec
 from .board import StageBoard
 from .calls import Calls
 from .in_place import WeightsRecord
+from .limits import Limits
 from .links import Link
 from .messages import Envelope, Message
 from .policy import PolicyRecord
@@ -277,11 +278,7 @@ class RequestQueue(Protocol):
         """
 
     async def dead_letters(self) -> list[DeadLetter]:
-        """All dead letters, oldest first.
-
-        Raises:
-            BusError: The transport can't be reached.
-        """
+        """All dead letters, oldest first. Raises BusError as `backlog`."""
 
     async def count_queue(self, begun: int | None) -> int:
         """Brings `Backlog.queue_length` up to date. Every process of a pipeline calls it.
@@ -302,11 +299,7 @@ class RequestQueue(Protocol):
         """
 
     async def drop_dead_letter(self, letter_id: str) -> bool:
-        """Removes a dead letter; returns whether it was there.
-
-        Raises:
-            BusError: The transport can't be reached.
-        """
+        """Removes a dead letter; returns whether it was there. Raises BusError as `backlog`."""
 
 
 class OutputStream(Protocol[T_co]):
@@ -440,6 +433,10 @@ class Bus(Protocol):
     @property
     def calls(self) -> Calls:
         """Calls of gateways that outlive their connection."""
+
+    @property
+    def limits(self) -> Limits:
+        """What may be taken in so much time, by whom."""
 
     @property
     def policy(self) -> PolicyRecord:

@@ -27,11 +27,15 @@ where it would keep the tag that says the same.
 {{prefix}:requests}:begun  hash, for each lane how many of its requests have begun, and until when
                            that counts (internal)
 {{prefix}:requests}:queue_length  how many requests wait to begin; gone when no lane lives
+{{prefix}:limits}:window:{s}:{name} hash, what each gateway has taken from a limit (internal)
+{{prefix}:limits}:held:{name} hash, what each gateway holds of a limit, and until when (internal)
+{{prefix}:limits}:servers  hash, since when each process has counted these (internal)
 {{prefix}:results}:told:{digest} marks a message that the results stream has (internal)
 {{prefix}:link:{lane}}:{link} stream between two stages (internal): `w` the writer, `m` the message
 
-Every script names keys of one family only, and so does every read of several streams: the requests
-and who has them; the results stream and its marks; the links of one lane; each other key alone.
+Every script and transaction names keys of one family only, and so does every read of several
+streams: the requests and who has them; the results stream and its marks; the links of one lane;
+limits; each other key alone.
 """
 
 from __future__ import annotations
@@ -64,6 +68,8 @@ class Keys:
         self.stages = self._key("stages")
         self.weights = self._key(f"weights:{lane}")
         self.attended = self._key("attended")
+        self._limits = self._key("limits")
+        self.limits_servers = beside(self._limits, "servers")
         self.policy = self._key("policy")
 
     def out(self, key: str) -> bytes:
@@ -90,6 +96,13 @@ class Keys:
 
     def name(self, name: str) -> bytes:
         return self._key(f"name:{name}")
+
+    def limits_window(self, name: str, window_s: int) -> bytes:
+        """What was taken from a limit; one of another window begins anew."""
+        return beside(self._limits, f"window:{window_s}:{name}")
+
+    def limits_held(self, name: str) -> bytes:
+        return beside(self._limits, f"held:{name}")
 
     def wake(self, name: str) -> bytes:
         return self._key(f"wake:{name}")

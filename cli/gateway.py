@@ -28,6 +28,14 @@ GatewayPort = Annotated[
     ),
 ]
 
+Insecure = Annotated[
+    bool,
+    typer.Option(
+        "--insecure",
+        help="Listen on other addresses than this machine's own without keys.",
+    ),
+]
+
 
 @takes_options(*ENGINE_OPTIONS)
 def gateway(
@@ -36,6 +44,7 @@ def gateway(
         int | None,
         typer.Option(help=f"Where it listens; else gateway.port, else {DEFAULT_PORT}."),
     ] = None,
+    insecure: Insecure = False,
     with_parent: WithParent = False,
 ) -> None:
     """Serve HTTP in front of a running pipeline.
@@ -50,7 +59,7 @@ def gateway(
     On Ctrl-C or SIGTERM it is not ready any more and lets the calls under way end, within
     `pipeline.drain_timeout_s`; a second Ctrl-C ends it at once.
     """
-    config = listening(options.client_config(least=None), port, DEFAULT_PORT)
+    config = listening(options.client_config(least=None), port, DEFAULT_PORT, insecure=insecure)
     if not with_parent:  # which has done it
         sweep()
     forbid_torch()
@@ -58,12 +67,20 @@ def gateway(
     anyio.run(_serve, config, with_parent)
 
 
-def listening(config: Config, port: int | None, default: int, host: str | None = None) -> Config:
+def listening(
+    config: Config,
+    port: int | None,
+    default: int,
+    host: str | None = None,
+    *,
+    insecure: bool = False,
+) -> Config:
     """The same settings with a port for the gateway: the one given, else theirs, else a default."""
     own = msgspec.structs.replace(
         config.gateway,
         port=port or config.gateway.port or default,
         host=host or config.gateway.host,
+        insecure=insecure or config.gateway.insecure,
     )
     return msgspec.structs.replace(config, gateway=own)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
 from collections.abc import Callable
 from enum import StrEnum
@@ -24,6 +25,7 @@ from ..config import (
     ModelError,
     load_config,
     parse_value,
+    text_in,
 )
 from ..telemetry import setup_logging
 
@@ -71,12 +73,23 @@ ServerUrl = Annotated[
         show_default=False,
     ),
 ]
+
+
+def _api_key(given: str | None) -> str | None:
+    """The key, or what stands in the file that the environment names."""
+    variable = f"{API_KEY_VARIABLE}_FILE"
+    if given is None and (file := os.environ.get(variable)):
+        return text_in(Path(file), source=variable)
+    return given
+
+
 ApiKey = Annotated[
     str | None,
     typer.Option(
         "--api-key",
         metavar="KEY",
         envvar=API_KEY_VARIABLE,
+        callback=_api_key,
         help="The key for that server; better in the environment, where others don't see it.",
         rich_help_panel=_PANEL,
         show_default=False,

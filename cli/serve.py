@@ -17,7 +17,7 @@ from ..gateway.gateway import Gateway
 from ..pipeline.pipeline import Pipeline
 from ..stages.temporary import sweep
 from ..telemetry import setup_logging
-from .gateway import listening
+from .gateway import Insecure, listening
 from .options import ENGINE_OPTIONS, Options, takes_options
 from .process import drain, raise_file_limit, until_told_to_stop
 from .process_memory import spare_collector
@@ -37,6 +37,7 @@ def serve(
         str | None,
         typer.Option(help="The address on which it listens; else gateway.host.", metavar="ADDRESS"),
     ] = None,
+    insecure: Insecure = False,
 ) -> None:
     """Serve a model over HTTP, all in this process.
 
@@ -46,15 +47,16 @@ def serve(
 
         nano-inference serve --model ~/models/Qwen2.5-0.5B-Instruct --port 8000
 
-    It speaks OpenAI's interface (docs/openai.md) and SGLang's (docs/gateway.md). There are no keys
-    yet: whoever reaches the port may use all of it.
+    It speaks OpenAI's interface (docs/openai.md) and SGLang's (docs/gateway.md). Unless
+    there are keys (docs/policy.md), whoever reaches the port may use all of it, so that it listens
+    on this machine only.
 
     On Ctrl-C or SIGTERM it is not ready any more and lets requests in flight finish, within
     `pipeline.drain_timeout_s`; a second Ctrl-C ends it at once. With --bus requests go over Redis,
     and a process that takes this one's place goes on with them.
     """
     config = options.config(**{"pipeline.stages": list(STAGES)})
-    config = listening(config, port, SERVE_PORT, host)
+    config = listening(config, port, SERVE_PORT, host, insecure=insecure)
     setup_logging(config.telemetry)
     sweep()
     raise_file_limit()
@@ -75,7 +77,7 @@ async def _serve(config: Config) -> None:
                 anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT)
             )
             spare_collector()
-            _tell(config.engine.model_name, gateway.url)
+            _tell(config.engine.model_name, gateway.url, with_key=config.policy.knows_callers)
             await until_told_to_stop(signals, pipeline.failed, gateway.failed)
             end_s = time.monotonic() + config.pipeline.drain_timeout_s
             await gateway.drain(config.pipeline.drain_timeout_s)
@@ -83,13 +85,14 @@ async def _serve(config: Config) -> None:
             await drain(pipeline, max(0.0, end_s - time.monotonic()))
 
 
-def _tell(model: str, url: str) -> None:
+def _tell(model: str, url: str, *, with_key: bool) -> None:
+    key = ' -H "Authorization: Bearer $NANO_INFERENCE_API_KEY"' if with_key else ""
     body = '{"prompt": "98 + 25 =", "temperature": 0}'
     # Whoever read it first may have gone.
     with suppress(OSError):
         sys.stdout.write(
             f"{model!r} is served at {url}, OpenAI's interface at {url}/v1. Try it:\n\n"
-            f"  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n\n"
+            f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'\n\n"
             f"  nano-inference chat --url {url}/v1\n\n"
         )
         sys.stdout.flush()

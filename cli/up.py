@@ -32,12 +32,13 @@ from ..config import (
     redact,
     split_role,
 )
+from ..gateway.gateway import place_of
 from ..pipeline.supervisor import RestartBudget, StageFailed
 from ..stages.temporary import sweep
 from .child_output import Line, Lines
 from .children import Child, ForkServer, ForkServerLost, python, spawn
 from .embedded import embedded_server
-from .gateway import GatewayPort
+from .gateway import GatewayPort, Insecure
 from .options import ENGINE_OPTIONS, Options, takes_options
 from .process import DRAIN
 from .waterfall import STAGE_STYLES
@@ -69,6 +70,7 @@ def up(
         ),
     ] = None,
     gateway: GatewayPort = None,
+    insecure: Insecure = False,
 ) -> None:
     """Run each stage as a process of its own, over Redis.
 
@@ -90,7 +92,11 @@ def up(
         options = options.adding(f"pipeline.replicas={replicas}")
     if gateway is not None:
         options = options.adding(f"gateway.port={gateway}")
+    if insecure:
+        options = options.adding("gateway.insecure=true")
     config, overrides = options.config(), options.overrides()
+    if config.gateway.port:
+        place_of(config)  # before anything is started
     sweep()
     with contextlib.ExitStack() as stack:
         if config.bus.url == "memory":

@@ -11,7 +11,7 @@ from .errors import (
     WeightsError,
 )
 from .gateway import GatewayConfig
-from .load import API_KEY_VARIABLE, as_environment, load_config, nearest, parse_value
+from .load import API_KEY_VARIABLE, as_environment, load_config, nearest, parse_value, text_in
 from .policy import PolicyConfig
 from .quoting import MOST_SHOWN, MOST_TEXT, cut, cut_middle, shown
 from .redact import REDIS_SCHEMES, redact
@@ -74,4 +74,5 @@ __all__ = [
     "roles_here",
     "shown",
     "split_role",
+    "text_in",
 ]

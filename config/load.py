@@ -1,7 +1,8 @@
 """Settings from a YAML file, the environment and the command line, later ones winning.
 
 Environment: `NANO_INFERENCE_<SECTION>__<SETTING>`, for example
-`NANO_INFERENCE_ENGINE__MAX_BATCH_SIZE=64`. Values are read as YAML.
+`NANO_INFERENCE_ENGINE__MAX_BATCH_SIZE=64`. Values are read as YAML. With `_FILE` behind it, as
+`NANO_INFERENCE_POLICY__PASSPHRASE_FILE=/run/secrets/p`, it names the file that the value is in.
 """
 
 from __future__ import annotations
@@ -22,8 +23,13 @@ from .settings import Config
 
 ENV_PREFIX = "NANO_INFERENCE_"
 
+MOST_VALUE_BYTES = 1 << 16
+"""Of a file with the value of one setting."""
+
 API_KEY_VARIABLE = "NANO_INFERENCE_API_KEY"
-"""The key that commands send to a server; it is no setting."""
+"""The key that commands send to a server; it is no setting, but may be in a file as they may."""
+
+_IN_FILE = "_file"
 
 Tree = dict[str, dict[str, Any]]
 
@@ -45,14 +51,13 @@ def load_config(
 
     Raises:
         ConfigError: A file that can't be read, an unknown section or setting (with the nearest
-            known name), a value of the wrong type or out of range.
+            known name), a value of the wrong type or out of range; one that the environment has
+            both itself and in a file.
     """
     tree: Tree = {}
     if path is not None:
         _merge_file(tree, path)
-    for name, value in sorted((os.environ if env is None else env).items()):
-        if name.startswith(ENV_PREFIX) and name != API_KEY_VARIABLE:
-            _put(tree, _dotted(name), parse_value(value), source=name)
+    _merge_environment(tree, os.environ if env is None else env)
     for dotted, value in (overrides or {}).items():
         _put(tree, dotted, value, source=dotted)
     try:
@@ -69,7 +74,7 @@ def as_environment(overrides: Mapping[str, Any], env: Mapping[str, str]) -> dict
     environment = {
         name: value
         for name, value in env.items()
-        if not name.startswith(ENV_PREFIX) or _dotted(name) not in overrides
+        if not name.startswith(ENV_PREFIX) or _setting_of(name)[0] not in overrides
     }
     for dotted, value in overrides.items():
         text = yaml.safe_dump(value, default_flow_style=True, width=math.inf)
@@ -78,9 +83,60 @@ def as_environment(overrides: Mapping[str, Any], env: Mapping[str, str]) -> dict
     return environment
 
 
-def _dotted(name: str) -> str:
-    """The setting that an environment variable is of."""
-    return name[len(ENV_PREFIX) :].lower().replace("__", ".", 1)
+def _setting_of(name: str) -> tuple[str, bool]:
+    """The setting that an environment variable is of, and whether it names a file with it."""
+    dotted = name[len(ENV_PREFIX) :].lower().replace("__", ".", 1)
+    without = dotted.removesuffix(_IN_FILE)
+    in_file = _type_of(dotted) is None and _type_of(without) is not None
+    return (without, True) if in_file else (dotted, False)
+
+
+def _type_of(dotted: str) -> Any:
+    """What a setting is; None where there is none of that name."""
+    section, _, name = dotted.partition(".")
+    fields = msgspec.structs.fields(_SECTIONS[section]) if section in _SECTIONS else ()
+    return next((field.type for field in fields if field.name == name), None)
+
+
+def _merge_environment(tree: Tree, env: Mapping[str, str]) -> None:
+    named: dict[tuple[str, bool], str] = {}
+    for name, text in sorted(env.items()):
+        if not name.startswith(ENV_PREFIX) or name.removesuffix("_FILE") == API_KEY_VARIABLE:
+            continue
+        dotted, in_file = _setting_of(name)
+        if other := named.get((dotted, not in_file)):
+            raise ConfigError(f"{dotted} is set by both {other} and {name}; leave one away")
+        named[dotted, in_file] = name
+        if in_file:
+            text = text_in(Path(text), source=name)
+        literally = in_file and _type_of(dotted) is str
+        value = text if literally else parse_value(text)
+        _put(tree, dotted, value, source=name)
+
+
+def text_in(file: Path, *, source: str) -> str:
+    """The text in a file, without the end of its last line.
+
+    Args:
+        source: What names the file.
+
+    Raises:
+        ConfigError: It can't be read, or has no text or too much.
+    """
+    try:
+        with file.open("rb") as opened:
+            found = opened.read(MOST_VALUE_BYTES + 1)
+        text = found.decode()
+    except OSError as error:
+        raise ConfigError(f"{source}: can't read {file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{source}: {file} is not text in UTF-8") from None
+    if len(found) > MOST_VALUE_BYTES:
+        raise ConfigError(f"{source}: {file} is larger than {MOST_VALUE_BYTES} bytes")
+    text = text.removesuffix("\n").removesuffix("\r")
+    if not text:
+        raise ConfigError(f"{source}: {file} is empty")
+    return text
 
 
 def parse_value(text: str) -> Any:

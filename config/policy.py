@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from typing import ClassVar, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -32,7 +34,8 @@ class PolicyConfig(Settings, frozen=True, forbid_unknown_fields=True):
         audit_files: So many of those are kept.
         audit_when_full: What happens when a line can't be written: "serve" goes on and counts it,
             "refuse" refuses requests until it can.
-        oidc_issuer: The issuer whose tokens (JWT) are taken besides keys; "" for none.
+        oidc_issuer: The issuer whose tokens (JWT) are taken besides keys; "" for none. An https
+            address, but for this machine's own.
         oidc_audience: Whom they must be for.
         oidc_jwks_url: Where its keys are; "" asks the issuer's discovery document.
         oidc_leeway_s: How far its clock may be off.
@@ -44,6 +47,10 @@ class PolicyConfig(Settings, frozen=True, forbid_unknown_fields=True):
     """
 
     SECTION: ClassVar[str] = "policy"
+    # A URL may have a user and a password in it.
+    SECRETS: ClassVar[frozenset[str]] = frozenset(
+        ("passphrase", "audit_key", "opa_url", "oidc_jwks_url")
+    )
 
     backend: str = "off"
     file: str = ""
@@ -83,6 +90,13 @@ class PolicyConfig(Settings, frozen=True, forbid_unknown_fields=True):
             self.require(
                 name, not value or value.startswith(("http://", "https://")), "an http(s) URL"
             )
+        for name in ("oidc_issuer", "oidc_jwks_url"):
+            # Whoever stands in between would otherwise make the keys.
+            self.require(
+                name,
+                not (value := getattr(self, name)) or _is_safe(value),
+                "https, but for this machine's own (loopback) addresses",
+            )
         if self.oidc_issuer:
             self.require("oidc_audience", bool(self.oidc_audience), "set with policy.oidc_issuer")
 
@@ -90,3 +104,13 @@ class PolicyConfig(Settings, frozen=True, forbid_unknown_fields=True):
     def knows_callers(self) -> bool:
         """Whether a call needs a key or a token."""
         return self.backend != "off" or bool(self.oidc_issuer)
+
+
+def _is_safe(url: str) -> bool:
+    """Whether nobody on the way can change what is read there."""
+    try:
+        host = urlsplit(url).hostname or ""
+        own = host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        own = False
+    return own or url.startswith("https://")

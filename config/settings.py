@@ -203,6 +203,7 @@ class BusConfig(Settings, frozen=True, forbid_unknown_fields=True):
     """
 
     SECTION: ClassVar[str] = "bus"
+    SECRETS: ClassVar[frozenset[str]] = frozenset(("url",))
 
     url: str = "memory"
     links: Literal["auto", "redis"] = "auto"

@@ -18,9 +18,20 @@ class Account:
         completion_tokens: The same.
         sent_bytes: Of its answer's body.
         complete: Whether its answer came to its end.
+        left: Of its requests that nobody waited for until they ended, the tokens that had come;
+            None where nobody can tell how many were made.
+        headers: What its answer is to say besides.
     """
 
-    __slots__ = ("complete", "completion_tokens", "prompt_tokens", "sent_bytes", "tenant")
+    __slots__ = (
+        "complete",
+        "completion_tokens",
+        "headers",
+        "left",
+        "prompt_tokens",
+        "sent_bytes",
+        "tenant",
+    )
 
     def __init__(self) -> None:
         self.tenant = ""
@@ -28,6 +39,13 @@ class Account:
         self.completion_tokens = 0
         self.sent_bytes = 0
         self.complete = False
+        self.left: dict[str, int | None] = {}
+        self.headers: dict[str, str] = {}
+
+    @property
+    def tokens(self) -> int:
+        """Of its requests that have ended."""
+        return self.prompt_tokens + self.completion_tokens
 
     def add(self, usage: Usage) -> None:
         """A request of the call has ended."""

@@ -15,6 +15,7 @@ from .chat_templates import ChatTemplates
 from .http import answer_error
 from .kept_calls import KeptCalls
 from .measures import Measures
+from .metrics import metrics_routes
 from .openai import openai_routes
 from .policy.admin import admin_routes
 from .policy.policy import Policy
@@ -52,12 +53,13 @@ def make_app(
     words = LazyWords(config.engine.model_folder)
     templates = ChatTemplates(words, config.engine.max_model_len, config.gateway.template_timeout_s)
     readiness = readiness or Readiness(engine)
-    policy = Policy(engine, config)
+    policy = Policy(engine, config, measures)
     submissions = Submissions(engine, config, measures, readiness, policy.chain)
     kept = KeptCalls(engine, config)
     app = Starlette(
         routes=[
             *probe_routes(readiness),
+            *metrics_routes(measures.metrics),
             *sglang_routes(engine, config, words, submissions, measures, readiness),
             *openai_routes(config, words, submissions, kept, templates),
             *anthropic_routes(config, words, submissions, templates),

@@ -25,6 +25,19 @@ from .measures import Measures, Reason
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
+_SHOWN = (
+    "Retry-After",
+    "X-Request-Id",
+    "X-Should-Retry",
+    "Request-Id",
+    *(
+        f"x-ratelimit-{what}-{of}"
+        for of in ("requests", "tokens")
+        for what in ("limit", "remaining", "reset")
+    ),
+)
+"""Headers of answers that allowed pages may read."""
+
 
 class _Refused(RequestError):
     """Who calls, or how, is not right; the reason is the error's code."""
@@ -46,7 +59,7 @@ def only_known_callers(app: ASGIApp, config: GatewayConfig, measures: Measures) 
             allow_origins=[origin.lower() for origin in config.allowed_origins],
             allow_methods=("GET", "POST", "PUT", "DELETE"),
             allow_headers=("*",),
-            expose_headers=("Retry-After", "X-Request-Id", "X-Should-Retry", "Request-Id"),
+            expose_headers=_SHOWN,
         )
     return _KnownCallers(app, config, measures)
 
@@ -70,10 +83,19 @@ class _KnownCallers:
         app = self._app
         if refusal is not None:
             self._measures.refused(refusal.reason)
-            app = error_response(refusal)
+            app = response = error_response(refusal)
+            if refusal.reason == "malformed":
+                # Nobody knows where the next call would begin.
+                response.headers["Connection"] = "close"
         await app(scope, receive, send)
 
     def _refusal(self, headers: Headers) -> _Refused | None:
+        if "transfer-encoding" in headers and "content-length" in headers:
+            # A proxy may go by the one and we by the other, and what is a body to it a call to us.
+            return _Refused(
+                "the length of the body is told in two ways; give Content-Length or chunks",
+                "malformed",
+            )
         host, origin = headers.get("host", ""), headers.get("origin")
         name = _name_of(host)
         if name not in self._names and not _is_address(name):

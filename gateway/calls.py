@@ -120,7 +120,9 @@ class ObservedCalls:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)[CALL_HEADER] = named
+                answered = MutableHeaders(scope=message)
+                answered[CALL_HEADER] = named
+                answered.update(account.headers)
             await send(message)
             if message["type"] == "http.response.body":
                 account.sent_bytes += len(message.get("body", b""))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import Counter
 from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import h11
 import structlog
@@ -22,9 +23,15 @@ from .measures import Measures, Reason
 from .rounds import Rounds
 from .tenants import HEADER as TENANT_HEADER
 
+if TYPE_CHECKING:
+    from .tls import Handshake
+
 LINGER_S = 2.0
 """For a client to read why it was refused, while what it still sends is thrown away: with unread
 bytes a connection is reset when it is closed, and the answer may be lost."""
+
+SEND_BUFFER_BYTES = 1 << 18
+"""Of an answer that the kernel holds for a client that does not read; it takes twice that."""
 
 SPARE_CONNECTIONS = 128
 """How many there may be beyond those with a request under way: on these the others are told that
@@ -56,11 +63,13 @@ class Connection(H11Protocol):
 
     Attributes:
         phase: What it waits for.
+        handshake: What has come before it where there is TLS.
     """
 
     def __init__(self, connections: Connections, **given: Any) -> None:
         super().__init__(**given)
         self.phase: Phase = "head"
+        self.handshake: Handshake | None = None
         self._all = connections
         self._left = False
         self._lost = False
@@ -83,6 +92,10 @@ class Connection(H11Protocol):
             transport.max_size = _READ_BYTES  # type: ignore[attr-defined]
         if self.client is not None:
             self._client = self.client[0].encode()
+        if self.handshake is not None:
+            self.handshake.complete()
+        else:
+            set_socket(transport)
         self._all.enter(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -105,7 +118,7 @@ class Connection(H11Protocol):
         """What has come of a request is looked at soon, with what comes until then."""
         if self._come is None:
             self._come, self._come_ns = data, now_ns()
-            self._client = _named_client(data) or self._client
+            self._client = self._all.client_of(data[:_HEAD_BYTES]) or self._client
             self._all.rounds.put(self._client, self._take_round)
             self.look()
         else:
@@ -136,7 +149,8 @@ class Connection(H11Protocol):
     def shutdown(self) -> None:
         if self._left:
             self.transport.abort()
-        else:
+        # asyncio's transport of TLS is of no use any more when it was closed twice.
+        elif not self.transport.is_closing():
             super().shutdown()
 
     def look(self) -> None:
@@ -163,7 +177,8 @@ class Connection(H11Protocol):
         fields = [b"%s: %s" % field for field in response.raw_headers]
         lines = [head, *fields, b"connection: close", b"", bytes(response.body)]
         self.transport.write(b"\r\n".join(lines))
-        self.transport.write_eof()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
         self._left = True
         self.look()
 
@@ -231,6 +246,8 @@ class Connections:
         now_s: A clock that stands still while the event loop is held up, so that no client is
             slow because we are. `sweep` moves it.
         rounds: In which requests begin and end.
+        client_of: Whose a request is by the beginning of its head, b"" where that does not say; a
+            first look, which decides about turns only.
     """
 
     def __init__(
@@ -239,14 +256,15 @@ class Connections:
         """Args: `most` of them have requests under way; as many as `limits` lets in."""
         self.now_s = 0.0
         self.rounds = Rounds()
+        self.client_of = named_client
         self.config = config
         self._limits = limits
         self._measures = measures
         self._most = most + SPARE_CONNECTIONS
-        self._all: dict[Connection, None] = {}
+        self._all: dict[Connection | Handshake, None] = {}
         # Each in the order in which they came into the phase.
-        self._waiting: dict[Connection, None] = {}
-        self._sending: dict[Connection, None] = {}
+        self._waiting: dict[Connection | Handshake, None] = {}
+        self._sending: dict[Connection | Handshake, None] = {}
         self._counts: Counter[Reason] = Counter()
         self._logged_s = -_LOG_EVERY_S
         measures.watch(instruments.GATEWAY_CONNECTIONS, self.__len__)
@@ -254,7 +272,7 @@ class Connections:
     def __len__(self) -> int:
         return len(self._all)
 
-    def enter(self, connection: Connection) -> None:
+    def enter(self, connection: Connection | Handshake) -> None:
         """A new one is there."""
         full = len(self._all) >= self._most
         self._all[connection] = None
@@ -269,7 +287,7 @@ class Connections:
             busy = "all connections have requests under way; try again"
             connection.end(Overloaded(busy, "all_busy"))
 
-    def moved(self, connection: Connection) -> None:
+    def moved(self, connection: Connection | Handshake) -> None:
         """It has come into another phase."""
         self._forget(connection)
         if connection.phase == "sending":
@@ -277,7 +295,7 @@ class Connections:
         elif connection.phase not in ("come", "body", "working"):
             self._waiting[connection] = None
 
-    def leave(self, connection: Connection) -> None:
+    def leave(self, connection: Connection | Handshake) -> None:
         """It is closed."""
         self._all.pop(connection, None)
         self._forget(connection)
@@ -312,14 +330,29 @@ class Connections:
             self._logged_s = self.now_s
         self._measures.tell()
 
-    def _forget(self, connection: Connection) -> None:
+    def _forget(self, connection: Connection | Handshake) -> None:
         self._waiting.pop(connection, None)
         self._sending.pop(connection, None)
 
 
-def _named_client(head: bytes) -> bytes:
-    """The tenant that a head names, b"" for none: a first look, which decides about turns only."""
-    _, found, rest = head[:_HEAD_BYTES].lower().partition(_TENANT)
+def set_socket(transport: asyncio.BaseTransport) -> None:
+    """Has each part of an answer sent without waiting until the client has acknowledged the last,
+    and bounds what of it the kernel holds.
+
+    asyncio sees to the first only where the listening socket was made with its protocol's number.
+    Without, the body of a small answer, or the next token, is 40 ms late. By itself the kernel
+    takes megabytes for a client that reads nothing, whose limits would then never come into play.
+    """
+    accepted = transport.get_extra_info("socket")
+    if accepted is not None and accepted.family in (socket.AF_INET, socket.AF_INET6):
+        with suppress(OSError):  # the client has gone
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+
+
+def named_client(head: bytes) -> bytes:
+    """The tenant that a head names, b"" for none."""
+    _, found, rest = head.lower().partition(_TENANT)
     return rest.partition(b"\r\n")[0].strip() if found else b""
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from ipaddress import ip_address
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import anyio
 import msgspec
+import structlog
 
 from ..config import Config, ConfigError
 from ..pipeline.client import BusClient
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 
 DEFAULT_PORT = 30000
 """SGLang's."""
+
+_WARN_S = 3600.0
+"""So often it says that it is open to everybody."""
 
 
 class Gateway:
@@ -51,13 +56,15 @@ class Gateway:
     @property
     def url(self) -> str:
         host = self._config.gateway.host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+        scheme = "https" if self._config.gateway.tls_certificate else "http"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     async def __aenter__(self) -> Gateway:
         """Listens from then on.
 
         Raises:
-            ConfigError: The port can't be had, or the policy's settings can't be obeyed.
+            ConfigError: The port can't be had, others could reach it without keys, the certificate
+                can't be used, or the policy's settings can't be obeyed.
             NanoInferenceError: The policy can't be read.
         """
         # Whoever only names this class need not wait for them.
@@ -74,15 +81,21 @@ class Gateway:
         self._readiness = Readiness(self._client)
         try:
             app = make_app(self._client, config, measures, self._readiness)
+            self._server = HttpServer(app, config.gateway, measures)
             self._policy = app.state.policy
+            if config.policy.knows_callers:
+                self._server.connections.client_of = self._policy.client_of
             await self._policy.open()
         except BaseException:
             listener.close()
             raise
-        self._server = HttpServer(app, config.gateway, measures)
         self._task = asyncio.create_task(self._server.serve([listener]), name="gateway")
         self._kept = app.state.kept_calls
-        beside = {"kept calls": self._kept.run_forever(), "policy": self._policy.run_forever()}
+        beside = {
+            "kept calls": self._kept.run_forever(),
+            "policy": self._policy.run_forever(),
+            "warnings": self._warn_forever(listener.getsockname()[0]),
+        }
         self._beside = [asyncio.create_task(work, name=name) for name, work in beside.items()]
         return self
 
@@ -127,12 +140,54 @@ class Gateway:
         await asyncio.shield(self._task)
 
     def _listen(self, backlog: int) -> socket.socket:
-        host, port = self._config.gateway.host, self.port
+        family, address = place_of(self._config)
         try:
-            family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            return socket.create_server(address[:2], family=family, backlog=backlog)
+            return socket.create_server((address, self.port), family=family, backlog=backlog)
         except OSError as error:
-            raise ConfigError(
-                f"the gateway can't listen on {host} port {port}: {error.strerror}; choose another "
-                "gateway.port or gateway.host"
-            ) from None
+            raise _can_not_listen(self._config, error) from None
+
+    async def _warn_forever(self, address: str) -> None:
+        """Says what is dangerous about how it was set up."""
+        if _is_own(address):
+            return
+        log = structlog.get_logger()
+        if self._config.policy.knows_callers:
+            if not self._config.gateway.tls_certificate:
+                log.warning("gateway_without_tls", meaning="keys can be read on their way here")
+            return
+        while True:
+            log.warning("gateway_insecure", meaning="whoever reaches it may replace the weights")
+            await anyio.sleep(_WARN_S)
+
+
+def place_of(config: Config) -> tuple[socket.AddressFamily, str]:
+    """The address on which a gateway with these settings listens.
+
+    Raises:
+        ConfigError: There is none of that name, or others could come there without keys.
+    """
+    try:
+        found = socket.getaddrinfo(config.gateway.host, None, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise _can_not_listen(config, error) from None
+    family, address = found[0], str(found[4][0])
+    if not (_is_own(address) or config.policy.knows_callers or config.gateway.insecure):
+        raise ConfigError(
+            f"on {config.gateway.host} others could reach the gateway, and without keys whoever "
+            "reaches it may replace the weights; make keys (policy.backend, docs/policy.md), leave "
+            "it on 127.0.0.1, or say --insecure (gateway.insecure)"
+        )
+    return family, address
+
+
+def _can_not_listen(config: Config, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"the gateway can't listen on {config.gateway.host} port {config.gateway.port}: "
+        f"{error.strerror}; choose another gateway.port or gateway.host"
+    )
+
+
+def _is_own(address: str) -> bool:
+    """Whether only this machine's programs reach an address."""
+    found = ip_address(address.partition("%")[0])
+    return (getattr(found, "ipv4_mapped", None) or found).is_loopback

@@ -17,12 +17,18 @@ Reason = Literal[
     "slow_body",
     "slow_reader",
     "malformed",
+    "handshake_failed",
     # Of limits.
     "too_many_requests",
     "too_many_bytes",
     # Of places.
     "too_many_waiting",
     "expired",
+    # Of what callers may use.
+    "requests_per_minute",
+    "tokens_per_minute",
+    "max_in_flight",
+    "limits_unavailable",
     # Of callers.
     "forbidden_host",
     "forbidden_origin",

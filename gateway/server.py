@@ -22,6 +22,7 @@ from .connections import LINGER_S, SPARE_CONNECTIONS, Connection, Connections
 from .http import DEFAULT_RETRY_S, EngineError
 from .limits import RequestLimits
 from .measures import Measures
+from .tls import Certificates, Handshake
 
 BACKLOG = 2048
 """Connections that may wait in the kernel to be accepted."""
@@ -77,21 +78,16 @@ class HttpServer(uvicorn.Server):
         self.calls = ObservedCalls(known, measures, routes, access_log=config.access_log)
         self._swept_s = 0.0
         self._loop_handler: LoopHandler | None = None
-
-        def connect(**given: Any) -> Connection:
-            return Connection(self.connections, **given)
-
+        self._certificates = Certificates(config) if config.tls_certificate else None
         super().__init__(
             uvicorn.Config(
                 self.calls,
-                http=connect,  # type: ignore[arg-type]
                 ws="none",
                 log_config=None,
                 # Its warnings are one a request, for what anybody may send.
                 log_level="error",
                 access_log=False,
                 lifespan="off",
-                backlog=ACCEPTED_AT_ONCE,
                 timeout_keep_alive=_NEVER_S,
                 # By then all are told to end; uvicorn would log each as a failure.
                 timeout_graceful_shutdown=math.ceil(_LEAVE_S + 2 * LINGER_S),
@@ -107,8 +103,13 @@ class HttpServer(uvicorn.Server):
         self._swept_s = loop.time()
         self._loop_handler = loop.get_exception_handler()
         loop.set_exception_handler(self._on_loop_error)
-        await super().startup(sockets)
+        # Without sockets, which it would hand to connections of its own.
+        await super().startup([])
         for listener in sockets or []:
+            accepting = await loop.create_server(
+                self._connect, sock=listener, backlog=ACCEPTED_AT_ONCE
+            )
+            self.servers.append(accepting)
             # asyncio has told the kernel how many it accepts at once.
             listener.listen(BACKLOG)
 
@@ -128,7 +129,20 @@ class HttpServer(uvicorn.Server):
             now_s = asyncio.get_running_loop().time()
             self.connections.sweep(now_s - self._swept_s)
             self._swept_s = now_s
+            if self._certificates is not None:
+                self._certificates.refresh()
         return await super().on_tick(counter)
+
+    def _connect(self) -> asyncio.BaseProtocol:
+        connection = Connection(
+            self.connections,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        if self._certificates is None:
+            return connection
+        return Handshake(self.connections, connection, self._certificates)
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if context.get("message") == _NO_FILES_LEFT:

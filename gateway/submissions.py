@@ -270,11 +270,18 @@ class Submissions:
             request = msgspec.structs.replace(request, priority=most)
         with self._counted(request.request_id):
             submit = self._engine.submit if attendance is None else attendance.outputs
+            # A call that is kept goes on without us, and one in a piece says nothing meanwhile.
+            is_seen = attendance is None and request.stream
+            left = origin.account.left
+            left[request.request_id] = 0 if is_seen else None
             async with aclosing(submit(request, origin.trace)) as outputs:
                 async for output in outputs:
                     if isinstance(output, Completion):
+                        del left[request.request_id]
                         origin.account.add(output.usage)
                         _check(output)
+                    elif (seen := left[request.request_id]) is not None:
+                        left[request.request_id] = seen + len(output.token_ids)
                     yield output
 
     def _max_priority(self, origin: Origin) -> int:

@@ -16,6 +16,7 @@ from .instruments import INSTRUMENTS, Instrument
 if TYPE_CHECKING:
     from opentelemetry.metrics import Meter
     from opentelemetry.sdk.metrics import MeterProvider
+    from prometheus_client import CollectorRegistry
 
 Labels = Mapping[str, str]
 
@@ -30,11 +31,15 @@ class Metrics:
     """Records what the instruments measure. Each process sets up its own."""
 
     def __init__(
-        self, provider: MeterProvider | None = None, close: Callable[[], None] = lambda: None
+        self,
+        provider: MeterProvider | None = None,
+        close: Callable[[], None] = lambda: None,
+        registry: CollectorRegistry | None = None,
     ) -> None:
-        """Args: where to record to; None: nowhere. And what ends the reading of it."""
+        """Args: where to record to; None: nowhere. What ends the reading of it, and what reads."""
         self._provider = provider
         self._close = close
+        self._registry = registry
         self._always: Labels = _NO_LABELS
         self._record: dict[str, Callable[[float, Labels], None]] = {}
         if provider is not None:
@@ -64,6 +69,22 @@ class Metrics:
         other = copy.copy(self)
         other._always = {**self._always, **labels}
         return other
+
+    def exposition(self, accept: str) -> tuple[bytes, str] | None:
+        """All that Prometheus reads, which takes some milliseconds.
+
+        Args:
+            accept: The header of that name, by which it chooses among its formats.
+
+        Returns:
+            The text and its media type; None where Prometheus reads nothing.
+        """
+        if self._registry is None:
+            return None
+        from prometheus_client.exposition import choose_encoder
+
+        encode, media_type = choose_encoder(accept)
+        return encode(self._registry), media_type
 
     def shutdown(self) -> None:
         """Nothing can be read from now on."""
@@ -112,7 +133,7 @@ def setup_metrics(config: TelemetryConfig, instance: str) -> Metrics:
         server.server_close()
         thread.join()
 
-    return Metrics(provider, close)
+    return Metrics(provider, close, registry)
 
 
 def _provider(config: TelemetryConfig, instance: str, registry: Any) -> MeterProvider:

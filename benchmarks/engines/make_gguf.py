@@ -2,7 +2,8 @@
 
     python make_gguf.py FOLDER      (needs torch, safetensors and gguf)
 
-llama.cpp has a converter for real models; this one does not ask for a tokenizer that it knows.
+llama.cpp has a converter for real models; this one does not ask for a tokenizer that it knows. It
+takes that of `random_models.py`, whose first two tokens are special.
 """
 
 from __future__ import annotations
@@ -54,14 +55,17 @@ def main(folder: Path) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    tokens = [f"t{number}" for number in range(config["vocab_size"])]
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())["model"]
+    tokens = sorted(tokenizer["vocab"], key=tokenizer["vocab"].get)
+    kinds = [gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.NORMAL] * (len(tokens) - 2)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(tokens)
-    writer.add_token_types([gguf.TokenType.NORMAL] * len(tokens))
-    writer.add_token_merges(["t 0"])
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["merges"]])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
+    writer.add_add_bos_token(False)
     for key, tensor in load_file(folder / "model.safetensors").items():
         values = tensor.to(torch.float32).numpy()
         if values.ndim == 1:

@@ -26,6 +26,7 @@ from ..policy import MemoryPolicyRecord
 from ..public import Completion, ErrorInfo, GenerateRequest
 from ..queue import BoundedQueue, bus_closed
 from ..replies import MemoryReplies
+from .limits import MemoryLimits
 from .results import MemoryResults
 
 KEPT_DEAD = 1024
@@ -258,6 +259,7 @@ class MemoryBus:
     stages: MemoryBoard
     replies: MemoryReplies
     calls: MemoryCalls
+    limits: MemoryLimits
     policy: MemoryPolicyRecord
     weights: MemoryWeightsRecord
 
@@ -271,6 +273,7 @@ class MemoryBus:
         self.stages = MemoryBoard()
         self.replies = MemoryReplies()
         self.calls = MemoryCalls(config)
+        self.limits = MemoryLimits()
         self.policy = MemoryPolicyRecord()
         self.weights = MemoryWeightsRecord()
 

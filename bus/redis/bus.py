@@ -28,6 +28,7 @@ from .client import (
 )
 from .in_place import RedisWeightsRecord
 from .leases import live_lanes
+from .limits import RedisLimits
 from .links import LinkReader, LinkWriter, RedisSender, Seen
 from .policy import RedisPolicyRecord
 from .replies import RedisReplies
@@ -64,6 +65,7 @@ class RedisBus:
     stages: RedisBoard
     replies: RedisReplies
     calls: RedisCalls
+    limits: RedisLimits
     policy: RedisPolicyRecord
     weights: RedisWeightsRecord
 
@@ -91,6 +93,7 @@ class RedisBus:
         self.stages = RedisBoard(self._keys, self._commands)
         self.replies = RedisReplies(self._keys, self._commands)
         self.calls = RedisCalls(config, self._keys, self._commands)
+        self.limits = RedisLimits(self._keys, self._commands)
         self.policy = RedisPolicyRecord(self._keys, self._commands)
         self.weights = RedisWeightsRecord(self._keys, self._commands)
 
@@ -173,6 +176,7 @@ class RedisBus:
             *(writer.aclose(CLOSE_PATIENCE_S) for writer in self._writers.values()),
             *(reader.aclose() for reader in self._readers.values()),
             self.requests.aclose(CLOSE_PATIENCE_S),
+            self.limits.aclose(CLOSE_PATIENCE_S),
             self.results.aclose(),
         )
         await self._commands.aclose(max(0.0, give_up_at - time.monotonic()))

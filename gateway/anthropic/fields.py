@@ -57,7 +57,12 @@ FIELDS = (
         "not Anthropic's: variables of the model's chat template; one that it does not read is "
         "refused",
     ),
-    Field("metadata", _MESSAGES, "harmless", "the header `X-Tenant` says whose a request is"),
+    Field(
+        "metadata",
+        _MESSAGES,
+        "harmless",
+        "the key, or without keys the header `X-Tenant`, says whose a request is",
+    ),
     Field("cache_control", _BOTH, "harmless", "prefixes are found without it; in blocks, too"),
     Field("tools", _BOTH, "refused", _NO_TOOLS),
     Field("tool_choice", _BOTH, "refused", _NO_TOOLS, _AUTO),

@@ -179,7 +179,12 @@ FIELDS = (
     Field("add_special_tokens", ("tokenize",), "honoured", "true, of a text"),
     Field("return_token_strs", ("tokenize",), "honoured", "`token_strs`"),
     Field("tokens", ("detokenize",), "honoured", "token ids"),
-    Field("user", _TEXTS, "harmless", "the header `X-Tenant` says whose a request is"),
+    Field(
+        "user",
+        _TEXTS,
+        "harmless",
+        "the key, or without keys the header `X-Tenant`, says whose a request is",
+    ),
     Field("safety_identifier", _TEXTS, "harmless", "as `user`"),
     Field("metadata", _BOTH, "harmless", "nothing is stored"),
     Field("prompt_cache_key", _TEXTS, "harmless", "prefixes are found without it"),

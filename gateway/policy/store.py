@@ -45,6 +45,11 @@ class PolicyStore:
         assert self._stored is not None, "a backend gives a document for no known version"
         return self._stored.document
 
+    @property
+    def at_hand(self) -> PolicyDocument | None:
+        """What was read last, for whoever can't wait; None when nothing was."""
+        return None if self._stored is None else self._stored.document
+
     async def refresh(self) -> None:
         """Reads it if it has changed. Raises NanoInferenceError when it can't be read."""
         known = self._stored.version if self._stored else "?"

@@ -14,6 +14,7 @@ from anyio.from_thread import start_blocking_portal
 from nano_inference.config import Config, GatewayConfig, PolicyConfig
 from nano_inference.gateway.policy import file as policy_file
 
+from ..certificates import Authority
 from .conftest import Ran, Run
 from .opened import Opened
 from .test_errors import assert_refused
@@ -169,3 +170,32 @@ def test_asking_with_a_key(
     refused = run(*asking, key[:-3] + "abc")
     assert refused.status == 1
     assert refused.stderr.endswith("(invalid_api_key)\n")
+
+
+def test_a_key_in_a_file_over_tls(
+    run: Run, on_served: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an authority of one's own, which the environment names as for other programs."""
+    authority = Authority(tmp_path / "authority")
+    own = authority.issue("gateway")
+    monkeypatch.setenv(f"{PREFIX}BACKEND", "bus")
+    file = tmp_path / "key"
+    file.write_text(run("admin", "keys", "create", "in-a-file").stdout)
+    monkeypatch.setenv("NANO_INFERENCE_API_KEY_FILE", str(file))
+    config = msgspec.structs.replace(
+        on_served,
+        gateway=GatewayConfig(tls_certificate=str(own.certificate), tls_key=str(own.key)),
+        policy=PolicyConfig(backend="bus"),
+    )
+    with (
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(Opened(config)) as gateway,
+    ):
+        assert gateway.url.startswith("https://")
+        stranger = run("models", "--url", gateway.url)
+        assert "certificate verify failed" in stranger.stderr
+        monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
+        assert run("models", "--url", gateway.url).stdout.startswith("tiny ")
+    file.unlink()
+    lost = run("models", "--url", gateway.url)
+    assert (lost.status, "API_KEY_FILE: can't read" in lost.stderr) == (2, True)

@@ -66,6 +66,14 @@ def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
             assert serving.wait(LIMIT_S) == -signal.SIGINT
 
 
+def test_an_address_that_others_reach(run: Run) -> None:
+    """Only with keys; asked for it, it goes on to what comes next, which is its certificate."""
+    options = ("serve", "--port", str(free_port()), "--host", "0.0.0.0")
+    assert_refused(run(*options), "without keys whoever reaches it may replace the weights")
+    files = ("--set", "gateway.tls_certificate=none", "--set", "gateway.tls_key=none")
+    assert_refused(run(*options, "--insecure", *files), "No such file")
+
+
 def test_a_port_that_is_taken(run: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]

@@ -40,6 +40,14 @@ def test_redis_is_away(run: Run, closed_port: int) -> None:
     assert_refused(run("up", "--bus", f"redis://127.0.0.1:{closed_port}"), "connection refused")
 
 
+def test_an_address_that_others_reach(run: Run, closed_port: int) -> None:
+    """Is refused before there is any process; asked for it, `up` goes on, to a bus that is away."""
+    bus = f"redis://127.0.0.1:{closed_port}"
+    options = ("up", "--bus", bus, "--gateway", "1", "--set", "gateway.host=0.0.0.0")
+    assert_refused(run(*options), "without keys whoever reaches it may replace the weights")
+    assert_refused(run(*options, "--insecure"), "can't reach Redis")
+
+
 def test_busy_port(run: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from nano_inference.config import Config, ConfigError, EngineConfig, load_config
+from nano_inference.config import (
+    Config,
+    ConfigError,
+    EngineConfig,
+    as_environment,
+    load_config,
+)
 
 
 def test_defaults_are_the_embedded_pipeline() -> None:
@@ -101,3 +107,79 @@ def test_a_lane_may_be_a_number() -> None:
 def test_sequences_at_a_time_suit_the_device(settings: dict[str, int], cpu: int, cuda: int) -> None:
     config = EngineConfig(**settings)  # type: ignore[arg-type]
     assert (config.batch_size_on("cpu"), config.batch_size_on("cuda")) == (cpu, cuda)
+
+
+# --- values in files -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "value"),
+    [
+        (b"one two\n", "one two"),
+        (b"12345", "12345"),
+        (b"a: b\r\n", "a: b"),
+        (b" two\nlines \n\n", " two\nlines \n"),
+    ],
+)
+def test_text_in_a_file_is_taken_as_it_stands(tmp_path: Path, content: bytes, value: str) -> None:
+    file = tmp_path / "secret"
+    file.write_bytes(content)
+    env = {"NANO_INFERENCE_POLICY__PASSPHRASE_FILE": str(file)}
+    assert load_config(env=env).policy.passphrase == value
+
+
+def test_other_values_in_files_are_read_as_elsewhere(tmp_path: Path) -> None:
+    file = tmp_path / "setting"
+    file.write_text("7\n")
+    config = load_config(env={"NANO_INFERENCE_ENGINE__SEED_FILE": str(file)})
+    assert config.engine.seed == 7
+
+
+def test_a_setting_that_is_a_file_is_none_that_is_in_a_file(tmp_path: Path) -> None:
+    names = {"POLICY__FILE": "a", "POLICY__AUDIT_FILE": "b"}
+    config = load_config(env={f"NANO_INFERENCE_{name}": text for name, text in names.items()})
+    assert (config.policy.file, config.policy.audit_file) == ("a", "b")
+    # Which can itself be in one.
+    file = tmp_path / "place"
+    file.write_text("c\n")
+    config = load_config(env={"NANO_INFERENCE_POLICY__AUDIT_FILE_FILE": str(file)})
+    assert config.policy.audit_file == "c"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "can't read .*: No such file"),
+        (b"", "is empty"),
+        (b"\n", "is empty"),
+        (b"s3cret\xff", "is not text in UTF-8"),
+        (b"s3cret" * 20_000, "is larger than 65536 bytes"),
+    ],
+)
+def test_files_that_hold_no_value_are_refused(
+    tmp_path: Path, content: bytes | None, words: str
+) -> None:
+    file = tmp_path / "secret"
+    if content is not None:
+        file.write_bytes(content)
+    env = {"NANO_INFERENCE_POLICY__PASSPHRASE_FILE": str(file)}
+    with pytest.raises(ConfigError, match=words) as refused:
+        load_config(env=env)
+    assert refused.value.message.startswith("NANO_INFERENCE_POLICY__PASSPHRASE_FILE: ")
+    assert "s3cret" not in refused.value.message
+
+
+def test_a_value_is_not_both_in_a_file_and_not(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("a")
+    env = {
+        "NANO_INFERENCE_POLICY__PASSPHRASE_FILE": str(file),
+        "NANO_INFERENCE_POLICY__PASSPHRASE": "b",
+    }
+    with pytest.raises(ConfigError, match="set by both"):
+        load_config(env=env)
+    # What is given otherwise comes after all of the environment, as ever.
+    del env["NANO_INFERENCE_POLICY__PASSPHRASE"]
+    overrides = {"policy.passphrase": "c"}
+    assert load_config(env=env, overrides=overrides).policy.passphrase == "c"
+    assert load_config(env=as_environment(overrides, env)).policy.passphrase == "c"

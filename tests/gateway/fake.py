@@ -8,8 +8,9 @@ from typing import Any
 
 import anyio
 
-from nano_inference.bus import StageReport
+from nano_inference.bus import Limits, StageReport
 from nano_inference.bus.calls import MemoryCalls
+from nano_inference.bus.memory.limits import MemoryLimits
 from nano_inference.bus.policy import MemoryPolicyRecord
 from nano_inference.bus.public import (
     Completion,
@@ -47,6 +48,7 @@ class FakeBus:
         self.calls = MemoryCalls(BusConfig())
         self.results = FakeResults()
         self.policy = MemoryPolicyRecord()
+        self.limits: Limits = MemoryLimits()
 
 
 class FakeEngine:

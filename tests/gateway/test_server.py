@@ -14,6 +14,7 @@ import pytest
 from nano_inference.bus.public import CompletionChunk, GenerateRequest, Output
 from nano_inference.config import Config, GatewayConfig
 from nano_inference.gateway.app import make_app
+from nano_inference.gateway.connections import Connection
 from nano_inference.gateway.server import HttpServer
 
 from .fake import FakeEngine
@@ -80,6 +81,17 @@ async def test_a_dropped_connection_cancels(engine: FakeEngine, stream: bool) ->
         await engine.until(lambda: len(engine.requests) == 2)
         writer.close()
         await engine.until(lambda: set(engine.left) == {"r_0", "r_1"})
+
+
+async def test_nothing_waits_for_the_client_s_acknowledgement(engine: FakeEngine) -> None:
+    server = HttpServer(make_app(engine, Config()), GatewayConfig())
+    async with running(server) as call:
+        reader, _ = await call(b'{"text": "a"}')
+        assert b" 200 " in await reader.readline()
+        (connection,) = server.connections._all
+        assert isinstance(connection, Connection)
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
 
 
 async def test_more_clients_than_allowed(engine: FakeEngine) -> None:

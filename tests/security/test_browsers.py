@@ -14,6 +14,7 @@ import pytest
 from nano_inference.bus import StageReport
 from nano_inference.config import STAGES, ConfigError, load_config
 from nano_inference.gateway.app import make_app
+from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.server import HttpServer
 from nano_inference.pipeline.health import lanes_of, verdict, weights_trouble
 
@@ -233,6 +234,39 @@ async def test_pages_that_are_named_may_call(engine: FakeEngine) -> None:
         answer = await http.options("/generate", headers=browser(Origin=EVIL) | ask)
         assert error_of(answer, 403) == "forbidden_origin"
         assert "access-control-allow-origin" not in answer.headers
+
+
+async def test_pages_of_ours_may_bring_a_key(engine: FakeEngine) -> None:
+    """A browser asks without it whether it may send one."""
+    ours = "https://lab.example"
+    config = load_config(
+        env={}, overrides={"gateway.allowed_origins": [ours], "policy.backend": "bus"}
+    )
+    app = make_app(engine, config)
+    key = await Administration(app.state.policy.store).create_key({"name": "a page"})
+    transport = httpx.ASGITransport(HttpServer(app, config.gateway).calls)
+    async with httpx.AsyncClient(transport=transport, base_url=LAN) as http:
+        ask = {
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization,content-type",
+        }
+        answer = await http.options("/generate", headers=browser(Origin=ours) | ask)
+        assert answer.status_code == 200
+        assert "authorization" in answer.headers["access-control-allow-headers"]
+        headers = browser(Origin=ours, Sec_Fetch_Site="cross-site")
+        # It sees that it lacks one; and no cookie is ever asked for.
+        answer = await http.post("/generate", json={"text": "a"}, headers=headers)
+        assert error_of(answer, 401) == "missing_api_key"
+        assert answer.headers["access-control-allow-origin"] == ours
+        assert "access-control-allow-credentials" not in answer.headers
+        with_key = headers | {"Authorization": f"Bearer {key['key']}"}
+        answer = await http.post("/generate", json={"text": "a"}, headers=with_key)
+        assert (answer.status_code, len(engine.requests)) == (200, 1)
+        # A key makes no page of others' one of ours.
+        answer = await http.post(
+            "/generate", json={"text": "a"}, headers=with_key | {"Origin": EVIL}
+        )
+        assert error_of(answer, 403) == "forbidden_origin"
 
 
 async def test_pages_are_answered_before_all_limits_and_may_read_what_those_say(

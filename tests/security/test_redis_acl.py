@@ -20,7 +20,7 @@ from redis import exceptions
 from redis.asyncio import Redis
 
 from nano_inference import BusClient
-from nano_inference.bus import open_bus
+from nano_inference.bus import Charge, Limit, open_bus
 from nano_inference.bus.channel import RequestEntry
 from nano_inference.bus.keys import Keys
 from nano_inference.bus.public import Completion, CompletionChunk, ErrorInfo
@@ -178,6 +178,9 @@ async def test_a_gateway_keeps_calls_with_the_rights_of_either(any_place: Place,
         assert await gateway.bus.policy.read("?") is not None
         assert await gateway.bus.policy.replace("", b"document")
         assert not await gateway.bus.policy.replace("", b"another")
+        take = await gateway.bus.limits.take([Charge(Limit("key:a", 1, 60)), Charge(Limit("b", 1))])
+        assert take.granted
+        gateway.bus.limits.settle(take, [1, 1])
     assert await any_place.refused() <= {(f"nano-{user}", "info", "command")}
 
 
@@ -318,9 +321,14 @@ NO_CLIENTS = (
     "XADD nano:dead * json {}",
     "XADD nano:stages * json []",  # a lane that seems to be well
     "HSET {nano:requests}:lanes 0 x",
+    "HDEL {nano:limits}:held:key g",  # limits of others, and one's own
+    "HSET {nano:limits}:window:60:key g x",
     "GET nano:weights:0",
     "SET nano:weights:0 {}",
     "SET nano:epoch 1",
+    "HGET nano:policy document",  # who may do what at the gateways
+    "HSET nano:policy document {}",
+    "DEL nano:policy",
     "XADD {nano:link:0}:control.executor * w w m m",  # weights
     "XADD {nano:link:0}:control.batching * w w m m",  # pause
     "XADD {nano:link:0}:control.fairness * w w m m",

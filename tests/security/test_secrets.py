@@ -153,6 +153,42 @@ def test_a_settings_file_is_not_quoted(tmp_path: Path, content: str) -> None:
     assert "s3cret" not in caught.value.message
 
 
+# --- what settings show of themselves -------------------------------------------------------------
+
+SECRET = {
+    "bus.url": "redis://user:s3cret@host",
+    "policy.passphrase": "s3cret",
+    "policy.audit_key": "s3cret",
+    "policy.opa_url": "http://user:s3cret@host",
+    "policy.oidc_jwks_url": "https://user:s3cret@host",
+}
+
+
+def test_settings_show_no_secret_when_they_are_printed() -> None:
+    config = load_config(env={}, overrides=SECRET)
+    assert config.policy.passphrase == "s3cret"
+    out = io.StringIO()
+    Console(file=out, width=10_000).print(config)
+    for text in (repr(config), str(config.policy), f"{config.bus!r}", out.getvalue()):
+        assert "s3cret" not in text
+        assert "***" in text
+    assert "passphrase=''" in repr(Config())
+
+
+@pytest.mark.parametrize("name", SECRET)
+def test_a_secret_that_is_refused_is_not_quoted(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(env={}, overrides={name: ["s3cret"]})
+    assert "s3cret" not in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["policy.opa_url", "policy.oidc_jwks_url"])
+def test_an_address_that_is_refused_is_not_quoted(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"is '\*\*\*'; it must be an http") as caught:
+        load_config(env={}, overrides={name: "htps://user:s3cret@host"})
+    assert "s3cret" not in caught.value.message
+
+
 # --- what `up` hands to its children ------------------------------------------------------------
 
 
@@ -228,11 +264,12 @@ async def test_no_child_has_a_password_in_its_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = "redis://user:s3cret@127.0.0.1:1/0"
-    overrides = Options(settings=[f"bus.url={url}", "gateway.port=1"]).overrides()
+    given = [f"bus.url={url}", "gateway.port=1", "policy.passphrase=an0ther"]
+    overrides = Options(settings=given).overrides()
     overrides["pipeline.start_method"] = "spawn"
     config = load_config(env={}, overrides=overrides)
     python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "$@"; echo "$NANO_INFERENCE_BUS__URL" >&2\n')
+    python.write_text('#!/bin/sh\necho "$@"; env | grep ^NANO | tr "\\n" " " >&2\n')
     python.chmod(stat.S_IRWXU)
     monkeypatch.setattr(sys, "executable", str(python))
     house = _House(config, [], _child_environment(config, overrides))
@@ -243,7 +280,9 @@ async def test_no_child_has_a_password_in_its_command_line(
         arguments, environment = shown.getvalue().splitlines()
         assert "nano_inference" in arguments
         assert "s3cret" not in arguments
+        assert "an0ther" not in arguments
         assert url in environment
+        assert "an0ther" in environment
 
 
 def test_the_gateway_takes_the_severity_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:

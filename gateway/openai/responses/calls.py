@@ -184,7 +184,9 @@ class ResponseCalls:
         kept = KeptCall(record.encode())
         if record.keyed is None:
             await self._kept.keep(record.id, kept.record)
-        run = self._background.begin(record, origin._replace(account=Account()), kept)
+        account = Account()
+        account.headers = origin.account.headers  # what is said when it begins
+        run = self._background.begin(record, origin._replace(account=account), kept)
         with anyio.move_on_after(_SOON_S):
             await run.settled.wait()
         if run.failure is not None:

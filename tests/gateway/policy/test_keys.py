@@ -199,3 +199,20 @@ async def test_a_key_is_random_and_long(made: Made) -> None:
     texts = {(await made())["key"] for _ in range(10)}
     assert len({text[-43:] for text in texts}) == 10
     assert all(re.fullmatch(r"ni-[0-9a-f]{12}-[\w-]{43}", text) for text in texts)
+
+
+async def test_turns_are_by_keys_that_there_are(app: Starlette, made: Made) -> None:
+    """Before anybody has looked at a request; names that are made up count for nothing."""
+    key = (await made(tenant="gold"))["key"]
+    other = f"ni-{'0' * 12}-{key[16:]}"
+
+    def client_of(*lines: str) -> str:
+        head = "\r\n".join(("POST /generate HTTP/1.1", "Host: a", *lines, "", ""))
+        client: bytes = app.state.policy.client_of(head.encode())
+        return client.decode()
+
+    assert client_of(f"Authorization: Bearer {key}") == "gold"
+    assert client_of(f"authorization:bearer  {key}", "X-Tenant: iron") == "gold"
+    assert client_of(f"API-Key: {key}") == client_of(f"x-api-key: {key}") == "gold"
+    assert client_of("X-Tenant: gold") == client_of() == client_of("api-key: x") == ""
+    assert client_of(f"Authorization: Bearer {other}") == ""

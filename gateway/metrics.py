@@ -1,0 +1,28 @@
+"""What Prometheus asks for, on the port of the gateway itself."""
+
+from __future__ import annotations
+
+import anyio
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..telemetry import Metrics
+from .policy.routes import PolicyRoute
+
+
+def metrics_routes(metrics: Metrics) -> list[PolicyRoute]:
+    """The endpoint, which tells what `telemetry.metrics_port` does."""
+    # Whoever asks for it over and over takes one thread, and waits.
+    one_at_a_time = anyio.CapacityLimiter(1)
+
+    async def told(request: Request) -> Response:
+        """The metrics of this process."""
+        accept = request.headers.get("accept", "")
+        found = await anyio.to_thread.run_sync(metrics.exposition, accept, limiter=one_at_a_time)
+        if found is None:
+            raise HTTPException(404, "there are no metrics; set telemetry.metrics_port")
+        text, media_type = found
+        return Response(text, media_type=media_type)
+
+    return [PolicyRoute("/metrics", told, needed="read", methods=["GET"])]

@@ -1,0 +1,311 @@
+"""How much callers may use, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from nano_inference.bus import Charge, Limit, Limits, Take, open_bus
+from nano_inference.bus.public import CompletionChunk, GenerateRequest, Output
+from nano_inference.config import BusConfig, BusError, Config, load_config
+from nano_inference.gateway.app import make_app
+from nano_inference.gateway.calls import ObservedCalls
+from nano_inference.gateway.policy.administration import Administration
+from nano_inference.gateway.policy.store import PolicyStore
+
+from ...rig import mortal_server
+from ..fake import FakeEngine
+from ..told import Told
+from .conftest import Made, bearer
+
+LIMIT_S = 30.0
+
+GENERATE = {"text": "a", "sampling_params": {"max_new_tokens": 10}}
+COMPLETION = {"prompt": "abcdef", "max_tokens": 10}
+MESSAGE = {"max_tokens": 10, "messages": [{"role": "user", "content": "a"}], "model": "tiny"}
+
+
+class Place:
+    """Two gateways over one bus, or with limits of their own."""
+
+    def __init__(self, config: Config, limits: Sequence[Limits] = ()) -> None:
+        self.engine, self.second = FakeEngine(), FakeEngine()
+        self.second.bus.policy = self.engine.bus.policy
+        self.told = Told()
+        self.limits = limits or [self.engine.bus.limits] * 2
+        self.stores: list[PolicyStore] = []
+        self.http: list[httpx.AsyncClient] = []
+        for engine, own in zip((self.engine, self.second), self.limits, strict=True):
+            engine.bus.limits = own
+            app = make_app(engine, config, self.told.measures)  # type: ignore[arg-type]
+            self.stores.append(app.state.policy.store)
+            # As a server has it.
+            transport = httpx.ASGITransport(ObservedCalls(app, self.told.measures, []))
+            client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+            self.http.append(client)
+        self.administration = Administration(self.stores[0])
+
+    async def key(self, *scopes: str, **fields: Any) -> dict[str, str]:
+        """The header of a new key, which both know."""
+        headers = bearer(await Made(self.administration)(*scopes, **fields))
+        await self.refresh()
+        return headers
+
+    async def aclose(self) -> None:
+        for each in self.http:
+            await each.aclose()
+
+    async def refresh(self) -> None:
+        for store in self.stores:
+            await store.refresh()
+
+    async def call(self, headers: dict[str, str], gateway: int = 0, **body: Any) -> httpx.Response:
+        async with asyncio.timeout(LIMIT_S):
+            return await self.http[gateway].post(
+                "/v1/completions", json=COMPLETION | body, headers=headers
+            )
+
+    async def left(self, name: str, most: int, window_s: int = 60) -> int:
+        """What of a limit can still be taken."""
+        take = await self.limits[0].take([Charge(Limit(name, most, window_s), 0)])
+        return take.rooms[0].left
+
+
+@pytest.fixture
+def config() -> Config:
+    return load_config(env={}, overrides={"policy.backend": "bus"})
+
+
+@pytest.fixture
+async def place(config: Config) -> AsyncIterator[Place]:
+    made = Place(config)
+    yield made
+    await made.aclose()
+
+
+def refusal(answer: httpx.Response) -> tuple[int, str]:
+    error = answer.json()["error"]
+    return answer.status_code, error["code"]
+
+
+async def test_two_gateways_grant_a_limit_once(place: Place) -> None:
+    """One limit of 100 calls a minute, 1,000 sent to both."""
+    headers = await place.key("generate", limits={"requests_per_minute": 100})
+    answers = await asyncio.gather(*(place.call(headers, index % 2) for index in range(1000)))
+    statuses = [answer.status_code for answer in answers]
+    assert (statuses.count(200), statuses.count(429)) == (100, 900)
+    assert len(place.engine.requests) + len(place.second.requests) == 100
+    refused = next(answer for answer in answers if answer.status_code == 429)
+    assert refusal(refused) == (429, "rate_limit_exceeded")
+    assert 1 <= int(refused.headers["Retry-After"]) <= 61
+    assert "100 calls a minute" in refused.json()["error"]["message"]
+    assert place.told.refused() == {"requests_per_minute": 900}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/generate", GENERATE), ("/v1/completions", COMPLETION), ("/v1/messages", MESSAGE)],
+)
+async def test_every_interface_says_how_limits_stand(
+    place: Place, path: str, body: dict[str, Any]
+) -> None:
+    limits = {"requests_per_minute": 1, "tokens_per_minute": 5000}
+    headers = await place.key("generate", limits=limits)
+    taken, refused = [await place.http[0].post(path, json=body, headers=headers) for _ in range(2)]
+    assert (taken.status_code, refused.status_code) == (200, 429)
+    for answer in (taken, refused):
+        stands = {
+            name.removeprefix("x-ratelimit-"): value
+            for name, value in answer.headers.items()
+            if name.startswith("x-ratelimit-")
+        }
+        assert stands.keys() == {
+            f"{what}-{of}"
+            for what in ("limit", "remaining", "reset")
+            for of in ("requests", "tokens")
+        }
+        assert (stands["limit-requests"], stands["remaining-requests"]) == ("1", "0")
+        assert 0 < float(stands["reset-requests"].removesuffix("s")) <= 61
+        assert 4900 < int(stands["remaining-tokens"]) < 5000
+    assert int(refused.headers["Retry-After"]) >= 1
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+
+
+async def test_streams_say_it_too(place: Place) -> None:
+    headers = await place.key("generate", limits={"requests_per_minute": 1})
+    answer = await place.call(headers, stream=True)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["x-ratelimit-remaining-requests"] == "0"
+    assert refusal(await place.call(headers, stream=True)) == (429, "rate_limit_exceeded")
+
+
+async def test_what_runs_in_the_background_takes_too(place: Place) -> None:
+    headers = await place.key("generate", limits={"requests_per_minute": 1, "max_in_flight": 5})
+    key_id = headers["Authorization"].split("-")[1]
+    body = {"input": "a", "background": True, "max_output_tokens": 20}
+    place.engine.outputs = lambda request: []
+    begun = await place.http[0].post("/v1/responses", json=body, headers=headers)
+    assert begun.status_code == 200
+    assert begun.headers["x-ratelimit-remaining-requests"] == "0"
+    assert await place.left(f"key:{key_id}:in_flight", 5, 0) == 4
+    refused = await place.http[0].post("/v1/responses", json=body, headers=headers)
+    assert refusal(refused) == (429, "rate_limit_exceeded")
+
+
+async def test_tokens_are_reserved_and_settled(place: Place) -> None:
+    """A prompt of six letters may be two tokens, and each of two samples has at most ten."""
+    headers = await place.key("generate", limits={"tokens_per_minute": 50})
+    answer = await place.call(headers, n=2)
+    assert answer.headers["x-ratelimit-remaining-tokens"] == str(50 - 22)
+    assert answer.json()["usage"]["total_tokens"] == 8
+    answer = await place.call(headers, gateway=1)
+    assert answer.headers["x-ratelimit-remaining-tokens"] == str(50 - 8 - 12)
+
+
+@pytest.mark.parametrize(("stream", "used"), [(True, 2 + 3), (False, 2 + 10)])
+async def test_who_leaves_has_used_what_he_may_have_used(
+    place: Place, stream: bool, used: int
+) -> None:
+    """Of a stream, what he has seen; of an answer in one piece nobody knows."""
+
+    def hanging(request: GenerateRequest) -> list[Output]:
+        return [
+            CompletionChunk(
+                request_id=request.request_id,
+                entry_id="1-0",
+                sample_index=0,
+                token_offset=0,
+                token_ids=(5, 6, 7),
+                logprobs=(-0.5,) * 3,
+                text="five six",
+            )
+        ]
+
+    place.engine.outputs = hanging
+    limits = {"tokens_per_minute": 50, "max_in_flight": 1}
+    headers = await place.key("generate", tenant="t", limits=limits)
+    key_id = headers["Authorization"].split("-")[1]
+    body = {"text": "abcdef", "sampling_params": {"max_new_tokens": 10}, "stream": stream}
+    call = asyncio.create_task(place.http[0].post("/generate", json=body, headers=headers))
+    await place.engine.until(lambda: bool(place.engine.requests))
+    assert await place.left(f"key:{key_id}:tokens", 50) == 50 - 12
+    assert refusal(await place.call(headers, gateway=1)) == (429, "rate_limit_exceeded")
+    assert place.told.refused() == {"max_in_flight": 1}
+    call.cancel()
+    await asyncio.wait([call], timeout=LIMIT_S)
+    await place.engine.until(lambda: bool(place.engine.left))
+    assert await place.left(f"key:{key_id}:in_flight", 1, 0) == 1
+    assert await place.left(f"key:{key_id}:tokens", 50) == 50 - used
+
+
+async def test_what_can_never_fit_is_no_matter_of_time(place: Place) -> None:
+    headers = await place.key("generate", limits={"tokens_per_minute": 20})
+    refused = await place.call(headers, n=2)
+    assert refusal(refused) == (400, "tokens_above_limit")
+    assert "22 tokens" in refused.json()["error"]["message"]
+    assert place.told.refused() == {"tokens_per_minute": 1}
+    assert (await place.call(headers, n=1)).status_code == 200
+    assert place.engine.requests[0].n == 1
+
+
+async def test_all_keys_of_a_tenant_share_its_limit(place: Place) -> None:
+    keys = [
+        await place.key("generate", tenant="t", limits={"requests_per_minute": most})
+        for most in (2, 10)
+    ]
+    await place.administration.set_tenant("t", {"limits": {"requests_per_minute": 4}})
+    await place.refresh()
+    codes = [(await place.call(keys[0])).status_code for _ in range(3)]
+    assert codes == [200, 200, 429], "its own limit"
+    answers = [await place.call(keys[1], gateway=1) for _ in range(3)]
+    assert [each.status_code for each in answers] == [200, 200, 429]
+    assert "this tenant's limit of 4 calls" in answers[-1].json()["error"]["message"]
+    # What was refused by one limit is taken from no other.
+    assert answers[-1].headers["x-ratelimit-remaining-requests"] == "0"
+    assert (await place.call(await place.key("generate", tenant="u"))).status_code == 200
+
+
+async def test_a_changed_limit_holds_for_what_was_used(place: Place) -> None:
+    headers = await place.key("generate", limits={"requests_per_minute": 5})
+    key_id = headers["Authorization"].split("-")[1]
+    assert (await place.call(headers)).status_code == 200
+    await place.administration.change_key(key_id, {"limits": {"requests_per_minute": 1}})
+    await place.refresh()
+    assert refusal(await place.call(headers, gateway=1)) == (429, "rate_limit_exceeded")
+
+
+class Away:
+    """Limits that can't be reached."""
+
+    async def take(self, charges: list[Charge]) -> Take:
+        raise BusError("it is away")
+
+
+@pytest.mark.parametrize("choice", ["closed", "open"])
+async def test_while_nobody_can_count(choice: str) -> None:
+    """As configured; who has no limits is not concerned."""
+    overrides = {"policy.backend": "bus", "policy.limits_when_bus_fails": choice}
+    away = cast(Limits, Away())
+    place = Place(load_config(env={}, overrides=overrides), [away, away])
+    answer = await place.call(await place.key("generate", limits={"max_in_flight": 5}))
+    if choice == "open":
+        assert answer.status_code == 200
+    else:
+        assert refusal(answer) == (503, "policy_unavailable")
+        assert place.told.refused() == {"limits_unavailable": 1}
+    assert (await place.call(await place.key("generate"))).status_code == 200
+    await place.aclose()
+
+
+async def test_a_restart_of_redis_in_the_middle_grants_no_more(
+    config: Config, tmp_path: Path
+) -> None:
+    """Two gateways, one limit of 100 calls a minute, 1,000 sent to both; the server is killed, and
+    started again with its log."""
+    async with mortal_server(tmp_path / "data") as server, AsyncExitStack() as stack:
+        buses = [open_bus(BusConfig(url=server.url)) for _ in range(2)]
+        for bus in buses:
+            stack.push_async_callback(bus.aclose)
+        place = Place(config, [bus.limits for bus in buses])
+        stack.push_async_callback(place.aclose)
+        headers = await place.key("generate", limits={"requests_per_minute": 100})
+
+        statuses: Counter[int] = Counter()
+
+        async def send(number: int) -> None:
+            async def one(gateway: int) -> None:
+                answer = await place.call(headers, gateway)
+                statuses[answer.status_code] += 1
+                if statuses.total() == 61:
+                    server.kill()
+
+            await asyncio.gather(*(one(index % 2) for index in range(number)))
+
+        await send(60)
+        assert statuses == {200: 60}
+        await send(140)  # of which some are on their way when it is killed
+        away = statuses[503]
+        await send(200)
+        assert statuses[503] == away + 200
+        await server.start()
+        await send(600)
+        assert statuses.total() == 1000
+        assert statuses[200] == 100
+        assert set(statuses) == {200, 429, 503}
+
+
+async def test_who_comes_back_to_a_stream_takes_nothing(place: Place) -> None:
+    headers = await place.key("generate", limits={"requests_per_minute": 1})
+    told = await place.call(headers, stream=True)
+    event_id = next(line for line in told.text.splitlines() if line.startswith("id: "))[4:]
+    stream = f"/v1/streams/{event_id.partition('.')[0]}"
+    again = await place.http[0].get(stream, headers=headers)
+    assert (again.status_code, again.text) == (200, told.text)
+    assert refusal(await place.call(headers)) == (429, "rate_limit_exceeded")

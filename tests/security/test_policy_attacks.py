@@ -1,0 +1,562 @@
+"""Whoever wants more than is his: each attack that was tried, by its name.
+
+A real server and bytes that are written by hand, since clients put straight what is crooked here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+import structlog
+from starlette.applications import Starlette
+
+from nano_inference.config import Config, GatewayConfig, load_config
+from nano_inference.gateway.app import make_app
+from nano_inference.gateway.policy import keys as api_keys
+from nano_inference.gateway.policy.administration import Administration
+from nano_inference.gateway.policy.oidc import Tokens
+from nano_inference.gateway.server import HttpServer
+from nano_inference.telemetry.instruments import HTTP_DURATION
+
+from ..gateway.by_hand import post
+from ..gateway.fake import FakeEngine
+from ..gateway.policy.issuer import FLAWS, OTHER_RSA_KEY, Issuer, NearKeys
+from ..gateway.told import Told
+from ..instructions import counted
+from .test_connections import Client
+
+LIMIT_S = 120
+BODY = b'{"text": "a"}'
+MAKE_A_KEY = b'{"name": "mine", "scopes": ["admin"]}'
+
+
+def call(
+    target: str = "/generate", *headers: tuple[str, str], method: str = "POST", body: bytes = BODY
+) -> bytes:
+    """A whole call."""
+    about_body = (("Content-Type", "application/json"), ("Content-Length", str(len(body))))
+    given = (("Host", "localhost"), *headers, *(about_body if method != "GET" else ()))
+    lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in given)]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + (body if method != "GET" else b"")
+
+
+def bearer(text: str) -> tuple[str, str]:
+    return "Authorization", f"Bearer {text}"
+
+
+class Fort:
+    """A gateway that knows its callers by keys and by tokens, and keys of its own.
+
+    Attributes:
+        secrets: The texts of keys, by what they are for.
+    """
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine, self.told, self.issuer = engine, Told(), Issuer()
+        self.secrets: dict[str, str] = {}
+        self._port = 0
+        self._clients: list[Client] = []
+        self.config: Config = msgspec.structs.replace(
+            load_config(env={}, overrides={"policy.backend": "bus", "gateway.access_log": True}),
+            policy=self.issuer.config(backend="bus"),
+        )
+        self.app: Starlette = make_app(engine, self.config, self.told.measures)  # type: ignore[arg-type]
+        self.policy = self.app.state.policy
+        near = NearKeys(self.issuer, self.config.policy, lambda: 0.0)
+        self.policy._tokens = Tokens(self.config.policy, near)
+        self.administration = Administration(self.policy.store)
+        self.server = HttpServer(self.app, self.config.gateway, self.told.measures)
+
+    async def open(self) -> asyncio.Task[None]:
+        for name in ("read", "generate", "weights", "admin", "revoked", "other"):
+            scope = name if name in ("read", "weights", "admin") else "generate"
+            made = await self.administration.create_key({"name": name, "scopes": [scope]})
+            self.secrets[name] = made["key"]
+            if name == "revoked":
+                await self.administration.revoke_key(made["id"])
+        expired = await self.administration.create_key({"name": "expired", "expires_in_s": 1e-9})
+        self.secrets["expired"] = expired["key"]
+        listener = socket.create_server(("127.0.0.1", 0))
+        self._port = listener.getsockname()[1]
+        return asyncio.create_task(self.server.serve([listener]))
+
+    def bearer(self, name: str) -> tuple[str, str]:
+        return bearer(self.secrets[name])
+
+    async def sends(self, data: bytes) -> Client:
+        client = Client(*await asyncio.open_connection("127.0.0.1", self._port))
+        # asyncio closes connections that nobody holds.
+        self._clients.append(client)
+        client.send(data)
+        return client
+
+    async def answers(self, data: bytes) -> tuple[int, str]:
+        """The status and the error's code; "" for none."""
+        status, _, body = await (await self.sends(data)).answer()
+        try:
+            return status, json.loads(body)["error"]["code"]
+        except (ValueError, KeyError, TypeError):
+            return status, ""
+
+    async def names(self) -> set[str]:
+        """Of the keys that there are."""
+        return {key["name"] for key in await self.administration.keys()}
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing has reached the engine."""
+        return not self.engine.requests and not self.engine.names
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.abort()
+        self.server.should_exit = True
+
+
+@pytest.fixture
+async def fort(engine: FakeEngine) -> AsyncIterator[Fort]:
+    made = Fort(engine)
+    async with asyncio.timeout(LIMIT_S):
+        task = await made.open()
+        yield made
+        made.close()
+        await task
+        await made.policy.aclose()
+
+
+# --- without a key, or with none that is good ----------------------------------------------------
+
+MISSING, INVALID = (401, "missing_api_key"), (401, "invalid_api_key")
+
+
+def with_key(fort: Fort, attack: str) -> tuple[bytes, tuple[int, str]]:
+    """What is sent, and what is to be answered."""
+    good, other = fort.secrets["generate"], fort.secrets["other"]
+    middle = len("ni-") + 12
+    match attack:
+        case "no key":
+            return call(), MISSING
+        case "an empty key":
+            return call("/generate", bearer("")), MISSING
+        case "a key that was never made":
+            return call("/generate", bearer(f"ni-{'0' * 12}-{'x' * 43}")), INVALID
+        case "another secret under a good id":
+            return call("/generate", bearer(f"{good[:middle]}-{'x' * 43}")), INVALID
+        case "a good secret under another's id":
+            return call("/generate", bearer(other[:middle] + good[middle:])), INVALID
+        case "a key that is cut":
+            return call("/generate", bearer(good[:-1])), INVALID
+        case "a key that is longer":
+            return call("/generate", bearer(good + "x")), INVALID
+        case "a key in capitals":
+            return call("/generate", bearer(good.upper())), INVALID
+        case "what is kept of a key":
+            key = fort.policy.store._stored.document.keys[good[3:middle]]
+            return call("/generate", bearer(f"ni-{key.id}-{key.digest[:43]}")), INVALID
+        case "a key that was revoked":
+            return call("/generate", fort.bearer("revoked")), INVALID
+        case "a key that has expired":
+            return call("/generate", fort.bearer("expired")), INVALID
+        case "a key in the address":
+            return call(f"/generate?api_key={good}"), INVALID
+        case "a key in the address, as a token":
+            return call(f"/generate?access_token={good}"), INVALID
+        case "a password":
+            return call("/generate", ("Authorization", "Basic eDp5")), INVALID
+        case "a key of no kind":
+            return call("/generate", ("Authorization", good)), INVALID
+        case "a key in a cookie":
+            return call("/generate", ("Cookie", f"Authorization=Bearer {good}")), MISSING
+        case "a key for the proxy":
+            return call("/generate", ("Proxy-Authorization", f"Bearer {good}")), MISSING
+        case "a key under nearly the name":
+            return call("/generate", ("api_key", good), ("Authorization_", good)), MISSING
+        case "a key in the body":
+            body = json.dumps({"text": "a", "api_key": good}).encode()
+            return call(body=body), MISSING
+        case "letters that no key has":
+            return call("/generate", bearer("ni-ü\xff")), INVALID
+        case "a giant key":
+            return call("/generate", bearer("x" * 60_000)), INVALID
+        case "a giant token":
+            return call("/generate", bearer("a." * 2 + "x" * 60_000)), INVALID
+        case "two keys":
+            return call("/generate", bearer(other), bearer(good)), INVALID
+        case "two keys in two headers":
+            return call("/generate", ("api-key", other), bearer(good)), INVALID
+        case "two keys in two other headers":
+            return call("/generate", ("api-key", other), ("x-api-key", good)), INVALID
+        case "two keys in one header":
+            return call("/generate", bearer(f"{good}, Bearer {other}")), INVALID
+        case "a good key beside a password":
+            return call("/generate", bearer(good), ("Authorization", "Basic eDp5")), INVALID
+    raise AssertionError(attack)
+
+
+WITH_KEY = (
+    "no key",
+    "an empty key",
+    "a key that was never made",
+    "another secret under a good id",
+    "a good secret under another's id",
+    "a key that is cut",
+    "a key that is longer",
+    "a key in capitals",
+    "what is kept of a key",
+    "a key that was revoked",
+    "a key that has expired",
+    "a key in the address",
+    "a key in the address, as a token",
+    "a password",
+    "a key of no kind",
+    "a key in a cookie",
+    "a key for the proxy",
+    "a key under nearly the name",
+    "a key in the body",
+    "letters that no key has",
+    "a giant key",
+    "a giant token",
+    "two keys",
+    "two keys in two headers",
+    "two keys in two other headers",
+    "two keys in one header",
+    "a good key beside a password",
+)
+
+
+async def test_who_has_no_good_key_gets_nothing(fort: Fort) -> None:
+    """And neither answers nor logs repeat what was sent as one."""
+    with structlog.testing.capture_logs() as lines:
+        for attack in WITH_KEY:
+            data, wanted = with_key(fort, attack)
+            status, headers, body = await (await fort.sends(data)).answer()
+            assert (attack, status, json.loads(body)["error"]["code"]) == (attack, *wanted)
+            assert headers["www-authenticate"] == "Bearer"
+            assert not any(secret.encode() in body for secret in fort.secrets.values())
+    assert fort.untouched
+    calls = [line for line in lines if line["event"] == "http_call"]
+    assert len(calls) == len(WITH_KEY)
+    spans = [span.to_json() for span in fort.told.spans()]
+    assert len(spans) == len(WITH_KEY)
+    assert not any(secret in f"{lines}{spans}" for secret in fort.secrets.values())
+    assert fort.told.values(HTTP_DURATION)["POST", "/generate", "401"] == len(WITH_KEY)
+    # It was not for something else.
+    for header in (fort.bearer("generate"), ("api-key", fort.secrets["generate"])):
+        assert await fort.answers(call("/generate", header)) == (200, "")
+    assert len(fort.engine.requests) == 2
+
+
+async def test_no_token_with_a_flaw_is_taken(fort: Fort) -> None:
+    # So that it must be said by which key a token is signed.
+    fort.issuer.keys["s"] = OTHER_RSA_KEY
+    for flaw, token in FLAWS.items():
+        data = call("/generate", bearer(token(fort.issuer).encode().decode("latin-1")))
+        assert (flaw, *await fort.answers(data)) == (flaw, *INVALID)
+    assert fort.untouched
+    token = fort.issuer.token(fort.issuer.claims(scope="generate"))
+    assert await fort.answers(call("/generate", bearer(token))) == (200, "")
+    assert fort.engine.requests[0].tenant == "alice"
+    refused = await fort.answers(call("/flush_cache", bearer(token)))
+    assert refused == (403, "insufficient_scope")
+
+
+async def test_every_key_is_compared_in_the_same_way(
+    fort: Fort, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one that is not there as much as of one that is nearly right."""
+    compared: list[tuple[int, int]] = []
+    compare = api_keys.hmac.compare_digest
+
+    def watched(one: Any, other: Any) -> bool:
+        compared.append((len(one), len(other)))
+        return compare(one, other)
+
+    monkeypatch.setattr(api_keys.hmac, "compare_digest", watched)
+    good = fort.secrets["generate"]
+    for text in (f"ni-{'0' * 12}-{'x' * 43}", good[:-1] + "x", "x", fort.secrets["expired"]):
+        assert await fort.answers(call("/generate", bearer(text))) == INVALID
+    assert compared == [(64, 64)] * 4
+
+
+# --- with a key for something else ---------------------------------------------------------------
+
+FOR_OTHERS: tuple[tuple[str, str, str], ...] = (
+    ("read", "POST", "/generate"),
+    ("read", "PUT", "/generate"),
+    ("read", "POST", "/v1/completions"),
+    ("read", "POST", "/v1/chat/completions"),
+    ("read", "POST", "/v1/responses"),
+    ("read", "POST", "/v1/messages"),
+    ("read", "POST", "/abort_request"),
+    ("generate", "POST", "/flush_cache"),
+    ("generate", "GET", "/flush_cache"),
+    ("generate", "HEAD", "/flush_cache"),
+    ("generate", "POST", "/pause_generation"),
+    ("generate", "POST", "/update_weights_from_disk"),
+    ("generate", "POST", "/update_weights_from_tensor"),
+    ("generate", "POST", "/init_weights_update_group"),
+    ("generate", "POST", "/release_memory_occupation"),
+    ("generate", "GET", "/admin/keys"),
+    ("generate", "HEAD", "/admin/keys"),
+    ("generate", "POST", "/admin/keys"),
+    ("generate", "PATCH", "/admin/keys/x"),
+    ("generate", "DELETE", "/admin/keys/x"),
+    ("generate", "PUT", "/admin/guardrails"),
+    ("generate", "PUT", "/admin/tenants/x"),
+    ("weights", "POST", "/generate"),
+    ("weights", "POST", "/admin/keys"),
+    ("admin", "POST", "/flush_cache"),
+    ("admin", "POST", "/generate"),
+)
+
+
+async def test_a_key_opens_only_what_it_is_for(fort: Fort) -> None:
+    before = await fort.names()
+    for key, method, path in FOR_OTHERS:
+        body = MAKE_A_KEY if path == "/admin/keys" else BODY
+        # What a header says of the method is nobody's concern.
+        headers = (fort.bearer(key), ("X-HTTP-Method-Override", "GET"))
+        data = call(path, *headers, method=method, body=body)
+        status = (await (await fort.sends(data)).reader.readline()).split()[1]
+        assert (key, method, path, status) == (key, method, path, b"403")
+    assert fort.untouched
+    assert await fort.names() == before
+
+
+# --- by another way in ---------------------------------------------------------------------------
+
+ADMIN_PATHS = (
+    "//admin/keys",
+    "/admin//keys",
+    "/admin/keys/",
+    "/admin/keys//",
+    "/admin/./keys",
+    "/v1/../admin/keys",
+    "/v1/models/../../admin/keys",
+    "/v1/models/%2e%2e/%2e%2e/admin/keys",
+    "/v1/models/..%2f..%2fadmin%2fkeys",
+    "/health/../admin/keys",
+    "/health;/admin/keys",
+    "/health%00/admin/keys",
+    "/health?/admin/keys",
+    "/ADMIN/keys",
+    "/Admin/Keys",
+    "/%61dmin/keys",
+    "/admin%2fkeys",
+    "/admin/keys%2f",
+    "/admin/keys;x=y",
+    "/admin/keys#",
+    "/admin/keys%20",
+    "/admin/keys%00",
+    "/admin\\keys",
+    "http://localhost/admin/keys",
+    "http://127.0.0.1:1/admin/keys",
+    "*",
+)
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@pytest.mark.parametrize("key", ["", "generate"])
+async def test_no_other_path_leads_around_the_check(fort: Fort, key: str, method: str) -> None:
+    """Neither is a key made nor one listed, however the path is spelt."""
+    before = await fort.names()
+    headers = (fort.bearer(key),) if key else ()
+    for path in ADMIN_PATHS:
+        data = call(path, *headers, method=method, body=MAKE_A_KEY)
+        status, _, body = await (await fort.sends(data)).answer()
+        assert (path, b"digest" in body, b'"object":"key"' in body) == (path, False, False)
+        free = path == "/health?/admin/keys"
+        wanted = (200, 405) if free else (307, 400, 401, 403, 404, 405)
+        assert (path, status) in [(path, each) for each in wanted]
+    assert fort.untouched
+    assert await fort.names() == before
+
+
+SMUGGLED = call("/admin/keys", body=MAKE_A_KEY)
+
+
+def smuggling(fort: Fort, attack: str) -> bytes:
+    """A call that is allowed, with something in it that another program may take for a call."""
+    good = "Authorization: Bearer " + fort.secrets["generate"]
+    kind = "Content-Type: application/json"
+    head = f"POST /generate HTTP/1.1\r\nHost: localhost\r\n{good}\r\n{kind}\r\n"
+    chunked = b"d\r\n" + BODY + b"\r\n0\r\n\r\n"
+    match attack:
+        case "behind the end of a body":
+            return head.encode() + b"Content-Length: 13\r\n\r\n" + BODY + SMUGGLED
+        case "a length and chunks":
+            lengths = b"Content-Length: 6\r\nTransfer-Encoding: chunked\r\n\r\n"
+            return head.encode() + lengths + chunked + SMUGGLED
+        case "two lengths":
+            lengths = f"Content-Length: 13\r\nContent-Length: {13 + len(SMUGGLED)}\r\n\r\n".encode()
+            return head.encode() + lengths + BODY + SMUGGLED
+        case "chunks, twice":
+            lengths = b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n"
+            return head.encode() + lengths + chunked + SMUGGLED
+        case "chunks, spelt otherwise":
+            return head.encode() + b"Transfer-Encoding: \x0bchunked\r\n\r\n" + chunked + SMUGGLED
+        case "a length with a sign":
+            return head.encode() + b"Content-Length: +13\r\n\r\n" + BODY + SMUGGLED
+        case "a name with a space":
+            named = head.replace("Authorization:", "Authorization :")
+            return named.encode() + b"Content-Length: 13\r\n\r\n" + BODY + SMUGGLED
+        case "a line's end within a value":
+            return head.encode() + b"X-A: b\nX-Tenant: c\r\nContent-Length: 13\r\n\r\n" + BODY
+        case "a line's end that is half":
+            return head.encode() + b"X-A: b\rapi-key: c\r\nContent-Length: 13\r\n\r\n" + BODY
+        case "a NUL":
+            return head.encode() + b"X-A: b\x00c\r\nContent-Length: 13\r\n\r\n" + BODY
+        case "an older version":
+            older = head.replace("HTTP/1.1", "HTTP/1.0")
+            return older.encode() + b"Content-Length: 13\r\n\r\n" + BODY + SMUGGLED
+        case "another protocol":
+            return b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SMUGGLED
+        case "an upgrade":
+            wanted = b"Upgrade: h2c\r\nConnection: Upgrade\r\nContent-Length: 13\r\n\r\n"
+            return head.encode() + wanted + BODY + SMUGGLED
+    raise AssertionError(attack)
+
+
+SMUGGLING: dict[str, list[int]] = {
+    "behind the end of a body": [200, 401],
+    "a length and chunks": [400],
+    "two lengths": [400],
+    "chunks, twice": [400],
+    "chunks, spelt otherwise": [400],
+    "a length with a sign": [400],
+    "a name with a space": [400],
+    "a line's end within a value": [200],
+    "a line's end that is half": [400],
+    "a NUL": [400],
+    "an older version": [200],
+    "another protocol": [403, 400],
+    "an upgrade": [200, 401],
+}
+"""With the statuses of the answers: it is refused as a whole, or what comes behind is a call of its
+own, without a key."""
+
+
+@pytest.mark.parametrize("attack", SMUGGLING)
+async def test_what_is_smuggled_in_has_no_key(fort: Fort, attack: str) -> None:
+    before = await fort.names()
+    client = await fort.sends(smuggling(fort, attack))
+    for status in SMUGGLING[attack]:
+        assert (await client.answer())[0] == status
+    if 400 in SMUGGLING[attack]:
+        assert await client.closed()
+    assert await fort.names() == before
+    # What comes behind that on the connection is no part of it, either.
+    if SMUGGLING[attack] == [200] and attack != "an older version":
+        client.send(call("/generate"))
+        assert await client.code() == MISSING
+    assert [request.tenant for request in fort.engine.requests] in ([], ["generate"])
+
+
+# --- by the mass of it ---------------------------------------------------------------------------
+
+
+async def test_giant_heads_are_refused(fort: Fort) -> None:
+    good = fort.bearer("generate")
+    giant = (
+        call("/generate", good, ("X-A", "x" * 100_000)),
+        call("/generate", good, *((f"X-{index}", "x") for index in range(20_000))),
+        call("/" + "x" * 100_000, good),
+    )
+    for data in giant:
+        status, code = await fort.answers(data)
+        assert (status, code) == (400, "malformed")
+    assert fort.untouched
+    assert fort.told.refused() == {"malformed": len(giant)}
+
+
+async def test_nobody_s_body_is_waited_for(fort: Fort) -> None:
+    """Sixteen million bytes are announced, and the answer is there before the first."""
+    head = call(body=b"").replace(b"Content-Length: 0", b"Content-Length: 16000000")
+    assert await fort.answers(head) == MISSING
+
+
+@pytest.mark.soak
+async def test_wrong_keys_by_the_thousand_are_cheap(fort: Fort, soak: bool) -> None:
+    """Each costs a hash and a look into a table, of any size; nothing of them is kept."""
+    number = 100_000 if soak else 20_000
+    # Without the log and the spans of each, which this test would keep.
+    server = HttpServer(fort.app, GatewayConfig())
+    statuses: list[int] = []
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    async def wrong(index: int) -> None:
+        text = f"ni-{index:012x}-{'x' * 43}"
+        await post(server.calls, "/generate", {"text": "a"}, send, headers=[bearer(text)])
+
+    async def cost() -> int:
+        await wrong(0)
+        with counted() as counts:
+            await wrong(1)
+        return counts.total()
+
+    before = await cost()
+    document = fort.policy.store._stored.document
+    key = next(iter(document.keys.values()))
+    many = {f"{index:012x}": key for index in range(10**6, 10**6 + 50_000)}
+    fort.policy.store._stored = fort.policy.store._stored._replace(
+        document=msgspec.structs.replace(document, keys=document.keys | many)
+    )
+    assert await cost() == before
+    assert before < 2_500
+    statuses.clear()
+    for index in range(number):
+        await wrong(index)
+    assert statuses == [401] * number
+    assert fort.untouched
+    assert fort.policy._tokens._known == {}
+    assert await fort.answers(call("/generate", fort.bearer("generate"))) == (200, "")
+
+
+# --- by the gateway itself -----------------------------------------------------------------------
+
+
+async def test_no_request_makes_the_gateway_fetch_anything(fort: Fort) -> None:
+    """Wherever a request names an address, nobody goes there."""
+    came = 0
+
+    def on_connection(*_: object) -> None:
+        nonlocal came
+        came += 1
+
+    server = await asyncio.start_server(on_connection, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/x"
+    good = fort.bearer("generate")
+    image = {"type": "image_url", "image_url": {"url": url}}
+    anthropic = {"type": "image", "source": {"type": "url", "url": url}}
+    bodies: dict[str, dict[str, Any]] = {
+        "/generate": {"text": url, "image_data": url, "lora_path": url, "return_logprob": False},
+        "/v1/completions": {"model": url, "prompt": url, "user": url},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": [image]}]},
+        "/v1/responses": {"input": url, "metadata": {"a": url}, "tools": [{"server_url": url}]},
+        "/v1/messages": {
+            "model": "tiny",
+            "max_tokens": 1,
+            "messages": [{"role": "user", "content": [anthropic]}],
+        },
+        "/tokenize": {"prompt": url, "model": url},
+    }
+    forwarded = (("Forwarded", f"host={url}"), ("X-Forwarded-Host", url), ("Referer", url))
+    for path, body in bodies.items():
+        data = call(path, good, *forwarded, body=json.dumps(body).encode())
+        status, _ = await fort.answers(data)
+        assert (path, status < 500) == (path, True)
+    token = fort.issuer.token(fort.issuer.claims(iss=url), jku=url, x5u=url)
+    assert await fort.answers(call("/generate", bearer(token))) == INVALID
+    # Whoever is to be asked for keys is in the settings alone.
+    assert fort.issuer.asked in ([], ["/.well-known/openid-configuration", "/keys"])
+    server.close()
+    assert came == 0

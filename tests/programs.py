@@ -61,7 +61,7 @@ class Program:
 
         Args:
             file: Its code.
-            stdout: A file for its standard output.
+            stdout: A file for its standard output alone.
             log: A file behind whose end all goes that it writes.
             environment: Its variables (None: those that this process has now).
             whole_end: Let Python take itself apart at the end, as a program does. With all that
@@ -214,9 +214,9 @@ def main() -> None:
     os.environ.update(json.loads(variables))
     # Who starts us in the background has it ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for path, numbers in ((stdout, (1,)), (log, (1, 2))):
+    for path, how, numbers in ((stdout, os.O_TRUNC, (1,)), (log, os.O_APPEND, (1, 2))):
         if path:
-            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            opened = os.open(path, os.O_WRONLY | os.O_CREAT | how)
             for number in numbers:
                 os.dup2(opened, number)
             os.close(opened)

@@ -15,6 +15,8 @@ STAMP := $(VENV)/.installed
 PARALLEL ?= --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 export HF_HUB_OFFLINE := 1
+# Images for containers tend to set it; without bytecode every process compiles us anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-fast soak check docs bench clean
 

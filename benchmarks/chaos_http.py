@@ -13,7 +13,6 @@ import contextlib
 import json
 import random
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -21,6 +20,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import chaos_rig
 import httpx
 from chaos_rig import STAGES, House, RedisServer, free_port, make_requests, running_house
 
@@ -39,16 +39,14 @@ class GatewayProcess:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = log
-        self._command = [sys.executable, "-m", "nano_inference", "gateway", "--bus", bus]
-        self._command += ["--port", str(self.port)]
+        self._command = ["gateway", "--bus", bus, "--port", str(self.port)]
         for name, value in settings.items():
             self._command += ["--set", f"{name}={value}"]
         self._process: subprocess.Popen[bytes] | None = None
 
     def launch(self) -> None:
         """Starts it; it answers somewhat later."""
-        with self._log.open("ab") as output:
-            self._process = subprocess.Popen(self._command, stdout=output, stderr=output)
+        self._process = chaos_rig.start_command(self._command, self._log)
 
     async def start(self) -> None:
         """Starts it and waits until it answers."""

@@ -161,15 +161,21 @@ async def _pump(
     writer.close()
 
 
+def start_command(arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    """`nano-inference`, whose output goes behind what the file has."""
+    program = [sys.executable, "-m", "nano_inference", *arguments]
+    with log.open("ab") as output:
+        return subprocess.Popen(program, stdout=output, stderr=output)
+
+
 class House:
     """`nano-inference up` beside us."""
 
     def __init__(self, url: str, log: Path, settings: dict[str, object]) -> None:
-        command = [sys.executable, "-m", "nano_inference", "up", "--bus", url]
+        command = ["up", "--bus", url]
         for name, value in settings.items():
             command += ["--set", f"{name}={value}"]
-        with log.open("ab") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=output)
+        self.process = start_command(command, log)
 
     def child(self, stage: str) -> int | None:
         """The process id of a stage; None while there is none."""

@@ -1,4 +1,4 @@
-"""Python programs of their own, without the seconds that importing torch takes.
+"""Programs of their own, without the seconds that importing torch takes.
 
 Each is a fork of one process that has imported the engine: the same way in which `up` starts its
 processes. As a script this file is that process.
@@ -11,18 +11,20 @@ import atexit
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple, NoReturn, Self
 
 from nano_inference.cli.children import adopt_orphans
-from nano_inference.cli.fork_server import MOST_BYTES, READY, import_stages, serve
+from nano_inference.cli.fork_server import MOST_BYTES, READY, ROOM, import_stages, serve
 from nano_inference.config import STAGES
 
 LIMIT_S = 120.0
@@ -39,35 +41,50 @@ class Ran(NamedTuple):
 class Program:
     """A program that runs, in a session of its own; it is killed at the end of the block.
 
+    Beside that it can be used like `subprocess.Popen`.
+
     Attributes:
         stdin: Its standard input.
         output: What it writes, to standard error too.
     """
 
     def __init__(
-        self, file: Path, *arguments: str, stdout: Path | None = None, whole_end: bool = False
+        self,
+        file: Path,
+        *arguments: str,
+        stdout: Path | None = None,
+        log: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        whole_end: bool = False,
     ) -> None:
         """Starts it.
 
         Args:
             file: Its code.
-            stdout: A file for its standard output.
+            stdout: A file for its standard output alone.
+            log: A file behind whose end all goes that it writes.
+            environment: Its variables (None: those that this process has now).
             whole_end: Let Python take itself apart at the end, as a program does. With all that
                 has been imported that takes longer than most programs here.
         """
         server = _fork_server()
         adopt_orphans()
         (given, stdin), (output, written) = os.pipe(), os.pipe()
-        message = [str(file), str(stdout or ""), "yes" if whole_end else "", *arguments]
+        variables = json.dumps(dict(os.environ if environment is None else environment))
+        message = [str(file), str(stdout or ""), str(log or ""), "yes" if whole_end else ""]
         try:
             with _one_at_a_time:
-                socket.send_fds(server, [json.dumps(message).encode()], [given, written])
+                whole = json.dumps([*message, *arguments, variables]).encode()
+                socket.send_fds(server, [whole], [given, written])
                 self.pid = int(server.recv(MOST_BYTES))
         finally:
             os.close(given)
             os.close(written)
         self.stdin, self.output = open(stdin, "w"), open(output)  # noqa: SIM115
+        # Readable once the process has ended; and no other process can be meant by it.
+        self._handle = os.pidfd_open(self.pid)
         self._status: int | None = None
+        self._reaping = threading.Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -79,20 +96,52 @@ class Program:
         traceback: TracebackType | None,
     ) -> None:
         self.kill()
-        self.stdin.close()
-        self.output.close()
+        self.close()
 
-    def wait(self) -> int:
-        """Waits for its end; gives its status, or a signal's number as a negative one."""
-        if self._status is None:
-            self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+    def poll(self) -> int | None:
+        """What it ended with; a signal's number as a negative one, None while it runs."""
+        with self._reaping:
+            if self._status is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid:
+                    self._status = os.waitstatus_to_exitcode(status)
+                    os.close(self._handle)
         return self._status
 
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for its end; gives what it ended with.
+
+        Raises:
+            subprocess.TimeoutExpired: It has not ended within so many seconds.
+        """
+        if self.poll() is None:
+            end = select.poll()
+            end.register(self._handle)
+            if not end.poll(None if timeout is None else timeout * 1000):
+                raise subprocess.TimeoutExpired(sys.argv[0], timeout or 0)
+        status = self.poll()
+        assert status is not None
+        return status
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Sends it a signal, unless it has ended."""
+        if self.poll() is None:
+            signal.pidfd_send_signal(self._handle, number)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
-        """Kills it and all that it has started."""
-        if self._status is None:
+        """Kills it and all that it has started, and waits for its end."""
+        if self.poll() is None:
             os.killpg(self.pid, signal.SIGKILL)
             self.wait()
+
+    def close(self) -> None:
+        """Lets go of its pipes."""
+        self.stdin.close()
+        self.output.close()
 
 
 def run(code: str, folder: Path, *, whole_end: bool = False) -> Ran:
@@ -132,23 +181,26 @@ def _fork_server() -> socket.socket:
     connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-P", __file__, str(theirs.fileno())],
+            [sys.executable, "-P", __file__, str(theirs.fileno()), ROOM],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.PIPE,
+            # Pipes, as its forks will have: Python's files differ with what they are on.
             stdout=subprocess.PIPE,
-            # Numpy's threads, as in the fork server of `up`.
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+            stderr=subprocess.STDOUT,
+            # As in the fork server of `up`: for Numpy's threads, and for command lines.
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "SPT_NOENV": "1"},
         )
     atexit.register(process.kill)
     connection.settimeout(LIMIT_S)
-    assert connection.recv(MOST_BYTES) == READY
+    if connection.recv(MOST_BYTES) != READY:
+        raise AssertionError(process.communicate()[0].decode())
     return connection
 
 
 def main() -> None:
     """Serves, and runs one program in each fork."""
     connection = socket.socket(fileno=int(sys.argv[1]))
-    import_stages(STAGES)
+    import_stages((*STAGES, "gateway"))
     # What an engine imports when it is made, and its tokenizer and the bundled model.
     from transformers import AutoTokenizer, Qwen2ForCausalLM  # noqa: F401
 
@@ -157,23 +209,29 @@ def main() -> None:
     arguments = serve(connection)
     if arguments is None:
         return
-    file, stdout, whole_end, *others = arguments
-    if stdout:
-        number = os.open(stdout, os.O_WRONLY | os.O_CREAT)
-        os.dup2(number, 1)
-        os.close(number)
+    file, stdout, log, whole_end, *others, variables = arguments
+    os.environ.clear()
+    os.environ.update(json.loads(variables))
+    # Who starts us in the background has it ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for path, how, numbers in ((stdout, os.O_TRUNC, (1,)), (log, os.O_APPEND, (1, 2))):
+        if path:
+            opened = os.open(path, os.O_WRONLY | os.O_CREAT | how)
+            for number in numbers:
+                os.dup2(opened, number)
+            os.close(opened)
     sys.argv = [file, *others]
     if whole_end:
         runpy.run_path(file, run_name="__main__")
     else:
-        _run_and_leave(file)
+        run_and_leave(lambda: runpy.run_path(file, run_name="__main__"))
 
 
-def _run_and_leave(file: str) -> None:
+def run_and_leave(run: Callable[[], object]) -> NoReturn:
     """Ends as forks of multiprocessing do: threads are waited for, and atexit's functions run."""
     status = 0
     try:
-        runpy.run_path(file, run_name="__main__")
+        run()
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:  # noqa: BLE001

@@ -18,6 +18,9 @@ from .rig import load
 LIMIT_S = 40.0
 SLOTS = 16384
 SERVICE = "main"
+# How often sentinels look at servers and tell each other, in milliseconds: a tenth of what it is
+# by itself. They wait for multiples of it, above all before they make an old master a replica.
+QUICK_SENTINEL = ("INFO-PERIOD", 1000, "PING-PERIOD", 100, "ASK-PERIOD", 100, "PUBLISH-PERIOD", 200)
 
 
 def valkey() -> str:
@@ -126,6 +129,8 @@ sentinel failover-timeout {SERVICE} 3000"""
         sentinels = [
             await started(Node(program, folder / f"s{i}", sentinel=watched)) for i in range(3)
         ]
+        for each in sentinels:
+            await each.plain.execute_command("SENTINEL DEBUG", *QUICK_SENTINEL)
         for each in sentinels:
             await until(lambda each=each: _knows_all(each), "sentinels that know each other")
         yield Sentinels([master, replica], sentinels)

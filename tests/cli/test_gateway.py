@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from openai import APIConnectionError, OpenAI
 
 from nano_inference.config import Config
 
+from ..commands import Command
 from .test_up import free_port
 
 LIMIT_S = 60
@@ -41,19 +40,7 @@ COMMENTS = ["--set", "gateway.comment_s=0.2"]
 """So that a stream begins although no token comes."""
 
 
-@contextmanager
-def running(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-
-
-def wait_until_healthy(process: subprocess.Popen[bytes], url: str) -> None:
+def wait_until_healthy(process: Command, url: str) -> None:
     """As slime waits for a server: refused connections, then 503, then a token."""
     with httpx.Client(timeout=LIMIT_S) as client:
         for _ in range(LIMIT_S * 10):
@@ -67,9 +54,7 @@ def wait_until_healthy(process: subprocess.Popen[bytes], url: str) -> None:
     raise AssertionError(f"{url} never became healthy")
 
 
-def stopped_in_mid_stream(
-    process: subprocess.Popen[bytes], url: str, asked: signal.Signals
-) -> None:
+def stopped_in_mid_stream(process: Command, url: str, asked: signal.Signals) -> None:
     """Tells a process to stop while a stream is under way: it takes nothing new, says so, lets the
     stream come to its end, and ends. It has to be started with `COMMENTS`."""
     httpx.post(f"{url}/pause_generation", json={"mode": "in_place"}).raise_for_status()
@@ -91,11 +76,9 @@ def stopped_in_mid_stream(
 
 
 @pytest.mark.slow
-def test_beside_a_pipeline(on_served: Config, program: list[str], tmp_path: Path) -> None:
+def test_beside_a_pipeline(on_served: Config, tmp_path: Path) -> None:
     port = free_port()
-    with running(
-        [*program, "gateway", "--port", str(port), *COMMENTS], tmp_path / "log"
-    ) as gateway:
+    with Command("gateway", "--port", str(port), *COMMENTS, log=tmp_path / "log") as gateway:
         url = f"http://127.0.0.1:{port}"
         wait_until_healthy(gateway, url)
         answer = httpx.post(f"{url}/generate", json=BODY, timeout=LIMIT_S).json()
@@ -110,15 +93,15 @@ def test_beside_a_pipeline(on_served: Config, program: list[str], tmp_path: Path
 
 @pytest.mark.slow
 def test_a_stream_goes_on_at_another_gateway_when_its_own_is_killed(
-    on_served: Config, program: list[str], tmp_path: Path
+    on_served: Config, tmp_path: Path
 ) -> None:
     body = {"prompt": "Story about Tom:", "max_tokens": 300, "ignore_eos": True, "seed": 3}
     with ExitStack() as stack:
         urls, gateways = [], []
         for name in ("first", "second"):
             port = free_port()
-            command = [*program, "gateway", "--port", str(port)]
-            gateways.append(stack.enter_context(running(command, tmp_path / name)))
+            gateway = Command("gateway", "--port", str(port), log=tmp_path / name)
+            gateways.append(stack.enter_context(gateway))
             urls.append(f"http://127.0.0.1:{port}/v1")
         for gateway, url in zip(gateways, urls, strict=True):
             wait_until_healthy(gateway, url.removesuffix("/v1"))
@@ -148,7 +131,7 @@ def test_a_stream_goes_on_at_another_gateway_when_its_own_is_killed(
 
 @pytest.mark.slow
 def test_responses_go_on_at_another_gateway_when_their_own_is_killed(
-    on_served: Config, program: list[str], tmp_path: Path
+    on_served: Config, tmp_path: Path
 ) -> None:
     """One whose client comes back to its stream, and one in the background without a place yet."""
     body: dict[str, Any] = {"model": "tiny", "input": "Tell me of Tom.", "max_output_tokens": 500}
@@ -159,8 +142,8 @@ def test_responses_go_on_at_another_gateway_when_their_own_is_killed(
         clients, gateways = [], []
         for name in ("first", "second"):
             port = free_port()
-            command = [*program, "gateway", "--port", str(port), *limits]
-            gateways.append(stack.enter_context(running(command, tmp_path / name)))
+            gateway = Command("gateway", "--port", str(port), *limits, log=tmp_path / name)
+            gateways.append(stack.enter_context(gateway))
             url = f"http://127.0.0.1:{port}"
             wait_until_healthy(gateways[-1], url)
             made = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=LIMIT_S)
@@ -203,11 +186,11 @@ def told(lines: list[str]) -> tuple[str, str]:
 
 
 @pytest.mark.slow
-def test_as_part_of_up(program: list[str], tmp_path: Path) -> None:
+def test_as_part_of_up(tmp_path: Path) -> None:
     port, metrics_port = free_port(), free_ports(6)
-    command = [*program, "up", "--port", str(free_port()), "--gateway", str(port)]
+    command = ["up", "--port", str(free_port()), "--gateway", str(port)]
     command += ["--set", f"telemetry.metrics_port={metrics_port}", *COMMENTS]
-    with running(command, tmp_path / "log") as up:
+    with Command(*command, log=tmp_path / "log") as up:
         url = f"http://127.0.0.1:{port}"
         wait_until_healthy(up, url)
         answer = httpx.post(f"{url}/generate", json=BODY, timeout=LIMIT_S).json()

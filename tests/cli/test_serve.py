@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,35 +12,28 @@ from pathlib import Path
 import httpx
 import pytest
 
+from ..commands import Command
 from .conftest import Run
 from .test_errors import assert_refused
-from .test_gateway import COMMENTS, LIMIT_S, running, stopped_in_mid_stream, wait_until_healthy
+from .test_gateway import COMMENTS, LIMIT_S, stopped_in_mid_stream, wait_until_healthy
 from .test_up import free_port
 
 ASKED = {"prompt": "98 + 25 =", "temperature": 0}
 
 
 @contextmanager
-def served(
-    program: list[str], folder: Path, *options: str
-) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def served(folder: Path, *options: str) -> Iterator[tuple[Command, str]]:
     """The program, ready, and where it answers."""
     port = free_port()
-    command = [*program, "serve", "--port", str(port), *options]
-    # In the foreground of a terminal; shells have what runs in the background ignore Ctrl-C.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with running(command, folder / "log") as process:
-            url = f"http://127.0.0.1:{port}"
-            wait_until_healthy(process, url)
-            yield process, url
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with Command("serve", "--port", str(port), *options, log=folder / "log") as process:
+        url = f"http://127.0.0.1:{port}"
+        wait_until_healthy(process, url)
+        yield process, url
 
 
 @pytest.mark.slow
-def test_a_stream_and_an_end_in_good_order(program: list[str], tmp_path: Path) -> None:
-    with served(program, tmp_path, *COMMENTS) as (serving, url):
+def test_a_stream_and_an_end_in_good_order(tmp_path: Path) -> None:
+    with served(tmp_path, *COMMENTS) as (serving, url):
         asked = ASKED | {"stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=LIMIT_S) as answer:
             events = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
@@ -56,9 +48,9 @@ def test_a_stream_and_an_end_in_good_order(program: list[str], tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_ends_it_at_once(program: list[str], tmp_path: Path) -> None:
+def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
     patience = ("--set", "pipeline.drain_timeout_s=600")
-    with served(program, tmp_path, *patience) as (serving, url):
+    with served(tmp_path, *patience) as (serving, url):
         httpx.post(f"{url}/pause_generation", json={"mode": "retract"}).raise_for_status()
         with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as waiting:
             body = json.dumps(ASKED).encode()

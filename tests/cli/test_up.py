@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,6 +17,7 @@ from nano_inference.cli.up import _House
 from nano_inference.config import load_config
 from nano_inference.pipeline.supervisor import StageFailed
 
+from ..commands import Command
 from .conftest import Run
 from .test_errors import assert_refused
 
@@ -59,17 +57,15 @@ def test_busy_port(run: Run) -> None:
 @pytest.mark.slow
 def test_the_embedded_server_ends_with_a_killed_parent(patient: Retry, tmp_path: Path) -> None:
     port = free_port()
-    command = [sys.executable, "-m", "nano_inference", "up", "--port", str(port)]
-    with (tmp_path / "log").open("wb") as log:
-        up = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    up = Command("up", "--port", str(port), log=tmp_path / "log")
     with Redis(port=port, retry=patient) as redis:
         server = os.pidfd_open(redis.info("server")["process_id"])
         # The stages come after whatever else `up` has to prepare.
         while not redis.xlen("nano:stages"):
             assert up.poll() is None
             time.sleep(0.05)
-    up.send_signal(signal.SIGKILL)
-    up.wait()
+    up.kill()
+    up.close()
     # A process's descriptor is readable once the process has ended.
     gone, _, _ = select.select([server], [], [], LIMIT_S)
     os.close(server)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
+import httpx2
 import pytest
 
 from nano_inference.config import Config, load_config
@@ -21,6 +23,14 @@ def engine() -> FakeEngine:
 @pytest.fixture
 def config() -> Config:
     return load_config(env={}, overrides={"gateway.max_body_bytes": 4000})
+
+
+@pytest.fixture
+async def connected(engine: FakeEngine, config: Config) -> AsyncIterator[dict[str, Any]]:
+    """Has the library of OpenAI, or of Anthropic, ask the application, and nothing twice."""
+    transport = httpx2.ASGITransport(make_app(engine, config))  # type: ignore[arg-type]
+    async with httpx2.AsyncClient(transport=transport) as http_client:
+        yield {"api_key": "none", "max_retries": 0, "http_client": http_client}
 
 
 @pytest.fixture

@@ -25,10 +25,10 @@ LIMIT_S = 120
 # becomes of them on their way.
 BUSES = ["memory", "redis-links"]
 both_buses = pytest.mark.parametrize("make_config", BUSES, indirect=True)
-# And requests and results on Redis; every link on a cluster. For what rests on several of a bus's
-# promises together, as recovery does.
+# And every link on a cluster. For what rests on several of a bus's promises together, as recovery
+# does.
 all_buses = pytest.mark.parametrize(
-    "make_config", ["memory", "redis", "redis-links", "cluster"], indirect=True
+    "make_config", ["memory", "redis-links", "cluster"], indirect=True
 )
 
 
@@ -76,6 +76,14 @@ async def http(pipeline: Pipeline) -> AsyncIterator[httpx.AsyncClient]:
         httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as client,
     ):
         yield client
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def url(request: pytest.FixtureRequest) -> AsyncIterator[str]:
+    """Of a gateway in front of a pipeline, with what the module has as `SETTINGS`."""
+    config = load_config(env={}, overrides=getattr(request.module, "SETTINGS", {}))
+    async with Pipeline(config) as pipeline, Gateway(pipeline.client, config) as gateway:
+        yield gateway.url
 
 
 @pytest.fixture

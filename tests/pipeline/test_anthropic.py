@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import re
-import subprocess
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,24 +11,13 @@ import pytest
 import pytest_asyncio
 from anthropic import Anthropic, AsyncAnthropic
 
-from nano_inference.config import load_config
-from nano_inference.gateway.gateway import Gateway
-from nano_inference.pipeline.pipeline import Pipeline
+from .documents import commands_of, told_by
 
 LIMIT_S = 60
-DOCUMENT = Path(__file__).parents[2] / "docs" / "anthropic.md"
 STORY: Any = [{"role": "user", "content": "Write a story about Maria, a mouse and a boat."}]
 GREEDY = {"temperature": 0}
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def url() -> AsyncIterator[str]:
-    """Of a gateway in front of a pipeline."""
-    config = load_config(env={})
-    async with Pipeline(config) as pipeline, Gateway(pipeline.client, config) as gateway:
-        yield gateway.url
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -118,17 +104,7 @@ async def test_the_synchronous_client(url: str) -> None:
     assert whole
 
 
-@pytest.mark.parametrize(
-    "command", re.findall(r"^```bash\n(.*?)^```", DOCUMENT.read_text(), re.M | re.S)
-)
+@pytest.mark.parametrize("command", commands_of("anthropic.md"))
 async def test_the_document_s_commands_run(url: str, command: str) -> None:
-    ran = await asyncio.to_thread(
-        subprocess.run,
-        ["bash", "-c", command.replace("http://127.0.0.1:30000", url)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert '"stop_reason":"' in ran.stdout
+    told = await told_by(command, url)
+    assert '"stop_reason":"' in told

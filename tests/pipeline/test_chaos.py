@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ..commands import Command
 from ..rig import load
 
 pytestmark = pytest.mark.slow
@@ -17,6 +19,16 @@ SOAK: dict[str, Any] = {"requests": 400, "kills": 56, "concurrency": 24, "longes
 
 HTTP_EVERY_DAY: dict[str, Any] = {"requests": 24, "kills": 7, "concurrency": 8, "longest": 40}
 HTTP_SOAK: dict[str, Any] = {"requests": 200, "kills": 20, "concurrency": 24, "longest": 120}
+
+
+@pytest.fixture(autouse=True)
+def quick_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is started need import nothing."""
+
+    def start(arguments: Sequence[str], log: Path) -> Command:
+        return Command(*arguments, log=log)
+
+    monkeypatch.setattr(load("chaos_rig"), "start_command", start)
 
 
 @pytest.mark.soak

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from nano_inference import BusClient, Pipeline
 from nano_inference.bus.keys import Keys
 from nano_inference.pipeline.health import lanes_of
 
+from ..commands import run_command
 from ..servers import SERVICE, SLOTS, Cluster, Node, Sentinels, cluster, sentinel_group, until
 from .test_life import stream_request
 from .trouble import INDICES, config_on, survive
@@ -123,15 +122,9 @@ async def test_the_commands_find_the_master(group: Sentinels) -> None:
 
     async def command(*arguments: str) -> str:
         options = ["--bus", group.url, "--set", f"bus.prefix={config.bus.prefix}"]
-        done = await asyncio.to_thread(
-            subprocess.run,
-            [sys.executable, "-m", "nano_inference", *arguments, *options],
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        ran = await asyncio.to_thread(run_command, *arguments, *options)
+        assert ran.status == 0, ran.stderr
+        return ran.stdout
 
     async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
         (await group.master()).kill()

@@ -207,7 +207,7 @@ async def test_a_request_that_has_paused_can_end(make_config: MakeConfig, how: s
 
 async def test_a_quiet_tenant_does_not_wait_for_a_noisy_one(make_config: MakeConfig) -> None:
     """60 requests come before one; it has its answer before a fifth of them."""
-    config = make_config(engine__max_batch_size=2)
+    config = make_config(engine__max_batch_size=2, engine__dtype="bfloat16")
     order: list[str] = []
 
     async def run(name: str, request: dict[str, Any]) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,6 +21,7 @@ from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import BusError, LaneReplaced
 from nano_inference.stages.admission.stage import AdmissionStage
 
+from ..commands import Command
 from .conftest import MakeConfig, config_maker
 from .test_life import GOOD, LONG, MORE_TOKENS, check_stream, stream_request, until
 
@@ -243,7 +242,7 @@ class LaneProcess:
         self.configs = configs
         self.log = log
         config = configs[0]
-        command = [sys.executable, "-m", "nano_inference", "run", "--bus", config.bus.url]
+        command = ["run", "--bus", config.bus.url]
         settings = {
             "bus.prefix": config.bus.prefix,
             "bus.lane": config.bus.lane,
@@ -255,10 +254,7 @@ class LaneProcess:
         }
         for name, value in settings.items():
             command += ["--set", f"{name}={value}"]
-        with log.open("wb") as file:
-            self.process = subprocess.Popen(
-                command, stderr=file, stdout=file, start_new_session=True
-            )
+        self.process = Command(*command, log=log)
 
     def times_told(self, event: str) -> int:
         """How often its log has this."""
@@ -273,7 +269,6 @@ class LaneProcess:
     def kill(self) -> None:
         self.go_on()
         self.process.kill()
-        self.process.wait()
 
 
 @pytest.fixture(scope="module")

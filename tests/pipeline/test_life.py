@@ -33,7 +33,7 @@ POISON = 99
 
 
 # Tokens of a stream: enough to be hit by a failure in this process, and by one in another.
-TOKENS, MORE_TOKENS = 80, 120
+TOKENS, MORE_TOKENS = 60, 120
 
 
 def stream_request(index: int, max_tokens: int = TOKENS) -> dict[str, Any]:

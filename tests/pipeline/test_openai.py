@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import re
-import subprocess
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,13 +13,11 @@ from openai import AsyncOpenAI, OpenAI
 
 from nano_inference import InferenceEngine, SamplingParams
 from nano_inference.config import load_config
-from nano_inference.gateway.gateway import Gateway
-from nano_inference.pipeline.pipeline import Pipeline
 
 from ..servers import until
+from .documents import commands_of, told_by
 
 LIMIT_S = 60
-DOCUMENT = Path(__file__).parents[2] / "docs" / "openai.md"
 PROMPTS = [
     "98 + 25 =",
     "Story about David, a dog and a yellow hat:",
@@ -33,14 +28,6 @@ EXTRA = {"return_token_ids": True}
 SETTINGS = {"engine.dtype": "float32", "engine.deterministic": True}
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def url() -> AsyncIterator[str]:
-    """Of a gateway in front of a pipeline."""
-    config = load_config(env={}, overrides=SETTINGS)
-    async with Pipeline(config) as pipeline, Gateway(pipeline.client, config) as gateway:
-        yield gateway.url
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -286,18 +273,8 @@ async def test_the_synchronous_client(url: str) -> None:
     assert whole
 
 
-@pytest.mark.parametrize(
-    "command", re.findall(r"^```bash\n(.*?)^```", DOCUMENT.read_text(), re.M | re.S)
-)
+@pytest.mark.parametrize("command", commands_of("openai.md"))
 async def test_the_document_s_commands_run(url: str, command: str) -> None:
-    ran = await asyncio.to_thread(
-        subprocess.run,
-        ["bash", "-c", command.replace("http://127.0.0.1:30000", url)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    told = ('"finish_reason":"', '"status":"completed"', '"status":"queued"')
-    assert any(each in ran.stdout for each in told)
+    told = await told_by(command, url)
+    ends = ('"finish_reason":"', '"status":"completed"', '"status":"queued"')
+    assert any(each in told for each in ends)

@@ -32,6 +32,7 @@ from nano_inference.pipeline.health import lanes_of
 from nano_inference.telemetry import setup_tracing
 from nano_inference.telemetry.trace_file import Span, read_spans
 
+from ..commands import Command, run_command
 from . import reference
 from .test_life import MORE_TOKENS, check_stream, stream_request
 
@@ -41,7 +42,7 @@ LIMIT_S = 60
 # While a stage is told to leave.
 STREAMS = 10
 # Tokens that take far longer than a kill does.
-LONG = 200
+LONG = 100
 GOOD = {"prompt": "12 + 30 =", "sampling": {"temperature": 0}}
 
 
@@ -91,18 +92,25 @@ class House:
         log: Path,
         settings: dict[str, object] | None = None,
         environment: dict[str, str] | None = None,
+        cold: bool = False,
     ) -> None:
+        """Args: `cold` is whether it starts as a user's does, and imports all that it needs."""
         self.bus = BusConfig(url=url, prefix=prefix)
         self.log = log
-        command = [sys.executable, "-m", "nano_inference", "up", "--bus", url]
+        command = ["up", "--bus", url]
         command += ["--set", f"bus.prefix={prefix}", "--set", "engine.dtype=float32"]
         command += ["--set", "pipeline.restart_backoff_s=0.05"]
         for name, value in (settings or {}).items():
             command += ["--set", f"{name}={value}"]
         variables = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, **(environment or {})}
+        self.process: Command | subprocess.Popen[bytes]
+        if not cold:
+            self.process = Command(*command, log=log, environment=variables)
+            return
+        program = [sys.executable, "-m", "nano_inference", *command]
         with log.open("wb") as file:
             self.process = subprocess.Popen(
-                command, stderr=file, stdout=file, env=variables, start_new_session=True
+                program, stderr=file, stdout=file, env=variables, start_new_session=True
             )
 
     def has_torch(self, stage: str) -> bool:
@@ -117,6 +125,13 @@ class House:
             check=True,
         )
         return int(found.stdout.split()[0])
+
+    def told_by(self, *command: str) -> str:
+        """What a command prints that asks it."""
+        where = ("--bus", self.bus.url, "--set", f"bus.prefix={self.bus.prefix}")
+        ran = run_command(*command, *where)
+        assert ran.status == 0, ran.stderr
+        return ran.stdout
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
@@ -140,7 +155,7 @@ def house(
         "telemetry.metrics_port": five_free_ports(),
     }
     prefix = f"up-{uuid.uuid4().hex[:8]}"
-    running = House(redis_url, prefix, endpoint=spans.url, log=log, settings=settings)
+    running = House(redis_url, prefix, endpoint=spans.url, log=log, settings=settings, cold=True)
     running.trace_file = log.parent / "traces.jsonl"
     running.metrics_port = int(str(settings["telemetry.metrics_port"]))
     try:

@@ -34,7 +34,7 @@ from ..resident import needs_proc, resident_bytes
 from . import reference
 from .conftest import MakeConfig, both_buses
 from .test_life import GOOD, break_once, until, whole_stream, whole_streams
-from .test_weights import check_purity, check_stamps, greedy, versions_of
+from .test_weights import DTYPE, check_purity, check_stamps, greedy, versions_of
 
 LIMIT_S = 120
 MIB = 1 << 20
@@ -51,6 +51,14 @@ def loaded() -> State:
 
 @pytest.fixture
 async def running(make_config: MakeConfig) -> AsyncIterator[Pipeline]:
+    config = make_config(pipeline__restart_backoff_s=0.01, engine__dtype=DTYPE)
+    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
+        yield pipeline
+
+
+@pytest.fixture
+async def exact(make_config: MakeConfig) -> AsyncIterator[Pipeline]:
+    """For what is held against Transformers."""
     config = make_config(pipeline__restart_backoff_s=0.01)
     async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
         yield pipeline
@@ -111,17 +119,17 @@ async def test_a_round_of_a_trainer_on_the_same_device(
 
 
 @both_buses
-async def test_what_runs_goes_on_as_if_nothing_had_been(running: Pipeline) -> None:
+async def test_what_runs_goes_on_as_if_nothing_had_been(exact: Pipeline) -> None:
     """Its KV is computed again, from the same weights: greedy tokens are the same."""
-    streams = asyncio.create_task(whole_streams(running))
-    batching = running._actors["batching"]
+    streams = asyncio.create_task(whole_streams(exact))
+    batching = exact._actors["batching"]
     for _ in range(5):
         await until(lambda: batching.load().get("running") == 8)
-        await running.client.release_memory(KV_CACHE)
+        await exact.client.release_memory(KV_CACHE)
         load = batching.load()
         assert (load["running"], load["waiting"]) == (0, 8)
         assert (load["kv_free"], load["kv_cached"]) == (load["kv_total"], 0)
-        await running.client.resume_memory(KV_CACHE)
+        await exact.client.resume_memory(KV_CACHE)
     await streams
 
 
@@ -186,25 +194,25 @@ async def test_requests_end_meanwhile_as_ever(running: Pipeline) -> None:
     assert (await stays).status == "cancelled"
 
 
-async def test_a_pause_outlasts_it(running: Pipeline) -> None:
-    streams = asyncio.create_task(whole_streams(running))
-    await until(lambda: running._actors["batching"].load().get("running") == 8)
-    await running.client.pause()
-    await running.client.release_memory(KV_CACHE)
-    await running.client.resume_memory(KV_CACHE)
-    assert running._actors["batching"].load()["running"] == 0
+async def test_a_pause_outlasts_it(exact: Pipeline) -> None:
+    streams = asyncio.create_task(whole_streams(exact))
+    await until(lambda: exact._actors["batching"].load().get("running") == 8)
+    await exact.client.pause()
+    await exact.client.release_memory(KV_CACHE)
+    await exact.client.resume_memory(KV_CACHE)
+    assert exact._actors["batching"].load()["running"] == 0
     assert not streams.done()
-    await running.client.resume()
+    await exact.client.resume()
     await streams
 
 
 @both_buses
 async def test_a_release_waits_for_nobody_and_loses_nothing_in_a_crowd(
-    running: Pipeline, loaded: State
+    exact: Pipeline, loaded: State
 ) -> None:
     """Many at once, in any order, beside updates: each is done or refused with a code."""
-    streams = asyncio.create_task(whole_streams(running))
-    client = running.client
+    streams = asyncio.create_task(whole_streams(exact))
+    client = exact.client
     calls: list[Any] = []
     for number in range(8):
         tags = (KV_CACHE, WEIGHTS)[number % 4 == 3]
@@ -227,26 +235,26 @@ async def test_a_release_waits_for_nobody_and_loses_nothing_in_a_crowd(
     indirect=["make_config"],
 )
 async def test_a_release_outlives_the_failure_of_batching(
-    running: Pipeline, monkeypatch: pytest.MonkeyPatch, broken: str
+    exact: Pipeline, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     """The executor tells its successor what is to be released, and what is."""
-    streams = asyncio.create_task(whole_streams(running, 3))
-    await until(lambda: running._actors["batching"].load().get("running") == 3)
+    streams = asyncio.create_task(whole_streams(exact, 3))
+    await until(lambda: exact._actors["batching"].load().get("running") == 3)
     break_once(monkeypatch, BatchingCore, broken, after=1)
-    await running.client.release_memory(KV_CACHE)
-    assert executor_of(running).memory.released == {"kv_cache"}
-    await waiting(running, 3)
-    before = running._actors["batching"]
+    await exact.client.release_memory(KV_CACHE)
+    assert executor_of(exact).memory.released == {"kv_cache"}
+    await waiting(exact, 3)
+    before = exact._actors["batching"]
     with monkeypatch.context() as patch:
         # A successor knows what is released from the first word that it hears of the executor.
         patch.setattr(WeightUpdates, "_tell_batching", silence)
         break_once(patch, BatchingCore, "plan", after=1)
-        await running.client.flush_cache()
-        await until(lambda: running._actors["batching"] is not before)
+        await exact.client.flush_cache()
+        await until(lambda: exact._actors["batching"] is not before)
         # After two failures requests come one at a time.
-        await until(lambda: bool(running._actors["batching"].load().get("waiting")))
-        assert running._actors["batching"].load()["running"] == 0
-    await running.client.resume_memory()
+        await until(lambda: bool(exact._actors["batching"].load().get("waiting")))
+        assert exact._actors["batching"].load()["running"] == 0
+    await exact.client.resume_memory()
     await streams
 
 
@@ -255,32 +263,32 @@ async def silence(*_: object) -> None:
 
 
 async def test_an_executor_that_fails_comes_back_with_all_its_memory(
-    running: Pipeline, loaded: State, monkeypatch: pytest.MonkeyPatch
+    exact: Pipeline, loaded: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the weights of model_path, as version 0; whoever waits for a release is told."""
-    await running.client.update_weights(oracle.announcing(loaded, 1))
+    await exact.client.update_weights(oracle.announcing(loaded, 1))
     break_once(monkeypatch, LaneMemory, "release", after=1)
     with pytest.raises(WeightsError) as lost:
-        await running.client.release_memory()
+        await exact.client.release_memory()
     assert lost.value.code == "weights_interrupted"
-    await whole_stream(running, 3)
-    await running.client.release_memory()
-    stream = asyncio.create_task(whole_stream(running, 4))
-    await waiting(running, 1)
+    await whole_stream(exact, 3)
+    await exact.client.release_memory()
+    stream = asyncio.create_task(whole_stream(exact, 4))
+    await waiting(exact, 1)
     break_once(monkeypatch, LaneMemory, "resume", after=1)
     with pytest.raises(WeightsError):
-        await running.client.resume_memory()
+        await exact.client.resume_memory()
     await stream
-    assert await running.client.weight_version() == 0
-    assert executor_of(running).capacity().lacks == ()
+    assert await exact.client.weight_version() == 0
+    assert executor_of(exact).capacity().lacks == ()
 
 
-async def test_what_there_is_not(running: Pipeline) -> None:
-    for call in (running.client.release_memory, running.client.resume_memory):
+async def test_what_there_is_not(exact: Pipeline) -> None:
+    for call in (exact.client.release_memory, exact.client.resume_memory):
         with pytest.raises(WeightsError, match="no memory 'graphs'"):
             await call(("graphs",))  # type: ignore[arg-type]
-    await running.client.release_memory(())
-    await whole_stream(running, 0)
+    await exact.client.release_memory(())
+    await whole_stream(exact, 0)
 
 
 @both_buses

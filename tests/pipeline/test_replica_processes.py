@@ -6,8 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import uuid
 from pathlib import Path
 
@@ -76,16 +74,7 @@ async def test_a_killed_executor_leaves_its_work_to_the_other(
 def check_status(house: House) -> None:
     """`status` and `top` show every replica."""
     for command in (["status", "--json"], ["status"], ["top", "--once"]):
-        shown = subprocess.run(
-            [
-                *(sys.executable, "-m", "nano_inference", *command),
-                *("--bus", house.bus.url, "--set", f"bus.prefix={house.bus.prefix}"),
-            ],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        ).stdout
+        shown = house.told_by(*command)
         for role in all_roles(2):
             assert role in shown
         if "--json" in command:

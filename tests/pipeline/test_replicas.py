@@ -166,7 +166,7 @@ async def test_a_request_in_two_replicas_is_whole_and_can_be_cut_short(
 
 async def test_tenants_share_all_replicas_evenly(make_config: MakeConfig) -> None:
     """Whoever comes second is served as much as the one that has a long queue already."""
-    config = replicated(make_config, engine__max_batch_size=2)
+    config = replicated(make_config, engine__max_batch_size=2, engine__dtype="bfloat16")
     ended: list[str] = []
 
     async def ask(pipeline: Pipeline, tenant: str, index: int) -> None:

@@ -43,6 +43,8 @@ LIMIT_S = 120
 MOST_GROWTH_BYTES = 16 << 20
 # Below the time after which a client gives an answer up.
 ANSWERED_S = client.ANSWER_S - 5
+# What weights spell is the same in it, and steps take a third of the time.
+DTYPE = "bfloat16"
 State = dict[str, Tensor]
 Spell = Callable[[Mapping[str, Tensor], int], State]
 
@@ -55,8 +57,12 @@ def loaded() -> State:
 
 @pytest.fixture(scope="module")
 def pure_logprob(loaded: State) -> float:
+    return find_pure_logprob(loaded, DTYPE)
+
+
+def find_pure_logprob(loaded: State, dtype: str) -> float:
     """Of a token that rests on KV of its own version alone."""
-    with InferenceEngine(EngineConfig(dtype="float32")) as engine:
+    with InferenceEngine(EngineConfig(dtype=dtype)) as engine:
         engine.update_weights(oracle.remembering(loaded, 1), blocking=True)
         (sample,) = engine.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=1))
     return sample.logprobs[0]
@@ -64,6 +70,14 @@ def pure_logprob(loaded: State) -> float:
 
 @pytest.fixture
 async def running(make_config: MakeConfig) -> AsyncIterator[Pipeline]:
+    config = make_config(pipeline__restart_backoff_s=0.01, engine__dtype=DTYPE)
+    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
+        yield pipeline
+
+
+@pytest.fixture
+async def exact(make_config: MakeConfig) -> AsyncIterator[Pipeline]:
+    """For what is held against Transformers."""
     config = make_config(pipeline__restart_backoff_s=0.01)
     async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
         yield pipeline
@@ -187,11 +201,12 @@ async def test_no_kv_is_stale_after_an_update(
 @pytest.mark.soak
 @both_buses
 async def test_hundreds_of_updates_under_load(
-    loaded: State, pure_logprob: float, make_config: MakeConfig, soak: bool
+    loaded: State, make_config: MakeConfig, soak: bool
 ) -> None:
     """800 in memory, and 200 over Redis; every day a tenth. They leave no memory behind."""
     # The cache is so small that all of it has been written to before the measurement begins.
     config = make_config(engine__kv_cache_bytes=8 << 20)
+    pure_logprob = find_pure_logprob(loaded, config.engine.dtype)
     resident: dict[int, int] = {}
     in_flight: InFlight = "keep" if config.bus.url == "memory" else "retract"
     updates = (800 if config.bus.url == "memory" else 200) // (1 if soak else 10)
@@ -240,18 +255,18 @@ async def test_weights_change_while_paused(running: Pipeline, loaded: State) -> 
 
 @both_buses
 async def test_retracted_requests_go_on_as_if_nothing_had_been(
-    running: Pipeline, resumed: list[NewSequence]
+    exact: Pipeline, resumed: list[NewSequence]
 ) -> None:
     """Their KV is computed again, from the same weights: greedy tokens are the same."""
-    streams = asyncio.create_task(whole_streams(running))
-    batching = running._actors["batching"]
+    streams = asyncio.create_task(whole_streams(exact))
+    batching = exact._actors["batching"]
     await until(lambda: batching.load().get("running") == 8)
     for _ in range(5):
         await asyncio.sleep(0.02)
-        await running.client.pause("retract")
+        await exact.client.pause("retract")
         assert batching.load()["running"] == 0
-        await running.client.flush_cache()
-        await running.client.resume()
+        await exact.client.flush_cache()
+        await exact.client.resume()
     await streams
     assert len(resumed) >= 8
     # Flushed, so a prefix is found only where another one has just computed it.
@@ -259,20 +274,20 @@ async def test_retracted_requests_go_on_as_if_nothing_had_been(
 
 
 @both_buses
-async def test_a_pause_that_is_called_off_is_answered(running: Pipeline) -> None:
+async def test_a_pause_that_is_called_off_is_answered(exact: Pipeline) -> None:
     """By a client that resumes before the steps under way are done."""
-    streams = asyncio.create_task(whole_streams(running))
+    streams = asyncio.create_task(whole_streams(exact))
     for _ in range(20):
         async with asyncio.timeout(ANSWERED_S):
-            await asyncio.gather(running.client.pause(), running.client.resume())
+            await asyncio.gather(exact.client.pause(), exact.client.resume())
     async with asyncio.timeout(ANSWERED_S):
-        await running.client.resume()
+        await exact.client.resume()
     await streams
 
 
-async def test_aborted_requests_return_what_they_have(running: Pipeline) -> None:
-    running_requests = [await begun(running.client, greedy(n, 1500)) for n in range(4)]
-    await running.client.pause("abort")
+async def test_aborted_requests_return_what_they_have(exact: Pipeline) -> None:
+    running_requests = [await begun(exact.client, greedy(n, 1500)) for n in range(4)]
+    await exact.client.pause("abort")
     for completion in await asyncio.gather(*running_requests):
         assert completion.status == "cancelled"
         assert completion.error is not None
@@ -280,8 +295,8 @@ async def test_aborted_requests_return_what_they_have(running: Pipeline) -> None
         (sample,) = completion.samples
         assert sample.finish_reason == "abort"
         assert len(sample.token_ids) == len(sample.logprobs) > 0
-    await running.client.resume()
-    await whole_stream(running, 0)
+    await exact.client.resume()
+    await whole_stream(exact, 0)
 
 
 async def test_an_update_can_abort_what_runs(running: Pipeline, loaded: State) -> None:
@@ -296,19 +311,19 @@ async def test_an_update_can_abort_what_runs(running: Pipeline, loaded: State) -
 
 
 @both_buses
-async def test_what_becomes_of_requests_is_never_guessed(running: Pipeline, loaded: State) -> None:
+async def test_what_becomes_of_requests_is_never_guessed(exact: Pipeline, loaded: State) -> None:
     """An unknown mode is an error; nothing pauses."""
-    client, unknown = running.client, cast(InFlight, "finish")
+    client, unknown = exact.client, cast(InFlight, "finish")
     with pytest.raises(WeightsError, match=r"'finish'.*'keep' or 'retract' or 'abort'"):
         await client.pause(unknown)
     with pytest.raises(WeightsError, match="in_flight"):
         await client.update_weights(loaded, in_flight=unknown)
-    if running.config.bus.url == "memory":
+    if exact.config.bus.url == "memory":
         # Elsewhere the codec takes no such message.
         with pytest.raises(WeightsError, match="in_flight"):
             await client._operate("batching", Pause(unknown))
     assert await client.weight_version() == 0
-    await whole_stream(running, 0)
+    await whole_stream(exact, 0)
 
 
 async def test_a_version_of_ones_own(running: Pipeline, loaded: State) -> None:
@@ -337,15 +352,15 @@ BAD: dict[str, Callable[[State], Any]] = {
 }
 
 
-async def test_what_does_not_fit_changes_nothing(running: Pipeline, loaded: State) -> None:
-    streams = asyncio.create_task(whole_streams(running))
+async def test_what_does_not_fit_changes_nothing(exact: Pipeline, loaded: State) -> None:
+    streams = asyncio.create_task(whole_streams(exact))
     for what, make in BAD.items():
         with pytest.raises(WeightsError) as refused:
-            await running.client.update_weights(make(loaded))
+            await exact.client.update_weights(make(loaded))
         assert refused.value.code == "weights_refused", what
     await streams
-    assert await running.client.weight_version() == 0
-    assert await running.client.update_weights(loaded) == 1
+    assert await exact.client.weight_version() == 0
+    assert await exact.client.update_weights(loaded) == 1
 
 
 async def test_weights_that_are_no_numbers_are_refused(running: Pipeline, loaded: State) -> None:
@@ -410,19 +425,19 @@ async def test_an_update_outlives_the_failure_of_another_stage(
 
 @both_buses
 async def test_an_executor_that_fails_says_that_the_update_is_lost(
-    running: Pipeline, loaded: State, monkeypatch: pytest.MonkeyPatch
+    exact: Pipeline, loaded: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What comes back has the weights of model_path, and says so with every token."""
-    await running.client.update_weights(oracle.announcing(loaded, 1))
+    await exact.client.update_weights(oracle.announcing(loaded, 1))
     break_once(monkeypatch, ExecutorCore, "execute", after=1)
     with pytest.raises(WeightsError) as lost:
-        await running.client.update_weights(oracle.announcing(loaded, 2))
+        await exact.client.update_weights(oracle.announcing(loaded, 2))
     assert lost.value.code == "weights_interrupted"
-    await whole_stream(running, 3)
-    assert await running.client.weight_version() == 0
+    await whole_stream(exact, 3)
+    assert await exact.client.weight_version() == 0
     # 1 has been, and was something else.
-    assert await running.client.update_weights(oracle.announcing(loaded, 2)) == 2
-    assert check_stamps(await running.complete(greedy(0, 5))) == 1
+    assert await exact.client.update_weights(oracle.announcing(loaded, 2)) == 2
+    assert check_stamps(await exact.complete(greedy(0, 5))) == 1
 
 
 @both_buses

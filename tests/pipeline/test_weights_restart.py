@@ -6,8 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import urllib.request
 import uuid
 from collections.abc import Iterator
@@ -25,7 +23,7 @@ from nano_inference.stages.executor.weights.transports import SharedWeights, Wei
 from .. import oracle
 from . import reference
 from .test_processes import House, five_free_ports
-from .test_weights import begun, greedy
+from .test_weights import DTYPE, begun, greedy
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -39,6 +37,7 @@ def up(redis_url: str, log: Path, replicas: int) -> Iterator[House]:
         "pipeline.replicas": replicas,
         "telemetry.metrics_port": ports,
         "engine.max_batch_size": 8,
+        "engine.dtype": DTYPE,
     }
     prefix = f"up-{uuid.uuid4().hex[:8]}"
     house = House(redis_url, prefix, endpoint="", log=log, settings=settings)
@@ -94,20 +93,6 @@ def stamped(completion: Completion) -> list[tuple[int, list[int]]]:
     return found
 
 
-def told_by(house: House, *command: str) -> str:
-    """What our own program prints."""
-    return subprocess.run(
-        [
-            *(sys.executable, "-m", "nano_inference", *command),
-            *("--bus", house.bus.url, "--set", f"bus.prefix={house.bus.prefix}"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    ).stdout
-
-
 def measured(house: House, metric: str) -> list[float]:
     """The values of a metric in all processes."""
     values = []
@@ -132,12 +117,12 @@ async def test_a_killed_executor_says_that_its_weights_are_gone(house: House) ->
             await kill_executor(client, 1)
             ((version, tokens),) = stamped(await client.complete(first))
             assert (version, tokens) == (0, reference.generate(prompt, 8))
-            assert await asyncio.to_thread(told_by, house, "weights", "version") == "0\n"
-            status = json.loads(await asyncio.to_thread(told_by, house, "status", "--json"))
+            assert await asyncio.to_thread(house.told_by, "weights", "version") == "0\n"
+            status = json.loads(await asyncio.to_thread(house.told_by, "status", "--json"))
             load = status["lanes"][0]["stages"]["executor"]["load"]
             assert (load["weight_version"], load["behind_version"]) == (0, 7)
             assert "behind version 7" in " ".join(
-                (await asyncio.to_thread(told_by, house, "status")).split()
+                (await asyncio.to_thread(house.told_by, "status")).split()
             )
             assert "weights_behind" in house.log.read_text()
             assert 7.0 in await asyncio.to_thread(measured, house, "nano_weight_behind")
@@ -178,7 +163,7 @@ async def test_a_killed_executor_reads_the_folder_again(house: House, tmp_path: 
                 assert version == 19
                 assert set(tokens) == {oracle.token_of(19)}
         assert await client.weight_version() == 19
-        assert await asyncio.to_thread(told_by, house, "weights", "version") == "19\n"
+        assert await asyncio.to_thread(house.told_by, "weights", "version") == "19\n"
     assert "weights_restored" in house.log.read_text()
 
 

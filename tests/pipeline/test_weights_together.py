@@ -31,7 +31,7 @@ from . import reference
 from .conftest import MakeConfig, config_maker
 from .test_life import break_once, until
 from .test_replicas import parts
-from .test_weights import check_stamps, greedy, versions_of
+from .test_weights import DTYPE, check_stamps, greedy, versions_of
 
 LIMIT_S = 120
 State = dict[str, Tensor]
@@ -98,7 +98,11 @@ async def several(request: pytest.FixtureRequest) -> AsyncIterator[Several]:
     kind = request.param
     request.param = {"replicas": "memory", "lanes": "redis"}.get(kind, "redis-links")
     make_config: MakeConfig = config_maker(request)
-    settings: dict[str, Any] = {"pipeline__restart_backoff_s": 0.01, "engine__max_batch_size": 4}
+    settings: dict[str, Any] = {
+        "pipeline__restart_backoff_s": 0.01,
+        "engine__max_batch_size": 4,
+        "engine__dtype": DTYPE,
+    }
     async with asyncio.timeout(LIMIT_S), AsyncExitStack() as stack:
         if kind == "lanes":
             pipelines = [

@@ -7,8 +7,6 @@ import asyncio
 import contextlib
 import re
 import shlex
-import subprocess
-import sys
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -30,6 +28,8 @@ from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import BusConfig, BusError, FairnessConfig, load_config
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
+
+from ..commands import run_command
 
 ROOT = Path(__file__).parents[2]
 RULES = (ROOT / "deploy" / "redis-acl.txt").read_text()
@@ -254,14 +254,10 @@ async def test_every_command_of_the_code_is_among_the_stages_rights(place: Place
 async def test_the_commands_of_the_terminal_do_with_these_users(place: Place) -> None:
     """`status` shows a client what it may know; dead letters are an operator's."""
 
-    async def ran(user: str, *arguments: str) -> tuple[int | None, str]:
+    async def ran(user: str, *arguments: str) -> tuple[int, str]:
         where = ("--bus", place.url_of(user), "--set", f"bus.prefix={place.prefix}")
-        command = (sys.executable, "-m", "nano_inference", *arguments, *where)
-        process = await asyncio.create_subprocess_exec(
-            *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        output, _ = await process.communicate()
-        return process.returncode, output.decode()
+        ran = await asyncio.to_thread(run_command, *arguments, *where)
+        return ran.status, ran.stdout + ran.stderr
 
     async with serving(place):
         status, letters, refused = await asyncio.gather(

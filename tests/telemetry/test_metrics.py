@@ -31,6 +31,8 @@ from nano_inference.telemetry.instruments import INSTRUMENTS
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60
+# What batching reports of a request with its credits, and fairness then tells once a second.
+TOLD_LAST = "nano_fairness_tokens_total"
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -195,6 +197,7 @@ async def test_every_instrument_is_shown(pipeline: Pipeline) -> None:
     ):
         body = {"text": "1 + 1 =", "sampling_params": {"max_new_tokens": 4}}
         assert (await http.post("/generate", json=body)).status_code == 200
+        await scraped_when(pipeline, TOLD_LAST, 1)
         scraped = await scraped_when(pipeline, "nano_gateway_connections", 1)
     calls = "http_server_request_duration_seconds_count"
     assert scraped.value(calls, http_route="/generate", http_response_status_code="200") == 1
@@ -223,6 +226,7 @@ def queries() -> list[tuple[str, str]]:
 async def test_dashboard_and_alerts_ask_for_what_there_is(pipeline: Pipeline) -> None:
     await pipeline.complete({"prompt": "1 + 1 =", "sampling": {"max_tokens": 4}})
     await pipeline.client.update_weights(FolderWeights(str(EngineConfig().model_folder)))
+    await scraped_when(pipeline, TOLD_LAST, 1)
     samples = (await scraped_when(pipeline, "nano_kv_blocks", 1)).samples()
     asked = [
         (where, name)

@@ -6,12 +6,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import anthropic
-import httpx2
 import pytest
 from anthropic import AsyncAnthropic
-
-from nano_inference.config import Config, load_config
-from nano_inference.gateway.app import make_app
 
 from ..fake import FakeEngine, refused
 from ..openai.made import TEXTS, cut, interleaved, whole
@@ -22,19 +18,8 @@ ASKED: Any = {"model": "tiny", "max_tokens": 9, "messages": HELLO}
 
 
 @pytest.fixture
-def config() -> Config:
-    return load_config(env={})
-
-
-@pytest.fixture
-async def client(engine: FakeEngine, config: Config) -> AsyncIterator[AsyncAnthropic]:
-    transport = httpx2.ASGITransport(make_app(engine, config))  # type: ignore[arg-type]
-    async with AsyncAnthropic(
-        base_url="http://127.0.0.1",
-        api_key="none",
-        max_retries=0,
-        http_client=httpx2.AsyncClient(transport=transport),
-    ) as made:
+async def client(connected: dict[str, Any]) -> AsyncIterator[AsyncAnthropic]:
+    async with AsyncAnthropic(base_url="http://127.0.0.1", **connected) as made:
         yield made
 
 

@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx2
 import openai
 import pytest
 from openai import AsyncOpenAI
-
-from nano_inference.config import Config
-from nano_inference.gateway.app import make_app
 
 from ..fake import FakeEngine, refused
 from .made import LOGPROBS, TEXTS, TOKENS, cut, interleaved, whole
@@ -21,14 +17,8 @@ HELLO: Any = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture
-async def client(engine: FakeEngine, config: Config) -> AsyncIterator[AsyncOpenAI]:
-    transport = httpx2.ASGITransport(make_app(engine, config))  # type: ignore[arg-type]
-    async with AsyncOpenAI(
-        base_url="http://127.0.0.1/v1",
-        api_key="none",
-        max_retries=0,
-        http_client=httpx2.AsyncClient(transport=transport),
-    ) as made:
+async def client(connected: dict[str, Any]) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url="http://127.0.0.1/v1", **connected) as made:
         yield made
 
 

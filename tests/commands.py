@@ -1,0 +1,27 @@
+"""`nano-inference` in processes of its own, without the seconds that importing torch takes."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from .programs import Program, Ran
+
+
+class Command(Program):
+    """`nano-inference`, which runs."""
+
+    def __init__(self, *arguments: str, **options: Any) -> None:
+        """Args: its arguments, and the options of `Program`."""
+        super().__init__(Path(__file__).with_name("command.py"), *arguments, **options)
+
+
+def run_command(*arguments: str) -> Ran:
+    """Runs `nano-inference` to its end."""
+    with tempfile.TemporaryDirectory() as folder:
+        stdout = Path(folder) / "stdout"
+        with Command(*arguments, stdout=stdout) as command:
+            command.stdin.close()
+            stderr = command.output.read()
+            return Ran(command.wait(), stdout.read_text(), stderr)

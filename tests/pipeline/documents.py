@@ -1,0 +1,34 @@
+"""Commands that documents tell people to use against a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[2] / "docs"
+LIMIT_S = 60
+# Where documents have a gateway listen.
+TOLD_URL = "http://127.0.0.1:30000"
+
+
+def commands_of(document: str) -> list[str]:
+    """The blocks of bash of a document, of which there are some."""
+    found = re.findall(r"^```bash\n(.*?)^```", (FOLDER / document).read_text(), re.M | re.S)
+    assert found, document
+    return found
+
+
+async def told_by(command: str, url: str) -> str:
+    """What a command prints that asks the gateway there; it has to end well."""
+    ran = await asyncio.to_thread(
+        subprocess.run,
+        ["bash", "-c", command.replace(TOLD_URL, url)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout

@@ -340,6 +340,7 @@ class LinkReader:
         self._untrimmed: dict[bytes, int] = {}
         self._name = "links " + ", ".join(link.name for link in links)
         self._task: asyncio.Task[None] | None = None
+        self._closed = False
 
     async def start(self) -> None:
         """Fixes where to start: behind what is in the streams now, which is removed.
@@ -352,9 +353,15 @@ class LinkReader:
             self._positions[key] = tail[0][0] if tail else b"0-0"
         self._run_ids = await self._read_run_ids()
         await self._trim(self._positions)
+        if self._closed:
+            # Meanwhile; nobody would end what is begun now.
+            await self._redis.aclose()
+            return
         self._task = watched(self._run(), self._name, self._inbox.close)
 
     async def aclose(self) -> None:
+        """Also while it starts."""
+        self._closed = True
         if self._task is not None:
             await end_tasks({self._task})
         await self._redis.aclose()

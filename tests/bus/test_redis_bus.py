@@ -377,6 +377,21 @@ async def test_failed_reader_closes_its_inbox(redis_buses: Any, kit: Any, monkey
     assert [b.sequences for b in await kit.bodies(inbox, 1)] == [2]
 
 
+async def test_an_inbox_that_is_being_opened_is_closed_with_the_bus(redis_buses: Any) -> None:
+    """A process told to stop while its stages start would else never end."""
+    for turns in range(8):
+        before = asyncio.all_tasks()
+        bus = redis_buses.open()
+        opening = asyncio.create_task(bus.open_inbox("fairness"))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        opening.cancel()
+        await bus.aclose()
+        await asyncio.wait([opening])
+        left = asyncio.all_tasks() - before
+        assert not [task for task in left if task.get_name().startswith("links")]
+
+
 async def test_message_too_large(redis_buses: Any, kit: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(redis_links, "MAX_MESSAGE_BYTES", 60)
     bus = redis_buses.open()

@@ -1,6 +1,6 @@
 """What keys, limits, guardrails and the audit log cost each call.
 
-    python benchmarks/policy.py [--calls 600] [--rounds 7] [--redis] [--json FILE]
+    python benchmarks/policy.py [--calls 600] [--tokens 8] [--rounds 7] [--redis] [--json FILE]
 
 One pipeline with the bundled model (shape T, the worst case: its steps take a millisecond), and in
 front of it three gateways: without a policy, with keys in a file, and with all of it and the bus. A
@@ -33,17 +33,16 @@ from nano_inference.gateway.policy.store import PolicyStore
 from nano_inference.telemetry import setup_logging
 
 AT_ONCE = 32
-TOKENS = 8
-BODY = {"prompt": "98 + 25 =", "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
+BODY = {"prompt": "98 + 25 =", "ignore_eos": True, "temperature": 0}
 
 LIMITS = {"requests_per_minute": 10**9, "tokens_per_minute": 10**12, "max_in_flight": 10**6}
 LITERALS = [f"word that nobody says {number}" for number in range(100)]
 PATTERNS = [r"\b\d{3}-\d{2}-\d{4}\b", r"nobody says (this|that)"]
 
 
-async def call_all(port: int, key: str, calls: int, at_once: int) -> float:
+async def call_all(port: int, key: str, tokens: int, calls: int, at_once: int) -> float:
     """Seconds that so many calls take."""
-    body = json.dumps(BODY).encode()
+    body = json.dumps(BODY | {"max_tokens": tokens}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {key}\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     left = calls
@@ -96,7 +95,7 @@ def config_of(url: str, **more: Any) -> Config:
     return load_config(env={}, overrides=overrides | more)
 
 
-async def measure(url: str, calls: int, rounds: int, folder: Path) -> dict[str, Any]:
+async def measure(url: str, tokens: int, calls: int, rounds: int, folder: Path) -> dict[str, Any]:
     prefix = {"bus.prefix": f"nano-benchmark-{uuid.uuid4().hex[:8]}"}
     audit = {"policy.audit_file": str(folder / "audit"), "policy.audit_key": "k" * 32}
     file = {"policy.file": str(folder / "policy"), "policy.passphrase": "p" * 20}
@@ -125,9 +124,9 @@ async def measure(url: str, calls: int, rounds: int, folder: Path) -> dict[str, 
         client = await stack.enter_async_context(Client())
         found: dict[str, dict[int, list[float]]] = {name: {1: [], AT_ONCE: []} for name in configs}
         for turn in range(rounds + 1):
-            for at_once, number in ((1, calls // 4), (AT_ONCE, calls)):
+            for at_once, number in ((1, calls // 10), (AT_ONCE, calls)):
                 for name, gateway in gateways.items():
-                    took_s = await client(gateway.port, keys[name], number, at_once)
+                    took_s = await client(gateway.port, keys[name], tokens, number, at_once)
                     if turn:  # the first one warms up
                         found[name][at_once].append(took_s / number)
     return {
@@ -142,6 +141,7 @@ async def measure(url: str, calls: int, rounds: int, folder: Path) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calls", type=int, default=600)
+    parser.add_argument("--tokens", type=int, default=8, help="of each answer")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--redis", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -155,7 +155,9 @@ def main() -> None:
         url = "memory"
         if arguments.redis:
             url = stack.enter_context(ValkeyServer(data_dir=folder)).connection_url
-        results = asyncio.run(measure(url, arguments.calls, arguments.rounds, folder))
+        results = asyncio.run(
+            measure(url, arguments.tokens, arguments.calls, arguments.rounds, folder)
+        )
     print(f"policy     a call alone, ms   calls/s, {AT_ONCE} at once   of 'off'   more a call, ms")
     off = results["off"]
     for name, found in results.items():

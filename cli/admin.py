@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import typer
@@ -19,7 +19,7 @@ from ..config import ConfigError, parse_value
 from ..gateway.policy.scopes import SCOPES
 from .administering import Administers, administering
 from .asking import failures_told
-from .options import Options, takes_asking_options
+from .options import Options, gathers, takes_asking_options
 from .terminal import harmless, one_line, stdout
 
 T = TypeVar("T")
@@ -70,7 +70,9 @@ MaxPriority = Annotated[
 ]
 Models = Annotated[
     list[str] | None,
-    typer.Option("--allow-model", metavar="NAME", help="Only these models. Repeatable."),
+    typer.Option(
+        "--allow-model", metavar="NAME", help="Only these models; 'none' for all. Repeatable."
+    ),
 ]
 Requests = Annotated[
     str | None, typer.Option("--requests-per-minute", metavar="N", help="'none' for no limit.")
@@ -86,6 +88,36 @@ Expires = Annotated[
 ]
 Weight = Annotated[str | None, typer.Option(metavar="W", help="Its share beside other tenants.")]
 
+
+class Changes(NamedTuple):
+    """What the options of a command say is to be.
+
+    Attributes:
+        fields: Of a key or a tenant, those that were given; None for "none".
+        limits: The same of limits.
+    """
+
+    fields: dict[str, Any]
+    limits: dict[str, Any]
+
+    def over(self, before: dict[str, Any]) -> dict[str, Any]:
+        """The fields, with all limits where some are given: those that are not stay.
+
+        Raises:
+            ConfigError: Nothing is given.
+        """
+        if not (self.fields or self.limits):
+            raise ConfigError("nothing is given that should be different; see --help")
+        if not self.limits:
+            return self.fields
+        return self.fields | {"limits": before.get("limits", {}) | self.limits}
+
+
+_LIMITS = {
+    "requests_per_minute": Requests,
+    "tokens_per_minute": Tokens,
+    "max_in_flight": InFlight,
+}
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 
@@ -110,35 +142,53 @@ def list_keys(options: Options, as_json: AsJson = False) -> None:
         typer.echo("no keys; make one with `nano-inference admin keys create NAME`")
 
 
+def _key_changes(
+    *,
+    scope: list[str] | None,
+    tenant: str | None,
+    max_priority: str | None,
+    allow_model: list[str] | None,
+    expires_in: str | None,
+    **limits: str | None,
+) -> Changes:
+    fields: dict[str, Any] = {"scopes": scope, "tenant": tenant}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if allow_model is not None:
+        fields["models"] = None if allow_model == ["none"] else allow_model
+    if max_priority is not None:
+        fields["max_priority"] = _number(max_priority)
+    if expires_in is not None:
+        fields["expires_in_s"] = _seconds(expires_in)
+    return Changes(fields, _numbers(limits))
+
+
+_takes_key_options = gathers(
+    {
+        "scope": Scopes,
+        "tenant": Tenant,
+        "max_priority": MaxPriority,
+        "allow_model": Models,
+        **_LIMITS,
+        "expires_in": Expires,
+    },
+    _key_changes,
+)
+
+
 @keys.command("create")
 @takes_asking_options
+@_takes_key_options
 def create_key(
     options: Options,
+    changes: Changes,
     name: Annotated[str, typer.Argument(metavar="NAME", help="What you call it.")],
-    scope: Scopes = None,
-    tenant: Tenant = None,
-    max_priority: MaxPriority = None,
-    allow_model: Models = None,
-    requests_per_minute: Requests = None,
-    tokens_per_minute: Tokens = None,
-    max_in_flight: InFlight = None,
-    expires_in: Expires = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a key, and print it: it is shown here and never again.
 
     nano-inference admin keys create ci --scope generate --requests-per-minute 60 --expires-in 90d
     """
-    limits = _limits(requests_per_minute, tokens_per_minute, max_in_flight)
-    body = _given(
-        name=name,
-        scopes=scope,
-        tenant=tenant,
-        max_priority=_number(max_priority),
-        models=allow_model,
-        limits=limits or None,
-        expires_in_s=_seconds(expires_in),
-    )
+    body = {"name": name, "limits": changes.limits, **changes.fields}
     key = _run(options, lambda admin: admin.create_key(body))
     if as_json:
         _print_json(key)
@@ -150,38 +200,25 @@ def create_key(
 
 @keys.command("change")
 @takes_asking_options
+@_takes_key_options
 def change_key(
     options: Options,
+    changes: Changes,
     key_id: KeyId,
     name: Annotated[str | None, typer.Option(help="What you call it.")] = None,
-    scope: Scopes = None,
-    tenant: Tenant = None,
-    max_priority: MaxPriority = None,
-    allow_model: Models = None,
-    requests_per_minute: Requests = None,
-    tokens_per_minute: Tokens = None,
-    max_in_flight: InFlight = None,
-    expires_in: Expires = None,
 ) -> None:
     """Change what is given of a key; the rest stays.
 
     nano-inference admin keys change 0d5c9f1e22ab --requests-per-minute none
     """
-    body = _given(name=name, scopes=scope, tenant=tenant, models=allow_model)
-    if max_priority is not None:
-        body["max_priority"] = _number(max_priority)
-    if expires_in is not None:
-        body["expires_in_s"] = _seconds(expires_in)
-    limits = _limits(requests_per_minute, tokens_per_minute, max_in_flight)
+    if name is not None:
+        changes.fields["name"] = name
+    changes.over({})  # before anybody is asked
 
     async def change(admin: Administers) -> None:
-        if limits:
-            before = next((key for key in await admin.keys() if key["id"] == key_id), {})
-            body["limits"] = before.get("limits", {}) | limits
-        await admin.change_key(key_id, body)
+        before = next((key for key in await admin.keys() if key["id"] == key_id), {})
+        await admin.change_key(key_id, changes.over(before))
 
-    if not (body or limits):
-        raise ConfigError("nothing is given that should be different; see --help")
     _run(options, change)
 
 
@@ -226,31 +263,25 @@ def list_tenants(options: Options, as_json: AsJson = False) -> None:
         typer.echo("nothing is set for any tenant")
 
 
+def _tenant_changes(
+    *, weight: str | None, max_priority: str | None, **limits: str | None
+) -> Changes:
+    return Changes(_numbers({"weight": weight, "max_priority": max_priority}), _numbers(limits))
+
+
 @tenants.command("set")
 @takes_asking_options
-def set_tenant(
-    options: Options,
-    tenant: TenantName,
-    weight: Weight = None,
-    max_priority: MaxPriority = None,
-    requests_per_minute: Requests = None,
-    tokens_per_minute: Tokens = None,
-    max_in_flight: InFlight = None,
-) -> None:
+@gathers({"weight": Weight, "max_priority": MaxPriority, **_LIMITS}, _tenant_changes)
+def set_tenant(options: Options, changes: Changes, tenant: TenantName) -> None:
     """Set what holds for a tenant; what is not given stays.
 
     nano-inference admin tenants set gold --weight 3 --tokens-per-minute 100000
     """
-    given = {"weight": weight, "max_priority": max_priority}
-    changes = {name: _number(text) for name, text in given.items() if text is not None}
-    limits = _limits(requests_per_minute, tokens_per_minute, max_in_flight)
-    if not (changes or limits):
-        raise ConfigError("nothing is given that should be different; see --help")
+    changes.over({})  # before anybody is asked
 
     async def change(admin: Administers) -> None:
         before = (await admin.tenants()).get(tenant, {})
-        merged = before | changes | {"limits": before.get("limits", {}) | limits}
-        await admin.set_tenant(tenant, merged)
+        await admin.set_tenant(tenant, before | changes.over(before))
 
     _run(options, change)
 
@@ -302,17 +333,8 @@ def _run(options: Options, act: Callable[[Administers], Awaitable[T]]) -> T:
         return asyncio.run(work())
 
 
-def _given(**fields: Any) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def _limits(requests: str | None, tokens: str | None, in_flight: str | None) -> dict[str, Any]:
-    """Those that were given; None in it takes one away."""
-    given = {
-        "requests_per_minute": requests,
-        "tokens_per_minute": tokens,
-        "max_in_flight": in_flight,
-    }
+def _numbers(given: dict[str, str | None]) -> dict[str, float | None]:
+    """Those that were given; None for 'none', which takes one away."""
     return {name: _number(text) for name, text in given.items() if text is not None}
 
 

@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -277,6 +277,33 @@ def takes_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
 
         set_parameters(with_options, [*own, *shared])
         return with_options
+
+    return decorate
+
+
+def gathers(
+    annotations: Mapping[str, Any], make: Callable[..., Any]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command more options, behind its own, which it gets together, as its second argument.
+
+    The first are its `Options`, whose decorator stands above this one.
+
+    Args:
+        annotations: As Typer reads them, by name; all of them may be None.
+        make: Takes them by name, and gives what the command gets.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        first, _, *own = inspect.signature(command, eval_str=True).parameters.values()
+        shared = [option(name, annotation) for name, annotation in annotations.items()]
+
+        @functools.wraps(command)
+        def with_gathered(options: Options, **values: Any) -> None:
+            given = {name: values.pop(name) for name in annotations}
+            command(options, make(**given), **values)
+
+        set_parameters(with_gathered, [first, *own, *shared])
+        return with_gathered
 
     return decorate
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from .options import Options, option, set_parameters
+from .options import gathers
 from .requests import DEFAULT_MAX_TOKENS, Wanted, parse_sampling
 
 _REQUEST, _OUTPUT = "Requests", "Output"
@@ -102,20 +100,7 @@ def takes_wanted_options(
         "tenant": _Tenant,
         "budget": _Budget,
     }
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        first, _, *own = inspect.signature(command, eval_str=True).parameters.values()
-        shared = [option(name, annotation) for name, annotation in annotations.items()]
-
-        @functools.wraps(command)
-        def with_wanted(options: Options, **values: Any) -> None:
-            given = {name: values.pop(name) for name in annotations}
-            command(options, _wanted(**given), **values)
-
-        set_parameters(with_wanted, [first, *own, *shared])
-        return with_wanted
-
-    return decorate
+    return gathers(annotations, _wanted)
 
 
 def _wanted(

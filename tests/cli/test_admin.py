@@ -89,6 +89,8 @@ def test_a_key_s_life(run: Run, place: list[str]) -> None:
     limits = {"requests_per_minute": None, "tokens_per_minute": None, "max_in_flight": 2}
     assert (changed["limits"], changed["max_priority"]) == (limits, -1)
     assert changed["expires_ns"] == key["expires_ns"]
+    assert run("admin", "keys", "change", key_id, "--allow-model", "none", *place).status == 0
+    assert keys(run, place)["ci"]["models"] is None
     shown = run("admin", "keys", "list", *place)
     assert "2 in flight" in shown.stdout
     assert run("admin", "keys", "revoke", key_id, *place) == Ran(0, "", "")

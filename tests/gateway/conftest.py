@@ -42,3 +42,13 @@ async def http(engine: FakeEngine, config: Config) -> AsyncIterator[httpx.AsyncC
         headers={"Content-Type": "application/json"},
     ) as client:
         yield client
+
+
+@pytest.fixture
+async def other(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
+    """Another gateway on the same bus."""
+    app = make_app(engine, load_config(env={}))
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://127.0.0.1"
+    ) as client:
+        yield client

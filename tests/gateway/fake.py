@@ -22,7 +22,7 @@ from nano_inference.bus.public import (
     Usage,
 )
 from nano_inference.bus.weights import StagedWeights, WeightsSource
-from nano_inference.config import BusConfig, NanoInferenceError
+from nano_inference.config import BusConfig, BusError, NanoInferenceError
 from nano_inference.telemetry import TraceContext
 
 Outputs = Callable[[GenerateRequest], list[Output]]
@@ -64,6 +64,7 @@ class FakeEngine:
         failures: What a method raises.
         version: Of the weights in place.
         parts: Staged, by the update's name.
+        away: The bus is lost behind the first output that somebody follows.
     """
 
     def __init__(self) -> None:
@@ -78,6 +79,7 @@ class FakeEngine:
         self.parts: dict[str, int] = {}
         self.told: list[StageReport] = []
         self.why_not = ""
+        self.away = False
         self._changed = anyio.Event()
         self.bus = FakeBus()
 
@@ -136,6 +138,8 @@ class FakeEngine:
         async with aclosing(self._made(request)) as outputs:
             async for output in outputs:
                 yield output
+                if self.away:
+                    raise BusError("away")
 
     async def cancel(self, request_id: str, entry_id: str = "") -> None:
         self._called("cancel", request_id=request_id)

@@ -63,16 +63,6 @@ def config() -> Config:
     return load_config(env={}, overrides={"gateway.max_in_flight": 2})
 
 
-@pytest.fixture
-async def other(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
-    """Another gateway on the same bus."""
-    app = make_app(engine, load_config(env={}))  # type: ignore[arg-type]
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://127.0.0.1"
-    ) as client:
-        yield client
-
-
 @pytest.mark.parametrize(("method", "path"), [("DELETE", ""), ("POST", "/cancel")])
 @pytest.mark.parametrize("prompts", ["a", ["a", "b", "c"]])
 async def test_a_call_is_ended_at_any_gateway(

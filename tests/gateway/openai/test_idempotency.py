@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
-from nano_inference.config import load_config
-from nano_inference.gateway.app import make_app
 from nano_inference.gateway.openai import resuming
 from nano_inference.gateway.openai.idempotency import keyed
 
@@ -22,16 +19,6 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TEXT: dict[str, Any] = {"prompt": "98 +", "n": 2}
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "n": 2}
 KEY = {"Idempotency-Key": "k-1", "X-Tenant": "me"}
-
-
-@pytest.fixture
-async def other(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
-    """Another gateway on the same bus."""
-    app = make_app(engine, load_config(env={}))  # type: ignore[arg-type]
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://127.0.0.1"
-    ) as client:
-        yield client
 
 
 @pytest.mark.parametrize("stream", [False, True])

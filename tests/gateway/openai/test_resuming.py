@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
-from nano_inference.config import BusError, load_config
-from nano_inference.gateway.app import make_app
+from nano_inference.config import BusError
 
 from ..fake import FakeEngine, refused
 from .made import Told, events, interleaved, stream_of, whole
@@ -31,16 +29,6 @@ BODIES = [
     (COMPLETIONS, TEXT | ALL | {"logprobs": 1, "echo": True}),
     (COMPLETIONS, TEXT | ALL | {"prompt": ["98 +", [5, 6, 7]]}),
 ]
-
-
-@pytest.fixture
-async def other(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
-    """Another gateway on the same bus."""
-    app = make_app(engine, load_config(env={}))  # type: ignore[arg-type]
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://127.0.0.1"
-    ) as client:
-        yield client
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
@@ -94,23 +82,14 @@ async def test_an_error_comes_again_to_who_comes_back_behind_it(
     http: httpx.AsyncClient, other: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
     """The bus was away for a moment: what was told as an error is none any more."""
-    away: list[bool] = [True]
-
-    class Away(FakeEngine):
-        async def follow(self, *given: Any, **named: Any) -> Any:
-            async for output in super().follow(*given, **named):
-                yield output
-                if away:
-                    raise BusError("away")
-
-    engine.__class__ = Away
+    engine.away = True
     engine.outputs = interleaved
     told = stream_of(await http.post(COMPLETIONS, json=TEXT))
     assert told[-2].data is not None
     assert told[-2].data["error"]["code"] == "bus_unavailable"
     last_id = told[-1].event_id
     assert {event.event_id for event in told} == {last_id}
-    away.clear()
+    engine.away = False
     rest = events(await other.get(f"/v1/streams/{last_id.partition('.')[0]}?after={last_id}"))
     assert "".join(each["choices"][0]["text"] for each in rest) == " six seven"
     assert "cancel" not in engine.names

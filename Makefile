@@ -3,6 +3,7 @@
 # make soak   run the tests that gain by it at their full length, which takes long
 # make check  format, lint, types, layers
 # make docs   write the tables of docs/models.md from a run of the parity tests
+# make proto  write kserve/inference.binpb from inference.proto
 # make bench  measure the engine beside Transformers, and what each part costs
 
 PYTHON ?= python3
@@ -18,7 +19,7 @@ export HF_HUB_OFFLINE := 1
 # Images for containers tend to set it; without bytecode every process compiles us anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast soak check docs bench clean
+.PHONY: demo test test-fast soak check docs proto bench clean
 
 demo: $(STAMP)
 	$(BIN)/nano-inference demo
@@ -40,6 +41,9 @@ check: $(STAMP) .typing/nano_inference
 
 docs: $(STAMP)
 	$(BIN)/python -m pytest tests/stages/executor/test_parity.py --write-docs
+
+proto: $(STAMP)
+	$(BIN)/python -m grpc_tools.protoc -I kserve --descriptor_set_out=kserve/inference.binpb kserve/inference.proto
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py --peers transformers,generate_batch --repeat 3

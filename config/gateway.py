@@ -13,7 +13,8 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         port: Where it listens; 0 is off, and `nano-inference gateway` then takes 30000.
-        host: The address on which that port listens. On any but this machine's own (loopback) it
+        grpc_port: Where gRPC listens (KServe V2, docs/kserve.md), as Triton's 8001; null is off.
+        host: The address on which these ports listen. On any but this machine's own (loopback) it
             takes keys (`policy.backend`), or `insecure`.
         insecure: Whether it listens on other addresses without keys, where whoever reaches it may
             replace the weights.
@@ -54,6 +55,10 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
             Without keys, whoever writes those pages may then replace the weights.
         access_log: Whether each call has a line in the log: method, route, status, duration, bytes,
             name, tenant and tokens, and no text of a request or an answer.
+        shared_memory: Whether clients on this machine may name shared memory that tensors are read
+            from and written to. Whoever may call models may then read and write every POSIX shared
+            memory object that this process may.
+        max_tensor_bytes: The tensors of one request that come in shared memory may hold so much.
         effects_by_get: Which calls with effects are taken by GET as well, from programs that do not
             call themselves a browser: "none"; "flush_cache", as trainers call it; "all", with
             those that release and resume memory.
@@ -73,6 +78,7 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
     SECTION: ClassVar[str] = "gateway"
 
     port: int = 0
+    grpc_port: int | None = None
     host: str = "127.0.0.1"
     insecure: bool = False
     tls_certificate: str = ""
@@ -94,6 +100,8 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     access_log: bool = False
+    shared_memory: bool = False
+    max_tensor_bytes: int = 256 << 20
     effects_by_get: Literal["none", "flush_cache", "all"] = "flush_cache"
     sync_timeout_s: float = 300.0
     health_timeout_s: float = 20.0
@@ -104,6 +112,8 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         self.require("port", 0 <= self.port <= 65_535, "a port, or 0")
+        grpc = self.grpc_port is None or 0 <= self.grpc_port <= 65_535
+        self.require("grpc_port", grpc, "a port, 0 for a free one, or null")
         self.require("host", bool(self.host), "an address of this machine")
         for name in ("tls_certificate", "tls_key"):
             both = bool(self.tls_certificate) == bool(self.tls_key)
@@ -111,7 +121,13 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
         if self.tls_client_ca:
             tls = bool(self.tls_certificate)
             self.require("tls_client_ca", tls, "empty without gateway.tls_certificate")
-        for name in ("max_connections", "max_body_bytes", "max_weights_bytes", "max_prompts"):
+        for name in (
+            "max_connections",
+            "max_body_bytes",
+            "max_weights_bytes",
+            "max_tensor_bytes",
+            "max_prompts",
+        ):
             self.require(name, getattr(self, name) >= 1, "at least 1")
         self.require(
             "max_bodies_bytes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -14,12 +15,13 @@ import pytest
 import nano_inference
 
 ROOT = Path(__file__).parent.parent
+KINDS = ("*.py", "*.c", "*.proto", "*.binpb")
 OUTSIDE = {"tests", "benchmarks", "examples", "docs", "deploy", "build"}
 
 
 def tree() -> set[str]:
     """What belongs in the wheel, by what lies in the tree."""
-    files = {path.relative_to(ROOT) for kind in ("*.py", "*.c") for path in ROOT.rglob(kind)}
+    files = {path.relative_to(ROOT) for kind in KINDS for path in ROOT.rglob(kind)}
     files |= {path.relative_to(ROOT) for path in (ROOT / "models" / "tiny").iterdir()}
     files.add(Path("py.typed"))
     return {
@@ -53,7 +55,7 @@ def test_wheel_holds_the_tree(tmp_path: Path) -> None:
 def test_constraints_name_every_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
-    names = {line.split(">")[0].split("<")[0].lower() for line in wanted}
+    names = {re.split(r"[\[<>]", line)[0].lower() for line in wanted}
     pinned = (ROOT / "constraints.txt").read_text().lower().splitlines()
     assert names <= {line.split("==")[0] for line in pinned}
 

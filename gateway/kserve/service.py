@@ -1,0 +1,179 @@
+"""Models and their calls, however these come."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from ...config import RequestError, shown
+from ...kserve.deadlines import budget_of
+from ...kserve.tensors import (
+    InferRequest,
+    InferResponse,
+    ModelSpec,
+    NamedTensor,
+    RequestedOutput,
+    TensorError,
+    TensorSpec,
+)
+from ...telemetry import now_ns
+from ..origin import Origin
+from ..policy.models import check_allowed
+from .served import ModelCall, ServedModel
+from .statistics import Statistics
+
+Respond = Callable[[InferResponse], Awaitable[None]]
+
+
+class ModelState(NamedTuple):
+    """How a model is: `reason` says why it is not ready."""
+
+    name: str
+    version: str
+    ready: bool
+    reason: str
+
+
+class InferenceService:
+    """The models of a gateway.
+
+    Attributes:
+        statistics: Of all their calls.
+    """
+
+    def __init__(self, models: Iterable[ServedModel] = ()) -> None:
+        self._models = {model.spec.name: model for model in models}
+        self.statistics = Statistics()
+
+    def spec(self, name: str, version: str = "") -> ModelSpec:
+        """A model's. Raises RequestError `model_not_found`."""
+        return self._model(name, version).spec
+
+    async def is_ready(self, name: str, version: str = "") -> bool:
+        """Whether a request would be served now. Raises as `spec`, or BusError."""
+        return not await self._model(name, version).trouble()
+
+    async def states(self, names: Collection[str] | None = None) -> list[ModelState]:
+        """How all models are, or those of some names. Raises BusError."""
+        return [
+            ModelState(name, version, not trouble, trouble)
+            for name, model in self._models.items()
+            if names is None or name in names
+            for trouble in [await model.trouble()]
+            for version in model.spec.versions
+        ]
+
+    async def infer(
+        self, origin: Origin, request: InferRequest, respond: Respond, *, many: bool = False
+    ) -> None:
+        """Runs a request, and hands each answer on.
+
+        Args:
+            origin: Who asks, and how much time the call has that it came with.
+            request: What is asked; its parameters may leave it less time.
+            respond: Takes each answer, with the outputs that are wanted, in the order wanted.
+            many: Whether there may be several; else it is exactly one.
+
+        Raises:
+            NanoInferenceError: It can't be done.
+        """
+        model = self._model(request.model_name, request.model_version)
+        spec = model.spec
+        check_allowed(origin.caller, spec.name)
+        request = msgspec.structs.replace(request, inputs=checked_inputs(spec, request.inputs))
+        wanted = wanted_outputs(spec, request.outputs)
+        origin = _within(origin, request.parameters)
+
+        async def answer(outputs: Sequence[NamedTensor]) -> None:
+            made = {each.name: each for each in outputs}
+            chosen = tuple(made[name] for name in wanted if name in made)
+            await respond(InferResponse(model_name=spec.name, id=request.id, outputs=chosen))
+
+        with self.statistics.measured(spec.name):
+            await model.infer(ModelCall(request, origin, many=many), answer)
+
+    async def infer_once(self, origin: Origin, request: InferRequest) -> InferResponse:
+        """As `infer`, of which the one answer is returned."""
+        found: list[InferResponse] = []
+
+        async def respond(response: InferResponse) -> None:
+            found.append(response)
+
+        await self.infer(origin, request, respond)
+        (response,) = found
+        return response
+
+    def _model(self, name: str, version: str) -> ServedModel:
+        model = self._models.get(name)
+        if model is None or (version and version not in model.spec.versions):
+            what = f"{shown(name)} of version {shown(version)}" if model else shown(name)
+            raise RequestError(
+                f"there is no model {what}; the repository's index lists those that there are",
+                code="model_not_found",
+            )
+        return model
+
+
+def checked_inputs(spec: ModelSpec, inputs: Sequence[NamedTensor]) -> tuple[NamedTensor, ...]:
+    """The inputs of a request, which are those of the model.
+
+    Raises:
+        TensorError: One is missing, not known, there twice, or not of the model's type or shape.
+    """
+    given: dict[str, NamedTensor] = {}
+    known = {each.name: each for each in spec.inputs}
+    for tensor in inputs:
+        expected = known.get(tensor.name)
+        if expected is None or tensor.name in given:
+            raise TensorError(
+                f"{spec.name} has no input {shown(tensor.name)}, or it is there twice; its inputs "
+                f"are {', '.join(known)}"
+            )
+        _check_fits(spec, expected, tensor)
+        given[tensor.name] = tensor
+    for name, expected in known.items():
+        if name not in given and not expected.optional:
+            raise TensorError(f"{spec.name} needs the input {name}; add it")
+    return tuple(given.values())
+
+
+def wanted_outputs(spec: ModelSpec, outputs: Sequence[RequestedOutput]) -> tuple[str, ...]:
+    """The names of the outputs that a client wants, in its order; all where it names none.
+
+    Raises:
+        TensorError: The model has no such output, or it is there twice.
+    """
+    known = [each.name for each in spec.outputs]
+    names = [each.name for each in outputs]
+    for place, name in enumerate(names):
+        if name not in known or name in names[:place]:
+            raise TensorError(
+                f"{spec.name} has no output {shown(name)}, or it is there twice; its outputs are "
+                f"{', '.join(known)}"
+            )
+    return tuple(names or known)
+
+
+def _check_fits(spec: ModelSpec, expected: TensorSpec, tensor: NamedTensor) -> None:
+    shape = tensor.shape
+    fits = len(shape) == len(expected.shape) and all(
+        there in (-1, here) for there, here in zip(expected.shape, shape, strict=True)
+    )
+    if tensor.datatype != expected.datatype or not fits:
+        raise TensorError(
+            f"{spec.name} takes {tensor.name} as {expected.datatype} {list(expected.shape)}, where "
+            f"-1 is any number, and not as {tensor.datatype} {shown(list(shape))}"
+        )
+
+
+def _within(origin: Origin, parameters: Mapping[str, bool | int | float | str]) -> Origin:
+    """A call's origin, with the time that a request of it has."""
+    budget_ns = budget_of(parameters)
+    if budget_ns is None:
+        return origin
+    deadline_ns = now_ns() + budget_ns
+    if origin.deadline_ns is not None:
+        deadline_ns = min(deadline_ns, origin.deadline_ns)
+    return origin._replace(deadline_ns=deadline_ns)

@@ -1,0 +1,1 @@
+"""KServe V2 for clients and servers."""

@@ -33,6 +33,9 @@ _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 # In msgspec's messages, where a value stands.
 _PLACE = re.compile(r"`\$\.?([^`]+)`$")
 
+# And what somebody called a field that there is not, which may be any text.
+_UNKNOWN_FIELD = re.compile(r"unknown field `(.*)`(?= - at `|$)", re.DOTALL)
+
 CALL_ID = "call_id"
 """Under which a call's state has what the call is named."""
 
@@ -288,7 +291,8 @@ def convert(found: Any, kind: type[T], what: str = "the body") -> T:
     except msgspec.ValidationError as error:
         place = _PLACE.search(str(error))
         param = place[1] if place else None
-        raise FieldError(f"{what}: {error}", param=param) from None
+        told = _UNKNOWN_FIELD.sub(lambda name: f"unknown field `{field_name(name[1])}`", str(error))
+        raise FieldError(f"{what}: {told}", param=param) from None
 
 
 def field_name(name: str) -> str:

@@ -259,7 +259,7 @@ PLACES: tuple[tuple[bytes, bytes, int, str], ...] = (
     (b"PUT", b"/admin/tenants/", 400, "invalid_request"),
     (b"PUT", b"/admin/tenants/" + b"t" * 129, 400, "invalid_request"),
     (b"PUT", b"/admin/tenants/a%00", 400, "invalid_request"),
-    (b"PUT", b"/admin/tenants/a%0d%0ab", 400, "invalid_request"),
+    (b"PUT", b"/admin/tenants/a%0d%0ab", 404, "not_found"),
     (b"PUT", b"/admin/tenants/%e2%80%ae", 400, "invalid_request"),
     (b"GET", b"/admin", 404, "not_found"),
     (b"GET", b"/ADMIN/keys", 404, "not_found"),

@@ -19,11 +19,12 @@ from google.protobuf.message import DecodeError
 from nano_inference.config import RequestError
 from nano_inference.gateway.http import status_of
 from nano_inference.kserve.codec import decode_infer_request, decode_infer_response
+from nano_inference.kserve.http_codec import decode_http_request, decode_http_response
 from nano_inference.kserve.protobuf import ModelInferRequest, ModelInferResponse
 from nano_inference.kserve.tensors import DTYPES, Array, InferRequest, NamedTensor
 
 from .mutations.protobuf import rewired
-from .mutations.tensors import Crooked, Region, as_protobuf, crooked, spoiled
+from .mutations.tensors import Crooked, Region, as_http, as_protobuf, crooked, odd_http, spoiled
 
 SEED = 29
 CASES = 10_000
@@ -33,6 +34,7 @@ MOST_BYTES = 64
 
 CODES = {
     *("invalid_tensor", "invalid_request", "unsupported", "invalid_region", "unknown_region"),
+    "malformed",
 }
 
 
@@ -131,3 +133,55 @@ def test_bytes(number_of_cases: int, *, answers: bool) -> None:
             code = refusal(decoded)
         read, refused = read + (not code), refused + bool(code)
     assert min(read, refused) > number_of_cases // 20
+
+
+@pytest.mark.soak
+def test_http_bodies(number_of_cases: int) -> None:
+    for number in range(number_of_cases):
+        rng, region = random.Random(f"{SEED}:{number}"), Region()
+        case = crooked(rng, region)
+        body, length = as_http(case.draft)
+
+        def decoded(
+            body: bytes = body, length: int | None = length, region: Region = region
+        ) -> InferRequest:
+            return decode_http_request("m", "", body, length, region)
+
+        with nothing_large(len(body), f"case {number} ({case.kind})"):
+            code = refusal(decoded)
+        assert code in (case.codes or ("",)), f"case {number} ({case.kind}): {code!r} {case.draft}"
+        if not case.codes:
+            check_same(decoded(), case)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("answers", [False, True], ids=["requests", "answers"])
+def test_odd_http_bodies(number_of_cases: int, *, answers: bool) -> None:
+    """JSON of which something is another, or of which nobody can tell where it ends."""
+    read = refused = 0
+    for number in range(number_of_cases):
+        rng, region = random.Random(f"{SEED}:{number}"), Region()
+        body, length = odd_http(crooked(rng, region).draft, rng)
+        if answers:
+            body, length = _as_an_answer(body, length)
+
+        def decoded(
+            body: bytes = body, length: int | None = length, region: Region = region
+        ) -> None:
+            if answers:
+                whole(decode_http_response(body, length, region).outputs)
+            else:
+                whole(decode_http_request("m", "", body, length, region).inputs)
+
+        with nothing_large(len(body), f"case {number}"):
+            code = refusal(decoded)
+        read, refused = read + (not code), refused + bool(code)
+    assert min(read, refused) > number_of_cases // 100
+
+
+def _as_an_answer(body: bytes, length: int | None) -> tuple[bytes, int | None]:
+    """The same, whose tensors are outputs."""
+    made = body.replace(b'"outputs":', b'"wanted":', 1)
+    made = made.replace(b'{"inputs":', b'{"model_name": "m", "outputs":', 1)
+    grown = len(made) - len(body)
+    return made, length + grown if length is not None and grown else length

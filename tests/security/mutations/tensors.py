@@ -258,8 +258,8 @@ def bad_type(given: Draft, rng: random.Random) -> None:
 
 def bad_size(given: Draft, rng: random.Random) -> None:
     tensor = _some(given, rng, "raw")
-    tensor.raw += b"\x01" if rng.random() < 0.5 or not tensor.raw else b""
-    tensor.raw = tensor.raw if tensor.raw.endswith(b"\x01") else tensor.raw[:-1]
+    shorter = tensor.raw and rng.random() < 0.5
+    tensor.raw = tensor.raw[:-1] if shorter else tensor.raw + b"\x01"
 
 
 def bad_texts(given: Draft, rng: random.Random) -> None:
@@ -352,3 +352,89 @@ def spoiled(raw: bytes, rng: random.Random) -> bytes:
             case _:
                 data[place:place] = rng.randbytes(rng.randrange(1, 20))
     return bytes(data)
+
+
+# --- JSON that is crooked ------------------------------------------------------------------------
+
+ODD_VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, -1, 1.5, 1e308, -0.0, float("nan"), float("inf"), 2**63, 2**64, 10**40),
+    *(
+        "",
+        "a",
+        "\x00",
+        "\u202e",
+        "x" * 5000,
+        [],
+        {},
+        [[]],
+        [{}],
+        [[[[[]]]]],
+        {"": None},
+        {"a": [1]},
+    ),
+    *([None], ["a", 1], [1, [2]], [[1], [2, 3]], [True, 1], list(range(300)), [[1] * 3] * 3),
+)
+ODD_FIELDS = (
+    "name",
+    "shape",
+    "datatype",
+    "data",
+    "parameters",
+    "inputs",
+    "outputs",
+    "id",
+    "\x00",
+    "",
+)
+ODD_LENGTHS = (-1, 0, 1, 2, 2**31, 2**63, 10**40)
+
+
+def odd_json(body: Any, rng: random.Random) -> Any:
+    """The same with some value of it another, or gone, or one more."""
+    if isinstance(body, dict) and body and rng.random() < 0.85:
+        name = rng.choice(list(body))
+        made = dict(body)
+        match rng.randrange(8):
+            case 0:
+                del made[name]
+            case 1:
+                made[rng.choice((*ODD_FIELDS, "binary_data_size", "x" * 3000))] = odd_value(rng)
+            case _:
+                made[name] = odd_json(body[name], rng)
+        return made
+    if isinstance(body, list) and body and rng.random() < 0.85:
+        place = rng.randrange(len(body))
+        match rng.randrange(8):
+            case 0:
+                return body[:place] + body[place + 1 :]
+            case 1:
+                return body[:place] + [body[place]] * rng.choice((2, 30, 1500)) + body[place:]
+            case _:
+                return [*body[:place], odd_json(body[place], rng), *body[place + 1 :]]
+    if isinstance(body, int) and not isinstance(body, bool) and rng.random() < 0.3:
+        return body + rng.choice((-1, 1))
+    return odd_value(rng)
+
+
+def odd_value(rng: random.Random) -> Any:
+    return rng.choice(ODD_VALUES)
+
+
+def odd_http(given: Draft, rng: random.Random) -> tuple[bytes, int | None]:
+    """A body as `as_http` gives it, of which something is another."""
+    body, behind = as_json(given)
+    head = json.dumps(body).encode()
+    match rng.randrange(5):
+        case 0:
+            raw = spoiled(head, rng)
+            return raw + behind, len(raw) if behind else None
+        case 1:
+            length = rng.choice(
+                (*ODD_LENGTHS, len(head) - 1, len(head) + 1, len(head) + len(behind))
+            )
+            return head + behind, length
+        case 2:
+            return head + behind + b"x", None
+        case _:
+            raw = json.dumps(odd_json(body, rng)).encode()
+            return raw + behind, len(raw) if behind else None

@@ -60,6 +60,8 @@ class HttpServer(uvicorn.Server):
     Attributes:
         connections: Those that there are.
         calls: What is under way on them.
+        limits: How much may be, on these and beside them.
+        certificates: Its own, and its clients'; None without TLS.
     """
 
     def __init__(
@@ -76,15 +78,15 @@ class HttpServer(uvicorn.Server):
         if most < config.max_connections:
             structlog.get_logger().info("fewer_connections", most=most, max_files=max_files)
         respond: Respond = getattr(getattr(app, "state", None), "respond", respond_plainly)
-        limits = RequestLimits(app, most, config.max_bodies_bytes, respond)
-        self.connections = Connections(config, limits, most, measures)
+        self.limits = RequestLimits(app, most, config.max_bodies_bytes, respond)
+        self.connections = Connections(config, self.limits, most, measures)
         # Starlette's; another application's calls are all of no route.
         routes = [each.path for each in getattr(app, "routes", ()) if isinstance(each, Route)]
-        known = only_known_callers(limits, config, measures, respond)
+        known = only_known_callers(self.limits, config, measures, respond)
         self.calls = ObservedCalls(known, measures, routes, config.access_log, audit)
         self._swept_s = 0.0
         self._loop_handler: LoopHandler | None = None
-        self._certificates = Certificates(config) if config.tls_certificate else None
+        self.certificates = Certificates(config) if config.tls_certificate else None
         super().__init__(
             uvicorn.Config(
                 self.calls,
@@ -135,8 +137,8 @@ class HttpServer(uvicorn.Server):
             now_s = asyncio.get_running_loop().time()
             self.connections.sweep(now_s - self._swept_s)
             self._swept_s = now_s
-            if self._certificates is not None:
-                self._certificates.refresh()
+            if self.certificates is not None:
+                self.certificates.refresh()
         return await super().on_tick(counter)
 
     def _connect(self) -> asyncio.BaseProtocol:
@@ -146,9 +148,9 @@ class HttpServer(uvicorn.Server):
             server_state=self.server_state,
             app_state=self.lifespan.state,
         )
-        if self._certificates is None:
+        if self.certificates is None:
             return connection
-        return Handshake(self.connections, connection, self._certificates)
+        return Handshake(self.connections, connection, self.certificates)
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if context.get("message") == _NO_FILES_LEFT:

@@ -18,8 +18,8 @@ from .http import ERROR_CODE, error_handler, error_response
 from .kept_calls import KeptCalls
 from .kserve import http_errors as kserve_http
 from .kserve.regions import Regions
+from .kserve.repository import open_service
 from .kserve.routes import kserve_routes
-from .kserve.service import InferenceService
 from .kserve.shared import KServe
 from .measures import Measures
 from .metrics import metrics_routes
@@ -66,7 +66,9 @@ def make_app(
     submissions = Submissions(engine, config, measures, readiness, policy.chain)
     kept = KeptCalls(engine, config)
     length = ModelLength(engine, config)
-    kserve = KServe(InferenceService(), Regions(config.gateway))
+    kserve = KServe(
+        open_service(submissions, config, words, readiness, measures), Regions(config.gateway)
+    )
     app = Starlette(
         routes=[
             *probe_routes(readiness),

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from nano_inference.config import RequestError
 from nano_inference.kserve.protobuf import ModelInferRequest
 from nano_inference.kserve.tensors import DATATYPES, DTYPES, Array
 
@@ -67,15 +68,19 @@ class Draft:
     behind: list[bytes] = field(default_factory=list)
 
 
+class Shared(NamedTuple):
+    """Shared memory of which `REGION` is the name."""
+
+    data: memoryview
+
+
 class Region:
-    """Shared memory that is none: what codecs read from and write to."""
+    """The same that is none: what codecs read from and write to."""
 
     def __init__(self) -> None:
         self.data = bytearray(REGION_BYTES)
 
     def _piece(self, where: Any) -> slice:
-        from nano_inference.config import RequestError
-
         if where.region != REGION:
             raise RequestError("there is no such region", code="unknown_region")
         end = where.offset + where.byte_size
@@ -114,26 +119,38 @@ def any_array(rng: random.Random, datatype: str, most: int = 24) -> Array:
     return np.frombuffer(rng.randbytes(count * dtype.itemsize), dtype).reshape(shape)
 
 
-def draft(rng: random.Random, region: Region) -> Draft:
-    """A good one. What of it is shared is written into the region."""
+def draft(rng: random.Random, region: Region | Shared, *, echoed: bool = False) -> Draft:
+    """A good one. What of it is shared is written into the region.
+
+    Args:
+        echoed: A model takes it that has an input in one dimension for each datatype, of that name.
+    """
     inline: How = rng.choice(("raw", "typed"))
     inputs, offset = [], 0
+    names = [each for each in DATATYPES if inline == "raw" or each in TYPED]
+    rng.shuffle(names)
     for place in range(rng.choice((0, 1, 1, 2, 3, 5))):
-        names = [each for each in DATATYPES if inline == "raw" or each in TYPED]
-        datatype = rng.choice(names)
+        datatype = names[place] if echoed else rng.choice(names)
         array = any_array(rng, datatype)
+        array = array.ravel() if echoed else array
         raw, how = raw_of(array), inline
         if rng.random() < 0.25 and offset + len(raw) <= REGION_BYTES:
             how = "shared"
         made = Input(
-            f"in{place}", datatype, list(array.shape), raw, array.ravel().tolist(), how, offset
+            datatype if echoed else f"in{place}",
+            datatype,
+            list(array.shape),
+            raw,
+            array.ravel().tolist(),
+            how,
+            offset,
         )
         if how == "shared":
             region.data[offset : offset + len(raw)] = raw
             offset += len(raw)
         inputs.append(made)
     outputs: list[tuple[str, dict[str, Any]]] = [
-        (f"out{place}", {}) for place in range(rng.choice((0, 0, 1, 2)))
+        (names[place] if echoed else f"out{place}", {}) for place in range(rng.choice((0, 0, 1, 2)))
     ]
     parameters: dict[str, Any] = rng.choice(
         ({}, {"timeout_ns": 5}, {"a": "é", "b": True, "c": 1.5})
@@ -323,9 +340,9 @@ class Crooked(NamedTuple):
     codes: tuple[str, ...]
 
 
-def crooked(rng: random.Random, region: Region) -> Crooked:
-    """One of all kinds."""
-    made = draft(rng, region)
+def crooked(rng: random.Random, region: Region | Shared, *, echoed: bool = False) -> Crooked:
+    """One of all kinds; `echoed` as in `draft`."""
+    made = draft(rng, region, echoed=echoed)
     if rng.random() < 0.2:
         return Crooked("good", made, ())
     change, codes = rng.choice(BREAKS)

@@ -65,6 +65,7 @@ class RequestLimits:
     and send nothing would shut others out.
 
     Attributes:
+        max_requests: How many there may be.
         refused: How many were refused, and why, since somebody emptied this.
         held_bytes: What the bodies of all that are under way hold, beyond the uncounted.
         respond: Answers an error as clients of what is called read it.
@@ -80,7 +81,7 @@ class RequestLimits:
         self.refused: Counter[Reason] = Counter()
         self.respond = respond
         self._app = app
-        self._max_requests = max_requests
+        self.max_requests = max_requests
         self._max_bodies_bytes = max_bodies_bytes
         self._under_way = 0
         self.held_bytes = 0
@@ -135,9 +136,9 @@ class RequestLimits:
 
     def _check(self, size: int) -> None:
         """Raises Overloaded when there is no room for a request whose body has so many bytes."""
-        if self._under_way >= self._max_requests:
+        if self._under_way >= self.max_requests:
             raise self._refusal(
-                f"{self._max_requests} requests are under way here, which is as many as the "
+                f"{self.max_requests} requests are under way here, which is as many as the "
                 "gateway takes (gateway.max_connections, and its limit of open files); try again",
                 "too_many_requests",
             )

@@ -31,8 +31,9 @@ BACKLOG = 2048
 ACCEPTED_AT_ONCE = 64
 """asyncio accepts up to its backlog before it looks at any of them, and each takes a file."""
 
-# For calls under way when the server is to stop, and for telling those that remain.
-_LEAVE_S = 5.0
+LEAVE_S = 5.0
+"""For calls under way when the server is to stop; those that remain are then told."""
+
 # For Redis, models and logs, and for connections that are accepted before others have gone.
 _RESERVED_FILES = 256
 # In the server's ticks, of which there are ten a second. It looks at each connection.
@@ -98,7 +99,7 @@ class HttpServer(uvicorn.Server):
                 lifespan="off",
                 timeout_keep_alive=_NEVER_S,
                 # By then all are told to end; uvicorn would log each as a failure.
-                timeout_graceful_shutdown=math.ceil(_LEAVE_S + 2 * LINGER_S),
+                timeout_graceful_shutdown=math.ceil(LEAVE_S + 2 * LINGER_S),
             )
         )
 
@@ -124,8 +125,8 @@ class HttpServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
         ends = (
-            loop.call_later(_LEAVE_S, self.connections.end_all, _stopped()),
-            loop.call_later(_LEAVE_S + LINGER_S, self.connections.end_all),
+            loop.call_later(LEAVE_S, self.connections.end_all, _stopped()),
+            loop.call_later(LEAVE_S + LINGER_S, self.connections.end_all),
         )
         await super().shutdown(sockets)
         for end in ends:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import contextmanager
 from typing import NamedTuple
 
+import anyio
 import msgspec
 
 from ...config import ConfigError, RequestError, shown
@@ -19,10 +29,13 @@ from ...kserve.tensors import (
     TensorSpec,
 )
 from ...telemetry import Metrics, now_ns
+from ..http import EngineError
 from ..origin import Origin
 from ..policy.caller import ANYBODY, Caller
 from .served import ModelCall, ServedModel
 from .statistics import Statistics
+
+_FIRST_WORD_S = 0.1
 
 Respond = Callable[[InferResponse], Awaitable[None]]
 
@@ -141,7 +154,7 @@ class InferenceService:
             await respond(InferResponse(model_name=spec.name, id=request.id, outputs=chosen))
 
         call = ModelCall(request, origin, many=many)
-        with self.statistics.measured(spec.name, call):
+        with self.statistics.measured(spec.name, call), _in_time(origin):
             await model.infer(call, answer)
 
     async def infer_once(self, origin: Origin, request: InferRequest) -> InferResponse:
@@ -220,6 +233,20 @@ def _check_fits(spec: ModelSpec, expected: TensorSpec, tensor: NamedTensor) -> N
             f"{spec.name} takes {tensor.name} as {expected.datatype} {list(expected.shape)}, where "
             f"-1 is any number, and not as {tensor.datatype} {shown(list(shape))}"
         )
+
+
+@contextmanager
+def _in_time(origin: Origin) -> Iterator[None]:
+    """Ends what takes longer than a call may. The engine sees to its own part, and has the first
+    word, since it knows how far it came."""
+    left_ns = origin.left_ns
+    if left_ns is None:
+        yield
+        return
+    with anyio.move_on_after(max(0, left_ns) / 1e9 + _FIRST_WORD_S) as scope:
+        yield
+    if scope.cancelled_caught:
+        raise EngineError("the call's time was over before it ended; give it more", code="expired")
 
 
 def _within(origin: Origin, parameters: Mapping[str, bool | int | float | str]) -> Origin:

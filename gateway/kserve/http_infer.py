@@ -93,9 +93,7 @@ class InferCalls:
     ) -> InferRequest:
         body = await read_body(request, self._max_body_bytes)
         if coding := coding_of(request.headers):
-            body = await unpacked(
-                body, coding, self._max_body_bytes, partial(hold, request.scope)
-            )
+            body = await unpacked(body, coding, self._max_body_bytes, partial(hold, request.scope))
         length = _header_length(request, len(body))
         json = body if length is None else body[:length]
         check_containers(json)
@@ -115,9 +113,7 @@ class InferCalls:
         parts, length = encode() if small else await anyio.to_thread.run_sync(encode)
         coding = wanted_coding(request.headers)
         if coding:
-            parts = [
-                await anyio.to_thread.run_sync(packed, parts, coding, limiter=self._packing)
-            ]
+            parts = [await anyio.to_thread.run_sync(packed, parts, coding, limiter=self._packing)]
         return TensorResponse(parts, length, coding)
 
 

@@ -172,8 +172,7 @@ class GrpcMethods:
         )
 
     def _spec(self, request: Request, message: Any) -> ModelSpec:
-        (spec,) = self._service.specs(message.name, message.version, caller_of(request))
-        return spec
+        return self._service.spec(message.name, message.version, caller_of(request))
 
     # --- inference ------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import anyio
 import grpc
-import structlog
 
 from ...config import ConfigError, GatewayConfig
 from ..calls import CallObserver

@@ -58,7 +58,8 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
         shared_memory: Whether clients on this machine may name shared memory that tensors are read
             from and written to. Whoever may call models may then read and write every POSIX shared
             memory object that this process may.
-        max_tensor_bytes: The tensors of one request that come in shared memory may hold so much.
+        max_tensor_bytes: The tensors of one request that are in shared memory may hold so much,
+            those read and those written together. As much is kept to read into again.
         effects_by_get: Which calls with effects are taken by GET as well, from programs that do not
             call themselves a browser: "none"; "flush_cache", as trainers call it; "all", with
             those that release and resume memory.

@@ -150,7 +150,7 @@ class InferResponse(msgspec.Struct, frozen=True, kw_only=True):
         model_name: Which model.
         model_version: Its version.
         id: The request's.
-        outputs: The tensors; those put into shared memory have no data here for a client.
+        outputs: The tensors.
         parameters: What it says besides, such as `triton_final_response`.
     """
 
@@ -237,10 +237,10 @@ def element_count(name: str, shape: Sequence[int], max_elements: int) -> int:
             f"the shape of {shown(name)} is {shown(list(shape[: MAX_DIMENSIONS + 1]))}; it must "
             f"have at most {MAX_DIMENSIONS} dimensions, none of them negative"
         )
-    count = math.prod(shape)
-    if count > max_elements:
+    # One that holds nothing must not be huge in its other dimensions: numpy can't shape it.
+    if math.prod(each for each in shape if each) > max_elements:
         raise TensorError(
             f"a tensor {shown(name)} of shape {shown(list(shape))} has more than {max_elements} "
             "elements, which is more than is taken here; send less at a time"
         )
-    return count
+    return math.prod(shape)

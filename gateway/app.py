@@ -16,6 +16,9 @@ from .callers import JsonOnly
 from .chat_templates import ChatTemplates
 from .http import ERROR_CODE, error_handler, error_response
 from .kept_calls import KeptCalls
+from .kserve.regions import Regions
+from .kserve.service import InferenceService
+from .kserve.shared import KServe
 from .measures import Measures
 from .metrics import metrics_routes
 from .model_length import ModelLength
@@ -48,7 +51,7 @@ def make_app(
     Returns:
         The application. Whoever serves it opens its `state.policy` before, runs `run_forever` of
         that and of its `state.kept_calls` beside it, and answers what it refuses itself by its
-        `state.respond`.
+        `state.respond`. What is behind its `state.kserve` may be served over gRPC as well.
 
     Raises:
         ConfigError: The policy's settings can't be obeyed.
@@ -61,6 +64,7 @@ def make_app(
     submissions = Submissions(engine, config, measures, readiness, policy.chain)
     kept = KeptCalls(engine, config)
     length = ModelLength(engine, config)
+    kserve = KServe(InferenceService(), Regions(config.gateway))
     app = Starlette(
         routes=[
             *probe_routes(readiness),
@@ -74,6 +78,7 @@ def make_app(
         exception_handlers=dict.fromkeys(_ANSWERED, error_handler(respond)),
     )
     app.state.kept_calls = kept
+    app.state.kserve = kserve
     app.state.respond = respond
     app.state.policy = policy
     return app

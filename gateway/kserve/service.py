@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import contextmanager
 from typing import NamedTuple
 
+import anyio
 import msgspec
 
 from ...config import RequestError, shown
@@ -19,10 +29,13 @@ from ...kserve.tensors import (
     TensorSpec,
 )
 from ...telemetry import now_ns
+from ..http import EngineError
 from ..origin import Origin
 from ..policy.models import check_allowed
 from .served import ModelCall, ServedModel
 from .statistics import Statistics
+
+_FIRST_WORD_S = 0.1
 
 Respond = Callable[[InferResponse], Awaitable[None]]
 
@@ -91,7 +104,7 @@ class InferenceService:
             chosen = tuple(made[name] for name in wanted if name in made)
             await respond(InferResponse(model_name=spec.name, id=request.id, outputs=chosen))
 
-        with self.statistics.measured(spec.name):
+        with self.statistics.measured(spec.name), _in_time(origin):
             await model.infer(ModelCall(request, origin, many=many), answer)
 
     async def infer_once(self, origin: Origin, request: InferRequest) -> InferResponse:
@@ -166,6 +179,20 @@ def _check_fits(spec: ModelSpec, expected: TensorSpec, tensor: NamedTensor) -> N
             f"{spec.name} takes {tensor.name} as {expected.datatype} {list(expected.shape)}, where "
             f"-1 is any number, and not as {tensor.datatype} {shown(list(shape))}"
         )
+
+
+@contextmanager
+def _in_time(origin: Origin) -> Iterator[None]:
+    """Ends what takes longer than a call may. The engine sees to its own part, and has the first
+    word, since it knows how far it came."""
+    left_ns = origin.left_ns
+    if left_ns is None:
+        yield
+        return
+    with anyio.move_on_after(max(0, left_ns) / 1e9 + _FIRST_WORD_S) as scope:
+        yield
+    if scope.cancelled_caught:
+        raise EngineError("the call's time was over before it ended; give it more", code="expired")
 
 
 def _within(origin: Origin, parameters: Mapping[str, bool | int | float | str]) -> Origin:

@@ -201,6 +201,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         versions: Those that there are.
         platform: What runs it.
         decoupled: Whether it may answer one request several times (`ModelStreamInfer`).
+        allowed_as: The model of which a caller's key must be for this one; "" for itself.
     """
 
     name: str
@@ -209,6 +210,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     versions: tuple[str, ...] = ("1",)
     platform: str = "nano_inference"
     decoupled: bool = False
+    allowed_as: str = ""
 
 
 def datatype_of(data: Array) -> Datatype:

@@ -161,10 +161,9 @@ class GrpcMethods:
 
     async def _repository_index(self, request: Request, message: Any) -> Message:
         states = [each for each in await self._service.states() if each.ready or not message.ready]
-        index = codec.encode_repository_index([(each.name, each.ready) for each in states])
-        for told, state in zip(index.models, states, strict=True):
-            told.version, told.reason = state.version, state.reason
-        return index
+        return codec.encode_repository_index(
+            codec.ModelIndex(each.name, each.ready, each.version, each.reason) for each in states
+        )
 
     # --- inference ------------------------------------------------------------------------------
 

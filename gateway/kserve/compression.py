@@ -1,4 +1,4 @@
-"""Bodies that are compressed, as Triton's clients offer it: by gzip, or by deflate, which is zlib's.
+"""Compressed bodies, as Triton's clients offer them: by gzip, or by deflate, which is zlib's.
 
 What is unpacked has the limits of any body, and is counted among all bodies piece by piece, so that
 little that becomes much is refused before it is there.
@@ -49,13 +49,13 @@ def wanted_coding(headers: Headers) -> str:
     Who wants that names one coding. Many libraries name all that they know without being asked, and
     tensors that come compressed take ten times as long.
     """
-    named = [each.strip().lower() for each in ",".join(headers.getlist("accept-encoding")).split(",")]
+    named = [
+        each.strip().lower() for each in ",".join(headers.getlist("accept-encoding")).split(",")
+    ]
     return named[0] if len(named) == 1 and named[0] in CODINGS else ""
 
 
-async def unpacked(
-    body: bytes, coding: str, max_bytes: int, hold: Callable[[int], None]
-) -> bytes:
+async def unpacked(body: bytes, coding: str, max_bytes: int, hold: Callable[[int], None]) -> bytes:
     """A compressed body as it was before.
 
     Args:

@@ -1,4 +1,4 @@
-"""What `generate` takes and gives: plain JSON instead of tensors, after Triton's generate extension.
+"""What `generate` takes and gives, after Triton's extension: plain JSON instead of tensors.
 
 A field that is called like an input of the model is that input, at the top or below `parameters`;
 any other is a parameter of the request.
@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ...config import shown
-from ...kserve.http_codec import array_to_json, json_to_array
+from ...kserve.json_data import array_to_json, json_to_array
 from ...kserve.tensors import (
     MAX_DIMENSIONS,
     InferRequest,
@@ -46,9 +46,7 @@ def read_generate(spec: ModelSpec, version: str, body: Mapping[str, Any]) -> Inf
         raise FieldError(f"{_ID} is {shown(request_id)}; it must be a string", param=_ID)
     more = {} if _PARAMETERS in known else fields.pop(_PARAMETERS, {})
     if not isinstance(more, dict):
-        raise FieldError(
-            f"{_PARAMETERS} is {shown(more)}; it must be an object", param=_PARAMETERS
-        )
+        raise FieldError(f"{_PARAMETERS} is {shown(more)}; it must be an object", param=_PARAMETERS)
     for name in more:
         if name in fields:
             param = field_name(name)

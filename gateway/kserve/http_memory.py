@@ -44,9 +44,7 @@ class MemoryCalls:
         """Has a region be known by a name."""
         tenant = tenant_of(request)
         body = convert(await read_object(request, self._max_body_bytes), _RegisterBody)
-        self._regions.register(
-            tenant, _region(request), body.key, body.offset, body.byte_size
-        )
+        self._regions.register(tenant, _region(request), body.key, body.offset, body.byte_size)
         return Response()
 
     async def unregister(self, request: Request) -> Response:

@@ -21,9 +21,7 @@ _MODEL = "/v2/models/{model:path}"
 _VERSION = "/versions/{version}"
 
 
-def kserve_routes(
-    kserve: KServe, readiness: Readiness, config: GatewayConfig
-) -> list[PolicyRoute]:
+def kserve_routes(kserve: KServe, readiness: Readiness, config: GatewayConfig) -> list[PolicyRoute]:
     """All of them. The first that fits a path is taken."""
     most = config.max_body_bytes
     info = InfoCalls(kserve.service, readiness, most)
@@ -48,9 +46,7 @@ def kserve_routes(
     ]
 
 
-def _model_routes(
-    method: str, what: str, needed: Needed, endpoint: Endpoint
-) -> list[PolicyRoute]:
+def _model_routes(method: str, what: str, needed: Needed, endpoint: Endpoint) -> list[PolicyRoute]:
     """Of a model's version, and of the model."""
     return [
         _route(method, f"{_MODEL}{_VERSION}{what}", needed, endpoint),

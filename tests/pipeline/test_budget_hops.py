@@ -8,17 +8,32 @@ itself takes, and from what another hop takes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc
 import msgspec
+import numpy as np
 import pytest
 
-from nano_inference import Completion, GenerateRequest, Pipeline
+from nano_inference import Gateway, GenerateRequest, Pipeline
 from nano_inference.bus import RequestEntry
 from nano_inference.bus.memory.bus import MemoryRequests
 from nano_inference.bus.messages import AdmittedRequest, Dispatch, Envelope, StepPlan, StepResult
 from nano_inference.bus.redis.requests import RedisRequests
+from nano_inference.gateway.kserve.service import InferenceService
+from nano_inference.gateway.origin import Origin
+from nano_inference.gateway.submissions import Submissions
+from nano_inference.kserve import (
+    InferRequest,
+    KServeClient,
+    KServeError,
+    NamedTensor,
+    text_tensor,
+)
+from nano_inference.kserve.deadlines import TIMEOUT_NS_PARAM
 from nano_inference.pipeline.client import BusClient
 from nano_inference.stages.admission.core import AdmissionCore
 from nano_inference.stages.batching.core import BatchingCore
@@ -34,15 +49,25 @@ LIMIT_S = 60
 HOUR_NS = 3600 * 10**9
 
 # How many hours each hop holds the request; each sum of some of them is another one.
-HELD = {"queue": 1, "admission": 2, "fairness": 4, "batching": 8, "executor": 16}
+HELD = {
+    "client": 1,
+    "gateway": 2,
+    "queue": 4,
+    "admission": 8,
+    "fairness": 16,
+    "batching": 32,
+    "executor": 64,
+}
 BUDGET_NS = (sum(HELD.values()) + 1) * HOUR_NS
 
 # They are not those of the budget: no hop may look at another's clock.
-AHEAD = {"admission": 700, "fairness": 70, "batching": 7000}
+AHEAD = {"client": 7, "gateway": 70, "admission": 700, "fairness": 7000, "batching": 70_000}
 CLOCKS = {
-    "admission": ("admission.stage", "admission.judging"),
-    "fairness": ("fairness.stage",),
-    "batching": ("batching.stage",),
+    "client": ("kserve.client.monotonic_ns",),
+    "gateway": ("gateway.calls.now_ns", "gateway.origin.now_ns", "gateway.kserve.service.now_ns"),
+    "admission": ("stages.admission.stage.now_ns", "stages.admission.judging.now_ns"),
+    "fairness": ("stages.fairness.stage.now_ns",),
+    "batching": ("stages.batching.stage.now_ns",),
 }
 
 
@@ -73,10 +98,9 @@ class Followed:
         self.left: list[tuple[str, int | None]] = []
         self.clocks = {name: Clock(hours) for name, hours in AHEAD.items()}
         self.patch = monkeypatch
-        for name, modules in CLOCKS.items():
-            for module in modules:
-                target = f"nano_inference.stages.{module}.now_ns"
-                monkeypatch.setattr(target, self.clocks[name])
+        for name, places in CLOCKS.items():
+            for place in places:
+                monkeypatch.setattr(f"nano_inference.{place}", self.clocks[name])
 
     def came(self, where: str, left_ns: int | None) -> None:
         """Notes it, once for each place."""
@@ -112,6 +136,30 @@ class Followed:
             assert after is not None, f"{where} knows no budget"
             taken_ns = before - after
             assert 0 <= taken_ns - HELD[hop] * HOUR_NS < LIMIT_S * 10**9, hop
+
+    def holds(self, where: str, clock: str = "") -> Callable[..., None]:
+        """What holds the request somewhere when it is called the first time."""
+        hours = [HELD[where]]
+
+        def hold(*args: Any) -> None:
+            self.clocks[clock or where].hold(hours.pop() if hours else 0)
+
+        return hold
+
+
+def follow_the_front(followed: Followed) -> None:
+    """The client and the gateway."""
+
+    def arrived(origin: Origin, request: InferRequest, *rest: Any) -> None:
+        left_ns = request.parameters[TIMEOUT_NS_PARAM]
+        assert isinstance(left_ns, int)
+        followed.came("gateway", left_ns)
+
+    followed.before(InferenceService, "infer", arrived)
+    # From here on the deadline is the call's.
+    followed.before(Submissions, "run", followed.holds("gateway"))
+    # The client encodes the tensors for that long.
+    followed.before(KServeClient, "_has", followed.holds("client"))
 
 
 def follow_the_queue(followed: Followed) -> None:
@@ -150,15 +198,7 @@ def follow_the_stages(followed: Followed) -> None:
 
         return note
 
-    def holds(where: str, clock: str = "") -> Callable[..., None]:
-        """The first time."""
-        hours = [HELD[where]]
-
-        def hold(*args: Any) -> None:
-            clocks[clock or where].hold(hours.pop() if hours else 0)
-
-        return hold
-
+    holds = followed.holds
     followed.behind(AdmissionCore, "admit", holds("admission"))
     followed.before(FairnessStage, "handle", arrived(AdmittedRequest, "fairness"))
     followed.behind(FairnessCore, "push", holds("fairness"))
@@ -193,40 +233,58 @@ def follow_the_stages(followed: Followed) -> None:
 @pytest.fixture
 def followed(monkeypatch: pytest.MonkeyPatch) -> Followed:
     found = Followed(monkeypatch)
+    follow_the_front(found)
     follow_the_queue(found)
     follow_the_stages(found)
     return found
 
 
-async def answer(make_config: MakeConfig, budget_ns: int) -> Completion:
-    # Its lease is not over when admission's clock goes forward.
-    config = make_config(admission__lease_s=86_400)
-    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
-        sampling = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
-        request = {"prompt": "12 + 30 =", "sampling": sampling, "budget_ns": budget_ns}
-        return await pipeline.complete(request)
+@asynccontextmanager
+async def opened(make_config: MakeConfig) -> AsyncIterator[KServeClient]:
+    """A client of a gateway in front of a pipeline."""
+    # The lane's lease is not over when admission's clock goes forward.
+    config = make_config(admission__lease_s=86_400, gateway__grpc_port=0)
+    async with (
+        asyncio.timeout(LIMIT_S),
+        Pipeline(config) as pipeline,
+        Gateway(pipeline.client, config) as gateway,
+        KServeClient(f"127.0.0.1:{gateway.grpc_port}") as client,
+    ):
+        yield client
+
+
+def asked() -> list[NamedTensor]:
+    sampling = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    return [
+        NamedTensor("input_ids", np.array([1, 2, 3, 4])),
+        text_tensor("sampling_parameters", json.dumps(sampling)),
+    ]
 
 
 @both_buses
-async def test_each_stage_takes_off_what_it_held(
-    make_config: MakeConfig, followed: Followed
-) -> None:
-    completion = await answer(make_config, BUDGET_NS)
-    assert completion.status == "done", completion.error
-    followed.check("queue", "admission", "fairness", "batching", "executor")
-    assert followed.left[0] == ("queue", BUDGET_NS)
+async def test_each_hop_takes_off_what_it_held(make_config: MakeConfig, followed: Followed) -> None:
+    followed.came("client", BUDGET_NS)
+    async with opened(make_config) as client:
+        answer = await client.infer("tiny.tokens", asked(), budget_ns=BUDGET_NS)
+    assert answer.output("output_ids").shape == (1, 8)
+    followed.check(*HELD)
 
 
 @pytest.mark.parametrize("last", HELD)
 async def test_the_budget_ends_in_the_hop_that_holds_it_too_long(
     make_config: MakeConfig, followed: Followed, last: str
 ) -> None:
-    """Wherever its last half hour is spent, none comes behind."""
+    """Wherever its last half hour is spent, none comes behind; and all call it the same."""
     hops = list(HELD)[: list(HELD).index(last) + 1]
-    held_ns = sum(HELD[hop] for hop in hops) * HOUR_NS
-    completion = await answer(make_config, held_ns - HOUR_NS // 2)
-    assert completion.status == "expired", completion.error
-    assert sum(len(sample.token_ids) for sample in completion.samples) < 8
+    budget_ns = sum(HELD[hop] for hop in hops) * HOUR_NS - HOUR_NS // 2
+    followed.came("client", budget_ns)
+    async with opened(make_config) as client:
+        with pytest.raises(KServeError) as caught:
+            await client.infer("tiny.tokens", asked(), budget_ns=budget_ns)
+    assert (caught.value.code, caught.value.status) == (
+        "expired",
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+    )
     lefts = [left_ns or 0 for _, left_ns in followed.left]
     assert min(lefts[: len(hops)]) > 0
     assert max(lefts[len(hops) :], default=-1) < 0, "if it came further at all, then too late"

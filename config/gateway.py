@@ -111,6 +111,11 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
     max_waiting: int = 16_384
     max_priority: int = 0
 
+    @property
+    def listens(self) -> bool:
+        """Whether there is to be a gateway beside a pipeline that is begun."""
+        return bool(self.port) or self.grpc_port is not None
+
     def __post_init__(self) -> None:
         self.require("port", 0 <= self.port <= 65_535, "a port, or 0")
         grpc = self.grpc_port is None or 0 <= self.grpc_port <= 65_535

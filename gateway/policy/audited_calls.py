@@ -44,7 +44,8 @@ class AuditedCalls:
         account = origin.account
         if requests:
             words = await self._loaded()
-            account.model = requests[0].model or self._default_model
+            # Some interfaces call by their own names what asks the same engine.
+            account.model = account.model or requests[0].model or self._default_model
             account.texts["prompt"] = lambda: [_prompt_of(each, words) for each in requests]
         try:
             yield

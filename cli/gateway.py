@@ -11,8 +11,8 @@ import structlog
 import typer
 
 from ..config import Config
+from ..config.temporary import sweep
 from ..gateway.gateway import DEFAULT_PORT, Gateway
-from ..stages.temporary import sweep
 from .connection import connected
 from .options import ENGINE_OPTIONS, Options, WithParent, takes_options
 from .process import forbid_torch, raise_file_limit, until_told_to_stop

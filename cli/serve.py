@@ -13,9 +13,9 @@ import structlog
 import typer
 
 from ..config import STAGES, Config
+from ..config.temporary import sweep
 from ..gateway.gateway import Gateway
 from ..pipeline.pipeline import Pipeline
-from ..stages.temporary import sweep
 from ..telemetry import setup_logging
 from .gateway import GrpcPort, Insecure, listening
 from .options import ENGINE_OPTIONS, Options, takes_options

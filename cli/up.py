@@ -32,9 +32,9 @@ from ..config import (
     redact,
     split_role,
 )
+from ..config.temporary import sweep
 from ..gateway.gateway import place_of
 from ..pipeline.supervisor import RestartBudget, StageFailed
-from ..stages.temporary import sweep
 from .child_output import Line, Lines
 from .children import Child, ForkServer, ForkServerLost, python, spawn
 from .embedded import embedded_server

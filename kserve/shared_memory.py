@@ -19,16 +19,15 @@ import re
 import stat
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from ..config import RequestError, shown
+from ..config.temporary import SHARED_MEMORY
 from .buffers import WarmBuffers
 from .tensors import MAX_NAME_LENGTH, Array, SharedMemory
 
-DIRECTORY = Path("/dev/shm")  # where Linux has POSIX shared memory
 MAX_REGIONS = 64
 
 _KEY = re.compile(r"/?([^/\0]{1,250})", re.DOTALL)
@@ -39,6 +38,8 @@ _BLOCK_BYTES = 512
 """What `st_blocks` counts."""
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+_READ_AND_WRITE = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 T = TypeVar("T")
 
@@ -284,11 +285,13 @@ def _attach(region: Region) -> _Attached:
 def _opened(key: str, name: str) -> int:
     """A descriptor; without Python's SharedMemory, which would remove the object at exit."""
     try:
-        return os.open(DIRECTORY / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        return os.open(
+            SHARED_MEMORY / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        )
     except FileNotFoundError:
         raise _invalid(
             f"there is no shared memory object {shown(key)}; it must be made before, and be on "
-            f"the gateway's machine (in containers: with a common {DIRECTORY})"
+            f"the gateway's machine (in containers: with a common {SHARED_MEMORY})"
         ) from None
     except (OSError, UnicodeEncodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "its name is no Unicode"

@@ -19,6 +19,7 @@ from .http import CALL_ID, CLIENT_LEFT, ERROR_CODE
 from .measures import Measures
 from .policy.audit import AuditLog
 from .policy.caller import CALLER, NOBODY, ROUTE, Caller
+from .route_names import RouteNames
 
 _METHODS = frozenset(
     ("CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "TRACE")
@@ -122,7 +123,7 @@ class CallObserver:
 
         Args:
             scope: The call's; its state gets what `arrival_of` and `call_id_of` tell.
-            route: Its path when there is one of that name, else "", so that nobody makes names.
+            route: What its path is called when there is a route for it, else "".
             traced: Whether it begins a trace where its client is in none. What asks for health
                 each second would begin as many.
         """
@@ -248,18 +249,18 @@ class ObservedCalls:
         access_log: bool = False,
         audit: AuditLog | None = None,
     ) -> None:
-        """Args: `routes` are the paths that there are, and no other is named; the others are as of
-        `CallObserver`."""
+        """Args: `routes` are the paths that there are, as routes have them, and no other is named;
+        the others are as of `CallObserver`."""
         self.observer = CallObserver(measures, access_log, audit)
         self._app = app
-        self._routes = frozenset(routes)
+        self._routes = RouteNames(routes)
 
     async def idle(self) -> None:
         """Waits until no call is under way, whatever it came by."""
         await self.observer.idle()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        route = scope["path"] if scope["path"] in self._routes else ""
+        route = self._routes.of(scope["path"])
         traced = bool(route) and scope["method"] != "GET"
         with self.observer.observed(scope, route, traced=traced) as call:
 

@@ -18,6 +18,8 @@ UNCOUNTED_BYTES = 1 << 16
 """The beginning of a body, which is taken whatever the others hold: a small request never waits for
 large ones. The server reads about as much of each before anybody asks for it."""
 
+_HELD = "held_bytes"
+
 
 class Overloaded(RequestError):
     """There is no room now; `reason` says for what."""
@@ -42,6 +44,17 @@ class HeldBytes:
         more = max(0, self._received - UNCOUNTED_BYTES) - self.counted
         self._limits.hold(more)
         self.counted += more
+
+
+def hold(scope: Scope, more_bytes: int) -> None:
+    """Counts what is made of a request's body, beside the body itself, until it is answered.
+
+    Raises:
+        Overloaded: There is no room for it.
+    """
+    held: HeldBytes | None = scope.get("state", {}).get(_HELD)
+    if held is not None:
+        held.add(more_bytes)
 
 
 class RequestLimits:
@@ -84,6 +97,7 @@ class RequestLimits:
             await self.respond(scope, refusal)(scope, receive, send)
             return
         with self._entered() as held:
+            scope.setdefault("state", {})[_HELD] = held
 
             async def receive_counted() -> Message:
                 message = await receive()

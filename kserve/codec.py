@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..config import RequestError, shown
+from .checks import check_not_classified, checked_name, counted
 from .elements import MAX_ELEMENTS, MAX_STRINGS, array_of, byte_size, raw_bytes, read_only
 from .memory import TensorMemory, memory_of, memory_params, read_tensor, write_tensor
 from .protobuf import (
@@ -24,7 +25,6 @@ from .protobuf import (
 )
 from .tensors import (
     DTYPES,
-    MAX_NAME_LENGTH,
     Array,
     Datatype,
     InferRequest,
@@ -39,11 +39,6 @@ from .tensors import (
     checked_datatype,
     element_count,
 )
-
-MAX_TENSORS = 1024
-"""A request or an answer has at most so many inputs, and so many outputs."""
-
-CLASSIFICATION_PARAM = "classification"
 
 _CONTENTS: dict[Datatype, str] = {
     "BOOL": "bool_contents",
@@ -92,7 +87,7 @@ def decode_infer_request(message: Any, memory: TensorMemory | None = None) -> In
         id=message.id,
         parameters=_parameters(message.parameters),
         inputs=_tensors(message.inputs, message.raw_input_contents, memory),
-        outputs=tuple(map(_requested_output, _counted(message.outputs))),
+        outputs=tuple(map(_requested_output, counted(message.outputs))),
     )
 
 
@@ -253,31 +248,12 @@ def encode_repository_index(
     return message
 
 
-def check_not_classified(name: str, parameters: Mapping[str, object]) -> None:
-    """Raises RequestError `unsupported` where an output is wanted as classes."""
-    if parameters.get(CLASSIFICATION_PARAM):
-        raise RequestError(
-            f"{shown(name)} is wanted as classes, which no model here has; leave out "
-            f"{CLASSIFICATION_PARAM} and sort the output yourself",
-            code="unsupported",
-        )
-
-
-def checked_name(what: str, name: object) -> str:
-    """The name of a tensor that came from outside. Raises TensorError."""
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_LENGTH:
-        raise TensorError(
-            f"{what} is named {shown(name)}; a name has 1 to {MAX_NAME_LENGTH} characters"
-        )
-    return name
-
-
 def _tensors(
     described: Sequence[Any], raw: Sequence[bytes], memory: TensorMemory | None
 ) -> tuple[NamedTensor, ...]:
     places = [
-        memory_of(checked_name("a tensor", each.name), _parameters(each.parameters))
-        for each in _counted(described)
+        memory_of(checked_name(each.name), _parameters(each.parameters))
+        for each in counted(described)
     ]
     # Triton's server sends one for each output, empty for those in shared memory; its client, and
     # the protocol, one for each that is not.
@@ -345,7 +321,7 @@ def _narrow(name: str, datatype: Datatype, wide: Array) -> Array:
 
 
 def _requested_output(described: Any) -> RequestedOutput:
-    name = checked_name("an output", described.name)
+    name = checked_name(described.name)
     parameters = _parameters(described.parameters)
     check_not_classified(name, parameters)
     return RequestedOutput(name, memory_of(name, parameters))
@@ -371,12 +347,6 @@ def _request(
 def _describe(described: Any, tensor: NamedTensor) -> None:
     described.name, described.datatype = tensor.name, tensor.datatype
     described.shape.extend(tensor.shape)
-
-
-def _counted(described: Sequence[Any]) -> Sequence[Any]:
-    if len(described) > MAX_TENSORS:
-        raise TensorError(f"there are {len(described)} tensors; at most {MAX_TENSORS} are taken")
-    return described
 
 
 def _parameters(given: Mapping[str, Any]) -> dict[str, bool | int | float | str]:

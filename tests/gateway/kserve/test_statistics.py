@@ -99,6 +99,8 @@ async def test_both_interfaces_tell_the_same() -> None:
         for name, duration in each["inference_stats"].items():
             found = getattr(message.inference_stats, name)
             assert {"count": found.count, "ns": found.ns} == duration
+    (second,) = statistics_json(service, "never", "2")["model_stats"]
+    assert second == told[2]
     assert told[0]["inference_stats"]["compute_infer"]["ns"] == 10
     assert told[1]["inference_stats"]["success"] == {"count": 0, "ns": 0}
 

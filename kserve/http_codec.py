@@ -15,7 +15,7 @@ import msgspec
 from ..config import RequestError, shown
 from .checks import check_not_classified, checked_name, counted
 from .elements import array_of, raw_bytes
-from .json_data import json_elements, json_to_array, read_json
+from .json_data import json_elements, json_parameters, json_to_array, read_json
 from .memory import TensorMemory, memory_of, memory_params, read_tensor, write_tensor
 from .tensors import (
     Array,
@@ -151,7 +151,7 @@ def encode_http_response(
     if response.id:
         head["id"] = response.id
     if response.parameters:
-        head["parameters"] = dict(response.parameters)
+        head["parameters"] = json_parameters(response.parameters)
     return _joined({**head, "outputs": described}, binary)
 
 
@@ -183,7 +183,7 @@ def encode_http_request(
     if id:
         head["id"] = id
     if given := {**(parameters or {}), **({BINARY_DATA_OUTPUT_PARAM: True} if binary else {})}:
-        head["parameters"] = given
+        head["parameters"] = json_parameters(given)
     if outputs := [_wanted(each, binary) for each in requested_outputs]:
         head["outputs"] = outputs
     return _joined(head, parts)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Shape = int | Sequence[int]
 
+_BYTE: np.dtype[Any] = np.dtype(np.uint8)
+
 
 class _Life:
     """What a slot and its parts have in common: they end together."""
@@ -154,6 +156,16 @@ class PoolSlot:
         array.flags.writeable = False
         return array
 
+    def array_at(self, place: SharedMemory, shape: Shape, dtype: DTypeLike) -> Array:
+        """An array over the beginning of a place: not copied, and ended with the slot.
+
+        Raises as `read`, and ValueError when it does not fit.
+        """
+        found = _memory_dtype(dtype)
+        if _count(shape) * found.itemsize > place.byte_size:
+            raise ValueError(f"an array of {found} {shown(shape)} has more bytes than its place")
+        return self._view(place, shape, found)
+
     def write(self, place: SharedMemory, data: bytes | memoryview | Array) -> None:
         """Puts bytes at the beginning of a place. Raises as `read`."""
         given: Array = np.frombuffer(data, np.uint8)
@@ -191,7 +203,10 @@ class PoolSlot:
             )
         self._cursor = end
 
-    def _view(self, place: SharedMemory) -> Array:
+    def _view(
+        self, place: SharedMemory, shape: Shape | None = None, dtype: np.dtype[Any] = _BYTE
+    ) -> Array:
+        """An array over a place, or over all of it as bytes. Raises as `read`."""
         if place.region != self.pool.name or not self._has(place.offset, place.byte_size):
             raise TensorError(
                 f"{shown(place.byte_size)} bytes at {shown(place.offset)} of the region "
@@ -199,7 +214,7 @@ class PoolSlot:
                 f"{self.offset} of {self.pool.name}"
             )
         with self._life.open() as views:
-            return views.make(place.byte_size, np.dtype(np.uint8), place.offset)
+            return views.make(place.byte_size if shape is None else shape, dtype, place.offset)
 
     def _has(self, offset: int, n_bytes: int) -> bool:
         return self.offset <= offset <= offset + n_bytes <= self.offset + self.n_bytes

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nano_inference.config import RequestError
 from nano_inference.kserve.buffers import WarmBuffers
 
 SIZE = 256 << 10
@@ -60,7 +61,24 @@ def test_no_more_is_kept_than_allowed() -> None:
 def test_small_ones_are_not_kept() -> None:
     buffers = WarmBuffers()
     assert [buffers.take(size).shape for size in (0, 1, 1000)] == [(0,), (1,), (1000,)]
-    assert buffers.idle_bytes == 0
+    assert (buffers.idle_bytes, buffers.used_bytes) == (0, 0)
+
+
+def test_no_more_is_in_use_than_allowed() -> None:
+    buffers = WarmBuffers(max_used_bytes=SIZE + 100)
+    large, small = buffers.take(SIZE), buffers.take(100)
+    view = large[5:]
+    del large
+    for size in (1, SIZE, 10**15):
+        with pytest.raises(RequestError, match="leaves no room") as caught:
+            buffers.take(size)
+        assert caught.value.code == "overloaded"
+    assert buffers.used_bytes == SIZE + 100
+    del small
+    buffers.take(100)
+    del view
+    assert buffers.used_bytes == 0
+    buffers.take(SIZE)
 
 
 def test_the_garbage_collector_may_come_while_somebody_takes_a_buffer() -> None:
@@ -73,9 +91,11 @@ def test_the_garbage_collector_may_come_while_somebody_takes_a_buffer() -> None:
     with buffers._lock:
         gc.collect()
         assert gone() is None
-    assert buffers.idle_bytes == 0
+    assert (buffers.idle_bytes, buffers.used_bytes) == (SIZE, 0)
 
 
 def test_more_than_there_can_be_is_a_memory_error() -> None:
+    buffers = WarmBuffers()
     with pytest.raises(MemoryError, match="not to be had"):
-        WarmBuffers().take(1 << 62)
+        buffers.take(1 << 61)
+    assert buffers.used_bytes == 0

@@ -101,6 +101,26 @@ def test_what_a_request_reads_and_writes_is_bounded(here: Regions, pool: BufferP
     assert len(here.memory("a").read(ALL)) == SIZE, "each request for itself"
 
 
+def test_what_all_requests_have_read_is_bounded(pool: BufferPool) -> None:
+    here = Regions(
+        GatewayConfig(
+            shared_memory=True,
+            max_tensor_bytes=SIZE,
+            max_body_bytes=1,
+            max_weights_bytes=1,
+            max_bodies_bytes=2 * SIZE,
+        )
+    )
+    for tenant in "abc":
+        here.register(tenant, "r", pool.key, 0, SIZE)
+    read = [here.memory(tenant).read(ALL) for tenant in "ab"]
+    with refused("overloaded", 429):
+        here.memory("c").read(ALL)
+    read.pop()
+    assert len(here.memory("c").read(ALL)) == SIZE
+    here.close()
+
+
 def test_while_it_is_off_nothing_is_registered_or_read(pool: BufferPool) -> None:
     off = Regions(GatewayConfig())
     with refused("shared_memory_off", 403, "gateway.shared_memory"):

@@ -194,6 +194,7 @@ class CallObserver:
                 names.URL_PATH: route,
                 names.URL_SCHEME: scope["scheme"],
                 names.CLIENT_ADDRESS: address,
+                **({names.REQUEST_MODEL: account.model} if account.model else {}),
             },
             error=str(status) if status >= _FAILED else "",
             own=trace,

@@ -145,6 +145,7 @@ class Gateway:
         await asyncio.wait(self._beside)
         await self._kept.aclose()
         await self._policy.aclose()
+        self.kserve.regions.close()
 
     async def drain(self, timeout_s: float) -> bool:
         """Is not ready from now on, refuses new requests, and waits for the calls under way.

@@ -114,7 +114,11 @@ class GrpcConnection:
         limit_s = self._config.send_timeout_s + len(data) / LEAST_BYTES_PER_S
         try:
             with anyio.fail_after(limit_s):
-                await self._context.write(data)
+                try:
+                    await self._context.write(data)
+                except grpc.aio.InternalError:
+                    # The client has gone, and gRPC cancels this as soon as it sees that.
+                    await anyio.sleep_forever()
         except TimeoutError:
             self._stuck = _too_slow("the answer was not taken; read it at once")
             raise self._stuck from None

@@ -13,8 +13,9 @@ from ...config import BusError, RequestError
 from ...kserve import codec
 from ...kserve.memory import TensorMemory
 from ...kserve.protobuf import METHODS
-from ...kserve.tensors import InferRequest, InferResponse
+from ...kserve.tensors import InferRequest, InferResponse, ModelSpec
 from ..origin import Origin, origin_of
+from ..policy.caller import caller_of
 from ..policy.scopes import Needed
 from ..readiness import Readiness
 from ..tenants import tenant_of
@@ -151,20 +152,28 @@ class GrpcMethods:
         return _response("ServerMetadata", name=SERVER_NAME, version=VERSION, extensions=EXTENSIONS)
 
     async def _model_metadata(self, request: Request, message: Any) -> Message:
-        return codec.encode_model_metadata(self._service.spec(message.name, message.version))
+        return codec.encode_model_metadata(self._spec(request, message))
 
     async def _model_config(self, request: Request, message: Any) -> Message:
-        return codec.encode_model_config(self._service.spec(message.name, message.version))
+        return codec.encode_model_config(self._spec(request, message))
 
     async def _model_statistics(self, request: Request, message: Any) -> Message:
-        return encode_statistics(self._service, message.name, message.version)
+        caller = caller_of(request)
+        told: Message = encode_statistics(self._service, message.name, message.version, caller)
+        return told
 
     async def _repository_index(self, request: Request, message: Any) -> Message:
-        states = [each for each in await self._service.states() if each.ready or not message.ready]
-        index = codec.encode_repository_index([(each.name, each.ready) for each in states])
-        for told, state in zip(index.models, states, strict=True):
-            told.version, told.reason = state.version, state.reason
-        return index
+        names = {each.name for each in self._service.specs(caller=caller_of(request))}
+        states = [
+            each for each in await self._service.states(names) if each.ready or not message.ready
+        ]
+        return codec.encode_repository_index(
+            codec.ModelIndex(each.name, each.ready, each.version, each.reason) for each in states
+        )
+
+    def _spec(self, request: Request, message: Any) -> ModelSpec:
+        (spec,) = self._service.specs(message.name, message.version, caller_of(request))
+        return spec
 
     # --- inference ------------------------------------------------------------------------------
 

@@ -95,7 +95,9 @@ class Client:
     async def __call__(self, method: str, request: Any = None, **options: Any) -> Any:
         """What a method answers to a message, or to bytes; its error as `Failed`."""
         if not isinstance(request, bytes):
-            request = (METHODS[method].request() if request is None else request).SerializeToString()
+            request = (
+                METHODS[method].request() if request is None else request
+            ).SerializeToString()
         return await self.end(method, self.begin(method, request, **options))
 
     async def end(self, method: str, call: Any) -> Any:
@@ -189,7 +191,7 @@ async def served(
         grpc.aio.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel,
     ):
         for model in models:
-            gateway.kserve.service._models[model.spec.name] = model
+            gateway.kserve.service.add(model)
         yield gateway, Client(channel)
 
 
@@ -198,5 +200,3 @@ async def until(holds: Any) -> None:
     async with asyncio.timeout(LIMIT_S):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0)
-
-

@@ -174,15 +174,8 @@ class Gateway:
         """Whoever has no port for it need not wait until gRPC is imported."""
         from .kserve.grpc_server import GrpcServer
 
-        return GrpcServer(
-            self.kserve,
-            self._policy.chain,
-            self._readiness,
-            config,
-            self._server.calls.observer,
-            self._server.limits,
-            self._server.certificates,
-        )
+        policy, http = self._policy.chain, self._server
+        return GrpcServer(self.kserve, policy, self._readiness, config, http)
 
     def _listen(self, backlog: int) -> socket.socket:
         family, address = place_of(self._config)

@@ -19,12 +19,12 @@ from starlette.types import Scope
 
 from ...config import GatewayConfig, NanoInferenceError
 from ...kserve.protobuf import METHODS, Method
-from ..calls import CALL_HEADER, CallObserver, ObservedCall
+from ..calls import CALL_HEADER, ObservedCall
 from ..http import ERROR_CODE, call_id_of
-from ..limits import RequestLimits
 from ..policy.caller import ROUTE
 from ..policy.chain import PolicyChain
 from ..policy.scopes import Needed
+from ..server import HttpServer
 from .endings import Endings
 from .grpc_connection import GrpcConnection, Waiting, scope_of
 from .grpc_errors import CODE_TRAILER, STATUS_PARAM, Failure, failure_of
@@ -46,21 +46,16 @@ class GrpcCalls(grpc.GenericRpcHandler):
     """
 
     def __init__(
-        self,
-        methods: GrpcMethods,
-        policy: PolicyChain,
-        observer: CallObserver,
-        limits: RequestLimits,
-        config: GatewayConfig,
+        self, methods: GrpcMethods, policy: PolicyChain, config: GatewayConfig, http: HttpServer
     ) -> None:
-        """Args: what is done for each, what each has to pass, who sees it, how many there may be,
-        and the gateway's settings."""
+        """Args: what is done for each, what each has to pass, the gateway's settings, and the
+        server that observes and counts calls."""
         self.endings = Endings()
-        self.waiting = Waiting(limits.max_requests)
+        self.waiting = Waiting(http.limits.max_requests, http.connections.count)
         self._methods = methods
         self._policy = policy
-        self._observer = observer
-        self._limits = limits
+        self._observer = http.calls.observer
+        self._limits = http.limits
         self._config = config
         self._scheme = "https" if config.tls_certificate else "http"
         self._handlers = {

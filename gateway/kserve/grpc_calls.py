@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from ...config import GatewayConfig, NanoInferenceError
-from ...kserve.protobuf import METHODS, Method
+from ...kserve.protobuf import METHODS, SERVICE, Method
 from ..calls import CALL_HEADER, ObservedCall
 from ..http import ERROR_CODE, call_id_of
 from ..policy.caller import ROUTE
@@ -37,10 +37,11 @@ _TRACED = ("generate", "weights", "admin")
 """Calls that need one of these begin a trace; the others are asked each second, or could be."""
 
 
-class GrpcCalls(grpc.GenericRpcHandler):
+class GrpcCalls:
     """What answers calls.
 
     Attributes:
+        handler: gRPC asks it for what handles a method.
         endings: Of those under way.
         waiting: Those of which a message is awaited.
     """
@@ -58,14 +59,11 @@ class GrpcCalls(grpc.GenericRpcHandler):
         self._limits = http.limits
         self._config = config
         self._scheme = "https" if config.tls_certificate else "http"
-        self._handlers = {
-            method.path: grpc.stream_stream_rpc_method_handler(self._handler(method))
-            for method in METHODS.values()
+        handlers = {
+            name: grpc.stream_stream_rpc_method_handler(self._handler(method))
+            for name, method in METHODS.items()
         }
-
-    def service(self, details: Any) -> Any:
-        """gRPC asks for what handles a method; there is none of another name."""
-        return self._handlers.get(details.method)
+        self.handler = grpc.method_handlers_generic_handler(SERVICE, handlers)
 
     def _handler(self, method: Method) -> Handle:
         """One for streams, which a client with one message takes for one of its kind: it is asked

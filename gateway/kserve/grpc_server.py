@@ -47,7 +47,7 @@ class GrpcServer:
         self._certificates = http.certificates
         self._calls = GrpcCalls(GrpcMethods(kserve, readiness), policy, config, http)
         self._server = grpc.aio.server(options=_options(config, http.limits.max_requests))
-        self._server.add_generic_rpc_handlers((self._calls,))
+        self._server.add_generic_rpc_handlers((self._calls.handler,))
 
     def listen(self, address: str) -> None:
         """Takes the port; what comes there waits for `start`.

@@ -21,7 +21,11 @@ from nano_inference.gateway.callers import only_known_callers
 from nano_inference.gateway.calls import ObservedCalls
 from nano_inference.gateway.measures import Measures
 from nano_inference.telemetry import names, setup_logging
-from nano_inference.telemetry.instruments import GATEWAY_IN_FLIGHT, HTTP_DURATION, MODEL_CALL_DURATION
+from nano_inference.telemetry.instruments import (
+    GATEWAY_IN_FLIGHT,
+    HTTP_DURATION,
+    MODEL_CALL_DURATION,
+)
 
 from .fake import FakeEngine, refused
 from .told import Told, ids

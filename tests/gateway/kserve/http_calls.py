@@ -7,18 +7,24 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import numpy as np
 
 from nano_inference.config import load_config
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.gateway.kserve.served import ServedModel
 from nano_inference.gateway.readiness import Readiness
+from nano_inference.kserve.http_codec import decode_http_response, encode_http_request
+from nano_inference.kserve.tensors import DATATYPES, DTYPES, InferResponse, NamedTensor
 from nano_inference.telemetry import Metrics, Tracing
 
 from ..fake import FakeEngine
 
 JSON = {"Content-Type": "application/json"}
+BYTES = {"Content-Type": "application/octet-stream"}
 LENGTH = "Inference-Header-Content-Length"
+INT8 = {"name": "INT8", "datatype": "INT8", "shape": [1], "data": [1]}
+"""An input of `Echo`, as JSON."""
 
 
 class Engine(FakeEngine):
@@ -67,3 +73,32 @@ def failed(answer: httpx.Response, status: int) -> str:
     assert list(told) == ["error"]
     assert isinstance(told["error"], str)
     return answer.headers["X-Error-Code"]
+
+
+def of_each() -> list[NamedTensor]:
+    """A tensor of each datatype."""
+    numbers = [np.array([1, 0, 1]).astype(DTYPES[each]) for each in DATATYPES if each != "BYTES"]
+    words = np.array([b"", b"\x00\xff", "zwölf".encode()], dtype=np.object_)
+    named = [each for each in DATATYPES if each != "BYTES"]
+    return [
+        *map(NamedTensor, named, numbers),
+        NamedTensor("BYTES", words),
+    ]
+
+
+async def infer(
+    http: httpx.AsyncClient, tensors: list[NamedTensor], model: str = "echo", **more: Any
+) -> httpx.Response:
+    """Calls a model with bytes behind the JSON; `more` goes to the codec, but for headers."""
+    headers = more.pop("headers", {})
+    parts, length = encode_http_request(tensors, **more)
+    if length is not None:
+        headers = {LENGTH: str(length)} | headers
+    body = b"".join(parts)
+    return await http.post(f"/v2/models/{model}/infer", content=body, headers=BYTES | headers)
+
+
+def read(answer: httpx.Response) -> InferResponse:
+    assert answer.status_code == 200, answer.text
+    length = answer.headers.get(LENGTH)
+    return decode_http_response(answer.content, None if length is None else int(length))

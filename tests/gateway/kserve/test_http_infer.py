@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import json
 import math
-import zlib
-from collections.abc import Callable, Iterator
-from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
 import httpx
@@ -16,10 +12,10 @@ import numpy as np
 import pytest
 
 from nano_inference.config import RequestError
-from nano_inference.kserve.http_codec import decode_http_response, encode_http_request
-from nano_inference.kserve.tensors import DATATYPES, DTYPES, InferResponse, NamedTensor
+from nano_inference.kserve.http_codec import encode_http_request
+from nano_inference.kserve.tensors import DATATYPES, InferResponse, NamedTensor
 
-from .http_calls import JSON, LENGTH, asking, failed, listening
+from .http_calls import BYTES, INT8, JSON, LENGTH, asking, failed, infer, listening, of_each, read
 from .served import LIMIT_S, Echo, Failing, Several, Slow
 
 IN_JSON = {
@@ -31,18 +27,6 @@ IN_JSON = {
     "FP64": [1e300, -2.5],
     "BYTES": ["", "zwölf"],
 }
-BYTES = {"Content-Type": "application/octet-stream"}
-
-
-def of_each() -> list[NamedTensor]:
-    """A tensor of each datatype."""
-    numbers = [np.array([1, 0, 1]).astype(DTYPES[each]) for each in DATATYPES if each != "BYTES"]
-    words = np.array([b"", b"\x00\xff", "zwölf".encode()], dtype=np.object_)
-    named = [each for each in DATATYPES if each != "BYTES"]
-    return [
-        *map(NamedTensor, named, numbers),
-        NamedTensor("BYTES", words),
-    ]
 
 
 def same(one: InferResponse, tensors: list[NamedTensor]) -> None:
@@ -50,24 +34,6 @@ def same(one: InferResponse, tensors: list[NamedTensor]) -> None:
     for mine, theirs in zip(one.outputs, tensors, strict=True):
         assert mine.datatype == theirs.datatype
         assert mine.data.tolist() == theirs.data.tolist()
-
-
-async def infer(
-    http: httpx.AsyncClient, tensors: list[NamedTensor], model: str = "echo", **more: Any
-) -> httpx.Response:
-    """Calls a model with bytes behind the JSON; `more` goes to the codec, but for headers."""
-    headers = more.pop("headers", {})
-    parts, length = encode_http_request(tensors, **more)
-    if length is not None:
-        headers = {LENGTH: str(length)} | headers
-    body = b"".join(parts)
-    return await http.post(f"/v2/models/{model}/infer", content=body, headers=BYTES | headers)
-
-
-def read(answer: httpx.Response) -> InferResponse:
-    assert answer.status_code == 200, answer.text
-    length = answer.headers.get(LENGTH)
-    return decode_http_response(answer.content, None if length is None else int(length))
 
 
 # --- tensors ------------------------------------------------------------------------------------
@@ -158,9 +124,26 @@ async def test_a_call_ends_when_its_time_is_over() -> None:
     assert slow.ended == ["cancelled"]
 
 
-# --- refusals -----------------------------------------------------------------------------------
+async def test_numbers_that_json_does_not_know() -> None:
+    tensors = [NamedTensor("FP32", np.array([math.nan, math.inf], dtype=np.float32))]
+    async with asking(Echo()) as http:
+        head = {"name": "FP32", "parameters": {"binary_data": False}}
+        parts, length = encode_http_request(tensors)
+        told = json.loads(b"".join(parts)[:length])
+        told["outputs"] = [head]
+        told.get("parameters", {}).clear()
+        body = json.dumps(told).encode()
+        answer = await http.post(
+            "/v2/models/echo/infer",
+            content=body + b"".join(parts)[length:],
+            headers=BYTES | {LENGTH: str(len(body))},
+        )
+    first, second = json.loads(answer.content)["outputs"][0]["data"]
+    assert math.isnan(first)
+    assert second == math.inf
 
-INT8 = {"name": "INT8", "datatype": "INT8", "shape": [1], "data": [1]}
+
+# --- refusals -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -299,111 +282,6 @@ async def test_bytes_are_taken_nowhere_else() -> None:
                 assert answer.status_code == 415
 
 
-# --- compression --------------------------------------------------------------------------------
-
-PACK: dict[str, Callable[[bytes], bytes]] = {
-    "gzip": lambda body: gzip.compress(body, 1),
-    "deflate": zlib.compress,
-}
-
-
-@pytest.mark.parametrize("coding", PACK)
-async def test_bodies_may_be_compressed_both_ways(coding: str) -> None:
-    parts, length = encode_http_request(of_each())
-    headers = BYTES | {LENGTH: str(length), "Content-Encoding": coding, "Accept-Encoding": coding}
-    async with asking(Echo()) as http:
-        answer = await http.post(
-            "/v2/models/echo/infer", content=PACK[coding](b"".join(parts)), headers=headers
-        )
-    assert answer.headers["content-encoding"] == coding
-    assert len(read(answer).outputs) == len(DATATYPES)
-
-
-@pytest.mark.parametrize("given", ["gzip, deflate", "gzip, deflate, br", "br", "identity", "*", ""])
-async def test_answers_are_not_compressed_for_who_knows_many_ways(given: str) -> None:
-    async with asking(Echo()) as http:
-        answer = await infer(http, of_each(), headers={"Accept-Encoding": given})
-    assert "content-encoding" not in answer.headers
-    assert len(read(answer).outputs) == len(DATATYPES)
-
-
-@pytest.mark.parametrize("coding", PACK)
-@pytest.mark.parametrize("number", [0, 5, 3 << 20])
-async def test_what_is_unpacked_is_whole(coding: str, number: int) -> None:
-    data = np.random.default_rng(0).integers(0, 3, number).astype(np.int32)
-    parts, length = encode_http_request([NamedTensor("INT32", data)])
-    headers = BYTES | {LENGTH: str(length), "Content-Encoding": coding}
-    async with asking(Echo()) as http:
-        answer = await http.post(
-            "/v2/models/echo/infer", content=PACK[coding](b"".join(parts)), headers=headers
-        )
-    assert np.array_equal(read(answer).outputs[0].data, data)
-
-
-@pytest.mark.parametrize("coding", PACK)
-async def test_a_bomb_is_refused(coding: str) -> None:
-    bomb = PACK[coding](b" " * (8 << 20))
-    assert len(bomb) < 40_000
-    async with asking(Echo(), max_body_bytes=40_000) as http:
-        answer = await http.post(
-            "/v2/models/echo/infer", content=bomb, headers=JSON | {"Content-Encoding": coding}
-        )
-        assert failed(answer, 413) == "request_too_large"
-
-
-async def test_what_is_unpacked_counts_among_all_bodies() -> None:
-    body = json.dumps({"inputs": [INT8]}).encode() + b" " * 900_000
-    limits = {
-        "max_body_bytes": 1_000_000,
-        "max_bodies_bytes": 1_000_000,
-        "max_weights_bytes": 1_000_000,
-    }
-    slow, headers = Slow(), JSON | {"Content-Encoding": "gzip"}
-    async with listening(Echo(), slow, **limits) as place, httpx.AsyncClient() as http:
-        http.base_url = httpx.URL(f"http://{place}")
-        empty = json.dumps({"inputs": []}).encode() + b" " * 900_000
-        held = asyncio.create_task(
-            http.post("/v2/models/slow/infer", content=gzip.compress(empty), headers=headers)
-        )
-        await slow.until(lambda: len(slow.calls) == 1)
-        answer = await http.post(
-            "/v2/models/echo/infer", content=gzip.compress(body), headers=headers
-        )
-        assert failed(answer, 429) == "overloaded"
-        held.cancel()
-        await slow.until(lambda: slow.ended == ["cancelled"])
-
-
-@pytest.mark.parametrize(
-    ("body", "coding", "status", "code"),
-    [
-        (b"{}", "gzip", 400, "malformed"),
-        (b"", "gzip", 400, "malformed"),
-        (gzip.compress(b"{}")[:-1], "gzip", 400, "malformed"),
-        (gzip.compress(b"{}") + b"x", "gzip", 400, "malformed"),
-        (gzip.compress(b"{}"), "deflate", 400, "malformed"),
-        (gzip.compress(gzip.compress(b"{}")), "gzip, gzip", 400, "malformed"),
-        (gzip.compress(b"{}"), "gzip, deflate", 415, "unsupported_media_type"),
-        (b"{}", "br", 415, "unsupported_media_type"),
-        (b"{}", "x" * 5000, 415, "unsupported_media_type"),
-    ],
-)
-async def test_what_can_not_be_unpacked(body: bytes, coding: str, status: int, code: str) -> None:
-    headers = JSON | {"Content-Encoding": coding}
-    async with asking(Echo()) as http:
-        answer = await http.post("/v2/models/echo/infer", content=body, headers=headers)
-    assert failed(answer, status) == code
-
-
-async def test_only_tensors_may_be_compressed() -> None:
-    headers = JSON | {"Content-Encoding": "gzip"}
-    body = gzip.compress(b"{}")
-    async with asking(Several()) as http:
-        for path in ("/v2/models/several/generate", "/v2/repository/index", "/generate"):
-            answer = await http.post(path, content=body, headers=headers)
-            assert answer.status_code == 415
-
-
 # --- clients that leave -------------------------------------------------------------------------
 
 
@@ -419,113 +297,3 @@ async def test_a_dropped_connection_cancels() -> None:
         assert slow.ended == []
         writer.close()
         await slow.until(lambda: slow.ended == ["cancelled"])
-
-
-# --- shared memory ------------------------------------------------------------------------------
-
-SIZE = 1 << 16
-
-
-@pytest.fixture
-def shared() -> Iterator[tuple[str, memoryview]]:
-    """An object of shared memory: its key, and what is in it."""
-    made = SharedMemory(create=True, size=SIZE)
-    yield f"/{made.name.lstrip('/')}", made.buf
-    made.close()
-    made.unlink()
-
-
-def in_memory(name: str, size: int, offset: int = 0) -> dict[str, Any]:
-    place = {
-        "shared_memory_region": "mine",
-        "shared_memory_byte_size": size,
-        "shared_memory_offset": offset,
-    }
-    return {"name": name, "parameters": place}
-
-
-MOVED = {
-    "inputs": [in_memory("INT32", 40) | {"datatype": "INT32", "shape": [10]}],
-    "outputs": [in_memory("INT32", 40, 4096)],
-}
-
-
-async def test_tensors_stay_in_shared_memory(shared: tuple[str, memoryview]) -> None:
-    key, view = shared
-    view[:40] = np.arange(10, dtype=np.int32).tobytes()
-    region = {"key": key, "byte_size": SIZE}
-    base = "/v2/systemsharedmemory"
-    async with asking(Echo(), shared_memory=True) as http:
-        assert (await http.post(f"{base}/region/mine/register", json=region)).content == b""
-        told = [{"name": "mine", "key": key, "offset": 0, "byte_size": SIZE}]
-        assert (await http.get(f"{base}/status")).json() == told
-        assert (await http.get(f"{base}/region/mine/status")).json() == told
-        answer = await http.post("/v2/models/echo/infer", json=MOVED)
-        (output,) = answer.json()["outputs"]
-        assert "data" not in output
-        assert output["parameters"]["shared_memory_region"] == "mine"
-        assert np.frombuffer(bytes(view[4096:4136]), dtype=np.int32).tolist() == list(range(10))
-        # Nobody else's.
-        others = {"X-Tenant": "somebody"}
-        assert (await http.get(f"{base}/status", headers=others)).json() == []
-        answer = await http.post("/v2/models/echo/infer", json=MOVED, headers=others)
-        assert failed(answer, 404) == "unknown_region"
-        for path in (f"{base}/region/mine/unregister", f"{base}/unregister"):
-            assert (await http.post(path)).status_code == 200
-        assert (await http.get(f"{base}/status")).json() == []
-        assert failed(await http.get(f"{base}/region/mine/status"), 404) == "unknown_region"
-        answer = await http.post("/v2/models/echo/infer", json=MOVED)
-        assert failed(answer, 404) == "unknown_region"
-
-
-async def test_regions_that_are_none(shared: tuple[str, memoryview]) -> None:
-    key, _ = shared
-    path = "/v2/systemsharedmemory/region/mine/register"
-    async with asking(shared_memory=True) as http:
-        for wrong, code in (
-            ({"key": key}, "invalid_request"),
-            ({"key": 7, "byte_size": 1}, "invalid_request"),
-            ({"key": key, "byte_size": 2**70}, "invalid_request"),
-            ({"key": key, "byte_size": SIZE + 1}, "invalid_region"),
-            ({"key": key, "byte_size": 8, "offset": -1}, "invalid_region"),
-            ({"key": "/../x", "byte_size": 8}, "invalid_region"),
-        ):
-            assert failed(await http.post(path, json=wrong), 400) == code
-
-
-async def test_shared_memory_is_off_unless_it_is_allowed() -> None:
-    base = "/v2/systemsharedmemory"
-    async with asking(Echo()) as http:
-        answer = await http.post(f"{base}/region/mine/register", json={"key": "/x", "byte_size": 8})
-        assert failed(answer, 403) == "shared_memory_off"
-        assert failed(await http.post("/v2/models/echo/infer", json=MOVED), 403)
-        # Triton's examples begin with it.
-        assert (await http.post(f"{base}/unregister")).status_code == 200
-        assert (await http.get(f"{base}/status")).json() == []
-
-
-async def test_of_cuda_s_memory_there_is_none() -> None:
-    async with asking() as http:
-        for region in ("", "/region/mine"):
-            base = f"/v2/cudasharedmemory{region}"
-            assert (await http.get(f"{base}/status")).json() == []
-            assert (await http.post(f"{base}/unregister")).status_code == 200
-
-
-async def test_numbers_that_json_does_not_know() -> None:
-    tensors = [NamedTensor("FP32", np.array([math.nan, math.inf], dtype=np.float32))]
-    async with asking(Echo()) as http:
-        head = {"name": "FP32", "parameters": {"binary_data": False}}
-        parts, length = encode_http_request(tensors)
-        told = json.loads(b"".join(parts)[:length])
-        told["outputs"] = [head]
-        told.get("parameters", {}).clear()
-        body = json.dumps(told).encode()
-        answer = await http.post(
-            "/v2/models/echo/infer",
-            content=body + b"".join(parts)[length:],
-            headers=BYTES | {LENGTH: str(len(body))},
-        )
-    first, second = json.loads(answer.content)["outputs"][0]["data"]
-    assert math.isnan(first)
-    assert second == math.inf

@@ -15,7 +15,7 @@ import msgspec
 from ..config import RequestError, shown
 from .checks import check_not_classified, checked_name, counted
 from .elements import array_of, raw_bytes
-from .json_data import json_elements, json_to_array, read_json
+from .json_data import json_elements, json_parameters, json_to_array, read_json
 from .memory import TensorMemory, memory_of, memory_params, read_tensor, write_tensor
 from .tensors import (
     Array,
@@ -62,6 +62,8 @@ class _Output(msgspec.Struct, forbid_unknown_fields=True):
 
 class _Request(msgspec.Struct, forbid_unknown_fields=True):
     inputs: list[_Input]
+    # KServe's own client names the model here as well.
+    model_name: str | None = None
     id: str | None = None
     parameters: Values | None = None
     outputs: list[_Output] | None = None
@@ -96,6 +98,11 @@ def decode_http_request(
     """
     head, binary = _split(body, header_length)
     found = _convert(head, _Request)
+    if found.model_name not in {None, model_name}:
+        raise RequestError(
+            f"the body is for the model {shown(found.model_name)}, and the path for "
+            f"{shown(model_name)}; leave out model_name"
+        )
     parameters = dict(found.parameters or {})
     binary_outputs = _flag(
         BINARY_DATA_OUTPUT_PARAM, parameters.pop(BINARY_DATA_OUTPUT_PARAM, False)
@@ -151,7 +158,7 @@ def encode_http_response(
     if response.id:
         head["id"] = response.id
     if response.parameters:
-        head["parameters"] = dict(response.parameters)
+        head["parameters"] = json_parameters(response.parameters)
     return _joined({**head, "outputs": described}, binary)
 
 
@@ -183,7 +190,7 @@ def encode_http_request(
     if id:
         head["id"] = id
     if given := {**(parameters or {}), **({BINARY_DATA_OUTPUT_PARAM: True} if binary else {})}:
-        head["parameters"] = given
+        head["parameters"] = json_parameters(given)
     if outputs := [_wanted(each, binary) for each in requested_outputs]:
         head["outputs"] = outputs
     return _joined(head, parts)

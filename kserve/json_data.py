@@ -7,6 +7,7 @@ FP16 and BF16 have no such form. Numbers that are none, and infinity, are `NaN`,
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NoReturn
@@ -16,7 +17,7 @@ import numpy as np
 
 from ..config import shown
 from .elements import MAX_ELEMENTS, MAX_STRINGS, read_only
-from .tensors import DTYPES, Array, Datatype, NamedTensor, TensorError, element_count
+from .tensors import DTYPES, Array, Datatype, NamedTensor, Parameters, TensorError, element_count
 
 _NOT_IN_JSON = ("FP16", "BF16")
 
@@ -71,9 +72,13 @@ def array_to_json(name: str, data: Array) -> list[Any]:
 def json_elements(tensor: NamedTensor) -> msgspec.Raw:
     """What `array_to_json` gives, encoded. Raises as that."""
     flat = array_to_json(tensor.name, tensor.data)
-    if tensor.data.dtype.kind == "f" and not np.isfinite(tensor.data).all():
-        return msgspec.Raw(json.dumps(flat, separators=(",", ":")).encode())
-    return msgspec.Raw(msgspec.json.encode(flat))
+    return _written(flat, tensor.data.dtype.kind != "f" or bool(np.isfinite(tensor.data).all()))
+
+
+def json_parameters(parameters: Parameters) -> msgspec.Raw:
+    """Parameters, encoded."""
+    numbers = [each for each in parameters.values() if isinstance(each, float)]
+    return _written(dict(parameters), all(map(math.isfinite, numbers)))
 
 
 def read_json(text: bytes | memoryview) -> Any:
@@ -84,23 +89,30 @@ def read_json(text: bytes | memoryview) -> Any:
     """
     try:
         return msgspec.json.decode(text)
-    except msgspec.ValidationError as error:
-        raise ValueError(str(error)) from None
+    except msgspec.ValidationError:
+        raise
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    except msgspec.DecodeError as error:
+    except msgspec.DecodeError:
         text = bytes(text)
         if b"NaN" not in text and b"Infinity" not in text:
-            raise ValueError(str(error)) from None
+            raise
     try:
         return json.loads(text.decode(), parse_float=_finite)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
+def _written(value: object, finite: bool) -> msgspec.Raw:
+    # msgspec writes null for what is not finite.
+    if finite:
+        return msgspec.Raw(msgspec.json.encode(value))
+    return msgspec.Raw(json.dumps(value, separators=(",", ":")).encode())
+
+
 def _finite(text: str) -> float:
     found = float(text)
-    if not np.isfinite(found):
+    if not math.isfinite(found):
         raise ValueError(f"the number {shown(text)} is out of range")
     return found
 

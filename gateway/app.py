@@ -66,9 +66,8 @@ def make_app(
     submissions = Submissions(engine, config, measures, readiness, policy.chain)
     kept = KeptCalls(engine, config)
     length = ModelLength(engine, config)
-    kserve = KServe(
-        open_service(submissions, config, words, readiness, measures), Regions(config.gateway)
-    )
+    models = open_service(submissions, config, words, readiness, measures)
+    kserve = KServe(models, Regions(config.gateway))
     app = Starlette(
         routes=[
             *probe_routes(readiness),

@@ -1,4 +1,4 @@
-"""What a path is called where calls are counted and traced: by its route, of which there are few."""
+"""What a path is called where calls are counted and traced: as its route, of which few are."""
 
 from __future__ import annotations
 

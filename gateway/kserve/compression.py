@@ -1,4 +1,4 @@
-"""Bodies that are compressed, as Triton's clients offer it: by gzip, or by deflate, which is zlib's.
+"""Compressed bodies, as Triton's clients offer them: by gzip, or by deflate, which is zlib's.
 
 What is unpacked has the limits of any body, and is counted among all bodies piece by piece, so that
 little that becomes much is refused before it is there.

@@ -1,4 +1,4 @@
-"""What `generate` takes and gives: plain JSON instead of tensors, after Triton's generate extension.
+"""What `generate` takes and gives, after Triton's extension: plain JSON instead of tensors.
 
 A field that is called like an input of the model is that input, at the top or below `parameters`;
 any other is a parameter of the request.

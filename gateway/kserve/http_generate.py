@@ -11,7 +11,6 @@ from ...kserve.tensors import InferRequest, InferResponse
 from ..http import EventStream, JsonResponse, SendEvent, answer_while_connected, read_object
 from ..origin import Origin, origin_of
 from ..policy.caller import caller_of
-from ..policy.models import check_allowed
 from ..tenants import tenant_of
 from .generate_fields import generate_json, read_generate
 from .http_errors import error_body
@@ -55,8 +54,7 @@ class GenerateCalls:
 
     async def _read(self, request: Request) -> tuple[Origin, InferRequest]:
         name, version = named(request)
-        check_allowed(caller_of(request), name)
-        spec = self._service.spec(name, version)
+        (spec,) = self._service.specs(name, version, caller_of(request))
         origin = origin_of(request, tenant_of(request), None)
         body = await read_object(request, self._config.max_body_bytes)
         return origin, read_generate(spec, version, body)

@@ -12,26 +12,23 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...config import RequestError, shown
-from ...kserve.http_codec import decode_http_request, encode_http_response
+from ...kserve.http_codec import HEADER, decode_http_request, encode_http_response
 from ...kserve.memory import TensorMemory
 from ...kserve.tensors import InferRequest, InferResponse
 from ..http import answer_while_connected, check_containers, read_body
 from ..limits import hold
 from ..origin import origin_of
 from ..policy.caller import caller_of
-from ..policy.models import check_allowed
 from ..tenants import tenant_of
 from .compression import coding_of, packed, unpacked, wanted_coding
 from .http_info import named
 from .shared import KServe
 
-HEADER_LENGTH = "Inference-Header-Content-Length"
-"""The header that says how much of a body is JSON, where bytes stand behind that."""
-
 # What is copied or decoded faster than a thread is asked to.
 _MOST_HERE_BYTES = 1 << 18
 # At a time: what the connection's buffer gets before it is asked whether it can take more.
 _SENT_BYTES = 1 << 20
+_MOST_DIGITS = 19
 
 
 class TensorResponse(Response):
@@ -47,7 +44,7 @@ class TensorResponse(Response):
         self.headers["Content-Type"] = "application/json"
         if header_length is not None:
             self.headers["Content-Type"] = "application/octet-stream"
-            self.headers[HEADER_LENGTH] = str(header_length)
+            self.headers[HEADER] = str(header_length)
         if coding:
             self.headers["Content-Encoding"] = coding
 
@@ -75,8 +72,7 @@ class InferCalls:
     async def infer(self, request: Request) -> Response:
         """Calls a model, which answers once."""
         name, version = named(request)
-        check_allowed(caller_of(request), name)
-        self._service.spec(name, version)
+        self._service.specs(name, version, caller_of(request))
         tenant = tenant_of(request)
         memory = self._regions.memory(tenant)
         origin = origin_of(request, tenant, None)
@@ -94,7 +90,7 @@ class InferCalls:
         body = await read_body(request, self._max_body_bytes)
         if coding := coding_of(request.headers):
             body = await unpacked(body, coding, self._max_body_bytes, partial(hold, request.scope))
-        length = _header_length(request, len(body))
+        length = _header_length(request)
         json = body if length is None else body[:length]
         check_containers(json)
         decode = partial(decode_http_request, name, version, body, length, memory)
@@ -117,26 +113,20 @@ class InferCalls:
         return TensorResponse(parts, length, coding)
 
 
-def _header_length(request: Request, body_bytes: int) -> int | None:
+def _header_length(request: Request) -> int | None:
     """How much of a body is JSON; None when all of it is.
 
     Raises:
         RequestError: malformed.
     """
-    given = request.headers.get(HEADER_LENGTH)
+    given = request.headers.get(HEADER)
     if given is None:
         return None
     # Of digits there may be many, and other alphabets have some as well.
-    if not (given.isascii() and given.isdecimal() and len(given) <= 19):
-        raise _bad_length(given, body_bytes)
-    if int(given) > body_bytes:
-        raise _bad_length(given, body_bytes)
+    if not (given.isascii() and given.isdecimal() and len(given) < _MOST_DIGITS):
+        raise RequestError(
+            f"{HEADER} is {shown(given)}; it must be the length of the JSON at the beginning of "
+            "the body",
+            code="malformed",
+        )
     return int(given)
-
-
-def _bad_length(given: str, body_bytes: int) -> RequestError:
-    return RequestError(
-        f"{HEADER_LENGTH} is {shown(given)}; it must be the number of bytes of the JSON at the "
-        f"beginning of the body, which has {body_bytes}",
-        code="malformed",
-    )

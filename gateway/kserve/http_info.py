@@ -10,7 +10,6 @@ from ...config import BusError, RequestError
 from ...kserve.tensors import ModelSpec
 from ..http import JsonResponse, convert, read_object
 from ..policy.caller import caller_of
-from ..policy.models import check_allowed
 from ..readiness import Readiness
 from .descriptions import config_json, index_json, metadata_json
 from .http_errors import CODE_HEADER
@@ -74,25 +73,19 @@ class InfoCalls:
 
     async def statistics(self, request: Request) -> Response:
         """How often a model was called, or each of them, and how long it took."""
-        name, version = named(request)
-        allowed = caller_of(request).models
-        if name:
-            check_allowed(caller_of(request), name)
-        told = statistics_json(self._service, name, version)
-        if allowed is not None:
-            told["model_stats"] = [each for each in told["model_stats"] if each["name"] in allowed]
+        told = statistics_json(self._service, *named(request), caller_of(request))
         return JsonResponse(told)
 
     async def index(self, request: Request) -> Response:
         """Which models there are, and how each is; on demand only those that are ready."""
         body = convert(await read_object(request, self._max_body_bytes), _IndexBody)
-        states = await self._service.states(caller_of(request).models)
+        names = [each.name for each in self._service.specs(caller=caller_of(request))]
+        states = await self._service.states(names)
         return JsonResponse(index_json(each for each in states if each.ready or not body.ready))
 
     def _spec(self, request: Request) -> ModelSpec:
-        name, version = named(request)
-        check_allowed(caller_of(request), name)
-        return self._service.spec(name, version)
+        (spec,) = self._service.specs(*named(request), caller_of(request))
+        return spec
 
 
 def named(request: Request) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from nano_inference.gateway.callers import only_known_callers
 from nano_inference.gateway.calls import ObservedCalls
 from nano_inference.gateway.measures import Measures
 from nano_inference.telemetry import names, setup_logging
-from nano_inference.telemetry.instruments import GATEWAY_IN_FLIGHT, HTTP_DURATION
+from nano_inference.telemetry.instruments import GATEWAY_IN_FLIGHT, HTTP_DURATION, MODEL_CALL_DURATION
 
 from .fake import FakeEngine, refused
 from .told import Told, ids
@@ -35,7 +35,7 @@ ASKED = {
     "/v1/completions": {"prompt": ["a", "b"]},
     "/v1/chat/completions": CHAT,
 }
-ROUTES = (*ASKED, "/health", "/flush_cache")
+ROUTES = (*ASKED, "/health", "/flush_cache", "/v2/models/{model:path}/generate")
 
 
 @asynccontextmanager
@@ -152,6 +152,16 @@ async def test_without_a_valid_context_a_trace_begins(
     (trace,) = engine.traces
     assert trace is not None
     assert (trace.traceparent, trace.tracestate) == (f"00-{trace_id}-{span_id}-01", "")
+
+
+async def test_a_call_of_a_model_has_its_name(engine: FakeEngine, told: Told) -> None:
+    """Whichever of an engine's models it is."""
+    async with observed(engine, told.measures) as http:
+        ids = {"input_ids": [1, 2]}
+        assert (await http.post("/v2/models/tiny.tokens/generate", json=ids)).status_code == 200
+    (span,) = told.spans()
+    assert (span.attributes or {})[names.REQUEST_MODEL] == "tiny.tokens"
+    assert told.values(MODEL_CALL_DURATION) == {("tiny.tokens", ""): 1}
 
 
 async def test_states_of_several_headers_are_one(

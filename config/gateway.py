@@ -58,7 +58,9 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
         shared_memory: Whether clients on this machine may name shared memory that tensors are read
             from and written to. Whoever may call models may then read and write every POSIX shared
             memory object that this process may.
-        max_tensor_bytes: The tensors of one request that come in shared memory may hold so much.
+        max_tensor_bytes: The tensors of one request that are in shared memory may hold so much,
+            those read and those written together. As much is kept to read into again; and all
+            requests under way may have read as much as `max_bodies_bytes`, or one's tensors.
         models: Names under which packages have registered models of their own
             (`nano_inference.kserve_models`, docs/kserve-models.md) that KServe is to serve as well.
             Their code runs in the gateway.

@@ -63,10 +63,14 @@ class SlotQueue:
         return waiter
 
     def leave(self, waiter: Waiter) -> list[Waiter]:
-        """Gives up, with or without slots. Returns who has slots because of it."""
+        """Gives up, with or without slots. Returns who has slots because of it.
+
+        Nothing happens when he has left before.
+        """
         if waiter.first is not None:
-            return self.release(waiter.first, waiter.span)
-        del self._waiting[waiter]
+            first, waiter.first = waiter.first, None
+            return self.release(first, waiter.span)
+        self._waiting.pop(waiter, None)
         return self._serve()
 
     def release(self, first: int, span: int) -> list[Waiter]:

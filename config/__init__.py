@@ -13,7 +13,7 @@ from .errors import (
 from .gateway import GatewayConfig
 from .load import API_KEY_VARIABLE, as_environment, load_config, nearest, parse_value, text_in
 from .policy import PolicyConfig
-from .quoting import MOST_SHOWN, MOST_TEXT, cut, cut_middle, shown
+from .quoting import MOST_SHOWN, MOST_TEXT, cut, cut_middle, field_name, shown, told_of
 from .redact import REDIS_SCHEMES, redact
 from .roles import REPLICATED, all_roles, role_of, role_of_sender, roles_here, split_role
 from .settings import (
@@ -65,6 +65,7 @@ __all__ = [
     "as_environment",
     "cut",
     "cut_middle",
+    "field_name",
     "load_config",
     "nearest",
     "parse_value",
@@ -75,4 +76,5 @@ __all__ = [
     "shown",
     "split_role",
     "text_in",
+    "told_of",
 ]

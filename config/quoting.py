@@ -6,11 +6,15 @@ client sends can make a message, a log line or an answer of any size but ours.
 
 from __future__ import annotations
 
+import re
+
 MOST_SHOWN = 80
 """Characters of one value."""
 
 MOST_TEXT = 2000
 """Characters of a whole message; a sentence of ours with some values in it has fewer."""
+
+_UNKNOWN_FIELD = re.compile(r"unknown field `(.*)`(?= - at `|$)", re.DOTALL)
 
 
 def shown(value: object) -> str:
@@ -24,6 +28,17 @@ def shown(value: object) -> str:
     if isinstance(value, str | bytes):
         value = value[: MOST_SHOWN + 1]
     return cut(ascii(value), MOST_SHOWN)
+
+
+def field_name(name: str) -> str:
+    """A field's name as it is when it may be that of somebody's field, else cut and quoted."""
+    return name if name.isascii() and name.isidentifier() and len(name) <= 80 else shown(name)
+
+
+def told_of(error: Exception) -> str:
+    """What msgspec says of a value that is not of its type, in which the name of a field that there
+    is not, which may be any text, stands as `field_name` has it."""
+    return _UNKNOWN_FIELD.sub(lambda name: f"unknown field `{field_name(name[1])}`", str(error))
 
 
 def cut(text: str, most: int = MOST_TEXT) -> str:

@@ -20,8 +20,8 @@ import anyio.to_thread
 import msgspec
 from jinja2 import TemplateError
 
-from ..config import RequestError, shown
-from .http import FieldError, field_name
+from ..config import RequestError, field_name, shown
+from .http import FieldError
 from .words import LazyWords
 
 if TYPE_CHECKING:

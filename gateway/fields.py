@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from ..config import Config, RequestError, nearest, shown
-from .http import FieldError, convert, field_name
+from ..config import Config, RequestError, field_name, nearest, shown
+from .http import FieldError, convert
 
 T = TypeVar("T")
 

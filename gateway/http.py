@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..config import BusError, NanoInferenceError, RequestError, WeightsError, shown
+from ..config import BusError, NanoInferenceError, RequestError, WeightsError, shown, told_of
 
 T = TypeVar("T")
 
@@ -299,12 +299,7 @@ def convert(found: Any, kind: type[T], what: str = "the body") -> T:
     except msgspec.ValidationError as error:
         place = _PLACE.search(str(error))
         param = place[1] if place else None
-        raise FieldError(f"{what}: {error}", param=param) from None
-
-
-def field_name(name: str) -> str:
-    """A field's name as it is when it may be that of somebody's field, else cut and quoted."""
-    return name if name.isascii() and name.isidentifier() and len(name) <= 80 else shown(name)
+        raise FieldError(f"{what}: {told_of(error)}", param=param) from None
 
 
 async def while_connected(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:

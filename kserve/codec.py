@@ -275,7 +275,13 @@ def _raw_contents(
 ) -> Iterator[bytes | None]:
     """For each tensor its raw contents, each of which is a copy that is made here."""
     if not raw or len(raw) == len(places):
-        yield from raw or (None for _ in places)
+        for content, place in zip(raw or [None] * len(places), places, strict=True):
+            if content and place is not None:
+                raise TensorError(
+                    f"there are raw contents for a tensor in the region {shown(place.region)} of "
+                    "shared memory; leave them out, or the region"
+                )
+            yield content
         return
     following = iter(raw)
     for place in places:

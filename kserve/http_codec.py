@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ..config import RequestError, shown
+from ..config import RequestError, shown, told_of
 from .checks import check_not_classified, checked_name, counted
 from .elements import array_of, raw_bytes
 from .json_data import json_elements, json_parameters, json_to_array, read_json
@@ -242,7 +242,7 @@ def _convert(head: memoryview, kind: type[T]) -> T:
     try:
         return msgspec.convert(read, kind)
     except msgspec.ValidationError as error:
-        raise RequestError(f"{error}") from None
+        raise RequestError(f"the body: {told_of(error)}") from None
 
 
 def _tensors(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from ...config import shown
+from ...config import field_name, shown
 from ..chat_templates import Conversation, Turn
-from ..http import FieldError, convert, field_name
+from ..http import FieldError, convert
 from .bodies import Blocks, CountBody, Message, TextBlock
 
 T = TypeVar("T")

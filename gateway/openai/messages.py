@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from ...config import shown
+from ...config import field_name, shown
 from ..chat_templates import Conversation, Turn
-from ..http import FieldError, convert, field_name
+from ..http import FieldError, convert
 from .bodies import ChatBody, Message, TokenizeBody
 
 _IMAGES = frozenset({"image", "image_url", "input_image"})

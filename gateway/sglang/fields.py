@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, TypeVar
 
-from ...config import RequestError, nearest
-from ..http import convert, field_name
+from ...config import RequestError, field_name, nearest
+from ..http import convert
 
 T = TypeVar("T")
 

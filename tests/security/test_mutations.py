@@ -1,5 +1,7 @@
 """Ten thousand random and mutated requests: each has its own answer, and nobody else notices.
 
+So it is with TLS before HTTP, of a gateway that knows its callers, and of TLS itself.
+
 A case that fails is named with its seed and its number, which make it again, and with its bytes.
 """
 
@@ -7,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -21,22 +24,26 @@ from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config, RequestError, load_config
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.gateway import Gateway
-from nano_inference.gateway.server import HttpServer
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.stages.admission.core import AdmissionCore
 from nano_inference.stages.tokenizer import load_tokenizer
 
+from ..certificates import Authority
 from ..gateway.fake import FakeEngine, completion, refused, sample
-from .mutations.bodies import usual
-from .mutations.cases import HEAD_TIMEOUT_S, MAX_BODY_BYTES, case
+from ..gateway.told import Told
+from .mutations import tls
+from .mutations.admin import ADMINISTRATION, DOCUMENT, GENERATE, bearer
+from .mutations.bodies import MAX_BODY_BYTES
+from .mutations.cases import EVERYBODY, Family, case
 from .mutations.interfaces import CHAT, COMPLETIONS, INTERFACES, MESSAGES
-from .mutations.wire import Answer, Case, Wanted, asked, check, post, read_answer
+from .mutations.messages import HEAD_TIMEOUT_S
+from .mutations.playing import LIMIT_S, Bystander, Server, play, served, told
+from .mutations.wire import Case
 
 SEED = 17
 CASES = 10_000
 EVERY_DAY = 240
 AT_ONCE = 8
-LIMIT_S = 60
 CAPACITY = LaneCapacity(
     num_blocks=1 << 12, block_size=16, max_model_len=2048, vocab_size=768, device="none"
 )
@@ -79,147 +86,136 @@ class JudgingEngine(FakeEngine):
         return [completion(request, *samples)]
 
 
-class Server:
-    """The gateway's, and what its connections have received."""
-
-    def __init__(self, server: HttpServer, port: int) -> None:
-        self.port = port
-        self._server = server
-        self._met: set[int] = set()
-
-    def has_taken(self, port: int, number: int) -> bool:
-        """Whether so many bytes of a client were taken, or no more of it will be."""
-        for connection in self._server.connections._all:
-            if connection.client is not None and connection.client[1] == port:
-                self._met.add(port)
-                return connection._left or connection._received_bytes >= number
-        return port in self._met
-
-    def pass_s(self, seconds: int) -> None:
-        for _ in range(seconds):
-            self._server.connections.sweep(1.0)
-
-    async def until(self, holds: Callable[[], bool]) -> None:
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0)
-
-    def is_at_rest(self) -> bool:
-        """Whether nothing of any request is left."""
-        connections = self._server.connections
-        under_way = {each.phase for each in connections._all} - {"idle"}
-        return not under_way and not connections._limits.held_bytes
-
-
-@asynccontextmanager
-async def served(engine: FakeEngine) -> AsyncIterator[Server]:
-    config = load_config(env={}, overrides=SETTINGS)
-    server = HttpServer(make_app(engine, config), config.gateway)  # type: ignore[arg-type]
-    listener = socket.create_server(("127.0.0.1", 0))
-    serving = asyncio.create_task(server.serve([listener]))
-    try:
-        yield Server(server, listener.getsockname()[1])
-    finally:
-        server.should_exit = True
-        await serving
-
-
-async def play(server: Server, case: Case, usuals: dict[str, str]) -> None:
-    """Does what a case says, and looks at the answers."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    port, sent = writer.get_extra_info("sockname")[1], 0
-
-    try:
-        for place, piece in enumerate(case.pieces):
-            writer.write(piece)
-            sent += len(piece)
-            if case.pass_s or place + 1 < len(case.pieces):
-                await server.until(lambda sent=sent: server.has_taken(port, sent))  # type: ignore[misc]
-        if case.ends:
-            writer.write_eof()
-        server.pass_s(case.pass_s)
-        for wanted in case.wanted:
-            answer = await read_answer(reader, bodiless=wanted.bodiless)
-            check(answer, wanted, usuals.get(case.path, ""))
-        if case.closed:
-            try:
-                assert await reader.read() == b""
-            except ConnectionResetError:
-                assert case.ends
-    finally:
-        writer.transport.abort()
-
-
-class Bystander:
-    """Somebody who asks for the same all the time, on one connection."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-        self.answered = 0
-
-    async def ask(self, usuals: dict[str, str]) -> None:
-        """Asserts that the answer is what it always is."""
-        interface = (COMPLETIONS, CHAT, MESSAGES)[self.answered % 3]
-        answer = await self.get(post(interface.path, usual(interface)))
-        check(answer, Wanted(same=True), usuals[interface.path])
-        self.answered += 1
-
-    async def get(self, raw: bytes) -> Answer:
-        self._writer.write(raw)
-        return await read_answer(self._reader)
-
-
-async def play_named(server: Server, seed: int, number: int, usuals: dict[str, str]) -> None:
+async def play_named(
+    server: Server, number: int, usuals: dict[str, str], family: Family = EVERYBODY
+) -> Case:
     """As `play`, of the case with this number; a failure says which it is."""
-    found = case(seed, number)
+    found = case(SEED, number, family)
     try:
         async with asyncio.timeout(LIMIT_S):
             await play(server, found, usuals)
     # Whatever it is, it says nothing of the case.
     except Exception as error:
-        raw = b" | ".join(found.pieces)
-        raise AssertionError(
-            f"seed {seed}, case {number} ({found.kind}, {found.path}): {error!r}\n"
-            f"wanted {found.wanted}\nsent {len(raw)} bytes: {raw[:3000]!r}"
-        ) from error
+        raise told(found, f"seed {SEED}, case {number}", error) from error
+    return found
 
 
-async def play_all(server: Server, number: int, *, compared: bool) -> None:
+async def play_all(server: Server, number: int, *, compared: bool, at_once: int = AT_ONCE) -> None:
     """Plays so many cases, some at a time, while somebody else asks his own.
 
     Args:
         compared: Whether what was asked of the engine is looked at, which not every engine tells.
     """
-    connection = await asyncio.open_connection("127.0.0.1", server.port, limit=1 << 22)
-    bystander = Bystander(*connection)
-    usuals = {
-        each.path: asked(await bystander.get(post(each.path, usual(each)))) for each in INTERFACES
-    }
+    bystander = Bystander(*await server.connect(), (COMPLETIONS, CHAT, MESSAGES))
+    usuals = await bystander.usuals(INTERFACES)
     known = usuals if compared else {}
-    for first in range(0, number, AT_ONCE):
-        numbers = range(first, min(number, first + AT_ONCE))
+    for first in range(0, number, at_once):
+        numbers = range(first, min(number, first + at_once))
         # Those for whom time passes would have it pass for others.
         alone = [each for each in numbers if case(SEED, each).pass_s]
         async with asyncio.TaskGroup() as group:
-            group.create_task(bystander.ask(usuals))
+            group.create_task(bystander.ask())
             for each in numbers:
                 if each not in alone:
-                    group.create_task(play_named(server, SEED, each, known))
+                    group.create_task(play_named(server, each, known))
         for each in alone:
-            await play_named(server, SEED, each, known)
-    assert bystander.answered == -(-number // AT_ONCE)
+            await play_named(server, each, known)
+    assert bystander.answered == -(-number // at_once)
     async with asyncio.timeout(LIMIT_S):
         await server.until(server.is_at_rest)
+
+
+@contextmanager
+def nothing_told(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Asserts that no log has anything of an error."""
+    with structlog.testing.capture_logs() as lines:
+        yield
+    assert not [line for line in lines if line["log_level"] in ("error", "critical")]
+    assert not caplog.records
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "authority")
+
+
+@pytest.fixture
+def with_tls(authority: Authority) -> Config:
+    own = authority.issue("gateway")
+    files = {"tls_certificate": str(own.certificate), "tls_key": str(own.key)}
+    return load_config(
+        env={}, overrides=SETTINGS | {f"gateway.{name}": file for name, file in files.items()}
+    )
 
 
 @pytest.mark.soak
 async def test_each_request_has_its_answer_and_nobody_else_notices(
     soak: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with structlog.testing.capture_logs() as lines:
-        async with served(JudgingEngine()) as server:
+    config = load_config(env={}, overrides=SETTINGS)
+    with nothing_told(caplog):
+        async with served(make_app(JudgingEngine(), config), config.gateway) as server:  # type: ignore[arg-type]
             await play_all(server, CASES if soak else EVERY_DAY, compared=True)
-    assert not [line for line in lines if line["log_level"] in ("error", "critical")]
-    assert not caplog.records
+
+
+@pytest.mark.soak
+async def test_so_it_is_with_tls(
+    soak: bool, authority: Authority, with_tls: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = ssl.create_default_context(cafile=authority.file)
+    app = make_app(JudgingEngine(), with_tls)  # type: ignore[arg-type]
+    with nothing_told(caplog):
+        async with served(app, with_tls.gateway, client) as server:
+            # With TLS nobody can end one half of a connection, so some are there for seconds.
+            await play_all(server, CASES if soak else EVERY_DAY // 3, compared=True, at_once=80)
+
+
+@pytest.mark.soak
+async def test_what_is_no_tls_ends_its_own_connection_and_no_other(
+    soak: bool, authority: Authority, with_tls: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    measured = Told()
+    app = make_app(JudgingEngine(), with_tls)  # type: ignore[arg-type]
+    client = ssl.create_default_context(cafile=authority.file)
+    with nothing_told(caplog):
+        async with served(app, with_tls.gateway, client, measured.measures) as server:
+            bystander = Bystander(*await server.connect(), (COMPLETIONS, CHAT, MESSAGES))
+            broken = 0
+            for number in range(CASES if soak else EVERY_DAY):
+                async with asyncio.timeout(LIMIT_S):
+                    broken += not await tls.play(server, SEED, number)
+                    await bystander.ask()
+                    await server.until(lambda: len(server.connections) == 1)
+    assert measured.refused() == {"handshake_failed": broken}
+
+
+@pytest.mark.soak
+async def test_of_the_administration_what_is_refused_changes_nothing(
+    soak: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_config(env={}, overrides=SETTINGS | {"policy.backend": "bus"})
+    app = make_app(JudgingEngine(), config)  # type: ignore[arg-type]
+    store = app.state.policy.store
+    await store.change(lambda _: DOCUMENT)
+    with nothing_told(caplog):
+        async with served(app, config.gateway) as server:
+            callers = [
+                each._replace(headers=(bearer(GENERATE),)) for each in (COMPLETIONS, CHAT, MESSAGES)
+            ]
+            bystander = Bystander(*await server.connect(), tuple(callers))
+            usuals: dict[str, str] = {}
+            admin = Bystander(*await server.connect(), ADMINISTRATION.interfaces)
+            for interface in ADMINISTRATION.interfaces:
+                usuals |= await admin.usuals((interface,))
+                await store.change(lambda _: DOCUMENT)
+            for number in range(CASES if soak else EVERY_DAY):
+                played = await play_named(server, number, usuals, ADMINISTRATION)
+                if all(wanted.refusals and not wanted.either for wanted in played.wanted):
+                    assert await store.document() == DOCUMENT, played
+                await store.change(lambda _: DOCUMENT)
+                await bystander.ask()
+            async with asyncio.timeout(LIMIT_S):
+                await server.until(server.is_at_rest)
 
 
 @pytest.mark.slow
@@ -228,7 +224,7 @@ async def test_a_pipeline_behind_it_has_nothing_left_of_them(
     soak: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = load_config(env={}, overrides=SETTINGS)
-    with structlog.testing.capture_logs() as lines:
+    with nothing_told(caplog):
         async with Pipeline(config) as pipeline, Gateway(pipeline.client, config) as gateway:
             before = {report.stage: report.epoch for report in pipeline.stages()}
             server = Server(gateway._server, gateway.port)
@@ -243,8 +239,6 @@ async def test_a_pipeline_behind_it_has_nothing_left_of_them(
             async with asyncio.timeout(LIMIT_S):
                 await server.until(at_rest)
             assert {report.stage: report.epoch for report in pipeline.stages()} == before
-    assert not [line for line in lines if line["log_level"] in ("error", "critical")]
-    assert not caplog.records
 
 
 def test_a_case_is_made_of_its_numbers_alone() -> None:

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ....config import RequestError, SamplingParams, shown
+from ....config import RequestError, SamplingParams, field_name, shown
 from ....kserve.deadlines import TIMEOUT_NS_PARAM, TRITON_TIMEOUT_PARAM
 from ....kserve.tensors import InferRequest, TensorError
-from ...http import FieldError, convert, decode_object, field_name
+from ...http import FieldError, convert, decode_object
 from ...openai.bodies import SamplingBody
 from ...openai.fields import read_fields
 from ...openai.requests import sampling_of

@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple, cast
 
 from starlette.requests import Request
 
-from ....config import shown
-from ...http import FieldError, field_name
+from ....config import field_name, shown
+from ...http import FieldError
 from .events import NOTHING
 from .items import MOST_LISTED
 

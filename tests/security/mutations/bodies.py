@@ -8,10 +8,10 @@ from typing import Any
 
 from nano_inference.gateway.http import MOST_CONTAINERS
 
-from .fields import Field, Interface, refused
-from .interfaces import INTERFACES
-from .wire import MALFORMED, Case, Refusals, Wanted, post
+from .fields import Field, Interface, Interfaces, refused
+from .wire import MALFORMED, Case, Refusals, Wanted
 
+MAX_BODY_BYTES = 2 << 20
 DEPTH = 100_000
 INVALID = refused("invalid_request")
 UNSUPPORTED = refused("unsupported")
@@ -56,21 +56,22 @@ def usual(interface: Interface) -> bytes:
 
 
 def one(kind: str, interface: Interface, body: bytes, wanted: Wanted) -> Case:
-    return Case(kind, interface.path, (post(interface.path, body),), (wanted,))
+    return Case(kind, interface.path, (interface.call(body),), (wanted,))
 
 
 def taken(interface: Interface, *, stream: bool = False, same: bool | None = True) -> Wanted:
     """The answer to a body that is taken."""
-    return Wanted(last=interface.last if stream else "", same=same)
+    last = interface.last if stream else ""
+    return Wanted(status=interface.status, last=last, same=same)
 
 
 def refusal(interface: Interface, refusals: Refusals) -> Wanted:
     return Wanted(refusals, interface.shape)
 
 
-def fields_changed(rng: random.Random) -> Case:
+def fields_changed(rng: random.Random, interfaces: Interfaces) -> Case:
     """One to three fields of a body have other values, of which none or several can't be obeyed."""
-    interface = rng.choice(INTERFACES)
+    interface = rng.choice(interfaces)
     body = json.loads(usual(interface))
     refusals: Refusals = frozenset()
     groups: set[str] = set()
@@ -108,9 +109,9 @@ def _value(field: Field, rng: random.Random) -> tuple[Any, Refusals, bool]:
     return rng.choice(values), refusals, moves
 
 
-def other_names(rng: random.Random) -> Case:
+def other_names(rng: random.Random, interfaces: Interfaces) -> Case:
     """Fields that the endpoint does not have, or does not obey, and fields that are missing."""
-    interface = rng.choice(INTERFACES)
+    interface = rng.choice(interfaces)
     body = json.loads(usual(interface))
     wanted = taken(interface)
     match rng.randrange(4):
@@ -133,9 +134,9 @@ def other_names(rng: random.Random) -> Case:
     return one("names", interface, encoded(body, rng), wanted)
 
 
-def names_twice(rng: random.Random) -> Case:
+def names_twice(rng: random.Random, interfaces: Interfaces) -> Case:
     """The same field more than once: the last one counts."""
-    interface = rng.choice(INTERFACES)
+    interface = rng.choice(interfaces)
     name = rng.choice(sorted(interface.body))
     last = b'"%s":%s' % (name.encode(), json.dumps(interface.body[name]).encode())
     bad = b'"%s":%s' % (name.encode(), rng.choice((b"true", b"[[7.5]]")))
@@ -146,9 +147,9 @@ def names_twice(rng: random.Random) -> Case:
     return one("twice", interface, b"{%s,%s}" % (inner, bad), wanted)
 
 
-def no_json(rng: random.Random) -> Case:
+def no_json(rng: random.Random, interfaces: Interfaces) -> Case:
     """What can't be read, on its own or at some place of a body."""
-    interface = rng.choice(INTERFACES)
+    interface = rng.choice(interfaces)
     good = usual(interface)
     match rng.randrange(7):
         case 0:
@@ -201,11 +202,11 @@ def reads_as_object(raw: bytes) -> bool:
     return isinstance(found, dict)
 
 
-def too_much(rng: random.Random, most_bytes: int) -> Case:
+def too_much(rng: random.Random, interfaces: Interfaces) -> Case:
     """More bytes than a body may have, or more lists."""
-    interface = rng.choice(INTERFACES)
+    interface = rng.choice(interfaces)
     good = usual(interface)
-    raw = good + b" " * (most_bytes + 1 - len(good))
+    raw = good + b" " * (MAX_BODY_BYTES + 1 - len(good))
     if rng.random() < 0.5:
         raw = b'{"x":[' + rng.choice((b"[],", b"{},")) * MOST_CONTAINERS + b"1]," + good[1:]
     return one("too much", interface, raw, refusal(interface, refused("request_too_large", 413)))

@@ -4,42 +4,63 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import NamedTuple
 
 from . import bodies, messages
+from .fields import Interfaces
+from .interfaces import INTERFACES
 from .wire import Case
 
-MAX_BODY_BYTES = 2 << 20
-HEAD_TIMEOUT_S = 2
+Maker = Callable[[random.Random, Interfaces], Case]
 
-Maker = Callable[[random.Random], Case]
 
-# How often each comes, in all.
-_MAKERS: tuple[tuple[int, Maker], ...] = (
-    (340, bodies.fields_changed),
-    (90, bodies.other_names),
-    (30, bodies.names_twice),
+class Family(NamedTuple):
+    """Cases that a gateway of one kind is sent.
+
+    Attributes:
+        interfaces: What is called.
+        makers: How often each comes, in all, and what makes one.
+    """
+
+    interfaces: Interfaces
+    makers: tuple[tuple[int, Maker], ...]
+
+
+WIRE: tuple[tuple[int, Maker], ...] = (
     (150, bodies.no_json),
-    (5, lambda rng: bodies.too_much(rng, MAX_BODY_BYTES)),
-    (45, messages.bad_head),
+    (5, bodies.too_much),
+    (45, lambda rng, _: messages.bad_head(rng)),
     (50, messages.bad_length),
     (40, messages.bad_chunks),
     (25, messages.good_chunks),
     (35, messages.kinds_of_body),
-    (35, messages.targets),
     (25, messages.methods),
     (55, messages.named),
     (15, messages.hosts),
-    (30, messages.by_id),
-    (20, messages.pipelined),
-    (10, messages.keyed),
-    (15, lambda rng: messages.slow(rng, HEAD_TIMEOUT_S)),
+    (15, messages.slow),
     (15, messages.short_body),
 )
+"""HTTP and JSON themselves, whatever is called."""
+
+EVERYBODY = Family(
+    INTERFACES,
+    (
+        *WIRE,
+        (340, bodies.fields_changed),
+        (90, bodies.other_names),
+        (30, bodies.names_twice),
+        (35, messages.targets),
+        (30, lambda rng, _: messages.by_id(rng)),
+        (20, lambda rng, _: messages.pipelined(rng)),
+        (10, lambda rng, _: messages.keyed(rng)),
+    ),
+)
+"""Of a gateway without keys."""
 
 
-def case(seed: int, number: int) -> Case:
-    """A case, which these two numbers alone decide."""
+def case(seed: int, number: int, family: Family = EVERYBODY) -> Case:
+    """A case, which these numbers alone decide."""
     rng = random.Random(f"{seed}:{number}")
-    weights = [weight for weight, _ in _MAKERS]
-    ((_, make),) = rng.choices(_MAKERS, weights)
-    return make(rng)
+    weights = [weight for weight, _ in family.makers]
+    ((_, make),) = rng.choices(family.makers, weights)
+    return make(rng, family.interfaces)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .wire import Refusals, Shape
+from .wire import JSON, Headers, Refusals, Shape, head
 
 DEEP: Any = [[[[[["a"]]]]]]
 BOOL: tuple[Any, ...] = (0, 1, "true", [], {}, 1.5)
@@ -70,6 +70,9 @@ class Interface(NamedTuple):
         harmless: Fields that change nothing.
         needed: By name, what a body without that field is answered with.
         last: As `Wanted.last`, of its streams.
+        method: By which it is called; `others` are those of other endpoints at its path.
+        headers: What each call of it brings beside those of its body.
+        status: Of its answers.
     """
 
     path: str
@@ -82,6 +85,21 @@ class Interface(NamedTuple):
     harmless: tuple[str, ...] = ()
     needed: tuple[tuple[str, str], ...] = ()
     last: str = "data: [DONE]"
+    method: bytes = b"POST"
+    others: tuple[bytes, ...] = ()
+    headers: Headers = ()
+    status: int = 200
+
+    def head(self, headers: Headers) -> bytes:
+        """That of a call, with these headers beside its own."""
+        return head(self.method, self.path.encode(), (*self.headers, *headers))
+
+    def call(self, body: bytes, headers: Headers = ()) -> bytes:
+        """One with a body of JSON, as nearly all clients send it."""
+        return self.head((JSON, (b"Content-Length", b"%d" % len(body)), *headers)) + body
+
+
+Interfaces = tuple[Interface, ...]
 
 
 def refused(code: str, status: int = 400) -> Refusals:

@@ -1,0 +1,206 @@
+"""Calls of KServe V2 as a server gets them: in bytes, over gRPC and over HTTP."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import zlib
+from typing import Any, NamedTuple
+
+from nano_inference.kserve.protobuf import METHODS, message
+
+from .protobuf import rewired
+from .tensors import (
+    REGION,
+    Draft,
+    Region,
+    Shared,
+    as_http,
+    as_protobuf,
+    crooked,
+    odd_http,
+    odd_json,
+    spoiled,
+)
+from .wire import JSON, Headers, head
+
+MODEL = "echo"
+ANYTHING = ("*",)
+"""Codes of a call that may be answered or refused."""
+
+
+class GrpcCase(NamedTuple):
+    """A call over gRPC.
+
+    Attributes:
+        kind: What is odd about it.
+        method: What is called.
+        data: The message, or what is none.
+        codes: With one of these it is refused; empty for one that is answered.
+        draft: What it was made of, where it is answered with the same tensors.
+    """
+
+    kind: str
+    method: str
+    data: bytes
+    codes: tuple[str, ...] = ()
+    draft: Draft | None = None
+
+
+def infer(rng: random.Random, region: Region | Shared) -> GrpcCase:
+    """A request for the model that gives back what it is given."""
+    found = crooked(rng, region, echoed=True)
+    raw = as_protobuf(found.draft, MODEL).SerializeToString()
+    if rng.random() < 0.6:
+        return GrpcCase(found.kind, "ModelInfer", raw, found.codes, found.draft)
+    raw = rewired(raw, rng) if rng.random() < 0.8 else spoiled(raw, rng)
+    return GrpcCase("bytes", "ModelInfer", raw, ANYTHING)
+
+
+def call(rng: random.Random, region: Region | Shared) -> GrpcCase:
+    """Any method's, most of them of `infer`."""
+    if rng.random() < 0.6:
+        return infer(rng, region)
+    method = rng.choice([each for each in METHODS.values() if not each.streams])
+    asked: Any = method.request()
+    names = (MODEL, "other", "", "\x00", "é" * 300, "x" * 70_000, REGION, "../..")
+    for field in asked.DESCRIPTOR.fields:
+        if field.type == field.TYPE_STRING and not field.is_repeated and rng.random() < 0.7:
+            setattr(asked, field.name, rng.choice(names))
+        elif field.type == field.TYPE_UINT64:
+            setattr(asked, field.name, rng.choice((0, 1, 4096, 2**40, 2**63, 2**64 - 1)))
+    if method.name == "SystemSharedMemoryRegister":
+        asked.key = rng.choice(
+            ("/none", "", "/", "/../etc/passwd", "none", "/a/b", "/" + "x" * 5000)
+        )
+    raw = asked.SerializeToString()
+    match rng.randrange(4):
+        case 0:
+            raw = rewired(raw, rng)
+        case 1:
+            raw = spoiled(raw, rng)
+        case 2:
+            raw = rng.randbytes(rng.randrange(200))
+    return GrpcCase("method", method.name, raw, ANYTHING)
+
+
+def region_message(key: str, size: int) -> bytes:
+    """What registers the region that requests speak of."""
+    asked: bytes = message("SystemSharedMemoryRegisterRequest")(
+        name=REGION, key=key, byte_size=size
+    ).SerializeToString()
+    return asked
+
+
+# --- over HTTP -----------------------------------------------------------------------------------
+
+
+class HttpCase(NamedTuple):
+    """A call over HTTP: `raw` is all of it, the others are as in `GrpcCase`."""
+
+    kind: str
+    raw: bytes
+    codes: tuple[str, ...] = ()
+    draft: Draft | None = None
+
+
+INFER = b"/v2/models/echo/infer"
+BOMB = gzip.compress(b" " * (64 << 20))
+
+PLACES = (
+    *(b"/v2/models/echo/generate", b"/v2/models/several/generate_stream", b"/v2/repository/index"),
+    *(b"/v2/models/several/generate", b"/v2/systemsharedmemory/region/r/register"),
+    *(b"/v2/systemsharedmemory/region/r/unregister", b"/v2/cudasharedmemory/region/r/register"),
+    *(b"/v2/repository/models/echo/load", b"/v2/logging", b"/v2/trace/setting"),
+    *(b"/v2/models/echo/versions/3/infer", b"/v2/models/other/infer", INFER),
+)
+BODIES: tuple[dict[str, Any], ...] = (
+    {"times": 2, "text": "a", "parameters": {"stream": True}},
+    {"times": [1], "id": "mine"},
+    {"INT32": [1, 2], "BYTES": "a", "FP32": 1.5, "BOOL": True},
+    {"key": "/none", "byte_size": 64, "offset": 0},
+    {"ready": True},
+    {"parameters": {}},
+)
+TARGETS = (
+    *(b"/v2", b"/v2/", b"/v2/models", b"/v2/models/", b"/v2/models//infer", b"/v2/models/%00"),
+    *(b"/v2/models/%2e%2e/infer", b"/v2/models/../../admin/keys", b"/v2/models/echo/versions/"),
+    *(b"/v2/models/echo/versions/9/ready", b"/v2/models/a%2Fb/c/config", b"/v2/health", b"/V2"),
+    *(b"/v2/models/" + b"x" * 9000, b"/v2/models/" + b"/versions/1" * 500, b"/v2/models/%ff/stats"),
+    *(b"/v2/systemsharedmemory/region//status", b"/v2/systemsharedmemory/region/x%00/status"),
+    *(b"/v2/cudasharedmemory/status", b"/v2/models/stats", b"/v2/health/ready", b"/v2/models/echo"),
+)
+
+
+def http_call(rng: random.Random, region: Region | Shared) -> HttpCase:
+    """One of all kinds."""
+    match rng.randrange(10):
+        case 0 | 1 | 2 | 3:
+            return _infer(rng, region)
+        case 4 | 5:
+            body, length = odd_http(crooked(rng, region, echoed=True).draft, rng)
+            return HttpCase("odd", _post(INFER, body, _told(length)), ANYTHING)
+        case 6:
+            return _compressed(rng, region)
+        case 7:
+            method = rng.choice((b"GET", b"GET", b"POST", b"DELETE", b"HEAD", b"PUT"))
+            target = rng.choice((*TARGETS, *PLACES))
+            return HttpCase("target", head(method, target), ANYTHING)
+        case _:
+            body = json.dumps(odd_json(rng.choice(BODIES), rng)).encode()
+            body = spoiled(body, rng) if rng.random() < 0.3 else body
+            return HttpCase("place", _post(rng.choice(PLACES), body), ANYTHING)
+
+
+def _infer(rng: random.Random, region: Region | Shared) -> HttpCase:
+    found = crooked(rng, region, echoed=True)
+    # Of some datatypes there is nothing that JSON could say.
+    found.draft.parameters["binary_data_output"] = True
+    body, length = as_http(found.draft)
+    codes = found.codes and (*found.codes, "malformed")
+    return HttpCase(found.kind, _post(INFER, body, _told(length)), codes, found.draft)
+
+
+def _compressed(rng: random.Random, region: Region | Shared) -> HttpCase:
+    found = crooked(rng, region, echoed=True)
+    found.draft.parameters["binary_data_output"] = True
+    body, length = as_http(found.draft)
+    coding, pack = rng.choice(((b"gzip", gzip.compress), (b"deflate", zlib.compress)))
+    headers = (*_told(length), (b"Content-Encoding", coding))
+    match rng.randrange(5):
+        case 0:
+            raw, codes = spoiled(pack(body), rng), ANYTHING
+        case 1:
+            raw, codes = pack(body)[:-1], ("malformed",)
+        case 2:
+            headers = ((b"Content-Encoding", b"gzip"),)
+            raw, codes = BOMB, ("request_too_large",)
+        case 3:
+            raw, codes = pack(body) + b"x", ("malformed",)
+        case _:
+            raw, codes = pack(body), found.codes and (*found.codes, "malformed")
+    return HttpCase(f"{coding.decode()} {found.kind}", _post(INFER, raw, headers), codes)
+
+
+def _told(length: int | None) -> tuple[tuple[bytes, bytes], ...]:
+    if length is None:
+        return ()
+    return ((b"Inference-Header-Content-Length", str(length).encode()),)
+
+
+def _post(target: bytes, body: bytes, headers: Headers = ()) -> bytes:
+    length = (b"Content-Length", b"%d" % len(body))
+    return head(b"POST", target, (JSON, length, *headers)) + body
+
+
+def odd_headers(rng: random.Random) -> tuple[tuple[str, str], ...]:
+    """Metadata of a call over gRPC that means something, and what it may be besides."""
+    rows = (
+        *(("x-tenant", value) for value in ("t", "", "t" * 129, "a b")),
+        *(("x-budget-ms", value) for value in ("60000", "a", "1e3", "9" * 19, "inf")),
+        *(("traceparent", value) for value in ("00", "x" * 900, "00-" + "0" * 32 + "-1-01")),
+        *(("authorization", "Bearer"), ("x-request-id", "r" * 900), ("user-agent", "Mozilla/5.0")),
+        *(("origin", "http://a"), ("x-y", "~" * 4000)),
+    )
+    return rng.choice(((), (), (rng.choice(rows),)))

@@ -1,0 +1,187 @@
+"""Ten thousand requests of KServe V2, most of them crooked: read as what they are, or refused.
+
+Nothing else is raised, and nothing is made that is larger than what came.
+
+A case that fails is named with its number, which makes it again.
+"""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from google.protobuf.message import DecodeError
+
+from nano_inference.config import RequestError
+from nano_inference.gateway.http import status_of
+from nano_inference.kserve.codec import decode_infer_request, decode_infer_response
+from nano_inference.kserve.http_codec import decode_http_request, decode_http_response
+from nano_inference.kserve.protobuf import ModelInferRequest, ModelInferResponse
+from nano_inference.kserve.tensors import DTYPES, Array, InferRequest, NamedTensor
+
+from .mutations.protobuf import rewired
+from .mutations.tensors import Crooked, Region, as_http, as_protobuf, crooked, odd_http, spoiled
+
+SEED = 29
+CASES = 10_000
+EVERY_DAY = 600
+MOST_BYTES = 64
+"""For each byte that came, so many may be made of it; and a hundred thousand besides."""
+
+CODES = {
+    *("invalid_tensor", "invalid_request", "unsupported", "invalid_region", "unknown_region"),
+    "malformed",
+}
+
+
+def refusal(decode: Callable[[], object]) -> str:
+    """The code with which it is refused; "" where it is not. Whatever else is raised comes out."""
+    found: RequestError | None = None
+    try:
+        decode()
+    except RequestError as error:
+        found = error
+    if found is None:
+        return ""
+    assert found.code in CODES, found
+    assert status_of(found) in (400, 404)
+    assert found.message.isprintable(), found.message
+    assert 20 < len(found.message) < 1000, found.message
+    return found.code
+
+
+@contextmanager
+def nothing_large(size: int, what: str) -> Iterator[None]:
+    """Asserts that little memory is taken at any time, for so many bytes that came."""
+    tracemalloc.start()
+    try:
+        yield
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < MOST_BYTES * size + 100_000, f"{what}: {peak} bytes for {size}"
+
+
+def check_same(found: InferRequest, case: Crooked) -> None:
+    """Asserts that a good request has come as it was meant."""
+    assert [each.name for each in found.inputs] == [each.name for each in case.draft.inputs]
+    for tensor, meant in zip(found.inputs, case.draft.inputs, strict=True):
+        assert (tensor.datatype, list(tensor.shape)) == (meant.datatype, meant.shape)
+        if meant.datatype == "BYTES":
+            assert tensor.data.ravel().tolist() == meant.values
+        else:
+            expected = np.frombuffer(meant.raw, DTYPES[tensor.datatype])
+            assert tensor.data.tobytes() == expected.tobytes()
+    assert [each.name for each in found.outputs] == [name for name, _ in case.draft.outputs]
+    assert found.id == case.draft.id
+    assert dict(found.parameters) == case.draft.parameters
+
+
+def whole(tensors: tuple[NamedTensor, ...]) -> list[Array]:
+    """Copies of them, for which each element is read."""
+    return [tensor.data.copy() for tensor in tensors]
+
+
+@pytest.fixture
+def number_of_cases(soak: bool) -> int:
+    return CASES if soak else EVERY_DAY
+
+
+@pytest.mark.soak
+def test_messages(number_of_cases: int) -> None:
+    for number in range(number_of_cases):
+        rng, region = random.Random(f"{SEED}:{number}"), Region()
+        case = crooked(rng, region)
+        message = as_protobuf(case.draft)
+        with nothing_large(message.ByteSize(), f"case {number} ({case.kind})"):
+            code = refusal(
+                lambda message=message, region=region: decode_infer_request(message, region)
+            )  # type: ignore[misc]
+        assert code in (case.codes or ("",)), f"case {number} ({case.kind}): {code!r} {case.draft}"
+        if not case.codes:
+            check_same(decode_infer_request(message, region), case)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("answers", [False, True], ids=["requests", "answers"])
+def test_bytes(number_of_cases: int, *, answers: bool) -> None:
+    """Messages of which some bytes are others; what protobuf can't read is no message."""
+    kind, decode = ModelInferRequest, decode_infer_request
+    if answers:
+        kind, decode = ModelInferResponse, decode_infer_response
+    read = refused = 0
+    for number in range(number_of_cases):
+        rng, region = random.Random(f"{SEED}:{number}"), Region()
+        case = crooked(rng, region)
+        # Tensors stand under the same numbers in both.
+        raw = as_protobuf(case.draft).SerializeToString()
+        raw = spoiled(raw, rng) if rng.random() < 0.2 else rewired(raw, rng)
+        try:
+            message = kind.FromString(raw)
+        except DecodeError:
+            continue
+
+        def decoded(message: object = message, region: Region = region) -> None:
+            found = decode(message, region)
+            whole(found.outputs if answers else found.inputs)  # type: ignore[union-attr]
+
+        with nothing_large(len(raw), f"case {number}"):
+            code = refusal(decoded)
+        read, refused = read + (not code), refused + bool(code)
+    assert min(read, refused) > number_of_cases // 30
+
+
+@pytest.mark.soak
+def test_http_bodies(number_of_cases: int) -> None:
+    for number in range(number_of_cases):
+        rng, region = random.Random(f"{SEED}:{number}"), Region()
+        case = crooked(rng, region)
+        body, length = as_http(case.draft)
+
+        def decoded(
+            body: bytes = body, length: int | None = length, region: Region = region
+        ) -> InferRequest:
+            return decode_http_request("m", "", body, length, region)
+
+        with nothing_large(len(body), f"case {number} ({case.kind})"):
+            code = refusal(decoded)
+        assert code in (case.codes or ("",)), f"case {number} ({case.kind}): {code!r} {case.draft}"
+        if not case.codes:
+            check_same(decoded(), case)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("answers", [False, True], ids=["requests", "answers"])
+def test_odd_http_bodies(number_of_cases: int, *, answers: bool) -> None:
+    """JSON of which something is another, or of which nobody can tell where it ends."""
+    read = refused = 0
+    for number in range(number_of_cases):
+        rng, region = random.Random(f"{SEED}:{number}"), Region()
+        body, length = odd_http(crooked(rng, region).draft, rng)
+        if answers:
+            body, length = _as_an_answer(body, length)
+
+        def decoded(
+            body: bytes = body, length: int | None = length, region: Region = region
+        ) -> None:
+            if answers:
+                whole(decode_http_response(body, length, region).outputs)
+            else:
+                whole(decode_http_request("m", "", body, length, region).inputs)
+
+        with nothing_large(len(body), f"case {number}"):
+            code = refusal(decoded)
+        read, refused = read + (not code), refused + bool(code)
+    assert min(read, refused) > number_of_cases // 100
+
+
+def _as_an_answer(body: bytes, length: int | None) -> tuple[bytes, int | None]:
+    """The same, whose tensors are outputs."""
+    made = body.replace(b'"outputs":', b'"wanted":', 1)
+    made = made.replace(b'{"inputs":', b'{"model_name": "m", "outputs":', 1)
+    grown = len(made) - len(body)
+    return made, length + grown if length is not None and grown else length

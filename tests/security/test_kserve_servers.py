@@ -1,0 +1,282 @@
+"""Ten thousand calls of KServe V2, over gRPC and over HTTP, most of them crooked: each has its
+status, whoever else calls notices nothing, and nothing is left of them.
+
+A case that fails is named with its number, which makes it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import traceback
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import structlog
+
+from nano_inference.gateway.gateway import Gateway
+from nano_inference.kserve.protobuf import ModelInferRequest, ModelInferResponse
+from nano_inference.kserve.tensors import DATATYPES
+
+from ..gateway.kserve.grpc_calls import Client, Failed, served, until
+from ..gateway.kserve.served import Echo, Several
+from .mutations.kserve import (
+    ANYTHING,
+    GrpcCase,
+    HttpCase,
+    call,
+    http_call,
+    infer,
+    odd_headers,
+    region_message,
+)
+from .mutations.tensors import REGION, REGION_BYTES, Draft, Shared
+from .mutations.wire import Answer, read_answer
+
+SEED = 31
+CASES = 10_000
+EVERY_DAY = 300
+LIMIT_S = 60
+MOST_BODY_BYTES = 4 << 20
+SHM = Path("/dev/shm")
+
+CODES = set(re.findall(r"`([a-z_]+)`", Path("docs/errors.md").read_text()))
+"""Whatever stands there between such marks, the stable codes among them."""
+
+CLIENTS_FAULT = {
+    *("INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED"),
+    *("UNAUTHENTICATED", "PERMISSION_DENIED"),
+}
+
+
+@contextmanager
+def shared() -> Iterator[tuple[Shared, str]]:
+    """Memory that a client shares, and its key."""
+    made = SharedMemory(create=True, size=REGION_BYTES)
+    try:
+        yield Shared(made.buf), f"/{made.name.lstrip('/')}"
+    finally:
+        made.close()
+        made.unlink()
+
+
+def files() -> int:
+    """Descriptors of this process."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """Asserts that there is as much shared memory as before, and that no log has an error."""
+    before = {each.name for each in SHM.iterdir()}
+    with structlog.testing.capture_logs() as lines:
+        try:
+            yield
+        except AssertionError as error:
+            for line in _errors(lines):
+                error.add_note(f"{line} {traceback.format_exception(line.get('exc_info'))}")
+            raise
+    assert {each.name for each in SHM.iterdir()} <= before
+    assert not _errors(lines)
+
+
+def _errors(lines: list[Any]) -> list[Any]:
+    return [line for line in lines if line["log_level"] in ("error", "critical")]
+
+
+@asynccontextmanager
+async def kserve() -> AsyncIterator[tuple[Gateway, Client]]:
+    """A gateway that takes shared memory, with models that give back what they are given."""
+    settings = {"shared_memory": True, "max_body_bytes": MOST_BODY_BYTES}
+    async with served(Echo(), Several(), **settings) as found:
+        yield found
+
+
+async def at_rest(gateway: Gateway, before: int) -> None:
+    """Waits until nothing of any call is left; `before` is how many descriptors there were."""
+    calls = gateway._grpc._calls  # type: ignore[union-attr]
+    limits = gateway._server.limits
+    await until(lambda: not len(calls.endings) and not limits.held_bytes)
+    await until(lambda: files() <= before + 2)
+
+
+# --- gRPC ----------------------------------------------------------------------------------------
+
+
+def check_failure(found: Failed, codes: tuple[str, ...], told: str) -> None:
+    """Asserts that a call that was refused says what to change, and is not the server's fault."""
+    assert found.code in CLIENTS_FAULT, f"{told}: {found}"
+    assert found.stable in CODES, f"{told}: {found}"
+    assert codes == ANYTHING or found.stable in codes, f"{told}: {found}, not {codes}"
+    assert 5 < len(found.details) < 1000, f"{told}: {found}"
+    assert found.details.isprintable(), f"{told}: {found}"
+
+
+def check_echo(answer: Any, asked: Draft, told: str) -> None:
+    """Asserts that what was given has come back, as far as it was wanted."""
+    wanted = [name for name, _ in asked.outputs] or list(DATATYPES)
+    given = {each.name: each for each in asked.inputs}
+    assert [each.name for each in answer.outputs] == [each for each in wanted if each in given], (
+        told
+    )
+    for output, raw in zip(answer.outputs, answer.raw_output_contents, strict=True):
+        assert (output.datatype, list(output.shape)) == (output.name, given[output.name].shape), (
+            told
+        )
+        assert raw == given[output.name].raw, told
+
+
+@pytest.mark.soak
+async def test_a_status_for_each_call_over_grpc(soak: bool) -> None:
+    with nothing_left(), shared() as (region, key):
+        async with kserve() as (gateway, client):
+            await client("SystemSharedMemoryRegister", region_message(key, REGION_BYTES))
+            before = files()
+            for number in range(CASES if soak else EVERY_DAY):
+                rng = random.Random(f"{SEED}:{number}")
+                case = call(rng, region)
+                await play(client, case, odd_headers(rng), f"case {number} ({case.kind})")
+                if case.kind == "method":
+                    # It may have been this one's to be known no more.
+                    await client("SystemSharedMemoryRegister", region_message(key, REGION_BYTES))
+            await at_rest(gateway, before)
+            assert set((await client("SystemSharedMemoryStatus")).regions) == {REGION}
+
+
+async def play(
+    client: Client, case: GrpcCase, headers: tuple[tuple[str, str], ...], told: str
+) -> None:
+    answer = await client(case.method, case.data, metadata=headers, timeout=LIMIT_S)
+    codes = ANYTHING if headers else case.codes
+    if isinstance(answer, Failed):
+        check_failure(answer, codes, told)
+    elif codes != ANYTHING:
+        assert not codes, f"{told}: answered, not {codes}"
+        assert case.draft is not None
+        check_echo(answer, case.draft, told)
+
+
+@pytest.mark.soak
+async def test_of_a_stream_each_request_has_its_answer(soak: bool) -> None:
+    """And what is none ends the stream, behind the answers to those before."""
+    with nothing_left(), shared() as (region, key):
+        async with kserve() as (gateway, client):
+            await client("SystemSharedMemoryRegister", region_message(key, REGION_BYTES))
+            before = files()
+            for number in range(CASES // 5 if soak else EVERY_DAY // 5):
+                rng = random.Random(f"{SEED}:{number}")
+                cases = [infer(rng, region)._replace() for _ in range(rng.randrange(6))]
+                await play_stream(client, cases, rng, f"case {number}")
+            await at_rest(gateway, before)
+
+
+async def play_stream(client: Client, cases: list[GrpcCase], rng: random.Random, told: str) -> None:
+    stream = client.stream(timeout=LIMIT_S)
+    readable = [each for each in cases if _is_message(each.data)]
+    if len(readable) < len(cases):
+        readable = readable[: next(i for i, each in enumerate(cases) if not _is_message(each.data))]
+    try:
+        await stream.send(*(each.data for each in cases))
+    except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
+        # It has ended because of what was sent already.
+        assert len(readable) < len(cases), told
+    if rng.random() < 0.2:
+        stream.call.cancel()
+        return
+    answers = await stream.read_all()
+    failed = [each for each in answers if isinstance(each, Failed)]
+    for each in failed:
+        check_failure(each, ("malformed",), told)
+    assert len(failed) == (len(readable) < len(cases)), f"{told}: {answers}"
+    parts = answers[: len(answers) - len(failed)]
+    assert len(parts) == len(readable), f"{told}: {answers}"
+    for part, case in zip(parts, readable, strict=True):
+        code = part.infer_response.parameters["nano-inference-code"].string_param
+        assert bool(part.error_message) == bool(code), told
+        if case.codes != ANYTHING:
+            assert code in (case.codes or ("",)), f"{told}: {code} for {case.kind}"
+
+
+def _is_message(data: bytes) -> bool:
+    try:
+        ModelInferRequest.FromString(data)
+    except Exception:  # noqa: BLE001  # whatever protobuf says of it
+        return False
+    return True
+
+
+# --- HTTP ----------------------------------------------------------------------------------------
+
+
+def check_http(answer: Answer, case: HttpCase, told: str) -> None:
+    """Asserts that a call was answered, or refused in the words of Triton's clients."""
+    codes = case.codes
+    told = f"{told} ({case.kind}): {answer.status} {answer.body[:300]!r}"
+    if answer.status == 200:
+        assert codes in ((), ANYTHING), f"{told}, not {codes}"
+        return
+    if answer.status == 307:
+        # From a path to that with a slash behind it.
+        assert codes == ANYTHING, told
+        return
+    assert 400 <= answer.status < 500, told
+    if case.raw.startswith(b"HEAD"):
+        return
+    found = json.loads(answer.body)
+    assert set(found) == {"error"}, told
+    assert found["error"].isprintable(), told
+    assert 5 < len(found["error"]) < 2001, told
+    code = answer.headers["x-error-code"]
+    assert code in CODES, f"{told} {code}"
+    assert codes == ANYTHING or code in codes, f"{told} {code}, not {codes}"
+
+
+@pytest.mark.soak
+async def test_a_status_for_each_call_over_http(soak: bool) -> None:
+    with nothing_left(), shared() as (region, key):
+        async with kserve() as (gateway, client):
+            register = region_message(key, REGION_BYTES)
+            await client("SystemSharedMemoryRegister", register)
+            before = files()
+            for number in range(CASES if soak else EVERY_DAY):
+                rng = random.Random(f"{SEED}:{number}")
+                case = http_call(rng, region)
+                async with asyncio.timeout(LIMIT_S):
+                    answer = await ask(gateway.port, case.raw)
+                check_http(answer, case, f"case {number}")
+                if not case.codes and case.draft is not None:
+                    check_http_echo(answer, case.draft, f"case {number}")
+                await client("SystemSharedMemoryRegister", register)
+            await at_rest(gateway, before)
+
+
+async def ask(port: int, raw: bytes) -> Answer:
+    """The answer to a call, on a connection of its own."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
+    try:
+        writer.write(raw)
+        return await read_answer(reader, bodiless=raw.startswith(b"HEAD"))
+    finally:
+        writer.transport.abort()
+
+
+def check_http_echo(answer: Answer, asked: Draft, told: str) -> None:
+    """As `check_echo`."""
+    length = int(answer.headers.get("inference-header-content-length", len(answer.body)))
+    body, behind = json.loads(answer.body[:length]), answer.body[length:]
+    message = ModelInferResponse()
+    for output in body["outputs"]:
+        size = output["parameters"]["binary_data_size"]
+        message.outputs.add(name=output["name"], datatype=output["datatype"], shape=output["shape"])
+        message.raw_output_contents.append(behind[:size])
+        behind = behind[size:]
+    assert not behind, told
+    check_echo(message, asked, told)

@@ -130,7 +130,8 @@ class SharedMemoryRegistry:
 
         Raises:
             RequestError: unknown_region; invalid_region when the piece is not within the region, or
-                the client has made its object smaller.
+                the client has made its object smaller; overloaded when others have read as much as
+                `buffers` may give.
             MemoryError: There is none for the copy.
         """
 

@@ -89,6 +89,13 @@ class NamedTensor(NamedTuple):
         return tuple(self.data.shape)
 
 
+def text_tensor(name: str, *texts: str | bytes) -> NamedTensor:
+    """A tensor of texts: BYTES `[number of texts]`, in UTF-8."""
+    data = np.empty(len(texts), np.object_)
+    data[:] = [text.encode() if isinstance(text, str) else text for text in texts]
+    return NamedTensor(name, data)
+
+
 class SharedMemory(NamedTuple):
     """A piece of a registered region: where a tensor is, or is to be put.
 
@@ -159,6 +166,13 @@ class InferResponse(msgspec.Struct, frozen=True, kw_only=True):
     id: str = ""
     outputs: tuple[NamedTensor, ...] = ()
     parameters: Parameters = msgspec.field(default_factory=dict)
+
+    def output(self, name: str) -> Array:
+        """The output of that name. Raises KeyError when the answer has none."""
+        for each in self.outputs:
+            if each.name == name:
+                return each.data
+        raise KeyError(name)
 
 
 class TensorSpec(NamedTuple):

@@ -24,7 +24,8 @@ class Regions:
     def __init__(self, config: GatewayConfig) -> None:
         self._is_on = config.shared_memory
         self._max_tensor_bytes = config.max_tensor_bytes
-        self._buffers = WarmBuffers(config.max_tensor_bytes)
+        most = max(config.max_tensor_bytes, config.max_bodies_bytes)
+        self._buffers = WarmBuffers(config.max_tensor_bytes, most)
         self._registries: dict[str, SharedMemoryRegistry] = {}
 
     def register(self, tenant: str, name: str, key: str, offset: int, byte_size: int) -> None:
@@ -99,7 +100,8 @@ class RequestMemory:
         """As `SharedMemoryRegistry.read`.
 
         Raises:
-            RequestError: shared_memory_off, unknown_region, invalid_region, request_too_large.
+            RequestError: shared_memory_off, unknown_region, invalid_region, request_too_large;
+                overloaded when the tensors of all requests have as much as may be in memory.
         """
         registry = self._registry()
         self._count(place)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ...config import NanoInferenceError
 from ...kserve.protobuf import message
-from ...kserve.tensors import ModelSpec
 from ...telemetry import Metrics, instruments, names, now_ns
 from ..policy.caller import ANYBODY, Caller
 from .served import ModelCall
@@ -93,23 +92,23 @@ class Statistics:
         """Counts a call of a model."""
         found, begun_ns = self.model(name), now_ns()
         found.last_ns = begun_ns
-        code = CANCELLED
+        ended = CANCELLED
         try:
             yield
-            code = ""
+            ended = ""
         except NanoInferenceError as error:
-            code = error.code
+            ended = error.code
             raise
         except Exception:
-            code = _FAILED
+            ended = _FAILED
             raise
         finally:
             total_ns = now_ns() - begun_ns
-            if code:
+            if ended:
                 found.fail.add(total_ns)
             else:
                 found.add(total_ns, call.compute_ns)
-            labels = {names.REQUEST_MODEL: name, names.ERROR_TYPE: code}
+            labels = {names.REQUEST_MODEL: name, names.ERROR_TYPE: ended}
             self._metrics.record(instruments.MODEL_CALL_DURATION, total_ns / 1e9, labels)
 
 
@@ -121,7 +120,14 @@ def statistics_json(
     Raises:
         RequestError: model_not_found, also when the caller may not use it.
     """
-    return {"model_stats": _told(service, service.specs(name, version, caller))}
+    return {
+        "model_stats": [
+            _told(service.statistics.model(spec.name), spec.name, each)
+            for spec in service.specs(name, version, caller)
+            for each in spec.versions
+            if version in ("", each)
+        ]
+    }
 
 
 def encode_statistics(
@@ -132,12 +138,15 @@ def encode_statistics(
     return message("ModelStatisticsResponse")(**told)
 
 
-def _told(service: InferenceService, specs: Sequence[ModelSpec]) -> list[dict[str, Any]]:
+def _told(found: ModelStatistics, name: str, version: str) -> dict[str, Any]:
     nothing = Durations().told
-    told = []
-    for spec in specs:
-        found = service.statistics.model(spec.name)
-        times = {
+    return {
+        "name": name,
+        "version": version,
+        "last_inference": found.last_ns // 1_000_000,
+        "inference_count": found.success.count,
+        "execution_count": found.success.count,
+        "inference_stats": {
             "success": found.success.told,
             "fail": found.fail.told,
             "queue": found.queue.told,
@@ -147,17 +156,6 @@ def _told(service: InferenceService, specs: Sequence[ModelSpec]) -> list[dict[st
             "compute_output": nothing,
             "cache_hit": nothing,
             "cache_miss": nothing,
-        }
-        told += [
-            {
-                "name": spec.name,
-                "version": version,
-                "last_inference": found.last_ns // 1_000_000,
-                "inference_count": found.success.count,
-                "execution_count": found.success.count,
-                "inference_stats": times,
-                "batch_stats": [],
-            }
-            for version in spec.versions
-        ]
-    return told
+        },
+        "batch_stats": [],
+    }

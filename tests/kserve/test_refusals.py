@@ -249,6 +249,7 @@ def test_classification() -> None:
         (b"{}", None, "invalid_request"),
         (body(one(shapes=[1])), None, "invalid_request"),
         (body(one(), output=[]), None, "invalid_request"),
+        (body(one(), model_name="other"), None, "invalid_request"),
         (body(one(shape=[2.5])), None, "invalid_request"),
         (body(one(shape=[True])), None, "invalid_request"),
         (body(one(name=3)), None, "invalid_request"),

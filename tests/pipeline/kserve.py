@@ -10,10 +10,12 @@ import numpy as np
 
 from nano_inference.config import Config
 from nano_inference.gateway.account import Account
+from nano_inference.gateway.kserve.models.lane import Lane
 from nano_inference.gateway.kserve.repository import open_service
 from nano_inference.gateway.kserve.service import InferenceService
 from nano_inference.gateway.measures import Measures
 from nano_inference.gateway.origin import Origin
+from nano_inference.gateway.policy.chain import PolicyChain
 from nano_inference.gateway.readiness import Readiness
 from nano_inference.gateway.submissions import Submissions
 from nano_inference.gateway.words import LazyWords
@@ -29,12 +31,24 @@ from nano_inference.pipeline.client import BusClient
 from nano_inference.telemetry import TraceContext
 
 
-def service_of(client: BusClient, config: Config) -> InferenceService:
+def lane_of(client: BusClient, config: Config, policy: PolicyChain | None = None) -> Lane:
+    """What the models have in common."""
+    return Lane(*_parts(client, config, policy))
+
+
+def service_of(
+    client: BusClient, config: Config, policy: PolicyChain | None = None
+) -> InferenceService:
     """The models of a gateway with these settings."""
-    measures, readiness = Measures(client.tracing, client.metrics), Readiness(client)
-    submissions = Submissions(client, config, measures, readiness)
-    words = LazyWords(config.engine.model_folder)
-    return open_service(submissions, config, words, readiness, measures)
+    return open_service(*_parts(client, config, policy), Measures())
+
+
+def _parts(
+    client: BusClient, config: Config, policy: PolicyChain | None
+) -> tuple[Submissions, Config, LazyWords, Readiness]:
+    readiness = Readiness(client)
+    submissions = Submissions(client, config, Measures(), readiness, policy)
+    return submissions, config, LazyWords(config.engine.model_folder), readiness
 
 
 def origin(tenant: str = "default", deadline_ns: int | None = None, **more: Any) -> Origin:

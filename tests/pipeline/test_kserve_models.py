@@ -135,6 +135,25 @@ async def test_scores_are_those_of_the_pipeline(
     assert found["weight_version"].tolist() == [wanted.weight_version] == [1]
 
 
+async def test_the_best_sample_is_the_one_that_the_reference_model_finds_the_likeliest(
+    pipeline: Pipeline, service: InferenceService
+) -> None:
+    sampled = (await direct(pipeline)).samples
+    token_ids = [each.token_ids for each in sampled]
+    scored = await pipeline.score([prompt_ids()] * 3, token_ids)
+    means = [np.float32(np.mean(np.float32(each.ref_logprobs))) for each in scored]
+    sampling = {name: value for name, value in SAMPLED.items() if name != "n"}
+    request = asked("tiny.best_of", input_ids=prompt_ids(), best_of=3, sampling_parameters=sampling)
+    async with asyncio.timeout(LIMIT_S):
+        found = arrays(await service.infer_once(origin(), request))
+    assert found["scores"].tolist() == means
+    best = int(np.argmax(means))
+    assert tuple(found["output_ids"]) == token_ids[best]
+    assert tuple(found["logprobs"]) == sampled[best].logprobs
+    assert found["score"] == max(means)
+    assert len(set(means)) == 3
+
+
 async def test_streams_say_the_same_in_pieces(
     pipeline: Pipeline, service: InferenceService
 ) -> None:

@@ -63,7 +63,7 @@ def read_sampling(request: InferRequest, max_samples: int, *, text: bool = False
     Raises:
         RequestError: A parameter is not known, not supported here, or of the wrong type.
     """
-    given = _read_texts(_parameters(request))
+    given = _read_texts(sampling_body(request))
     where = f"{SAMPLING}."
     if text:
         for name, (only, why) in _OF_TEXTS.items():
@@ -89,6 +89,34 @@ def read_sampling(request: InferRequest, max_samples: int, *, text: bool = False
         )
     max_tokens = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
     return Sampling(fields.n, sampling_of(fields, max_tokens, fields.logprobs))
+
+
+def sampling_body(request: InferRequest) -> dict[str, Any]:
+    """The sampling parameters as they were given.
+
+    Raises:
+        TensorError: They are no JSON object.
+    """
+    text = text_of(request, SAMPLING)
+    if text is not None:
+        try:
+            return decode_object(text.encode())
+        except RequestError as error:
+            raise TensorError(f"{SAMPLING} can't be read: {error.message}") from None
+    return {
+        name: value
+        for name, value in request.parameters.items()
+        if name not in _OTHERS and not name.startswith(_OF_TRITON)
+    }
+
+
+def passed_on(request: InferRequest) -> dict[str, Any]:
+    """The parameters of a request that hold for others that are made of it.
+
+    Its time is not one of them: the call has what is left of that.
+    """
+    passed = (PRIORITY_PARAM, CACHE_SALT_PARAM)
+    return {name: request.parameters[name] for name in passed if name in request.parameters}
 
 
 def priority_of(request: InferRequest) -> int:
@@ -130,10 +158,12 @@ def token_ids_of(request: InferRequest, name: str, most: int) -> tuple[int, ...]
         most: More are refused before anything is made of them.
 
     Raises:
-        RequestError: prompt_too_long.
+        RequestError: empty_prompt, prompt_too_long.
     """
     data = request.input(name)
     assert data is not None, "the service asks for what is not optional"
+    if not data.size:
+        raise RequestError(f"{name} is empty; give at least one token", code="empty_prompt")
     if data.size > most:
         raise RequestError(
             f"{name} has {data.size} tokens; prompt and completion together may have {most}, so "
@@ -141,20 +171,6 @@ def token_ids_of(request: InferRequest, name: str, most: int) -> tuple[int, ...]
             code="prompt_too_long",
         )
     return tuple(data.tolist())
-
-
-def _parameters(request: InferRequest) -> dict[str, Any]:
-    text = text_of(request, SAMPLING)
-    if text is not None:
-        try:
-            return decode_object(text.encode())
-        except RequestError as error:
-            raise TensorError(f"{SAMPLING} can't be read: {error.message}") from None
-    return {
-        name: value
-        for name, value in request.parameters.items()
-        if name not in _OTHERS and not name.startswith(_OF_TRITON)
-    }
 
 
 def _read_texts(given: dict[str, Any]) -> dict[str, Any]:

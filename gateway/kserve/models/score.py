@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ....config import RequestError
 from ....kserve.tensors import ModelSpec, TensorSpec
 from ....pipeline.scoring import scored_completion, scoring_params
 from ...http import EngineError
@@ -54,13 +53,6 @@ class ScoreModel:
         given = read_sampling(call.request, 1)
         prompt = token_ids_of(call.request, PROMPT_IDS, lane.max_model_len)
         completion_ids = token_ids_of(call.request, COMPLETION_IDS, lane.max_model_len)
-        for name, token_ids in ((PROMPT_IDS, prompt), (COMPLETION_IDS, completion_ids)):
-            if not token_ids:
-                raise RequestError(
-                    f"{name} is empty; give at least one token of each, of a text without a prompt "
-                    "its first token",
-                    code="empty_prompt",
-                )
         (params,) = scoring_params([prompt], [completion_ids], given.params)
         request = lane.request(call, (*prompt, *completion_ids), Sampling(1, params))
         completion = await lane.complete(call, request)

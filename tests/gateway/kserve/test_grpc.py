@@ -277,7 +277,7 @@ async def test_who_leaves_takes_his_requests_along(leaves: str, streams: bool) -
     async with served(model) as (gateway, _):
         async with grpc.aio.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
             call = Client(channel)
-            options = {"timeout": 1.0} if leaves == "deadline" else {}
+            options = {"timeout": 0.3} if leaves == "deadline" else {}
             if streams:
                 stream = call.stream(**options)
                 await stream.send(request(request_id="0"), request(request_id="1"))
@@ -411,7 +411,9 @@ async def test_who_reads_nothing_holds_only_so_much() -> None:
         await until(lambda: model.left)
 
 
-async def test_who_reads_nothing_for_too_long_is_ended() -> None:
+async def test_who_reads_nothing_for_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "nano_inference.gateway.kserve.grpc_connection.LEAST_BYTES_PER_S"
+    monkeypatch.setattr(module, 1 << 40)
     model = Model(decoupled=True)
     model.answers = 10_000
     async with served(model, send_timeout_s=0.1) as (gateway, call):

@@ -48,8 +48,9 @@ def serve(
 
         nano-inference serve --model ~/models/Qwen2.5-0.5B-Instruct --port 8000
 
-    It speaks OpenAI's interface (docs/openai.md), SGLang's (docs/gateway.md) and, with --grpc-port
-    over gRPC as well, Triton's (docs/kserve.md). Unless there are keys (docs/policy.md), whoever reaches the port may use all of it, so that it listens
+    It speaks OpenAI's interface (docs/openai.md), SGLang's (docs/gateway.md) and Triton's
+    (docs/kserve.md), with --grpc-port over gRPC as well. Unless there are keys (docs/policy.md),
+    whoever reaches the port may use all of it, so that it listens
     on this machine only.
 
     On Ctrl-C or SIGTERM it is not ready any more and lets requests in flight finish, within

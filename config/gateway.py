@@ -62,8 +62,8 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
             those read and those written together. As much is kept to read into again; and all
             requests under way may have read as much as `max_bodies_bytes`, or one's tensors.
         models: Names under which packages have registered models of their own
-            (`nano_inference.kserve_models`, docs/kserve-models.md) that KServe is to serve as well. Their
-            code runs in the gateway.
+            (`nano_inference.kserve_models`, docs/kserve-models.md) that KServe is to serve as well.
+            Their code runs in the gateway.
         effects_by_get: Which calls with effects are taken by GET as well, from programs that do not
             call themselves a browser: "none"; "flush_cache", as trainers call it; "all", with
             those that release and resume memory.

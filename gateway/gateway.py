@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from ipaddress import ip_address
 from types import TracebackType
@@ -172,17 +173,12 @@ class Gateway:
 
     def _grpc_server(self, config: GatewayConfig) -> GrpcServer:
         """Whoever has no port for it need not wait until gRPC is imported."""
+        # Its own log has a line for whatever anybody sends, and no form but that of its own.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         from .kserve.grpc_server import GrpcServer
 
-        return GrpcServer(
-            self.kserve,
-            self._policy.chain,
-            self._readiness,
-            config,
-            self._server.calls.observer,
-            self._server.limits,
-            self._server.certificates,
-        )
+        policy, http = self._policy.chain, self._server
+        return GrpcServer(self.kserve, policy, self._readiness, config, http)
 
     def _listen(self, backlog: int) -> socket.socket:
         family, address = place_of(self._config)

@@ -62,6 +62,8 @@ class _Output(msgspec.Struct, forbid_unknown_fields=True):
 
 class _Request(msgspec.Struct, forbid_unknown_fields=True):
     inputs: list[_Input]
+    # KServe's own client names the model here as well.
+    model_name: str | None = None
     id: str | None = None
     parameters: Values | None = None
     outputs: list[_Output] | None = None
@@ -96,6 +98,11 @@ def decode_http_request(
     """
     head, binary = _split(body, header_length)
     found = _convert(head, _Request)
+    if found.model_name not in {None, model_name}:
+        raise RequestError(
+            f"the body is for the model {shown(found.model_name)}, and the path for "
+            f"{shown(model_name)}; leave out model_name"
+        )
     parameters = dict(found.parameters or {})
     binary_outputs = _flag(
         BINARY_DATA_OUTPUT_PARAM, parameters.pop(BINARY_DATA_OUTPUT_PARAM, False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import anyio
@@ -14,7 +14,7 @@ class Endings:
     """What is under way and may be ended, in the order in which it began."""
 
     def __init__(self) -> None:
-        self._open: dict[anyio.CancelScope, None] = {}
+        self._open: dict[anyio.CancelScope, Callable[[], bool]] = {}
         self._reasons: dict[anyio.CancelScope, NanoInferenceError] = {}
         self._closed: NanoInferenceError | None = None
 
@@ -23,8 +23,11 @@ class Endings:
         return len(self._open)
 
     @contextmanager
-    def open(self) -> Iterator[None]:
+    def open(self, rests: Callable[[], bool] = lambda: True) -> Iterator[None]:
         """Holds work that may be ended.
+
+        Args:
+            rests: Whether it may give way to other work.
 
         Raises:
             NanoInferenceError: It was.
@@ -32,7 +35,7 @@ class Endings:
         if self._closed is not None:
             raise self._closed
         scope = anyio.CancelScope()
-        self._open[scope] = None
+        self._open[scope] = rests
         try:
             with scope:
                 yield
@@ -42,15 +45,20 @@ class Endings:
         if reason is not None and scope.cancelled_caught:
             raise reason
 
-    def end_oldest(self, error: NanoInferenceError) -> None:
-        """Ends what began first."""
-        scope = next(iter(self._open))
-        del self._open[scope]
-        self._reasons[scope] = error
-        scope.cancel()
+    def give_way(self, error: NanoInferenceError) -> bool:
+        """Ends what began first of all that rests. Returns whether there was any."""
+        found = next((scope for scope, rests in self._open.items() if rests()), None)
+        if found is not None:
+            self._end(found, error)
+        return found is not None
 
     def close(self, error: NanoInferenceError) -> None:
         """Ends all there is, and whatever would begin from now on."""
         self._closed = error
-        while self._open:
-            self.end_oldest(error)
+        for scope in list(self._open):
+            self._end(scope, error)
+
+    def _end(self, scope: anyio.CancelScope, error: NanoInferenceError) -> None:
+        del self._open[scope]
+        self._reasons[scope] = error
+        scope.cancel()

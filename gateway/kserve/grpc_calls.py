@@ -18,13 +18,13 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from ...config import GatewayConfig, NanoInferenceError
-from ...kserve.protobuf import METHODS, Method
-from ..calls import CALL_HEADER, CallObserver, ObservedCall
+from ...kserve.protobuf import METHODS, SERVICE, Method
+from ..calls import CALL_HEADER, ObservedCall
 from ..http import ERROR_CODE, call_id_of
-from ..limits import RequestLimits
 from ..policy.caller import ROUTE
 from ..policy.chain import PolicyChain
 from ..policy.scopes import Needed
+from ..server import HttpServer
 from .endings import Endings
 from .grpc_connection import GrpcConnection, Waiting, scope_of
 from .grpc_errors import CODE_TRAILER, STATUS_PARAM, Failure, failure_of
@@ -37,40 +37,33 @@ _TRACED = ("generate", "weights", "admin")
 """Calls that need one of these begin a trace; the others are asked each second, or could be."""
 
 
-class GrpcCalls(grpc.GenericRpcHandler):
+class GrpcCalls:
     """What answers calls.
 
     Attributes:
+        handler: gRPC asks it for what handles a method.
         endings: Of those under way.
         waiting: Those of which a message is awaited.
     """
 
     def __init__(
-        self,
-        methods: GrpcMethods,
-        policy: PolicyChain,
-        observer: CallObserver,
-        limits: RequestLimits,
-        config: GatewayConfig,
+        self, methods: GrpcMethods, policy: PolicyChain, config: GatewayConfig, http: HttpServer
     ) -> None:
-        """Args: what is done for each, what each has to pass, who sees it, how many there may be,
-        and the gateway's settings."""
+        """Args: what is done for each, what each has to pass, the gateway's settings, and the
+        server that observes and counts calls."""
         self.endings = Endings()
-        self.waiting = Waiting(limits.max_requests)
+        self.waiting = Waiting(http.limits.max_requests, http.connections.count)
         self._methods = methods
         self._policy = policy
-        self._observer = observer
-        self._limits = limits
+        self._observer = http.calls.observer
+        self._limits = http.limits
         self._config = config
         self._scheme = "https" if config.tls_certificate else "http"
-        self._handlers = {
-            method.path: grpc.stream_stream_rpc_method_handler(self._handler(method))
-            for method in METHODS.values()
+        handlers = {
+            name: grpc.stream_stream_rpc_method_handler(self._handler(method))
+            for name, method in METHODS.items()
         }
-
-    def service(self, details: Any) -> Any:
-        """gRPC asks for what handles a method; there is none of another name."""
-        return self._handlers.get(details.method)
+        self.handler = grpc.method_handlers_generic_handler(SERVICE, handlers)
 
     def _handler(self, method: Method) -> Handle:
         """One for streams, which a client with one message takes for one of its kind: it is asked

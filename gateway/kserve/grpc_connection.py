@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import unquote
 
@@ -14,6 +16,7 @@ from ...config import GatewayConfig, RequestError
 from ...kserve.protobuf import Method
 from ..budgets import HEADER as BUDGET_HEADER
 from ..limits import Overloaded
+from ..measures import Reason
 from .endings import Endings
 
 LEAST_BYTES_PER_S = 1 << 16
@@ -25,32 +28,50 @@ class Waiting:
     """Calls of which the next message is awaited.
 
     Whoever begins many and says nothing does not keep others out: beyond the limit the one that has
-    waited longest ends.
+    waited longest ends, unless it is being served.
 
     Attributes:
         streams: Those of them that may go on for long; `close` it before the gateway stops.
+        count: Is told of each call that was ended for its client's doing, and why.
     """
 
-    def __init__(self, most: int) -> None:
-        """Args: how many may wait."""
+    def __init__(self, most: int, count: Callable[[Reason], None]) -> None:
+        """Args: `most` may wait."""
         self.streams = Endings()
+        self.count = count
         self._all = Endings()
         self._most = most
 
-    async def read(self, context: Any, *, is_stream: bool) -> bytes | None:
-        """The next message; None when the client has sent its last.
+    async def first(self, context: Any) -> bytes | None:
+        """The one message of a call; None when there is none.
 
         Raises:
             NanoInferenceError: The call is to end.
         """
+        with self._waits(lambda: True):
+            return _message(await context.read())
+
+    async def next(self, context: Any, rests: Callable[[], bool]) -> bytes | None:
+        """The next message of a stream; None when the client has sent its last.
+
+        Args:
+            context: gRPC's.
+            rests: Whether none of those before it is being served.
+
+        Raises:
+            NanoInferenceError: The stream is to end.
+        """
+        with self._waits(rests), self.streams.open():
+            return _message(await context.read())
+
+    @contextmanager
+    def _waits(self, rests: Callable[[], bool]) -> Iterator[None]:
         if len(self._all) >= self._most:
             busy = "many calls wait for their next message, and this one has waited longest; begin "
-            self._all.end_oldest(Overloaded(f"{busy}another one", "replaced"))
-        with self._all.open():
-            if not is_stream:
-                return _message(await context.read())
-            with self.streams.open():
-                return _message(await context.read())
+            if self._all.give_way(Overloaded(f"{busy}another one", "replaced")):
+                self.count("replaced")
+        with self._all.open(rests):
+            yield
 
 
 class GrpcConnection:
@@ -82,8 +103,9 @@ class GrpcConnection:
         limit_s = config.body_timeout_s + config.max_body_bytes / LEAST_BYTES_PER_S
         try:
             with anyio.fail_after(limit_s):
-                data = await self._waiting.read(self._context, is_stream=False)
+                data = await self._waiting.first(self._context)
         except TimeoutError:
+            self._waiting.count("slow_body")
             raise _too_slow("no whole message came; send it at once") from None
         if data is None:
             raise RequestError(
@@ -92,14 +114,17 @@ class GrpcConnection:
             )
         return self._decoded(data), len(data)
 
-    async def next_request(self) -> tuple[Any, int] | None:
+    async def next_request(self, rests: Callable[[], bool]) -> tuple[Any, int] | None:
         """The next message of a stream and its size in bytes; None behind the last.
+
+        Args:
+            rests: As of `Waiting.next`.
 
         Raises:
             RequestError: malformed.
             NanoInferenceError: The stream is to end.
         """
-        data = await self._waiting.read(self._context, is_stream=True)
+        data = await self._waiting.next(self._context, rests)
         return None if data is None else (self._decoded(data), len(data))
 
     async def send(self, answer: Message) -> None:
@@ -120,6 +145,7 @@ class GrpcConnection:
                     # The client has gone, and gRPC cancels this as soon as it sees that.
                     await anyio.sleep_forever()
         except TimeoutError:
+            self._waiting.count("slow_reader")
             self._stuck = _too_slow("the answer was not taken; read it at once")
             raise self._stuck from None
         self.sent_bytes += len(data)

@@ -172,8 +172,8 @@ class GrpcMethods:
         )
 
     def _spec(self, request: Request, message: Any) -> ModelSpec:
-        (spec,) = self._service.specs(message.name, message.version, caller_of(request))
-        return spec
+        self._service.check_allowed(caller_of(request), message.name)
+        return self._service.spec(message.name, message.version)
 
     # --- inference ------------------------------------------------------------------------------
 

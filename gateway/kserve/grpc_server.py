@@ -6,15 +6,13 @@ from typing import Any
 
 import anyio
 import grpc
-import structlog
 
 from ...config import ConfigError, GatewayConfig
-from ..calls import CallObserver
 from ..connections import LINGER_S, SPARE_CONNECTIONS
 from ..http import DEFAULT_RETRY_S, EngineError
-from ..limits import RequestLimits
 from ..policy.chain import PolicyChain
 from ..readiness import Readiness
+from ..server import HttpServer
 from ..tls import Certificates
 from .grpc_calls import GrpcCalls
 from .grpc_methods import GrpcMethods
@@ -39,19 +37,17 @@ class GrpcServer:
         policy: PolicyChain,
         readiness: Readiness,
         config: GatewayConfig,
-        observer: CallObserver,
-        limits: RequestLimits,
-        certificates: Certificates | None,
+        http: HttpServer,
     ) -> None:
         """Args: what it serves, what each call has to pass, whether it takes requests, the
-        gateway's settings; and what it shares with HTTP: who sees calls, how much there may be at
-        a time, and the certificates, None for no TLS."""
+        gateway's settings, and the server beside it, with which it shares who observes calls, how
+        many there may be, and the certificates."""
         self.port = 0
         self._config = config
-        self._certificates = certificates
-        self._calls = GrpcCalls(GrpcMethods(kserve, readiness), policy, observer, limits, config)
-        self._server = grpc.aio.server(options=_options(config, limits.max_requests))
-        self._server.add_generic_rpc_handlers((self._calls,))
+        self._certificates = http.certificates
+        self._calls = GrpcCalls(GrpcMethods(kserve, readiness), policy, config, http)
+        self._server = grpc.aio.server(options=_options(config, http.limits.max_requests))
+        self._server.add_generic_rpc_handlers((self._calls.handler,))
 
     def listen(self, address: str) -> None:
         """Takes the port; what comes there waits for `start`.
@@ -67,8 +63,8 @@ class GrpcServer:
             self.port = self._listen(f"{host}:{self._config.grpc_port}")
         except RuntimeError:
             raise ConfigError(
-                f"the gateway can't listen on {self._config.host} port {self._config.grpc_port} for "
-                "gRPC; choose another gateway.grpc_port or gateway.host"
+                f"the gateway can't listen on {self._config.host} port {self._config.grpc_port}, "
+                "for gRPC; choose another gateway.grpc_port or gateway.host"
             ) from None
 
     async def start(self) -> None:
@@ -121,7 +117,8 @@ def _options(config: GatewayConfig, most: int) -> list[tuple[str, Any]]:
         ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.max_allowed_incoming_connections", most + SPARE_CONNECTIONS),
-        ("grpc.max_concurrent_streams", most),
+        # Of one connection. Clients keep back what is beyond that, and would not be told.
+        ("grpc.max_concurrent_streams", 2 * most + SPARE_CONNECTIONS),
         ("grpc.server_handshake_timeout_ms", _ms(config.head_timeout_s)),
         ("grpc.max_connection_idle_ms", _ms(config.keep_alive_s)),
         # Whoever does not answer to that has gone.
@@ -142,7 +139,7 @@ def _credentials(certificates: Certificates) -> Any:
 
     def changed() -> Any:
         nonlocal given
-        # On a thread of gRPC's; `Certificates` looks at the files, and each of them is replaced whole.
+        # On a thread of gRPC's. It is `Certificates` that looks at the files.
         if certificates.pem is given:
             return None
         given = certificates.pem

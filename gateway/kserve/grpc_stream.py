@@ -55,7 +55,7 @@ class InferStream:
         unread: NanoInferenceError | None = None
         async with anyio.create_task_group() as group:
             try:
-                while (found := await self._connection.next_request()) is not None:
+                while (found := await self._connection.next_request(self._rests)) is not None:
                     await self._room.acquire()
                     message, size = found
                     group.start_soon(self._serve_one, message, size, self._turn(message), group)
@@ -63,6 +63,9 @@ class InferStream:
                 unread = error
         if failure := self._failure or unread:
             raise failure
+
+    def _rests(self) -> bool:
+        return self._room.value == MOST_AT_ONCE
 
     def _turn(self, message: Any) -> _Turn:
         done = anyio.Event()

@@ -12,7 +12,7 @@ from ..measures import Measures
 from ..readiness import Readiness
 from ..submissions import Submissions
 from ..words import LazyWords
-from .models.best_of import POOL_BYTES, BestOfModel
+from .models.best_of import POOL_BYTES, POOL_SLOTS, BestOfModel
 from .models.lane import Lane
 from .models.score import ScoreModel
 from .models.text import TextModel
@@ -52,7 +52,7 @@ def open_service(
     """
     service = InferenceService(metrics=measures.metrics)
     lane = Lane(submissions, config, words, readiness)
-    pool = BufferPool(POOL_BYTES, use_shm=False, name="best_of")
+    pool = BufferPool(POOL_BYTES, POOL_SLOTS, use_shm=False, name="best_of")
     own: list[ServedModel] = [
         TextModel(lane),
         TokensModel(lane),

@@ -92,23 +92,23 @@ class Statistics:
         """Counts a call of a model."""
         found, begun_ns = self.model(name), now_ns()
         found.last_ns = begun_ns
-        code = CANCELLED
+        ended = CANCELLED
         try:
             yield
-            code = ""
+            ended = ""
         except NanoInferenceError as error:
-            code = error.code
+            ended = error.code
             raise
         except Exception:
-            code = _FAILED
+            ended = _FAILED
             raise
         finally:
             total_ns = now_ns() - begun_ns
-            if code:
+            if ended:
                 found.fail.add(total_ns)
             else:
                 found.add(total_ns, call.compute_ns)
-            labels = {names.REQUEST_MODEL: name, names.ERROR_TYPE: code}
+            labels = {names.REQUEST_MODEL: name, names.ERROR_TYPE: ended}
             self._metrics.record(instruments.MODEL_CALL_DURATION, total_ns / 1e9, labels)
 
 

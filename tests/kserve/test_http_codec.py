@@ -205,6 +205,13 @@ def test_an_output_may_be_wanted_otherwise_than_the_others() -> None:
     assert [each.binary for each in found.outputs] == [True, False]
 
 
+@pytest.mark.parametrize("name", ["m", None])
+def test_a_body_may_name_the_model(name: str | None) -> None:
+    """As that of KServe's own client does."""
+    body = {"id": "some id", "model_name": name, "inputs": [], "parameters": None}
+    assert decode_http_request("m", "", json.dumps(body).encode()).id == "some id"
+
+
 def test_binary_data_is_a_view_of_the_body() -> None:
     parts, header = encode_http_request([NamedTensor("a", np.arange(8))])
     body = body_of(parts)

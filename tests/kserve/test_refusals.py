@@ -79,13 +79,13 @@ def in_memory(region: Any = "region", size: Any = 8, offset: Any = 0) -> dict[st
     }
 
 
-def refused(read: Callable[[], object]) -> RequestError:
-    """The error of something that is refused, before a mebibyte is used for it."""
+def refused(read: Callable[[], object], most_bytes: int = 1 << 20) -> RequestError:
+    """The error of something that is refused, before much memory is used for it."""
     tracemalloc.start()
     try:
         with pytest.raises(RequestError) as caught:
             read()
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        assert tracemalloc.get_traced_memory()[1] < most_bytes
     finally:
         tracemalloc.stop()
     assert caught.value.message.isascii()
@@ -125,20 +125,38 @@ def test_a_shape_that_is_not_that_of_its_elements(shape: list[int], datatype: st
 
 
 @pytest.mark.parametrize(
-    ("raw", "shape"),
+    ("raw", "shape", "said"),
     [
-        (b"\1\0\0", [1]),
-        (b"\1\0\0\0", [1]),
-        (b"\xff\xff\xff\xffabc", [1]),
-        (b"\0\0\0\0\0\0\0", [2]),
-        (b"\1\0\0\0a\0", [1]),
-        (b"", [1]),
-        (b"\0" * 8, [MAX_STRINGS + 1]),
+        (b"\1\0\0", [1], "at least 4"),
+        (b"", [1], "at least 4"),
+        (b"\0\0\0\0\0\0\0", [2], "at least 8"),
+        (b"\1\0\0\0", [1], "ends within its element 0 of 1"),
+        (b"\xff\xff\xff\xffabc", [1], "ends within its element 0 of 1"),
+        (b"\2\0\0\0ab\1\0", [2], "ends within its element 1 of 2"),
+        (b"\1\0\0\0a\0", [1], "1 bytes more than its 1 elements"),
+        (bytes(4 * MAX_STRINGS + 4), [MAX_STRINGS + 1], "at most 1048576"),
     ],
 )
-def test_strings_that_are_not_what_they_say(raw: bytes, shape: list[int]) -> None:
-    error = refused(lambda: decode_infer_request(message(shape, [raw], "BYTES")))
+def test_strings_that_are_not_what_they_say(raw: bytes, shape: list[int], said: str) -> None:
+    made = message(shape, [raw], "BYTES")
+    # Protobuf hands out a copy of all that was sent.
+    error = refused(lambda: decode_infer_request(made), len(raw) + (1 << 20))
     assert error.code == "invalid_tensor"
+    assert said in error.message
+
+
+@pytest.mark.parametrize("datatype", ["FP32", "BYTES", "BOOL"])
+def test_a_tensor_without_elements_may_not_be_huge_otherwise(datatype: str) -> None:
+    described = {"name": "a", "shape": [0, 2**62, 2**62], "datatype": datatype}
+    binary = body({**described, "parameters": {"binary_data_size": 0}})
+    ways: list[Callable[[], object]] = [
+        lambda: decode_infer_request(message([0, 2**62, 2**62], [b""], datatype)),
+        lambda: decode_infer_request(message([0, 2**62, 2**62], [], datatype)),
+        lambda: decode_http_request("m", "", body({**described, "data": []})),
+        lambda: decode_http_request("m", "", binary, len(binary)),
+    ]
+    for read in ways:
+        assert "more than" in refused(read).message
 
 
 @pytest.mark.parametrize(
@@ -231,6 +249,7 @@ def test_classification() -> None:
         (b"{}", None, "invalid_request"),
         (body(one(shapes=[1])), None, "invalid_request"),
         (body(one(), output=[]), None, "invalid_request"),
+        (body(one(), model_name="other"), None, "invalid_request"),
         (body(one(shape=[2.5])), None, "invalid_request"),
         (body(one(shape=[True])), None, "invalid_request"),
         (body(one(name=3)), None, "invalid_request"),

@@ -37,6 +37,9 @@ DEFAULT_BEST_OF = 4
 POOL_BYTES = 32 << 20
 """The buffers of all calls that are under way; of that memory only what is used is taken."""
 
+POOL_SLOTS = 512
+"""Into which it is divided: most calls need one, of 64 KiB."""
+
 _BETWEEN = 16
 """Bytes that may be left out before a buffer, so that it begins where numbers of its size may."""
 

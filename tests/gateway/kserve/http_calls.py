@@ -52,9 +52,7 @@ async def asking(
 @asynccontextmanager
 async def listening(*models: ServedModel, **settings: Any) -> AsyncIterator[str]:
     """Has a gateway serve some models; gives its place as Triton's clients take it."""
-    overrides = {"gateway.port": 0} | {
-        f"gateway.{name}": value for name, value in settings.items()
-    }
+    overrides = {"gateway.port": 0} | {f"gateway.{name}": value for name, value in settings.items()}
     config = load_config(env={}, overrides=overrides)
     async with Gateway(Engine(), config) as gateway:  # type: ignore[arg-type]
         for model in models:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -13,6 +15,7 @@ import pytest
 
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config, NanoInferenceError, RequestError, load_config
+from nano_inference.gateway.kserve.models.inputs import SAMPLING
 from nano_inference.gateway.kserve.service import InferenceService
 from nano_inference.gateway.openai.bodies import SamplingBody
 from nano_inference.gateway.openai.fields import FIELDS
@@ -398,6 +401,29 @@ async def test_a_model_tells_its_tensors(service: InferenceService) -> None:
         "tiny.best_of": False,
     }
     assert [each.name for each in specs["tiny"].inputs if not each.optional] == ["text_input"]
+
+
+async def test_the_page_has_each_tensor_of_each_model(service: InferenceService) -> None:
+    """With its datatype. What all models take stands before them, and `return_X` for each X."""
+    page = (Path(__file__).parents[3] / "docs" / "kserve-models.md").read_text()
+    sections = dict(re.findall(r"^## `M([^`]*)`\n(.*?)(?=^## )", page, re.M | re.S))
+    specs = {each.name.removeprefix("tiny"): each for each in service.specs()}
+    assert set(sections) == set(specs)
+    for name, spec in specs.items():
+        rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+)\?? \| ([^`]+) `", sections[name], re.M)
+        written = {
+            (tensor, datatype)
+            for tensors, datatypes in rows
+            for tensor, datatype in zip(
+                re.findall(r"\w+", tensors), datatypes.split(", "), strict=True
+            )
+        }
+        tensors = {
+            ("return_X" if each.name.startswith("return_") else each.name, each.datatype)
+            for each in (*spec.inputs, *spec.outputs)
+            if each.name != SAMPLING
+        }
+        assert written == tensors
 
 
 async def test_wrong_tensors_are_refused_before_anything_is_asked(

@@ -274,8 +274,9 @@ def _raw_contents(
     raw: Sequence[bytes], places: Sequence[SharedMemory | None]
 ) -> Iterator[bytes | None]:
     """For each tensor its raw contents, each of which is a copy that is made here."""
-    if len(raw) == len(places):
-        for content, place in zip(raw, places, strict=True):
+    if not raw or len(raw) == len(places):
+        given: Sequence[bytes | None] = raw or [None] * len(places)
+        for content, place in zip(given, places, strict=True):
             if content and place is not None:
                 raise TensorError(
                     f"there are raw contents for a tensor in the region {shown(place.region)} of "
@@ -285,7 +286,7 @@ def _raw_contents(
         return
     following = iter(raw)
     for place in places:
-        yield next(following, None) if place is None else None
+        yield next(following) if place is None else None
 
 
 def _tensor(

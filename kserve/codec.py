@@ -275,7 +275,8 @@ def _raw_contents(
 ) -> Iterator[bytes | None]:
     """For each tensor its raw contents, each of which is a copy that is made here."""
     if not raw or len(raw) == len(places):
-        for content, place in zip(raw or [None] * len(places), places, strict=True):
+        given: Sequence[bytes | None] = raw or [None] * len(places)
+        for content, place in zip(given, places, strict=True):
             if content and place is not None:
                 raise TensorError(
                     f"there are raw contents for a tensor in the region {shown(place.region)} of "

@@ -116,8 +116,8 @@ PLACES = (
     *(b"/v2/models/echo/versions/3/infer", b"/v2/models/other/infer", INFER),
 )
 BODIES: tuple[dict[str, Any], ...] = (
-    {"times": 2, "text": "a", "parameters": {"stream": True}},
-    {"times": [1], "id": "mine"},
+    {"INT64": 2, "BYTES": "a", "parameters": {"stream": True}},
+    {"UINT8": [1], "id": "mine"},
     {"INT32": [1, 2], "BYTES": "a", "FP32": 1.5, "BOOL": True},
     {"key": "/none", "byte_size": 64, "offset": 0},
     {"ready": True},
@@ -126,7 +126,7 @@ BODIES: tuple[dict[str, Any], ...] = (
 TARGETS = (
     *(b"/v2", b"/v2/", b"/v2/models", b"/v2/models/", b"/v2/models//infer", b"/v2/models/%00"),
     *(b"/v2/models/%2e%2e/infer", b"/v2/models/../../admin/keys", b"/v2/models/echo/versions/"),
-    *(b"/v2/models/echo/versions/9/ready", b"/v2/models/a%2Fb/c/config", b"/v2/health", b"/V2"),
+    *(b"/v2/models/echo/versions/9/ready", b"/v2/models/a%2Fb/c/config", b"/v2/health"),
     *(b"/v2/models/" + b"x" * 9000, b"/v2/models/" + b"/versions/1" * 500, b"/v2/models/%ff/stats"),
     *(b"/v2/systemsharedmemory/region//status", b"/v2/systemsharedmemory/region/x%00/status"),
     *(b"/v2/cudasharedmemory/status", b"/v2/models/stats", b"/v2/health/ready", b"/v2/models/echo"),

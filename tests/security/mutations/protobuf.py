@@ -6,6 +6,9 @@ import random
 from typing import NamedTuple
 
 EXTREMES = (0, 1, 2, 127, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
+MOST_BYTES = 1 << 18
+"""That a field is made of that is there many times."""
+
 _VARINT, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
 
 
@@ -36,7 +39,8 @@ def rewired(raw: bytes, rng: random.Random) -> bytes:
         case 4:
             fields.append(Field(rng.randrange(1, 10), _BYTES, rng.randbytes(rng.randrange(40))))
         case 5:
-            fields[place:place] = [fields[place]] * rng.choice((2, 40, 2000))
+            more = rng.choice((2, 40, 2000))
+            fields[place:place] = [fields[place]] * min(more, 2 + MOST_BYTES // (1 + len(raw)))
         case _:
             fields[place] = Field(number, kind, _other(value, rng))
     return _written(fields)
@@ -85,14 +89,14 @@ def _number(raw: bytes, place: int) -> tuple[int, int]:
 
 
 def _written(fields: list[Field]) -> bytes:
-    made = b""
+    made = bytearray()
     for number, kind, value in fields:
         made += _varint(number << 3 | kind)
         if isinstance(value, int):
             made += _varint(value % 2**64)
         else:
             made += (_varint(len(value)) if kind == _BYTES else b"") + value
-    return made
+    return bytes(made)
 
 
 def _varint(number: int) -> bytes:

@@ -320,7 +320,14 @@ BREAKS: tuple[tuple[Break, tuple[str, ...]], ...] = (
     (bad_size, ("invalid_tensor",)),
     (bad_texts, ("invalid_tensor",)),
     (one_more_raw, ("invalid_tensor", "malformed", "invalid_request")),
-    (elsewhere, ("invalid_tensor", "invalid_region", "unknown_region", "invalid_request")),
+    (
+        elsewhere,
+        (
+            *("invalid_tensor", "invalid_region", "unknown_region", "invalid_request"),
+            # Over whatever one request may have there.
+            "request_too_large",
+        ),
+    ),
     (classes, ("unsupported",)),
 )
 """What makes a good draft a bad one, and the codes with which it must be refused."""

@@ -530,6 +530,24 @@ async def test_a_slot_is_memory_within_its_bounds(pool: BufferPool, slot: PoolSl
         slot.write(SharedMemory(pool.name, 2, 1000), b"123")
 
 
+async def test_an_array_over_a_place_that_somebody_else_has_filled(
+    pool: BufferPool, slot: PoolSlot
+) -> None:
+    slot.write(SharedMemory(pool.name, 16, 1000), np.arange(4, dtype="<i4").view(np.uint8))
+    array = slot.array_at(SharedMemory(pool.name, 16, 1000), (2, 2), np.int32)
+    assert array.tolist() == [[0, 1], [2, 3]]
+    assert slot.offset_of(array) == 1000
+    assert slot.array_at(SharedMemory(pool.name, 16, 1000), 1, np.int32).tolist() == [0]
+    with pytest.raises(ValueError, match="more bytes than its place"):
+        slot.array_at(SharedMemory(pool.name, 16, 1000), 5, np.int32)
+    with pytest.raises(ValueError, match="Python objects"):
+        slot.array_at(SharedMemory(pool.name, 16, 1000), 1, np.object_)
+    with pytest.raises(TensorError, match="not within the slot"):
+        slot.array_at(SharedMemory(pool.name, 16, 2990), 4, np.int32)
+    pool.release_slot(slot)
+    assert array.shape == (0,)
+
+
 # --- the memory --------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from .codec import decode_infer_response, encode_infer_request, encode_infer_request_shm
-from .elements import raw_bytes
+from .elements import byte_size, raw_bytes
 from .pool_slot import PoolSlot
 from .tensors import (
     Array,
@@ -82,18 +82,18 @@ class Staged:
     def _put(self, tensor: NamedTensor) -> Array:
         """An output's array, which ends with the slot where it lies there."""
         place = self._places.get(tensor.name)
-        if place is None or self._slot is None or tensor.data.dtype == np.object_:
+        if place is None or self._slot is None:
             return tensor.data
-        nbytes = tensor.data.nbytes
-        if nbytes > place.byte_size:
+        if (size := byte_size(tensor)) > place.byte_size:
             raise TensorError(
-                f"the output {tensor.name} has {nbytes} bytes and its place {place.byte_size}; "
-                "make that larger"
+                f"the output {tensor.name} has {size} bytes and its place {place.byte_size}; make "
+                "that larger"
             )
-        filled = place._replace(byte_size=nbytes)
         if self._memory is None:
-            self._slot.write(filled, raw_bytes(tensor))
-        return self._slot.array_at(filled, tensor.data.shape, tensor.data.dtype)
+            self._slot.write(place, raw_bytes(tensor))
+        if tensor.data.dtype == np.object_:
+            return tensor.data
+        return self._slot.array_at(place, tensor.data.shape, tensor.data.dtype)
 
 
 def _place(output: NamedTensor, slot: PoolSlot | None) -> SharedMemory:

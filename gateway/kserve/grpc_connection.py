@@ -18,6 +18,7 @@ from ..budgets import HEADER as BUDGET_HEADER
 from ..limits import Overloaded
 from ..measures import Reason
 from .endings import Endings
+from .grpc_fields import check_fields
 
 LEAST_BYTES_PER_S = 1 << 16
 """gRPC does not tell how far a message has come. So one may take as long as the largest that is
@@ -96,7 +97,7 @@ class GrpcConnection:
         """The one message of a call that has one, and its size in bytes.
 
         Raises:
-            RequestError: malformed; request_timeout; request_too_large, which is answered already.
+            RequestError: malformed, request_timeout, request_too_large.
             Overloaded: The call has waited too long for it.
         """
         config = self._config
@@ -121,7 +122,7 @@ class GrpcConnection:
             rests: As of `Waiting.next`.
 
         Raises:
-            RequestError: malformed.
+            RequestError: malformed, request_too_large.
             NanoInferenceError: The stream is to end.
         """
         data = await self._waiting.next(self._context, rests)
@@ -151,6 +152,7 @@ class GrpcConnection:
         self.sent_bytes += len(data)
 
     def _decoded(self, data: bytes) -> Any:
+        check_fields(self._method, data)
         try:
             return self._method.request.FromString(data)
         except DecodeError:

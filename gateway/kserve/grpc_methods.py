@@ -172,8 +172,7 @@ class GrpcMethods:
         )
 
     def _spec(self, request: Request, message: Any) -> ModelSpec:
-        self._service.check_allowed(caller_of(request), message.name)
-        return self._service.spec(message.name, message.version)
+        return self._service.spec(message.name, message.version, caller_of(request))
 
     # --- inference ------------------------------------------------------------------------------
 

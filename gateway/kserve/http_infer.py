@@ -72,7 +72,7 @@ class InferCalls:
     async def infer(self, request: Request) -> Response:
         """Calls a model, which answers once."""
         name, version = named(request)
-        self._service.specs(name, version, caller_of(request))
+        self._service.spec(name, version, caller_of(request))
         tenant = tenant_of(request)
         memory = self._regions.memory(tenant)
         origin = origin_of(request, tenant, None)

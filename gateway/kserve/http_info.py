@@ -84,8 +84,7 @@ class InfoCalls:
         return JsonResponse(index_json(each for each in states if each.ready or not body.ready))
 
     def _spec(self, request: Request) -> ModelSpec:
-        (spec,) = self._service.specs(*named(request), caller_of(request))
-        return spec
+        return self._service.spec(*named(request), caller_of(request))
 
 
 def named(request: Request) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from starlette.convertors import Convertor, register_url_convertor
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,8 +17,22 @@ from .http_info import InfoCalls
 from .http_memory import MemoryCalls, no_regions, nothing_to_unregister
 from .shared import KServe
 
-# A name of a model may have slashes, which clients send as they are, or as %2F.
-_MODEL = "/v2/models/{model:path}"
+
+class _Name(Convertor[str]):
+    """A name in a path, which may have slashes: clients send them as they are, or as %2F."""
+
+    regex = ".+"
+
+    def convert(self, value: str) -> str:
+        return value
+
+    def to_string(self, value: str) -> str:
+        return value
+
+
+register_url_convertor("name", _Name())
+
+_MODEL = "/v2/models/{model:name}"
 _VERSION = "/versions/{version}"
 
 
@@ -56,7 +71,7 @@ def _model_routes(method: str, what: str, needed: Needed, endpoint: Endpoint) ->
 
 def _memory_routes(calls: MemoryCalls) -> list[PolicyRoute]:
     system, cuda = "/v2/systemsharedmemory", "/v2/cudasharedmemory"
-    region = "/region/{region:path}"
+    region = "/region/{region:name}"
     refused = _refusing(
         "memory of CUDA can't be shared; use that of the system, or send tensors in the body"
     )
@@ -81,12 +96,12 @@ def _unsupported_routes() -> list[PolicyRoute]:
     logging = _refusing("logs are set up by the gateway's settings (docs/telemetry.md)")
     settings = [
         ("/v2/trace/setting", tracing),
-        ("/v2/models/{model:path}/trace/setting", tracing),
+        ("/v2/models/{model:name}/trace/setting", tracing),
         ("/v2/logging", logging),
     ]
     return [
         *(
-            _route("POST", f"/v2/repository/models/{{model:path}}/{what}", "admin", loading)
+            _route("POST", f"/v2/repository/models/{{model:name}}/{what}", "admin", loading)
             for what in ("load", "unload")
         ),
         *(

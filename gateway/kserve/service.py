@@ -103,12 +103,12 @@ class InferenceService:
             RequestError: model_not_found, also when he may not use it.
         """
         if name:
-            self.check_allowed(caller, name)
-            return [self.spec(name, version)]
+            return [self.spec(name, version, caller)]
         return [each.spec for each in self._models.values() if self.allows(caller, each.spec.name)]
 
-    def spec(self, name: str, version: str = "") -> ModelSpec:
-        """A model's. Raises RequestError `model_not_found`."""
+    def spec(self, name: str, version: str = "", caller: Caller = ANYBODY) -> ModelSpec:
+        """A model's. Raises RequestError `model_not_found`, also when a caller may not use it."""
+        self.check_allowed(caller, name)
         return self._model(name, version).spec
 
     async def is_ready(self, name: str, version: str = "") -> bool:

@@ -376,12 +376,12 @@ async def test_all_tensors_go_through_a_slot(
         if shared:
             await client.register(pool)
         slot = await pool.acquire_slot()
-        given, place = slot.scratch([((6,), np.float32), ((8,), np.float32)])
+        given, place, texts = slot.scratch([(6, np.float32), (8, np.float32), (100, np.uint8)])
         given[:] = FLOATS.data
         response = await client.infer(
             "echo",
             [NamedTensor("a", given), TEXTS],
-            outputs=[NamedTensor("a", place), "b"],
+            outputs=[NamedTensor("a", place), NamedTensor("b", texts)],
             slot=slot,
         )
         check_same(response, BOTH)
@@ -390,6 +390,7 @@ async def test_all_tensors_go_through_a_slot(
         regions = {each.parameters["shared_memory_region"].string_param for each in sent.inputs}
         assert regions == ({pool.name} if shared else {""})
         np.testing.assert_array_equal(place[:6], FLOATS.data)
+        assert texts.tobytes().startswith(b"\4\0\0\0some\0\0\0\0\5\0\0\0bytes")
         made = response.output("a")
         assert np.shares_memory(made, place)
         pool.release_slot(slot)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 
+from nano_inference.gateway import server
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.gateway.kserve.served import ServedModel
 from nano_inference.kserve import BufferPool, KServeClient, KServeError, NamedTensor
 
 from ..fake import refused
-from .grpc_calls import Engine, Model, served
+from .grpc_calls import Engine, Model, served, until
 
 TOKENS = [NamedTensor("input_ids", np.array([1, 2, 3]))]
 NUMBERS = NamedTensor("x", np.arange(100, dtype=np.float32))
@@ -90,6 +92,24 @@ async def test_a_server_that_stops_says_when_to_come_again() -> None:
             await client.infer("tiny.tokens", TOKENS)
         assert caught.value.status is grpc.StatusCode.UNAVAILABLE
         assert (caught.value.code, caught.value.retry_after_s) == ("shutting_down", 1.0)
+
+
+async def test_another_gateway_answers_when_one_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "LEAVE_S", 0.1)
+    first, second = Model(), Model()
+    first.free.clear()
+    async with served(second) as (other, _), AsyncExitStack() as stack:
+        async with served(first) as (one, _):
+            address = f"ipv4:127.0.0.1:{one.grpc_port},127.0.0.1:{other.grpc_port}"
+            client = await stack.enter_async_context(KServeClient(address))
+            asking = asyncio.create_task(client.infer("echo", [NUMBERS], budget_ns=10**11))
+            await until(lambda: first.calls)
+            assert await one.drain(0) is False, "it is under way"
+        answer = await asking
+    np.testing.assert_array_equal(answer.output("x"), NUMBERS.data)
+    (before,), (after,) = first.calls, second.calls
+    budgets = [each.request.parameters["timeout_ns"] for each in (before, after)]
+    assert budgets[0] > budgets[1] > 0
 
 
 async def test_answers_of_a_stream_and_what_there_is() -> None:

@@ -17,7 +17,16 @@ from ..fake import FakeEngine
 from .http_calls import JSON, Engine, asking, failed
 from .served import Echo, Several, Slow
 
-NAMES = ("org/tiny", "org/tiny/versions", "1.5-b.tokens", "a model", "100%", "ünï", "stats")
+NAMES = (
+    "org/tiny",
+    "/models/tiny",
+    "org/tiny/versions",
+    "1.5-b.tokens",
+    "a model",
+    "100%",
+    "ünï",
+    "stats",
+)
 
 
 class Away(Engine):
@@ -143,7 +152,7 @@ async def test_names_of_models_come_as_clients_write_them(name: str, safe: str) 
     assert [each.request.model_version for each in echo.calls] == ["", "1"]
 
 
-@pytest.mark.parametrize("path", ["none", "echo/versions/2", "echo/versions/x", "/", "echo/x"])
+@pytest.mark.parametrize("path", ["none", "echo/versions/2", "echo/versions/x", " ", "echo/x"])
 async def test_what_there_is_not(path: str) -> None:
     async with asking(Echo()) as http:
         for what in ("", "/config", "/stats"):
@@ -156,7 +165,10 @@ async def test_what_there_is_not(path: str) -> None:
 
 async def test_paths_and_methods_that_there_are_not() -> None:
     async with asking(Echo()) as http:
-        assert failed(await http.get("/v2/nothing"), 404) == "not_found"
+        for path in ("nothing", "models", "models/", "repository", "health"):
+            assert failed(await http.get(f"/v2/{path}"), 404) == "not_found"
+        for path in ("/config", "/versions/1"):
+            assert failed(await http.get(f"/v2/models/{path}"), 404) == "model_not_found"
         assert failed(await http.post("/v2/models/echo", json={}), 405) == "method_not_allowed"
         answer = await http.put("/v2/models/echo/infer", json={})
         assert failed(answer, 405) == "method_not_allowed"

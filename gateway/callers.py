@@ -42,6 +42,8 @@ _SHOWN = (
 
 
 _BYTES = "application/octet-stream"
+# How all browsers' names begin.
+_BROWSERS = "Mozilla/"
 
 
 def _never(scope: Scope) -> bool:
@@ -122,8 +124,8 @@ class JsonOnly:
     """ASGI: refuses bodies that do not say that they are JSON, or say that they are compressed.
 
     A browser sends those of forms and plain text for any page, and asks first before any other.
-    Where bytes are taken, so are bodies of which nothing is said: a page's script can send such a
-    one without asking, but never without Origin, by which it is refused before.
+    Where bytes are taken, so are bodies of which programs say nothing. A page's script can send
+    such a one without asking, but under no other name than its browser's.
     """
 
     def __init__(
@@ -144,7 +146,9 @@ class JsonOnly:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        kinds = ("", _BYTES) if self._takes_bytes(scope) else ()
+        kinds = [_BYTES] if self._takes_bytes(scope) else []
+        if kinds and not _is_browser(headers, headers.get("user-agent", "")):
+            kinds.append("")
         refusal = _refused_kind(headers, kinds)
         if refusal is None and not self._takes_compressed(scope):
             refusal = _refused_coding(headers)
@@ -194,8 +198,7 @@ def not_for_pages(endpoint: Endpoint, measures: Measures) -> Endpoint:
     """
 
     async def answer(request: Request) -> Response:
-        agent = request.headers.get("user-agent", "Mozilla/")
-        if agent.startswith("Mozilla/") or "sec-fetch-site" in request.headers:
+        if _is_browser(request.headers, request.headers.get("user-agent", _BROWSERS)):
             refusal = _Refused(
                 "browsers may not call this by GET; call it by POST, or give the program a name of "
                 "its own in User-Agent",
@@ -206,6 +209,10 @@ def not_for_pages(endpoint: Endpoint, measures: Measures) -> Endpoint:
         return await endpoint(request)
 
     return answer
+
+
+def _is_browser(headers: Headers, agent: str) -> bool:
+    return agent.startswith(_BROWSERS) or "sec-fetch-site" in headers
 
 
 def _of_a_page(why: str) -> _Refused:

@@ -275,14 +275,7 @@ def _raw_contents(
 ) -> Iterator[bytes | None]:
     """For each tensor its raw contents, each of which is a copy that is made here."""
     if not raw or len(raw) == len(places):
-        given: Sequence[bytes | None] = raw or [None] * len(places)
-        for content, place in zip(given, places, strict=True):
-            if content and place is not None:
-                raise TensorError(
-                    f"there are raw contents for a tensor in the region {shown(place.region)} of "
-                    "shared memory; leave them out, or the region"
-                )
-            yield content
+        yield from raw or (None for _ in places)
         return
     following = iter(raw)
     for place in places:

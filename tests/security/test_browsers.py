@@ -98,6 +98,30 @@ async def test_no_page_has_an_effect_by_post(engine: FakeEngine, path: str, way:
     assert not engine.requests
 
 
+@pytest.mark.parametrize("way", BY_POST)
+async def test_no_page_calls_a_model_of_kserve(engine: FakeEngine, way: str) -> None:
+    """There bytes are taken as well, and from programs bodies of which nothing is said."""
+    body = b'{"text_input": "a", "inputs": []}'
+    async with gateway(engine) as http:
+        for what in ("models/tiny/infer", "models/tiny/generate", "systemsharedmemory/unregister"):
+            answer = await http.post(f"/v2/{what}", content=body, headers=BY_POST[way])
+            assert answer.status_code in (403, 415)
+        assert not engine.requests
+
+
+@pytest.mark.parametrize("agent", [None, "python/gevent-http-client-2.4"])
+async def test_programs_may_say_nothing_of_a_body_for_kserve(
+    engine: FakeEngine, agent: str | None
+) -> None:
+    headers = {"User-Agent": agent} if agent else {}
+    async with gateway(engine) as http:
+        answer = await http.post(
+            "/v2/models/tiny/generate", content=b'{"text_input": "a"}', headers=headers
+        )
+    assert answer.status_code == 200
+    assert len(engine.requests) == 1
+
+
 @pytest.mark.parametrize("path", EFFECTS)
 async def test_no_page_has_an_effect_without_a_body(engine: FakeEngine, path: str) -> None:
     """Browsers give the origin with every POST; programs need no type for no body."""

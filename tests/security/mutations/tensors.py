@@ -292,8 +292,10 @@ def bad_texts(given: Draft, rng: random.Random) -> None:
 
 
 def one_more_raw(given: Draft, rng: random.Random) -> None:
+    """Than there are tensors, of which those in shared memory may have one that nobody reads."""
     _some(given, rng, "raw")
-    given.behind.append(rng.choice((b"", b"\x00" * 4, b"x" * 100)) + b"x")
+    more = 1 + sum(each.how == "shared" for each in given.inputs)
+    given.behind += [rng.choice((b"", b"\x00" * 4, b"x" * 100)) + b"x" for _ in range(more)]
 
 
 def elsewhere(given: Draft, rng: random.Random) -> None:

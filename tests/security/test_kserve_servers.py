@@ -27,6 +27,8 @@ from nano_inference.gateway.gateway import Gateway
 from nano_inference.kserve.protobuf import ModelInferRequest, ModelInferResponse
 from nano_inference.kserve.tensors import DATATYPES
 
+from ..cli.test_serve import served as serving
+from ..cli.test_up import free_port
 from ..gateway.kserve.grpc_calls import Client, Engine, Failed, Stream, until
 from ..gateway.kserve.served import Echo
 from .mutations.kserve import (
@@ -36,7 +38,9 @@ from .mutations.kserve import (
     call,
     http_call,
     infer,
+    long_answer,
     odd_headers,
+    of_a_lane,
     region_message,
 )
 from .mutations.tensors import REGION, REGION_BYTES, Draft, Shared
@@ -299,3 +303,46 @@ def check_http_echo(answer: Answer, asked: Draft, told: str) -> None:
         behind = behind[size:]
     assert not behind, told
     check_echo(message, asked, told)
+
+
+# --- a server that is killed ---------------------------------------------------------------------
+
+
+def mapped_by(pid: int) -> set[str]:
+    """The shared memory objects that a process has mapped, by their paths."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {line[line.index("/dev/shm/") :] for line in lines if "/dev/shm/" in line}
+
+
+def contents(key: str) -> bytes:
+    """Of a shared memory object, as whoever opens it by its name finds them."""
+    return Path(f"/dev/shm{key}").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+async def test_a_server_that_is_killed_leaves_its_clients_memory_as_it_is(
+    soak: bool, tmp_path: Path
+) -> None:
+    """With calls under way, behind crooked ones to the models of a lane; and there is nothing of
+    its own that could be left."""
+    port = free_port()
+    options = ("--grpc-port", str(port), "--set", "gateway.shared_memory=true")
+    with shared() as (region, key), serving(tmp_path, *options) as (server, _):
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            client = Client(channel)
+            await client("SystemSharedMemoryRegister", region_message(key, REGION_BYTES))
+            for number in range(CASES // 5 if soak else EVERY_DAY // 3):
+                rng = random.Random(f"{SEED}:{number}")
+                case = of_a_lane(rng)
+                await play(client, case, odd_headers(rng), f"case {number} ({case.kind})")
+            assert mapped_by(server.pid) == {f"/dev/shm{key}"}
+            region.data[:] = bytes(range(256)) * (REGION_BYTES // 256)
+            asked = long_answer().data
+            under_way = [client.begin("ModelInfer", asked, timeout=LIMIT_S) for _ in range(20)]
+            server.kill()
+            for each in under_way:
+                found = await client.end("ModelInfer", each)
+                assert isinstance(found, Failed)
+                assert found.code in {"UNAVAILABLE", *CLIENTS_FAULT}
+        assert contents(key) == bytes(range(256)) * (REGION_BYTES // 256)

@@ -14,6 +14,7 @@ from .protobuf import rewired
 from .tensors import (
     REGION,
     Draft,
+    Input,
     Region,
     Shared,
     as_http,
@@ -91,6 +92,58 @@ def region_message(key: str, size: int) -> bytes:
         name=REGION, key=key, byte_size=size
     ).SerializeToString()
     return asked
+
+
+ODD_SAMPLING: tuple[Any, ...] = (
+    *({"max_tokens": 2}, {"max_tokens": 2, "n": 3}, {"max_tokens": 1, "temperature": 0}, {}, []),
+    *({"max_tokens": most} for most in (0, -1, 2**62, "2", 1.5, None, True)),
+    *({"n": number} for number in (0, 300, 2**62)),
+    *({"temperature": -1}, {"top_p": 5}, {"stop": ["x"] * 99}, {"colour": 1}, {"\x00": "x" * 999}),
+)
+ODD_TEXTS = (b"98 + 25 =", b"", b"\xff\xfe", b"\x00", b"x" * 20_000, "é\U0001f600".encode())
+ODD_IDS = ([5, 6, 7], [], [-1], [768], [2**63 - 1], [1] * 3000, [0])
+
+
+def of_a_lane(rng: random.Random) -> GrpcCase:
+    """A call of a model that every lane has, with odd elements in the right tensors."""
+    model, *tensors = rng.choice(
+        (
+            ("tiny", _texts("text_input", rng.choice(ODD_TEXTS)), _sampling(rng)),
+            ("tiny.tokens", _ids("input_ids", rng.choice(ODD_IDS)), _sampling(rng)),
+            ("tiny.best_of", _ids("input_ids", rng.choice(ODD_IDS)), _sampling(rng)),
+            (
+                "tiny.score",
+                _ids("prompt_ids", rng.choice(ODD_IDS)),
+                _ids("completion_ids", rng.choice(ODD_IDS)),
+            ),
+            ("tiny.none", _texts("text_input", b"a")),
+        )
+    )
+    made = Draft(list(tensors), [])
+    raw = as_protobuf(made, model).SerializeToString()
+    return GrpcCase(model, "ModelInfer", rewired(raw, rng) if rng.random() < 0.4 else raw, ANYTHING)
+
+
+def long_answer() -> GrpcCase:
+    """One that takes seconds."""
+    sampling = json.dumps({"max_tokens": 1500, "ignore_eos": True}).encode()
+    made = Draft([_texts("text_input", b"a"), _texts("sampling_parameters", sampling)], [])
+    return GrpcCase("long", "ModelInfer", as_protobuf(made, "tiny").SerializeToString())
+
+
+def _sampling(rng: random.Random) -> Input:
+    given = json.dumps(rng.choice(ODD_SAMPLING)).encode()
+    return _texts("sampling_parameters", rng.choice((given, given, b"{", b"NaN", b"\xff")))
+
+
+def _texts(name: str, *texts: bytes) -> Input:
+    raw = b"".join(len(each).to_bytes(4, "little") + each for each in texts)
+    return Input(name, "BYTES", [len(texts)], raw, list(texts), "raw")
+
+
+def _ids(name: str, ids: list[int]) -> Input:
+    raw = b"".join(each.to_bytes(8, "little", signed=True) for each in ids)
+    return Input(name, "INT64", [len(ids)], raw, ids, "raw")
 
 
 # --- over HTTP -----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -43,6 +44,8 @@ class Interface(NamedTuple):
         delta: What an event of a stream adds to its text.
         reason: Why an answer ended, in one piece.
         streamed_reason: The same by an event of a stream; None of most.
+        streams: Whether it has a stream.
+        stream_path: Where it has that, where that is another path.
     """
 
     path: str
@@ -52,6 +55,8 @@ class Interface(NamedTuple):
     delta: Callable[[Json], str]
     reason: Callable[[Json], Any]
     streamed_reason: Callable[[Json], Any]
+    streams: bool = True
+    stream_path: str = ""
 
 
 def choice(answer: Json) -> Json:
@@ -64,6 +69,22 @@ def output(answer: Json) -> Json:
     return response
 
 
+def tensor(name: str, datatype: str, value: Any) -> Json:
+    return {"name": name, "datatype": datatype, "shape": [1], "data": [value]}
+
+
+def in_tensor(name: str, answer: Json) -> Any:
+    """The element of an output of KServe."""
+    (found,) = (each["data"] for each in answer["outputs"] if each["name"] == name)
+    return found[0]
+
+
+def code_of(answer: httpx.Response) -> str:
+    """Of an error; of KServe's it stands in the header."""
+    code: str = answer.headers.get("X-Error-Code") or answer.json()["error"]["code"]
+    return code
+
+
 def only(kind: str, event: Json, *path: str) -> Any:
     """Something of an event of one kind."""
     found: Any = event if event["type"] == kind else None
@@ -73,6 +94,13 @@ def only(kind: str, event: Json, *path: str) -> Any:
 
 
 CHATS = {"messages": CHAT, "max_tokens": 99, "logprobs": True, "top_logprobs": 1}
+TENSORS = {
+    "inputs": [
+        tensor("text_input", "BYTES", "a"),
+        tensor("exclude_input_in_output", "BOOL", True),
+    ],
+    "outputs": [{"name": "text_output"}, {"name": "finish_reason"}],
+}
 INTERFACES = {
     "completions": Interface(
         "/v1/completions",
@@ -128,9 +156,30 @@ INTERFACES = {
         lambda answer: answer["meta_info"]["finish_reason"]["err_type"],
         lambda event: (event["meta_info"]["finish_reason"] or {}).get("err_type"),
     ),
+    "kserve, infer": Interface(
+        "/v2/models/tiny/infer",
+        TENSORS,
+        TENSORS | {"inputs": [tensor("text_input", "BYTES", "so b\u00adad")]},
+        partial(in_tensor, "text_output"),
+        partial(in_tensor, "text_output"),
+        partial(in_tensor, "finish_reason"),
+        partial(in_tensor, "finish_reason"),
+        streams=False,
+    ),
+    "kserve, generate": Interface(
+        "/v2/models/tiny/generate",
+        {"text_input": "a", "exclude_input_in_output": True, "return_finish_reason": True},
+        {"text_input": "WORSE"},
+        lambda answer: answer["text_output"],
+        lambda event: event["text_output"],
+        lambda answer: answer["finish_reason"],
+        lambda event: event["finish_reason"].replace("None", ""),
+        stream_path="/v2/models/tiny/generate_stream",
+    ),
 }
 REASONS = {"responses": {"reason": "content_filter"}, "messages": "refusal"}
 NAMES = list(INTERFACES)
+STREAMED = [name for name, interface in INTERFACES.items() if interface.streams]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -211,14 +260,15 @@ async def test_in_one_piece(
         assert words.text(token_ids, skip_special=True) == LEFT
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", STREAMED)
 @pytest.mark.parametrize("every", [1, 2, 5, 99])
 async def test_in_a_stream(
     caller: httpx.AsyncClient, engine: FakeEngine, words: Words, name: str, every: int
 ) -> None:
     interface = INTERFACES[name]
     saying(engine, words, SAID, every=every)
-    answer = await caller.post(interface.path, json=interface.body | {"stream": True})
+    path = interface.stream_path or interface.path
+    answer = await caller.post(path, json=interface.body | {"stream": True})
     assert answer.status_code == 200, answer.text
     told = events(answer)
     assert streamed_text(interface, told) == LEFT
@@ -236,13 +286,14 @@ async def test_a_blocked_prompt_reaches_no_engine(
     caller: httpx.AsyncClient, engine: FakeEngine, name: str
 ) -> None:
     interface = INTERFACES[name]
-    for stream in (False, True):
-        body = interface.body | interface.blocked | {"stream": stream}
+    for more in ({}, {"stream": True})[: 1 + interface.streams]:
+        body = interface.body | interface.blocked | more
         if "input_ids" in body:
             del body["text"]
-        answer = await caller.post(interface.path, json=body)
+        path = interface.stream_path if more and interface.stream_path else interface.path
+        answer = await caller.post(path, json=body)
         assert answer.status_code == 400, answer.text
-        assert answer.json()["error"]["code"] == "content_filter"
+        assert code_of(answer) == "content_filter"
     assert engine.requests == []
 
 
@@ -413,11 +464,14 @@ def test_the_routes_that_make_tokens_are_these(engine: FakeEngine, config: Confi
     """An interface that is added has to be added above."""
     app = make_app(engine, config)  # type: ignore[arg-type]
     posts = {
-        each.path
+        each.path_format
         for each in app.routes
         if getattr(each, "needed", "") == "generate" and "POST" in (getattr(each, "methods", ()))
     }
-    known = {each.path for each in INTERFACES.values()} | {"/inference/v1/generate"}
+    paths = [path for each in INTERFACES.values() for path in (each.path, each.stream_path) if path]
+    model = "/v2/models/{model}"
+    known = {path.replace("/v2/models/tiny", model) for path in paths} | {"/inference/v1/generate"}
+    known |= {path.replace(model, f"{model}/versions/{{version}}") for path in known}
     no_answers = {
         "/abort_request",
         "/tokenize",
@@ -426,5 +480,6 @@ def test_the_routes_that_make_tokens_are_these(engine: FakeEngine, config: Confi
         "/v1/messages/count_tokens",
         "/v1/responses/{response_id}/cancel",
         "/v1/streams/{stream}/cancel",
+        *(each for each in posts if "sharedmemory" in each),
     }
     assert posts - no_answers == known

@@ -19,7 +19,16 @@ from ..policy.caller import caller_of
 from ..policy.scopes import Needed
 from ..readiness import Readiness
 from ..tenants import tenant_of
-from .shared import EXTENSIONS, SERVER_NAME, VERSION, KServe
+from .shared import (
+    EXTENSIONS,
+    NO_CUDA,
+    NO_LOADING,
+    NO_LOGGING,
+    NO_TRACING,
+    SERVER_NAME,
+    VERSION,
+    KServe,
+)
 from .statistics import encode_statistics
 
 FINAL = "triton_final_response"
@@ -62,11 +71,6 @@ class GrpcMethods:
         self._service = kserve.service
         self._regions = kserve.regions
         self._readiness = readiness
-        cuda = "memory of CUDA can't be shared; use that of the system, or send tensors inline"
-        loading = (
-            "models can't be loaded and unloaded over KServe; a lane has the one it began with"
-        )
-        tracing = "traces are set up by the gateway's settings (docs/telemetry.md)"
         self.unary: Mapping[str, GrpcMethod] = {
             "ServerLive": GrpcMethod("nothing", self._server_live),
             "ServerReady": GrpcMethod("nothing", self._server_ready),
@@ -85,13 +89,11 @@ class GrpcMethods:
             "CudaSharedMemoryUnregister": GrpcMethod(
                 "generate", _empty("CudaSharedMemoryUnregister")
             ),
-            "CudaSharedMemoryRegister": GrpcMethod("generate", _refusing(cuda)),
-            "RepositoryModelLoad": GrpcMethod("admin", _refusing(loading)),
-            "RepositoryModelUnload": GrpcMethod("admin", _refusing(loading)),
-            "TraceSetting": GrpcMethod("admin", _refusing(tracing)),
-            "LogSettings": GrpcMethod(
-                "admin", _refusing("logs are set up by the gateway's settings (docs/telemetry.md)")
-            ),
+            "CudaSharedMemoryRegister": GrpcMethod("generate", _refusing(NO_CUDA)),
+            "RepositoryModelLoad": GrpcMethod("admin", _refusing(NO_LOADING)),
+            "RepositoryModelUnload": GrpcMethod("admin", _refusing(NO_LOADING)),
+            "TraceSetting": GrpcMethod("admin", _refusing(NO_TRACING)),
+            "LogSettings": GrpcMethod("admin", _refusing(NO_LOGGING)),
         }
 
     async def stream(self, request: Request, message: Any, send: Send) -> None:

@@ -15,7 +15,7 @@ from .http_generate import GenerateCalls
 from .http_infer import InferCalls
 from .http_info import InfoCalls
 from .http_memory import MemoryCalls, no_regions, nothing_to_unregister
-from .shared import KServe
+from .shared import NO_CUDA, NO_LOADING, NO_LOGGING, NO_TRACING, KServe
 
 
 class _Name(Convertor[str]):
@@ -72,9 +72,7 @@ def _model_routes(method: str, what: str, needed: Needed, endpoint: Endpoint) ->
 def _memory_routes(calls: MemoryCalls) -> list[PolicyRoute]:
     system, cuda = "/v2/systemsharedmemory", "/v2/cudasharedmemory"
     region = "/region/{region:name}"
-    refused = _refusing(
-        "memory of CUDA can't be shared; use that of the system, or send tensors in the body"
-    )
+    refused = _refusing(NO_CUDA)
     routes = [_route("POST", f"{system}{region}/register", "generate", calls.register)]
     routes.append(_route("POST", f"{cuda}{region}/register", "generate", refused))
     for which in (region, ""):
@@ -89,15 +87,11 @@ def _memory_routes(calls: MemoryCalls) -> list[PolicyRoute]:
 
 
 def _unsupported_routes() -> list[PolicyRoute]:
-    loading = _refusing(
-        "models can't be loaded and unloaded over KServe; a lane has the one it began with"
-    )
-    tracing = _refusing("traces are set up by the gateway's settings (docs/telemetry.md)")
-    logging = _refusing("logs are set up by the gateway's settings (docs/telemetry.md)")
+    loading, tracing = _refusing(NO_LOADING), _refusing(NO_TRACING)
     settings = [
         ("/v2/trace/setting", tracing),
         ("/v2/models/{model:name}/trace/setting", tracing),
-        ("/v2/logging", logging),
+        ("/v2/logging", _refusing(NO_LOGGING)),
     ]
     return [
         *(

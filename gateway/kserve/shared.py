@@ -25,6 +25,12 @@ EXTENSIONS = (
 """Those of Triton's that there are, by its names. Of CUDA's memory there is as much as clients ask
 for who use none."""
 
+NO_CUDA = "memory of CUDA can't be shared; use that of the system, or send tensors in the body"
+NO_LOADING = "models can't be loaded and unloaded over KServe; a lane has the one it began with"
+NO_TRACING = "traces are set up by the gateway's settings (docs/telemetry.md)"
+NO_LOGGING = "logs are set up by the gateway's settings (docs/telemetry.md)"
+"""Why some of Triton's calls are refused, in both."""
+
 
 class KServe(NamedTuple):
     """What is served.

@@ -14,6 +14,7 @@ from .fields import (
     KWARGS,
     LENGTH,
     LOGPROBS,
+    MANY,
     MIN_TOKENS,
     MODEL,
     OBJECT,
@@ -213,7 +214,40 @@ DETOKENIZE = Interface(
     unsupported=("colour", "prompt"),
     needed=(("tokens", "invalid_request"),),
 )
+NO_TENSOR = refused("invalid_tensor")
+NO_PARAMETER: tuple[Any, ...] = ([], {}, [1], {"a": 1}, None, 2**64)
+KSERVE = Interface(
+    "/v2/models/tiny/generate",
+    {"text_input": "98 + 25 =", "max_tokens": 4} | GREEDY,
+    (
+        Field(
+            "text_input", ("b", ["é\U0001f600\x00"], {}), (["98 + 25 ="],), (), ("", [""]), EMPTY
+        ),
+        Field("text_input", (), (), (), (1, True, [], [1], ["a", "b"], None), NO_TENSOR),
+        Field("text_input", (), (), (), (LONG,), TOO_LONG | refused("prompt_too_long")),
+        Field("stream", (), (False,), (), (2, "true", [], {}, None, [True, False]), NO_TENSOR),
+        Field("max_tokens", (1, "3"), ("4",), (*NO_PARAMETER, 4.0)),
+        Field("max_tokens", (), (), (), (0, -1, -(2**63)), refused("invalid_max_tokens")),
+        Field("temperature", (0.5, "1"), (0.0, "0"), NO_PARAMETER),
+        Field("temperature", (), (), (), (-1, -1e300, 1e5), refused("invalid_temperature")),
+        Field("top_k", (2, "5"), (-1, 0), NO_PARAMETER, (-2, -(2**63)), refused("invalid_top_k")),
+        Field("seed", (0, -5, 2**63 - 1), (), NO_PARAMETER),
+        Field("n", (2, 3), (1,), NO_PARAMETER, (0, -1, 257, 2**62), MANY, "n"),
+        Field("id", (), ("", "mine"), (1, True, [], {}, None)),
+        Field("exclude_input_in_output", (), (True, False), (), (7, "a", {}, None), NO_TENSOR),
+    ),
+    shape="kserve",
+    needed=(("text_input", "invalid_tensor"),),
+    others=(b"GET", b"HEAD"),
+)
+INDEX = Interface(
+    "/v2/repository/index",
+    {"ready": True},
+    (Field("ready", (), (True, False), (0, 1, "true", [], {}, 1.5)),),
+    shape="kserve",
+)
 
 INTERFACES = (
     *(COMPLETIONS, CHAT, RESPONSES, TOKENS, SGLANG, MESSAGES, COUNT, TOKENIZE, DETOKENIZE),
+    *(KSERVE, INDEX),
 )

@@ -16,6 +16,7 @@ NOT_FOUND = refused("not_found", 404)
 NOT_ALLOWED = refused("method_not_allowed", 405)
 NOT_HTTP = Wanted(MALFORMED)
 LONG = b"a" * 70_000
+BYTES = (b"", b";" * 999, b"application/octet-stream")
 HEAD_TIMEOUT_S = 2
 
 BAD_HEADS = (
@@ -125,6 +126,10 @@ def kinds_of_body(rng: random.Random, interfaces: Interfaces) -> Case:
     taken_kinds = (
         *(b"Application/JSON", b"application/json ; charset=utf-8", b"application/vnd.a+json"),
     )
+    if interface.shape == "kserve":
+        # It takes bytes, and bodies of which nothing is said.
+        refused_kinds = tuple(each for each in refused_kinds if each not in BYTES)
+        taken_kinds += BYTES
     codings = (b"gzip", b"br", b"deflate", b"identity, gzip", b"utf-8", b"\x80", b"x" * 999)
     headers: tuple[tuple[bytes, bytes], ...]
     wanted = refusal(interface, MEDIA)
@@ -133,6 +138,7 @@ def kinds_of_body(rng: random.Random, interfaces: Interfaces) -> Case:
             headers = ((b"Content-Type", rng.choice(refused_kinds)),)
         case 1:
             headers = ()
+            wanted = taken(interface) if interface.shape == "kserve" else wanted
         case 2:
             headers = (JSON, (b"Content-Encoding", rng.choice(codings)))
         case 3:
@@ -164,6 +170,9 @@ def targets(rng: random.Random, interfaces: Interfaces) -> Case:
         raw = interface.call(usual(interface)).replace(path, target, 1)
         # There are such paths, of responses by their ids.
         there = interface is RESPONSES and target.count(b"/") == 3 and target.startswith(path)
+        if target.startswith(b"/v2/"):
+            # Whatever is below that of models is the name of one, of which one may ask.
+            shape, there = "kserve", target.startswith(b"/v2/models/")
         wanted = Wanted(NOT_ALLOWED if there else NOT_FOUND, shape)
         return Case("target", interface.path, (raw,), (wanted,))
     queries = (b"a=1&" * 10_000, b"%00", b"?" * 99, b"&&=&", b"%ff%fe=%", b"prompt=b&stream=true")

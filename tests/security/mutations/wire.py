@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
-Shape = Literal["openai", "anthropic"]
+Shape = Literal["openai", "anthropic", "kserve"]
 """Of errors."""
 
 Refusals = frozenset[tuple[int, str]]
@@ -167,6 +167,11 @@ def _code(answer: Answer, shape: Shape) -> str:
     """Of an error in the shape that clients of the interface know."""
     found = json.loads(answer.body, parse_constant=_no_json)
     error = found["error"]
+    if shape == "kserve":
+        assert set(found) == {"error"}, found
+        assert error.isprintable(), found
+        assert 0 < len(error) < 2001, found
+        return answer.headers["x-error-code"]
     assert set(error) == _KEYS, found
     if shape == "anthropic":
         assert set(found) == {"type", "error", "request_id"}, found

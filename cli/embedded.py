@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterator
 
 from ..config import BusError
-from ..stages.temporary import temporary_folder
+from ..config.temporary import temporary_folder
 
 
 @contextlib.contextmanager

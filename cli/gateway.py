@@ -1,4 +1,4 @@
-"""`nano-inference gateway`: HTTP in front of a running pipeline."""
+"""`nano-inference gateway`: HTTP and gRPC in front of a running pipeline."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import structlog
 import typer
 
 from ..config import Config
+from ..config.temporary import sweep
 from ..gateway.gateway import DEFAULT_PORT, Gateway
-from ..stages.temporary import sweep
 from .connection import connected
 from .options import ENGINE_OPTIONS, Options, WithParent, takes_options
 from .process import forbid_torch, raise_file_limit, until_told_to_stop
@@ -24,6 +24,16 @@ GatewayPort = Annotated[
         "--gateway",
         metavar="PORT",
         help="Serve HTTP on this port as well, from a process of its own.",
+        show_default=False,
+    ),
+]
+
+GrpcPort = Annotated[
+    int | None,
+    typer.Option(
+        "--grpc-port",
+        metavar="PORT",
+        help="Serve KServe V2 over gRPC on this port as well; else gateway.grpc_port, else not.",
         show_default=False,
     ),
 ]
@@ -44,6 +54,7 @@ def gateway(
         int | None,
         typer.Option(help=f"Where it listens; else gateway.port, else {DEFAULT_PORT}."),
     ] = None,
+    grpc_port: GrpcPort = None,
     insecure: Insecure = False,
     with_parent: WithParent = False,
 ) -> None:
@@ -59,7 +70,8 @@ def gateway(
     On Ctrl-C or SIGTERM it is not ready any more and lets the calls under way end, within
     `pipeline.drain_timeout_s`; a second Ctrl-C ends it at once.
     """
-    config = listening(options.client_config(least=None), port, DEFAULT_PORT, insecure=insecure)
+    config = options.client_config(least=None)
+    config = listening(config, port, DEFAULT_PORT, grpc_port=grpc_port, insecure=insecure)
     if not with_parent:  # which has done it
         sweep()
     forbid_torch()
@@ -73,12 +85,15 @@ def listening(
     default: int,
     host: str | None = None,
     *,
+    grpc_port: int | None = None,
     insecure: bool = False,
 ) -> Config:
-    """The same settings with a port for the gateway: the one given, else theirs, else a default."""
+    """The same settings with ports for the gateway: those given, else theirs, else, for HTTP, a
+    default."""
     own = msgspec.structs.replace(
         config.gateway,
         port=port or config.gateway.port or default,
+        grpc_port=config.gateway.grpc_port if grpc_port is None else grpc_port,
         host=host or config.gateway.host,
         insecure=insecure or config.gateway.insecure,
     )
@@ -95,7 +110,7 @@ async def _serve(config: Config, with_parent: bool) -> None:
             Gateway(client, config) as running,
         ):
             spare_collector()
-            structlog.get_logger().info("gateway_listens", url=running.url)
+            structlog.get_logger().info("gateway_listens", **running.places)
             told = await until_told_to_stop(signals, running.failed, with_parent=with_parent)
             # Without a parent there may be no bus any more.
             if told.asked is not None:

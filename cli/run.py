@@ -15,8 +15,8 @@ import typer
 from ..bus.codec import encode_output
 from ..bus.public import Completion
 from ..config import STAGES, Config, ConfigError, nearest
+from ..config.temporary import sweep
 from ..pipeline.pipeline import Pipeline
-from ..stages.temporary import sweep
 from ..telemetry import setup_logging
 from .options import ENGINE_OPTIONS, Options, WithParent, takes_options
 from .process import DRAIN, drain, forbid_torch, until_told_to_stop

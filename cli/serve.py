@@ -13,11 +13,11 @@ import structlog
 import typer
 
 from ..config import STAGES, Config
+from ..config.temporary import sweep
 from ..gateway.gateway import Gateway
 from ..pipeline.pipeline import Pipeline
-from ..stages.temporary import sweep
 from ..telemetry import setup_logging
-from .gateway import Insecure, listening
+from .gateway import GrpcPort, Insecure, listening
 from .options import ENGINE_OPTIONS, Options, takes_options
 from .process import drain, raise_file_limit, until_told_to_stop
 from .process_memory import spare_collector
@@ -37,6 +37,7 @@ def serve(
         str | None,
         typer.Option(help="The address on which it listens; else gateway.host.", metavar="ADDRESS"),
     ] = None,
+    grpc_port: GrpcPort = None,
     insecure: Insecure = False,
 ) -> None:
     """Serve a model over HTTP, all in this process.
@@ -47,8 +48,9 @@ def serve(
 
         nano-inference serve --model ~/models/Qwen2.5-0.5B-Instruct --port 8000
 
-    It speaks OpenAI's interface (docs/openai.md) and SGLang's (docs/gateway.md). Unless
-    there are keys (docs/policy.md), whoever reaches the port may use all of it, so that it listens
+    It speaks OpenAI's interface (docs/openai.md), SGLang's (docs/gateway.md) and Triton's
+    (docs/kserve.md), with --grpc-port over gRPC as well. Unless there are keys (docs/policy.md),
+    whoever reaches the port may use all of it, so that it listens
     on this machine only.
 
     On Ctrl-C or SIGTERM it is not ready any more and lets requests in flight finish, within
@@ -56,7 +58,7 @@ def serve(
     and a process that takes this one's place goes on with them.
     """
     config = options.config(**{"pipeline.stages": list(STAGES)})
-    config = listening(config, port, SERVE_PORT, host, insecure=insecure)
+    config = listening(config, port, SERVE_PORT, host, grpc_port=grpc_port, insecure=insecure)
     setup_logging(config.telemetry)
     sweep()
     raise_file_limit()
@@ -70,14 +72,14 @@ async def _serve(config: Config) -> None:
             Pipeline(config, wait_until_ready=False) as pipeline,
             Gateway(pipeline.client, config) as gateway,
         ):
-            structlog.get_logger().info("gateway_listens", url=gateway.url)
+            structlog.get_logger().info("gateway_listens", **gateway.places)
             # Until then there is nothing to drain, and signals end it as they end any program.
             await pipeline.ready()
             signals = until_the_end.enter_context(
                 anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT)
             )
             spare_collector()
-            _tell(config.engine.model_name, gateway.url, with_key=config.policy.knows_callers)
+            _tell(config.engine.model_name, gateway, with_key=config.policy.knows_callers)
             await until_told_to_stop(signals, pipeline.failed, gateway.failed)
             end_s = time.monotonic() + config.pipeline.drain_timeout_s
             await gateway.drain(config.pipeline.drain_timeout_s)
@@ -85,13 +87,15 @@ async def _serve(config: Config) -> None:
             await drain(pipeline, max(0.0, end_s - time.monotonic()))
 
 
-def _tell(model: str, url: str, *, with_key: bool) -> None:
+def _tell(model: str, gateway: Gateway, *, with_key: bool) -> None:
+    url, grpc = gateway.url, gateway.places.get("grpc")
     key = ' -H "Authorization: Bearer $NANO_INFERENCE_API_KEY"' if with_key else ""
     body = '{"prompt": "98 + 25 =", "temperature": 0}'
     # Whoever read it first may have gone.
     with suppress(OSError):
         sys.stdout.write(
-            f"{model!r} is served at {url}, OpenAI's interface at {url}/v1. Try it:\n\n"
+            f"{model!r} is served at {url}, OpenAI's interface at {url}/v1"
+            f"{f', KServe V2 over gRPC at {grpc}' if grpc else ''}. Try it:\n\n"
             f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'\n\n"
             f"  nano-inference chat --url {url}/v1\n\n"
         )

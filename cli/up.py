@@ -32,13 +32,13 @@ from ..config import (
     redact,
     split_role,
 )
+from ..config.temporary import sweep
 from ..gateway.gateway import place_of
 from ..pipeline.supervisor import RestartBudget, StageFailed
-from ..stages.temporary import sweep
 from .child_output import Line, Lines
 from .children import Child, ForkServer, ForkServerLost, python, spawn
 from .embedded import embedded_server
-from .gateway import GatewayPort, Insecure
+from .gateway import GatewayPort, GrpcPort, Insecure
 from .options import ENGINE_OPTIONS, Options, takes_options
 from .process import DRAIN
 from .waterfall import STAGE_STYLES
@@ -70,6 +70,7 @@ def up(
         ),
     ] = None,
     gateway: GatewayPort = None,
+    grpc_port: GrpcPort = None,
     insecure: Insecure = False,
 ) -> None:
     """Run each stage as a process of its own, over Redis.
@@ -92,10 +93,12 @@ def up(
         options = options.adding(f"pipeline.replicas={replicas}")
     if gateway is not None:
         options = options.adding(f"gateway.port={gateway}")
+    if grpc_port is not None:
+        options = options.adding(f"gateway.grpc_port={grpc_port}")
     if insecure:
         options = options.adding("gateway.insecure=true")
     config, overrides = options.config(), options.overrides()
-    if config.gateway.port:
+    if config.gateway.listens:
         place_of(config)  # before anything is started
     sweep()
     with contextlib.ExitStack() as stack:
@@ -144,7 +147,7 @@ class _House:
         self._arguments = ("--with-parent", *arguments)
         self._environment = environment
         self._roles = all_roles(config.pipeline.replicas)
-        if config.gateway.port:
+        if config.gateway.listens:
             self._roles = (*self._roles, _GATEWAY)
         self._children: dict[str, Child] = {}
         self._forks = self._fork_servers()

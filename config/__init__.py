@@ -1,4 +1,4 @@
-"""Settings and errors: the ground floor, which imports nothing of ours."""
+"""Settings, errors and temporary memory: the ground floor, which imports nothing of ours."""
 
 from .errors import (
     BusError,

@@ -58,7 +58,12 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
         shared_memory: Whether clients on this machine may name shared memory that tensors are read
             from and written to. Whoever may call models may then read and write every POSIX shared
             memory object that this process may.
-        max_tensor_bytes: The tensors of one request that come in shared memory may hold so much.
+        max_tensor_bytes: The tensors of one request that are in shared memory may hold so much,
+            those read and those written together. As much is kept to read into again; and all
+            requests under way may have read as much as `max_bodies_bytes`, or one's tensors.
+        models: Names under which packages have registered models of their own
+            (`nano_inference.kserve_models`, docs/kserve-models.md) that KServe is to serve as well.
+            Their code runs in the gateway.
         effects_by_get: Which calls with effects are taken by GET as well, from programs that do not
             call themselves a browser: "none"; "flush_cache", as trainers call it; "all", with
             those that release and resume memory.
@@ -102,6 +107,7 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
     access_log: bool = False
     shared_memory: bool = False
     max_tensor_bytes: int = 256 << 20
+    models: tuple[str, ...] = ()
     effects_by_get: Literal["none", "flush_cache", "all"] = "flush_cache"
     sync_timeout_s: float = 300.0
     health_timeout_s: float = 20.0
@@ -109,6 +115,11 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
     max_in_flight: int | None = None
     max_waiting: int = 16_384
     max_priority: int = 0
+
+    @property
+    def listens(self) -> bool:
+        """Whether there is to be a gateway beside a pipeline that is begun."""
+        return bool(self.port) or self.grpc_port is not None
 
     def __post_init__(self) -> None:
         self.require("port", 0 <= self.port <= 65_535, "a port, or 0")

@@ -16,6 +16,11 @@ from .callers import JsonOnly
 from .chat_templates import ChatTemplates
 from .http import ERROR_CODE, error_handler, error_response
 from .kept_calls import KeptCalls
+from .kserve import http_errors as kserve_http
+from .kserve.regions import Regions
+from .kserve.repository import open_service
+from .kserve.routes import kserve_routes
+from .kserve.shared import KServe
 from .measures import Measures
 from .metrics import metrics_routes
 from .model_length import ModelLength
@@ -48,7 +53,7 @@ def make_app(
     Returns:
         The application. Whoever serves it opens its `state.policy` before, runs `run_forever` of
         that and of its `state.kept_calls` beside it, and answers what it refuses itself by its
-        `state.respond`.
+        `state.respond`. What is behind its `state.kserve` may be served over gRPC as well.
 
     Raises:
         ConfigError: The policy's settings can't be obeyed.
@@ -61,6 +66,8 @@ def make_app(
     submissions = Submissions(engine, config, measures, readiness, policy.chain)
     kept = KeptCalls(engine, config)
     length = ModelLength(engine, config)
+    models = open_service(submissions, config, words, readiness, measures)
+    kserve = KServe(models, Regions(config.gateway))
     app = Starlette(
         routes=[
             *probe_routes(readiness),
@@ -68,12 +75,22 @@ def make_app(
             *sglang_routes(engine, config, words, submissions, measures, readiness, length),
             *openai_routes(config, words, submissions, kept, templates, length),
             *anthropic.anthropic_routes(config, words, submissions, templates),
+            *kserve_routes(kserve, readiness, config.gateway),
             *admin_routes(policy, config),
         ],
-        middleware=[Middleware(JsonOnly, measures, respond)],
+        middleware=[
+            Middleware(
+                JsonOnly,
+                measures,
+                respond,
+                takes_bytes=kserve_http.is_called,
+                takes_compressed=kserve_http.takes_compressed,
+            )
+        ],
         exception_handlers=dict.fromkeys(_ANSWERED, error_handler(respond)),
     )
     app.state.kept_calls = kept
+    app.state.kserve = kserve
     app.state.respond = respond
     app.state.policy = policy
     return app
@@ -84,4 +101,6 @@ def respond(scope: Scope, error: NanoInferenceError) -> Response:
     scope.setdefault("state", {})[ERROR_CODE] = error.code
     if anthropic.is_called(scope):
         return anthropic.respond(scope, error)
+    if kserve_http.is_called(scope):
+        return kserve_http.respond(scope, error)
     return error_response(error)

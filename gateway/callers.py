@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
@@ -30,6 +30,8 @@ _SHOWN = (
     "X-Request-Id",
     "X-Should-Retry",
     "Request-Id",
+    "X-Error-Code",
+    "Inference-Header-Content-Length",
     *(
         f"x-ratelimit-{what}-{of}"
         for of in ("requests", "tokens")
@@ -37,6 +39,13 @@ _SHOWN = (
     ),
 )
 """Headers of answers that allowed pages may read."""
+
+
+_BYTES = "application/octet-stream"
+
+
+def _never(scope: Scope) -> bool:
+    return False
 
 
 class _Refused(RequestError):
@@ -113,17 +122,32 @@ class JsonOnly:
     """ASGI: refuses bodies that do not say that they are JSON, or say that they are compressed.
 
     A browser sends those of forms and plain text for any page, and asks first before any other.
+    Where bytes are taken, so are bodies of which nothing is said: a page's script can send such a
+    one without asking, but never without Origin, by which it is refused before.
     """
 
     def __init__(
-        self, app: ASGIApp, measures: Measures, respond: Respond = respond_plainly
+        self,
+        app: ASGIApp,
+        measures: Measures,
+        respond: Respond = respond_plainly,
+        *,
+        takes_bytes: Callable[[Scope], bool] = _never,
+        takes_compressed: Callable[[Scope], bool] = _never,
     ) -> None:
+        """`takes_bytes`, `takes_compressed`: where such bodies are taken besides."""
         self._app = app
         self._measures = measures
         self._respond = respond
+        self._takes_bytes = takes_bytes
+        self._takes_compressed = takes_compressed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = _refused_kind(Headers(scope=scope))
+        headers = Headers(scope=scope)
+        kinds = ("", _BYTES) if self._takes_bytes(scope) else ()
+        refusal = _refused_kind(headers, kinds)
+        if refusal is None and not self._takes_compressed(scope):
+            refusal = _refused_coding(headers)
         app = self._app
         if refusal is not None:
             self._measures.refused(refusal.reason)
@@ -131,19 +155,27 @@ class JsonOnly:
         await app(scope, receive, send)
 
 
-def _refused_kind(headers: Headers) -> _Refused | None:
-    """Why a body can't be read, by what is said of it; None when it may be."""
+def _refused_kind(headers: Headers, more: Collection[str]) -> _Refused | None:
+    """Why a body can't be read, by what is said of it; None when it may be.
+
+    Args:
+        more: Kinds that are taken beside JSON.
+    """
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
     json = kind == "application/json" or (
         kind.startswith("application/") and kind.endswith("+json")
     )
-    if (body or kind) and not json:
+    if (body or kind) and not json and kind not in more:
         return _Refused(
             f"the Content-Type is {shown(kind)}; send JSON, and with it the header "
             "'Content-Type: application/json'",
             "unsupported_media_type",
         )
+    return None
+
+
+def _refused_coding(headers: Headers) -> _Refused | None:
     codings = ",".join(headers.getlist("content-encoding"))
     named = {coding.strip().lower() for coding in codings.split(",")}
     if not named <= {"", "identity"}:

@@ -1,9 +1,10 @@
-"""Each call over HTTP: when it arrived, in whose trace it is, and how long it took."""
+"""Each call: when it arrived, in whose trace it is, and how long it took."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import anyio
@@ -18,6 +19,7 @@ from .http import CALL_ID, CLIENT_LEFT, ERROR_CODE
 from .measures import Measures
 from .policy.audit import AuditLog
 from .policy.caller import CALLER, NOBODY, ROUTE, Caller
+from .route_names import RouteNames
 
 _METHODS = frozenset(
     ("CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "TRACE")
@@ -74,29 +76,35 @@ def call_id(headers: Headers) -> str:
     return given if usable else uuid.uuid4().hex
 
 
-class ObservedCalls:
-    """ASGI: measures each call, and makes a span of it, between the client's and the pipeline's.
+class ObservedCall:
+    """A call while it is under way.
 
-    It names each call, too: its answer has the header `CALL_HEADER`.
-
-    A GET whose client is in no trace has no span: what asks for health each second would begin as
-    many traces.
+    Attributes:
+        name: What it is called.
+        status: Of its answer, as of one over HTTP, as far as there is one.
+        account: What it comes to.
+        trace: Where its spans belong.
     """
 
+    __slots__ = ("account", "name", "status", "trace")
+
+    def __init__(self, name: str, trace: TraceContext) -> None:
+        self.name = name
+        self.status = CLIENT_LEFT
+        self.account = Account()
+        self.trace = trace
+
+
+class CallObserver:
+    """Measures calls, whatever they come by, and makes a span of each, between the client's and the
+    pipeline's. It names each call, too."""
+
     def __init__(
-        self,
-        app: ASGIApp,
-        measures: Measures,
-        routes: Collection[str],
-        access_log: bool = False,
-        audit: AuditLog | None = None,
+        self, measures: Measures, access_log: bool = False, audit: AuditLog | None = None
     ) -> None:
-        """Args: `routes` are the paths that there are. No other is named, so that nobody makes
-        names. With `access_log` there is a line for each call in the log, and in `audit`, where
+        """Args: with `access_log` there is a line for each call in the log, and in `audit`, where
         that is given, one for each that needs anything."""
-        self._app = app
         self._measures = measures
-        self._routes = frozenset(routes)
         self._access_log = access_log
         self._audit = audit
         self._under_way = 0
@@ -109,54 +117,47 @@ class ObservedCalls:
             self._idle = anyio.Event()
             await self._idle.wait()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    @contextmanager
+    def observed(self, scope: Scope, route: str, *, traced: bool) -> Iterator[ObservedCall]:
+        """Open while a call is under way.
+
+        Args:
+            scope: The call's; its state gets what `arrival_of` and `call_id_of` tell.
+            route: What its path is called when there is a route for it, else "".
+            traced: Whether it begins a trace where its client is in none. What asks for health
+                each second would begin as many.
+        """
         state = scope.setdefault("state", {})
         arrived_ns: int = state.get(ARRIVED) or now_ns()
         headers = Headers(scope=scope)
-        client, named = client_trace(headers), call_id(headers)
-        trace, account = self._begin(scope, client), Account()
-        state[_KEY] = Arrival(arrived_ns, trace, account)
-        state[CALL_ID] = named
-        # Unless there is an answer.
-        status = CLIENT_LEFT
-
-        async def send_noted(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                answered = MutableHeaders(scope=message)
-                answered[CALL_HEADER] = named
-                answered.update(account.headers)
-            await send(message)
-            if message["type"] == "http.response.body":
-                account.sent_bytes += len(message.get("body", b""))
-                account.complete = not message.get("more_body", False)
-
+        client = client_trace(headers)
+        call = ObservedCall(call_id(headers), self._begin(client, traced))
+        state[_KEY] = Arrival(arrived_ns, call.trace, call.account)
+        state[CALL_ID] = call.name
         self._under_way += 1
         try:
-            await self._app(scope, receive, send_noted)
+            yield call
         except Exception:
-            status = max(status, _FAILED)
+            call.status = max(call.status, _FAILED)
             raise
         finally:
             self._under_way -= 1
             if not self._under_way:
                 self._idle.set()
-            self._tell(scope, client, arrived_ns, status)
+            self._tell(scope, client, route, arrived_ns, call.status)
 
-    def _begin(self, scope: Scope, client: TraceContext) -> TraceContext:
+    def _begin(self, client: TraceContext, traced: bool) -> TraceContext:
         tracing = self._measures.tracing
         if client.traceparent:
             return tracing.begin_below(client)
-        if scope["method"] == "GET" or scope["path"] not in self._routes:
-            return TraceContext()
-        return tracing.begin()
+        return tracing.begin() if traced else TraceContext()
 
-    def _tell(self, scope: Scope, client: TraceContext, arrived_ns: int, status: int) -> None:
+    def _tell(
+        self, scope: Scope, client: TraceContext, route: str, arrived_ns: int, status: int
+    ) -> None:
         ended_ns = now_ns()
         _, trace, account = scope["state"][_KEY]
         method = scope["method"] if scope["method"] in _METHODS else _OTHER_METHOD
-        route = scope["path"] if scope["path"] in self._routes else ""
         if self._measures.metrics.enabled:
             labels = {
                 names.HTTP_METHOD: method,
@@ -193,6 +194,7 @@ class ObservedCalls:
                 names.URL_PATH: route,
                 names.URL_SCHEME: scope["scheme"],
                 names.CLIENT_ADDRESS: address,
+                **({names.REQUEST_MODEL: account.model} if account.model else {}),
             },
             error=str(status) if status >= _FAILED else "",
             own=trace,
@@ -228,3 +230,49 @@ class ObservedCalls:
             "duration_ms": round(duration_ns / 1e6, 2),
         }
         audit.write("call", told, account.texts)
+
+
+class ObservedCalls:
+    """ASGI: has an observer see each call; its answer has the header `CALL_HEADER`.
+
+    A GET whose client is in no trace has no span.
+
+    Attributes:
+        observer: That, for calls that come by other ways as well.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        measures: Measures,
+        routes: Collection[str],
+        access_log: bool = False,
+        audit: AuditLog | None = None,
+    ) -> None:
+        """Args: `routes` are the paths that there are, as routes have them, and no other is named;
+        the others are as of `CallObserver`."""
+        self.observer = CallObserver(measures, access_log, audit)
+        self._app = app
+        self._routes = RouteNames(routes)
+
+    async def idle(self) -> None:
+        """Waits until no call is under way, whatever it came by."""
+        await self.observer.idle()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = self._routes.of(scope["path"])
+        traced = bool(route) and scope["method"] != "GET"
+        with self.observer.observed(scope, route, traced=traced) as call:
+
+            async def send_noted(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    call.status = message["status"]
+                    answered = MutableHeaders(scope=message)
+                    answered[CALL_HEADER] = call.name
+                    answered.update(call.account.headers)
+                await send(message)
+                if message["type"] == "http.response.body":
+                    call.account.sent_bytes += len(message.get("body", b""))
+                    call.account.complete = not message.get("more_body", False)
+
+            await self._app(scope, receive, send_noted)

@@ -1,8 +1,9 @@
-"""The gateway on a client of the bus, behind a port of this process."""
+"""The gateway on a client of the bus, behind ports of this process."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from ipaddress import ip_address
 from types import TracebackType
@@ -12,11 +13,13 @@ import anyio
 import msgspec
 import structlog
 
-from ..config import Config, ConfigError
+from ..config import Config, ConfigError, GatewayConfig
 from ..pipeline.client import BusClient
 
 if TYPE_CHECKING:
     from .kept_calls import KeptCalls
+    from .kserve.grpc_server import GrpcServer
+    from .kserve.shared import KServe
     from .policy.policy import Policy
     from .readiness import Readiness
     from .server import HttpServer
@@ -29,7 +32,7 @@ _WARN_S = 3600.0
 
 
 class Gateway:
-    """Serves HTTP while the context is open.
+    """Serves HTTP, and gRPC where it has a port, while the context is open.
 
     Its spans and metrics go where those of the client do.
 
@@ -40,14 +43,19 @@ class Gateway:
 
     Attributes:
         port: Where it listens; with `gateway.port` 0 a free one.
+        grpc_port: The same of gRPC and `gateway.grpc_port`; None where that is None.
+        kserve: The models and the shared memory of KServe V2, from when it listens.
     """
 
     def __init__(self, client: BusClient, config: Config) -> None:
         self.port = config.gateway.port
+        self.grpc_port = config.gateway.grpc_port
         self._client = client
         self._config = config
         self._readiness: Readiness
         self._server: HttpServer
+        self.kserve: KServe
+        self._grpc: GrpcServer | None = None
         self._task: asyncio.Task[None]
         self._kept: KeptCalls
         self._policy: Policy
@@ -55,15 +63,25 @@ class Gateway:
 
     @property
     def url(self) -> str:
-        host = self._config.gateway.host
         scheme = "https" if self._config.gateway.tls_certificate else "http"
-        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+        return f"{scheme}://{self._host}:{self.port}"
+
+    @property
+    def places(self) -> dict[str, str]:
+        """Where it listens: its "url", and where clients of "grpc" find it."""
+        grpc = {} if self.grpc_port is None else {"grpc": f"{self._host}:{self.grpc_port}"}
+        return {"url": self.url} | grpc
+
+    @property
+    def _host(self) -> str:
+        host = self._config.gateway.host
+        return f"[{host}]" if ":" in host else host
 
     async def __aenter__(self) -> Gateway:
         """Listens from then on.
 
         Raises:
-            ConfigError: The port can't be had, others could reach it without keys, the certificate
+            ConfigError: A port can't be had, others could reach it without keys, the certificate
                 can't be used, or the policy's settings can't be obeyed.
             NanoInferenceError: The policy can't be read.
         """
@@ -81,13 +99,21 @@ class Gateway:
         self._readiness = Readiness(self._client)
         try:
             app = make_app(self._client, config, measures, self._readiness)
-            self._policy = app.state.policy
+            self._policy, self.kserve = app.state.policy, app.state.kserve
             self._server = HttpServer(app, config.gateway, measures, self._policy.audit)
             if config.policy.knows_callers:
                 self._server.connections.client_of = self._policy.client_of
+            if self.grpc_port is not None:
+                self._grpc = self._grpc_server(config.gateway)
+                self._grpc.listen(listener.getsockname()[0])
+                self.grpc_port = self._grpc.port
             await self._policy.open()
+            if self._grpc is not None:
+                await self._grpc.start()
         except BaseException:
             listener.close()
+            if self._grpc is not None:
+                await self._grpc.aclose(0)
             raise
         self._task = asyncio.create_task(self._server.serve([listener]), name="gateway")
         self._kept = app.state.kept_calls
@@ -109,14 +135,18 @@ class Gateway:
 
         Those that have not ended by then go on at other gateways, if their clients do.
         """
+        from .server import LEAVE_S
+
         self._kept.stop()
         self._server.should_exit = True
-        await asyncio.shield(self._task)
+        beside = [] if self._grpc is None else [self._grpc.aclose(LEAVE_S)]
+        await asyncio.gather(asyncio.shield(self._task), *beside)
         for task in self._beside:
             task.cancel()
         await asyncio.wait(self._beside)
         await self._kept.aclose()
         await self._policy.aclose()
+        self.kserve.regions.close()
 
     async def drain(self, timeout_s: float) -> bool:
         """Is not ready from now on, refuses new requests, and waits for the calls under way.
@@ -130,6 +160,8 @@ class Gateway:
             Whether all of them have ended.
         """
         self._readiness.draining = True
+        if self._grpc is not None:
+            self._grpc.drain()
         with anyio.move_on_after(timeout_s):
             await self._server.calls.idle()
             return True
@@ -138,6 +170,15 @@ class Gateway:
     async def failed(self) -> None:
         """Waits until the server has stopped, which it does by itself only when it fails."""
         await asyncio.shield(self._task)
+
+    def _grpc_server(self, config: GatewayConfig) -> GrpcServer:
+        """Whoever has no port for it need not wait until gRPC is imported."""
+        # Its own log has a line for whatever anybody sends, and no form but that of its own.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+        from .kserve.grpc_server import GrpcServer
+
+        policy, http = self._policy.chain, self._server
+        return GrpcServer(self.kserve, policy, self._readiness, config, http)
 
     def _listen(self, backlog: int) -> socket.socket:
         family, address = place_of(self._config)

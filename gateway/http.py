@@ -62,7 +62,9 @@ _STATUS = {
     "not_found": 404,
     "method_not_allowed": 405,
     "unknown_response": 404,
+    "unknown_region": 404,
     "unsupported": 400,
+    "shared_memory_off": 403,
     "forbidden_host": 403,
     "forbidden_origin": 403,
     "request_timeout": 408,
@@ -250,14 +252,7 @@ def decode_object(body: bytes) -> dict[str, Any]:
     """
     if not body or body.isspace():
         return {}
-    if (
-        _containers(body) > MOST_CONTAINERS
-        and _containers(_STRING.sub(b"", body)) > MOST_CONTAINERS
-    ):
-        raise RequestError(
-            f"the body holds more than {MOST_CONTAINERS} lists and objects; send less at a time",
-            code="request_too_large",
-        )
+    check_containers(body)
     # What is made here is not garbage yet, and looking for some takes far longer than decoding.
     collects = gc.isenabled()
     gc.disable()
@@ -271,6 +266,22 @@ def decode_object(body: bytes) -> dict[str, Any]:
     finally:
         if collects:
             gc.enable()
+
+
+def check_containers(json: bytes) -> None:
+    """Refuses JSON that takes seconds to be decoded, and a hundred times its size in memory.
+
+    Raises:
+        RequestError: request_too_large.
+    """
+    if (
+        _containers(json) > MOST_CONTAINERS
+        and _containers(_STRING.sub(b"", json)) > MOST_CONTAINERS
+    ):
+        raise RequestError(
+            f"the body holds more than {MOST_CONTAINERS} lists and objects; send less at a time",
+            code="request_too_large",
+        )
 
 
 def _containers(body: bytes) -> int:

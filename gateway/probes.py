@@ -14,8 +14,10 @@ from .http import JsonResponse
 from .policy.routes import PolicyRoute
 from .readiness import Readiness
 
-PROBES = frozenset(("/livez", "/healthz", "/readyz", "/health"))
-"""Paths that no limit on calls concerns; `/health` is SGLang's."""
+PROBES = frozenset(
+    ("/livez", "/healthz", "/readyz", "/health", "/v2/health/live", "/v2/health/ready")
+)
+"""Paths that no limit on calls concerns; `/health` is SGLang's, those below `/v2` are KServe's."""
 
 ROLE = "unified"
 """Of a lane whose replicas both prefill and decode, as all do."""

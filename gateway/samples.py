@@ -1,9 +1,10 @@
-"""A request of one sample on its way through the engine: at once, or in pieces as it grows."""
+"""A request on its way through the engine: at once, or in pieces as it grows."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from itertools import chain
 
 import anyio
@@ -55,8 +56,8 @@ def joined(pieces: Sequence[Piece]) -> Piece:
 Take = Callable[[Piece], Awaitable[None]]
 
 
-class Pieces:
-    """What has come of a sample and was not sent yet: one piece, however much it is.
+class Unsent:
+    """What has come of a request and was not sent yet.
 
     Attributes:
         unsent: Its tokens.
@@ -65,11 +66,45 @@ class Pieces:
     def __init__(self) -> None:
         self.unsent = 0
         self._read = anyio.Event()
+        self._changed = anyio.Event()
+        self._closed = False
+
+    def put(self, output: Output) -> None:
+        """There is something new of it."""
+        raise NotImplementedError
+
+    async def room(self) -> None:
+        """Waits while too much waits for the client."""
+        while self.unsent > MOST_UNSENT:
+            self._read = anyio.Event()
+            await self._read.wait()
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        self._closed = True
+        self._changed.set()
+
+    def _came(self, tokens: int) -> None:
+        self.unsent += tokens
+        self._changed.set()
+
+    def _taken(self) -> None:
+        self.unsent = 0
+        self._read.set()
+
+    async def _change(self) -> None:
+        self._changed = anyio.Event()
+        await self._changed.wait()
+
+
+class Pieces(Unsent):
+    """Of one sample: one piece, however much it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self._waiting: list[Piece] = []
         self._text_chars = 0
         self._num_tokens = 0
-        self._changed = anyio.Event()
-        self._closed = False
 
     def put(self, output: Output) -> None:
         """There is something new of it."""
@@ -83,30 +118,17 @@ class Pieces:
         if new.text or new.token_ids:
             self._text_chars += len(new.text)
             self._num_tokens += len(new.token_ids)
-            self.unsent += len(new.token_ids)
             self._waiting.append(new)
-            self._changed.set()
-
-    async def room(self) -> None:
-        """Waits while too much waits for the client."""
-        while self.unsent > MOST_UNSENT:
-            self._read = anyio.Event()
-            await self._read.wait()
-
-    def close(self) -> None:
-        """Nothing more comes."""
-        self._closed = True
-        self._changed.set()
+            self._came(len(new.token_ids))
 
     async def send_all(self, take: Take) -> None:
         """Hands pieces over until it is closed and nothing is left."""
         while self._waiting or not self._closed:
             if not self._waiting:
-                self._changed = anyio.Event()
-                await self._changed.wait()
+                await self._change()
                 continue
-            pieces, self._waiting, self.unsent = self._waiting, [], 0
-            self._read.set()
+            pieces, self._waiting = self._waiting, []
+            self._taken()
             await take(joined(pieces))
             # The server takes what fits its buffers without a pause.
             await anyio.lowlevel.checkpoint()
@@ -121,20 +143,43 @@ async def stream_sample(
         NanoInferenceError: The engine did not do it. All that came before was handed over.
     """
     pieces = Pieces()
+    return await stream_unsent(submissions, origin, request, pieces, partial(pieces.send_all, take))
+
+
+async def stream_unsent(
+    submissions: Submissions,
+    origin: Origin,
+    request: GenerateRequest,
+    unsent: Unsent,
+    send_all: Callable[[], Awaitable[None]],
+) -> Completion:
+    """Runs a request, and puts what comes of it where `send_all` takes it from until it is closed.
+
+    Raises:
+        NanoInferenceError: The engine did not do it, or `send_all` could not send it.
+    """
     failure: NanoInferenceError | None = None
 
     async def put(output: Output) -> None:
-        pieces.put(output)
-        await pieces.room()
+        unsent.put(output)
+        await unsent.room()
 
-    async with anyio.create_task_group() as group:
-        group.start_soon(pieces.send_all, take)
+    async def send() -> None:
+        nonlocal failure
         try:
-            completion = await complete_sample(submissions, origin, request, put)
+            await send_all()
         except NanoInferenceError as error:
             # Not through the group, which would wrap it.
             failure = error
-        pieces.close()
+            group.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(send)
+        try:
+            completion = await complete_sample(submissions, origin, request, put)
+        except NanoInferenceError as error:
+            failure = failure or error
+        unsent.close()
     if failure is not None:
         raise failure
     return completion
@@ -145,8 +190,13 @@ async def complete_sample(
     origin: Origin,
     request: GenerateRequest,
     put: Callable[[Output], Awaitable[None]] | None = None,
+    before: str = "",
 ) -> Completion:
-    """Runs a request, and gives its end. `put` is told of all that comes, and waited for.
+    """Runs a request, and gives its end.
+
+    Args:
+        put: Is told of all that comes, and waited for.
+        before: What of the prompt the answer shows before each sample.
 
     Raises:
         NanoInferenceError: The engine did not do it.
@@ -154,7 +204,7 @@ async def complete_sample(
     ended: list[Completion] = []
 
     async def run(index: int, begun: bool) -> None:
-        async with aclosing(submissions.outputs(origin, request, begun)) as outputs:
+        async with aclosing(submissions.outputs(origin, request, begun, before=before)) as outputs:
             async for output in outputs:
                 if put is not None:
                     await put(output)

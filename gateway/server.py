@@ -31,8 +31,9 @@ BACKLOG = 2048
 ACCEPTED_AT_ONCE = 64
 """asyncio accepts up to its backlog before it looks at any of them, and each takes a file."""
 
-# For calls under way when the server is to stop, and for telling those that remain.
-_LEAVE_S = 5.0
+LEAVE_S = 5.0
+"""For calls under way when the server is to stop; those that remain are then told."""
+
 # For Redis, models and logs, and for connections that are accepted before others have gone.
 _RESERVED_FILES = 256
 # In the server's ticks, of which there are ten a second. It looks at each connection.
@@ -60,6 +61,8 @@ class HttpServer(uvicorn.Server):
     Attributes:
         connections: Those that there are.
         calls: What is under way on them.
+        limits: How much may be, on these and beside them.
+        certificates: Its own, and its clients'; None without TLS.
     """
 
     def __init__(
@@ -76,15 +79,15 @@ class HttpServer(uvicorn.Server):
         if most < config.max_connections:
             structlog.get_logger().info("fewer_connections", most=most, max_files=max_files)
         respond: Respond = getattr(getattr(app, "state", None), "respond", respond_plainly)
-        limits = RequestLimits(app, most, config.max_bodies_bytes, respond)
-        self.connections = Connections(config, limits, most, measures)
+        self.limits = RequestLimits(app, most, config.max_bodies_bytes, respond)
+        self.connections = Connections(config, self.limits, most, measures)
         # Starlette's; another application's calls are all of no route.
         routes = [each.path for each in getattr(app, "routes", ()) if isinstance(each, Route)]
-        known = only_known_callers(limits, config, measures, respond)
+        known = only_known_callers(self.limits, config, measures, respond)
         self.calls = ObservedCalls(known, measures, routes, config.access_log, audit)
         self._swept_s = 0.0
         self._loop_handler: LoopHandler | None = None
-        self._certificates = Certificates(config) if config.tls_certificate else None
+        self.certificates = Certificates(config) if config.tls_certificate else None
         super().__init__(
             uvicorn.Config(
                 self.calls,
@@ -96,7 +99,7 @@ class HttpServer(uvicorn.Server):
                 lifespan="off",
                 timeout_keep_alive=_NEVER_S,
                 # By then all are told to end; uvicorn would log each as a failure.
-                timeout_graceful_shutdown=math.ceil(_LEAVE_S + 2 * LINGER_S),
+                timeout_graceful_shutdown=math.ceil(LEAVE_S + 2 * LINGER_S),
             )
         )
 
@@ -122,8 +125,8 @@ class HttpServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
         ends = (
-            loop.call_later(_LEAVE_S, self.connections.end_all, _stopped()),
-            loop.call_later(_LEAVE_S + LINGER_S, self.connections.end_all),
+            loop.call_later(LEAVE_S, self.connections.end_all, _stopped()),
+            loop.call_later(LEAVE_S + LINGER_S, self.connections.end_all),
         )
         await super().shutdown(sockets)
         for end in ends:
@@ -135,8 +138,8 @@ class HttpServer(uvicorn.Server):
             now_s = asyncio.get_running_loop().time()
             self.connections.sweep(now_s - self._swept_s)
             self._swept_s = now_s
-            if self._certificates is not None:
-                self._certificates.refresh()
+            if self.certificates is not None:
+                self.certificates.refresh()
         return await super().on_tick(counter)
 
     def _connect(self) -> asyncio.BaseProtocol:
@@ -146,9 +149,9 @@ class HttpServer(uvicorn.Server):
             server_state=self.server_state,
             app_state=self.lifespan.state,
         )
-        if self._certificates is None:
+        if self.certificates is None:
             return connection
-        return Handshake(self.connections, connection, self._certificates)
+        return Handshake(self.connections, connection, self.certificates)
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if context.get("message") == _NO_FILES_LEFT:

@@ -6,6 +6,7 @@ import asyncio
 import ssl
 from asyncio.sslproto import SSLProtocol
 from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 from cryptography import x509
@@ -23,6 +24,15 @@ _READ_BYTES = 1 << 15
 # `Connections` sees to it.
 _NEVER_S = 10**9
 
+
+class Pem(NamedTuple):
+    """What the files hold, each in PEM; `client_ca` is empty without one."""
+
+    key: bytes
+    chain: bytes
+    client_ca: bytes
+
+
 # Of a file: when it was written, its length, and which file it is.
 _Stamp = tuple[int, int, int]
 
@@ -32,6 +42,7 @@ class Certificates:
 
     Attributes:
         context: For handshakes that begin now; another one when the files have changed.
+        pem: The same, for those who make something else of it.
     """
 
     def __init__(self, config: GatewayConfig) -> None:
@@ -48,7 +59,7 @@ class Certificates:
         ]
         self._stamps = self._look()
         try:
-            self.context = self._load()
+            self.context, self.pem = self._load()
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"gateway.tls_certificate, gateway.tls_key and gateway.tls_client_ca: {_why(error)}"
@@ -66,16 +77,20 @@ class Certificates:
             return
         self._stamps = stamps
         try:
-            self.context = self._load()
+            self.context, self.pem = self._load()
         except (OSError, ValueError) as error:
             structlog.get_logger().warning("tls_certificate_refused", error=_why(error))
 
     def _look(self) -> list[_Stamp | None]:
         return [_stamp(file) for file in self._files]
 
-    def _load(self) -> ssl.SSLContext:
+    def _load(self) -> tuple[ssl.SSLContext, Pem]:
         """Raises: OSError, of which ssl's errors are kinds; ValueError."""
         config = self._config
+        # Before they are found to belong together: what is written from now on is looked at next.
+        client_ca = Path(config.tls_client_ca).read_bytes() if config.tls_client_ca else b""
+        chain = Path(config.tls_certificate).read_bytes()
+        pem = Pem(Path(config.tls_key).read_bytes(), chain, client_ca)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION
@@ -85,11 +100,11 @@ class Certificates:
         if config.tls_client_ca:
             context.load_verify_locations(config.tls_client_ca)
             context.verify_mode = ssl.CERT_REQUIRED
-        first = x509.load_pem_x509_certificates(Path(config.tls_certificate).read_bytes())[0]
+        first = x509.load_pem_x509_certificates(chain)[0]
         structlog.get_logger().info(
             "tls_certificate_loaded", expires=first.not_valid_after_utc.isoformat()
         )
-        return context
+        return context, pem
 
 
 class Handshake(SSLProtocol):

@@ -89,6 +89,13 @@ class NamedTensor(NamedTuple):
         return tuple(self.data.shape)
 
 
+def text_tensor(name: str, *texts: str | bytes) -> NamedTensor:
+    """A tensor of texts: BYTES `[number of texts]`, in UTF-8."""
+    data = np.empty(len(texts), np.object_)
+    data[:] = [text.encode() if isinstance(text, str) else text for text in texts]
+    return NamedTensor(name, data)
+
+
 class SharedMemory(NamedTuple):
     """A piece of a registered region: where a tensor is, or is to be put.
 
@@ -150,7 +157,7 @@ class InferResponse(msgspec.Struct, frozen=True, kw_only=True):
         model_name: Which model.
         model_version: Its version.
         id: The request's.
-        outputs: The tensors; those put into shared memory have no data here for a client.
+        outputs: The tensors.
         parameters: What it says besides, such as `triton_final_response`.
     """
 
@@ -159,6 +166,13 @@ class InferResponse(msgspec.Struct, frozen=True, kw_only=True):
     id: str = ""
     outputs: tuple[NamedTensor, ...] = ()
     parameters: Parameters = msgspec.field(default_factory=dict)
+
+    def output(self, name: str) -> Array:
+        """The output of that name. Raises KeyError when the answer has none."""
+        for each in self.outputs:
+            if each.name == name:
+                return each.data
+        raise KeyError(name)
 
 
 class TensorSpec(NamedTuple):
@@ -187,6 +201,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         versions: Those that there are.
         platform: What runs it.
         decoupled: Whether it may answer one request several times (`ModelStreamInfer`).
+        allowed_as: The model of which a caller's key must be for this one; "" for itself.
     """
 
     name: str
@@ -195,6 +210,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     versions: tuple[str, ...] = ("1",)
     platform: str = "nano_inference"
     decoupled: bool = False
+    allowed_as: str = ""
 
 
 def datatype_of(data: Array) -> Datatype:
@@ -237,10 +253,10 @@ def element_count(name: str, shape: Sequence[int], max_elements: int) -> int:
             f"the shape of {shown(name)} is {shown(list(shape[: MAX_DIMENSIONS + 1]))}; it must "
             f"have at most {MAX_DIMENSIONS} dimensions, none of them negative"
         )
-    count = math.prod(shape)
-    if count > max_elements:
+    # One that holds nothing must not be huge in its other dimensions: numpy can't shape it.
+    if math.prod(each for each in shape if each) > max_elements:
         raise TensorError(
             f"a tensor {shown(name)} of shape {shown(list(shape))} has more than {max_elements} "
             "elements, which is more than is taken here; send less at a time"
         )
-    return count
+    return math.prod(shape)

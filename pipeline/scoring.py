@@ -84,7 +84,8 @@ async def score_by(
     ]
     answers = await _complete_all(complete, requests)
     return [
-        _scored(completion, len(own)) for completion, own in zip(answers, completions, strict=True)
+        scored_completion(completion, len(own))
+        for completion, own in zip(answers, completions, strict=True)
     ]
 
 
@@ -115,7 +116,7 @@ async def _complete_all(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _scored(completion: Completion, num_tokens: int) -> ScoredCompletion:
+def scored_completion(completion: Completion, num_tokens: int) -> ScoredCompletion:
     """What the answer to a scoring request says of its last tokens, which were given to it."""
     logprobs, ref_logprobs = completion.prompt_logprobs, completion.prompt_ref_logprobs
     return ScoredCompletion(

@@ -406,6 +406,14 @@ GATEWAY_REFUSED = Instrument(
     "What did the gateway not serve, or not to the end, and by which of its limits and checks?",
     (names.GATEWAY_REASON,),
 )
+MODEL_CALL_DURATION = Instrument(
+    "nano.gateway.model.duration",
+    "histogram",
+    "s",
+    "How long do calls of KServe's models take, and how do they end?",
+    (names.REQUEST_MODEL, names.ERROR_TYPE),
+    SECONDS,
+)
 AUDIT_LOST = Instrument(
     "nano.gateway.audit.lost",
     "counter",

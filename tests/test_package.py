@@ -9,10 +9,12 @@ import tomllib
 import zipfile
 from itertools import chain
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import nano_inference
+import nano_inference.kserve
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("*.py", "*.c", "*.proto", "*.binpb")
@@ -60,12 +62,20 @@ def test_constraints_name_every_dependency() -> None:
     assert names <= {line.split("==")[0] for line in pinned}
 
 
-def test_every_public_name_can_be_had() -> None:
-    assert sorted(nano_inference._HOME) == sorted(nano_inference.__all__)
-    for name in nano_inference.__all__:
-        assert getattr(nano_inference, name) is not None
+@pytest.mark.parametrize("package", [nano_inference, nano_inference.kserve])
+def test_every_public_name_can_be_had(package: ModuleType) -> None:
+    assert sorted(package._HOME) == sorted(package.__all__)
+    for name in package.__all__:
+        assert getattr(package, name) is not None
     with pytest.raises(AttributeError, match="Engin"):
-        _ = nano_inference.Engin
+        _ = package.Engin
+
+
+def test_tensors_do_not_cost_grpc() -> None:
+    code = (
+        "import sys; from nano_inference.kserve import NamedTensor; sys.exit('grpc' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_client_does_not_pay_for_torch() -> None:

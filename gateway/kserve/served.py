@@ -19,14 +19,20 @@ class ModelCall:
         request: What is asked, which fits the model's `spec`.
         origin: Who asks, and until when.
         many: Whether several answers may be sent; else it is exactly one.
+        compute_ns: How long something was computed for it, as far as its model knows.
     """
 
-    __slots__ = ("many", "origin", "request")
+    __slots__ = ("compute_ns", "many", "origin", "request")
 
     def __init__(self, request: InferRequest, origin: Origin, *, many: bool = False) -> None:
         self.request = request
         self.origin = origin
         self.many = many
+        self.compute_ns: int | None = None
+
+    def computed(self, ns: int) -> None:
+        """Something was computed for it for so long; what runs side by side counts once."""
+        self.compute_ns = max(ns, self.compute_ns or 0)
 
 
 class ServedModel(Protocol):

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import contextmanager
 from typing import NamedTuple
 
+import anyio
 import msgspec
 
-from ...config import RequestError, shown
+from ...config import ConfigError, RequestError, shown
 from ...kserve.deadlines import budget_of
 from ...kserve.tensors import (
     InferRequest,
@@ -18,11 +28,14 @@ from ...kserve.tensors import (
     TensorError,
     TensorSpec,
 )
-from ...telemetry import now_ns
+from ...telemetry import Metrics, now_ns
+from ..http import EngineError
 from ..origin import Origin
-from ..policy.models import check_allowed
+from ..policy.caller import ANYBODY, Caller
 from .served import ModelCall, ServedModel
 from .statistics import Statistics
+
+_FIRST_WORD_S = 0.1
 
 Respond = Callable[[InferResponse], Awaitable[None]]
 
@@ -43,12 +56,59 @@ class InferenceService:
         statistics: Of all their calls.
     """
 
-    def __init__(self, models: Iterable[ServedModel] = ()) -> None:
-        self._models = {model.spec.name: model for model in models}
-        self.statistics = Statistics()
+    def __init__(self, models: Iterable[ServedModel] = (), metrics: Metrics | None = None) -> None:
+        """Args: `metrics` is where calls are told, beside the statistics; None for nowhere.
 
-    def spec(self, name: str, version: str = "") -> ModelSpec:
-        """A model's. Raises RequestError `model_not_found`."""
+        Raises:
+            ConfigError: Two models have one name.
+        """
+        self._models: dict[str, ServedModel] = {}
+        self.statistics = Statistics(metrics)
+        for model in models:
+            self.add(model)
+
+    def add(self, model: ServedModel) -> None:
+        """Serves one more.
+
+        Raises:
+            ConfigError: There is one of its name.
+        """
+        name = model.spec.name
+        if name in self._models:
+            raise ConfigError(
+                f"there are two models {name!r}; give one of them another name, or leave it out of "
+                "gateway.models"
+            )
+        self._models[name] = model
+
+    def allows(self, caller: Caller, name: str) -> bool:
+        """Whether a caller may use the model of a name, if there is one.
+
+        What asks the engine of another model, as `M.tokens` asks that of `M`, takes a key for
+        that one.
+        """
+        model = self._models.get(name)
+        asked = model.spec.allowed_as or name if model else name
+        return caller.models is None or asked in caller.models
+
+    def check_allowed(self, caller: Caller, name: str) -> None:
+        """Raises RequestError `model_not_found` when a caller may not use the model of a name."""
+        if not self.allows(caller, name):
+            raise _not_found(shown(name))
+
+    def specs(self, name: str = "", version: str = "", caller: Caller = ANYBODY) -> list[ModelSpec]:
+        """Of the model of a name, or with "" of all that a caller may use.
+
+        Raises:
+            RequestError: model_not_found, also when he may not use it.
+        """
+        if name:
+            return [self.spec(name, version, caller)]
+        return [each.spec for each in self._models.values() if self.allows(caller, each.spec.name)]
+
+    def spec(self, name: str, version: str = "", caller: Caller = ANYBODY) -> ModelSpec:
+        """A model's. Raises RequestError `model_not_found`, also when a caller may not use it."""
+        self.check_allowed(caller, name)
         return self._model(name, version).spec
 
     async def is_ready(self, name: str, version: str = "") -> bool:
@@ -81,7 +141,9 @@ class InferenceService:
         """
         model = self._model(request.model_name, request.model_version)
         spec = model.spec
-        check_allowed(origin.caller, spec.name)
+        self.check_allowed(origin.caller, spec.name)
+        # Of one that others are asked for, it is the first.
+        origin.account.model = origin.account.model or spec.name
         request = msgspec.structs.replace(request, inputs=checked_inputs(spec, request.inputs))
         wanted = wanted_outputs(spec, request.outputs)
         origin = _within(origin, request.parameters)
@@ -91,8 +153,9 @@ class InferenceService:
             chosen = tuple(made[name] for name in wanted if name in made)
             await respond(InferResponse(model_name=spec.name, id=request.id, outputs=chosen))
 
-        with self.statistics.measured(spec.name):
-            await model.infer(ModelCall(request, origin, many=many), answer)
+        call = ModelCall(request, origin, many=many)
+        with self.statistics.measured(spec.name, call), _in_time(origin):
+            await model.infer(call, answer)
 
     async def infer_once(self, origin: Origin, request: InferRequest) -> InferResponse:
         """As `infer`, of which the one answer is returned."""
@@ -109,11 +172,15 @@ class InferenceService:
         model = self._models.get(name)
         if model is None or (version and version not in model.spec.versions):
             what = f"{shown(name)} of version {shown(version)}" if model else shown(name)
-            raise RequestError(
-                f"there is no model {what}; the repository's index lists those that there are",
-                code="model_not_found",
-            )
+            raise _not_found(what)
         return model
+
+
+def _not_found(what: str) -> RequestError:
+    return RequestError(
+        f"there is no model {what}; the repository's index lists those that there are",
+        code="model_not_found",
+    )
 
 
 def checked_inputs(spec: ModelSpec, inputs: Sequence[NamedTensor]) -> tuple[NamedTensor, ...]:
@@ -166,6 +233,20 @@ def _check_fits(spec: ModelSpec, expected: TensorSpec, tensor: NamedTensor) -> N
             f"{spec.name} takes {tensor.name} as {expected.datatype} {list(expected.shape)}, where "
             f"-1 is any number, and not as {tensor.datatype} {shown(list(shape))}"
         )
+
+
+@contextmanager
+def _in_time(origin: Origin) -> Iterator[None]:
+    """Ends what takes longer than a call may. The engine sees to its own part, and has the first
+    word, since it knows how far it came."""
+    left_ns = origin.left_ns
+    if left_ns is None:
+        yield
+        return
+    with anyio.move_on_after(max(0, left_ns) / 1e9 + _FIRST_WORD_S) as scope:
+        yield
+    if scope.cancelled_caught:
+        raise EngineError("the call's time was over before it ended; give it more", code="expired")
 
 
 def _within(origin: Origin, parameters: Mapping[str, bool | int | float | str]) -> Origin:

@@ -44,8 +44,9 @@ class AuditedCalls:
         account = origin.account
         if requests:
             words = await self._loaded()
-            account.model = requests[0].model or self._default_model
-            account.texts["prompt"] = lambda: [_prompt_of(each, words) for each in requests]
+            # Some interfaces call by their own names what asks the same engine.
+            account.model = account.model or requests[0].model or self._default_model
+            _Prompts.of(origin).add(requests, words)
         try:
             yield
         except NanoInferenceError as error:
@@ -93,6 +94,30 @@ class AuditedCalls:
             return await self._words.get()
         except ModelError:
             return None
+
+
+class _Prompts:
+    """The prompts of a call, which may make more requests of the answers to others."""
+
+    def __init__(self) -> None:
+        self._requests: list[GenerateRequest] = []
+        self._words: Words | None = None
+
+    @classmethod
+    def of(cls, origin: Origin) -> _Prompts:
+        """Those of a call, which are noted there."""
+        found = origin.account.texts.get("prompt")
+        if not isinstance(found, cls):
+            found = origin.account.texts["prompt"] = cls()
+        return found
+
+    def add(self, requests: Sequence[GenerateRequest], words: Words | None) -> None:
+        """Some more."""
+        self._requests += requests
+        self._words = words
+
+    def __call__(self) -> list[str]:
+        return [_prompt_of(each, self._words) for each in self._requests]
 
 
 class _Answer:

@@ -33,7 +33,7 @@ class PolicyRoute(Route):
     ) -> None:
         @wraps(endpoint)
         async def checked(request: Request) -> Response:
-            request.scope.setdefault("state", {})[ROUTE] = (path, needed)
+            request.scope.setdefault("state", {})[ROUTE] = (self.path_format, needed)
             chain: PolicyChain = request.app.state.policy.chain
             await chain.enter(request, needed)
             return await endpoint(request)

@@ -16,8 +16,8 @@ from starlette.responses import Response
 from ...bus.control import MEMORY_TAGS, MemoryTag
 from ...bus.weights import FolderWeights, GroupWeights, InFlight, TensorMeta, WeightsSource
 from ...config import GatewayConfig, NanoInferenceError, RequestError
+from ...config.temporary import temporary_folder
 from ...pipeline.client import BusClient
-from ...stages.temporary import temporary_folder
 from ..http import (
     Int64,
     JsonResponse,

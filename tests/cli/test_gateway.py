@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+import tritonclient.grpc
 from openai import APIConnectionError, OpenAI
 
 from nano_inference.config import Config
@@ -185,16 +187,32 @@ def told(lines: list[str]) -> tuple[str, str]:
     return text, last_id
 
 
+def text_over_grpc(port: int) -> bytes:
+    """What Triton's client is answered."""
+    text = tritonclient.grpc.InferInput("text_input", [1], "BYTES")
+    text.set_data_from_numpy(np.array([b"98 + 25 ="], dtype=np.object_))
+    alone = tritonclient.grpc.InferInput("exclude_input_in_output", [1], "BOOL")
+    alone.set_data_from_numpy(np.array([True]))
+    sampling = {"temperature": 0.0}
+    with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{port}") as client:
+        assert client.is_server_ready(client_timeout=LIMIT_S)
+        answer = client.infer("tiny", [text, alone], parameters=sampling, client_timeout=LIMIT_S)
+    (found,) = answer.as_numpy("text_output")
+    return bytes(found)
+
+
 @pytest.mark.slow
 def test_as_part_of_up(tmp_path: Path) -> None:
-    port, metrics_port = free_port(), free_ports(6)
+    port, grpc_port, metrics_port = free_port(), free_port(), free_ports(6)
     command = ["up", "--port", str(free_port()), "--gateway", str(port)]
+    command += ["--grpc-port", str(grpc_port)]
     command += ["--set", f"telemetry.metrics_port={metrics_port}", *COMMENTS]
     with Command(*command, log=tmp_path / "log") as up:
         url = f"http://127.0.0.1:{port}"
         wait_until_healthy(up, url)
         answer = httpx.post(f"{url}/generate", json=BODY, timeout=LIMIT_S).json()
         assert answer["text"] == " 123"
+        assert text_over_grpc(grpc_port) == b" 123"
         # Behind those of the five stages.
         shown = httpx.get(f"http://127.0.0.1:{metrics_port + 5}/metrics").text
         (count,) = (

@@ -15,7 +15,13 @@ import pytest
 from ..commands import Command
 from .conftest import Run
 from .test_errors import assert_refused
-from .test_gateway import COMMENTS, LIMIT_S, stopped_in_mid_stream, wait_until_healthy
+from .test_gateway import (
+    COMMENTS,
+    LIMIT_S,
+    stopped_in_mid_stream,
+    text_over_grpc,
+    wait_until_healthy,
+)
 from .test_up import free_port
 
 ASKED = {"prompt": "98 + 25 =", "temperature": 0}
@@ -33,7 +39,9 @@ def served(folder: Path, *options: str) -> Iterator[tuple[Command, str]]:
 
 @pytest.mark.slow
 def test_a_stream_and_an_end_in_good_order(tmp_path: Path) -> None:
-    with served(tmp_path, *COMMENTS) as (serving, url):
+    grpc_port = free_port()
+    with served(tmp_path, "--grpc-port", str(grpc_port), *COMMENTS) as (serving, url):
+        assert text_over_grpc(grpc_port) == b" 123"
         asked = ASKED | {"stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=LIMIT_S) as answer:
             events = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
@@ -44,6 +52,7 @@ def test_a_stream_and_an_end_in_good_order(tmp_path: Path) -> None:
         stopped_in_mid_stream(serving, url, signal.SIGTERM)
     log = (tmp_path / "log").read_text()
     assert f"curl {url}/v1/completions" in log
+    assert f"gRPC at 127.0.0.1:{grpc_port}" in log
     assert "Traceback" not in log
 
 

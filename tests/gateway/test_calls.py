@@ -12,6 +12,7 @@ import httpx
 import pytest
 import structlog
 from opentelemetry.trace import SpanKind
+from starlette.routing import Route
 from structlog.testing import capture_logs
 
 from nano_inference.config import Config, GatewayConfig, TelemetryConfig
@@ -20,7 +21,11 @@ from nano_inference.gateway.callers import only_known_callers
 from nano_inference.gateway.calls import ObservedCalls
 from nano_inference.gateway.measures import Measures
 from nano_inference.telemetry import names, setup_logging
-from nano_inference.telemetry.instruments import GATEWAY_IN_FLIGHT, HTTP_DURATION
+from nano_inference.telemetry.instruments import (
+    GATEWAY_IN_FLIGHT,
+    HTTP_DURATION,
+    MODEL_CALL_DURATION,
+)
 
 from .fake import FakeEngine, refused
 from .told import Told, ids
@@ -35,7 +40,7 @@ ASKED = {
     "/v1/completions": {"prompt": ["a", "b"]},
     "/v1/chat/completions": CHAT,
 }
-ROUTES = (*ASKED, "/health", "/flush_cache")
+ROUTES = (*ASKED, "/health", "/flush_cache", "/v2/models/{model:path}/generate")
 
 
 @asynccontextmanager
@@ -154,6 +159,16 @@ async def test_without_a_valid_context_a_trace_begins(
     assert (trace.traceparent, trace.tracestate) == (f"00-{trace_id}-{span_id}-01", "")
 
 
+async def test_a_call_of_a_model_has_its_name(engine: FakeEngine, told: Told) -> None:
+    """Whichever of an engine's models it is."""
+    async with observed(engine, told.measures) as http:
+        ids = {"input_ids": [1, 2]}
+        assert (await http.post("/v2/models/tiny.tokens/generate", json=ids)).status_code == 200
+    (span,) = told.spans()
+    assert (span.attributes or {})[names.REQUEST_MODEL] == "tiny.tokens"
+    assert told.values(MODEL_CALL_DURATION) == {("tiny.tokens", ""): 1}
+
+
 async def test_states_of_several_headers_are_one(
     http: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
@@ -244,6 +259,30 @@ async def test_calls_are_counted_by_route_and_status(
         ("POST", "/flush_cache", "500"): 1,
         ("_OTHER", "", "404"): 2,
     }
+
+
+@pytest.mark.parametrize(
+    ("path", "route"),
+    [
+        ("/v2/models/stats", "/v2/models/stats"),
+        ("/v2/models/org%2Ftiny", "/v2/models/{model}"),
+        ("/v2/models/org/tiny/infer", "/v2/models/{model}/infer"),
+        ("/v2/models/tiny/versions/7/infer", "/v2/models/{model}/versions/{version}/infer"),
+        ("/v1/responses/resp_1", "/v1/responses/{response_id}"),
+        ("/v1/responses/resp_1/nothing", ""),
+        ("/v3/models/tiny", ""),
+    ],
+)
+async def test_names_in_a_path_make_no_routes(
+    engine: FakeEngine, told: Told, path: str, route: str
+) -> None:
+    app = make_app(engine, Config(), told.measures)  # type: ignore[arg-type]
+    routes = [each.path for each in app.routes if isinstance(each, Route)]
+    transport = httpx.ASGITransport(ObservedCalls(app, told.measures, routes))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+        await http.get(path, headers={"traceparent": CLIENT})
+    assert [route for _, route, _ in told.values(HTTP_DURATION)] == [route]
+    assert [span.name for span in told.spans()] == ([f"GET {route}"] if route else [])
 
 
 async def test_calls_that_are_under_way(

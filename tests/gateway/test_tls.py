@@ -70,8 +70,8 @@ class Served:
         return int(writer.get_extra_info("peercert")["serialNumber"], 16)
 
     def refresh(self) -> None:
-        assert self.server._certificates is not None
-        self.server._certificates.refresh()
+        assert self.server.certificates is not None
+        self.server.certificates.refresh()
 
     def pass_s(self, seconds: int) -> None:
         for _ in range(seconds):

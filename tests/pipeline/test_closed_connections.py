@@ -12,7 +12,9 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+import grpc
 import msgspec
+import numpy as np
 import pytest
 import pytest_asyncio
 
@@ -20,6 +22,9 @@ from nano_inference.bus.control import Cancel
 from nano_inference.bus.messages import Dispatch, StepPlan, StepResult
 from nano_inference.gateway.connections import Connection
 from nano_inference.gateway.gateway import Gateway
+from nano_inference.kserve.codec import encode_infer_request
+from nano_inference.kserve.protobuf import METHODS
+from nano_inference.kserve.tensors import NamedTensor
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.stages.batching.core import BatchingCore
 from nano_inference.stages.batching.sequence import Sequence
@@ -221,6 +226,36 @@ async def test_a_closed_connection_frees_its_blocks_within_a_step(
     async with Gateway(shared.client, shared.config) as gateway:
         writer = await call(steps, gateway.port, path, stream=stream)
         await assert_freed(steps, await leave(steps, writer))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_call_over_grpc_that_is_cancelled_frees_its_blocks_within_a_step(
+    shared: Pipeline, steps: Steps, stream: bool
+) -> None:
+    own = msgspec.structs.replace(shared.config.gateway, grpc_port=0)
+    config = msgspec.structs.replace(shared.config, gateway=own)
+    inputs = [
+        NamedTensor("text_input", np.array([STORY.encode()], dtype=np.object_)),
+        NamedTensor("stream", np.array([stream])),
+    ]
+    sampling = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
+    asked = encode_infer_request(shared.config.engine.model_name, inputs, parameters=sampling)
+    async with (
+        Gateway(shared.client, config) as gateway,
+        grpc.aio.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel,
+    ):
+        if stream:
+            call: Any = channel.stream_stream(METHODS["ModelStreamInfer"].path)()
+            await call.write(asked.SerializeToString())
+        else:
+            call = channel.unary_unary(METHODS["ModelInfer"].path)(asked.SerializeToString())
+        while sum(map(bool, steps.planned.values())) < 5:
+            await steps.let_one()
+        assert not steps.cancelled
+        call.cancel()
+        async with asyncio.timeout(LIMIT_S):
+            await gateway._server.calls.idle()
+        await assert_freed(steps, steps.newest)
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from nano_inference.stages import temporary
-from nano_inference.stages.temporary import SHARED_MEMORY, new_name, own, sweep, temporary_folder
+from nano_inference.config import temporary
+from nano_inference.config.temporary import SHARED_MEMORY, new_name, own, sweep, temporary_folder
 
 from ..programs import Program
 
@@ -24,7 +24,7 @@ import os, sys, tempfile, torch
 os.environ["TMPDIR"] = sys.argv[2]
 tempfile.tempdir = None
 from nano_inference.cli.embedded import embedded_server
-from nano_inference.stages.temporary import temporary_folder
+from nano_inference.config.temporary import temporary_folder
 from nano_inference.stages.executor.weights.transports import SharedWeights
 tensors = {name: torch.ones(1000) for name in "ab"}
 with (

@@ -46,6 +46,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": MESSAGES},
     "/v1/responses": {"input": "a"},
     "/v1/messages": {"messages": MESSAGES, "max_tokens": 9},
+    "/v2/models/tiny/generate_stream": {"text_input": "a"},
     "/generate": {"text": "a"},
 }
 WITH_KEY = "/v1/completions"
@@ -104,6 +105,7 @@ def text_of(body: bytes) -> str:
         if "meta_info" in event:
             # These repeat what came before.
             texts = [event["text"]]
+        texts.append(event.get("text_output", ""))
         delta = event.get("delta", "")
         texts += [choice.get("text", "") for choice in event.get("choices", ())]
         texts += [choice.get("delta", {}).get("content", "") for choice in event.get("choices", ())]

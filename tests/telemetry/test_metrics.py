@@ -197,6 +197,8 @@ async def test_every_instrument_is_shown(pipeline: Pipeline) -> None:
     ):
         body = {"text": "1 + 1 =", "sampling_params": {"max_new_tokens": 4}}
         assert (await http.post("/generate", json=body)).status_code == 200
+        text = {"text_input": "1 + 1 ="}
+        assert (await http.post("/v2/models/tiny/generate", json=text)).status_code == 200
         await scraped_when(pipeline, TOLD_LAST, 1)
         scraped = await scraped_when(pipeline, "nano_gateway_connections", 1)
     calls = "http_server_request_duration_seconds_count"

@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
 
-from ...temporary import sweep, temporary_folder
+from ....config.temporary import sweep, temporary_folder
 
 SOURCE = Path(__file__).with_name("cpu.c")
 

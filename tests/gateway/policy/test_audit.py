@@ -26,7 +26,7 @@ from nano_inference.gateway.policy.policy import Policy
 
 from .. import by_hand
 from ..fake import FakeEngine, completion, refused
-from ..openai.made import cut, interleaved
+from ..openai.made import cut, interleaved, scores
 from .conftest import bearer
 
 LIMIT_S = 20
@@ -137,6 +137,22 @@ async def test_text_stands_there_only_where_the_settings_say_so(
             one, other = (json.loads(line) for line in text.splitlines())
             assert (one["prompt"], one["answer"]) == (["one"], [ANSWER])
             assert "user\nwhisper" in other["prompt"][0]
+
+
+async def test_what_a_model_asks_of_others_stands_in_the_line_of_its_call(
+    engine: FakeEngine, tmp_path: Path
+) -> None:
+    engine.outputs = lambda request: [completion(request, **scores(request))]
+    async with audited(engine, tmp_path / "audit", audit_text=True) as gateway:
+        body = {"input_ids": [40, 41], "best_of": 2}
+        path, headers = "/v2/models/tiny.best_of/generate", bearer(await gateway.made())
+        assert (await gateway.http.post(path, json=body, headers=headers)).is_success
+        line = await gateway.line()
+    # Two samples of one prompt, and of each sample its score.
+    sampled, *scored = line["prompt"]
+    assert len(scored) == 2
+    assert all(each.startswith(sampled) and each != sampled for each in scored)
+    assert (line["model"], line["prompt_tokens"]) == ("tiny.best_of", 3 * 4)
 
 
 @pytest.mark.parametrize(

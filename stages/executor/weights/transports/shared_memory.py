@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .....bus.weights import SharedMemoryWeights, TensorMeta
 from .....config import WeightsError, shown
-from ....temporary import SHARED_MEMORY, new_name, own, sweep
+from .....config.temporary import SHARED_MEMORY, new_name, own, sweep
 from ..limits import UNLIMITED, WeightLimits
 from .layout import as_tensor, dtype_of, meta_of, read_file, sizes_of, unhurried
 

@@ -1,0 +1,460 @@
+"""The client: what it sends, what it makes of answers and errors, and when it tries again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from nano_inference.kserve import client as client_module
+from nano_inference.kserve.client import KServeClient
+from nano_inference.kserve.errors import KServeError
+from nano_inference.kserve.pool import BufferPool
+from nano_inference.kserve.protobuf import message
+from nano_inference.kserve.staging import Staged
+from nano_inference.kserve.tensors import InferResponse, NamedTensor, TensorError
+
+from ..certificates import Authority
+from ..rig import load
+from .echo_server import SPEC, EchoServer, Failure, echo_server, final, streamed
+
+LIMIT_S = 30
+HOUR_NS = 3600 * 10**9
+UNAVAILABLE = Failure(grpc.StatusCode.UNAVAILABLE, "it stops", "shutting_down", "0")
+FLOATS = NamedTensor("a", np.arange(6, dtype=np.float32))
+TEXTS = NamedTensor("b", np.array([b"some", b"", b"bytes"], dtype=np.object_))
+BOTH = [FLOATS, TEXTS]
+
+
+@pytest.fixture
+async def echo() -> AsyncIterator[EchoServer]:
+    async with asyncio.timeout(LIMIT_S), echo_server() as server:
+        yield server
+
+
+@pytest.fixture
+async def client(echo: EchoServer) -> AsyncIterator[KServeClient]:
+    async with KServeClient(echo.address) as opened:
+        yield opened
+
+
+class Clock:
+    """The client's clock, which goes forward by hours where a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._original = client_module.monotonic_ns
+        self._ahead_ns = 0
+        monkeypatch.setattr(client_module, "monotonic_ns", self)
+
+    def __call__(self) -> int:
+        return self._original() + self._ahead_ns
+
+    def wait(self, hours: float) -> None:
+        self._ahead_ns += int(hours * HOUR_NS)
+
+
+def check_same(response: InferResponse, wanted: list[NamedTensor]) -> None:
+    assert len(response.outputs) == len(wanted)
+    for name, data in wanted:
+        made = response.output(name)
+        assert made.dtype == data.dtype
+        np.testing.assert_array_equal(made, data)
+
+
+def budgets(echo: EchoServer) -> list[int | None]:
+    """What each call of inference said about its time."""
+    return [
+        each.parameters["timeout_ns"].int64_param if "timeout_ns" in each.parameters else None
+        for each in echo.of("ModelInferRequest")
+    ]
+
+
+# --- what is sent, and what comes ----------------------------------------------------------------
+
+
+async def test_tensors_go_within_the_messages(client: KServeClient, echo: EchoServer) -> None:
+    response = await client.infer(
+        "echo", BOTH, id="it", version="1", outputs=["b", "a"], parameters={"x": 1, "y": "z"}
+    )
+    assert (response.model_name, response.id) == ("echo", "it")
+    check_same(response, BOTH)
+    (sent,) = echo.of("ModelInferRequest")
+    assert (sent.model_version, [each.name for each in sent.outputs]) == ("1", ["b", "a"])
+    assert (sent.parameters["x"].int64_param, sent.parameters["y"].string_param) == (1, "z")
+    assert len(sent.raw_input_contents) == 2
+
+
+@pytest.mark.parametrize("budget_ns", [0, -1, -(10**20)])
+async def test_no_budget_is_no_deadline(
+    client: KServeClient, echo: EchoServer, budget_ns: int
+) -> None:
+    await client.infer("echo", BOTH, budget_ns=budget_ns)
+    await client.infer("echo", BOTH)
+    assert budgets(echo) == [None, None]
+    assert echo.left_s == [None, None]
+
+
+async def test_a_budget_goes_along_less_what_the_client_held_it(
+    client: KServeClient, echo: EchoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    stage = client_module.Staged
+
+    def long_stage(*args: Any, **said: Any) -> Staged:
+        clock.wait(2)
+        return stage(*args, **said)
+
+    monkeypatch.setattr(client_module, "Staged", long_stage)
+    await client.infer("echo", BOTH, budget_ns=5 * HOUR_NS)
+    (sent_ns,), (left_s,) = budgets(echo), echo.left_s
+    assert sent_ns is not None
+    assert 3 * HOUR_NS - LIMIT_S * 10**9 < sent_ns <= 3 * HOUR_NS
+    # Of gRPC's own deadline three digits go over the wire.
+    assert left_s is not None
+    assert left_s * 1e9 < 1.02 * sent_ns
+
+
+async def test_who_calls_and_what_else_goes_along(echo: EchoServer) -> None:
+    metadata = {"traceparent": "00-1-2-01"}
+    async with KServeClient(echo.address, api_key="ni-key", metadata=metadata) as client:
+        await client.infer("echo", BOTH)
+        assert [each async for each in client.stream("echo", BOTH)]
+    for each in echo.metadata:
+        assert each["authorization"] == "Bearer ni-key"
+        assert each["traceparent"] == "00-1-2-01"
+    assert len(echo.metadata) == 2
+
+
+async def test_what_a_server_tells_of_its_models(client: KServeClient) -> None:
+    assert await client.ready()
+    assert await client.ready("echo")
+    assert not await client.ready("other")
+    assert await client.metadata("echo") == SPEC
+    found = {each.name: (each.version, each.ready) for each in await client.index()}
+    assert found["echo"][1]
+    assert not found["other"][1]
+
+
+async def test_tls_with_certificates_of_both(tmp_path: Path) -> None:
+    authority, other = Authority(tmp_path / "a"), Authority(tmp_path / "b", "other")
+    issued, own = authority.issue("server"), authority.issue("client")
+    server = grpc.ssl_server_credentials(
+        [(issued.key.read_bytes(), issued.certificate.read_bytes())],
+        root_certificates=authority.file.read_bytes(),
+        require_client_auth=True,
+    )
+    mine = (own.key.read_bytes(), own.certificate.read_bytes())
+    async with asyncio.timeout(LIMIT_S), echo_server(server) as echo:
+        known = grpc.ssl_channel_credentials(authority.file.read_bytes(), *mine)
+        async with KServeClient(echo.address, credentials=known) as client:
+            check_same(await client.infer("echo", BOTH), BOTH)
+        wrong = grpc.ssl_channel_credentials(other.file.read_bytes(), *mine)
+        async with KServeClient(echo.address, credentials=wrong, retries=0) as client:
+            with pytest.raises(KServeError) as caught:
+                await client.infer("echo", BOTH)
+            assert caught.value.code == "unreachable"
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+ERRORS = [
+    (Failure(grpc.StatusCode.DEADLINE_EXCEEDED, code="expired"), "expired"),
+    (Failure(grpc.StatusCode.INVALID_ARGUMENT, code="invalid_tensor"), "invalid_tensor"),
+    (Failure(grpc.StatusCode.NOT_FOUND, code="model_not_found"), "model_not_found"),
+    (Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, code="overloaded"), "overloaded"),
+    (Failure(grpc.StatusCode.DEADLINE_EXCEEDED), "expired"),
+    (Failure(grpc.StatusCode.INVALID_ARGUMENT), "invalid_request"),
+    (Failure(grpc.StatusCode.NOT_FOUND), "not_found"),
+    (Failure(grpc.StatusCode.RESOURCE_EXHAUSTED), "overloaded"),
+    (Failure(grpc.StatusCode.UNIMPLEMENTED), "unsupported"),
+    (Failure(grpc.StatusCode.DATA_LOSS), "internal_error"),
+]
+
+
+@pytest.mark.parametrize(("failure", "code"), ERRORS)
+async def test_an_error_keeps_its_meaning_and_is_not_tried_again(
+    client: KServeClient, echo: EchoServer, failure: Failure, code: str
+) -> None:
+    echo.failures = [failure, failure]
+    with pytest.raises(KServeError, match=failure.text) as caught:
+        await client.infer("echo", BOTH)
+    assert (caught.value.status, caught.value.code) == (failure.status, code)
+    with pytest.raises(KServeError) as streaming:
+        _ = [each async for each in client.stream("echo", BOTH)]
+    assert (streaming.value.status, streaming.value.code) == (failure.status, code)
+    assert len(echo.received) == 2
+
+
+async def test_nobody_is_there() -> None:
+    address = f"127.0.0.1:{load('chaos_rig').free_port()}"
+    async with asyncio.timeout(LIMIT_S), KServeClient(address, retries=1) as client:
+        with pytest.raises(KServeError) as caught:
+            await client.infer("echo", BOTH)
+        with pytest.raises(KServeError):
+            await client.ready()
+    assert (caught.value.code, caught.value.status) == (
+        "unreachable",
+        grpc.StatusCode.UNAVAILABLE,
+    )
+
+
+async def test_a_call_that_hangs_ends_with_its_deadline(
+    client: KServeClient, echo: EchoServer
+) -> None:
+    echo.hangs = True
+    with pytest.raises(KServeError) as caught:
+        await client.infer("echo", BOTH, budget_ns=10**8)
+    assert (caught.value.code, caught.value.status) == (
+        "expired",
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+    )
+    await echo.cancelled.wait()
+
+
+async def test_a_call_that_its_caller_leaves_is_cancelled(
+    client: KServeClient, echo: EchoServer
+) -> None:
+    echo.hangs = True
+    begun = asyncio.Event()
+    echo.on_call = begun.set
+    calling = asyncio.create_task(client.infer("echo", BOTH))
+    await begun.wait()
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    await echo.cancelled.wait()
+
+
+# --- again ---------------------------------------------------------------------------------------
+
+
+async def test_what_is_sent_again_has_only_the_time_that_is_left(
+    client: KServeClient, echo: EchoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    echo.failures = [UNAVAILABLE, UNAVAILABLE]
+    echo.on_call = lambda: clock.wait(2)
+    check_same(await client.infer("echo", BOTH, budget_ns=5 * HOUR_NS), BOTH)
+    first, second, third = (each or 0 for each in budgets(echo))
+    for before, after in ((first, second), (second, third)):
+        assert 2 * HOUR_NS <= before - after < 2 * HOUR_NS + LIMIT_S * 10**9
+    deadlines = [left_s or 0 for left_s in echo.left_s]
+    assert 0 < deadlines[2] < deadlines[1] < deadlines[0]
+
+
+async def test_a_budget_that_is_used_up_is_not_sent_as_none(
+    client: KServeClient, echo: EchoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    echo.failures = [UNAVAILABLE]
+    echo.on_call = lambda: clock.wait(2)
+    with pytest.raises(KServeError) as caught:
+        await client.infer("echo", BOTH, budget_ns=HOUR_NS)
+    assert (caught.value.code, caught.value.status) == (
+        "expired",
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+    )
+    assert len(echo.received) == 1
+
+
+async def test_it_tries_as_often_as_it_is_told_and_no_longer_than_it_may(
+    echo: EchoServer,
+) -> None:
+    async with KServeClient(echo.address, retries=1) as client:
+        echo.failures = [UNAVAILABLE] * 3
+        with pytest.raises(KServeError) as caught:
+            await client.infer("echo", BOTH)
+        assert (caught.value.code, len(echo.received)) == ("shutting_down", 2)
+        # Nobody waits for a time that the call does not have.
+        echo.failures = [UNAVAILABLE._replace(retry_after="1000")]
+        with pytest.raises(KServeError) as hopeless:
+            await client.infer("echo", BOTH, budget_ns=100 * 10**9)
+        assert (hopeless.value.retry_after_s, len(echo.received)) == (1000.0, 3)
+
+
+# --- streams -------------------------------------------------------------------------------------
+
+
+def answer(number: int, *, last: bool = False) -> object:
+    response = message("ModelInferResponse")(model_name="echo", id="it")
+    response.outputs.add(name="a", datatype="FP32", shape=[1])
+    response.raw_output_contents.append(np.float32(number).tobytes())
+    response.parameters["triton_final_response"].bool_param = last
+    return streamed(response)
+
+
+@pytest.mark.parametrize("end", ["empty", "last"])
+async def test_a_stream_gives_each_answer_and_ends(
+    client: KServeClient, echo: EchoServer, end: str
+) -> None:
+    echo.answers = [answer(0), answer(1), answer(2, last=end == "last")]
+    echo.answers += [final()] if end == "empty" else []
+    async with aclosing(client.stream("echo", BOTH, budget_ns=HOUR_NS, outputs=["a"])) as made:
+        numbers = [each.outputs[0].data[0] async for each in made]
+    assert numbers == [0, 1, 2]
+    (sent,) = echo.of("ModelInferRequest")
+    assert sent.parameters["triton_enable_empty_final_response"].bool_param
+    assert 0 < sent.parameters["timeout_ns"].int64_param <= HOUR_NS
+
+
+async def test_a_stream_that_breaks_off_says_so(client: KServeClient, echo: EchoServer) -> None:
+    echo.answers = [answer(0)]
+    numbers = []
+    with pytest.raises(KServeError) as caught:
+        async for each in client.stream("echo", BOTH):
+            numbers.append(each.outputs[0].data[0])
+    assert (numbers, caught.value.code) == ([0], "connection_lost")
+    assert len(echo.received) == 1, "what was answered is not asked again"
+
+
+async def test_the_error_of_a_request_on_a_stream(client: KServeClient, echo: EchoServer) -> None:
+    failed = message("ModelStreamInferResponse")(error_message="no such model")
+    failed.infer_response.id = "it"
+    failed.infer_response.parameters["nano-inference-code"].string_param = "model_not_found"
+    failed.infer_response.parameters["grpc-status"].int64_param = 5
+    echo.answers = [failed]
+    with pytest.raises(KServeError, match="no such model") as caught:
+        _ = [each async for each in client.stream("echo", BOTH)]
+    assert (caught.value.code, caught.value.status) == (
+        "model_not_found",
+        grpc.StatusCode.NOT_FOUND,
+    )
+    # Triton says neither.
+    echo.answers = [message("ModelStreamInferResponse")(error_message="no")]
+    with pytest.raises(KServeError) as bare:
+        _ = [each async for each in client.stream("echo", BOTH)]
+    assert (bare.value.code, bare.value.status) == ("internal_error", grpc.StatusCode.UNKNOWN)
+
+
+async def test_a_stream_is_begun_again_before_its_first_answer(
+    client: KServeClient, echo: EchoServer
+) -> None:
+    echo.failures = [UNAVAILABLE]
+    made = [each async for each in client.stream("echo", BOTH, budget_ns=HOUR_NS)]
+    (response,) = made
+    check_same(response, BOTH)
+    first, second = (each or 0 for each in budgets(echo))
+    assert 0 < second < first
+
+
+async def test_a_stream_that_its_caller_leaves_is_cancelled(
+    client: KServeClient, echo: EchoServer
+) -> None:
+    async with aclosing(client.stream("echo", BOTH)) as made:
+        await anext(made)
+        echo.hangs = True
+        left = client.stream("echo", BOTH)
+        waiting = asyncio.ensure_future(anext(left))
+        while len(echo.received) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    await echo.cancelled.wait()
+
+
+# --- a pool --------------------------------------------------------------------------------------
+
+SHARED = pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "inline"])
+
+
+def make_pool(shared: bool) -> BufferPool:
+    return BufferPool(1 << 16, n_slots=4, use_shm=shared)
+
+
+@SHARED
+async def test_all_tensors_go_through_a_slot(
+    client: KServeClient, echo: EchoServer, shared: bool
+) -> None:
+    with make_pool(shared) as pool:
+        if shared:
+            await client.register(pool)
+        slot = await pool.acquire_slot()
+        given, place, texts = slot.scratch([(6, np.float32), (8, np.float32), (100, np.uint8)])
+        given[:] = FLOATS.data
+        response = await client.infer(
+            "echo",
+            [NamedTensor("a", given), TEXTS],
+            outputs=[NamedTensor("a", place), NamedTensor("b", texts)],
+            slot=slot,
+        )
+        check_same(response, BOTH)
+        (sent,) = echo.of("ModelInferRequest")
+        assert len(sent.raw_input_contents) == (0 if shared else 2)
+        regions = {each.parameters["shared_memory_region"].string_param for each in sent.inputs}
+        assert regions == ({pool.name} if shared else {""})
+        np.testing.assert_array_equal(place[:6], FLOATS.data)
+        assert texts.tobytes().startswith(b"\4\0\0\0some\0\0\0\0\5\0\0\0bytes")
+        made = response.output("a")
+        assert np.shares_memory(made, place)
+        pool.release_slot(slot)
+        with pytest.raises(IndexError):
+            made[0]
+
+
+async def test_a_pool_that_was_given_back_is_not_used(
+    client: KServeClient, echo: EchoServer
+) -> None:
+    with make_pool(True) as pool:
+        await client.register(pool)
+        assert list(echo.regions.status()) == [pool.name]
+        await client.unregister(pool)
+        slot = await pool.acquire_slot()
+        check_same(await client.infer("echo", BOTH, slot=slot), BOTH)
+        (sent,) = echo.of("ModelInferRequest")
+        assert len(sent.raw_input_contents) == 2
+        await client.register(pool)
+        await client.__aexit__(None, None, None)
+        assert not echo.regions.status(), "whoever leaves gives back what it had attached"
+        await client.__aenter__()
+
+
+async def test_a_server_that_has_forgotten_a_pool_is_told_again(
+    client: KServeClient, echo: EchoServer
+) -> None:
+    forgotten = Failure(grpc.StatusCode.NOT_FOUND, code="unknown_region")
+    with make_pool(True) as pool:
+        await client.register(pool)
+        slot = await pool.acquire_slot()
+        # As it is when one has been started in another's place.
+        echo.regions.unregister()
+        echo.failures = [UNAVAILABLE, forgotten]
+        check_same(await client.infer("echo", BOTH, slot=slot), BOTH)
+        echo.failures = [forgotten, forgotten]
+        with pytest.raises(KServeError) as caught:
+            await client.infer("echo", BOTH, slot=slot)
+        assert caught.value.code == "unknown_region", "once is enough"
+        assert len(echo.of("SystemSharedMemoryRegisterRequest")) == 3
+
+
+@SHARED
+async def test_an_output_is_not_put_where_it_has_no_room(
+    client: KServeClient, shared: bool
+) -> None:
+    with make_pool(shared) as pool:
+        if shared:
+            await client.register(pool)
+        slot = await pool.acquire_slot()
+        (place,) = slot.scratch([((5,), np.float32)])
+        with pytest.raises((TensorError, KServeError)) as caught:
+            await client.infer("echo", [FLOATS], outputs=[NamedTensor("a", place)], slot=slot)
+        assert caught.value.code == "invalid_tensor"
+
+
+async def test_what_can_not_be(client: KServeClient) -> None:
+    with make_pool(False) as inline, make_pool(True) as pool:
+        with pytest.raises(ValueError, match="not in shared memory"):
+            await client.register(inline)
+        await client.register(pool)
+        slot = await pool.acquire_slot()
+        elsewhere = NamedTensor("a", np.zeros(8, np.float32))
+        with pytest.raises(ValueError, match="scratch"):
+            await client.infer("echo", BOTH, outputs=[elsewhere], slot=slot)
+        with pytest.raises(ValueError):  # noqa: PT011  (the pool's own)
+            await client.infer("echo", [NamedTensor("a", np.zeros(1 << 16))], slot=slot)

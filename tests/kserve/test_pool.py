@@ -1,0 +1,624 @@
+"""A pool's slots have one owner at a time, who waits gets his turn, and arrays end with them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nano_inference.config import NanoInferenceError
+from nano_inference.config.temporary import SHARED_MEMORY, sweep
+from nano_inference.kserve.pool import BufferPool, PoolAcquireTimeout
+from nano_inference.kserve.pool_slot import PoolSlot
+from nano_inference.kserve.slot_queue import SlotQueue, Waiter
+from nano_inference.kserve.tensors import SharedMemory, TensorError
+
+from ..programs import Program, run
+
+pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="there is no /dev/shm")
+
+PAST_NS = 1
+LIMIT_S = 60
+
+
+@pytest.fixture(params=[True, False], ids=["shared", "inline"])
+def pool(request: pytest.FixtureRequest) -> Iterator[BufferPool]:
+    with BufferPool(8000, 8, request.param) as found:
+        yield found
+
+
+async def settle() -> None:
+    """Until all tasks wait for something."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+# --- who gets slots ----------------------------------------------------------------------------
+
+
+async def test_slots_are_given_and_given_back(pool: BufferPool) -> None:
+    first, second = await pool.acquire_slot(), pool.acquire_slot_blocking(3)
+    assert (pool.n_slots, pool.slot_bytes, pool.free_slots) == (8, 1000, 4)
+    assert (first.offset, first.n_bytes) == (0, 1000)
+    assert (second.offset, second.n_bytes) == (1000, 3000)
+    pool.release_slot(first)
+    assert pool.free_slots == 5
+    with await pool.acquire_slot() as third:
+        assert third.offset == 0
+        pool.release_slot(second)
+        assert not third.is_released
+    assert third.is_released
+    assert pool.free_slots == 8
+
+
+async def test_what_is_given_back_twice_is_an_error(pool: BufferPool) -> None:
+    slot = await pool.acquire_slot()
+    pool.release_slot(slot)
+    other = await pool.acquire_slot()
+    with pytest.raises(RuntimeError, match="released before"):
+        pool.release_slot(slot)
+    assert pool.free_slots == 7, "the other's is the same, and still his"
+    with (
+        BufferPool(10, 2, use_shm=False) as another,
+        pytest.raises(ValueError, match="of the pool"),
+    ):
+        another.release_slot(other)
+    with other:
+        pool.release_slot(other)  # and the end of the block does not
+
+
+async def test_a_span_larger_than_the_pool_is_refused_at_once(pool: BufferPool) -> None:
+    held = await pool.acquire_slot(8)
+    for span in (9, 0, -1):
+        with pytest.raises(ValueError, match="can never be had"):
+            await pool.acquire_slot(span)
+        with pytest.raises(ValueError, match="can never be had"):
+            pool.acquire_slot_blocking(span)
+    assert pool.waiting == 0
+    pool.release_slot(held)
+
+
+async def test_who_comes_later_waits_even_if_there_are_slots_for_him(pool: BufferPool) -> None:
+    held = await pool.acquire_slot(5)
+    many = asyncio.create_task(pool.acquire_slot(4))
+    await settle()
+    few = asyncio.create_task(pool.acquire_slot(1))
+    await settle()
+    assert (pool.waiting, pool.free_slots) == (2, 3)
+    pool.release_slot(held)
+    first, second = await many, await few
+    assert (first.offset, second.offset) == (0, 4000)
+
+
+async def test_a_deadline_takes_its_waiter_out_of_the_line(pool: BufferPool) -> None:
+    """Before the error, so that nobody waits for who has left."""
+    held = await pool.acquire_slot(5)
+    before_ns = time.monotonic_ns()
+    deadline_ns = time.time_ns() + 50_000_000
+    many = asyncio.create_task(pool.acquire_slot(4, deadline_ns))
+    await settle()
+    few = asyncio.create_task(pool.acquire_slot(3))
+    await settle()
+    assert pool.waiting == 2
+    with pytest.raises(PoolAcquireTimeout, match="4 slots") as caught:
+        await many
+    assert time.time_ns() >= deadline_ns
+    assert isinstance(caught.value, NanoInferenceError)
+    assert (caught.value.code, caught.value.span) == ("pool_timeout", 4)
+    assert 0 < caught.value.waited_ns <= time.monotonic_ns() - before_ns
+    assert (await few).offset == 5000
+    assert pool.waiting == 0
+    with pytest.raises(PoolAcquireTimeout):
+        pool.acquire_slot_blocking(1, time.time_ns() + 1_000_000)
+    assert pool.waiting == 0
+    pool.release_slot(held)
+
+
+async def test_a_deadline_that_is_over_is_none_for_free_slots(pool: BufferPool) -> None:
+    slots = [await pool.acquire_slot(4, PAST_NS), pool.acquire_slot_blocking(4, PAST_NS)]
+    with pytest.raises(PoolAcquireTimeout):
+        await pool.acquire_slot(1, PAST_NS)
+    with pytest.raises(PoolAcquireTimeout):
+        pool.acquire_slot_blocking(1, PAST_NS)
+    for slot in slots:
+        pool.release_slot(slot)
+    assert pool.free_slots == 8
+
+
+async def test_who_is_cancelled_as_he_is_served_gives_his_slots_on(pool: BufferPool) -> None:
+    held = await pool.acquire_slot(8)
+    first, second = (asyncio.create_task(pool.acquire_slot(8)) for _ in range(2))
+    await settle()
+    pool.release_slot(held)
+    first.cancel()  # it has slots, and has not yet run
+    slot = await second
+    assert first.cancelled()
+    pool.release_slot(slot)
+    assert (pool.free_slots, pool.waiting) == (8, 0)
+
+
+def test_who_can_not_come_any_more_holds_up_nobody() -> None:
+    """Neither one whose event loop was closed, nor a coroutine that nobody awaits any more."""
+    pool = BufferPool(8, 4, use_shm=False)
+    held = pool.acquire_slot_blocking(4)
+    coroutines = [pool.acquire_slot(4), pool.acquire_slot(3)]
+
+    async def begin() -> list[asyncio.Task[PoolSlot]]:
+        tasks = [asyncio.create_task(each) for each in coroutines]
+        await settle()
+        return tasks
+
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda loop, context: None)  # that tasks were destroyed
+    tasks = loop.run_until_complete(begin())
+    loop.close()
+    assert pool.waiting == 2
+    with pool._locked():
+        # As the garbage collector does, at any moment.
+        coroutines[1].close()
+    assert pool.waiting == 1
+    pool.release_slot(held)
+    assert (pool.waiting, pool.free_slots) == (0, 4)
+    coroutines[0].close()
+    del tasks
+    assert (pool.waiting, pool.free_slots) == (0, 4)
+    pool.close()
+
+
+async def test_who_waits_for_a_pool_that_is_closed_hears_of_it(pool: BufferPool) -> None:
+    held = await pool.acquire_slot(8)
+    array = held.scratch(4, np.int64)
+    waiting = asyncio.create_task(pool.acquire_slot())
+    blocked = asyncio.create_task(asyncio.to_thread(pool.acquire_slot_blocking))
+    async with asyncio.timeout(LIMIT_S):
+        while pool.waiting < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    pool.close()
+    for task in (waiting, blocked, pool.acquire_slot()):
+        with pytest.raises(RuntimeError, match="is closed"):
+            await asyncio.wait_for(task, LIMIT_S)
+    with pytest.raises(RuntimeError, match="is closed"):
+        pool.acquire_slot_blocking()
+    assert held.is_released
+    assert array.shape == (0,)
+    pool.release_slot(held)  # as at the end of a block
+    pool.close()
+
+
+# --- 64 tasks ----------------------------------------------------------------------------------
+
+
+class RecordedQueue(SlotQueue):
+    """Which also keeps who came and who was served, in order."""
+
+    def __init__(self, n_slots: int) -> None:
+        super().__init__(n_slots)
+        self.came: list[Waiter] = []
+        self.served: list[Waiter] = []
+
+    def ask(self, span: int) -> Waiter:
+        waiter = super().ask(span)
+        self.came.append(waiter)
+        return waiter
+
+    def _serve(self) -> list[Waiter]:
+        served = super()._serve()
+        self.served += served
+        return served
+
+
+class User:
+    """One who takes slots, fills them, and looks whether they are still his.
+
+    Attributes:
+        came_to: "took", "timeout" or "cancelled".
+    """
+
+    def __init__(self, number: int, span: int, deadline_ns: int) -> None:
+        self.number, self.span, self.deadline_ns = number, span, deadline_ns
+        self.may_end = asyncio.Event()
+        self.came_to = ""
+
+    async def use(self, pool: BufferPool) -> None:
+        try:
+            slot = await pool.acquire_slot(self.span, self.deadline_ns)
+        except PoolAcquireTimeout:
+            self.came_to = "timeout"
+            return
+        except asyncio.CancelledError:
+            self.came_to = "cancelled"
+            raise
+        self.came_to = "took"
+        with slot:
+            array = slot.scratch(slot.n_bytes, np.uint8)
+            array[:] = self.number
+            try:
+                await self.may_end.wait()
+            finally:
+                assert (array == self.number).all(), "never two owners"
+        assert array.shape == (0,)
+
+
+USERS = 64
+ACTIONS = st.tuples(st.sampled_from(["end", "cancel", "wait"]), st.integers(0, USERS - 1))
+
+
+@given(
+    n_slots=st.integers(1, 12),
+    spans=st.lists(st.integers(1, 12), min_size=USERS, max_size=USERS),
+    impatient=st.sets(st.integers(0, USERS - 1)),
+    actions=st.lists(ACTIONS, max_size=2 * USERS),
+)
+@settings(max_examples=60)
+def test_64_tasks_with_random_spans_deadlines_and_cancellations(
+    n_slots: int, spans: list[int], impatient: set[int], actions: list[tuple[str, int]]
+) -> None:
+    """Never two owners, strictly in turn, and nobody is forgotten."""
+    users: list[User] = []
+    cancelled: set[int] = set()
+
+    async def play() -> None:
+        with BufferPool(16 * n_slots, n_slots, use_shm=False) as pool:
+            queue = pool._queue = RecordedQueue(n_slots)
+            # A deadline that is over is one that passes while others come and go.
+            users.extend(
+                User(number, min(span, n_slots), PAST_NS if number in impatient else 0)
+                for number, span in enumerate(spans)
+            )
+            tasks = [asyncio.create_task(user.use(pool)) for user in users]
+            for what, number in actions:
+                if what == "end":
+                    users[number].may_end.set()
+                elif what == "cancel":
+                    cancelled.add(number)
+                    tasks[number].cancel()
+                else:
+                    await asyncio.sleep(0)
+            for user in users:
+                user.may_end.set()
+            async with asyncio.timeout(LIMIT_S):
+                ended = await asyncio.gather(*tasks, return_exceptions=True)
+            assert all(isinstance(each, asyncio.CancelledError | None) for each in ended), ended
+            places = {waiter: place for place, waiter in enumerate(queue.came)}
+            order = [places[waiter] for waiter in queue.served]
+            assert order == sorted(order)
+            assert (pool.free_slots, pool.waiting, pool._wakes) == (n_slots, 0, {})
+
+    asyncio.run(play())
+    for user in users:
+        if user.came_to == "timeout":
+            assert user.number in impatient
+        elif user.came_to != "took":
+            assert user.number in cancelled
+
+
+def test_threads_and_event_loops_share_a_pool(pool: BufferPool) -> None:
+    """Four threads that block, and four event loops with five tasks each."""
+    owners = np.zeros(8, np.int64)
+    errors: list[BaseException] = []
+    taken: list[int] = []
+
+    def own(slot: PoolSlot, number: int) -> None:
+        slots = slice(slot.offset // 1000, (slot.offset + slot.n_bytes) // 1000)
+        assert not owners[slots].any()
+        owners[slots] = number
+        array = slot.scratch(slot.n_bytes, np.uint8)
+        array[:] = number
+        assert (array == number).all()
+        assert (owners[slots] == number).all()
+        owners[slots] = 0
+        taken.append(number)
+
+    def block(number: int, chance: random.Random) -> None:
+        for _ in range(60):
+            with pool.acquire_slot_blocking(chance.randint(1, 8)) as slot:
+                own(slot, number)
+
+    async def turn(number: int, chance: random.Random) -> None:
+        for _ in range(12):
+            with await pool.acquire_slot(chance.randint(1, 8)) as slot:
+                own(slot, number)
+                await asyncio.sleep(0)
+
+    async def turns(number: int, chance: random.Random) -> None:
+        await asyncio.gather(*(turn(10 * number + each, chance) for each in range(5)))
+
+    def work(number: int) -> None:
+        chance = random.Random(number)
+        try:
+            if number % 2:
+                block(number, chance)
+            else:
+                asyncio.run(turns(number, chance))
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert errors == []
+    assert not any(thread.is_alive() for thread in threads)
+    assert len(taken) == 8 * 60
+    assert (pool.free_slots, pool.waiting) == (8, 0)
+
+
+# --- arrays in slots ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def slot(pool: BufferPool) -> AsyncIterator[PoolSlot]:
+    """One in the middle, of 2000 bytes."""
+    with await pool.acquire_slot(), await pool.acquire_slot(2) as found:
+        yield found
+
+
+async def test_arrays_lie_beside_one_another(slot: PoolSlot) -> None:
+    a, b, c = slot.scratch([((2, 3), np.float32), (5, ml_dtypes.bfloat16), ((), np.dtype("<i8"))])
+    d = slot.scratch([2, 2], "u1")
+    assert [each.shape for each in (a, b, c, d)] == [(2, 3), (5,), (), (2, 2)]
+    assert [each.dtype for each in (a, b, c, d)] == [np.float32, ml_dtypes.bfloat16, "i8", "u1"]
+    assert [slot.offset_of(each) for each in (a, b, c, d)] == [1000, 1024, 1040, 1048]
+    assert all(each.flags.aligned and each.flags.writeable for each in (a, b, c, d))
+    for number, each in enumerate((a, b, c, d)):
+        each[...] = number
+    assert [set(each.ravel().tolist()) for each in (a, b, c, d)] == [{0}, {1}, {2}, {3}]
+
+
+SPECS = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 4), max_size=3),
+        st.sampled_from([np.bool_, np.uint8, np.int16, np.float32, np.float64, ml_dtypes.bfloat16]),
+    ),
+    max_size=5,
+)
+
+
+@given(calls=st.lists(SPECS, max_size=4), slot_bytes=st.integers(1, 1500))
+def test_arrays_are_disjoint_aligned_and_within_their_slot(
+    calls: list[list[tuple[list[int], type]]], slot_bytes: int
+) -> None:
+    pool = BufferPool(3 * slot_bytes, 3, use_shm=False)
+    with pool, pool.acquire_slot_blocking() as before, pool.acquire_slot_blocking(2) as slot:
+        edge = before.scratch(before.n_bytes, np.uint8)
+        edge[:] = 0
+        used = np.zeros(3 * slot_bytes, bool)
+        made = []
+        for specs in calls:
+            try:
+                arrays = slot.scratch(list(specs))
+            except ValueError:
+                continue
+            assert [(list(each.shape), each.dtype) for each in arrays] == specs
+            made += arrays
+        for array in made:
+            assert array.flags.aligned
+            offset = slot.offset_of(array)
+            assert offset is not None
+            assert slot.offset <= offset <= offset + array.nbytes <= slot.offset + slot.n_bytes
+            assert not used[offset : offset + array.nbytes].any()
+            used[offset : offset + array.nbytes] = True
+            array[...] = 1
+        assert not edge.any()
+
+
+async def test_all_arrays_of_a_list_are_made_or_none(slot: PoolSlot) -> None:
+    for specs in (
+        [(1500, np.uint8), (501, np.uint8)],
+        [(10, np.uint8), (-1, np.uint8)],
+        [(10, np.uint8), ((2**40, 2**40), np.float64)],
+        [(10, np.uint8), (1, np.object_)],
+    ):
+        with pytest.raises(ValueError, match=r"left; acquire more|below 0|Python objects"):
+            slot.scratch(list(specs))
+    assert slot.offset_of(slot.scratch(2000, np.uint8)) == slot.offset
+    with pytest.raises(ValueError, match="1 bytes are wanted of a slot that has 0 left"):
+        slot.scratch(1, np.uint8)
+
+
+async def test_arrays_are_dead_after_the_release(pool: BufferPool) -> None:
+    slot = await pool.acquire_slot(8)
+    array, other = slot.scratch([((3, 4), np.float32), (5, np.int64)])
+    array[...], other[...] = 1, 2
+    looked = slot.read(SharedMemory(pool.name, 4))
+    pool.release_slot(slot)
+    for each in (array, other, looked):
+        assert (each.shape, each.dtype, each.flags.writeable) == ((0,), "V1", False)
+        with pytest.raises(IndexError):
+            each[0]
+        with pytest.raises(TypeError):
+            each + 1
+        with pytest.raises(TypeError):
+            each.sum()
+        with pytest.raises(ValueError, match="read-only"):
+            each[...] = 0
+    for use in (
+        lambda: slot.scratch(1, np.uint8),
+        lambda: slot.subslot(1),
+        lambda: slot.offset_of(array),
+        lambda: slot.read(SharedMemory(pool.name, 1)),
+        lambda: slot.write(SharedMemory(pool.name, 1), b"1"),
+    ):
+        with pytest.raises(RuntimeError, match="released before"):
+            use()
+
+
+async def test_a_view_of_a_dead_array_shows_what_is_there_by_then() -> None:
+    """It can't be found; but the memory stays mapped for it, behind the pool's end too."""
+    pool = BufferPool(1 << 20)
+    with await pool.acquire_slot() as slot:
+        array = slot.scratch(1000, np.uint8)
+        array[:] = 1
+        view = array[5:].reshape(5, 199)
+    with await pool.acquire_slot() as slot:
+        slot.scratch(1000, np.uint8)[:] = 2
+    pool.close()
+    del pool, slot, array
+    gc.collect()
+    assert (view == 2).all()
+    view[...] = 3
+    assert (view == 3).all()
+
+
+async def test_parts_of_a_slot_end_with_it(pool: BufferPool, slot: PoolSlot) -> None:
+    first = slot.scratch(8, np.uint8)
+    part, rest = slot.subslot(100), slot.subslot(1892)
+    a, b = part.scratch(100, np.uint8), rest.scratch(1892, np.uint8)
+    inner = slot.subslot(0)
+    assert [slot.offset_of(each) for each in (first, a, b)] == [1000, 1008, 1108]
+    assert (part.offset_of(a), part.offset_of(b), part.offset_of(first)) == (1008, None, None)
+    for full in (slot, part, rest, inner):
+        with pytest.raises(ValueError, match="0 left"):
+            full.scratch(1, np.uint8)
+    with pytest.raises(ValueError, match="is none"):
+        slot.subslot(-1)
+    free = pool.free_slots
+    for _ in range(2):
+        pool.release_slot(part)
+    with part:
+        a[:] = 1
+    assert (pool.free_slots, a.sum(), slot.is_released) == (free, 100, False)
+    pool.release_slot(slot)
+    assert (a.shape, b.shape, part.is_released) == ((0,), (0,), True)
+    with pytest.raises(RuntimeError, match="released before"):
+        part.scratch(0, np.uint8)
+
+
+async def test_where_an_array_lies(pool: BufferPool, slot: PoolSlot) -> None:
+    array = slot.scratch((4, 5), np.int32)
+    assert slot.offset_of(array[1:]) == 1020
+    assert slot.offset_of(array.reshape(-1).view(np.uint8)[3:]) == 1003
+    assert slot.offset_of(array[:, 1:]) is None, "it is not in one piece"
+    assert slot.offset_of(np.zeros(5)) is None
+    with await pool.acquire_slot() as other:
+        assert slot.offset_of(other.scratch(1, np.uint8)) is None
+
+
+async def test_a_slot_is_memory_within_its_bounds(pool: BufferPool, slot: PoolSlot) -> None:
+    array = slot.scratch(2000, np.uint8)
+    array[:] = 7
+    slot.write(SharedMemory(pool.name, 10, 1005), b"abc")
+    assert bytes(array[:10]) == b"\7\7\7\7\7abc\7\7"
+    found = slot.read(SharedMemory(pool.name, 4, 1004))
+    assert found.tobytes() == b"\7abc"
+    assert not found.flags.writeable
+    array[4] = 8
+    assert found[0] == 8, "it is no copy"
+    for outside in (
+        SharedMemory("another", 4, 1004),
+        SharedMemory(pool.name, 4, 998),
+        SharedMemory(pool.name, 5, 2996),
+        SharedMemory(pool.name, -1, 1004),
+        SharedMemory(pool.name, 2**63, 1000),
+    ):
+        with pytest.raises(TensorError, match="not within the slot"):
+            slot.read(outside)
+    with pytest.raises(TensorError, match="to be put into"):
+        slot.write(SharedMemory(pool.name, 2, 1000), b"123")
+
+
+# --- the memory --------------------------------------------------------------------------------
+
+
+def ours() -> set[str]:
+    return {name for name in os.listdir(SHARED_MEMORY) if "-pool-" in name}
+
+
+def test_a_pool_makes_and_removes_its_memory() -> None:
+    with BufferPool(1 << 20) as first, BufferPool(1 << 20, name="given") as second:
+        paths = [SHARED_MEMORY / pool.key[1:] for pool in (first, second)]
+        for path in paths:
+            status = path.stat()
+            assert (status.st_size, status.st_mode & 0o777) == (1 << 20, 0o600)
+            assert status.st_blocks * 512 >= 1 << 20, "all of it is there"
+        assert first.name == first.key[1:]
+        assert second.name == "given"
+        assert first.key != second.key
+        sweep()
+        assert all(path.exists() for path in paths)
+    assert not any(path.exists() for path in paths)
+
+
+def test_a_pool_within_the_process_makes_none() -> None:
+    before = ours()
+    with BufferPool(1000, use_shm=False) as first, BufferPool(1000, use_shm=False) as second:
+        assert first.key == second.key == ""
+        assert first.name != second.name
+        assert not ours() - before
+
+
+@pytest.mark.parametrize("sizes", [(0, 1), (7, 8), (100, 0), (-8, 8)])
+def test_a_slot_has_a_byte(sizes: tuple[int, int]) -> None:
+    before = ours()
+    with pytest.raises(ValueError, match="slots"):
+        BufferPool(*sizes)
+    assert not ours() - before
+
+
+def test_more_than_there_is_shared_memory_for_is_refused_and_nothing_stays() -> None:
+    before = ours()
+    with pytest.raises(OSError, match="enlarge /dev/shm"):
+        BufferPool(1 << 60)
+    assert not ours() - before
+
+
+MAKER = """
+import os, sys
+from nano_inference.kserve.pool import BufferPool
+pool = BufferPool(1 << 20)
+slot = pool.acquire_slot_blocking()
+array = slot.scratch(1000, "u1")
+print(pool.key, flush=True)
+"""
+
+
+def test_an_exception_ends_the_memory_with_its_process(tmp_path: Path) -> None:
+    ran = run(MAKER + "raise ValueError('over')", tmp_path, whole_end=True)
+    assert ran.status == 1
+    assert "ValueError: over" in ran.stderr
+    assert not (SHARED_MEMORY / ran.stdout.strip()[1:]).exists()
+
+
+def test_a_child_does_not_remove_what_is_its_parents(tmp_path: Path) -> None:
+    code = """
+child = os.fork()
+if child == 0:
+    try:
+        pool.acquire_slot_blocking()
+    except RuntimeError as error:
+        print(error, flush=True)
+    sys.exit()
+os.waitpid(child, 0)
+print(os.path.exists("/dev/shm" + pool.key), flush=True)
+"""
+    ran = run(MAKER + code, tmp_path, whole_end=True)
+    key, refusal, exists = ran.stdout.splitlines()
+    assert "of the process that made it" in refusal
+    assert exists == "True"
+    assert not (SHARED_MEMORY / key[1:]).exists()
+
+
+def test_what_a_killed_process_leaves_is_swept(tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text(MAKER + "sys.stdin.read()")
+    with Program(tmp_path / "code.py") as program:
+        path = SHARED_MEMORY / program.output.readline().strip()[1:]
+        sweep()
+        assert path.exists(), "its owner lives"
+        program.send_signal(signal.SIGKILL)
+        program.wait(LIMIT_S)
+    assert path.exists(), "this is what is to be swept"
+    with BufferPool(1000):  # whoever makes the next one does it
+        assert not path.exists()

@@ -1,0 +1,520 @@
+"""Clients register regions of their shared memory, which is read and written and never removed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from multiprocessing.shared_memory import SharedMemory as PythonMemory
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.utils.shared_memory as triton
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nano_inference.config import RequestError
+from nano_inference.config.temporary import SHARED_MEMORY
+from nano_inference.kserve import shared_memory
+from nano_inference.kserve.buffers import WarmBuffers
+from nano_inference.kserve.shared_memory import Region, SharedMemoryRegistry
+from nano_inference.kserve.tensors import SharedMemory
+
+from ..programs import run
+
+pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="there is no /dev/shm")
+
+SIZE = 200_000
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Object:
+    """A shared memory object of a client.
+
+    Attributes:
+        key: Its name.
+        path: Where Linux shows it.
+    """
+
+    def __init__(self, size: int = SIZE, *, mode: int = 0o600, full: bool = True) -> None:
+        self.key = f"/nano-test-{secrets.token_hex(8)}"
+        self.path = SHARED_MEMORY / self.key[1:]
+        self.path.touch(mode)
+        self.path.chmod(mode)
+        os.truncate(self.path, size)
+        if full:
+            self.fill(bytes(range(251)) * (size // 251 + 1))
+
+    def fill(self, data: bytes) -> None:
+        size = self.path.stat().st_size
+        with self.path.open("r+b") as file:
+            file.write(data[:size])
+
+    def data(self) -> bytes:
+        return self.path.read_bytes()
+
+
+@pytest.fixture(params=[0o600, 0o666], ids=["own", "others may write"])
+def there(request: pytest.FixtureRequest) -> Iterator[Object]:
+    """One that is copied through a mapping, and one that is not."""
+    found = Object(mode=request.param)
+    yield found
+    found.path.unlink()
+
+
+@pytest.fixture
+def registry() -> Iterator[SharedMemoryRegistry]:
+    """With a limit of three; what it has opened it must have closed at the end."""
+    before = open_objects()
+    found = SharedMemoryRegistry(max_regions=3)
+    yield found
+    found.unregister()
+    assert open_objects() == before
+
+
+def open_objects() -> int:
+    """How many descriptors this process has of shared memory."""
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # that of the list itself
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+    return sum(link.startswith(f"{SHARED_MEMORY}/") for link in links)
+
+
+def refused(code: str, why: str | None = None) -> pytest.RaisesExc[RequestError]:
+    return pytest.RaisesExc(RequestError, match=why, check=lambda error: error.code == code)
+
+
+def test_what_is_written_is_in_the_object_and_read_again(
+    there: Object, registry: SharedMemoryRegistry
+) -> None:
+    registry.register("all", there.key, 0, SIZE)
+    registry.register("part", there.key[1:], PAGE + 7, 1000)  # the slash may be left out
+    before = there.data()
+    registry.write(SharedMemory("part", 10, 100), b"0123456789")
+    after = before[: PAGE + 107] + b"0123456789" + before[PAGE + 117 :]
+    assert there.data() == after
+    assert registry.read(SharedMemory("part", 12, 99)).tobytes() == after[PAGE + 106 : PAGE + 118]
+    assert registry.read(SharedMemory("all", SIZE)).tobytes() == after
+    registry.write(SharedMemory("all", 20, 5), np.frombuffer(b"four", np.uint8))
+    assert there.data() == after[:5] + b"four" + after[9:], "a piece may be larger than what is put"
+    registry.write(SharedMemory("all", SIZE), memoryview(before))
+    assert there.data() == before
+
+
+def test_what_is_read_is_a_copy(there: Object, registry: SharedMemoryRegistry) -> None:
+    registry.register("all", there.key, 0, SIZE)
+    before = there.data()
+    data = registry.read(SharedMemory("all", SIZE))
+    assert (data.dtype, data.shape, data.flags.writeable) == (np.uint8, (SIZE,), False)
+    there.fill(bytes(SIZE))
+    registry.unregister("all")
+    assert data.tobytes() == before
+
+
+def test_nothing_is_read_and_written(there: Object, registry: SharedMemoryRegistry) -> None:
+    registry.register("all", there.key, 0, SIZE)
+    before = there.data()
+    assert registry.read(SharedMemory("all", 0, SIZE)).shape == (0,)
+    registry.write(SharedMemory("all", 0, SIZE), b"")
+    assert there.data() == before
+
+
+def test_status_tells_what_is_registered(there: Object, registry: SharedMemoryRegistry) -> None:
+    registry.register("a", there.key, 0, SIZE)
+    registry.register("b", there.key[1:], 8, 16)
+    a, b = Region(there.key, 0, SIZE), Region(there.key[1:], 8, 16)
+    assert registry.status() == {"a": a, "b": b}
+    assert registry.status("b") == {"b": b}
+    with refused("unknown_region", "'c'"):
+        registry.status("c")
+
+
+def test_to_register_again_replaces(there: Object, registry: SharedMemoryRegistry) -> None:
+    other = Object(100)
+    registry.register("a", there.key, 0, SIZE)
+    opened = open_objects()
+    registry.register("a", other.key, 10, 50)
+    assert open_objects() == opened
+    assert registry.status() == {"a": Region(other.key, 10, 50)}
+    with refused("invalid_region"):
+        registry.register("a", "/nano-test-nothing", 0, 1)
+    assert registry.read(SharedMemory("a", 50)).tobytes() == other.data()[10:60]
+    other.path.unlink()
+    # What has no name any more is still there for who has opened it.
+    assert registry.read(SharedMemory("a", 1)).tolist() == [10]
+
+
+def test_to_unregister_is_idempotent(there: Object, registry: SharedMemoryRegistry) -> None:
+    for name in "abc":
+        registry.register(name, there.key, 0, SIZE)
+    for _ in range(2):
+        registry.unregister("b")
+        assert list(registry.status()) == ["a", "c"]
+    with refused("unknown_region", "'b'"):
+        registry.read(SharedMemory("b", 1))
+    for _ in range(2):
+        registry.unregister()
+        assert registry.status() == {}
+    assert there.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "offset", "byte_size", "why"),
+    [
+        ("", "/{key}", 0, 1, "1 to 256 characters"),
+        ("x" * 257, "/{key}", 0, 1, "1 to 256 characters"),
+        ("r", "", 0, 1, "no key"),
+        ("r", "/", 0, 1, "no key"),
+        ("r", "..", 0, 1, "no key"),
+        ("r", "/.", 0, 1, "no key"),
+        ("r", "//{key}", 0, 1, "no key"),
+        ("r", "/../shm/{key}", 0, 1, "no key"),
+        ("r", "{key}\0", 0, 1, "no key"),
+        ("r", "k" * 300, 0, 1, "no key"),
+        ("r", "\ud800", 0, 1, "no Unicode"),
+        ("r", "/{key}-other", 0, 1, "there is no shared memory object"),
+        ("r", "é" * 250, 0, 1, "can't be opened"),
+        ("r", "/{key}", -1, 10, "is none"),
+        ("r", "/{key}", 0, 0, "is none"),
+        ("r", "/{key}", 0, -1, "is none"),
+        ("r", "/{key}", 0, SIZE + 1, "too few"),
+        ("r", "/{key}", SIZE, 1, "too few"),
+        ("r", "/{key}", 1, 2**63 - 1, "is none"),
+        ("r", "/{key}", 2**64 - 1, 2, "is none"),
+        ("r", "/{key}", 10**400, 1, "is none"),
+    ],
+)
+def test_what_can_not_be_registered(
+    there: Object,
+    registry: SharedMemoryRegistry,
+    name: str,
+    key: str,
+    offset: int,
+    byte_size: int,
+    why: str,
+) -> None:
+    with refused("invalid_region", why):
+        registry.register(name, key.replace("{key}", there.key[1:]), offset, byte_size)
+    assert registry.status() == {}
+
+
+def test_only_shared_memory_is_opened(registry: SharedMemoryRegistry, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(bytes(100))
+    path = SHARED_MEMORY / f"nano-test-{secrets.token_hex(8)}"
+    for make in (
+        lambda: path.symlink_to(tmp_path / "secret"),
+        lambda: path.mkdir(),
+        lambda: os.mkfifo(path),
+    ):
+        make()
+        try:
+            with refused("invalid_region"):
+                registry.register("r", path.name, 0, 1)
+        finally:
+            path.rmdir() if path.is_dir() else path.unlink()
+
+
+def test_there_is_a_limit(there: Object, registry: SharedMemoryRegistry) -> None:
+    for name in "abc":
+        registry.register(name, there.key, 0, SIZE)
+    with refused("invalid_region", "3 regions"):
+        registry.register("d", there.key, 0, SIZE)
+    registry.register("c", there.key, 1, 1)  # instead of another
+    registry.unregister("a")
+    registry.register("d", there.key, 0, SIZE)
+    assert list(registry.status()) == ["b", "c", "d"]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [(-1, 5), (5, -5), (0, 101), (100, 1), (2**63, 1), (1, 2**63), (-(2**70), 2**70 + 5)],
+)
+def test_a_piece_outside_of_its_region_is_refused(
+    there: Object, registry: SharedMemoryRegistry, place: tuple[int, int]
+) -> None:
+    registry.register("r", there.key, 50, 100)
+    before = there.data()
+    outside = SharedMemory("r", place[1], place[0])
+    with refused("invalid_region"):
+        registry.read(outside)
+    with refused("invalid_region"):
+        registry.write(outside, b"")
+    with refused("invalid_region", "more room"):
+        registry.write(SharedMemory("r", 5, 0), b"123456")
+    assert there.data() == before
+
+
+def test_an_object_that_was_made_smaller_is_refused(
+    there: Object, registry: SharedMemoryRegistry
+) -> None:
+    registry.register("r", there.key, 0, SIZE)
+    os.truncate(there.path, 3 * PAGE)
+    for action in (
+        lambda place: registry.read(place),
+        lambda place: registry.write(place, bytes(place.byte_size)),
+    ):
+        action(SharedMemory("r", 3 * PAGE))
+        for outside in (SharedMemory("r", SIZE), SharedMemory("r", 1, 3 * PAGE)):
+            with refused("invalid_region", "smaller than when it was registered"):
+                action(outside)
+    assert there.path.stat().st_size == 3 * PAGE
+
+
+def test_who_makes_it_smaller_in_the_middle_ends_no_process(
+    registry: SharedMemoryRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where somebody else could do that: what is mapped would be gone, and the signal kill us."""
+    there = Object(mode=0o666)
+    registry.register("r", there.key, 0, SIZE)
+    seen = os.stat(there.path)
+    monkeypatch.setattr(shared_memory.os, "fstat", lambda file: seen)
+    os.truncate(there.path, 0)
+    with refused("invalid_region", "smaller than when it was registered"):
+        registry.read(SharedMemory("r", SIZE))
+    registry.write(SharedMemory("r", 4, SIZE - 4), b"grow")
+    monkeypatch.undo()
+    there.path.unlink()
+
+
+@pytest.mark.parametrize(("mode", "others"), [(0o600, False), (0o620, True), (0o602, True)])
+def test_only_what_nobody_else_can_make_smaller_is_touched(
+    registry: SharedMemoryRegistry, monkeypatch: pytest.MonkeyPatch, mode: int, others: bool
+) -> None:
+    there = Object(mode=mode)
+    registry.register("r", there.key, 0, SIZE)
+    calls: list[int] = []
+    really = os.preadv
+
+    def preadv(file: int, buffers: Sequence[memoryview], at: int) -> int:
+        calls.append(at)
+        return really(file, buffers, at)
+
+    monkeypatch.setattr(shared_memory.os, "preadv", preadv)
+    assert registry.read(SharedMemory("r", SIZE)).tobytes() == there.data()
+    assert bool(calls) == others
+    calls.clear()
+    me = os.geteuid()
+    monkeypatch.setattr(shared_memory.os, "geteuid", lambda: me + 1)
+    assert registry.read(SharedMemory("r", SIZE)).tobytes() == there.data()
+    assert calls, "it is another user's"
+    there.path.unlink()
+
+
+def test_holes_are_read_as_zeros_and_stay_holes(registry: SharedMemoryRegistry) -> None:
+    """To touch one through a mapping takes memory, and kills the process where none is left."""
+    there = Object(100 * PAGE, full=False)
+    registry.register("r", there.key, 0, 100 * PAGE)
+    assert not registry.read(SharedMemory("r", 100 * PAGE)).any()
+    assert there.path.stat().st_blocks == 0
+    registry.write(SharedMemory("r", PAGE, 7 * PAGE), b"1" * PAGE)
+    assert there.path.stat().st_blocks * 512 < 100 * PAGE
+    expected = bytes(7 * PAGE) + b"1" * PAGE + bytes(92 * PAGE)
+    assert registry.read(SharedMemory("r", 100 * PAGE)).tobytes() == expected
+    there.path.unlink()
+
+
+def test_where_there_is_no_memory_for_a_hole_is_an_error(
+    registry: SharedMemoryRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = Object(full=False)
+    registry.register("r", there.key, 0, SIZE)
+    left = [PAGE, 10]
+
+    def pwritev(file: int, buffers: Sequence[memoryview], at: int) -> int:
+        if not left:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return os.pwrite(file, buffers[0][: left.pop()], at)
+
+    monkeypatch.setattr(shared_memory.os, "pwritev", pwritev)
+    with refused("invalid_region", "No space left on device"):
+        registry.write(SharedMemory("r", SIZE), b"x" * SIZE)
+    assert there.data() == b"x" * (PAGE + 10) + bytes(SIZE - PAGE - 10)
+    there.path.unlink()
+
+
+def test_an_object_stays_its_makers(tmp_path: Path) -> None:
+    """Python's own SharedMemory removes at its end what it had only opened."""
+    there = Object()
+    ran = run(
+        f"""
+from nano_inference.kserve.shared_memory import SharedMemoryRegistry
+from nano_inference.kserve.tensors import SharedMemory
+registry = SharedMemoryRegistry()
+registry.register("kept", {there.key!r}, 0, {SIZE})
+registry.register("left", {there.key!r}, 0, {SIZE})
+registry.unregister("left")
+print(registry.read(SharedMemory("kept", 3)).tolist())
+""",
+        tmp_path,
+        whole_end=True,
+    )
+    assert (ran.status, ran.stdout, ran.stderr) == (0, "[0, 1, 2]\n", "")
+    there.path.unlink()
+
+
+def test_tritons_own_helpers(registry: SharedMemoryRegistry) -> None:
+    key = f"nano-test-{secrets.token_hex(8)}"
+    handle = triton.create_shared_memory_region("r", key, 4096)
+    try:
+        values = np.arange(100, dtype=np.float32)
+        triton.set_shared_memory_region(handle, [values], offset=16)
+        registry.register("r", key, 0, 4096)
+        data = registry.read(SharedMemory("r", values.nbytes, 16))
+        assert (data.view(np.float32) == values).all()
+        registry.write(SharedMemory("r", values.nbytes, 1600), (2 * values).tobytes())
+        found = triton.get_contents_as_numpy(handle, np.float32, [100], offset=1600)
+        assert (found == 2 * values).all()
+        del found
+        registry.unregister()
+    finally:
+        triton.destroy_shared_memory_region(handle)
+    assert not (SHARED_MEMORY / key).exists()
+
+
+def test_reading_again_takes_the_same_memory(there: Object) -> None:
+    buffers = WarmBuffers()
+    registry = SharedMemoryRegistry(buffers=buffers)
+    registry.register("r", there.key, 0, SIZE)
+    first = registry.read(SharedMemory("r", SIZE))
+    address = first.ctypes.data
+    del first
+    second = registry.read(SharedMemory("r", SIZE))
+    assert second.ctypes.data == address
+    assert second.tobytes() == there.data()
+    registry.unregister()
+
+
+def test_a_region_is_not_taken_away_while_it_is_copied(
+    registry: SharedMemoryRegistry, there: Object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry.register("r", there.key, 0, SIZE)
+    registry.register("other", there.key, 0, SIZE)
+    copying, go_on, gone = threading.Event(), threading.Event(), threading.Event()
+    really = shared_memory._Attached.copy_out
+
+    def copy_out(self: object, place: SharedMemory, data: np.ndarray) -> None:  # type: ignore[type-arg]
+        if place.region == "r":
+            copying.set()
+            assert go_on.wait(30)
+        really(self, place, data)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(shared_memory._Attached, "copy_out", copy_out)
+    read: list[bytes] = []
+
+    def take() -> None:
+        read.append(registry.read(SharedMemory("r", SIZE)).tobytes())
+
+    def take_away() -> None:
+        registry.unregister("r")
+        gone.set()
+
+    threads = [threading.Thread(target=take), threading.Thread(target=take_away)]
+    threads[0].start()
+    assert copying.wait(30)
+    threads[1].start()
+    registry.read(SharedMemory("other", SIZE))  # others need not wait
+    while "r" in registry.status():
+        pass
+    assert not gone.is_set()
+    go_on.set()
+    for thread in threads:
+        thread.join(30)
+    assert gone.is_set()
+    assert read == [there.data()]
+
+
+def test_many_threads_use_regions_that_come_and_go(there: Object) -> None:
+    registry = SharedMemoryRegistry()
+    errors: list[BaseException] = []
+
+    def use(number: int) -> None:
+        piece = SharedMemory("r", 40_000, number * 40_000)
+        try:
+            for turn in range(300):
+                try:
+                    if number == 4:
+                        registry.register("r", there.key, 0, SIZE)
+                        if turn % 3 == 0:
+                            registry.unregister("r")
+                    else:
+                        registry.write(piece, bytes([turn % 256]) * piece.byte_size)
+                        assert len(set(registry.read(piece).tobytes())) == 1
+                except RequestError as error:
+                    assert error.code == "unknown_region"  # noqa: PT017
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    there.fill(bytes(SIZE))
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert errors == []
+    registry.unregister()
+
+
+WRITES = st.lists(
+    st.tuples(st.sampled_from("ab"), st.integers(0, 5 * PAGE), st.binary(max_size=3000)),
+    max_size=12,
+)
+
+
+@given(
+    size=st.integers(1, 5 * PAGE),
+    start=st.integers(0, 2 * PAGE),
+    writes=WRITES,
+    mode=st.sampled_from([0o600, 0o666]),
+    full=st.booleans(),
+)
+def test_regions_are_what_is_in_their_object(
+    size: int,
+    start: int,
+    writes: list[tuple[str, int, bytes]],
+    mode: int,
+    full: bool,
+) -> None:
+    """However it is copied, and wherever a region begins."""
+    there = Object(start + size, mode=mode, full=full)
+    registry = SharedMemoryRegistry()
+    try:
+        expected = bytearray(there.data())
+        registry.register("a", there.key, start, size)
+        registry.register("b", there.key, 0, start + size)
+        begins, sizes = {"a": start, "b": 0}, {"a": size, "b": start + size}
+        for name, offset, data in writes:
+            place = SharedMemory(name, len(data), offset)
+            if offset + len(data) > sizes[name]:
+                with refused("invalid_region"):
+                    registry.write(place, data)
+                continue
+            registry.write(place, data)
+            at = begins[name] + offset
+            expected[at : at + len(data)] = data
+            assert registry.read(place).tobytes() == data
+        assert registry.read(SharedMemory("a", size)).tobytes() == expected[start:]
+        assert registry.read(SharedMemory("b", start + size)).tobytes() == there.data() == expected
+    finally:
+        registry.unregister()
+        there.path.unlink()
+
+
+def test_objects_of_python(registry: SharedMemoryRegistry) -> None:
+    """As most clients make theirs: all of it is a hole until it is written."""
+    memory = PythonMemory(create=True, size=SIZE)
+    try:
+        registry.register("r", memory.name, 0, SIZE)
+        assert memory.buf is not None
+        memory.buf[:3] = b"abc"
+        assert registry.read(SharedMemory("r", 5)).tobytes() == b"abc\0\0"
+        registry.write(SharedMemory("r", SIZE), b"z" * SIZE)
+        assert bytes(memory.buf[:SIZE]) == b"z" * SIZE
+    finally:
+        memory.close()
+        memory.unlink()

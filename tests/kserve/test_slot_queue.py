@@ -1,0 +1,111 @@
+"""Slots are given strictly in turn, to one at a time, and nobody waits whom they would suffice."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from nano_inference.kserve.slot_queue import SlotQueue, Waiter
+
+N_SLOTS = 7
+
+
+class Played(RuleBasedStateMachine):
+    """Some ask, some leave with and without slots, some give theirs back, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = SlotQueue(N_SLOTS)
+        self.line: list[Waiter] = []  # in the order in which they came
+        self.owners: list[Waiter | None] = [None] * N_SLOTS
+
+    def given(self, served: list[Waiter]) -> None:
+        assert served == self.line[: len(served)], "strictly in turn"
+        del self.line[: len(served)]
+        for waiter in served:
+            assert waiter.first is not None
+            slots = slice(waiter.first, waiter.first + waiter.span)
+            assert self.owners[slots] == [None] * waiter.span, "never two owners"
+            self.owners[slots] = [waiter] * waiter.span
+
+    def free(self, waiter: Waiter) -> None:
+        self.owners = [None if each is waiter else each for each in self.owners]
+
+    def holding(self) -> list[Waiter]:
+        return list(dict.fromkeys(each for each in self.owners if each is not None))
+
+    @rule(span=st.integers(1, N_SLOTS))
+    def ask(self, span: int) -> None:
+        waiter = self.queue.ask(span)
+        self.line.append(waiter)
+        if waiter.first is not None:
+            self.given([waiter])
+
+    @rule(data=st.data())
+    def leave_the_line(self, data: st.DataObject) -> None:
+        if self.line:
+            waiter = data.draw(st.sampled_from(self.line))
+            self.line.remove(waiter)
+            self.given(self.queue.leave(waiter))
+            assert self.queue.leave(waiter) == [], "the second time nothing happens"
+
+    @rule(data=st.data(), leaves=st.booleans())
+    def give_back(self, data: st.DataObject, leaves: bool) -> None:
+        if holding := self.holding():
+            waiter = data.draw(st.sampled_from(holding))
+            first = waiter.first
+            assert first is not None
+            self.free(waiter)
+            if leaves:
+                self.given(self.queue.leave(waiter))
+                assert self.queue.leave(waiter) == []
+            else:
+                self.given(self.queue.release(first, waiter.span))
+
+    @rule(first=st.integers(0, N_SLOTS - 1), span=st.integers(1, N_SLOTS))
+    def give_back_what_is_free(self, first: int, span: int) -> None:
+        owners = self.owners[first : first + span]
+        if None in owners:
+            with pytest.raises(RuntimeError, match="free already"):
+                self.queue.release(first, span)
+
+    @invariant()
+    def it_adds_up(self) -> None:
+        assert self.queue.free_slots == self.owners.count(None)
+        assert self.queue.waiting == len(self.line)
+
+    @invariant()
+    def the_first_of_the_line_waits_for_good_reason(self) -> None:
+        if self.line:
+            span = self.line[0].span
+            runs = [self.owners[at : at + span] for at in range(N_SLOTS - span + 1)]
+            assert [None] * span not in runs
+
+    def teardown(self) -> None:
+        """Once all give back what they have, everybody in the line has had his turn."""
+        while holding := self.holding():
+            for waiter in holding:
+                self.free(waiter)
+                assert waiter.first is not None
+                self.given(self.queue.release(waiter.first, waiter.span))
+        assert self.line == []
+
+
+TestPlayed = Played.TestCase
+TestPlayed.settings = settings(max_examples=60, stateful_step_count=60)
+
+
+@pytest.mark.parametrize("span", [-1, 0, N_SLOTS + 1])
+def test_a_span_that_is_never_free_is_refused_at_once(span: int) -> None:
+    queue = SlotQueue(N_SLOTS)
+    with pytest.raises(ValueError, match="can never be had"):
+        queue.ask(span)
+    assert queue.waiting == 0
+
+
+@pytest.mark.parametrize("n_slots", [0, -3])
+def test_a_pool_has_a_slot(n_slots: int) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        SlotQueue(n_slots)

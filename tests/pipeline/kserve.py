@@ -1,0 +1,111 @@
+"""KServe's models in front of a pipeline, called without a transport."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from nano_inference.config import Config
+from nano_inference.gateway.account import Account
+from nano_inference.gateway.kserve.models.lane import Lane
+from nano_inference.gateway.kserve.repository import open_service
+from nano_inference.gateway.kserve.service import InferenceService
+from nano_inference.gateway.measures import Measures
+from nano_inference.gateway.origin import Origin
+from nano_inference.gateway.policy.chain import PolicyChain
+from nano_inference.gateway.readiness import Readiness
+from nano_inference.gateway.submissions import Submissions
+from nano_inference.gateway.words import LazyWords
+from nano_inference.kserve.tensors import (
+    DTYPES,
+    Array,
+    InferRequest,
+    InferResponse,
+    NamedTensor,
+    RequestedOutput,
+)
+from nano_inference.pipeline.client import BusClient
+from nano_inference.telemetry import TraceContext
+
+
+def lane_of(client: BusClient, config: Config, policy: PolicyChain | None = None) -> Lane:
+    """What the models have in common."""
+    return Lane(*_parts(client, config, policy))
+
+
+def service_of(
+    client: BusClient, config: Config, policy: PolicyChain | None = None
+) -> InferenceService:
+    """The models of a gateway with these settings."""
+    return open_service(*_parts(client, config, policy), Measures())
+
+
+def _parts(
+    client: BusClient, config: Config, policy: PolicyChain | None
+) -> tuple[Submissions, Config, LazyWords, Readiness]:
+    readiness = Readiness(client)
+    submissions = Submissions(client, config, Measures(), readiness, policy)
+    return submissions, config, LazyWords(config.engine.model_folder), readiness
+
+
+def origin(tenant: str = "default", deadline_ns: int | None = None, **more: Any) -> Origin:
+    return Origin(tenant, TraceContext(), deadline_ns, Account(), **more)
+
+
+def tensor(name: str, found: Any) -> NamedTensor:
+    """Texts, objects (as JSON), truth values and token ids as models take them."""
+    if isinstance(found, dict):
+        found = json.dumps(found)
+    if isinstance(found, str | bytes):
+        data = np.empty(1, np.object_)
+        data[0] = found.encode() if isinstance(found, str) else found
+        return NamedTensor(name, data)
+    if isinstance(found, bool):
+        return NamedTensor(name, np.array([found]))
+    dtype = DTYPES["INT64"]
+    return NamedTensor(name, np.array(found if isinstance(found, Sequence) else [found], dtype))
+
+
+def asked(
+    model: str,
+    /,
+    outputs: Sequence[str] = (),
+    parameters: dict[str, Any] | None = None,
+    **inputs: Any,
+) -> InferRequest:
+    return InferRequest(
+        model_name=model,
+        id="mine",
+        parameters=parameters or {},
+        inputs=tuple(tensor(name, each) for name, each in inputs.items()),
+        outputs=tuple(map(RequestedOutput, outputs)),
+    )
+
+
+def arrays(response: InferResponse) -> dict[str, Array]:
+    return {each.name: each.data for each in response.outputs}
+
+
+def told(response: InferResponse) -> dict[str, Any]:
+    """All outputs as lists; texts as `str`."""
+    found = {}
+    for name, data in arrays(response).items():
+        texts = data.dtype == np.object_
+        found[name] = [each.decode() for each in data] if texts else data.tolist()
+    return found
+
+
+async def stream(
+    service: InferenceService, request: InferRequest, whose: Origin | None = None
+) -> list[InferResponse]:
+    """All answers to a call that takes many."""
+    found: list[InferResponse] = []
+
+    async def respond(response: InferResponse) -> None:
+        found.append(response)
+
+    await service.infer(whose or origin(), request, respond, many=True)
+    return found

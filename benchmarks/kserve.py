@@ -192,6 +192,19 @@ def two_copies(tensors: Tensors) -> Trip:
     return trip
 
 
+def two_copies_shared(tensors: Tensors) -> Trip:
+    """The same out of shared memory and into it, whose pages are small ones."""
+    middle = [np.array(each) for each in tensors.given]
+
+    def trip() -> list[np.ndarray[Any, Any]]:
+        for number, between in enumerate(middle):
+            np.copyto(between, tensors.given[number])
+            np.copyto(tensors.taken[number], between)
+        return list(tensors.taken)
+
+    return trip
+
+
 def measure(trips: dict[str, Trip], tensors: Tensors, repeat: int) -> dict[str, list[float]]:
     """Seconds of each trip in each repetition, of which the first two do not count."""
     found: dict[str, list[float]] = {name: [] for name in trips}
@@ -242,6 +255,7 @@ def main() -> None:
         tensors = Tensors(pool, n_bytes, arguments.tensors)
         trips = {
             "memcpy": two_copies(tensors),
+            "memcpy, shared memory": two_copies_shared(tensors),
             "registry alone": registry_alone(tensors),
             "shared memory, gRPC": shared(grpc_client, tritonclient.grpc, tensors),
             "shared memory, HTTP": shared(http_client, tritonclient.http, tensors),

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import pytest
@@ -24,6 +24,7 @@ import structlog
 
 from nano_inference.config import load_config
 from nano_inference.gateway.gateway import Gateway
+from nano_inference.gateway.kserve.served import Answer, ModelCall
 from nano_inference.kserve.protobuf import ModelInferRequest, ModelInferResponse
 from nano_inference.kserve.tensors import DATATYPES
 
@@ -31,6 +32,7 @@ from ..cli.test_serve import served as serving
 from ..cli.test_up import free_port
 from ..gateway.kserve.grpc_calls import Client, Engine, Failed, Stream, until
 from ..gateway.kserve.served import Echo
+from ..resident import resident_bytes
 from .mutations.kserve import (
     ANYTHING,
     GrpcCase,
@@ -44,15 +46,23 @@ from .mutations.kserve import (
     region_message,
 )
 from .mutations.tensors import REGION, REGION_BYTES, Draft, Shared
-from .mutations.wire import Answer, read_answer
+from .mutations.wire import Answer as HttpAnswer
+from .mutations.wire import read_answer
 
 SEED = 31
 CASES = 10_000
 EVERY_DAY = 300
 LIMIT_S = 60
 MOST_BODY_BYTES = 4 << 20
+WARM = 50
+"""Cases after which a server has all that it makes once."""
 
-CODES = set(re.findall(r"`([a-z_]+)`", Path("docs/errors.md").read_text()))
+MOST_GROWTH_BYTES = 8 << 20
+"""Of 10,000 calls: 0.5 to 3 MB are seen, of which the lines that the test keeps are the most."""
+
+
+ERRORS = Path(__file__).parents[2] / "docs" / "errors.md"
+CODES = set(re.findall(r"`([a-z_]+)`", ERRORS.read_text()))
 """Whatever stands there between such marks, the stable codes among them."""
 
 CLIENTS_FAULT = {
@@ -101,6 +111,13 @@ def _errors(lines: list[Any]) -> list[Any]:
     return [line for line in lines if line["log_level"] in ("error", "critical")]
 
 
+class Forgetful(Echo):
+    """Gives back what it is given, and keeps nothing of it."""
+
+    async def infer(self, call: ModelCall, answer: Answer) -> None:
+        await self.answer_all(call, answer)
+
+
 @asynccontextmanager
 async def kserve() -> AsyncIterator[tuple[Gateway, Client]]:
     """A gateway that takes shared memory, with models that give back what they are given."""
@@ -110,18 +127,34 @@ async def kserve() -> AsyncIterator[tuple[Gateway, Client]]:
     )
     engine: Any = Engine()
     async with Gateway(engine, config) as gateway:
-        for model in (Echo(), Echo("several")):
+        for model in (Forgetful(), Forgetful("several")):
             gateway.kserve.service.add(model)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
             yield gateway, Client(channel)
 
 
-async def at_rest(gateway: Gateway, before: int) -> None:
-    """Waits until nothing of any call is left; `before` is how many descriptors there were."""
+class Held(NamedTuple):
+    """What the process holds when no call is under way."""
+
+    files: int
+    tasks: int
+    resident_bytes: int
+
+
+def held() -> Held:
+    return Held(files(), len(asyncio.all_tasks()), resident_bytes())
+
+
+async def at_rest(gateway: Gateway, before: Held) -> None:
+    """Waits until nothing of any call is left, and asserts that what is held has not grown."""
     calls = gateway._grpc._calls  # type: ignore[union-attr]
     limits = gateway._server.limits
     await until(lambda: not len(calls.endings) and not limits.held_bytes)
-    await until(lambda: files() <= before + 2)
+    # What happens to be on its way differs by a few; a leak of one for each call is hundreds.
+    await until(lambda: files() <= before.files + 5)
+    await until(lambda: len(asyncio.all_tasks()) <= before.tasks + 5)
+    grown = held().resident_bytes - before.resident_bytes
+    assert grown < MOST_GROWTH_BYTES, grown
 
 
 # --- gRPC ----------------------------------------------------------------------------------------
@@ -155,8 +188,9 @@ async def test_a_status_for_each_call_over_grpc(soak: bool) -> None:
     with nothing_left(), shared() as (region, key):
         async with kserve() as (gateway, client):
             await client("SystemSharedMemoryRegister", region_message(key, REGION_BYTES))
-            before = files()
+            before = held()
             for number in range(CASES if soak else EVERY_DAY):
+                before = held() if number == WARM else before
                 rng = random.Random(f"{SEED}:{number}")
                 case = call(rng, region)
                 await play(client, case, odd_headers(rng), f"case {number} ({case.kind})")
@@ -186,8 +220,9 @@ async def test_of_a_stream_each_request_has_its_answer(soak: bool) -> None:
     with nothing_left(), shared() as (region, key):
         async with kserve() as (gateway, client):
             await client("SystemSharedMemoryRegister", region_message(key, REGION_BYTES))
-            before = files()
+            before = held()
             for number in range(CASES // 5 if soak else EVERY_DAY // 5):
+                before = held() if number == WARM else before
                 rng = random.Random(f"{SEED}:{number}")
                 cases = [infer(rng, region) for _ in range(rng.randrange(6))]
                 await play_stream(client, cases, rng, f"case {number}")
@@ -239,7 +274,7 @@ def _is_message(data: bytes) -> bool:
 # --- HTTP ----------------------------------------------------------------------------------------
 
 
-def check_http(answer: Answer, case: HttpCase, told: str) -> None:
+def check_http(answer: HttpAnswer, case: HttpCase, told: str) -> None:
     """Asserts that a call was answered, or refused in the words of Triton's clients."""
     codes = case.codes
     told = f"{told} ({case.kind}): {answer.status} {answer.body[:300]!r}"
@@ -268,8 +303,9 @@ async def test_a_status_for_each_call_over_http(soak: bool) -> None:
         async with kserve() as (gateway, client):
             register = region_message(key, REGION_BYTES)
             await client("SystemSharedMemoryRegister", register)
-            before = files()
+            before = held()
             for number in range(CASES if soak else EVERY_DAY):
+                before = held() if number == WARM else before
                 rng = random.Random(f"{SEED}:{number}")
                 case = http_call(rng, region)
                 async with asyncio.timeout(LIMIT_S):
@@ -281,7 +317,7 @@ async def test_a_status_for_each_call_over_http(soak: bool) -> None:
             await at_rest(gateway, before)
 
 
-async def ask(port: int, raw: bytes) -> Answer:
+async def ask(port: int, raw: bytes) -> HttpAnswer:
     """The answer to a call, on a connection of its own."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
     try:
@@ -291,7 +327,7 @@ async def ask(port: int, raw: bytes) -> Answer:
         writer.transport.abort()
 
 
-def check_http_echo(answer: Answer, asked: Draft, told: str) -> None:
+def check_http_echo(answer: HttpAnswer, asked: Draft, told: str) -> None:
     """As `check_echo`."""
     length = int(answer.headers.get("inference-header-content-length", len(answer.body)))
     body, behind = json.loads(answer.body[:length]), answer.body[length:]

@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
 
 from setproctitle import getproctitle, setproctitle
 
@@ -62,11 +63,15 @@ def main() -> None:
 
 def import_stages(names: Sequence[str]) -> None:
     """Imports what these stages, or the gateway, use. Without the executor there is no torch."""
-    from . import app  # noqa: F401
+    from ..bus.redis import bus  # noqa: F401
+    from .app import prepare
     from .process import forbid_torch
 
     if "executor" not in names:
         forbid_torch()
+    # Which otherwise is imported when the event loop begins.
+    import_module("anyio._backends._asyncio")
+    prepare()
     if _WITH_TOKENIZER.intersection(names):
         from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
     for name in names:

@@ -42,7 +42,7 @@ class EngineConfig(Settings, frozen=True, forbid_unknown_fields=True):
             step takes longer with each of them, and everybody waits for steps.
         max_model_len: Prompt and completion together, in tokens; the model's own limit applies too.
         gpu_memory_utilization: Share of the device's memory for weights and KV cache (CUDA).
-        kv_cache_bytes: Size of the KV cache on CPU.
+        kv_cache_bytes: Size of the KV cache on CPU, once all of it has been used.
         max_tokens_per_batch: Token budget of one step; longer prefills are cut into chunks.
         dtype: "auto" takes the checkpoint's own.
         device: "auto" takes CUDA when there is one.

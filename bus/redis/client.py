@@ -26,6 +26,7 @@ from redis.maint_notifications import MaintNotificationsConfig
 from ...config import BusError, redact
 from ..queue import bus_closed
 from .address import parse_address
+from .cluster_commands import KnownCommands
 
 T = TypeVar("T")
 
@@ -112,6 +113,7 @@ class Server:
         self.name = redact(url)
         self.reconnects = 0
         self._client_name = client_name
+        self._known_commands: dict[str, Any] = {}
         try:
             self._address = parse_address(url)
             # Does not connect yet, but finds options that don't exist.
@@ -157,6 +159,7 @@ class Server:
                 maint_notifications_config=off,
                 **options,
             )
+            cluster.commands_parser = KnownCommands(self._known_commands)
             return cast(Redis, cluster)
         kind: dict[str, Any] = {"connection_class": address.connection_class}
         if address.kind == "sentinel":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -47,7 +49,7 @@ class KVCache:
         # Zeros, not empty: masked positions are multiplied by zero, and 0 * NaN would be NaN.
         def allocate(heads: int, dim: int) -> Tensor:
             shape = (num_blocks + 1, block_size, heads, dim)
-            return torch.zeros(shape, dtype=model.dtype, device=model.device)
+            return zeros(shape, model.dtype, model.device)
 
         self.keys = [allocate(spec.num_kv_heads, spec.key_dim) for spec in model.layers]
         self.values = [allocate(spec.num_kv_heads, spec.value_dim) for spec in model.layers]
@@ -124,6 +126,27 @@ class KVCache:
         source, destination = self._upload(wanted)[0].unbind(1)
         for tensor in (*self.keys, *self.values):
             tensor.index_copy_(0, destination, tensor.index_select(0, source))
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As `torch.zeros`. On CPU the memory is the system's until it is written, page by page: to
+    clear it first would take most of the time in which a small model is loaded.
+
+    Raises:
+        RuntimeError: There is not enough.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise RuntimeError(f"can't allocate {size} bytes of memory: {error}") from None
+    # No view: who gives the tensor other memory lets go of this.
+    storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    tensor: Tensor = torch.empty(0, dtype=dtype)
+    tensor.set_(storage, 0, tuple(shape))  # type: ignore[call-overload]
+    return tensor
 
 
 def block_bytes(model: LoadedModel, block_size: int) -> int:

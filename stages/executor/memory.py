@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...bus.control import MEMORY_TAGS
 from ...config import WeightsError, shown
-from .kv_cache import KVCache
+from .kv_cache import KVCache, zeros
 from .weights import WeightSyncManager
 
 
@@ -101,7 +101,7 @@ def _allocate(tensors: Iterable[Tensor]) -> None:
     """New memory for each, or for none."""
     tensors = list(tensors)
     try:
-        new = [torch.zeros(old.shape, dtype=old.dtype, device=old.device) for old in tensors]
+        new = [zeros(old.shape, old.dtype, old.device) for old in tensors]
     except RuntimeError as error:
         raise no_memory(error) from None
     for tensor, memory in zip(tensors, new, strict=True):

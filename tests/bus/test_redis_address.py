@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import socket
+import uuid
 from pathlib import Path
 
 import pytest
+from redis import RedisError
 from redis.asyncio.connection import Connection, SSLConnection
 
 from nano_inference.bus import open_bus
 from nano_inference.bus.redis.address import Address, parse_address
+from nano_inference.bus.redis.client import Server, execute, execute_all, on_each
 from nano_inference.config import BusConfig, BusError
 
 from ..servers import SERVICE, Node, valkey
@@ -90,3 +93,28 @@ async def test_a_server_that_is_no_cluster(redis_url: str) -> None:
     host = redis_url.removeprefix("redis://").partition("/")[0]
     told = await error_of(f"redis+cluster://{host}")
     assert "cluster" in told.lower().partition(host)[2]
+
+
+async def test_a_cluster_is_asked_once_for_its_commands(cluster_url: str) -> None:
+    """Not by each client, nor again whenever one connects."""
+
+    async def times_asked() -> int:
+        stats = await on_each(clients[0], "INFO", "commandstats")
+        return sum(each.get("cmdstat_command", {}).get("calls", 0) for each in stats)
+
+    server = Server(cluster_url)
+    clients = [server.client(1) for _ in range(3)]
+    await clients[0].initialize()
+    before = await times_asked()
+    for client in (*clients, clients[0]):
+        key = uuid.uuid4().hex
+        await execute_all(client, [("SET", key, "1"), ("XLEN", f"{key}x")])
+        assert await execute(client, "GET", key) == b"1"
+        await execute(client, "DEL", key)
+        await client.aclose()
+    assert await times_asked() == before
+    with pytest.raises(RedisError, match="doesn't exist"):
+        await execute_all(clients[0], [("NONE", "key")])
+    assert await times_asked() == before + 1
+    await clients[0].aclose()
+    await server.aclose()

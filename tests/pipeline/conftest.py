@@ -15,6 +15,8 @@ from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.stages.executor.core import ExecutorCore
 
+from . import short_model
+
 MakeConfig = Callable[..., Config]
 
 LIMIT_S = 120
@@ -33,8 +35,11 @@ all_buses = pytest.mark.parametrize(
 
 
 def config_maker(request: pytest.FixtureRequest) -> MakeConfig:
-    """Builds configurations for the bus that the fixture was asked for, on keys of its own."""
+    """Builds configurations for the bus that the fixture was asked for, on keys of its own; with
+    the short model in a module that has `SHORT_MODEL`."""
     bus: dict[str, object] = {"engine.dtype": "float32"}
+    if getattr(request.module, "SHORT_MODEL", False):
+        bus["engine.model_path"] = str(short_model.folder())
     if request.param != "memory":
         name = "cluster_url" if request.param == "cluster" else "redis_url"
         bus["bus.url"] = request.getfixturevalue(name)

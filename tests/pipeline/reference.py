@@ -1,9 +1,11 @@
-"""What Transformers' own `generate` gives: the bundled model, float32, greedy, one prompt alone."""
+"""What Transformers' own `generate` gives: float32, greedy, one prompt alone. By the bundled model,
+unless another folder is given."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -15,8 +17,8 @@ FOLDER = EngineConfig().model_folder
 
 
 @cache
-def model() -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
+def model(folder: Path = FOLDER) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @cache
@@ -30,6 +32,7 @@ def generate(
     *,
     ignore_eos: bool = False,
     claimed: Sequence[int] = (),
+    folder: Path = FOLDER,
 ) -> list[int]:
     """The generated token ids, the stop token included.
 
@@ -38,32 +41,38 @@ def generate(
             them, which takes much less time than one for each token.
     """
     tokens = tuple(claimed)
-    if tokens and _is_generated(tuple(prompt_ids), tokens, max_tokens, ignore_eos):
+    if tokens and _is_generated(tuple(prompt_ids), tokens, max_tokens, ignore_eos, folder):
         return list(tokens)
-    return list(_generated(tuple(prompt_ids), max_tokens, ignore_eos))
+    return list(_generated(tuple(prompt_ids), max_tokens, ignore_eos, folder))
 
 
 @cache
 def _is_generated(
-    prompt_ids: tuple[int, ...], tokens: tuple[int, ...], max_tokens: int, ignore_eos: bool
+    prompt_ids: tuple[int, ...],
+    tokens: tuple[int, ...],
+    max_tokens: int,
+    ignore_eos: bool,
+    folder: Path,
 ) -> bool:
     """Whether each token is the likeliest behind those before it, and the end is in its place."""
-    ends = model().generation_config.eos_token_id
+    ends = model(folder).generation_config.eos_token_id
     stops = set() if ignore_eos else {ends} if isinstance(ends, int) else set(ends)
     if stops.intersection(tokens[:-1]) or len(tokens) > max_tokens:
         return False
     if len(tokens) < max_tokens and tokens[-1] not in stops:
         return False
     with torch.inference_mode():
-        logits = model()(torch.tensor([prompt_ids + tokens])).logits[0]
+        logits = model(folder)(torch.tensor([prompt_ids + tokens])).logits[0]
     return logits[len(prompt_ids) - 1 : -1].argmax(-1).tolist() == list(tokens)
 
 
 @cache
-def _generated(prompt_ids: tuple[int, ...], max_tokens: int, ignore_eos: bool) -> list[int]:
+def _generated(
+    prompt_ids: tuple[int, ...], max_tokens: int, ignore_eos: bool, folder: Path
+) -> list[int]:
     stop = {"eos_token_id": None} if ignore_eos else {}
     with torch.inference_mode():
-        output = model().generate(
+        output = model(folder).generate(
             torch.tensor([list(prompt_ids)]),
             attention_mask=torch.ones(1, len(prompt_ids), dtype=torch.long),
             do_sample=False,

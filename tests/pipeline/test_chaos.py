@@ -11,6 +11,7 @@ import pytest
 
 from ..commands import Command
 from ..rig import load
+from . import short_model
 
 pytestmark = pytest.mark.slow
 
@@ -23,12 +24,13 @@ HTTP_SOAK: dict[str, Any] = {"requests": 200, "kills": 20, "concurrency": 24, "l
 
 @pytest.fixture(autouse=True)
 def quick_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is started need import nothing."""
+    """What is started need import nothing, and steps are short."""
 
     def start(arguments: Sequence[str], log: Path) -> Command:
         return Command(*arguments, log=log)
 
     monkeypatch.setattr(load("chaos_rig"), "start_command", start)
+    monkeypatch.setenv("NANO_INFERENCE_ENGINE__MODEL_PATH", str(short_model.folder()))
 
 
 @pytest.mark.soak

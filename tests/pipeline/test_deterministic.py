@@ -1,4 +1,8 @@
-"""Deterministic mode on the bundled model: its cores and its stages, arranged each way."""
+"""Deterministic mode: its cores and its stages, arranged each way, on a model of one layer.
+
+Of several layers, and of all architectures, stages/executor/test_deterministic.py shows it; here,
+of the bundled model in bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +31,16 @@ from nano_inference.config import EngineConfig, SamplingParams, load_config
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, load_model
 
+from . import short_model
 from .test_life import until
 from .test_replicas import break_once, core_of, epoch_of, lanes_of
 
 NUM_REQUESTS = 32
 MOST_STEPS = 4_000
 LIMIT_S = 120
-CONFIG = EngineConfig(dtype="float32", max_model_len=512, deterministic=True)
+CONFIG = EngineConfig(
+    model_path=str(short_model.folder()), dtype="float32", max_model_len=512, deterministic=True
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,9 @@ def requests() -> tuple[Request, ...]:
 
 @cache
 def model(dtype: str = "float32", length: int = 512) -> LoadedModel:
-    return load_model(EngineConfig(dtype=dtype, max_model_len=length))  # type: ignore[arg-type]
+    path = "tiny" if dtype == "bfloat16" else CONFIG.model_path
+    config = EngineConfig(model_path=path, dtype=dtype, max_model_len=length)  # type: ignore[arg-type]
+    return load_model(config)
 
 
 class Lane:
@@ -205,11 +214,11 @@ def growing() -> tuple[list[Request], list[tuple[tuple[int, ...], bytes]]]:
 @pytest.mark.parametrize(("cache_type", "steps_ahead"), [("paged", 1), ("radix", 2)])
 def test_preemption_changes_nothing(cache_type: str, steps_ahead: int) -> None:
     chosen, expected = growing()
-    # 2 * 5 layers * 2 heads * 32 * 4 bytes: 2,560 bytes per token, hence 256 tokens in all.
+    # 2 * 2 heads * 32 * 4 bytes: 512 bytes per token, hence 256 tokens in all.
     lane = Lane(
         cache_type=cache_type,
         steps_ahead=steps_ahead,
-        kv_cache_bytes=2_560 * 256,
+        kv_cache_bytes=512 * 256,
         max_model_len=256,
     )
     assert lane.executor.capacity().num_blocks == 16

@@ -21,8 +21,10 @@ from nano_inference.stages.fairness.stage import FairnessStage
 from nano_inference.stages.streaming.core import StreamingCore
 from nano_inference.telemetry import names, setup_tracing
 
+from . import short_model
 from .conftest import MakeConfig, both_buses
 
+SHORT_MODEL = True
 LIMIT_S = 240
 # More than two time slices of ten.
 LONG_TOKENS = 24
@@ -91,7 +93,8 @@ async def all_tokens(pipeline: Pipeline) -> list[list[tuple[int, ...]]]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def wanted() -> list[list[tuple[int, ...]]]:
     """What `all_tokens` gives where nobody has to make room."""
-    config = load_config(env={}, overrides={"engine.dtype": "float32"})
+    model = {"engine.dtype": "float32", "engine.model_path": str(short_model.folder())}
+    config = load_config(env={}, overrides=model)
     async with Pipeline(config) as pipeline, asyncio.timeout(LIMIT_S):
         tokens = await all_tokens(pipeline)
         assert counts_of(pipeline) == Counts(tokens=counts_of(pipeline).tokens)

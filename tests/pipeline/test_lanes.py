@@ -22,9 +22,11 @@ from nano_inference.config import BusError, LaneReplaced
 from nano_inference.stages.admission.stage import AdmissionStage
 
 from ..commands import Command
+from . import short_model
 from .conftest import MakeConfig, config_maker
 from .test_life import GOOD, LONG, MORE_TOKENS, check_stream, stream_request, until
 
+SHORT_MODEL = True
 LIMIT_S = 90
 LEASE_S = 0.5
 
@@ -97,7 +99,7 @@ class Streams:
         """Every stream is complete, without gap or repetition, as if nothing had happened."""
         await asyncio.gather(*self._rest)
         for index, outputs in enumerate(self._outputs):
-            check_stream(index, outputs, MORE_TOKENS)
+            check_stream(index, outputs, MORE_TOKENS, short_model.folder())
 
     async def _read(self, index: int, stream: AsyncGenerator[Output, None]) -> None:
         async for output in stream:
@@ -249,6 +251,7 @@ class LaneProcess:
             "bus.links": config.bus.links,
             "admission.lease_s": config.admission.lease_s,
             "engine.dtype": config.engine.dtype,
+            "engine.model_path": config.engine.model_path,
             # So that eight streams last a while.
             "engine.max_batch_size": 2,
         }

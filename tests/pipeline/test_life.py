@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,6 +27,7 @@ from nano_inference.stages.streaming.core import StreamingCore
 from . import reference
 from .conftest import MakeConfig, all_buses, both_buses
 
+SHORT_MODEL = True
 LIMIT_S = 90
 GOOD = {"prompt": "12 + 30 =", "sampling": {"temperature": 0}}
 LONG = {"prompt": "12 + 30 =", "sampling": {"max_tokens": 1500, "ignore_eos": True}}
@@ -47,22 +49,34 @@ def stream_request(index: int, max_tokens: int = TOKENS) -> dict[str, Any]:
 
 async def whole_stream(pipeline: Pipeline, index: int) -> None:
     """Submits one request and holds what comes against an undisturbed run."""
-    check_stream(index, [output async for output in pipeline.submit(stream_request(index))])
+    outputs = [output async for output in pipeline.submit(stream_request(index))]
+    check_stream(index, outputs, folder=pipeline.config.engine.model_folder)
 
 
 async def whole_streams(pipeline: Pipeline, number: int = 8) -> None:
     await asyncio.gather(*(whole_stream(pipeline, index) for index in range(number)))
 
 
-def check_stream(index: int, outputs: Sequence[Output], max_tokens: int = TOKENS) -> None:
-    """No token is missing, none comes twice, and all are those of an undisturbed run."""
+def check_stream(
+    index: int,
+    outputs: Sequence[Output],
+    max_tokens: int = TOKENS,
+    folder: Path = reference.FOLDER,
+) -> None:
+    """No token is missing, none comes twice, and all are those of an undisturbed run.
+
+    Args:
+        folder: Of the model.
+    """
     *chunks, completion = outputs
     assert isinstance(completion, Completion)
     assert completion.status == "done", completion.error
     (sample,) = completion.samples
     prompt = reference.tokenizer().encode(stream_request(index)["prompt"])
     assert completion.prompt_token_ids == tuple(prompt)
-    wanted = reference.generate(prompt, max_tokens, ignore_eos=True, claimed=sample.token_ids)
+    wanted = reference.generate(
+        prompt, max_tokens, ignore_eos=True, claimed=sample.token_ids, folder=folder
+    )
     assert list(sample.token_ids) == wanted
     token_ids: list[int] = []
     text = ""
@@ -390,7 +404,7 @@ async def test_stages_in_two_processes_worth_of_pipelines(make_config: MakeConfi
         # The back end has left in good order: what it held goes on when there is another.
         async with Pipeline(back):
             outputs += [output async for output in hit]
-        check_stream(0, outputs)
+        check_stream(0, outputs, folder=config.engine.model_folder)
 
 
 def test_restart_budget_doubles_its_waits_and_forgets_old_failures() -> None:

@@ -23,6 +23,7 @@ from nano_inference import (
 from nano_inference.config import ModelError
 from nano_inference.stages.batching import Sequence
 
+from . import short_model
 from .watch import Watch, watch
 
 CacheType = Literal["radix", "paged"]
@@ -30,15 +31,20 @@ CacheType = Literal["radix", "paged"]
 LIMIT_S = 120
 VOCAB = 700
 """Ids below this are no special ones."""
-BYTES_PER_TOKEN = 2560
-"""KV of the bundled model in float32."""
+BYTES_PER_TOKEN = 512
+"""KV of the short model in float32."""
 
 both_caches = pytest.mark.parametrize("cache_type", ["radix", "paged"])
 
 
 def config_for(num_tokens: int, **settings: Any) -> EngineConfig:
     """A lane whose cache holds so many tokens."""
-    return EngineConfig(dtype="float32", kv_cache_bytes=num_tokens * BYTES_PER_TOKEN, **settings)
+    return EngineConfig(
+        model_path=str(short_model.folder()),
+        dtype="float32",
+        kv_cache_bytes=num_tokens * BYTES_PER_TOKEN,
+        **settings,
+    )
 
 
 def greedy(max_tokens: int) -> SamplingParams:

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -33,7 +34,7 @@ from nano_inference.telemetry import setup_tracing
 from nano_inference.telemetry.trace_file import Span, read_spans
 
 from ..commands import Command, run_command
-from . import reference
+from . import reference, short_model
 from .test_life import MORE_TOKENS, check_stream, stream_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -78,7 +79,7 @@ class Spans:
 
 
 class House:
-    """`nano-inference up`, with what it prints."""
+    """`nano-inference up` with the short model, and what it prints."""
 
     trace_file: Path
     metrics_port: int
@@ -99,6 +100,7 @@ class House:
         self.log = log
         command = ["up", "--bus", url]
         command += ["--set", f"bus.prefix={prefix}", "--set", "engine.dtype=float32"]
+        command += ["--set", f"engine.model_path={short_model.folder()}"]
         command += ["--set", "pipeline.restart_backoff_s=0.05"]
         for name, value in (settings or {}).items():
             command += ["--set", f"{name}={value}"]
@@ -176,6 +178,12 @@ def five_free_ports() -> int:
     raise AssertionError("no free ports")
 
 
+def generated(prompt: str, max_tokens: int, **how: Any) -> list[int]:
+    """What Transformers gives for a prompt."""
+    prompt_ids = reference.tokenizer().encode(prompt)
+    return reference.generate(prompt_ids, max_tokens, folder=short_model.folder(), **how)
+
+
 async def complete(house: House, request: dict[str, object]) -> Completion:
     async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
         return await client.complete(request)
@@ -184,7 +192,7 @@ async def complete(house: House, request: dict[str, object]) -> Completion:
 async def test_five_processes_answer(house: House) -> None:
     completion = await complete(house, GOOD)
     assert completion.status == "done"
-    wanted = reference.generate(reference.tokenizer().encode(GOOD["prompt"]), 16)
+    wanted = generated(GOOD["prompt"], 16)
     assert list(completion.samples[0].token_ids) == wanted
     assert [held.stage for held in completion.timings.stages] == list(STAGES)
     assert len({house.child(stage) for stage in STAGES}) == 5
@@ -254,7 +262,7 @@ async def test_submit_streams(house: House) -> None:
     done = await asyncio.to_thread(
         subprocess.run, command, capture_output=True, text=True, timeout=LIMIT_S, check=True
     )
-    wanted = reference.generate(reference.tokenizer().encode("12 + 30 ="), 16)
+    wanted = generated("12 + 30 =", 16)
     text = reference.tokenizer().decode(wanted, skip_special_tokens=True)
     assert done.stdout.strip() == text.strip()
     for stage in STAGES:
@@ -297,7 +305,7 @@ async def test_a_stage_that_is_told_to_leave_is_replaced_and_every_stream_goes_o
             async for output in client.submit(stream_request(index, MORE_TOKENS)):
                 outputs.append(output)
                 begun.set()
-            check_stream(index, outputs, MORE_TOKENS)
+            check_stream(index, outputs, MORE_TOKENS, short_model.folder())
 
         async with asyncio.TaskGroup() as streams:
             for index in range(STREAMS):
@@ -332,8 +340,7 @@ async def test_a_killed_process_is_replaced_and_the_stream_goes_on(
         assert completion.status == "done", completion.error
         token_ids = [token for chunk in chunks for token in chunk.token_ids]  # type: ignore[union-attr]
         assert token_ids == list(completion.samples[0].token_ids)
-        prompt_ids = reference.tokenizer().encode("12 + 30 =")
-        assert token_ids == reference.generate(prompt_ids, LONG, ignore_eos=True, claimed=token_ids)
+        assert token_ids == generated("12 + 30 =", LONG, ignore_eos=True, claimed=token_ids)
         assert (await client.complete(GOOD)).status == "done"
 
 

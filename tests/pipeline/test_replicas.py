@@ -21,6 +21,7 @@ from .test_exactness import check_tokens, mixed_requests
 from .test_lanes import Streams, begin, kill
 from .test_life import GOOD, LONG, Boom, until, whole_streams
 
+SHORT_MODEL = True
 LIMIT_S = 120
 FRONT = ["admission", "fairness", "streaming"]
 REPLICA = ["batching", "executor"]
@@ -72,6 +73,7 @@ async def test_80_requests_over_two_replicas_equal_transformers_token_for_token(
     requests = mixed_requests(80)
     config = replicated(
         make_config,
+        engine__model_path="tiny",
         engine__max_batch_size=24,
         engine__max_tokens_per_batch=96,
         engine__kv_cache_bytes=6 << 20,

@@ -19,6 +19,7 @@ from nano_inference.pipeline.pipeline import Pipeline
 from ..gateway.openai.made import Event, Told, event_of, response_events, stream_of
 from .conftest import MakeConfig
 
+SHORT_MODEL = True
 LIMIT_S = 60
 COMPLETIONS = "/v1/completions"
 STORY: dict[str, Any] = {

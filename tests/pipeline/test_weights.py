@@ -33,11 +33,12 @@ from nano_inference.stages.batching.core import BatchingCore
 from nano_inference.stages.executor.core import ExecutorCore
 
 from .. import oracle
-from . import reference
+from . import reference, short_model
 from .conftest import MakeConfig, both_buses
 from .test_life import break_once, until, whole_stream, whole_streams
 from .test_memory import held
 
+SHORT_MODEL = True
 LIMIT_S = 120
 # Of 400 updates with requests in flight.
 MOST_GROWTH_BYTES = 16 << 20
@@ -51,8 +52,8 @@ Spell = Callable[[Mapping[str, Tensor], int], State]
 
 @pytest.fixture(scope="module")
 def loaded() -> State:
-    """The bundled model's weights."""
-    return dict(reference.model().state_dict())
+    """The short model's weights."""
+    return dict(reference.model(short_model.folder()).state_dict())
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def pure_logprob(loaded: State) -> float:
 
 def find_pure_logprob(loaded: State, dtype: str) -> float:
     """Of a token that rests on KV of its own version alone."""
-    with InferenceEngine(EngineConfig(dtype=dtype)) as engine:
+    with InferenceEngine(EngineConfig(model_path=str(short_model.folder()), dtype=dtype)) as engine:
         engine.update_weights(oracle.remembering(loaded, 1), blocking=True)
         (sample,) = engine.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=1))
     return sample.logprobs[0]
@@ -366,7 +367,7 @@ async def test_what_does_not_fit_changes_nothing(exact: Pipeline, loaded: State)
 async def test_weights_that_are_no_numbers_are_refused(running: Pipeline, loaded: State) -> None:
     """Also what is one for the trainer, and none in the model's dtype."""
     await running.client.update_weights(oracle.announcing(loaded, 1))
-    broken = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1)]
+    broken = [f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up")]
     broken += ["model.layers.0.self_attn.v_proj.bias", "model.norm.weight"]
     request = asyncio.create_task(running.complete(greedy(0, 200)))
     for bad in (math.nan, math.inf, -math.inf, 1e39):

@@ -38,6 +38,7 @@ def up(redis_url: str, log: Path, replicas: int) -> Iterator[House]:
         "telemetry.metrics_port": ports,
         "engine.max_batch_size": 8,
         "engine.dtype": DTYPE,
+        "engine.model_path": "tiny",
     }
     prefix = f"up-{uuid.uuid4().hex[:8]}"
     house = House(redis_url, prefix, endpoint="", log=log, settings=settings)

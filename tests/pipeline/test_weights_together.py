@@ -27,19 +27,20 @@ from nano_inference.stages.executor.weights.updates import WeightUpdates
 from nano_inference.telemetry import now_ns
 
 from .. import oracle
-from . import reference
+from . import reference, short_model
 from .conftest import MakeConfig, config_maker
 from .test_life import break_once, until
 from .test_replicas import parts
 from .test_weights import DTYPE, check_stamps, greedy, versions_of
 
+SHORT_MODEL = True
 LIMIT_S = 120
 State = dict[str, Tensor]
 
 
 @pytest.fixture(scope="module")
 def loaded() -> State:
-    return dict(reference.model().state_dict())
+    return dict(reference.model(short_model.folder()).state_dict())
 
 
 class Several:

@@ -10,15 +10,17 @@ from nano_inference import BusClient
 from nano_inference.bus.public import Output
 from nano_inference.config import Config, load_config
 
+from . import short_model
 from .test_life import MORE_TOKENS, check_stream, stream_request
 
 INDICES = range(0, 32, 4)  # those that stream
 
 
 def config_on(url: str) -> Config:
-    """Every link on this server, on keys of its own."""
+    """Every link on this server, on keys of its own, and the short model."""
     overrides = {
         "engine.dtype": "float32",
+        "engine.model_path": str(short_model.folder()),
         "bus.url": url,
         "bus.prefix": f"test-{uuid.uuid4().hex[:12]}",
         "bus.links": "redis",
@@ -44,4 +46,4 @@ async def survive(client: BusClient, trouble: Callable[[], Awaitable[None]]) -> 
         await begun.wait()
         await trouble()
     for index, task in zip(INDICES, following, strict=True):
-        check_stream(index, task.result(), MORE_TOKENS)
+        check_stream(index, task.result(), MORE_TOKENS, short_model.folder())

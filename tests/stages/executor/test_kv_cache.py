@@ -9,15 +9,38 @@ import torch
 from torch import nn
 
 from nano_inference.stages.executor import KVCache, LoadedModel
+from nano_inference.stages.executor.kv_cache import zeros
 from nano_inference.stages.executor.loaded_model import LayerSpec
 
+from ...resident import needs_proc, resident_bytes
 
-def make_cache(device: str) -> KVCache:
+
+def make_cache(device: str, num_blocks: int = 5) -> KVCache:
     spec = LayerSpec(2, 16, 16, None)
     config: Any = None
     layers = (spec, spec)
     model = LoadedModel(nn.Module(), config, torch.device(device), torch.float32, 4096, 16, layers)
-    return KVCache(model, num_blocks=5, block_size=4)
+    return KVCache(model, num_blocks, block_size=4)
+
+
+@needs_proc
+def test_it_takes_no_memory_before_it_is_written() -> None:
+    before = resident_bytes()
+    cache = make_cache("cpu", num_blocks=1 << 15)
+    tensors = [*cache.keys, *cache.values]
+    size = sum(tensor.nbytes for tensor in tensors)
+    assert size > 60 << 20
+    assert resident_bytes() - before < size / 4
+    assert not any(tensor[::100].any() for tensor in tensors)
+    cache.clear()
+    assert resident_bytes() - before > size / 2
+    del cache, tensors
+    assert resident_bytes() - before < size / 4
+
+
+def test_more_than_there_is() -> None:
+    with pytest.raises(RuntimeError, match="can't allocate 1125899906842624 bytes"):
+        zeros((1 << 20, 1 << 28), torch.float32, torch.device("cpu"))
 
 
 def test_copy_blocks_reads_all_sources_first(device: str) -> None:

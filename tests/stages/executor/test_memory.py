@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.config import EngineConfig, SamplingParams, WeightsError
-from nano_inference.stages.executor import ExecutorCore, wrap_model
+from nano_inference.stages.executor import ExecutorCore, memory, wrap_model
 from nano_inference.stages.executor.attention.paged import PagedBackend
 from nano_inference.stages.executor.kernels import cpu
 from nano_inference.stages.executor.kernels.compile import KernelsUnavailable
@@ -201,7 +201,7 @@ def test_without_enough_memory_it_stays_released(monkeypatch: pytest.MonkeyPatch
     core = make_core(make_model("qwen2"))
     before, state = generate(core), state_of(core)
     release(core, *BOTH)
-    zeros, given = torch.zeros, 0
+    zeros, given = memory.zeros, 0
 
     def scarce(*args: Any, **kwargs: Any) -> Tensor:
         nonlocal given
@@ -211,7 +211,7 @@ def test_without_enough_memory_it_stays_released(monkeypatch: pytest.MonkeyPatch
         return zeros(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "zeros", scarce)
+        patch.setattr(memory, "zeros", scarce)
         with pytest.raises(WeightsError, match="can't allocate memory; free some") as refused:
             core.resume_memory(BOTH)
     assert refused.value.code == "out_of_memory"

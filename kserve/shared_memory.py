@@ -26,6 +26,7 @@ import numpy as np
 from ..config import RequestError, shown
 from ..config.temporary import SHARED_MEMORY
 from .buffers import WarmBuffers
+from .copying import copy_by_two
 from .tensors import MAX_NAME_LENGTH, Array, SharedMemory
 
 MAX_REGIONS = 64
@@ -202,7 +203,7 @@ class _Attached:
     def copy_out(self, place: SharedMemory, data: Array) -> None:
         """Fills `data`, which is as long as the place. Raises RequestError."""
         if self._may_be_touched(place):
-            np.copyto(data, self._mapped(place, len(data)))
+            copy_by_two(data, self._mapped(place, len(data)))
             return
         rest, at = data.data, self.region.offset + place.offset
         while rest:
@@ -214,7 +215,7 @@ class _Attached:
     def copy_in(self, place: SharedMemory, data: Array) -> None:
         """Fills the beginning of a place. Raises RequestError."""
         if self._may_be_touched(place):
-            np.copyto(self._mapped(place, len(data)), data)
+            copy_by_two(self._mapped(place, len(data)), data)
             return
         rest, at = data.data, self.region.offset + place.offset
         try:
@@ -232,7 +233,8 @@ class _Attached:
         """Waits for a copy under way."""
         with self.lock:
             self.is_open = False
-            self._mapping.close()
+            # Once nobody looks at it, which a thread that has just copied may for a moment.
+            del self._mapping
             os.close(self._file)
 
     def _may_be_touched(self, place: SharedMemory) -> bool:
@@ -245,8 +247,7 @@ class _Attached:
         return whole and own
 
     def _mapped(self, place: SharedMemory, n_bytes: int) -> Array:
-        # A mapping begins where a page does. The array must be gone when the lock is given back,
-        # or the mapping could not be closed.
+        # A mapping begins where a page does.
         start = self.region.offset % mmap.ALLOCATIONGRANULARITY + place.offset
         return np.frombuffer(self._mapping, np.uint8, n_bytes, start)
 

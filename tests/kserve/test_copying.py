@@ -1,0 +1,41 @@
+"""Two threads copy what one would, each byte once, and one alone where the other has no time."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from nano_inference.kserve import copying
+from nano_inference.kserve.copying import copy_by_two
+
+SIZES = [0, 1, 1 << 20, (4 << 20) - 1, 4 << 20, (9 << 20) + 12345]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_is_copied(size: int) -> None:
+    source = np.random.default_rng(1).integers(0, 256, size, np.uint8)
+    target = np.zeros(size, np.uint8)
+    copy_by_two(target, source)
+    assert np.array_equal(target, source)
+
+
+def test_nobody_waits_for_a_helper_that_is_busy() -> None:
+    free = threading.Event()
+    busy = copying._helper.submit(free.wait, 30)
+    source = np.arange(5 << 20, dtype=np.uint32).view(np.uint8)
+    target = np.zeros_like(source)
+    copy_by_two(target, source)
+    assert not busy.done()
+    free.set()
+    assert busy.result()
+    assert np.array_equal(target, source)
+
+
+def test_an_error_of_either_is_told() -> None:
+    source = np.zeros(8 << 20, np.uint8)
+    target = np.zeros(8 << 20, np.uint8)
+    target.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        copy_by_two(target, source)

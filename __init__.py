@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .bus.public import ChatMessage, Completion, CompletionChunk, GenerateRequest
     from .bus.weights import FolderWeights
-    from .config import Config, EngineConfig, SamplingParams, SchedulerConfig, load_config
+    from .config import (
+        Config,
+        Constraint,
+        EngineConfig,
+        SamplingParams,
+        SchedulerConfig,
+        load_config,
+    )
     from .config.errors import NanoInferenceError, RequestError, WeightsError
     from .gateway.gateway import Gateway
     from .pipeline.client import BusClient
@@ -44,6 +51,7 @@ _HOME = {
     "Completion": ".bus.public",
     "CompletionChunk": ".bus.public",
     "Config": ".config",
+    "Constraint": ".config",
     "EngineConfig": ".config",
     "Gateway": ".gateway.gateway",
     "ExactForward": ".pipeline.exact_forward",
@@ -82,6 +90,7 @@ __all__ = [
     "Completion",
     "CompletionChunk",
     "Config",
+    "Constraint",
     "EngineConfig",
     "ExactForward",
     "FolderWeights",

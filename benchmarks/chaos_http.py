@@ -221,9 +221,10 @@ def make_bodies(count: int, seed: int, longest: int) -> list[dict[str, Any]]:
     bodies = []
     for request in make_requests(count, seed, longest):
         body = {"prompt": request["prompt"], "n": request["n"], "stream": True}
-        bodies.append(
-            body | request["sampling"] | {"return_token_ids": True, "return_weight_versions": True}
-        )
+        body |= {"return_token_ids": True, "return_weight_versions": True} | request["sampling"]
+        if constraint := body.pop("constraint", None):
+            body["structured_outputs"] = constraint
+        bodies.append(body)
     return bodies
 
 

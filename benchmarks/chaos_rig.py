@@ -231,6 +231,9 @@ def make_requests(count: int, seed: int, longest: int = 120) -> list[dict[str, A
             sampling |= {"temperature": rng.choice((0.7, 1.0)), "seed": rng.randrange(1 << 30)}
         if rng.random() < 0.15:
             sampling["stop"] = [rng.choice(("7", "cats", "has 1", "+"))]
+        if rng.random() < 0.2:
+            # It may end before, as others here may not.
+            sampling |= {"constraint": {"regex": "([a-z]{2,9} [0-9]+, )+"}, "ignore_eos": False}
         requests.append(
             {
                 "prompt": f"{index}: {' '.join(words)}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from .base import Settings
 from .errors import ConfigError
@@ -136,6 +136,26 @@ class SchedulerConfig(Settings, frozen=True, forbid_unknown_fields=True):
             self.require(name, getattr(self, name) >= 1, "at least 1")
 
 
+class Constraint(Settings, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What the text of a sample has to be: exactly one of these. docs/constraints.md.
+
+    Attributes:
+        json_object: Any JSON object.
+        json_schema: JSON that this schema describes; an object, or its text.
+        regex: Text that this regular expression matches as a whole (Rust's `regex` crate).
+        choice: One of these texts.
+        lark: Text of this grammar, in llguidance's form of Lark.
+        gbnf: The same in llama.cpp's form.
+    """
+
+    json_object: bool = False
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    lark: str | None = None
+    gbnf: str | None = None
+
+
 class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How one request samples. Immutable; ranges are checked by admission, per request.
 
@@ -162,6 +182,8 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
             logprob, which is always reported.
         prompt_logprobs: Report the logprobs of the prompt's tokens, and so many of the likeliest
             at each place; None is off. The prompt is then computed in full.
+        constraint: What the text has to be; None for any. A sample that ends with "stop" is
+            complete, one that ends with "length" was cut off.
     """
 
     temperature: float = 1.0
@@ -180,6 +202,7 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
     min_tokens: int = 0
     logprobs: int = 0
     prompt_logprobs: int | None = None
+    constraint: Constraint | None = None
 
 
 class BusConfig(Settings, frozen=True, forbid_unknown_fields=True):
@@ -247,6 +270,7 @@ class AdmissionConfig(Settings, frozen=True, forbid_unknown_fields=True):
         max_queued: Requests that may wait unread on the Redis requests stream; beyond that the
             newest of the tenants that have most waiting are refused as "overloaded".
         max_samples: Largest `n` of one request.
+        max_constraint_bytes: Largest `sampling.constraint`, as JSON.
         max_lane_deaths: A request during which the lane failed so often, without a token in
             between, is given up and put among the dead letters.
         share_prefixes_across_tenants: KV of a prompt's beginning is found by all tenants, not by
@@ -260,12 +284,19 @@ class AdmissionConfig(Settings, frozen=True, forbid_unknown_fields=True):
     max_in_flight: int = 1024
     max_queued: int = 10_000
     max_samples: int = 64
+    max_constraint_bytes: int = 16_384
     max_lane_deaths: int = 3
     share_prefixes_across_tenants: bool = False
     lease_s: float = 30.0
 
     def __post_init__(self) -> None:
-        for name in ("max_in_flight", "max_queued", "max_samples", "max_lane_deaths"):
+        for name in (
+            "max_in_flight",
+            "max_queued",
+            "max_samples",
+            "max_constraint_bytes",
+            "max_lane_deaths",
+        ):
             self.require(name, getattr(self, name) >= 1, "at least 1")
         self.require("lease_s", 0.05 <= self.lease_s <= 86_400, "from 0.05 to 86400 (a day)")
 

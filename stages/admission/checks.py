@@ -82,7 +82,8 @@ def check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
         RequestError: invalid_max_tokens, invalid_temperature, invalid_top_k, invalid_top_p,
             invalid_min_p, invalid_seed, invalid_stop, invalid_stop_token_ids,
             invalid_repetition_penalty, invalid_presence_penalty, invalid_frequency_penalty,
-            invalid_logit_bias, invalid_min_tokens, invalid_logprobs, invalid_prompt_logprobs.
+            invalid_logit_bias, invalid_min_tokens, invalid_logprobs, invalid_prompt_logprobs,
+            invalid_constraint.
     """
     p = sampling
     if not p.max_tokens >= 1:
@@ -117,6 +118,12 @@ def check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
         raise _outside("logprobs", p.logprobs, f"from 0 to {most}")
     if p.prompt_logprobs is not None and not 0 <= p.prompt_logprobs <= most:
         raise _outside("prompt_logprobs", p.prompt_logprobs, f"from 0 to {most}, or absent")
+    if p.constraint is not None and (p.ignore_eos or p.min_tokens):
+        raise RequestError(
+            "a constraint ends with the model's end-of-sequence token, which ignore_eos and "
+            "min_tokens forbid; leave these out",
+            code="invalid_constraint",
+        )
 
 
 def check_min_tokens(min_tokens: int, stop_token_ids: frozenset[int], *, vocab_size: int) -> None:

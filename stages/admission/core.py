@@ -14,6 +14,7 @@ from ...bus.control import LaneCapacity
 from ...bus.messages import AdmittedRequest, RecoveredSample, RequestInfo, SequenceSpec
 from ...bus.public import GenerateRequest, StageTime
 from ...config import Config, RequestError, SamplingParams
+from ..grammar import GrammarCompiler, check_size, plain
 from ..tokenizer import longest_token_bytes
 from .checks import (
     MAX_REQUEST_ID_LENGTH,
@@ -55,11 +56,17 @@ class AdmissionCore:
         self._longest_token_bytes = longest_token_bytes(tokenizer)
         self._stop_token_ids = stop_token_ids
         self._capacity: LaneCapacity | None = None
+        self._folder = config.engine.model_folder
+        self._grammars: GrammarCompiler | None = None
         self._seq_ids = itertools.count(1)
 
     def set_capacity(self, capacity: LaneCapacity) -> None:
         """What the lane can hold, from now on."""
         self._capacity = capacity
+        if self._grammars is None or self._grammars.vocab_size != capacity.vocab_size:
+            self._grammars = GrammarCompiler(
+                self._folder, capacity.vocab_size, lambda folder: self._tokenizer
+            )
 
     @staticmethod
     def check_owner(entry: RequestEntry, owner: str | None) -> None:
@@ -95,6 +102,8 @@ class AdmissionCore:
                 code="expired",
             )
         check_sampling(request.sampling, vocab_size=self.capacity.vocab_size)
+        if request.sampling.constraint is not None:
+            check_size(request.sampling.constraint, self._limits.max_constraint_bytes)
         return request
 
     def may_fit(self, entry: RequestEntry) -> bool:
@@ -107,12 +116,18 @@ class AdmissionCore:
         return True
 
     def tokenize(self, request: GenerateRequest) -> tuple[int, ...]:
-        """The prompt of a request as tokens. It takes long for a long text, and may be done by
-        another thread: it changes nothing here.
+        """The prompt of a request as tokens, once its constraint is known to be one.
+
+        It takes long for a long text or a constraint, and may be done by another thread: it changes
+        nothing here.
 
         Raises:
-            RequestError: Refused for its prompt.
+            RequestError: Refused for its prompt, or its constraint.
         """
+        constraint, grammars = request.sampling.constraint, self._grammars
+        if constraint is not None:
+            assert grammars is not None, "set_capacity comes before"
+            grammars.check(plain(constraint))
         limit = self._text_limit()
         check_prompt(request, limit)
         vocab_size = self.capacity.vocab_size
@@ -231,7 +246,7 @@ class AdmissionCore:
         return request
 
     def _resolve(self, sampling: SamplingParams, n: int, num_prompt_tokens: int) -> SamplingParams:
-        """Cuts max_tokens to what fits, and adds the model's stop ids."""
+        """Cuts max_tokens to what fits, adds the model's stop ids, and makes a constraint plain."""
         capacity = self.capacity
         most = capacity.max_model_len - num_prompt_tokens
         if most < 1:
@@ -255,8 +270,12 @@ class AdmissionCore:
         if not sampling.ignore_eos:
             stop_token_ids |= self._stop_token_ids
         check_min_tokens(sampling.min_tokens, stop_token_ids, vocab_size=capacity.vocab_size)
+        constraint = sampling.constraint
         resolved = msgspec.structs.replace(
-            sampling, max_tokens=max_tokens, stop_token_ids=stop_token_ids
+            sampling,
+            max_tokens=max_tokens,
+            stop_token_ids=stop_token_ids,
+            constraint=None if constraint is None else plain(constraint),
         )
         most, reference = self._max_result_bytes, self._has_reference
         check_result_size(resolved, n, num_prompt_tokens, most, reference=reference)

@@ -24,10 +24,13 @@ AT_A_TIME = 2
 
 
 def is_long(entry: RequestEntry) -> bool:
-    """Whether an entry's prompt takes so long to tokenise that others should not wait for it."""
+    """Whether an entry's prompt takes so long to tokenise, or its constraint to compile, that
+    others should not wait for it."""
     request = entry.request
     if not isinstance(request, GenerateRequest):
         return False
+    if request.sampling.constraint is not None:
+        return True
     size = len(request.prompt or "")
     size += sum(MESSAGE_TEXT + len(message.content) for message in request.messages or ())
     return size >= LONG_TEXT

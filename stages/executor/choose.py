@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 from ...bus.messages import TopLogprobs
 from .adjust import adjust_logits
 from .batch import IntArray
+from .constraints import TokenMasks
 from .logprobs import gather_logprobs
 from .report import report_top_logprobs
 from .sampling import sample_with_logprobs, uniforms
@@ -19,16 +21,23 @@ from .sequences import SequenceTable
 
 
 def choose_tokens(
-    model_logits: Tensor, table: SequenceTable, rows: IntArray, *, raw: bool, kernels: bool
+    model_logits: Tensor,
+    table: SequenceTable,
+    rows: IntArray,
+    *,
+    raw: bool,
+    kernels: bool,
+    masks: Future[TokenMasks] | None = None,
 ) -> tuple[Tensor, Tensor, tuple[TopLogprobs, ...]]:
     """Chooses a token for each row, and reports it in the configured mode.
 
     Args:
-        model_logits: `[batch, vocab]` float32.
+        model_logits: `[batch, vocab]` float32; changed unless `raw`.
         table: The sequences.
         rows: `[batch]`, the sequence of each row of logits.
         raw: Whether logprobs are of the model's own output.
         kernels: As in `scale_logits`.
+        masks: What `Constraints.begin` gave for these rows.
 
     Returns:
         Tokens and logprobs, `[batch]` each on the device, and the likeliest tokens as
@@ -43,6 +52,10 @@ def choose_tokens(
         return torch.from_numpy(array).to(device)
 
     logits = adjust_logits(model_logits, table, rows)
+    if masks is not None:
+        if raw and logits is model_logits:
+            logits = logits.clone()
+        masks.result().apply(logits)
     temperature = table.temperature[rows]
     temperatures = upload(temperature)
     numbers = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
@@ -22,11 +23,13 @@ from ...bus.messages import (
     TopLogprobs,
 )
 from ...config import EngineConfig
+from ..grammar import GrammarCompiler
 from .attention.backend import AttentionBackend
 from .attention.choose import choose_backend
 from .attention.paged import PagedBackend
 from .batch import IntArray, Rows, Uploader, flatten_rows, order_rows
 from .choose import choose_tokens, packed_sampling
+from .constraints import Constraints, TokenMasks
 from .cuda_graphs import CudaCapture
 from .deterministic import Determinism
 from .fast_modules.modules import FastModules
@@ -106,6 +109,9 @@ class ExecutorCore:
         self._table = SequenceTable(rows, self.model.max_model_len, config.block_size)
         given = None if backend is None else (backend, "another back end was given")
         self.backend, self.without_kernels = given or choose_backend(config, self.model)
+        self._constraints = Constraints(
+            self._table, GrammarCompiler(config.model_folder, self.model.vocab_size)
+        )
         self._builder = InputBuilder(self.model, config.block_size, self.backend)
         self._upload = Uploader(self.model.device)
         self._feed = TokenFeed(rows, self.model.device)
@@ -114,18 +120,7 @@ class ExecutorCore:
         self.runs_ahead = self.model.device.type == "cuda"
         self.graphs: DecodeGraphs | None = None
         self.without_graphs = ""
-        self.fast_modules: FastModules | None = None
-        self._determinism: Determinism | None = None
-        # What a step runs in.
-        self._within: Callable[[], AbstractContextManager[object]] = nullcontext
-        if config.deterministic:
-            self._determinism = Determinism(self.model, self.cache, self._builder)
-            self._determinism.check()
-            tiles = self._determinism.tiles
-            self._within = lambda: tiles
-        elif not self.without_kernels and self.model.device.type == "cpu":
-            self.fast_modules = FastModules(self.model, self.cache, self._builder)
-            self._within = self.fast_modules.active
+        self._make_modules_ready(config)
         self._record_at_load(config)
 
     def capacity(self) -> LaneCapacity:
@@ -199,6 +194,7 @@ class ExecutorCore:
         """Forgets all sequences. The KV tensors stay as they are."""
         self._table.clear()
         self._unread.clear()
+        self._constraints.clear()
 
     def clear(self) -> None:
         """Forgets all sequences and all KV, which after a ModelError may be no numbers.
@@ -213,6 +209,7 @@ class ExecutorCore:
 
         A model that was given is the caller's again, as it was.
         """
+        self._constraints.close()
         if self.fast_modules is not None:
             # Modules that hold a pass which holds them would wait for the garbage collector.
             self.fast_modules.remove()
@@ -276,6 +273,21 @@ class ExecutorCore:
 
     # --- inside -------------------------------------------------------------------------------
 
+    def _make_modules_ready(self, config: EngineConfig) -> None:
+        """For deterministic mode, or for our kernels."""
+        self.fast_modules: FastModules | None = None
+        self._determinism: Determinism | None = None
+        # What a step runs in.
+        self._within: Callable[[], AbstractContextManager[object]] = nullcontext
+        if config.deterministic:
+            self._determinism = Determinism(self.model, self.cache, self._builder)
+            self._determinism.check()
+            tiles = self._determinism.tiles
+            self._within = lambda: tiles
+        elif not self.without_kernels and self.model.device.type == "cpu":
+            self.fast_modules = FastModules(self.model, self.cache, self._builder)
+            self._within = self.fast_modules.active
+
     def _record_at_load(self, config: EngineConfig) -> None:
         if self.model.device.type != "cuda":
             self.without_graphs = "they are for CUDA"
@@ -337,9 +349,10 @@ class ExecutorCore:
         if bad.any():
             self._complain(int(rows[bad][0]), int(num_tokens[bad][0]))
         samples = ends == table.num_known[rows]
+        masks = self._constraints.begin(rows[samples])
         num_scored = table.num_to_score(rows, num_tokens)
         if self.graphs and self.graphs.fits(num_tokens) and samples.all() and not num_scored.any():
-            return self._replay(self.graphs, rows), ()
+            return self._replay(self.graphs, rows, masks), ()
         inputs = self._inputs(rows, num_tokens, samples, num_scored)
         logits = model_forward(self.model.module, inputs, self.cache)
         num_samples = int(samples.sum())
@@ -354,7 +367,7 @@ class ExecutorCore:
         table.num_computed[rows] = ends
         if not num_samples:
             return None, prompts
-        return self._sample(logits[:num_samples], rows[samples]), prompts
+        return self._sample(logits[:num_samples], rows[samples], masks), prompts
 
     def _inputs(
         self, rows: IntArray, num_tokens: IntArray, samples: BoolArray, num_scored: IntArray
@@ -381,7 +394,9 @@ class ExecutorCore:
             inputs = replace(inputs, input_ids=self._feed.resolve(inputs.input_ids))
         return inputs
 
-    def _replay(self, graphs: DecodeGraphs, rows: IntArray) -> SampledRows:
+    def _replay(
+        self, graphs: DecodeGraphs, rows: IntArray, masks: Future[TokenMasks] | None
+    ) -> SampledRows:
         """A step in which every row computes its last token and samples the next."""
         table = self._table
         positions = table.num_computed[rows]
@@ -396,10 +411,12 @@ class ExecutorCore:
         logits, tokens, logprobs = graphs.run(step)
         table.num_computed[rows] += 1
         if not self._all_plain(rows):
-            return self._sample(logits, rows)
+            return self._sample(logits, rows, masks)
         return self._unread.add(rows, tokens, logprobs, (), fed=True)
 
-    def _sample(self, model_logits: torch.Tensor, rows: IntArray) -> SampledRows:
+    def _sample(
+        self, model_logits: torch.Tensor, rows: IntArray, masks: Future[TokenMasks] | None
+    ) -> SampledRows:
         """Chooses a token for each row, with what is reported of it in the configured mode."""
         table = self._table
         tops: tuple[TopLogprobs, ...] = ()
@@ -410,7 +427,12 @@ class ExecutorCore:
         else:
             kernels = self.fast_modules is not None
             tokens, logprobs, tops = choose_tokens(
-                model_logits, table, rows, raw=self._raw_logprobs, kernels=kernels
+                model_logits,
+                table,
+                rows,
+                raw=self._raw_logprobs,
+                kernels=kernels,
+                masks=masks,
             )
         if self.runs_ahead:
             self._feed.put(self._upload(rows)[0], tokens)

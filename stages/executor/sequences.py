@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...bus.messages import NewSequence
+from ...config import Constraint
 from .batch import IntArray
 
 BoolArray = npt.NDArray[np.bool_]
@@ -42,6 +43,9 @@ class SequenceTable:
             asked for, or were all reported in an earlier run of the sequence.
         stop_ids: Per row, the token ids that end it.
         logit_bias: Per row, what is added to the logits of which token ids.
+        constrained: Whether its text has to follow a grammar.
+        constraint: Per row, which one.
+        incomplete: Whether it ends without having reached the end of its grammar.
     """
 
     def __init__(self, rows: int, max_model_len: int, block_size: int) -> None:
@@ -71,6 +75,9 @@ class SequenceTable:
         self.prompt_logprobs: IntArray = np.zeros(rows, np.int64)
         self.stop_ids: list[frozenset[int]] = [frozenset()] * rows
         self.logit_bias: list[dict[int, float]] = [{}] * rows
+        self.constrained: BoolArray = np.zeros(rows, np.bool_)
+        self.constraint: list[Constraint | None] = [None] * rows
+        self.incomplete: BoolArray = np.zeros(rows, np.bool_)
         self._seq_ids: IntArray = np.zeros(rows, np.int64)
         self.clear()
 
@@ -133,7 +140,11 @@ class SequenceTable:
             or sampling.frequency_penalty
             or sampling.logit_bias
             or self.min_tokens[row]
+            or sampling.constraint is not None
         )
+        self.constraint[row] = sampling.constraint
+        self.constrained[row] = sampling.constraint is not None
+        self.incomplete[row] = False
         self.num_logprobs[row] = sampling.logprobs
         limited = sampling.top_k or sampling.top_p < 1 or sampling.min_p
         self.plain[row] = not (self.adjusted[row] or limited or sampling.logprobs)
@@ -185,6 +196,11 @@ class SequenceTable:
         """Which rows may have no further token, `[rows]`."""
         return self.num_generated[rows] >= self.max_tokens[rows]
 
+    def cut_off(self, row: int) -> None:
+        """A row's next token is its last, and its text is not what it had to be."""
+        self.max_tokens[row] = self.num_generated[row] + 1
+        self.incomplete[row] = True
+
     def must_go_on(self, rows: IntArray) -> BoolArray:
         """Which rows may not sample a stop token yet, `[rows]`."""
         return self.num_generated[rows] < self.min_tokens[rows]
@@ -218,4 +234,5 @@ class SequenceTable:
                 setattr(self, name, np.concatenate((array, np.zeros_like(array))))
         self.stop_ids += [frozenset()] * old
         self.logit_bias += [{}] * old
+        self.constraint += [None] * old
         self._free = list(range(2 * old - 1, old - 1, -1))

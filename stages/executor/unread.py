@@ -147,7 +147,7 @@ class UnreadTokens:
         reasons: list[RowFinish] = []
         for row, token, full in zip(rows.tolist(), token_ids, at_limit.tolist(), strict=True):
             reason: RowFinish = "length" if full else ""
-            if token in table.stop_ids[row]:
+            if token in table.stop_ids[row] and not table.incomplete[row]:
                 reason = "stop"
             reasons.append(reason)
         table.finished[rows] = [bool(reason) for reason in reasons]

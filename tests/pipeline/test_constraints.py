@@ -1,0 +1,142 @@
+"""Constraints through the whole pipeline, by every interface that has a name for them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import httpx
+import jsonschema
+import pytest
+from openai import AsyncOpenAI
+from pydantic import BaseModel, Field
+
+from nano_inference import Completion, Pipeline
+
+LIMIT_S = 60
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+NAMES = Literal["Ana", "Ben"]
+
+
+class Person(BaseModel):
+    """What openai-python makes a schema of, and an object of the answer."""
+
+    name: NAMES
+    ages: list[int] = Field(max_length=2)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ana", "Ben"]}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+REQUEST: dict[str, Any] = {"prompt": "Ana, 3, is a cat. JSON:", "n": 3}
+SAMPLING: dict[str, Any] = {"max_tokens": 200, "seed": 3, "constraint": {"json_schema": SCHEMA}}
+
+
+async def test_each_sample_is_what_was_asked_for_streamed_or_not(shared: Pipeline) -> None:
+    texts: list[list[str]] = []
+    for stream in (False, True):
+        request = REQUEST | {"sampling": SAMPLING, "stream": stream}
+        grown = ["", "", ""]
+        async for output in shared.submit(request):
+            if isinstance(output, Completion):
+                assert output.status == "done", output.error
+                samples = output.samples
+            else:
+                grown[output.sample_index] += output.text
+        texts.append([sample.text for sample in samples])
+        assert grown in (texts[-1], ["", "", ""])
+        for sample in samples:
+            assert sample.finish_reason == "stop"
+            jsonschema.validate(json.loads(sample.text), SCHEMA)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [{}, {"regex": "("}, {"json_schema": "{"}, {"lark": "start: start"}, {"regex": "a" * 20_000}],
+)
+async def test_what_can_not_be_followed_ends_with_its_code(
+    shared: Pipeline, constraint: dict[str, Any]
+) -> None:
+    request = REQUEST | {"sampling": {"constraint": constraint}}
+    completion = await shared.complete(request)
+    assert completion.error is not None
+    assert completion.error.code == "invalid_constraint"
+    free = await shared.complete(REQUEST | {"sampling": {"max_tokens": 2}})
+    assert free.status == "done"
+
+
+async def test_the_end_may_not_be_forbidden(shared: Pipeline) -> None:
+    for more in ({"ignore_eos": True}, {"min_tokens": 2}):
+        completion = await shared.complete(REQUEST | {"sampling": SAMPLING | more})
+        assert completion.error is not None
+        assert completion.error.code == "invalid_constraint"
+
+
+async def test_openai_s_client_gets_an_object(url: str) -> None:
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=LIMIT_S) as client:
+        chat = await client.chat.completions.parse(
+            model="tiny",
+            messages=[{"role": "user", "content": "Who?"}],
+            response_format=Person,
+            max_tokens=200,
+            seed=1,
+        )
+        assert chat.choices[0].message.parsed is not None
+        assert isinstance(chat.choices[0].message.parsed, Person)
+        response = await client.responses.parse(
+            model="tiny", input="Who?", text_format=Person, max_output_tokens=200
+        )
+        assert isinstance(response.output_parsed, Person)
+
+
+BY_NAME: dict[str, tuple[str, dict[str, Any], set[str]]] = {
+    "a choice": (
+        "/v1/completions",
+        {"structured_outputs": {"choice": ["red", "blue"]}},
+        {"red", "blue"},
+    ),
+    "by vLLM's older name": ("/v1/completions", {"guided_regex": "x{3}"}, {"xxx"}),
+    "llama.cpp's form": (
+        "/v1/completions",
+        {"response_format": {"type": "grammar", "grammar": 'root ::= "yes" | "no"'}},
+        {"yes", "no"},
+    ),
+    "SGLang's": ("/generate", {"sampling_params": {"ebnf": 'root ::= "a" "b"'}}, {"ab"}),
+}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+async def test_each_interface_has_its_name_for_it(url: str, name: str) -> None:
+    path, fields, texts = BY_NAME[name]
+    prompt = {"text": "a"} if path == "/generate" else {"model": "tiny", "prompt": "a"}
+    async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as http:
+        answer = (await http.post(path, json=prompt | fields)).json()
+    text = answer["text"] if path == "/generate" else answer["choices"][0]["text"]
+    assert text in texts
+
+
+async def test_anthropic_s_schema(url: str) -> None:
+    body = {
+        "model": "tiny",
+        "max_tokens": 200,
+        "messages": [{"role": "user", "content": "Who?"}],
+        "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+    }
+    async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as http:
+        answer = (await http.post("/v1/messages", json=body)).json()
+    assert answer["stop_reason"] == "end_turn"
+    jsonschema.validate(json.loads(answer["content"][0]["text"]), SCHEMA)
+
+
+async def test_a_constraint_that_is_refused_names_its_field(url: str) -> None:
+    body = {"model": "tiny", "prompt": "a", "response_format": {"type": "grammar", "grammar": "x"}}
+    async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as http:
+        answer = await http.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("invalid_constraint", "response_format")

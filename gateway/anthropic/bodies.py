@@ -34,6 +34,8 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     priority: Int64 = 0
     budget_ms: float | None = None
     cache_salt: str = ""
+    output_config: dict[str, Any] = {}
+    output_format: dict[str, Any] = {}
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):

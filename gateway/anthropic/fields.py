@@ -12,6 +12,7 @@ CallName = Literal["messages", "count_tokens"]
 
 _MESSAGES: tuple[CallName, ...] = ("messages",)
 _BOTH: tuple[CallName, ...] = ("messages", "count_tokens")
+_COUNT: tuple[CallName, ...] = ("count_tokens",)
 _NO_TOOLS = "there are no tools yet"
 _AUTO = (*EMPTY, {"type": "auto"}, {"type": "none"})
 
@@ -75,8 +76,10 @@ FIELDS = (
         "the template's variables are given by name",
         (*EMPTY, {"type": "disabled"}),
     ),
-    Field("output_config", _BOTH, "refused", "there is no structured output yet, and no effort"),
-    Field("output_format", _BOTH, "refused", "there is no structured output yet"),
+    Field("output_config", _MESSAGES, "honoured", "`format` with a `json_schema`; no effort"),
+    Field("output_format", _MESSAGES, "honoured", "the same, as it was called before"),
+    Field("output_config", _COUNT, "harmless", "it does not change the prompt"),
+    Field("output_format", _COUNT, "harmless", "it does not change the prompt"),
     Field("context_management", _BOTH, "refused", "prompts are taken whole"),
     Field("diagnostics", _MESSAGES, "refused", "nothing is compared with former calls"),
     Field("inference_geo", _MESSAGES, "refused", "it runs where it runs"),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import uuid
+from typing import Any
 
 from starlette.requests import Request
 
 from ...bus.public import GenerateRequest
-from ...config import Config, SamplingParams, shown
+from ...config import Config, Constraint, SamplingParams, shown
+from ..constraints import of_text_format, the_one
 from ..fields import Body, check_model
-from ..http import MAX_INT64, FieldError
+from ..http import MAX_INT64, FieldError, convert
 from .bodies import CountBody, MessagesBody
 from .fields import read_fields
 
@@ -96,4 +98,26 @@ def _sampling(fields: MessagesBody) -> SamplingParams:
         min_tokens=0,
         logprobs=0,
         prompt_logprobs=None,
+        constraint=_constraint(fields),
     )
+
+
+def _constraint(fields: MessagesBody) -> Constraint | None:
+    """By `output_config`, or `output_format` as it was called before.
+
+    Raises:
+        FieldError: Another format than a schema is asked for, or an effort.
+    """
+    config = dict(fields.output_config)
+    form = config.pop("format", None) or {}
+    if any(value is not None for value in config.values()):
+        raise FieldError(
+            "output_config may have a format, and nothing else here",
+            param="output_config",
+            code="unsupported",
+        )
+    found = {}
+    for name, given in (("output_config.format", form), ("output_format", fields.output_format)):
+        if given:
+            found[name] = of_text_format(convert(given, dict[str, Any], name), name)
+    return the_one(found)

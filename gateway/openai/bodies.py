@@ -36,6 +36,7 @@ class SamplerFields(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[Int64, float] = {}
+    structured_outputs: dict[str, Any] = {}
 
 
 class SamplingFields(SamplerFields, frozen=True, kw_only=True):
@@ -57,6 +58,11 @@ class Common(SamplingFields, frozen=True, kw_only=True):
     priority: Int64 = 0
     budget_ms: float | None = None
     cache_salt: str = ""
+    response_format: dict[str, Any] = {}
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 class CompletionBody(Common, frozen=True, kw_only=True):
@@ -117,6 +123,7 @@ class ResponseBody(SamplerFields, frozen=True, kw_only=True):
     previous_response_id: str | None = None
     metadata: dict[str, str] = {}
     stream: bool = False
+    text: dict[str, Any] = {}
     chat_template_kwargs: dict[str, Any] = {}
     priority: Int64 = 0
     budget_ms: float | None = None

@@ -29,16 +29,18 @@ _PARAMS = {
     "chat_template_failed": "messages",
     "exceeds_kv_capacity": "max_tokens",
     "invalid_budget": "budget_ms",
+    "invalid_constraint": "response_format",
 }
 
 _RENAMED: dict[CallName, dict[str, str]] = {
     "chat": {_PROMPT: "messages", "logprobs": "top_logprobs"},
-    "generate": {_PROMPT: "token_ids"},
+    "generate": {_PROMPT: "token_ids", "response_format": "structured_outputs"},
     "responses": {
         _PROMPT: "input",
         "messages": "input",
         "logprobs": "top_logprobs",
         "max_tokens": "max_output_tokens",
+        "response_format": "text",
     },
 }
 """What other calls than completions have under other names."""

@@ -9,7 +9,8 @@ from typing import Any, Literal
 import msgspec
 
 from ...bus.public import GenerateRequest
-from ...config import Config, RequestError, SamplingParams, shown
+from ...config import Config, Constraint, RequestError, SamplingParams, shown
+from ..constraints import of_response_format, of_structured_outputs, of_text_format, the_one
 from ..fields import Body, check_model
 from ..http import MAX_INT64, FieldError, convert
 from .bodies import (
@@ -17,6 +18,7 @@ from .bodies import (
     Common,
     CompletionBody,
     GenerateBody,
+    ResponseBody,
     SamplerFields,
     SamplingBody,
     SamplingFields,
@@ -254,7 +256,9 @@ def _call(
         model=config.engine.model_name,
         kind=kind,
         n=sampling.n,
-        sampling=sampling_of(sampling, 1 if scores_only else max_tokens, logprobs, prompt_logprobs),
+        sampling=sampling_of(
+            sampling, 1 if scores_only else max_tokens, logprobs, prompt_logprobs, where
+        ),
         scores_only=scores_only,
         logprobs=logprobs,
         prompt_logprobs=sampling.prompt_logprobs is not None,
@@ -278,8 +282,10 @@ def sampling_of(
     max_tokens: int,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
+    where: str = "",
 ) -> SamplingParams:
-    """How to sample. Args: `max_tokens` and the logprobs, which have other names in each call."""
+    """How to sample. Args: `max_tokens` and the logprobs, which have other names in each call;
+    `where` stands before the fields' names."""
     stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)
     return SamplingParams(
         temperature=0.0 if 0 <= fields.temperature < _GREEDY_BELOW else fields.temperature,
@@ -298,7 +304,31 @@ def sampling_of(
         min_tokens=fields.min_tokens,
         logprobs=logprobs or 0,
         prompt_logprobs=prompt_logprobs,
+        constraint=_constraint(fields, where),
     )
+
+
+def _constraint(fields: SamplerFields, where: str) -> Constraint | None:
+    """What the text has to be.
+
+    Raises:
+        FieldError: Several fields say so, or one says what is not there.
+    """
+    name = f"{where}structured_outputs"
+    found = {name: of_structured_outputs(fields.structured_outputs, name)}
+    if isinstance(fields, Common):
+        if fields.response_format:
+            found["response_format"] = of_response_format(fields.response_format, "response_format")
+        guided = {
+            name: getattr(fields, f"guided_{name}")
+            for name in ("json", "regex", "choice", "grammar")
+        }
+        found["guided_*"] = of_structured_outputs(guided, "guided")
+    elif isinstance(fields, ResponseBody) and (format := fields.text.get("format")):
+        found["text.format"] = of_text_format(
+            convert(format, dict[str, Any], "text.format"), "text.format"
+        )
+    return the_one(found)
 
 
 def _prompts(given: str | list[Any] | None) -> list[Prompt]:

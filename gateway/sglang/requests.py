@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from ...bus.public import GenerateRequest
-from ...config import RequestError, SamplingParams
+from ...config import Constraint, RequestError, SamplingParams
+from ..constraints import of_grammar, the_one
 from ..http import Int64, convert
 from .fields import Body, read_fields
 
@@ -76,6 +77,9 @@ class SamplingBody(msgspec.Struct, frozen=True):
     logit_bias: dict[Int64, float] = {}
     sampling_seed: Int64 | None = None
     stream_interval: Int64 = 1
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -284,4 +288,17 @@ def _sampling(
         min_tokens=params.min_new_tokens,
         logprobs=top_logprobs,
         prompt_logprobs=prompt_logprobs,
+        constraint=_constraint(params),
     )
+
+
+def _constraint(params: SamplingBody) -> Constraint | None:
+    """SGLang has its grammars in llama.cpp's form, or nearly so."""
+    found: dict[str, Constraint | None] = {}
+    if params.json_schema:
+        found["sampling_params.json_schema"] = Constraint(json_schema=params.json_schema)
+    if params.regex:
+        found["sampling_params.regex"] = Constraint(regex=params.regex)
+    if params.ebnf:
+        found["sampling_params.ebnf"] = of_grammar(params.ebnf)
+    return the_one(found)

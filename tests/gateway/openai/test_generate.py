@@ -159,9 +159,9 @@ async def test_it_takes_no_tokenizer(engine: FakeEngine, tmp_path: Path) -> None
         ({"sampling_params": {"topp": 1}}, "unsupported", "sampling_params.topp"),
         ({"sampling_params": {"bad_words": ["x"]}}, "unsupported", "sampling_params.bad_words"),
         (
-            {"sampling_params": {"structured_outputs": {"json": {}}}},
-            "unsupported",
-            "sampling_params.structured_outputs",
+            {"sampling_params": {"structured_outputs": {"json": 3}}},
+            "invalid_request",
+            "sampling_params.structured_outputs.json",
         ),
         (
             {"sampling_params": {"prompt_logprobs": 1}, "stream": True},

@@ -167,7 +167,16 @@ def test_how_often_a_stream_has_an_event() -> None:
         ({"text": "a", "sampling_params": [{}, {}]}, "invalid_request", "sampling_params has 2"),
         ({"text": "a", "sampling_params": []}, "invalid_request", "sampling_params has 0"),
         ({"text": "a", "sampling_params": {"top_p": "x"}}, "invalid_request", "sampling_params."),
-        ({"text": "a", "sampling_params": {"json_schema": "{}"}}, "unsupported", "json_schema"),
+        (
+            {"text": "a", "sampling_params": {"structural_tag": "x"}},
+            "unsupported",
+            "structural_tag",
+        ),
+        (
+            {"text": "a", "sampling_params": {"json_schema": "{}", "regex": "a"}},
+            "invalid_request",
+            "json_schema and sampling_params.regex",
+        ),
         ({"text": "a", "return_routed_experts": True}, "unsupported", "return_routed_experts"),
         ({"text": "a", "lora_path": "x"}, "unsupported", "lora_path"),
         ({"text": "a", "image_data": ["x"]}, "unsupported", "image_data"),

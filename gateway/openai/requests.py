@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from ...bus.public import GenerateRequest
-from ...config import Config, Constraint, RequestError, SamplingParams, shown
+from ...config import Config, Constraint, RequestError, SamplingParams, field_name, shown
 from ..constraints import of_response_format, of_structured_outputs, of_text_format, the_one
 from ..fields import Body, check_model
 from ..http import MAX_INT64, FieldError, convert
@@ -34,6 +34,9 @@ _ID_PREFIXES: dict[Kind, str] = {"completions": "cmpl-", "chat": "chatcmpl-", "g
 _LONGEST_NAME = 256
 _GREEDY_BELOW = 1e-6
 _ALL_TOKENS = 1 << 30
+
+_AS_IT_COMES = {"verbosity": ("medium",)}
+"""What asks of the text of a response for nothing but what is done anyway."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -324,11 +327,25 @@ def _constraint(fields: SamplerFields, where: str) -> Constraint | None:
             for name in ("json", "regex", "choice", "grammar")
         }
         found["guided_*"] = of_structured_outputs(guided, "guided")
-    elif isinstance(fields, ResponseBody) and (format := fields.text.get("format")):
-        found["text.format"] = of_text_format(
-            convert(format, dict[str, Any], "text.format"), "text.format"
-        )
+    elif isinstance(fields, ResponseBody):
+        found["text.format"] = _text_format(fields.text)
     return the_one(found)
+
+
+def _text_format(text: Body) -> Constraint | None:
+    """Raises FieldError: it says more of the text than its format."""
+    for name, value in text.items():
+        if name != "format" and value not in (None, *_AS_IT_COMES.get(name, ())):
+            where = f"text.{field_name(name)}"
+            raise FieldError(
+                f"{where} is not supported here; leave it out, or give null",
+                param=where,
+                code="unsupported",
+            )
+    given = text.get("format")
+    if given is None:
+        return None
+    return of_text_format(convert(given, dict[str, Any], "text.format"), "text.format")
 
 
 def _prompts(given: str | list[Any] | None) -> list[Prompt]:

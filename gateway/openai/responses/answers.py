@@ -139,7 +139,7 @@ class Answers:
             "service_tier": "default",
             "store": fields.store,
             "temperature": fields.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": fields.text.get("format") or {"type": "text"}},
             "tool_choice": "auto",
             "tools": [],
             "top_logprobs": fields.top_logprobs or 0,

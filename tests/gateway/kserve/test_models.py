@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from nano_inference.bus.public import GenerateRequest, Output
-from nano_inference.config import Config, NanoInferenceError, RequestError, load_config
+from nano_inference.config import Config, Constraint, NanoInferenceError, RequestError, load_config
 from nano_inference.gateway.kserve.models.inputs import SAMPLING
 from nano_inference.gateway.kserve.service import InferenceService
 from nano_inference.gateway.openai.bodies import SamplingBody
@@ -72,6 +72,7 @@ async def test_parameters_have_the_names_of_vllm(
         "logit_bias": {"5": 1.5},
         "repetition_penalty": None,
         "spaces_between_special_tokens": False,
+        "structured_outputs": {"choice": ["yes", "no"]},
     }
     await service.infer_once(origin("mine"), asked("tiny", **TEXT, sampling_parameters=given))
     (request,) = engine.requests
@@ -84,6 +85,7 @@ async def test_parameters_have_the_names_of_vllm(
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_k, sampling.max_tokens) == (0.5, 0, 7)
     assert (sampling.stop, sampling.logit_bias) == (("a", "b"), {5: 1.5})
+    assert sampling.constraint == Constraint(choice=("yes", "no"))
 
 
 async def test_numbers_may_be_written_as_texts(
@@ -133,7 +135,7 @@ async def test_what_a_request_says_besides_is_no_sampling_parameter(
     [
         ({"temprature": 1}, "unsupported", "temprature"),
         ({"lora_name": "mine"}, "unsupported", "lora_name"),
-        ({"structured_outputs": "{}"}, "unsupported", "structured_outputs"),
+        ({"structured_outputs": "{}"}, "invalid_request", "structured_outputs"),
         ({"prompt_logprobs": 1}, "unsupported", "prompt_logprobs"),
         ({"temperature": "hot"}, "invalid_request", "hot"),
         ({"temperature": [1]}, "invalid_request", "temperature"),

@@ -13,17 +13,12 @@ import grpc
 
 from .deadlines import deadline_params
 from .errors import KServeError, error_of, expired, stream_error
+from .keys import FINAL_PARAM, WANTS_FINAL_PARAM
 from .pool import BufferPool
 from .pool_slot import PoolSlot
 from .protobuf import METHODS
 from .staging import Staged
 from .tensors import InferResponse, ModelSpec, NamedTensor, Parameters, TensorSpec
-
-FINAL_PARAM = "triton_final_response"
-"""The parameter of a stream's answer that says whether it is the last one."""
-
-ASK_FOR_FINAL_PARAM = "triton_enable_empty_final_response"
-"""The parameter of a request that has a server say so, if need be in an answer without outputs."""
 
 _FIRST_WAIT_S = 0.1
 _MOST_WAIT_S = 5.0
@@ -235,7 +230,7 @@ class KServeClient:
         once it was answered.
         """
         deadline = _Deadline(budget_ns)
-        asked = {ASK_FOR_FINAL_PARAM: True, **(parameters or {})}
+        asked = {WANTS_FINAL_PARAM: True, **(parameters or {})}
         staged = Staged(
             model,
             inputs,

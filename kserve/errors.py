@@ -8,16 +8,7 @@ from typing import Any
 import grpc
 
 from ..config import NanoInferenceError
-
-CODE_KEY = "nano-inference-code"
-"""In the trailing metadata of a call that failed, or the parameters of a stream's answer: the
-error's stable code."""
-
-RETRY_KEY = "retry-after"
-"""In the trailing metadata: after how many seconds it is worth trying again."""
-
-STATUS_KEY = "grpc-status"
-"""In the parameters of a stream's answer: gRPC's number of the status that a call would have."""
+from .keys import CODE_KEY, RETRY_KEY, STATUS_KEY
 
 # What the statuses of other servers, and of gRPC itself, are called here.
 _CODES = {

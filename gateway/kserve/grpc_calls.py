@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from ...config import GatewayConfig, NanoInferenceError
+from ...kserve.keys import CODE_KEY, STATUS_KEY
 from ...kserve.protobuf import METHODS, SERVICE, Method
 from ..calls import CALL_HEADER, ObservedCall
 from ..http import ERROR_CODE, call_id_of
@@ -27,7 +28,7 @@ from ..policy.scopes import Needed
 from ..server import HttpServer
 from .endings import Endings
 from .grpc_connection import GrpcConnection, Waiting, scope_of
-from .grpc_errors import CODE_TRAILER, STATUS_PARAM, Failure, failure_of
+from .grpc_errors import Failure, failure_of
 from .grpc_methods import GrpcMethod, GrpcMethods
 from .grpc_stream import InferStream, Send
 
@@ -211,8 +212,8 @@ def _error_part(request_id: str, failure: Failure) -> Message:
     answer: Any = METHODS["ModelStreamInfer"].response(error_message=failure.details)
     answer.infer_response.id = request_id
     parameters = answer.infer_response.parameters
-    parameters[CODE_TRAILER].string_param = failure.error.code
-    parameters[STATUS_PARAM].int64_param = failure.number
+    parameters[CODE_KEY].string_param = failure.error.code
+    parameters[STATUS_KEY].int64_param = failure.number
     return answer
 
 

@@ -8,13 +8,8 @@ from typing import NamedTuple
 from grpc import StatusCode
 
 from ...config import NanoInferenceError
+from ...kserve.keys import CODE_KEY
 from ..http import error_headers, status_of
-
-CODE_TRAILER = "nano-inference-code"
-"""The error's stable code, in the trailers of a call and in the parameters of a stream's answer."""
-
-STATUS_PARAM = "grpc-status"
-"""In an answer of a stream: the number of gRPC's code, which a call of its own would have had."""
 
 _CODES: dict[int, StatusCode] = {
     400: StatusCode.INVALID_ARGUMENT,
@@ -56,7 +51,7 @@ class Failure(NamedTuple):
     def trailers(self) -> Mapping[str, str]:
         """What it says to programs."""
         told = {name.lower(): value for name, value in error_headers(self.error).items()}
-        return {CODE_TRAILER: self.error.code} | told
+        return {CODE_KEY: self.error.code} | told
 
 
 def failure_of(error: NanoInferenceError) -> Failure:

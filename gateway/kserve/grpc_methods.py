@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from ...config import BusError, RequestError
 from ...kserve import codec
+from ...kserve.keys import FINAL_PARAM, WANTS_FINAL_PARAM
 from ...kserve.memory import TensorMemory
 from ...kserve.protobuf import METHODS
 from ...kserve.tensors import InferRequest, InferResponse, ModelSpec
@@ -30,13 +31,6 @@ from .shared import (
     KServe,
 )
 from .statistics import encode_statistics
-
-FINAL = "triton_final_response"
-"""The parameter that says whether an answer of a stream is its request's last."""
-
-WANTS_FINAL = "triton_enable_empty_final_response"
-"""The parameter by which a client wants to be told of the last by an answer without outputs, where
-there may be several."""
 
 # What is copied faster than a thread is asked to.
 _MOST_HERE_BYTES = 1 << 18
@@ -106,11 +100,11 @@ class GrpcMethods:
         memory = self._regions.memory(origin.tenant)
         asked = await _decode(message, memory)
         many = self._service.spec(asked.model_name, asked.model_version).decoupled
-        tells_end = many and asked.parameters.get(WANTS_FINAL) is True
+        tells_end = many and asked.parameters.get(WANTS_FINAL_PARAM) is True
 
         async def respond(response: InferResponse) -> None:
             encoded = await _encode(response, asked, memory)
-            encoded.parameters[FINAL].bool_param = not many
+            encoded.parameters[FINAL_PARAM].bool_param = not many
             await send(_part(encoded))
 
         await self._service.infer(origin, asked, respond, many=many)
@@ -118,7 +112,7 @@ class GrpcMethods:
             last = codec.encode_infer_response(
                 InferResponse(model_name=asked.model_name, id=asked.id)
             )
-            last.parameters[FINAL].bool_param = True
+            last.parameters[FINAL_PARAM].bool_param = True
             await send(_part(last))
 
     def answers_in_order(self, message: Any) -> bool:

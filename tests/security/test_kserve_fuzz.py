@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import random
 import tracemalloc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -54,16 +54,24 @@ def refusal(decode: Callable[[], object]) -> str:
     return found.code
 
 
-@contextmanager
-def nothing_large(size: int, what: str) -> Iterator[None]:
-    """Asserts that little memory is taken at any time, for so many bytes that came."""
-    tracemalloc.start()
-    try:
-        yield
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < MOST_BYTES * size + 100_000, f"{what}: {peak} bytes for {size}"
+def frugally(work: Callable[[], str], size: int, what: str) -> str:
+    """What `work` gives, which takes little memory at any time for so many bytes that came.
+
+    Other threads of the process take memory as well, which counts here; so what takes much is done
+    again, and fails where it does each time.
+    """
+    peaks = []
+    for _ in range(3):
+        tracemalloc.start()
+        try:
+            given = work()
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        if peak < MOST_BYTES * size + 100_000:
+            return given
+        peaks.append(peak)
+    raise AssertionError(f"{what}: {peaks} bytes for {size}")
 
 
 def check_same(found: InferRequest, case: Crooked) -> None:
@@ -97,13 +105,15 @@ def test_messages(number_of_cases: int) -> None:
         rng, region = random.Random(f"{SEED}:{number}"), Region()
         case = crooked(rng, region)
         message = as_protobuf(case.draft)
-        with nothing_large(message.ByteSize(), f"case {number} ({case.kind})"):
-            code = refusal(
-                lambda message=message, region=region: decode_infer_request(message, region)
-            )  # type: ignore[misc]
+
+        def decoded(message: object = message, region: Region = region) -> InferRequest:
+            return decode_infer_request(message, region)
+
+        size = message.ByteSize()
+        code = frugally(partial(refusal, decoded), size, f"case {number} ({case.kind})")
         assert code in (case.codes or ("",)), f"case {number} ({case.kind}): {code!r} {case.draft}"
         if not case.codes:
-            check_same(decode_infer_request(message, region), case)
+            check_same(decoded(), case)
 
 
 @pytest.mark.soak
@@ -129,8 +139,7 @@ def test_bytes(number_of_cases: int, *, answers: bool) -> None:
             found = decode(message, region)
             whole(found.outputs if answers else found.inputs)  # type: ignore[union-attr]
 
-        with nothing_large(len(raw), f"case {number}"):
-            code = refusal(decoded)
+        code = frugally(partial(refusal, decoded), len(raw), f"case {number}")
         read, refused = read + (not code), refused + bool(code)
     assert min(read, refused) > number_of_cases // 30
 
@@ -147,8 +156,7 @@ def test_http_bodies(number_of_cases: int) -> None:
         ) -> InferRequest:
             return decode_http_request("m", "", body, length, region)
 
-        with nothing_large(len(body), f"case {number} ({case.kind})"):
-            code = refusal(decoded)
+        code = frugally(partial(refusal, decoded), len(body), f"case {number} ({case.kind})")
         assert code in (case.codes or ("",)), f"case {number} ({case.kind}): {code!r} {case.draft}"
         if not case.codes:
             check_same(decoded(), case)
@@ -173,8 +181,7 @@ def test_odd_http_bodies(number_of_cases: int, *, answers: bool) -> None:
             else:
                 whole(decode_http_request("m", "", body, length, region).inputs)
 
-        with nothing_large(len(body), f"case {number}"):
-            code = refusal(decoded)
+        code = frugally(partial(refusal, decoded), len(body), f"case {number}")
         read, refused = read + (not code), refused + bool(code)
     assert min(read, refused) > number_of_cases // 100
 

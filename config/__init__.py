@@ -1,6 +1,9 @@
 """Settings, errors and temporary memory: the ground floor, which imports nothing of ours."""
 
+from .engine import ADAPTER_ID_RULE, BUNDLED_MODEL, EngineConfig, PoolingKind, is_adapter_id
 from .errors import (
+    NOT_PERMITTED,
+    AdapterError,
     BusError,
     ChannelClosed,
     ConfigError,
@@ -12,19 +15,19 @@ from .errors import (
 )
 from .gateway import GatewayConfig
 from .load import API_KEY_VARIABLE, as_environment, load_config, nearest, parse_value, text_in
+from .models import ModelConfig
 from .policy import PolicyConfig
 from .quoting import MOST_SHOWN, MOST_TEXT, cut, cut_middle, field_name, shown, told_of
 from .redact import REDIS_SCHEMES, redact
 from .roles import REPLICATED, all_roles, role_of, role_of_sender, roles_here, split_role
 from .settings import (
-    BUNDLED_MODEL,
     DEFAULT_URL,
     STAGES,
     AdmissionConfig,
     BusConfig,
     Config,
     Constraint,
-    EngineConfig,
+    DeploymentConfig,
     FairnessConfig,
     PipelineConfig,
     SamplingParams,
@@ -34,14 +37,17 @@ from .settings import (
 )
 
 __all__ = [
+    "ADAPTER_ID_RULE",
     "API_KEY_VARIABLE",
     "BUNDLED_MODEL",
     "DEFAULT_URL",
     "MOST_SHOWN",
     "MOST_TEXT",
+    "NOT_PERMITTED",
     "REDIS_SCHEMES",
     "REPLICATED",
     "STAGES",
+    "AdapterError",
     "AdmissionConfig",
     "BusConfig",
     "BusError",
@@ -49,14 +55,17 @@ __all__ = [
     "Config",
     "ConfigError",
     "Constraint",
+    "DeploymentConfig",
     "EngineConfig",
     "FairnessConfig",
     "GatewayConfig",
     "LaneReplaced",
+    "ModelConfig",
     "ModelError",
     "NanoInferenceError",
     "PipelineConfig",
     "PolicyConfig",
+    "PoolingKind",
     "RequestError",
     "SamplingParams",
     "SchedulerConfig",
@@ -68,6 +77,7 @@ __all__ = [
     "cut",
     "cut_middle",
     "field_name",
+    "is_adapter_id",
     "load_config",
     "nearest",
     "parse_value",

@@ -49,6 +49,16 @@ class WeightsError(ModelError):
     code = "weights_refused"
 
 
+class AdapterError(WeightsError):
+    """An adapter could not be taken, or there is none; those in place are as they were."""
+
+    code = "adapter_refused"
+
+
+NOT_PERMITTED = "not_permitted"
+"""The code of a BusError for what this user of the bus may not do."""
+
+
 class BusError(NanoInferenceError):
     """The bus can't be reached, or a message can't be carried."""
 

@@ -48,6 +48,11 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
             serve`, and stumble over them.
         comment_s: A stream that has nothing to send for so long sends a comment, so that nobody on
             the way closes it.
+        message_format: How the model writes its messages: reasoning, text, calls of tools. "auto":
+            as its tokenizer or its chat template shows; "off": all is text; else the name of a
+            format (docs/tools.md), or a file with one.
+        reasoning_field: What OpenAI's chats call the reasoning in an answer: `reasoning_content`,
+            as SGLang and Transformers, or `reasoning`, as vLLM. Both are read in messages.
         template_timeout_s: How long the model's chat template may take for one conversation.
         allowed_hosts: Names under which the gateway may be called, besides any address,
             "localhost", `host` and the name of its machine; without a port.
@@ -101,6 +106,8 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
     resume_grace_s: float = 30.0
     event_ids: bool = True
     comment_s: float = 15.0
+    message_format: str = "auto"
+    reasoning_field: Literal["reasoning_content", "reasoning"] = "reasoning_content"
     template_timeout_s: float = 5.0
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
@@ -163,6 +170,7 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
             all(re.fullmatch(r"https?://[^/*\s]+", origin) for origin in self.allowed_origins),
             "origins such as https://example.org, without a path",
         )
+        self.require("message_format", bool(self.message_format), "auto, off, a name or a file")
         self.require("max_waiting", self.max_waiting >= 1, "at least 1")
         # One tenant may have half of the places.
         enough = self.max_in_flight is None or self.max_in_flight >= 2

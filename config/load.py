@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import yaml
@@ -31,9 +31,19 @@ API_KEY_VARIABLE = "NANO_INFERENCE_API_KEY"
 
 _IN_FILE = "_file"
 
-Tree = dict[str, dict[str, Any]]
+_OFF_OR_NAME = frozenset({"gateway.message_format", "policy.backend"})
+"""Settings that are off, or have the name of something."""
 
-_SECTIONS = {field.name: field.type for field in msgspec.structs.fields(Config)}
+MODELS = "models"
+"""The one part of the settings that is a list; in the environment it is written as YAML."""
+
+_MODELS_VARIABLE = ENV_PREFIX + MODELS.upper()
+
+Tree = dict[str, Any]
+
+_SECTIONS = {
+    field.name: field.type for field in msgspec.structs.fields(Config) if field.name != MODELS
+}
 
 
 def load_config(
@@ -103,6 +113,9 @@ def _merge_environment(tree: Tree, env: Mapping[str, str]) -> None:
     for name, text in sorted(env.items()):
         if not name.startswith(ENV_PREFIX) or name.removesuffix("_FILE") == API_KEY_VARIABLE:
             continue
+        if name == _MODELS_VARIABLE:
+            tree[MODELS] = _listed(parse_value(text), source=name)
+            continue
         dotted, in_file = _setting_of(name)
         if other := named.get((dotted, not in_file)):
             raise ConfigError(f"{dotted} is set by both {other} and {name}; leave one away")
@@ -160,10 +173,20 @@ def _merge_file(tree: Tree, path: Path) -> None:
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold sections such as 'engine:', not {_kind(content)}")
     for section, settings in content.items():
+        if section == MODELS:
+            tree[MODELS] = _listed(settings, source=f"{path}: {MODELS}")
+            continue
         if not isinstance(settings, dict):
             raise ConfigError(f"{path}: section {section!r} must hold 'name: value' lines")
         for name, value in settings.items():
             _put(tree, f"{section}.{name}", value, source=f"{path}: {section}.{name}")
+
+
+def _listed(value: Any, *, source: str) -> list[Any]:
+    """Raises ConfigError for what is no list of models."""
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise ConfigError(f"{source}: must be a list of models, each with an id and a path")
+    return value
 
 
 def _kind(content: object) -> str:
@@ -173,13 +196,19 @@ def _kind(content: object) -> str:
 
 def _put(tree: Tree, dotted: str, value: Any, *, source: str) -> None:
     section, _, name = dotted.partition(".")
+    if section == MODELS:
+        raise ConfigError(f"{source}: models are a list, which a file or {_MODELS_VARIABLE} gives")
     if section not in _SECTIONS:
-        raise ConfigError(f"{source}: no section {section!r}{nearest(section, _SECTIONS)}")
+        raise ConfigError(
+            f"{source}: no section {section!r}{nearest(section, [*_SECTIONS, MODELS])}"
+        )
     known = _SECTIONS[section].__struct_fields__
     if name not in known:
         raise ConfigError(f"{source}: {section} has no setting {name!r}{nearest(name, known)}")
     if dotted == "bus.lane" and type(value) is int:
         value = str(value)  # YAML reads a name that is a number as one
+    if value is False and (dotted in _OFF_OR_NAME or "off" in get_args(_type_of(dotted))):
+        value = "off"  # and this word as false
     tree.setdefault(section, {})[name] = value
 
 

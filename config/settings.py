@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
+import msgspec
+
 from .base import Settings
+from .engine import EngineConfig
 from .errors import ConfigError
 from .gateway import GatewayConfig
+from .models import MOST_ID_LENGTH, ModelConfig, check_models, default_of, with_default
 from .policy import PolicyConfig
 from .redact import REDIS_SCHEMES, redact
 
@@ -20,108 +23,11 @@ STAGES: tuple[Stage, ...] = get_args(Stage)
 MOST_REPLICAS = 64
 """Largest `pipeline.replicas`."""
 
-BUNDLED_MODEL = "tiny"
-"""The `model_path` that names the model shipped inside the package."""
-
 DEFAULT_URL = "redis://127.0.0.1:6390"
 """Where `up` starts its embedded server and where clients look for it.
 
 Not 6379, so that neither a stray local Redis nor its data is touched without being asked for.
 """
-
-
-class EngineConfig(Settings, frozen=True, forbid_unknown_fields=True):
-    """What one lane runs: the model, its KV cache and the size of its batches.
-
-    Attributes:
-        model_path: A folder in Transformers' format, or "tiny" for the bundled model.
-        cache_type: The prefix cache. "radix": a tree of tokens, which finds the longest match with
-            any sequence computed; "paged": full blocks found by a chain of hashes.
-        block_size: Tokens per KV block.
-        max_batch_size: Sequences that run at the same time. 0 takes 256, and on a CPU 128: there a
-            step takes longer with each of them, and everybody waits for steps.
-        max_model_len: Prompt and completion together, in tokens; the model's own limit applies too.
-        gpu_memory_utilization: Share of the device's memory for weights and KV cache (CUDA).
-        kv_cache_bytes: Size of the KV cache on CPU, once all of it has been used.
-        max_tokens_per_batch: Token budget of one step; longer prefills are cut into chunks.
-        dtype: "auto" takes the checkpoint's own.
-        device: "auto" takes CUDA when there is one.
-        cpu_threads: Threads of the executor stage on CPU. 0 takes one for a small model, whose
-            steps are too short to be shared, and one per core for others.
-        kernels: "auto" uses the kernels for bfloat16 on CPU, which a C compiler makes at the first
-            start, where the machine allows it; "off" runs Transformers' modules as they are.
-            Deterministic mode never uses them. On CUDA it is the kernel for decode attention.
-        cuda_graphs: "auto" records decode steps as CUDA graphs when the model is loaded, and
-            replays them (CUDA, with `kernels`); "off" starts each operation of a step by itself.
-        seed: Base of the random numbers of requests that bring no seed.
-        logprobs_mode: What reported logprobs are of. "processed": the policy that tokens are
-            sampled from, after penalties, bias and temperature; "raw": the model's own output.
-        deterministic: Tokens and logprobs are the same, bit for bit, whatever else is in the
-            batch, however prompts are chunked, cached or computed again. CPU only; slower.
-        max_weight_tensors: Tensors that one message of a weight update, one folder, or all parts of
-            an update may have. 0 takes ten times what the model has, each expert counted, and
-            10,000.
-        max_weight_bytes: How large they may be together. 0 takes what the model has in float64, and
-            1 GiB.
-        reference_model_path: A second model, as `model_path`, that no update changes and that gives
-            every finished sample its `ref_logprobs`; "" for none. It has memory of its own, for its
-            weights and the KV of one sequence of `max_model_len`.
-    """
-
-    SECTION: ClassVar[str] = "engine"
-
-    model_path: str = BUNDLED_MODEL
-    cache_type: Literal["paged", "radix"] = "radix"
-    block_size: int = 16
-    max_batch_size: int = 0
-    max_model_len: int = 8192
-    gpu_memory_utilization: float = 0.9
-    kv_cache_bytes: int = 1 << 28
-    max_tokens_per_batch: int = 2048
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device: str = "auto"
-    cpu_threads: int = 0
-    kernels: Literal["auto", "off"] = "auto"
-    cuda_graphs: Literal["auto", "off"] = "auto"
-    seed: int = 0
-    logprobs_mode: Literal["processed", "raw"] = "processed"
-    deterministic: bool = False
-    max_weight_tensors: int = 0
-    max_weight_bytes: int = 0
-    reference_model_path: str = ""
-
-    def __post_init__(self) -> None:
-        self.require("model_path", bool(self.model_path), "a folder, or 'tiny'")
-        for name in ("block_size", "max_tokens_per_batch", "kv_cache_bytes"):
-            self.require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("max_batch_size", "cpu_threads", "max_weight_tensors", "max_weight_bytes"):
-            self.require(name, getattr(self, name) >= 0, "at least 0")
-        self.require("max_model_len", self.max_model_len >= 2, "at least 2")
-        self.require(
-            "gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "above 0, at most 1"
-        )
-        self.require(
-            "max_tokens_per_batch",
-            self.max_tokens_per_batch >= self.max_batch_size,
-            f"at least max_batch_size ({self.max_batch_size}), or a full batch could not decode",
-        )
-
-    def batch_size_on(self, device_type: str) -> int:
-        """`max_batch_size`, with its default worked out for a device ("cpu", "cuda")."""
-        default = 128 if device_type == "cpu" else 256
-        return self.max_batch_size or min(default, self.max_tokens_per_batch)
-
-    @property
-    def model_folder(self) -> Path:
-        """The model's folder on disk, with "tiny" resolved to the bundled one."""
-        if self.model_path == BUNDLED_MODEL:
-            return Path(__file__).parent.parent / "models" / BUNDLED_MODEL
-        return Path(self.model_path).expanduser()
-
-    @property
-    def model_name(self) -> str:
-        """The name that requests may give in `model`: the last part of the path."""
-        return self.model_folder.name
 
 
 class SchedulerConfig(Settings, frozen=True, forbid_unknown_fields=True):
@@ -184,6 +90,8 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
             at each place; None is off. The prompt is then computed in full.
         constraint: What the text has to be; None for any. A sample that ends with "stop" is
             complete, one that ends with "length" was cut off.
+        max_draft_tokens: Most drafted tokens of a sample in one step, where the engine speculates;
+            None for as many as it takes, 0 for none. It changes no token and no logprob.
     """
 
     temperature: float = 1.0
@@ -203,6 +111,7 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
     logprobs: int = 0
     prompt_logprobs: int | None = None
     constraint: Constraint | None = None
+    max_draft_tokens: int | None = None
 
 
 class BusConfig(Settings, frozen=True, forbid_unknown_fields=True):
@@ -216,6 +125,8 @@ class BusConfig(Settings, frozen=True, forbid_unknown_fields=True):
             "redis" carries every link over Redis.
         prefix: First part of every Redis key.
         lane: Names this pipeline among those that serve the same requests stream.
+        model: Whose requests stream this is, in a deployment of several models; "" where one model
+            is all that there is.
         group: Consumer group of the requests stream.
         results_ttl_s: How long a finished request's output stays readable on Redis.
         results_maxlen: Entries kept in the shared results stream.
@@ -232,6 +143,7 @@ class BusConfig(Settings, frozen=True, forbid_unknown_fields=True):
     links: Literal["auto", "redis"] = "auto"
     prefix: str = "nano"
     lane: str = "0"
+    model: str = ""
     group: str = "admission"
     results_ttl_s: int = 3600
     results_maxlen: int = 10_000
@@ -256,6 +168,13 @@ class BusConfig(Settings, frozen=True, forbid_unknown_fields=True):
             and self.lane.isprintable()
             and not set(self.lane) & set(": {}"),
             "1 to 64 printable characters, without spaces, colons and braces",
+        )
+        self.require(
+            "model",
+            len(self.model) <= MOST_ID_LENGTH
+            and (not self.model or self.model.isprintable())
+            and not set(self.model) & set(" {}"),
+            f"at most {MOST_ID_LENGTH} printable characters, without spaces and braces",
         )
         for name in ("results_ttl_s", "results_maxlen", "link_capacity", "max_request_bytes"):
             self.require(name, getattr(self, name) >= 1, "at least 1")
@@ -448,8 +367,37 @@ class TelemetryConfig(Settings, frozen=True, forbid_unknown_fields=True):
         self.require("metrics_host", bool(self.metrics_host), "an address of this machine")
 
 
+class DeploymentConfig(Settings, frozen=True, forbid_unknown_fields=True):
+    """How several models share a machine; see `models`.
+
+    Attributes:
+        max_memory_bytes: What the loaded models may take together. To load one more, those that
+            were not asked for longest are unloaded first. 0 is no limit.
+        load_on_demand: Whether a request for a model that is not loaded loads it, and waits
+            meanwhile; else it is refused.
+        load_timeout_s: How long a model may take to load.
+    """
+
+    SECTION: ClassVar[str] = "deployment"
+
+    max_memory_bytes: int = 0
+    load_on_demand: bool = False
+    load_timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        self.require("max_memory_bytes", self.max_memory_bytes >= 0, "at least 0")
+        self.require(
+            "load_timeout_s", 0 < self.load_timeout_s <= 86_400, "above 0, at most 86400 (a day)"
+        )
+
+
 class Config(Settings, frozen=True, forbid_unknown_fields=True):
-    """All settings of a process."""
+    """All settings of a process.
+
+    Attributes:
+        models: The models of a deployment that serves several; what is set in the sections holds
+            for all of them. Without any it serves the one of `engine.model_path`.
+    """
 
     engine: EngineConfig = EngineConfig()
     bus: BusConfig = BusConfig()
@@ -459,6 +407,33 @@ class Config(Settings, frozen=True, forbid_unknown_fields=True):
     telemetry: TelemetryConfig = TelemetryConfig()
     gateway: GatewayConfig = GatewayConfig()
     policy: PolicyConfig = PolicyConfig()
+    deployment: DeploymentConfig = DeploymentConfig()
+    models: tuple[ModelConfig, ...] = ()
+
+    def of_model(self, model: ModelConfig) -> Config:
+        """The settings of the processes that serve one of its models.
+
+        Raises:
+            ConfigError: What is set for this model can't be.
+        """
+        tree = msgspec.to_builtins(self)
+        for dotted, value in model.overrides.items():
+            section, _, name = dotted.partition(".")
+            known = type(getattr(self, section)).__struct_fields__
+            if name not in known:
+                raise ConfigError(f"models: {model.id!r} sets {dotted!r:.80}, which is no setting")
+            tree[section][name] = value
+        try:
+            return msgspec.convert(tree, Config)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"models: {model.id!r}: bad setting: {error}") from None
+        except ConfigError as error:
+            raise ConfigError(f"models: {model.id!r}: {error.message}") from None
+
+    @property
+    def default_model(self) -> str:
+        """The id of the model of requests that name none; "" where `models` is empty."""
+        return default_of(self.models)
 
     @property
     def gateway_places(self) -> int:
@@ -473,6 +448,9 @@ class Config(Settings, frozen=True, forbid_unknown_fields=True):
         return max(2, self.admission.max_in_flight * 3 // 4, 2 * batches)
 
     def __post_init__(self) -> None:
+        check_models(self.models)
+        # Said of the model itself, since whoever reads of it elsewhere does not know their order.
+        msgspec.structs.force_setattr(self, "models", with_default(self.models))
         if self.bus.url == "memory" and set(self.pipeline.stages) != set(STAGES):
             missing = ", ".join(s for s in STAGES if s not in self.pipeline.stages)
             raise ConfigError(

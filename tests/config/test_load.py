@@ -184,3 +184,38 @@ def test_a_value_is_not_both_in_a_file_and_not(tmp_path: Path) -> None:
     overrides = {"policy.passphrase": "c"}
     assert load_config(env=env, overrides=overrides).policy.passphrase == "c"
     assert load_config(env=as_environment(overrides, env)).policy.passphrase == "c"
+
+
+@pytest.mark.parametrize("name", ["speculation", "kernels", "cuda_graphs", "huge_pages"])
+def test_off_is_off_however_it_is_written(tmp_path: Path, name: str) -> None:
+    """YAML, unless it is quoted, takes the word for false."""
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"engine:\n  {name}: off\n")
+    variable = f"NANO_INFERENCE_ENGINE__{name.upper()}"
+    for config in (load_config(file, env={}), load_config(env={variable: "off"})):
+        assert getattr(config.engine, name) == "off"
+    with pytest.raises(ConfigError, match=name):
+        load_config(env={variable: "on"})
+
+
+def test_a_name_may_be_off_and_a_path_may_not() -> None:
+    env = {"NANO_INFERENCE_GATEWAY__MESSAGE_FORMAT": "off", "NANO_INFERENCE_POLICY__BACKEND": "off"}
+    config = load_config(env=env)
+    assert (config.gateway.message_format, config.policy.backend) == ("off", "off")
+    with pytest.raises(ConfigError, match="model_path"):
+        load_config(env={"NANO_INFERENCE_ENGINE__MODEL_PATH": "off"})
+
+
+def test_where_drafts_come_from_is_a_list(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("engine:\n  draft_sources: [ngram, suffix]\n")
+    env = {"NANO_INFERENCE_ENGINE__DRAFT_SOURCES": "[ngram, suffix]"}
+    overrides = {"engine.draft_sources": ["ngram", "suffix"]}
+    for config in (
+        load_config(file, env={}),
+        load_config(env=env),
+        load_config(env=as_environment(overrides, {})),
+    ):
+        assert config.engine.draft_sources == ("ngram", "suffix")
+    with pytest.raises(ConfigError, match="draft_sources"):
+        load_config(env={"NANO_INFERENCE_ENGINE__DRAFT_SOURCES": "[ngrams]"})

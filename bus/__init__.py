@@ -15,9 +15,10 @@ from .channel import (
     ResultStreams,
     Sender,
 )
-from .in_place import WeightsInPlace
+from .in_place import AdapterInPlace, AdaptersInPlace, WeightsInPlace
 from .limits import Charge, Limit, Limits, Take
 from .memory.bus import MemoryBus
+from .registry import ModelRecord, ModelRegistry, ModelState, find_model
 from .replies import Outcome, Replies
 
 
@@ -42,6 +43,8 @@ def open_bus(
 
 
 __all__ = [
+    "AdapterInPlace",
+    "AdaptersInPlace",
     "Bus",
     "Charge",
     "Inbox",
@@ -50,6 +53,9 @@ __all__ = [
     "Limits",
     "Malformed",
     "MemoryBus",
+    "ModelRecord",
+    "ModelRegistry",
+    "ModelState",
     "Outcome",
     "OutputStream",
     "Replies",
@@ -61,5 +67,6 @@ __all__ = [
     "StageState",
     "Take",
     "WeightsInPlace",
+    "find_model",
     "open_bus",
 ]

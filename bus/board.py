@@ -11,6 +11,8 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from .control import LoadedAdapter
+
 STALE_AFTER_S = 10.0
 """A stage that has not been heard of for so long is taken for gone. A process reports every
 second, so this is ten reports missed: a busy machine may well swallow a few."""
@@ -33,7 +35,9 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
         reason: What it waits for; "" when it is ready.
         since_s: How long it has been in this state.
         load: A few numbers that it knows.
+        adapters: Admission's: those that requests to its lane can name.
         age_s: How long ago this was told, by the board's own clock.
+        model: Whose lane it is, in a deployment of several models.
     """
 
     lane: str
@@ -47,6 +51,8 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
     since_s: float = 0.0
     load: dict[str, int | float | str] = {}
     age_s: float = 0.0
+    adapters: tuple[LoadedAdapter, ...] = ()
+    model: str = ""
 
 
 class StageBoard(Protocol):
@@ -90,9 +96,9 @@ def latest(reports: Iterable[tuple[float, StageReport]]) -> list[StageReport]:
     Args:
         reports: (age in seconds, report), in any order.
     """
-    last: dict[tuple[str, str, str, int], StageReport] = {}
+    last: dict[tuple[str, str, str, str, int], StageReport] = {}
     for age_s, report in reports:
-        key = (report.lane, report.stage, report.host, report.pid)
+        key = (report.model, report.lane, report.stage, report.host, report.pid)
         aged = msgspec.structs.replace(report, age_s=max(0.0, age_s))
         if key not in last or aged.age_s <= last[key].age_s:
             last[key] = aged

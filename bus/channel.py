@@ -6,18 +6,21 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
 
+from .backlog import Backlog
 from .board import StageBoard
 from .calls import Calls
-from .in_place import WeightsRecord
+from .dead_letters import DeadLetter
+from .in_place import AdaptersInPlace, InPlaceRecord, WeightsInPlace
 from .limits import Limits
 from .links import Link
 from .messages import Envelope, Message
 from .policy import PolicyRecord
 from .public import Completion, ErrorInfo, GenerateRequest, Output
+from .registry import ModelRegistry, RequestRouting
 from .replies import Replies
 
 T_co = TypeVar("T_co", covariant=True)
@@ -43,6 +46,7 @@ class RequestEntry(msgspec.Struct, frozen=True):
     Attributes:
         waited_ns: How long it was in the queue, by the queue's own clock; told only of requests
             that have a budget.
+        model: What the entry says beside its request, whose model is what the request says.
     """
 
     entry_id: str
@@ -50,6 +54,7 @@ class RequestEntry(msgspec.Struct, frozen=True):
     traceparent: str = ""
     tracestate: str = ""
     waited_ns: int = 0
+    model: str = ""
 
     @property
     def budget_ns(self) -> int | None:
@@ -60,60 +65,6 @@ class RequestEntry(msgspec.Struct, frozen=True):
 def budget_of(request: GenerateRequest | Malformed) -> int | None:
     """A request's budget in nanoseconds; None when it has none or could not be read."""
     return None if isinstance(request, Malformed) else request.budget_ns
-
-
-class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that was given up.
-
-    Attributes:
-        letter_id: Names this letter.
-        entry_id: The request's entry, when it was in the queue.
-        request: The request itself.
-        error: Why it was given up.
-        deaths: How often its lane failed.
-        died_ns: When it was given up, wall clock.
-    """
-
-    letter_id: str = ""
-    entry_id: str
-    request: GenerateRequest
-    error: ErrorInfo
-    deaths: int
-    died_ns: int
-    traceparent: str = ""
-    tracestate: str = ""
-
-
-def dead_letter(entry: RequestEntry, error: ErrorInfo, deaths: int, now_ns: int) -> DeadLetter:
-    """The dead letter of an entry that was let in, so that its request could be read."""
-    assert isinstance(entry.request, GenerateRequest)
-    return DeadLetter(
-        entry_id=entry.entry_id,
-        request=entry.request,
-        error=error,
-        deaths=deaths,
-        died_ns=now_ns,
-        traceparent=entry.traceparent,
-        tracestate=entry.tracestate,
-    )
-
-
-class Backlog(NamedTuple):
-    """Entries of the requests queue.
-
-    Attributes:
-        waiting: Those that nobody has taken.
-        pending: Those that were taken, by any lane, and not acknowledged.
-        dead: The dead letters.
-        queue_length: Requests that wait until the first of their samples begins, whether anybody
-            has taken them or not. It is about a second old, and counts what has begun in a lane
-            that is lost, or has said nothing for five seconds.
-    """
-
-    waiting: int
-    pending: int
-    dead: int
-    queue_length: int
 
 
 class Sender(Protocol):
@@ -210,10 +161,14 @@ class RequestQueue(Protocol):
             ChannelClosed: The bus was closed.
         """
 
-    async def acknowledge(self, entry_id: str) -> None:
+    async def acknowledge(self, entry_id: str, request_id: str | None = None) -> None:
         """The entry's terminal message is written; forget the entry. Unknown ids do nothing.
 
         An entry that another lane has taken over meanwhile is left to it.
+
+        Args:
+            request_id: Of its terminal message, which `deliver` wrote. Should the transport have
+                lost that, `take` gives the entry once more. None: nobody looks.
         """
 
     async def renew(self, lease_s: float) -> set[str]:
@@ -268,6 +223,20 @@ class RequestQueue(Protocol):
 
         Raises:
             ChannelClosed: The bus was closed.
+        """
+
+    async def end_all(self, answer: Callable[[RequestEntry], Completion], epoch: int) -> int:
+        """Ends every entry, whether it was taken or not: nobody is there to work on them.
+
+        What lanes that are gone still had to say is not written any more. An entry that somebody
+        works on in a larger epoch is left to him.
+
+        Args:
+            answer: An entry's terminal message.
+            epoch: The writer's, the newest.
+
+        Returns:
+            How many were ended. Raises as `shed`, and BusError as `backlog`.
         """
 
     async def bury(self, entry: RequestEntry, error: ErrorInfo, deaths: int) -> None:
@@ -325,11 +294,13 @@ class ResultStreams(Protocol):
         The key is the request's id; for a request whose id can't be used (a duplicate, or
         none that could be read) it is the entry's id. What comes after a terminal message is
         dropped, so that a request never ends twice, and so is what comes for a stream that was
-        recovered in a larger epoch. While the transport is away it waits and tries again. Calls
-        take effect in the order made; cancelling one does not undo it.
+        recovered in a larger epoch, and the end of one of which the transport has lost outputs.
+        While the transport is away it waits and tries again. Calls take effect in the order made;
+        cancelling one does not undo it.
 
         Returns:
-            The keys of which outputs were dropped because the stream belongs to a larger epoch.
+            The keys of which outputs were dropped because the stream belongs to a larger epoch, or
+            has to be recovered since some are missing there.
 
         Raises:
             ChannelClosed: The bus was closed.
@@ -443,8 +414,30 @@ class Bus(Protocol):
         """Who may do what, for gateways that keep it here."""
 
     @property
-    def weights(self) -> WeightsRecord:
+    def weights(self) -> InPlaceRecord[WeightsInPlace]:
         """What the lane's executors remember of their weights."""
+
+    @property
+    def adapters(self) -> InPlaceRecord[AdaptersInPlace]:
+        """What they remember of their adapters."""
+
+    @property
+    def models(self) -> ModelRegistry:
+        """The models of the deployment."""
+
+    @property
+    def routing(self) -> RequestRouting:
+        """The entrance of a deployment of several models."""
+
+    @property
+    def model(self) -> str:
+        """Of which model of the deployment this is the bus; "" of all, or of the only one."""
+
+    def of_model(self, model: str) -> Bus:
+        """A bus of its own to a model of the deployment: its requests stream, its lanes, its board.
+
+        All else is the deployment's. Whoever asks for it closes it. In memory there is one model.
+        """
 
     async def open_inbox(self, stage: str) -> Inbox:
         """The inbox of a stage that runs in this process.

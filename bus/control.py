@@ -9,8 +9,11 @@ from typing import Literal
 
 import msgspec
 
-from ..config import FairnessConfig
+from ..config import FairnessConfig, ModelConfig, PoolingKind
 from .weights import InFlight, StagedWeights, WeightsSource
+
+Capability = Literal["generate", "score", "embed"]
+"""What a model can be asked for."""
 
 MemoryTag = Literal["weights", "kv_cache"]
 MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
@@ -196,12 +199,60 @@ class MemoryState(Internal, frozen=True, array_like=True, tag="memory", tag_fiel
     release: tuple[str, ...] = ()
 
 
+class LoadAdapter(Internal, frozen=True, array_like=True, tag="load_adapter", tag_field="type"):
+    """To the executor: read a LoRA adapter, and put it in place between two steps.
+
+    Steps go on while it is read. Answered with its version when it is in place, or refused.
+
+    Attributes:
+        adapter: Its id, by which requests name it. One that is loaded gets new weights.
+        folder: Where PEFT has written it; the executor's process must be able to read it.
+        in_flight: What becomes of sequences that have begun with it.
+        version: What to count from then on, above all that this id has had; None for the next.
+        only_check: Read it and change nothing; answered with the version that it would have.
+    """
+
+    adapter: str
+    folder: str
+    in_flight: InFlight = "keep"
+    version: int | None = None
+    only_check: bool = False
+
+
+class UnloadAdapter(Internal, frozen=True, array_like=True, tag="unload_adapter", tag_field="type"):
+    """To admission: let no request with this adapter in any more. Answered when none is in flight.
+
+    To the executor, behind that: forget it. Answered when that is so; what still has it ends.
+
+    Attributes:
+        in_flight: "abort" ends requests in flight with what they have; else they finish first.
+    """
+
+    adapter: str
+    in_flight: InFlight = "keep"
+
+
+class AdapterReady(Internal, frozen=True, array_like=True, tag="adapter_ready", tag_field="type"):
+    """The executor to batching: an adapter waits for the next plan to put it in place.
+
+    Attributes:
+        version: Of its weights; 0: it is to be forgotten.
+    """
+
+    adapter: str
+    version: int
+    in_flight: InFlight
+
+
 class FlushCache(Internal, frozen=True, array_like=True, tag="flush", tag_field="type"):
     """Forget all cached prefixes. Running sequences keep their blocks."""
 
 
 class Drain(Internal, frozen=True, array_like=True, tag="drain", tag_field="type"):
-    """Let nothing more in; what is still in flight after `timeout_ns` ends with an error."""
+    """Let nothing more in; what is still in flight after `timeout_ns` ends with an error.
+
+    A second one may shorten the time.
+    """
 
     timeout_ns: int
 
@@ -212,11 +263,73 @@ class UpdateFairness(Internal, frozen=True, array_like=True, tag="fairness", tag
     config: FairnessConfig
 
 
+class LoadModel(Internal, frozen=True, array_like=True, tag="load", tag_field="type"):
+    """To whoever runs the models: load one. Answered when it is ready, or why it can't be.
+
+    Attributes:
+        id: Which one, by any of its names.
+        model: What it is, where the deployment shall have it from now on; None for one that it has.
+    """
+
+    id: str
+    model: ModelConfig | None = None
+
+
+class UnloadModel(Internal, frozen=True, array_like=True, tag="unload", tag_field="type"):
+    """To whoever runs the models: unload one. Answered when its processes have ended.
+
+    It takes no more requests, and those that it has are answered first.
+
+    Attributes:
+        id: Which one, by any of its names.
+        timeout_s: How long they may take; what is left then ends with an error. None: any time.
+        remove: Whether the deployment shall not have it any more.
+    """
+
+    id: str
+    timeout_s: float | None = None
+    remove: bool = False
+
+
 class Reset(Internal, frozen=True, array_like=True, tag="reset", tag_field="type"):
     """A new epoch begins: drop whatever belongs to older ones, then answer with StageReady.
 
     The epoch is that of the envelope.
     """
+
+
+class LoadedAdapter(InternalPart, frozen=True, array_like=True):
+    """An adapter that an executor has.
+
+    Attributes:
+        id: By which requests name it.
+        version: Of its weights.
+        folder: Where they were read; "" when they can't be had again.
+        rank: The largest of its layers.
+        num_bytes: That it takes of the device's memory.
+    """
+
+    id: str
+    version: int
+    folder: str = ""
+    rank: int = 0
+    num_bytes: int = 0
+
+
+class EmbeddingCapacity(InternalPart, frozen=True, array_like=True):
+    """What vectors the executor's model makes of prompts.
+
+    Attributes:
+        size: How many numbers they have.
+        pooling: That of requests that name none.
+        normalize: Likewise.
+        whole: As in Pooling.
+    """
+
+    size: int
+    pooling: PoolingKind
+    normalize: bool
+    whole: bool = False
 
 
 class LaneCapacity(InternalPart, frozen=True, array_like=True):
@@ -231,6 +344,10 @@ class LaneCapacity(InternalPart, frozen=True, array_like=True):
         weight_version: Of the weights in place.
         lacks: As in MemoryState.
         max_batch_size: Sequences that run at the same time.
+        adapters: Those that requests can name.
+        capabilities: What the model can be asked for.
+        embedding: What vectors it makes; None where it makes none.
+        experts: How many a layer of the model has; 0 where it has none.
     """
 
     num_blocks: int
@@ -241,6 +358,17 @@ class LaneCapacity(InternalPart, frozen=True, array_like=True):
     weight_version: int = 0
     lacks: tuple[str, ...] = ()
     max_batch_size: int = 256
+    adapters: tuple[LoadedAdapter, ...] = ()
+    capabilities: tuple[Capability, ...] = ("generate", "score")
+    embedding: EmbeddingCapacity | None = None
+    experts: int = 0
+
+
+class AdaptersChanged(Internal, frozen=True, array_like=True, tag="adapters", tag_field="type"):
+    """The executor to admission, within an epoch: these are the adapters that it has now."""
+
+    stage: str
+    adapters: tuple[LoadedAdapter, ...]
 
 
 class StageStarted(Internal, frozen=True, array_like=True, tag="started", tag_field="type"):

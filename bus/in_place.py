@@ -1,13 +1,15 @@
-"""What a lane remembers of its weights, for an executor that starts anew while the lane lives."""
+"""What a lane remembers of its weights and adapters, for an executor that starts anew."""
 
 from __future__ import annotations
 
-from typing import Annotated, Protocol
+from typing import Annotated, Generic, Protocol, TypeVar
 
 import msgspec
 
 _LARGEST = (1 << 63) - 1
 """Of the integers that every message can carry."""
+
+T = TypeVar("T")
 
 
 class WeightsInPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -27,18 +29,41 @@ class WeightsInPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stamp: str = ""
 
 
-class WeightsRecord(Protocol):
-    """The last word of a lane's executors on their weights."""
+class AdapterInPlace(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One adapter; the fields are those of WeightsInPlace."""
 
-    async def put(self, weights: WeightsInPlace) -> None:
+    id: str
+    version: Annotated[int, msgspec.Meta(ge=1, le=_LARGEST)]
+    folder: str = ""
+    stamp: str = ""
+
+
+class AdaptersInPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The adapters of a lane.
+
+    Attributes:
+        leader: As in WeightsInPlace.
+        adapters: Those that are loaded.
+        versions: The last version of each id, those that are not loaded any more among them.
+    """
+
+    leader: str
+    adapters: tuple[AdapterInPlace, ...] = ()
+    versions: dict[str, int] = {}
+
+
+class InPlaceRecord(Protocol[T]):
+    """The last word of a lane's executors on one of these."""
+
+    async def put(self, last: T) -> None:
         """Replaces it.
 
         Raises:
             BusError: The transport can't be reached, or was closed.
         """
 
-    async def read(self) -> WeightsInPlace | None:
-        """None when there was no update, or what stands there can't be understood.
+    async def read(self) -> T | None:
+        """None when nothing was said, or what stands there can't be understood.
 
         While the transport is away it waits.
 
@@ -47,14 +72,14 @@ class WeightsRecord(Protocol):
         """
 
 
-class MemoryWeightsRecord:
-    """The `WeightsRecord` within one process, with which it ends."""
+class MemoryRecord(Generic[T]):
+    """The `InPlaceRecord` within one process, with which it ends."""
 
     def __init__(self) -> None:
-        self._last: WeightsInPlace | None = None
+        self._last: T | None = None
 
-    async def put(self, weights: WeightsInPlace) -> None:
-        self._last = weights
+    async def put(self, last: T) -> None:
+        self._last = last
 
-    async def read(self) -> WeightsInPlace | None:
+    async def read(self) -> T | None:
         return self._last

@@ -8,7 +8,8 @@
     client ◄──results──────────────────────┘   ▲───────────────────steps──────────────────────┘
 
     control: anyone ──► any stage. So goes what streaming asks the reference model (ScoreSample),
-    and what an executor answers (SampleScored).
+    and what an executor answers (SampleScored). Clients also send to whoever runs the models of
+    a deployment (LoadModel, UnloadModel), which is no stage.
 
 Batching and executor may be there several times (replicas): then each pair has its own of the links
 that begin or end there, named `dispatch.1` and so on for replica 1, see `at`.
@@ -52,7 +53,6 @@ FINISHED = Link("finished", ("streaming",), "admission", closes_circle=True)
 CONTROL: dict[str, Link] = {
     stage: Link(f"control.{stage}", STAGES, stage, closes_circle=True) for stage in STAGES
 }
-
 LINKS = (
     ADMITTED,
     DISPATCH,
@@ -65,6 +65,11 @@ LINKS = (
     FINISHED,
     *CONTROL.values(),
 )
+
+MODEL_MANAGER = "models"
+"""The role of whoever loads and unloads the models of a deployment."""
+MODELS = Link("control.models", (), MODEL_MANAGER, closes_circle=True)
+"""To them; no part of a lane."""
 
 PER_REPLICA = (
     DISPATCH,
@@ -96,5 +101,7 @@ def all_links(replicas: int) -> tuple[Link, ...]:
 
 
 def links_to(role: str, replicas: int = 1) -> tuple[Link, ...]:
-    """The links that end at a stage."""
+    """The links that end at a stage, or at the model manager."""
+    if role == MODEL_MANAGER:
+        return (MODELS,)
     return tuple(link for link in all_links(replicas) if link.receiver == role)

@@ -18,6 +18,8 @@ import msgspec
 
 from ..config import SamplingParams
 from .control import (
+    AdapterReady,
+    AdaptersChanged,
     Cancel,
     CancelAll,
     Drain,
@@ -27,6 +29,8 @@ from .control import (
     InternalPart,
     JoinWeightsGroup,
     LeaveWeightsGroup,
+    LoadAdapter,
+    LoadModel,
     MemoryState,
     Pause,
     ReleaseMemory,
@@ -39,11 +43,15 @@ from .control import (
     StageStopped,
     StopSequences,
     TellWeightVersion,
+    UnloadAdapter,
+    UnloadModel,
     UpdateFairness,
     UpdateWeights,
     WeightsReady,
 )
+from .pooling import PooledPrompt, Pooling
 from .public import StageTime
+from .scoring import SampleScored, ScoreSample
 
 RowFinish = Literal["", "stop", "length", "abort"]
 """Why a sequence has ended with a row's token; "" while it goes on."""
@@ -75,6 +83,9 @@ class RequestInfo(InternalPart, frozen=True, array_like=True):
         prompt_logprobs: The same for the prompt; None when its logprobs are not reported at all.
         priority: The request's own, by which what is measured of it is split.
         ref_temperature: That of the logprobs by the reference model; None where there is none.
+        adapter: The id of the adapter that its samples are made with; "" for none.
+        adapter_version: The adapter's, where its sequences began; 0 before that.
+        pooling: Of a request for the prompt's vector; None of one that generates.
     """
 
     request_id: str
@@ -93,6 +104,9 @@ class RequestInfo(InternalPart, frozen=True, array_like=True):
     prompt_logprobs: int | None = None
     priority: int = 0
     ref_temperature: float | None = None
+    adapter: str = ""
+    adapter_version: int = 0
+    pooling: Pooling | None = None
 
 
 class TokenizedRequest(Internal, frozen=True, array_like=True):
@@ -113,11 +127,16 @@ class TokenizedRequest(Internal, frozen=True, array_like=True):
 class AdmittedRequest(
     TokenizedRequest, frozen=True, array_like=True, tag="admitted", tag_field="type"
 ):
-    """A valid request: the sequences wait for their turn."""
+    """A valid request: the sequences wait for their turn.
+
+    Attributes:
+        prediction: What the client expects to come, as tokens; a draft for speculation.
+    """
 
     tenant: str
     priority: int
     cache_salt: str = ""
+    prediction: tuple[int, ...] = ()
 
 
 class Dispatch(TokenizedRequest, frozen=True, array_like=True, tag="dispatch", tag_field="type"):
@@ -126,11 +145,13 @@ class Dispatch(TokenizedRequest, frozen=True, array_like=True, tag="dispatch", t
     Attributes:
         rank: Sequences with a smaller rank go first where not all fit. Ranks grow with time, so
             nobody is passed by others for ever.
+        prediction: As in AdmittedRequest.
     """
 
     priority: int
     cache_salt: str = ""
     rank: int = 0
+    prediction: tuple[int, ...] = ()
 
 
 class Yield(Internal, frozen=True, array_like=True, tag="yield", tag_field="type"):
@@ -188,6 +209,8 @@ class NewSequence(InternalPart, frozen=True, array_like=True):
             what the model's length allows.
         sample: The sample's index and seed.
         info: For the streaming stage.
+        cache_salt: Speculation learns only from sequences that have the same.
+        prediction: As in AdmittedRequest.
     """
 
     seq_id: int
@@ -198,6 +221,8 @@ class NewSequence(InternalPart, frozen=True, array_like=True):
     sampling: SamplingParams
     sample: SequenceSpec
     info: RequestInfo
+    cache_salt: str = ""
+    prediction: tuple[int, ...] = ()
 
 
 class StepPlan(Internal, frozen=True, array_like=True, tag="plan", tag_field="type"):
@@ -222,6 +247,10 @@ class StepPlan(Internal, frozen=True, array_like=True, tag="plan", tag_field="ty
         weight_version: Of new weights to be put in place before the pass; 0 for none.
         release: Memory to be released. Then no plan is under way before this one, which has no
             rows, nor has any other until the memory is there again.
+        adapters: (id, version) of adapters whose new weights are to be put in place before the
+            pass; version 0: the executor forgets the adapter. Behind `finished`, before `new`.
+        num_drafts: `[rows]`, how many drafted tokens the executor may verify in a row besides,
+            for which the row's blocks have room; empty: none in any.
     """
 
     step_id: int
@@ -235,6 +264,8 @@ class StepPlan(Internal, frozen=True, array_like=True, tag="plan", tag_field="ty
     made_ns: int
     weight_version: int = 0
     release: tuple[str, ...] = ()
+    adapters: tuple[tuple[str, int], ...] = ()
+    num_drafts: tuple[int, ...] = ()
 
 
 class StartedSequence(InternalPart, frozen=True, array_like=True):
@@ -279,8 +310,23 @@ class PromptLogprobs(InternalPart, frozen=True, array_like=True):
     top_logprobs: tuple[TopLogprobs, ...] = ()
 
 
+class VerifiedDraft(InternalPart, frozen=True, array_like=True):
+    """A row's drafted tokens, of which the first `num_accepted` were what was sampled.
+
+    `source`: where they came from, as in `engine.draft_sources`, or "model".
+    """
+
+    seq_id: int
+    source: str
+    num_tokens: int
+    num_accepted: int
+
+
 class StepResult(Internal, frozen=True, array_like=True, tag="step", tag_field="type"):
     """What one forward pass sampled. Rows that only prefilled are not in it.
+
+    A sequence whose draft was accepted in part or whole is named once for each token that it got,
+    in order and one after the other. So `[rows]` are tokens here.
 
     Attributes:
         step_id: The plan's.
@@ -295,6 +341,10 @@ class StepResult(Internal, frozen=True, array_like=True, tag="step", tag_field="
         end_ns: When its tokens were on the host.
         top_logprobs: `[rows]`, empty for a row that did not ask; all empty: no row did.
         prompt_logprobs: For sequences that asked for them.
+        adapter_versions: `[rows]`, of the adapter that each row was made with, 0 for none; empty:
+            no row had one.
+        pooled: For sequences that asked for their prompt's vector and have computed all of it.
+        drafts: For each row in which drafted tokens were verified.
     """
 
     step_id: int
@@ -309,37 +359,9 @@ class StepResult(Internal, frozen=True, array_like=True, tag="step", tag_field="
     end_ns: int
     top_logprobs: tuple[TopLogprobs, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-
-
-class ScoreSample(Internal, frozen=True, array_like=True, tag="score", tag_field="type"):
-    """Streaming to an executor: what does the reference model make of a finished sample?
-
-    It is answered in the same epoch, with SampleScored.
-
-    Attributes:
-        token_ids: `[prompt + completion]`.
-        start: Position of the first token whose logprob is wanted, at least 1.
-        temperature: Of the logprobs.
-    """
-
-    request_id: str
-    entry_id: str
-    sample_index: int
-    token_ids: tuple[int, ...]
-    start: int
-    temperature: float
-
-
-class SampleScored(Internal, frozen=True, array_like=True, tag="scored", tag_field="type"):
-    """An executor to streaming: the logprobs of `ScoreSample.token_ids` from `start` on.
-
-    They are empty where this executor has no reference model.
-    """
-
-    request_id: str
-    entry_id: str
-    sample_index: int
-    logprobs: tuple[float, ...]
+    adapter_versions: tuple[int, ...] = ()
+    pooled: tuple[PooledPrompt, ...] = ()
+    drafts: tuple[VerifiedDraft, ...] = ()
 
 
 class RecoveryItem(InternalPart, frozen=True, array_like=True):
@@ -387,9 +409,10 @@ class Recovered(Internal, frozen=True, array_like=True, tag="recovered", tag_fie
 
 
 class Fenced(Internal, frozen=True, array_like=True, tag="fenced", tag_field="type"):
-    """Streaming to admission: somebody goes on with the streams of these entries in a larger epoch.
+    """Streaming to admission: the streams of these entries take nothing more in this epoch.
 
-    Whose they are now, the requests queue tells.
+    Somebody goes on with them in a larger one, or outputs are missing there. Whose they are now,
+    the requests queue tells.
     """
 
     entry_ids: tuple[str, ...]
@@ -430,9 +453,15 @@ Message = (
     | ReleaseMemory
     | ResumeMemory
     | MemoryState
+    | LoadAdapter
+    | UnloadAdapter
+    | AdapterReady
+    | AdaptersChanged
     | FlushCache
     | Drain
     | UpdateFairness
+    | LoadModel
+    | UnloadModel
     | Reset
     | StageStarted
     | StageReady

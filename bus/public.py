@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from ..config import SamplingParams
+from ..config import PoolingKind, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "content_filter"]
 """Why a sample ended. The last is a gateway's: behind it stood what may not be said there."""
@@ -50,6 +50,22 @@ class ChatMessage(PublicPart, frozen=True, kw_only=True, forbid_unknown_fields=T
     content: str
 
 
+class EmbedParams(PublicPart, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the vector of a prompt is made of its tokens' last hidden states. docs/embeddings.md.
+
+    Attributes:
+        pooling: "mean" over all tokens, the "last" one, or the first one ("cls"); "" for the
+            model's own.
+        normalize: Whether the vector gets the length 1; None for the model's own.
+        dimensions: How many of its first numbers are wanted, taken before it is normalised; None
+            for all.
+    """
+
+    pooling: PoolingKind | Literal[""] = ""
+    normalize: bool | None = None
+    dimensions: int | None = None
+
+
 class GenerateRequest(
     Public,
     frozen=True,
@@ -61,13 +77,16 @@ class GenerateRequest(
 ):
     """A request for completions. Exactly one of prompt, prompt_token_ids and messages is given.
 
+    With `embed` it is one for the prompt's vector, and nothing is generated.
+
     Attributes:
         request_id: The client's own name for the request, unique among those in flight or whose
             output is still readable. When empty, the id that the requests queue gave the entry.
         prompt: Text to be continued.
         prompt_token_ids: The same, already as tokens of the model.
         messages: A conversation, put through the model's chat template.
-        model: The model's name; any name but the served one is refused. Empty takes what is there.
+        model: The model's name, or the id of an adapter; any other name is refused. Empty takes
+            the model without an adapter.
         n: Samples of this one prompt.
         sampling: How to sample; see SamplingParams.
         stream: Whether chunks are wanted as tokens come, or only the final completion.
@@ -79,6 +98,11 @@ class GenerateRequest(
             nobody can learn from times or `cached_tokens` what others have asked. Empty shares with
             the tenant's others that are empty. Where `admission.share_prefixes_across_tenants` is
             set, tenants do not matter.
+        embed: Asks for the prompt's vector, the `embedding` of the one sample. Then `n` is 1,
+            `sampling` is left out, and nothing comes before the Completion.
+        prediction: What is expected to come, as text or as tokens of the model. Where the engine
+            speculates, it is a draft: the answer comes sooner where it agrees, and is the same in
+            any case. Otherwise it is checked and has no effect.
     """
 
     request_id: str = ""
@@ -93,6 +117,8 @@ class GenerateRequest(
     tenant: str = "default"
     budget_ns: int | None = None
     cache_salt: str = ""
+    embed: EmbedParams | None = None
+    prediction: str | tuple[int, ...] | None = None
 
 
 # --- what clients read ------------------------------------------------------------------------
@@ -111,12 +137,23 @@ class ErrorInfo(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Usage(OutputPart, frozen=True, kw_only=True):
-    """Tokens of a request. Cached ones are those of the prompt that needed no computing,
-    summed over the samples."""
+    """Tokens of a request, summed over its samples.
+
+    Attributes:
+        cached_tokens: Those of the prompt that needed no computing.
+        accepted_prediction_tokens: Drafted tokens that were what was sampled, wherever the drafts
+            came from: `prediction` is one source of several (`engine.draft_sources`).
+        rejected_prediction_tokens: Drafted tokens that were not, or stood behind the end of a
+            sample: no part of the answer. Both count what was verified by steps that the process
+            which completes the request was told of, so after a failure of the streaming stage only
+            what came since.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 class StageTime(OutputPart, frozen=True, kw_only=True):
@@ -166,6 +203,12 @@ class CompletionSample(OutputPart, frozen=True, kw_only=True):
             `sampling.logprobs` asked for; None when it asked for none.
         ref_logprobs: `[k]`, one per token by the reference model, at the sample's temperature. None
             where the pipeline has no such model, or the sample was cut short.
+        adapter_version: Of the adapter's weights that made the oldest of these tokens; 0 without
+            an adapter. What chunks say is true of each token.
+        embedding: The prompt's vector, float32, where the request asked for it (`embed`). Then
+            there are no tokens, and `weight_version` is of the weights that made it.
+        num_draft_tokens: Drafted tokens that were verified for it, as far as Usage counts them.
+        num_accepted_draft_tokens: Those of them that were what was sampled, and are part of it.
     """
 
     sample_index: int
@@ -177,6 +220,10 @@ class CompletionSample(OutputPart, frozen=True, kw_only=True):
     weight_versions: tuple[tuple[int, int], ...] = ()
     top_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
     ref_logprobs: tuple[float, ...] | None = None
+    adapter_version: int = 0
+    embedding: tuple[float, ...] | None = None
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
 
 
 class CompletionChunk(
@@ -186,7 +233,8 @@ class CompletionChunk(
     tag="chunk",
     tag_field="type",
 ):
-    """New tokens of one sample.
+    """New tokens of one sample: those that one step made, which are several where drafted tokens
+    were accepted.
 
     `text` may lag behind `token_ids` while a character or a possible stop string is incomplete.
 
@@ -204,6 +252,7 @@ class CompletionChunk(
         top_logprobs: `[k]`, as in CompletionSample.
         prompt_logprobs, prompt_top_logprobs: As in Completion, with the first chunk of the first
             sample; None with all others.
+        adapter_version: Of the adapter's weights that made these tokens; 0 without an adapter.
     """
 
     request_id: str
@@ -218,6 +267,7 @@ class CompletionChunk(
     top_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
     prompt_logprobs: tuple[float | None, ...] | None = None
     prompt_top_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
+    adapter_version: int = 0
 
 
 class Completion(

@@ -14,17 +14,21 @@ from typing import Any
 import msgspec
 
 from ...config import STAGES, BusConfig, BusError, role_of_sender, split_role
+from ..backlog import Backlog
 from ..board import MemoryBoard
 from ..calls import MemoryCalls
-from ..channel import Backlog, DeadLetter, Inbox, RequestEntry, Sender, dead_letter
+from ..channel import Bus, Inbox, RequestEntry, Sender
 from ..codec import check_request
+from ..dead_letters import DeadLetter, dead_letter
+from ..ending import end_entries
 from ..entries import usable_trace
-from ..in_place import MemoryWeightsRecord
+from ..in_place import AdaptersInPlace, MemoryRecord, WeightsInPlace
 from ..links import Link
 from ..messages import Envelope, Message
 from ..policy import MemoryPolicyRecord
 from ..public import Completion, ErrorInfo, GenerateRequest
 from ..queue import BoundedQueue, bus_closed
+from ..registry import MemoryModelRegistry, MemoryRouting
 from ..replies import MemoryReplies
 from .limits import MemoryLimits
 from .results import MemoryResults
@@ -200,7 +204,7 @@ class MemoryRequests:
         self._taken.update((entry.entry_id, (entry, since)) for entry, since in items)
         return [_aged(*item) for item in items]
 
-    async def acknowledge(self, entry_id: str) -> None:
+    async def acknowledge(self, entry_id: str, request_id: str | None = None) -> None:
         self._taken.pop(entry_id, None)
 
     async def renew(self, lease_s: float) -> set[str]:
@@ -218,6 +222,15 @@ class MemoryRequests:
     ) -> int:
         """Refuses nothing: here `publish` waits while there are too many."""
         return 0
+
+    async def end_all(self, answer: Callable[[RequestEntry], Completion], epoch: int) -> int:
+        if len(self._queue):
+            await self.take(len(self._queue))
+        entries = [entry for entry, _ in self._taken.values()]
+        ended = await end_entries(self._results, entries, answer, epoch)
+        for entry_id in ended:
+            await self.acknowledge(entry_id)
+        return len(ended)
 
     async def bury(self, entry: RequestEntry, error: ErrorInfo, deaths: int) -> None:
         """Keeps a letter; the oldest go when there are more than `KEPT_DEAD`."""
@@ -261,7 +274,10 @@ class MemoryBus:
     calls: MemoryCalls
     limits: MemoryLimits
     policy: MemoryPolicyRecord
-    weights: MemoryWeightsRecord
+    weights: MemoryRecord[WeightsInPlace]
+    adapters: MemoryRecord[AdaptersInPlace]
+    models: MemoryModelRegistry
+    routing: MemoryRouting
 
     def __init__(self, config: BusConfig) -> None:
         self._config = config
@@ -275,7 +291,21 @@ class MemoryBus:
         self.calls = MemoryCalls(config)
         self.limits = MemoryLimits()
         self.policy = MemoryPolicyRecord()
-        self.weights = MemoryWeightsRecord()
+        self.weights = MemoryRecord()
+        self.adapters = MemoryRecord()
+        self.models = MemoryModelRegistry()
+        self.routing = MemoryRouting()
+
+    @property
+    def model(self) -> str:
+        return ""
+
+    def of_model(self, model: str) -> Bus:
+        """Raises BusError: what is in memory serves one model."""
+        raise BusError(
+            "a pipeline in memory serves one model; several take a Redis URL as bus.url",
+            code="unknown_model",
+        )
 
     async def open_inbox(self, stage: str) -> Inbox:
         self._check_open()
@@ -315,6 +345,7 @@ class MemoryBus:
     async def aclose(self) -> None:
         self._inboxes.close()
         self.requests.close()
+        self.routing.close()
         self.results.close()
 
     def _check_open(self) -> None:

@@ -33,16 +33,18 @@ class _Signal:
     def __init__(self) -> None:
         self._waiters: list[asyncio.Future[None]] = []
 
-    async def wait(self) -> None:
+    def wait(self) -> asyncio.Future[None]:
+        """To be awaited."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
-        await waiter
+        return waiter
 
     def notify(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        if self._waiters:
+            waiters, self._waiters = self._waiters, []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
 
 
 class _Route:
@@ -112,9 +114,10 @@ class MemoryResults:
     ) -> set[str]:
         """The epoch is of no use: a stage that was replaced in this process is gone."""
         self._check_open()
+        append = self._append
         for key, outputs in batch:
             for output in outputs:
-                self._append(key, output)
+                append(key, output)
         return set()
 
     async def recover(self, keys: Sequence[str], epoch: int) -> list[list[Output]]:
@@ -188,8 +191,9 @@ class MemoryResults:
             route = self._routes[entry_id] = _Route(entry_id)
         if route is None or route.ended:
             return
-        self._lead(key, route)
-        route.claimed.add(key)
+        if key not in route.claimed or key not in route.keys:
+            self._lead(key, route)
+            route.claimed.add(key)
         route.outputs.append(output)
         if isinstance(output, Completion):
             self._end(route, output)
@@ -246,14 +250,14 @@ class _Follow:
             raise StopAsyncIteration
         if self._route is None:
             self._route = await self._results._find(*self._wanted)
-        route = self._route
-        while self._position == len(route.outputs):
+        route, position = self._route, self._position
+        while position == len(route.outputs):
             self._results._check_open()
             await route.changed.wait()
             if self._done:  # by `aclose`
                 raise StopAsyncIteration
-        output = route.outputs[self._position]
-        self._position += 1
+        output = route.outputs[position]
+        self._position = position + 1
         if isinstance(output, Completion):
             self._done = True
             self._results.followed(route.entry_id, keep=self._keep)

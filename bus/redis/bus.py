@@ -9,8 +9,11 @@ import time
 import uuid
 from functools import partial
 
-from ...config import STAGES, BusConfig, BusError, role_of_sender, split_role
+import msgspec
+
+from ...config import NOT_PERMITTED, STAGES, BusConfig, BusError, role_of_sender, split_role
 from ..channel import Inbox, Sender
+from ..in_place import AdaptersInPlace, WeightsInPlace
 from ..keys import Keys
 from ..links import Link, links_to
 from ..memory.bus import Inboxes, MemoryInbox, MemorySender, Numbering
@@ -18,7 +21,6 @@ from ..queue import bus_closed
 from .board import RedisBoard
 from .calls import RedisCalls
 from .client import (
-    NOT_PERMITTED,
     Commands,
     Server,
     check_version,
@@ -26,14 +28,16 @@ from .client import (
     on_each,
     time_ms,
 )
-from .in_place import RedisWeightsRecord
+from .in_place import RedisRecord
 from .leases import live_lanes
 from .limits import RedisLimits
 from .links import LinkReader, LinkWriter, RedisSender, Seen
 from .policy import RedisPolicyRecord
+from .registry import RedisModelRegistry
 from .replies import RedisReplies
 from .requests import RedisRequests
 from .results import RedisResults
+from .routing import RedisRouting
 
 COMMAND_CONNECTIONS = 8
 """Connections for commands that don't block, shared by everything in this bus."""
@@ -67,7 +71,10 @@ class RedisBus:
     calls: RedisCalls
     limits: RedisLimits
     policy: RedisPolicyRecord
-    weights: RedisWeightsRecord
+    weights: RedisRecord[WeightsInPlace]
+    adapters: RedisRecord[AdaptersInPlace]
+    models: RedisModelRegistry
+    routing: RedisRouting
 
     def __init__(
         self, config: BusConfig, local_stages: frozenset[str] = frozenset(), replicas: int = 1
@@ -76,7 +83,7 @@ class RedisBus:
         self._config = config
         self._replicas = replicas
         self._local = local_stages if config.links == "auto" else frozenset()
-        self._keys = Keys(config.prefix, config.lane)
+        self._keys = Keys(config.prefix, config.lane, config.model)
         self._server = Server(config.url, _client_name(local_stages))
         self._commands = Commands(self._server, COMMAND_CONNECTIONS)
         self._writes = self._server.client(COMMAND_CONNECTIONS)
@@ -95,7 +102,17 @@ class RedisBus:
         self.calls = RedisCalls(config, self._keys, self._commands)
         self.limits = RedisLimits(self._keys, self._commands)
         self.policy = RedisPolicyRecord(self._keys, self._commands)
-        self.weights = RedisWeightsRecord(self._keys, self._commands)
+        self.weights = RedisRecord(self._keys.weights, WeightsInPlace, self._commands)
+        self.adapters = RedisRecord(self._keys.adapters, AdaptersInPlace, self._commands)
+        self.models = RedisModelRegistry(self._keys, self._commands)
+        self.routing = RedisRouting(config, self._keys, self._server, self._commands, self.results)
+
+    @property
+    def model(self) -> str:
+        return self._config.model
+
+    def of_model(self, model: str) -> RedisBus:
+        return RedisBus(msgspec.structs.replace(self._config, model=model))
 
     async def open_inbox(self, stage: str) -> Inbox:
         """Waits while Redis is away."""
@@ -178,6 +195,7 @@ class RedisBus:
             self.requests.aclose(CLOSE_PATIENCE_S),
             self.limits.aclose(CLOSE_PATIENCE_S),
             self.results.aclose(),
+            self.routing.aclose(),
         )
         await self._commands.aclose(max(0.0, give_up_at - time.monotonic()))
         await self._writes.aclose()

@@ -23,7 +23,7 @@ from redis.asyncio.sentinel import (
 from redis.backoff import NoBackoff
 from redis.maint_notifications import MaintNotificationsConfig
 
-from ...config import BusError, redact
+from ...config import NOT_PERMITTED, BusError, redact
 from ..queue import bus_closed
 from .address import parse_address
 from .cluster_commands import KnownCommands
@@ -45,7 +45,6 @@ CLUSTER_CONNECTIONS = 1024
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.02, 2.0
 
-NOT_PERMITTED = "not_permitted"
 """The code of what the server's access control list forbids."""
 
 _CONNECTION_ERRORS = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
@@ -305,7 +304,7 @@ async def execute(redis: Redis, *command: Any, key: bytes | None = None) -> Any:
         key: One of its keys, if they are not the first arguments: a cluster's client would have
             to ask a server where they are. None: nothing has to be said.
     """
-    with _cluster_errors():
+    with _connection_errors():
         if key is not None and isinstance(redis, RedisCluster):
             await redis.initialize()
             node = redis.get_node_from_key(key)
@@ -327,7 +326,7 @@ async def execute_all(
         pipeline.execute_command(*command, **options)
     if not isinstance(redis, RedisCluster):
         return list(await pipeline.execute(raise_on_error=raise_on_error))
-    with _cluster_errors():
+    with _connection_errors():
         replies = list(await pipeline.execute(raise_on_error=False))
     errors = [reply for reply in replies if isinstance(reply, Exception)]
     broken = [error for error in errors if isinstance(error, _NODE_ERRORS)]
@@ -351,7 +350,7 @@ async def transact(redis: Redis, key: bytes, commands: Iterable[Sequence[Any]]) 
         Replies as the server gives them: those of INFO and TIME are not made into anything else.
     """
     pipeline, options = redis.pipeline(transaction=False), dict[str, Any]()
-    with _cluster_errors():
+    with _connection_errors():
         if isinstance(redis, RedisCluster):
             await redis.initialize()
             options = {"target_nodes": redis.get_node_from_key(key)}
@@ -373,7 +372,7 @@ async def on_each(redis: Redis, *command: Any) -> list[Any]:
     """The replies of every master that holds a part of the data."""
     if not isinstance(redis, RedisCluster):
         return [await execute(redis, *command)]
-    with _cluster_errors():
+    with _connection_errors():
         await redis.initialize()
         return await asyncio.gather(
             *(redis.execute_command(*command, target_nodes=n) for n in redis.get_primaries())
@@ -387,12 +386,17 @@ async def time_ms(redis: Redis, key: bytes) -> int:
 
 
 @contextmanager
-def _cluster_errors() -> Iterator[None]:
-    """A cluster's client has errors of its own for nodes that can't be reached."""
+def _connection_errors() -> Iterator[None]:
+    """A cluster's client has errors of its own for nodes that can't be reached, and stumbles where
+    a connection is lost while it is being opened."""
     try:
         yield
     except exceptions.RedisClusterException as error:
         raise exceptions.ConnectionError(str(error)) from error
+    except AttributeError as error:
+        if error.name != "writelines":
+            raise
+        raise exceptions.ConnectionError(f"the connection was lost: {error}") from error
 
 
 async def persist(server: Server, what: str, attempt: Callable[[], Awaitable[T]]) -> T:

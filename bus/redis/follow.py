@@ -13,6 +13,7 @@ from ..codec import decode_output
 from ..keys import JSON, Keys
 from ..public import Completion, CompletionChunk, Output
 from .client import Commands, execute_all, log
+from .given import Given
 from .readers import Readers, Subscription
 
 IDLE_CHECK_S = 30.0
@@ -36,14 +37,14 @@ class RedisFollow:
     ) -> None:
         self._readers = readers
         self._commands = commands
-        self._requests_key = keys.requests
+        self._keys = keys
         self._entry_id = entry_id
         self._check_first = check_first and bool(entry_id)
         self._outs = out_keys(keys, request_id, entry_id)
         self._subscription: Subscription | None = None
         self._done = False
-        # Tokens given out of each sample: a server restarted with old data gets some again.
-        self._given: dict[int, int] = {}
+        # By sample.
+        self._given: dict[int, Given] = {}
 
     def __aiter__(self) -> Self:
         return self
@@ -70,8 +71,11 @@ class RedisFollow:
             output = self._decode(key, raw)
             if self._entry_id and output.entry_id != self._entry_id:
                 continue  # another request of the same id
-            if isinstance(output, CompletionChunk) and not self._is_next(output):
-                continue
+            if isinstance(output, CompletionChunk):
+                given = self._given.setdefault(output.sample_index, Given())
+                if (following := given.next_of(output)) is None:
+                    continue
+                output = following
             subscription.keep_only(key)
             if isinstance(output, Completion):
                 await self.aclose()
@@ -96,18 +100,6 @@ class RedisFollow:
                 self._subscription.close()
             raise
 
-    def _is_next(self, chunk: CompletionChunk) -> bool:
-        """Whether it continues what was given out.
-
-        Not when it was given out already, and not when tokens are missing before it: a server
-        restarted without its last entries may get one more before the stream is written anew.
-        """
-        given = self._given.get(chunk.sample_index, 0)
-        if chunk.token_offset != given:
-            return False
-        self._given[chunk.sample_index] = given + len(chunk.token_ids)
-        return True
-
     async def _check_still_known(self) -> None:
         """A server that lost its data has neither the request nor its outputs.
 
@@ -124,7 +116,7 @@ class RedisFollow:
     async def _check_known(self) -> None:
         """Raises BusError as `check_known` does."""
         try:
-            await check_known(self._commands, self._requests_key, self._entry_id, self._outs)
+            await check_known(self._commands, self._keys, self._entry_id, self._outs)
         except BusError as error:
             self._done = self._done or error.code == UNKNOWN
             raise
@@ -180,7 +172,7 @@ async def last_output(
             if output.entry_id == entry_id or not entry_id:
                 return output
     if entry_id:
-        await check_known(commands, keys.requests, entry_id, outs)
+        await check_known(commands, keys, entry_id, outs)
     return None
 
 
@@ -189,30 +181,48 @@ def out_keys(keys: Keys, request_id: str, entry_id: str) -> list[bytes]:
     return [keys.out(key) for key in dict.fromkeys((request_id, entry_id)) if key]
 
 
-async def check_known(
-    commands: Commands, requests_key: bytes, entry_id: str, outs: Sequence[bytes]
-) -> None:
+async def check_known(commands: Commands, keys: Keys, entry_id: str, outs: Sequence[bytes]) -> None:
     """An entry leaves the queue only after its terminal message is written.
 
     Raises:
         BusError: It is not in the queue, and there is no output: nothing will ever come.
     """
-    redis = commands.redis
-    ask = (("XRANGE", requests_key, entry_id, entry_id),)
-    # An error: the entry id is not one of Redis's. The order counts: the queue first.
-    (queued,) = await commands.idempotent(
-        "follow", lambda: execute_all(redis, ask, raise_on_error=False)
-    )
-    looks = [("EXISTS", out) for out in outs]
+    # The order counts: the queue first, of which it leaves the entrance first.
+    queued = await _is_in(commands, [keys.entrance], entry_id)
+    if queued is False:
+        queued = await _is_in(commands, await _behind_entrance(commands, keys), entry_id)
+    redis, looks = commands.redis, [("EXISTS", out) for out in outs]
     written = await commands.idempotent("follow", lambda: execute_all(redis, looks))
-    if isinstance(queued, exceptions.NoPermissionError):
+    if queued is None:
         return  # who may not read the queue has to trust that it holds his request
-    if not any(written) and (isinstance(queued, Exception) or not queued):
+    if not any(written) and not queued:
         raise BusError(
             f"entry {entry_id[:80]!r} is not in the requests queue, and its outputs are no "
             "longer readable; they are kept for bus.results_ttl_s after its end",
             code=UNKNOWN,
         )
+
+
+async def _is_in(commands: Commands, streams: Sequence[bytes], entry_id: str) -> bool | None:
+    """Whether an entry is in one of the streams; None when that may not be known."""
+    redis = commands.redis
+    asks = [("XRANGE", stream, entry_id, entry_id) for stream in streams]
+    replies = await commands.idempotent(
+        "follow", lambda: execute_all(redis, asks, raise_on_error=False)
+    )
+    if any(isinstance(reply, exceptions.NoPermissionError) for reply in replies):
+        return None
+    # Another error: the entry id is not one of Redis's.
+    return any(reply for reply in replies if not isinstance(reply, Exception))
+
+
+async def _behind_entrance(commands: Commands, keys: Keys) -> list[bytes]:
+    """The streams to which requests are moved, of all models that there are or were."""
+    if keys.model:
+        return [keys.requests]
+    redis, asks = commands.redis, [("HKEYS", keys.models), ("HKEYS", keys.closed)]
+    names = await commands.idempotent("follow", lambda: execute_all(redis, asks))
+    return [keys.requests_of(name.decode()) for name in sorted({*names[0], *names[1]})]
 
 
 def _output(key: bytes, raw: bytes) -> Output:

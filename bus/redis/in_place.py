@@ -1,33 +1,36 @@
-"""What a lane remembers of its weights, on Redis: one key for each lane."""
+"""What a lane remembers of its weights and adapters, on Redis: a key of each for each lane."""
 
 from __future__ import annotations
 
+from typing import Generic, TypeVar
+
 import msgspec
 
-from ..in_place import WeightsInPlace
-from ..keys import Keys
 from .client import Commands, execute, log
 
+T = TypeVar("T")
 
-class RedisWeightsRecord:
-    """The `WeightsRecord` of a lane as one key, which outlives the lane's processes."""
 
-    def __init__(self, keys: Keys, commands: Commands) -> None:
-        self._key = keys.weights
+class RedisRecord(Generic[T]):
+    """The `InPlaceRecord` of a lane as one key, which outlives the lane's processes."""
+
+    def __init__(self, key: bytes, kind: type[T], commands: Commands) -> None:
+        self._key = key
+        self._kind = kind
         self._commands = commands
 
-    async def put(self, weights: WeightsInPlace) -> None:
-        redis, body = self._commands.redis, msgspec.json.encode(weights)
+    async def put(self, last: T) -> None:
+        redis, body = self._commands.redis, msgspec.json.encode(last)
         await self._commands.once(lambda: execute(redis, "SET", self._key, body))
 
-    async def read(self) -> WeightsInPlace | None:
+    async def read(self) -> T | None:
         redis = self._commands.redis
         get = lambda: execute(redis, "GET", self._key)  # noqa: E731
-        raw = await self._commands.idempotent("weights in place", get)
+        raw = await self._commands.idempotent("in place", get)
         if raw is None:
             return None
         try:
-            return msgspec.json.decode(raw, type=WeightsInPlace)
+            return msgspec.json.decode(raw, type=self._kind)
         except (ValueError, RecursionError) as error:
-            log.warning("bus.undecodable_entry", stream="weights", error=str(error))
+            log.warning("bus.undecodable_entry", stream=self._key.decode(), error=str(error))
             return None

@@ -7,13 +7,12 @@ depends on that is done in a script: looking and acting is one step, for all lan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from ...config import BusConfig, LaneReplaced
-from ..channel import RequestEntry
 from ..keys import Keys
-from ..public import Completion, GenerateRequest
+from ..public import GenerateRequest
 from .client import Commands, execute, persist
 from .waiting import WaitingEntries
 
@@ -88,18 +87,25 @@ return redis.call(unpack(claim))
 """
 
 # Acknowledged and deleted together: an entry that is only acknowledged would come back when the
-# group is made again. What another lane has is left to it; what nobody has is answered too.
+# group is made again. What another lane has is left to it; what nobody has is answered too. With
+# marks, two keys for each entry, those of which this server has neither stay, and are the reply.
 _ACKNOWLEDGE = """
-local group, consumer = ARGV[1], ARGV[2]
+local group, consumer, unanswered = ARGV[1], ARGV[2], {}
 for i = 3, #ARGV do
   local row = redis.pcall('XPENDING', KEYS[1], group, ARGV[i], ARGV[i], 1)
   if row.err and string.sub(row.err, 1, 7) ~= 'NOGROUP' then return row end
   if row.err or not row[1] or row[1][2] == consumer then
-    if not row.err then redis.call('XACK', KEYS[1], group, ARGV[i]) end
-    redis.call('XDEL', KEYS[1], ARGV[i])
+    local mark = KEYS[2 * i - 4]
+    if mark and redis.call('EXISTS', mark, KEYS[2 * i - 3]) == 0
+        and #redis.call('XRANGE', KEYS[1], ARGV[i], ARGV[i]) > 0 then
+      unanswered[#unanswered + 1] = ARGV[i]
+    else
+      if not row.err then redis.call('XACK', KEYS[1], group, ARGV[i]) end
+      redis.call('XDEL', KEYS[1], ARGV[i])
+    end
   end
 end
-return redis.status_reply('OK')
+return unanswered
 """
 
 # How many entries nobody has taken, and the last that was handed out. Entries are deleted when they
@@ -160,15 +166,16 @@ end
 return removed
 """
 
+# Entries that were answered, whoever had them.
+_FORGET = """
+for i = 2, #ARGV do
+  redis.pcall('XACK', KEYS[1], ARGV[1], ARGV[i])
+  redis.call('XDEL', KEYS[1], ARGV[i])
+end
+return redis.status_reply('OK')
+"""
+
 RawEntries = list[tuple[bytes, dict[bytes, bytes]]]
-
-
-class Refusal(NamedTuple):
-    """An entry that nobody has taken, the key of its output, and its answer."""
-
-    entry_id: str
-    key: str
-    answer: Completion
 
 
 class Leases:
@@ -220,17 +227,27 @@ class Leases:
         reply = await self._eval("leases", _TAKE_OVER, [self._keys.requests], *group)
         return _entries(reply)
 
-    async def acknowledge(self, entry_ids: Sequence[str]) -> None:
-        """Removes entries for good, unless another lane has them."""
-        await persist(
+    async def acknowledge(self, entry_ids: Sequence[str], marks: Sequence[bytes] = ()) -> set[str]:
+        """Removes entries for good, unless another lane has them.
+
+        Args:
+            marks: Two keys for each entry, of which one tells that its terminal message is written;
+                they have to be where the requests are. None: that is not looked at.
+
+        Returns:
+            Those of which there is no mark.
+        """
+        keys = (self._keys.requests, *marks)
+        unanswered = await persist(
             self._commands.server,
             "acknowledgements",
             lambda: execute(
                 self._commands.redis,
-                *("EVAL", _ACKNOWLEDGE, 1, self._keys.requests),
+                *("EVAL", _ACKNOWLEDGE, len(keys), *keys),
                 *(self._config.group, self.consumer, *entry_ids),
             ),
         )
+        return {entry_id.decode() for entry_id in unanswered}
 
     async def excess(self, max_queued: int) -> tuple[int, RawEntries]:
         """How many entries nobody has taken, and some of those that are too many.
@@ -263,6 +280,12 @@ class Leases:
         key = [self._keys.requests]
         return int(await self._eval("requests", _REMOVE, key, group, *entry_ids))
 
+    async def forget(self, entry_ids: Sequence[str]) -> None:
+        """Removes entries for good, whoever has them."""
+        if entry_ids:
+            key, group = [self._keys.requests], self._config.group
+            await self._eval("requests", _FORGET, key, group, *entry_ids)
+
     async def _eval(self, what: str, script: str, keys: list[bytes], *arguments: Any) -> Any:
         async def attempt() -> Any:
             try:
@@ -293,17 +316,6 @@ def live_lanes(registry: dict[bytes, bytes], now_ms: int) -> list[str]:
         if ends.isdigit() and int(ends) >= now_ms:
             live.append(lane.decode("utf-8", "replace"))
     return sorted(live)
-
-
-def refusals_of(
-    entries: Sequence[RequestEntry], queued: int, answer: Callable[[RequestEntry, int], Completion]
-) -> list[Refusal]:
-    """The answers to entries, of which `queued` wait altogether."""
-    refusals = []
-    for entry in entries:
-        completion = answer(entry, queued)
-        refusals.append(Refusal(entry.entry_id, completion.request_id, completion))
-    return refusals
 
 
 def _entries(rows: list[Any]) -> RawEntries:

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from redis import exceptions
 from redis.asyncio import Redis
 
-from ...config import BusError, ChannelClosed
+from ...config import NOT_PERMITTED, BusError, ChannelClosed
 from ..codec import decode_envelope, encode_envelope
 from ..control import ServerRestarted
 from ..keys import MESSAGE, WRITER, Keys, id_after
@@ -26,7 +26,6 @@ from ..memory.bus import MemoryInbox, Numbering
 from ..messages import Envelope, Message
 from ..queue import BoundedQueue, bus_closed
 from .client import (
-    NOT_PERMITTED,
     Backoff,
     Server,
     end_tasks,

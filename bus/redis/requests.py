@@ -8,18 +8,20 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import Any
 
 import msgspec
 from redis import exceptions
 from redis.asyncio import Redis
 
-from ...config import BusConfig, BusError
-from ..channel import Backlog, DeadLetter, Malformed, RequestEntry, budget_of, dead_letter
-from ..codec import decode_refused, decode_request, encode_request
-from ..entries import MAX_FIELDS, usable_trace
-from ..keys import JSON, MSGPACK, REFUSED, TRACEPARENT, TRACESTATE, Keys, parse_id
+from ...config import NOT_PERMITTED, BusConfig, BusError
+from ..backlog import Backlog
+from ..channel import RequestEntry
+from ..codec import encode_request
+from ..dead_letters import DeadLetter, dead_letter
+from ..ending import end_entries
+from ..entries import usable_trace
+from ..keys import JSON, MODEL, TRACEPARENT, TRACESTATE, Keys
 from ..public import Completion, ErrorInfo, GenerateRequest
 from ..queue import bus_closed
 from .client import (
@@ -32,23 +34,23 @@ from .client import (
     is_transient,
     log,
     persist,
-    time_ms,
 )
-from .leases import Leases, Refusal, refusals_of
+from .entries import Entries, read_entries
+from .leases import Leases
 from .links import BatchWriter
 from .queue_length import QueueLength
+from .refusals import Refusal, end_untaken
 from .results import RedisResults
+from .routing import PUBLISH, explain_closed
 
 TAKE_BLOCK_S = 5.0
 DRAIN_PAGE = 256
 ACK_BATCH = 256
+MOST_RETAKEN = 3
+"""How often an entry is taken once more since the server lacks its terminal message. It might each
+time, where nothing is kept for long enough (`bus.results_ttl_s`)."""
 KEPT_DEAD = 10_000
 """Dead letters that are kept."""
-
-_FIELDS = frozenset({JSON, MSGPACK, REFUSED, TRACEPARENT, TRACESTATE})
-_BODIES = (JSON, MSGPACK, REFUSED)
-
-Entries = list[tuple[bytes, dict[bytes, bytes]]]
 
 
 class RedisRequests:
@@ -87,8 +89,11 @@ class RedisRequests:
         # True while entries may be assigned to us that we have not got: at first, and after each
         # broken connection, whose last reply may have been lost.
         self._drain_first = True
-        self._acks: BatchWriter[str] | None = None
+        self._acks: BatchWriter[tuple[str, str | None]] | None = None
+        # How often an entry was taken again whose terminal message the server had lost.
+        self._retaken: dict[str, int] = {}
         self._closed = False
+        self._may_run_scripts = True
 
     async def publish(
         self,
@@ -98,18 +103,42 @@ class RedisRequests:
         tracestate: str = "",
     ) -> str:
         field, body = encode_request(request)
-        command: list[Any] = ["XADD", self._key, "*", field, body]
+        fields: list[Any] = [field, body]
         trace = usable_trace(traceparent, tracestate)
         for name, value in zip((TRACEPARENT, TRACESTATE), trace, strict=True):
             if value:
-                command += [name, value]
+                fields += [name, value]
         redis = self._commands.redis
         if self._server.is_cluster:
             # Its client does not look whether an idle connection was closed, so that what is sent
             # first after a failover is lost. That must not be this.
             with contextlib.suppress(BusError):
-                await self._commands.once(lambda: execute(redis, "EXISTS", self._key))
-        entry_id: bytes = await self._commands.once(lambda: execute(redis, *command))
+                await self._commands.once(lambda: execute(redis, "EXISTS", self._keys.entrance))
+        if model := self._config.model:
+            fields = [MODEL, model, *fields]
+            if (direct := await self._publish_directly(fields)) is not None:
+                return direct
+        entrance = self._keys.entrance
+        entry_id: bytes = await self._commands.once(
+            lambda: execute(redis, "XADD", entrance, "*", *fields)
+        )
+        return entry_id.decode()
+
+    async def _publish_directly(self, fields: Sequence[Any]) -> str | None:
+        """Publishes to the model's own stream; None for who may run no scripts."""
+        if not self._may_run_scripts:
+            return None
+        redis, model = self._commands.redis, self._config.model
+        keys = (self._keys.entrance, self._key, self._keys.closed)
+        try:
+            entry_id: bytes = await self._commands.once(
+                lambda: execute(redis, "EVAL", PUBLISH, len(keys), *keys, model, *fields)
+            )
+        except BusError as error:
+            self._may_run_scripts = error.code != NOT_PERMITTED
+            if not self._may_run_scripts:
+                return None
+            raise explain_closed(error, model) from None
         return entry_id.decode()
 
     async def pending(self) -> list[RequestEntry]:
@@ -154,7 +183,7 @@ class RedisRequests:
                 fetching.result()
         return [self._ready.popleft() for _ in range(min(max_items, len(self._ready)))]
 
-    async def acknowledge(self, entry_id: str) -> None:
+    async def acknowledge(self, entry_id: str, request_id: str | None = None) -> None:
         """Written within moments, together with others."""
         if self._closed:
             raise bus_closed()
@@ -162,7 +191,7 @@ class RedisRequests:
             return
         if self._acks is None:
             self._acks = BatchWriter("acknowledgements", self._write_acks)
-        await self._acks.put(entry_id, None)
+        await self._acks.put((entry_id, request_id), None)
 
     async def renew(self, lease_s: float) -> set[str]:
         lost, gone = await self._leases.renew(lease_s, tuple(self._known))
@@ -196,14 +225,30 @@ class RedisRequests:
         entries = await self._commands.shielded(
             persist(self._server, "requests", lambda: self._read_entries(redis, raw))
         )
-        answered = await self._answer(refusals_of(entries, queued, answer), epoch)
+        refusals = [Refusal(entry.entry_id, answer(entry, queued)) for entry in entries]
+        answered = await end_untaken(self._results, refusals, epoch)
         return await self._leases.remove(answered)
+
+    async def end_all(self, answer: Callable[[RequestEntry], Completion], epoch: int) -> int:
+        redis, after, number = self._commands.redis, "-", 0
+        while True:
+            command = ("XRANGE", self._key, after, "+", "COUNT", DRAIN_PAGE)
+            raw = await self._commands.once(lambda: execute(redis, *command))  # noqa: B023
+            if not raw:
+                return number
+            after = f"({raw[-1][0].decode()}"
+            entries = await self._commands.once(
+                lambda: self._read_entries(redis, raw)  # noqa: B023
+            )
+            ended = await end_entries(self._results, entries, answer, epoch)
+            await self._leases.forget(ended)
+            number += len(ended)
 
     async def bury(self, entry: RequestEntry, error: ErrorInfo, deaths: int) -> None:
         """Keeps a letter; the oldest go when there are more than `KEPT_DEAD`."""
-        letter = msgspec.json.encode(dead_letter(entry, error, deaths, time.time_ns()))
-        redis = self._commands.redis
-        command = ("XADD", self._keys.dead, "MAXLEN", "~", KEPT_DEAD, "*", JSON, letter)
+        letter = dead_letter(entry, error, deaths, time.time_ns(), self._config.model)
+        redis, written = self._commands.redis, msgspec.json.encode(letter)
+        command = ("XADD", self._keys.dead, "MAXLEN", "~", KEPT_DEAD, "*", JSON, written)
         await self._commands.shielded(
             persist(self._server, "dead letters", lambda: execute(redis, *command))
         )
@@ -260,35 +305,49 @@ class RedisRequests:
             await self._acks.aclose(patience_s)
         await self._redis.aclose()
 
-    async def _write_acks(self, batch: list[str]) -> int:
-        await self._leases.acknowledge(batch)
-        self._known.difference_update(batch)
-        self._answered.update(batch)
+    async def _write_acks(self, batch: list[tuple[str, str | None]]) -> int:
+        """An entry is removed only where its terminal message is.
+
+        Commands to one server may reach two, one before and one after the other has taken its
+        place, and what is confirmed may be lost in between. So what is found unanswered is taken
+        once more, and goes on behind what there is of it.
+        """
+        certain = [
+            entry_id
+            for entry_id, request_id in batch
+            if request_id is None or self._retaken.get(entry_id, 0) >= MOST_RETAKEN
+        ]
+        answered = {
+            entry_id: request_id
+            for entry_id, request_id in batch
+            if request_id is not None and entry_id not in certain
+        }
+        unanswered = await self._acknowledge(certain, answered)
+        for entry_id in unanswered:
+            self._retaken[entry_id] = self._retaken.get(entry_id, 0) + 1
+        done = {entry_id for entry_id, _ in batch} - unanswered
+        for entry_id in done:
+            self._retaken.pop(entry_id, None)
+        self._known -= done | unanswered
+        self._answered |= done
+        if unanswered:
+            log.warning("bus.answers_lost", entries=len(unanswered))
+            self._drain_first = True
         return ACK_BATCH
 
-    async def _answer(self, refusals: Sequence[Refusal], epoch: int) -> list[str]:
-        """Answers entries; returns those whose request has ended.
-
-        Whoever takes an entry claims its request's id first, and finds that we have; where he was
-        first, it is his. An entry without an id of its own may be taken at the very moment: then
-        the answer stands, and what he writes is dropped.
-        """
-        claims = [(refusal.key, refusal.entry_id) for refusal in refusals]
-        owners = await self._results.claim(claims)
-        answers: list[tuple[str, Completion | None]] = []
-        for refusal, owner in zip(refusals, owners, strict=True):
-            if owner is None:
-                answers.append((refusal.key, refusal.answer))
-            elif owner == refusal.entry_id:
-                answers.append((refusal.key, None))
-            else:  # the id is another request's
-                answers.append((refusal.entry_id, refusal.answer))
-        ended = await self._results.answer(answers, epoch)
-        return [
-            refusal.entry_id
-            for refusal, (key, _) in zip(refusals, answers, strict=True)
-            if key in ended
-        ]
+    async def _acknowledge(self, certain: list[str], answered: dict[str, str]) -> set[str]:
+        """Removes all entries but those of `answered` without a terminal message; returns these."""
+        if self._server.is_cluster:  # what tells is in other places
+            unanswered = await self._results.unanswered(answered)
+            certain = certain + [each for each in answered if each not in unanswered]
+        elif answered:
+            marks = [mark for each in answered.items() for mark in self._results.marks_of(*each)]
+            unanswered = await self._leases.acknowledge([*answered], marks)
+        else:
+            unanswered = set()
+        if certain:
+            await self._leases.acknowledge(certain)
+        return unanswered
 
     async def _fetch(self, max_items: int) -> None:
         """Adds at least one entry to `_ready`."""
@@ -298,8 +357,8 @@ class RedisRequests:
             self._answered.clear()
             try:
                 if self._drain_first:
+                    self._drain_first = False  # before the drain: it may be set again meanwhile
                     entries = await self._drain(self._redis)
-                    self._drain_first = False
                 else:
                     entries = await self._read_new(max_items)
                 handled = self._known | self._answered
@@ -380,47 +439,7 @@ class RedisRequests:
             self._drain_first = True
 
     async def _read_entries(self, redis: Redis, raw: Entries) -> list[RequestEntry]:
-        """The requests in entries. The server is asked for its time only when one has a budget."""
-        requests = [read_request(fields, self._config.max_request_bytes) for _, fields in raw]
-        now_ms: int | None = None
-        if any(budget_of(request) is not None for request in requests):
-            now_ms = await time_ms(redis, self._key)
-        return [
-            RequestEntry(
-                entry_id.decode(),
-                request,
-                *usable_trace(fields.get(TRACEPARENT, b""), fields.get(TRACESTATE, b"")),
-                0
-                if now_ms is None or budget_of(request) is None
-                else max(0, now_ms - parse_id(entry_id)[0]) * 1_000_000,
-            )
-            for (entry_id, fields), request in zip(raw, requests, strict=True)
-        ]
-
-
-def read_request(fields: dict[bytes, bytes], max_bytes: int) -> GenerateRequest | Malformed:
-    """The request in an entry's fields, whoever wrote them. Never raises."""
-    bodies = [name for name in _BODIES if name in fields]
-    if len(fields) > MAX_FIELDS or not fields.keys() <= _FIELDS or len(bodies) != 1:
-        return Malformed(
-            "",
-            "malformed",
-            "an entry of the requests stream has one field 'json' or 'msgpack', and may have "
-            f"'traceparent' and 'tracestate'; this one has {_names(fields)}",
-        )
-    body = fields[bodies[0]]
-    if bodies[0] == REFUSED:
-        if len(body) > max_bytes:
-            return Malformed("", "malformed", "the field 'refused' is too long")
-        return decode_refused(body)
-    return decode_request(body, "json" if bodies[0] == JSON else "msgpack", max_bytes)
-
-
-def _names(fields: dict[bytes, bytes]) -> str:
-    first = sorted(islice(fields, MAX_FIELDS))
-    names = [repr(name[:40].decode("utf-8", "replace")) for name in first]
-    more = f" and {len(fields) - len(first)} more" if len(fields) > len(first) else ""
-    return (", ".join(names) or "none") + more
+        return await read_entries(redis, self._key, raw, self._config.max_request_bytes)
 
 
 def is_no_group(error: Exception) -> bool:

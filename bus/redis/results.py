@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import msgspec
 from redis import exceptions
 
 from ...config import BusConfig
@@ -31,6 +32,7 @@ from .client import (
 from .follow import RedisFollow, RedisTail, last_output
 from .readers import readers_of
 from .result_parts import REFUSED, TOO_LARGE, StreamPart, ending, part_of
+from .result_scripts import ANSWER, APPEND, FENCE, LOOK, TELL
 
 REMEMBERED_STREAMS = 65_536
 """Streams of which the next number is remembered. For any other, Redis is asked."""
@@ -42,79 +44,6 @@ LARGE_BYTES = 1 << 20
 `client-query-buffer-limit`). What is as large as that is written by itself."""
 
 LARGE_ATTEMPTS = 4
-
-# Several entries, or a terminal one with all that belongs to it: whole or not at all, so that
-# neither a lost reply nor a second writer can leave a part. `pcall` gives back Redis's own error.
-_APPEND = """
-local number = tonumber(ARGV[2])
-for i = 5, #ARGV do
-  local id = string.format('%s-%.0f', ARGV[1], number)
-  local reply = redis.pcall('XADD', KEYS[1], id, 'json', ARGV[i])
-  if type(reply) == 'table' and reply.err then return reply end
-  number = number + 1
-end
-if ARGV[3] == '1' then redis.call('EXPIRE', KEYS[1], ARGV[4]) end
-return number
-"""
-
-# The results stream gets each terminal message once, however often this is repeated.
-_TELL = """
-if not redis.call('SET', KEYS[2], '', 'NX', 'EX', ARGV[1]) then return 0 end
-redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', 'json', ARGV[3])
-return 1
-"""
-
-# A terminal message instead of all output. Replies with what ends the stream, or nothing when
-# somebody has begun to write to it. An empty message only looks.
-_ANSWER = """
-if redis.call('EXISTS', KEYS[1]) == 1 then
-  local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)
-  return last[1] and last[1][2][2]
-end
-if ARGV[3] == '' then return false end
-local reply = redis.pcall('XADD', KEYS[1], ARGV[1] .. '-1', 'json', ARGV[3])
-if type(reply) == 'table' and reply.err then return reply end
-redis.call('EXPIRE', KEYS[1], ARGV[2])
-return ARGV[3]
-"""
-
-# What a stream holds: entries from a number on, the last one, the last id that it ever had.
-_LOOK = """
-local info = redis.pcall('XINFO', 'STREAM', KEYS[1])
-if info.err then return false end
-local last
-for i = 1, #info, 2 do
-  if info[i] == 'last-generated-id' then last = info[i + 1] end
-end
-return {
-  redis.call('XRANGE', KEYS[1], ARGV[1], '+', 'COUNT', ARGV[2]),
-  redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1),
-  last,
-}
-"""
-
-# Raises the stream's last id to `<epoch>-0`, below which nobody can write any more, by an entry
-# that no reader sees; XSETID would do the same but not for a stream that does not exist yet.
-# A stream from which entries are missing, since the server was restarted with old data, begins
-# anew, unless it has ended.
-_FENCE = """
-local entries, whole = redis.call('XRANGE', KEYS[1], '-', '+'), true
-for i, entry in ipairs(entries) do
-  whole = whole and tonumber(string.match(entry[1], '-(%d+)$')) == i
-end
-if not whole and not string.find(entries[#entries][2][2], '"type":"completion"', 1, true) then
-  redis.call('DEL', KEYS[1])
-  entries = {}
-end
-local fence = ARGV[1] .. '-0'
-local reply = redis.pcall('XADD', KEYS[1], fence, 'fence', '')
-if type(reply) == 'string' then
-  redis.call('XDEL', KEYS[1], fence)
-elseif not string.find(reply.err, 'equal or smaller', 1, true) then
-  return reply
-end
-return entries
-"""
 
 
 class _TooLarge(Exception):
@@ -173,15 +102,46 @@ class RedisResults:
 
         With None it only looks whether the stream has ended.
         """
+        limits = (self._config.results_ttl_s, self._config.results_maxlen)
         commands = [
             (
-                *("EVAL", _ANSWER, 1, self._keys.out(key)),
-                *(epoch, self._config.results_ttl_s),
+                *("EVAL", ANSWER),
+                *self._places(key, None if completion is None else completion.entry_id),
+                *(epoch, *limits),
                 b"" if completion is None else encode_output(completion),
             )
             for key, completion in answers
         ]
         return await self._commands.shielded(self._answer([key for key, _ in answers], commands))
+
+    def marks_of(self, entry_id: str, request_id: str) -> tuple[bytes, bytes]:
+        """Keys of which one is there when an entry's terminal message is written and told."""
+        return self._keys.told(request_id, entry_id), self._keys.told(entry_id, entry_id)
+
+    async def unanswered(self, entries: dict[str, str]) -> set[str]:
+        """Entries whose terminal message is not told, or not in the stream that it should end.
+
+        Args:
+            entries: Entry id to request id.
+        """
+        looks: list[Sequence[Any]] = []
+        for entry_id, request_id in entries.items():
+            outs = (self._keys.out(request_id), self._keys.out(entry_id))
+            looks.append(("EXISTS", *self.marks_of(entry_id, request_id)))
+            looks.extend(("XREVRANGE", out, "+", "-", "COUNT", 1) for out in outs)
+        found = iter(
+            await self._commands.idempotent(
+                "acknowledgements", lambda: execute_all(self._commands.redis, looks)
+            )
+        )
+        missing: set[str] = set()
+        for entry_id in entries:
+            is_told, *tails = (next(found) for _ in range(3))
+            lasts = _readable([entry for tail in tails for entry in tail])
+            last = next((each for each in lasts if each.entry_id == entry_id), None)
+            if not is_told or (last is not None and not isinstance(last, Completion)):
+                missing.add(entry_id)
+        return missing
 
     def follow(
         self, request_id: str, entry_id: str, *, just_published: bool = False, keep: bool = False
@@ -240,7 +200,7 @@ class RedisResults:
             some = keys[start : start + KEYS_PER_FLUSH]
 
             async def attempt(some: Sequence[str] = some) -> list[Any]:
-                fences = [("EVAL", _FENCE, 1, self._keys.out(key), epoch) for key in some]
+                fences = [("EVAL", FENCE, 1, self._keys.out(key), epoch) for key in some]
                 return await execute_all(self._commands.redis, fences)
 
             async with self._writing:
@@ -280,10 +240,11 @@ class RedisResults:
     ) -> list[tuple[str, StreamPart]]:
         """Writes to many streams in one round trip; returns what has to be tried again.
 
-        Adds to `fenced` the streams that belong to a larger epoch.
+        Adds to `fenced` the streams that belong to a larger epoch, or have to be written anew.
         """
         again: list[tuple[str, StreamPart]] = []
         ended: dict[str, bytes] = {}
+        unread: dict[str, bytes] = {}
         for key, part, reply in await self._write(parts, epoch):
             if not isinstance(reply, Exception):
                 self._note(key, self._next.get(key, 1) + len(part.payloads), part.ends)
@@ -295,6 +256,10 @@ class RedisResults:
                     fenced.add(key)
                 elif rest.payloads:
                     again.append((key, rest))
+            elif str(reply).startswith("GAP "):
+                log.warning("bus.outputs_lost", key=key, epoch=epoch)
+                self._next.pop(key, None)
+                fenced.add(key)
             elif is_transient(reply):
                 again.append((key, part))
             elif not part.instead:
@@ -302,8 +267,9 @@ class RedisResults:
                 code = TOO_LARGE if isinstance(reply, _TooLarge) else REFUSED
                 again.append((key, ending(part, code, str(reply))))
             else:  # not even that; those who follow the shared stream learn of it
-                ended[key] = part.payloads[-1]
+                unread[key] = part.payloads[-1]
         await self._conclude(ended)
+        await self._conclude(unread, unread=True)
         return again
 
     async def _write(
@@ -349,31 +315,50 @@ class RedisResults:
                     )
                 await backoff.wait()
 
-    async def _conclude(self, ended: dict[str, bytes]) -> None:
+    async def _conclude(self, ended: dict[str, bytes], *, unread: bool = False) -> None:
         """Puts terminal messages, by stream, into the shared stream, and lets the ids expire.
 
         This may be done again: when we end before it is done, the one who recovers the stream
         does it. (In a cluster the streams are in other places, so it can't be done at once.)
+
+        Args:
+            unread: They stand in no stream of their own.
         """
         if not ended:
             return
         config = self._config
         commands: list[Sequence[Any]] = []
         for key, raw in ended.items():
-            marked = (self._keys.results, self._keys.told(raw))
+            keys = [self._keys.results, self._keys.told(key, _entry_of(raw))]
+            if not unread and not self._server.is_cluster:
+                keys.append(self._keys.out(key))
             limits = (config.results_ttl_s, config.results_maxlen)
-            commands.append(("EVAL", _TELL, 2, *marked, *limits, raw))
+            commands.append(("EVAL", TELL, len(keys), *keys, *limits, raw))
             commands.append(("EXPIRE", self._keys.own(key), config.results_ttl_s))
         redis = self._commands.redis
         await persist(self._server, "results", lambda: execute_all(redis, commands))
 
+    def _places(self, key: str, ends: str | None) -> list[Any]:
+        """The keys of a script that writes to a stream, behind their number.
+
+        Args:
+            ends: The entry whose terminal message it writes, if it does.
+        """
+        out = self._keys.out(key)
+        if ends is None or self._server.is_cluster:
+            return [1, out]
+        return [3, out, self._keys.results, self._keys.told(key, ends)]
+
     def _command(self, key: str, part: StreamPart, epoch: int) -> list[Any]:
-        number, out = self._next.get(key, 1), self._keys.out(key)
+        number = self._next.get(key, 1)
         if len(part.payloads) == 1 and not part.ends:
-            return ["XADD", out, f"{epoch}-{number}", JSON, part.payloads[0]]
+            return ["XADD", self._keys.out(key), f"{epoch}-{number}", JSON, part.payloads[0]]
+        assert part.output is not None, "what is written has an owner"
         return [
-            *("EVAL", _APPEND, 1, out),
-            *(epoch, number, int(part.ends), self._config.results_ttl_s),
+            *("EVAL", APPEND),
+            *self._places(key, part.output.entry_id if part.ends else None),
+            *(epoch, number, int(part.ends)),
+            *(self._config.results_ttl_s, self._config.results_maxlen),
             *part.payloads,
         ]
 
@@ -399,7 +384,7 @@ class RedisResults:
         """
         out, number = self._keys.out(key), self._next.get(key, 1)
         redis = self._commands.redis
-        command = ("EVAL", _LOOK, 1, out, f"{epoch}-{number}", len(part.payloads))
+        command = ("EVAL", LOOK, 1, out, f"{epoch}-{number}", len(part.payloads))
         reply = await persist(self._server, "results", lambda: execute(redis, *command))
         if reply is None:  # expired in between
             self._next.pop(key, None)
@@ -437,6 +422,17 @@ def _field(row: list[Any]) -> bytes:
     """The field `json` of an entry in a script's reply."""
     fields: list[bytes] = row[1]
     return dict(zip(fields[::2], fields[1::2], strict=True)).get(JSON, b"")
+
+
+class _Owned(msgspec.Struct):
+    """What is needed of an output."""
+
+    entry_id: str = ""
+
+
+def _entry_of(raw: bytes) -> str:
+    """Whose output it is."""
+    return msgspec.json.decode(raw, type=_Owned).entry_id
 
 
 def _is_terminal(raw: bytes) -> bool:

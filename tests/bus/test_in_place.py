@@ -6,7 +6,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from nano_inference.bus import Bus, WeightsInPlace
+from nano_inference.bus import AdapterInPlace, AdaptersInPlace, Bus, WeightsInPlace
 from nano_inference.bus.keys import Keys
 
 from .conftest import STORES
@@ -22,6 +22,18 @@ async def test_the_last_word_counts(bus: Bus) -> None:
     for weights in (SEVEN, EIGHT):
         await bus.weights.put(weights)
         assert await bus.weights.read() == weights
+
+
+async def test_of_adapters_too(bus: Bus) -> None:
+    assert await bus.adapters.read() is None
+    last = AdaptersInPlace(
+        leader="admission-1",
+        adapters=(AdapterInPlace("a", 3, "/adapters/a", "abc"), AdapterInPlace("b", 1)),
+        versions={"a": 3, "b": 1, "gone": 2},
+    )
+    await bus.adapters.put(last)
+    assert await bus.adapters.read() == last
+    assert await bus.weights.read() is None
 
 
 async def test_each_lane_has_its_own(redis_buses: Any) -> None:

@@ -19,7 +19,7 @@ def test_each_family_is_in_one_slot(prefix: str, lane: str) -> None:
     keys = Keys(prefix, lane)
     families = {
         "leases": [keys.requests, keys.lanes],
-        "results": [keys.results, keys.told(b"x"), keys.told(b"")],
+        "results": [keys.results, keys.told("x", "1-0"), keys.told("", "")],
         "links": [keys.link(link.name) for link in all_links(3)],
     }
     for name, family in families.items():
@@ -42,7 +42,15 @@ def test_no_two_keys_are_the_same() -> None:
         keys.results,
         keys.dead,
     ]
-    made += [keys.lanes, keys.epoch, keys.stages, keys.weights, keys.told(b"x"), keys.told(b"y")]
+    made += [
+        keys.lanes,
+        keys.epoch,
+        keys.stages,
+        keys.weights,
+        keys.told("x", "1-0"),
+        keys.told("y", "1-0"),
+        keys.told("x", "1-1"),
+    ]
     assert len(set(made)) == len(made)
 
 

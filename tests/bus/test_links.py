@@ -10,6 +10,8 @@ import pytest
 
 from nano_inference.bus import Bus, Inbox
 from nano_inference.bus.control import (
+    AdapterReady,
+    AdaptersChanged,
     Cancel,
     CancelAll,
     Drain,
@@ -18,6 +20,9 @@ from nano_inference.bus.control import (
     JoinWeightsGroup,
     LaneCapacity,
     LeaveWeightsGroup,
+    LoadAdapter,
+    LoadedAdapter,
+    LoadModel,
     MemoryState,
     Pause,
     ReleaseMemory,
@@ -30,6 +35,8 @@ from nano_inference.bus.control import (
     StageStopped,
     StopSequences,
     TellWeightVersion,
+    UnloadAdapter,
+    UnloadModel,
     UpdateFairness,
     UpdateWeights,
     WeightsReady,
@@ -49,8 +56,6 @@ from nano_inference.bus.messages import (
     RecoveryItem,
     RequestFinished,
     RequestInfo,
-    SampleScored,
-    ScoreSample,
     SequenceSpec,
     StartedSequence,
     StepPlan,
@@ -58,6 +63,7 @@ from nano_inference.bus.messages import (
     Yield,
 )
 from nano_inference.bus.public import StageTime
+from nano_inference.bus.scoring import SampleScored, ScoreSample
 from nano_inference.bus.weights import (
     FolderWeights,
     GroupWeights,
@@ -66,7 +72,7 @@ from nano_inference.bus.weights import (
     StagedWeights,
     TensorMeta,
 )
-from nano_inference.config import ChannelClosed, FairnessConfig, SamplingParams
+from nano_inference.config import ChannelClosed, FairnessConfig, ModelConfig, SamplingParams
 
 SAMPLING = SamplingParams(
     temperature=0.7, max_tokens=9, stop_token_ids=frozenset({1, 2}), seed=-3, stop=("\n\n", "é")
@@ -145,6 +151,13 @@ SAMPLES: tuple[Message, ...] = (
     FlushCache(),
     Drain(5),
     UpdateFairness(FairnessConfig(aging_s=3.5)),
+    LoadAdapter("sql", "/adapters/sql", version=3),
+    UnloadAdapter("sql"),
+    AdapterReady("sql", 3, "retract"),
+    AdaptersChanged("executor-1a", (LoadedAdapter("sql", 3),)),
+    LoadModel("a"),
+    LoadModel("a", ModelConfig(id="a", path="/a", settings={"engine.max_batch_size": 4})),
+    UnloadModel("a", 2.5, True),
     Reset(),
     StageStarted("executor", "executor-1a"),
     StageReady("executor", "executor-1a", LaneCapacity(10, 16, 128, 300, "cpu")),

@@ -142,20 +142,14 @@ async def test_one_unwritable_stream_does_not_stop_the_others(
 
 
 async def test_the_shared_stream_has_what_a_dead_writer_did_not_put_there(
-    redis_buses: Any, foreign: Redis, kit: Any, monkeypatch: pytest.MonkeyPatch
+    redis_buses: Any, foreign: Redis, kit: Any
 ) -> None:
     """It ended between the terminal message and the copy of it for everybody."""
-    bus, successor = redis_buses.open(), redis_buses.open()
+    successor = redis_buses.open()
     shared = f"{redis_buses.prefix}:results"
-
-    async def ends(ended: Any) -> None:
-        return
-
-    await bus.results.claim([("r", "1-1")])
-    with monkeypatch.context() as patch:
-        patch.setattr(bus.results, "_conclude", ends)
-        await bus.results.deliver([("r", [kit.done("r", "1-1")])])
-    assert await foreign.xlen(shared) == 0
+    await successor.results.claim([("r", "1-1")])
+    written = {"json": encode_output(kit.done("r", "1-1"))}
+    await foreign.xadd(f"{redis_buses.prefix}:out:r", written, id="1-1")
     for _ in range(2):
         assert await successor.results.recover(["r"], 2) == [[kit.done("r", "1-1")]]
         assert await foreign.xlen(shared) == 1

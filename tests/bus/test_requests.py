@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from nano_inference.bus import Bus, Malformed, RequestEntry
-from nano_inference.bus.public import ChatMessage, ErrorInfo, GenerateRequest
+from nano_inference.bus.public import ChatMessage, Completion, ErrorInfo, GenerateRequest
 from nano_inference.config import SamplingParams
 
 from .conftest import STORES
@@ -305,3 +305,35 @@ async def test_the_queue_is_as_long_as_requests_wait_to_begin(bus: Bus) -> None:
         while await bus.requests.count_queue(0) != 3:  # noqa: ASYNC110  (Redis is told in batches)
             await asyncio.sleep(0.01)
     assert await bus.requests.count_queue(40) == 0, "it may have begun since; never below 0"
+
+
+async def test_all_are_ended_whether_they_were_taken_or_not(bus: Bus, kit: Any) -> None:
+    """Each once: what one has begun stands before its end, and what has ended is left as it is."""
+    names = ("begun", "done", "waiting")
+    await bus.requests.pending()
+    ids = dict(
+        zip(names, [await bus.requests.publish({"request_id": n}) for n in names[:2]], strict=False)
+    )
+    await take(bus, 2)
+    await bus.results.claim(list(ids.items()))
+    begun = kit.chunk("begun", ids["begun"], 0)
+    epoch = await bus.next_epoch()
+    done = kit.done("done", ids["done"])
+    await bus.results.deliver([("begun", [begun]), ("done", [done])], epoch)
+    ids["waiting"] = await bus.requests.publish({"request_id": "waiting"})
+    nameless = await bus.requests.publish({"prompt": "a"})
+
+    def answer(entry: RequestEntry) -> Completion:
+        return kit.failed(entry.request.request_id or entry.entry_id, entry.entry_id, "gone")
+
+    assert await bus.requests.end_all(answer, await bus.next_epoch()) == 4
+    backlog = await bus.requests.backlog()
+    assert (backlog.waiting, backlog.pending) == (0, 0)
+    # A lane that was only thought gone writes nothing behind it.
+    await bus.results.deliver([("begun", [kit.chunk("begun", ids["begun"], 1)])], epoch)
+    outputs = {name: await kit.collect(bus.results.follow(name, ids[name])) for name in names}
+    assert outputs["begun"] == [begun, kit.failed("begun", ids["begun"], "gone")]
+    assert outputs["done"] == [done]
+    assert outputs["waiting"] == [kit.failed("waiting", ids["waiting"], "gone")]
+    assert len(await kit.collect(bus.results.follow(nameless, nameless))) == 1
+    assert await bus.requests.end_all(answer, await bus.next_epoch()) == 0

@@ -1,0 +1,76 @@
+"""Entries of the requests stream, as they come from Redis."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from redis.asyncio import Redis
+
+from ..channel import Malformed, RequestEntry, budget_of
+from ..codec import decode_refused, decode_request
+from ..entries import MAX_FIELDS, usable_trace
+from ..keys import JSON, MODEL, MSGPACK, REFUSED, TRACEPARENT, TRACESTATE, parse_id
+from ..public import GenerateRequest
+from .client import time_ms
+
+_FIELDS = frozenset({JSON, MSGPACK, REFUSED, TRACEPARENT, TRACESTATE, MODEL})
+_BODIES = (JSON, MSGPACK, REFUSED)
+
+Entries = list[tuple[bytes, dict[bytes, bytes]]]
+
+
+async def read_entries(
+    redis: Redis, key: bytes, raw: Entries, max_bytes: int
+) -> list[RequestEntry]:
+    """The requests in entries. The server is asked for its time only when one has a budget.
+
+    Args:
+        key: One that is where the server's time is to be asked.
+        max_bytes: A larger request is not read.
+    """
+    requests = [read_request(fields, max_bytes) for _, fields in raw]
+    now_ms: int | None = None
+    if any(budget_of(request) is not None for request in requests):
+        now_ms = await time_ms(redis, key)
+    return [
+        RequestEntry(
+            entry_id.decode(),
+            request,
+            *usable_trace(fields.get(TRACEPARENT, b""), fields.get(TRACESTATE, b"")),
+            0
+            if now_ms is None or budget_of(request) is None
+            else max(0, now_ms - parse_id(entry_id)[0]) * 1_000_000,
+            model_of(fields),
+        )
+        for (entry_id, fields), request in zip(raw, requests, strict=True)
+    ]
+
+
+def read_request(fields: dict[bytes, bytes], max_bytes: int) -> GenerateRequest | Malformed:
+    """The request in an entry's fields, whoever wrote them. Never raises."""
+    bodies = [name for name in _BODIES if name in fields]
+    if len(fields) > MAX_FIELDS or not fields.keys() <= _FIELDS or len(bodies) != 1:
+        return Malformed(
+            "",
+            "malformed",
+            "an entry of the requests stream has one field 'json' or 'msgpack', and may have "
+            f"'traceparent', 'tracestate' and 'model'; this one has {_names(fields)}",
+        )
+    body = fields[bodies[0]]
+    if bodies[0] == REFUSED:
+        if len(body) > max_bytes:
+            return Malformed("", "malformed", "the field 'refused' is too long")
+        return decode_refused(body)
+    return decode_request(body, "json" if bodies[0] == JSON else "msgpack", max_bytes)
+
+
+def model_of(fields: dict[bytes, bytes]) -> str:
+    """What an entry says of its model beside its request; "" when nothing."""
+    return fields.get(MODEL, b"").decode("utf-8", "replace")
+
+
+def _names(fields: dict[bytes, bytes]) -> str:
+    first = sorted(islice(fields, MAX_FIELDS))
+    names = [repr(name[:40].decode("utf-8", "replace")) for name in first]
+    more = f" and {len(fields) - len(first)} more" if len(fields) > len(first) else ""
+    return (", ".join(names) or "none") + more

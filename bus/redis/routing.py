@@ -1,0 +1,168 @@
+"""The entrance on Redis: entries move to the streams of their models, by the ids that they have.
+
+An id tells requests apart whatever their model, so it is given at the entrance in any case. A
+stream takes only ids above its last one, which holds since entries are moved in their order: nobody
+passes those that wait at the entrance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...config import BusConfig, BusError, shown
+from ..channel import RequestEntry
+from ..codec import decode_model
+from ..entries import MAX_FIELDS
+from ..keys import JSON, MODEL, MSGPACK, Keys
+from ..public import Completion
+from ..queue import bus_closed
+from ..registry import NOT_LOADED, Unmoved, Unrouted
+from .client import Commands, Server, end_tasks, execute, execute_all, persist
+from .entries import model_of, read_entries
+from .refusals import Refusal, end_untaken
+from .results import RedisResults
+
+BLOCK_S = 5.0
+
+# A request for a model that takes some. Its id is given at the entrance; if others wait there, it
+# waits behind them.
+PUBLISH = """
+local closed = redis.call('HGET', KEYS[3], ARGV[1])
+if closed then return redis.error_reply('CLOSED ' .. closed) end
+local add = {'XADD', KEYS[1], '*'}
+local direct = redis.call('XLEN', KEYS[1]) == 0
+if direct then
+  local id = redis.call('XADD', KEYS[1], '*', 'taken', '')
+  redis.call('XDEL', KEYS[1], id)
+  add = {'XADD', KEYS[2], id}
+end
+for i = 2, #ARGV do add[#add + 1] = ARGV[i] end
+return redis.call(unpack(add))
+"""
+
+# What somebody else has moved meanwhile is not here any more. A stream takes no entry that is not
+# above its last, which somebody else may have written there; that one must not keep the others. Nor
+# must one with more fields than Lua can hand on.
+_MOVE = """
+local left = {}
+for i = 1, #ARGV, 2 do
+  local found = redis.call('XRANGE', KEYS[1], ARGV[i], ARGV[i])
+  if found[1] then
+    if redis.call('HEXISTS', KEYS[2], ARGV[i + 1]) == 1 then
+      left[#left + 1] = {ARGV[i], 'model_not_loaded'}
+    elseif #found[1][2] > 2 * MAX_FIELDS then
+      left[#left + 1] = {ARGV[i], 'malformed'}
+    else
+      local added = redis.pcall('XADD', KEYS[2 + (i + 1) / 2], ARGV[i], unpack(found[1][2]))
+      if type(added) ~= 'table' or not added.err then
+        redis.call('XDEL', KEYS[1], ARGV[i])
+      elseif string.find(added.err, 'equal or smaller') then
+        left[#left + 1] = {ARGV[i], 'not_routed'}
+      else
+        return added
+      end
+    end
+  end
+end
+return left
+""".replace("MAX_FIELDS", str(MAX_FIELDS))
+
+
+class RedisRouting:
+    """The `RequestRouting` of a deployment on Redis."""
+
+    def __init__(
+        self,
+        config: BusConfig,
+        keys: Keys,
+        server: Server,
+        commands: Commands,
+        results: RedisResults,
+    ) -> None:
+        self._config = config
+        self._keys = keys
+        self._server = server
+        self._commands = commands
+        self._results = results
+        self._redis = server.client(1, BLOCK_S)
+        self._closed = False
+        self._reading: asyncio.Task[Any] | None = None
+
+    async def unrouted(self, max_items: int = 64) -> list[Unrouted]:
+        key = self._keys.entrance
+        # From the beginning: what has been moved is not there any more.
+        command = ("XREAD", "COUNT", max_items, "BLOCK", int(BLOCK_S * 1000), "STREAMS", key, "0")
+
+        async def attempt() -> Any:
+            return await execute(self._redis, *command, key=key)
+
+        while not self._closed:
+            # A task of its own, so that closing need not wait until the server has answered.
+            reading = self._reading = asyncio.create_task(
+                persist(self._server, "entrance", attempt), name="entrance"
+            )
+            try:
+                await asyncio.wait({reading})
+            finally:
+                reading.cancel()
+            if not reading.cancelled() and (entries := (reading.result() or {}).get(key, [])):
+                return [_unrouted(*entry) for entry in entries]
+        raise bus_closed()
+
+    async def move(self, places: Sequence[tuple[str, str]]) -> list[Unmoved]:
+        redis, keys = self._commands.redis, self._keys
+        targets = [keys.requests_of(model) for _, model in places]
+        named = [keys.entrance, keys.closed, *targets]
+        pairs = [each for place in places for each in place]
+        left = await self._commands.shielded(
+            persist(
+                self._server,
+                "entrance",
+                lambda: execute(redis, "EVAL", _MOVE, len(named), *named, *pairs),
+            )
+        )
+        return [Unmoved(entry_id.decode(), code.decode()) for entry_id, code in left]
+
+    async def refuse(
+        self, entry_ids: Sequence[str], answer: Callable[[RequestEntry], Completion], epoch: int
+    ) -> None:
+        redis, key = self._commands.redis, self._keys.entrance
+        ranges = [("XRANGE", key, each, each) for each in entry_ids]
+        found = await self._commands.once(lambda: execute_all(redis, ranges))
+        raw = [entry for entries in found for entry in entries]
+        entries = await self._commands.once(
+            lambda: read_entries(redis, key, raw, self._config.max_request_bytes)
+        )
+        refusals = [Refusal(entry.entry_id, answer(entry)) for entry in entries]
+        if ended := await end_untaken(self._results, refusals, epoch, claimed_too=True):
+            await self._commands.once(lambda: execute(redis, "XDEL", key, *ended))
+
+    async def aclose(self) -> None:
+        self._closed = True
+        if self._reading is not None:
+            await end_tasks({self._reading})
+        await self._redis.aclose()
+
+
+def _unrouted(entry_id: bytes, fields: dict[bytes, bytes]) -> Unrouted:
+    if MODEL in fields:
+        return Unrouted(entry_id.decode(), model_of(fields))
+    encoding = next((name for name in (JSON, MSGPACK) if name in fields), None)
+    if encoding is None:
+        return Unrouted(entry_id.decode(), "")
+    return Unrouted(
+        entry_id.decode(), decode_model(fields[encoding], "json" if encoding == JSON else "msgpack")
+    )
+
+
+def explain_closed(error: BusError, model: str) -> BusError:
+    """The error of `PUBLISH`, in words for whoever asked for the model."""
+    _, closed, state = error.message.partition("CLOSED ")
+    if not closed:
+        return error
+    return BusError(
+        f"the model {shown(model)} takes no requests: it is {state}; load it, or ask for another",
+        code=NOT_LOADED,
+    )

@@ -1,0 +1,36 @@
+"""What streaming and an executor say of samples that the reference model is to score."""
+
+from __future__ import annotations
+
+from .control import Internal
+
+
+class ScoreSample(Internal, frozen=True, array_like=True, tag="score", tag_field="type"):
+    """Streaming to an executor: what does the reference model make of a finished sample?
+
+    It is answered in the same epoch, with SampleScored.
+
+    Attributes:
+        token_ids: `[prompt + completion]`.
+        start: Position of the first token whose logprob is wanted, at least 1.
+        temperature: Of the logprobs.
+    """
+
+    request_id: str
+    entry_id: str
+    sample_index: int
+    token_ids: tuple[int, ...]
+    start: int
+    temperature: float
+
+
+class SampleScored(Internal, frozen=True, array_like=True, tag="scored", tag_field="type"):
+    """An executor to streaming: the logprobs of `ScoreSample.token_ids` from `start` on.
+
+    They are empty where this executor has no reference model.
+    """
+
+    request_id: str
+    entry_id: str
+    sample_index: int
+    logprobs: tuple[float, ...]

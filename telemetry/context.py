@@ -61,14 +61,11 @@ class TraceContext:
         return self.traceparent[_SPAN_ID] if self.is_valid else ""
 
     @property
-    def trace_id_bytes(self) -> bytes:
-        """16 bytes; only of a context that is known to be valid."""
-        return bytes.fromhex(self.traceparent[_TRACE_ID])
-
-    @property
-    def span_id_bytes(self) -> bytes:
-        """8 bytes; only of a context that is known to be valid."""
-        return bytes.fromhex(self.traceparent[_SPAN_ID])
+    def id_digits(self) -> tuple[str, str]:
+        """Trace id and span id, 32 and 16 hex digits; only of a context that is known to be
+        valid."""
+        text = self.traceparent
+        return text[_TRACE_ID], text[_SPAN_ID]
 
     @property
     def id_numbers(self) -> tuple[int, int]:

@@ -9,45 +9,8 @@ Prometheus shows them with underscores, `_seconds` behind times and `_total` beh
 
 from __future__ import annotations
 
-from typing import Literal
-
-import msgspec
-
 from . import names
-
-Kind = Literal["counter", "gauge", "histogram"]
-
-
-class Instrument(msgspec.Struct, frozen=True):
-    """One metric.
-
-    Attributes:
-        name: By OpenTelemetry's rules.
-        kind: A counter only grows, a gauge is as it is now, a histogram counts values by size.
-        unit: In UCUM.
-        question: That it answers.
-        attributes: By which it is split; see `names`.
-        buckets: Upper ends of a histogram's buckets.
-    """
-
-    name: str
-    kind: Kind
-    unit: str
-    question: str
-    attributes: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
-
-
-# From half a millisecond on, where a step of a small model is, to five minutes.
-SECONDS: tuple[float, ...] = (
-    *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
-    *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 30, 60, 120, 300),
-)
-# Planning a step takes less than that, and no step takes minutes.
-STEP_SECONDS: tuple[float, ...] = (0.00005, 0.0001, 0.0002, 0.0003, *SECONDS[:-4])
-SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024)
-# The buckets that the conventions ask for.
-TOKENS = tuple(float(4**power) for power in range(14))
+from .instrument import SECONDS, SEQUENCES, STEP_SECONDS, TOKENS, Instrument
 
 # Attributes of the gen_ai metrics that are the same for all that a process serves.
 _GEN_AI = (names.OPERATION, names.PROVIDER, names.REQUEST_MODEL)
@@ -58,6 +21,20 @@ REQUESTS = Instrument(
     "{request}",
     "How many requests ended, how, and for what reason?",
     (names.STATUS, names.ERROR_TYPE),
+)
+MODEL_ROUTES = Instrument(
+    "nano.model.routes",
+    "counter",
+    "{request}",
+    "How many requests were sent on their way to each model?",
+    (names.REQUEST_MODEL,),
+)
+MOE_REQUESTS = Instrument(
+    "nano.moe.requests",
+    "counter",
+    "{request}",
+    "How many requests were let in for a model with experts?",
+    (names.REQUEST_MODEL,),
 )
 REQUEST_DURATION = Instrument(
     "gen_ai.server.request.duration",
@@ -141,6 +118,22 @@ DEAD_LETTERS = Instrument(
     "gauge",
     "{request}",
     "How many requests were given up and wait for somebody to look at them?",
+)
+CONSTRAINTS = Instrument(
+    "nano.constraints",
+    "counter",
+    "{request}",
+    "How many requests said what their text has to be, in which form, and how many were refused "
+    "for it?",
+    (names.CONSTRAINT, names.ERROR_TYPE),
+)
+CONSTRAINT_COMPILE = Instrument(
+    "nano.constraint.compile.duration",
+    "histogram",
+    "s",
+    "How long until it is known whether a text can become that? Nobody else waits for it.",
+    (names.CONSTRAINT,),
+    STEP_SECONDS,
 )
 BURIED = Instrument(
     "nano.requests.buried",
@@ -229,6 +222,14 @@ DEVICE_TIME = Instrument(
     (),
     STEP_SECONDS,
 )
+MASK_WAIT = Instrument(
+    "nano.step.mask_wait",
+    "histogram",
+    "s",
+    "How long do the logits of a step with constraints wait until it is known what may come?",
+    (),
+    STEP_SECONDS,
+)
 PREFILLED = Instrument(
     "nano.tokens.prefilled",
     "counter",
@@ -258,6 +259,35 @@ WASTED = Instrument(
     "counter",
     "{token}",
     "How many were computed one step ahead for a sample that had ended?",
+)
+# Named as vLLM's `vllm:spec_decode_*`.
+DRAFTS = Instrument(
+    "nano.spec_decode.num_drafts",
+    "counter",
+    "{draft}",
+    "How many drafts were verified, and where did they come from?",
+    (names.DRAFT_SOURCE,),
+)
+DRAFT_TOKENS = Instrument(
+    "nano.spec_decode.num_draft_tokens",
+    "counter",
+    "{token}",
+    "How many tokens had they?",
+    (names.DRAFT_SOURCE,),
+)
+ACCEPTED_TOKENS = Instrument(
+    "nano.spec_decode.num_accepted_tokens",
+    "counter",
+    "{token}",
+    "How many of these were what was sampled, and so needed no step of their own?",
+    (names.DRAFT_SOURCE,),
+)
+ACCEPTED_TOKENS_PER_POS = Instrument(
+    "nano.spec_decode.num_accepted_tokens_per_pos",
+    "counter",
+    "{token}",
+    "The same by their place in the draft, from 0 on: how long may drafts be?",
+    (names.DRAFT_SOURCE, names.DRAFT_POSITION),
 )
 PREFIX_LOOKUPS = Instrument(
     "nano.prefix.lookups",
@@ -339,6 +369,20 @@ WEIGHT_VERSION = Instrument(
     "{version}",
     "Which weights make the tokens?",
 )
+ATTENTION_BACKEND = Instrument(
+    "nano.attention.backend",
+    "gauge",
+    "{backend}",
+    "Which back end computes attention? 1 for the one in use.",
+    (names.BACKEND,),
+)
+ATTENTION_LAYERS = Instrument(
+    "nano.attention.layers",
+    "counter",
+    "{layer}",
+    "How many layers of steps did which back end compute, with full attention or a window?",
+    (names.BACKEND, names.LAYER_KIND),
+)
 WEIGHT_BEHIND = Instrument(
     "nano.weight.behind",
     "gauge",
@@ -364,6 +408,21 @@ WEIGHT_FETCH = Instrument(
     "histogram",
     "s",
     "How long does it take until new weights are at hand?",
+    buckets=SECONDS,
+)
+ADAPTERS = Instrument("nano.adapter.loaded", "gauge", "{adapter}", "How many adapters are loaded?")
+ADAPTER_CHANGES = Instrument(
+    "nano.adapter.changes",
+    "counter",
+    "{change}",
+    "How many adapters were loaded, replaced or unloaded, and how did that end?",
+    (names.ERROR_TYPE,),
+)
+ADAPTER_LOAD = Instrument(
+    "nano.adapter.load.duration",
+    "histogram",
+    "s",
+    "How long does it take until an adapter is read and checked?",
     buckets=SECONDS,
 )
 STAGE_READY = Instrument(
@@ -405,6 +464,19 @@ GATEWAY_REFUSED = Instrument(
     "{refusal}",
     "What did the gateway not serve, or not to the end, and by which of its limits and checks?",
     (names.GATEWAY_REASON,),
+)
+TOOL_CALLS = Instrument(
+    "nano.gateway.tool_calls",
+    "counter",
+    "{call}",
+    "How many calls of tools did models make, and how many could not be read?",
+    (names.CALL_OUTCOME,),
+)
+REASONING_TOKENS = Instrument(
+    "nano.gateway.reasoning_tokens",
+    "counter",
+    "{token}",
+    "How many of the tokens generated are reasoning?",
 )
 MODEL_CALL_DURATION = Instrument(
     "nano.gateway.model.duration",

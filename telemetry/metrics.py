@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import ConfigError, TelemetryConfig
 from . import names
-from .instruments import INSTRUMENTS, Instrument
+from .instrument import Instrument
+from .instruments import INSTRUMENTS
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Meter

@@ -47,8 +47,14 @@ FIRST_TOKEN = "nano.first_token"
 CACHED_TOKENS = "nano.usage.cached_tokens"
 STATUS = "nano.request.status"
 SAMPLE_INDEX = "nano.request.sample_index"
+CONSTRAINT = "nano.request.constraint"
 PREFIX_RESULT = "nano.prefix.result"
 GATEWAY_REASON = "nano.gateway.reason"
+CALL_OUTCOME = "nano.gateway.tool_call.outcome"
+
+# What vLLM's metrics of speculation have as `position`, and what is drafted from.
+DRAFT_POSITION = "nano.spec_decode.position"
+DRAFT_SOURCE = "nano.spec_decode.source"
 
 # Spans of fairness for sequences that pause, and why a request waited: dispatches that came
 # before it.
@@ -64,8 +70,12 @@ BATCH_SIZE = "nano.batch.size"
 PREFILL_TOKENS = "nano.step.prefill_tokens"
 DECODE_TOKENS = "nano.step.decode_tokens"
 BLOCKS_FREE = "nano.kv.blocks.free"
+BACKEND = "nano.attention.backend"
+LAYER_KIND = "nano.layer.kind"
 DEVICE_TIME_S = "nano.step.device_time_s"
 STEP_ID = "nano.step.id"
+DRAFT_TOKENS = "nano.spec_decode.draft_tokens"
+ACCEPTED_TOKENS = "nano.spec_decode.accepted_tokens"
 KEPT_TOKENS = "nano.replay.kept_tokens"
 
 # Ours, of events.

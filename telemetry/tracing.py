@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import xxhash
@@ -23,7 +23,7 @@ from opentelemetry.sdk.trace.sampling import Decision, ParentBased, TraceIdRatio
 
 from ..config import ConfigError, TelemetryConfig
 from . import names
-from .context import TraceContext, first_context
+from .context import TraceContext, first_context, is_sampled
 from .spans import Attributes, FinishedSpan, Kind, ReadableExporter
 from .trace_file import FileExporter
 
@@ -54,6 +54,8 @@ class Tracing:
         """Args: what decides, flushes and ends, and what takes the spans; nothing: none are
         made."""
         self._provider = provider
+        # Whether spans go anywhere.
+        self.enabled = provider is not None
         # Of this process alone, and with no seed that somebody sets.
         self._random = random.Random()
         self._processors = tuple(processors)
@@ -62,11 +64,6 @@ class Tracing:
             self._follows_parents = isinstance(provider.sampler, ParentBased)
             for processor in processors:
                 provider.add_span_processor(processor)
-
-    @property
-    def enabled(self) -> bool:
-        """Whether spans go anywhere."""
-        return self._provider is not None
 
     def span(
         self,
@@ -101,10 +98,14 @@ class Tracing:
         """
         if self._provider is None:
             return parent
-        if own is None:
-            own = self.begin_below(parent) if parent.traceparent else self.begin()
-        if own is parent or not own.sampled:
-            return own
+        if own is None and parent.traceparent:
+            own = self.begin_below(parent)
+            if own is parent:
+                return own
+        else:
+            own = own or self.begin()
+            if own is parent or not own.sampled:
+                return own
         span = FinishedSpan(
             name,
             own,
@@ -146,7 +147,7 @@ class Tracing:
         """
         if (
             self._provider is None
-            or not parent.sampled
+            or not is_sampled(parent.traceparent)
             or not (self._follows_parents or self._wants(parent.id_numbers[0]))
         ):
             return parent
@@ -174,7 +175,11 @@ def endpoint_of(config: TelemetryConfig) -> str:
 
 
 def setup_tracing(
-    config: TelemetryConfig, instance: str, exporter: SpanExporter | None = None
+    config: TelemetryConfig,
+    instance: str,
+    exporter: SpanExporter | None = None,
+    *,
+    labels: Mapping[str, str] | None = None,
 ) -> Tracing:
     """Tracing for this process: to `exporter` if given, else to the trace file and the OTLP
     endpoint, if there are any.
@@ -183,12 +188,17 @@ def setup_tracing(
         config: Names the service, the file and the endpoint.
         instance: Tells this process from its siblings, as `service.instance.id`.
         exporter: For tests and tools that look at the spans themselves.
+        labels: Attributes that hold for all of this process.
 
     Raises:
         ConfigError: The file can't be written, or gRPC is wanted and its packages are missing.
     """
     resource = Resource.create(
-        {names.SERVICE_NAME: config.service_name, names.SERVICE_INSTANCE_ID: instance}
+        {
+            names.SERVICE_NAME: config.service_name,
+            names.SERVICE_INSTANCE_ID: instance,
+            **(labels or {}),
+        }
     )
     # The file first: what is written there stays when the process is killed in the next moment.
     processors: list[SpanProcessor] = []

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import shutil
 import socket
 import subprocess
 import urllib.request
+import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import NoReturn
@@ -19,15 +21,30 @@ import pytest_asyncio
 import yaml
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from transformers import AutoModelForCausalLM
 
+from nano_inference import BusClient
+from nano_inference.bus import ModelRecord
 from nano_inference.bus.public import Completion
 from nano_inference.bus.weights import FolderWeights
-from nano_inference.config import Config, ConfigError, EngineConfig, TelemetryConfig, load_config
+from nano_inference.config import (
+    BusConfig,
+    Config,
+    ConfigError,
+    EngineConfig,
+    ModelConfig,
+    TelemetryConfig,
+    load_config,
+)
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
+from nano_inference.pipeline.router import Router
 from nano_inference.stages.admission.core import AdmissionCore
 from nano_inference.telemetry import Metrics, instruments, setup_metrics
 from nano_inference.telemetry.instruments import INSTRUMENTS
+
+from ..stages.executor.adapters.making import make_adapter
+from ..stages.executor.models import make_model
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60
@@ -79,6 +96,35 @@ def shown(name: str) -> str:
 async def pipeline() -> AsyncIterator[Pipeline]:
     async with Pipeline(config_with(free_port())) as running:
         yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def speculating() -> AsyncIterator[Pipeline]:
+    async with Pipeline(config_with(free_port(), **{"engine.speculation": "auto"})) as running:
+        yield running
+
+
+async def told_of_drafts(pipeline: Pipeline, least: int = 0) -> Scraped:
+    """What is there once so many drafted tokens are told of, and of each source something; told
+    once a second, one number after the other."""
+    names = [
+        f"nano_spec_decode_num_{name}_total"
+        for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
+    ]
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            scraped = await asyncio.to_thread(Scraped, pipeline.config.telemetry.metrics_port)
+            _, drafted, accepted, per_position = map(scraped.value, names)
+            sources = {
+                (sample.name, sample.labels["nano_spec_decode_source"])
+                for each in scraped.families.values()
+                for sample in each.samples
+                if sample.name in names
+            }
+            everything = set(itertools.product(names, EngineConfig().draft_sources))
+            if drafted >= least and per_position == accepted and sources == everything:
+                return scraped
+            await asyncio.sleep(0.05)
 
 
 async def scraped_when(pipeline: Pipeline, name: str, least: float, but: str = "") -> Scraped:
@@ -136,6 +182,7 @@ async def test_a_running_pipeline_shows_what_it_did(pipeline: Pipeline) -> None:
     assert value("nano_kv_blocks") > value("nano_kv_blocks_cached") > 0
     assert value("nano_stage_ready") == 5
     assert value("nano_requests_replayed_total") == 0
+    assert value("nano_moe_requests_total", gen_ai_request_model="tiny") == 0
 
 
 async def test_replicas_are_told_apart() -> None:
@@ -150,6 +197,43 @@ async def test_replicas_are_told_apart() -> None:
         assert sum(lookups) == 8
         assert min(lookups) > 0
         await scraped_when(running, "nano_stage_ready", 7)
+
+
+async def test_models_are_told_apart(redis_url: str) -> None:
+    """What each has served, and everything else that is measured of its processes."""
+    prefix = f"test-{uuid.uuid4().hex[:12]}"
+    shared = {"bus.url": redis_url, "bus.prefix": prefix}
+    configs = [
+        config_with(free_port(), **shared).of_model(ModelConfig(id=name, path="tiny"))
+        for name in "ab"
+    ]
+    async with Pipeline(configs[0]) as first, Pipeline(configs[1]) as second:
+        for _ in range(2):
+            assert (await first.complete({"prompt": "1 =", "sampling": {"max_tokens": 4}})).model
+        assert (await second.complete({"prompt": ""})).status == "error"
+        for pipeline, name, ended in ((first, "a", "done"), (second, "b", "error")):
+            scraped = await scraped_when(pipeline, "nano_stage_ready", 5)
+            told = {
+                (sample.labels.get("gen_ai_request_model"), family)
+                for family, each in scraped.families.items()
+                for sample in each.samples
+                if family.startswith(("nano_", "gen_ai_"))
+            }
+            assert {model for model, _ in told} == {name}
+            requests = "nano_requests_total"
+            number = scraped.value(requests, nano_request_status=ended, gen_ai_request_model=name)
+            assert number == scraped.value(requests) > 0
+
+
+async def test_requests_for_models_with_experts_are_counted(tmp_path: Path) -> None:
+    folder = tmp_path / "experts"
+    make_model("mixtral").save_pretrained(folder)
+    async with Pipeline(config_with(free_port(), **{"engine.model_path": str(folder)})) as running:
+        request = {"prompt_token_ids": [5, 6], "sampling": {"max_tokens": 2}}
+        assert (await running.complete(request)).status == "done"
+        scraped = await scraped_when(running, "nano_moe_requests_total", 1)
+        labels = {"gen_ai_request_model": folder.name}
+        assert scraped.value("nano_moe_requests_total", **labels) == 1
 
 
 async def test_requests_are_told_apart_by_their_priority(pipeline: Pipeline) -> None:
@@ -189,24 +273,80 @@ async def test_dead_letters_are_counted_by_their_reason(
     assert scraped.value("nano_requests_buried_total") == 1
 
 
-async def test_every_instrument_is_shown(pipeline: Pipeline) -> None:
-    await pipeline.client.update_weights(FolderWeights(str(EngineConfig().model_folder)))
+async def test_constraints_are_counted_by_their_kind(pipeline: Pipeline) -> None:
+    for constraint in ({"regex": "[ab]{3}"}, {"regex": "[ab]{3}"}, {"regex": "("}, {}):
+        await pipeline.complete({"prompt": "1", "sampling": {"constraint": constraint}})
+    scraped = await scraped_when(pipeline, "nano_step_mask_wait_seconds_count", 6)
+    for kind, error, number in (
+        *(("regex", "", 2), ("regex", "invalid_constraint", 1)),
+        *(("none", "invalid_constraint", 1), ("none", "", 0)),
+    ):
+        labels = {"nano_request_constraint": kind, "error_type": error}
+        assert scraped.value("nano_constraints_total", **labels) == number
+    compiled = "nano_constraint_compile_duration_seconds_count"
+    assert scraped.value(compiled, nano_request_constraint="regex") == 3
+
+
+async def route_one(config: BusConfig, metrics: Metrics) -> None:
+    """A request comes to the entrance of a deployment, and goes to its model."""
+    async with BusClient.connect(config) as client:
+        spec = ModelConfig(id="tiny", path="tiny")
+        record = ModelRecord(spec=spec, state="ready", takes_requests=True)
+        await client.bus.models.put(record)
+        await client.publish({"prompt": "1", "model": "tiny"})
+        await Router(client.bus, metrics).route_once()
+
+
+async def test_drafts_are_counted_as_requests_are_told(
+    pipeline: Pipeline, speculating: Pipeline
+) -> None:
+    """How many are worth while is the machine's business; that all count them alike is not."""
+    sampling = {"temperature": 0, "max_tokens": 64, "ignore_eos": True}
+    accepted = drafted = 0
+    for prompt in ("1 2 3 1 2 3 1 2 3", "1 2 3 1 2 3 1 2 3", "a b"):
+        alone = await pipeline.complete({"prompt": prompt, "sampling": sampling})
+        wanted = alone.samples[0].token_ids
+        request = {"prompt": prompt, "sampling": sampling, "prediction": wanted}
+        done = await speculating.complete(request)
+        assert done.samples[0].token_ids == wanted
+        accepted += done.usage.accepted_prediction_tokens
+        drafted += done.usage.rejected_prediction_tokens + done.usage.accepted_prediction_tokens
+    # What was verified one step ahead, behind the end of a sample, is told of no request.
+    scraped = await told_of_drafts(speculating, drafted)
+    assert scraped.value("nano_spec_decode_num_accepted_tokens_total") >= accepted
+    without = await asyncio.to_thread(Scraped, pipeline.config.telemetry.metrics_port)
+    assert not [name for name in without.families if "spec_decode" in name]
+
+
+async def test_every_instrument_is_shown(
+    pipeline: Pipeline, speculating: Pipeline, redis_url: str, tmp_path: Path
+) -> None:
+    await route_one(BusConfig(url=redis_url, prefix="test-metrics"), pipeline.client.metrics)
+    folder = EngineConfig().model_folder
+    make_adapter(AutoModelForCausalLM.from_pretrained(folder), 0, tmp_path)
+    await pipeline.client.load_adapter("a", str(tmp_path))
+    await pipeline.client.update_weights(FolderWeights(str(folder)))
     async with (
         Gateway(pipeline.client, pipeline.config) as gateway,
         httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as http,
     ):
-        body = {"text": "1 + 1 =", "sampling_params": {"max_new_tokens": 4}}
+        body: dict[str, object] = {"text": "1 + 1 =", "sampling_params": {"max_new_tokens": 4}}
+        assert (await http.post("/generate", json=body)).status_code == 200
+        body["sampling_params"] = {"regex": "[ab]{3}"}
         assert (await http.post("/generate", json=body)).status_code == 200
         text = {"text_input": "1 + 1 ="}
         assert (await http.post("/v2/models/tiny/generate", json=text)).status_code == 200
         await scraped_when(pipeline, TOLD_LAST, 1)
         scraped = await scraped_when(pipeline, "nano_gateway_connections", 1)
     calls = "http_server_request_duration_seconds_count"
-    assert scraped.value(calls, http_route="/generate", http_response_status_code="200") == 1
+    assert scraped.value(calls, http_route="/generate", http_response_status_code="200") == 2
+    assert scraped.value("nano_model_routes_total", gen_ai_request_model="tiny") == 1
+    drafting = await told_of_drafts(speculating)
+    families = scraped.families.keys() | drafting.families.keys()
     missing = {
         each.name
         for each in INSTRUMENTS
-        if not any(name.startswith(shown(each.name)) for name in scraped.families)
+        if not any(name.startswith(shown(each.name)) for name in families)
     }
     assert missing == set()
 
@@ -225,11 +365,14 @@ def queries() -> list[tuple[str, str]]:
     return found
 
 
-async def test_dashboard_and_alerts_ask_for_what_there_is(pipeline: Pipeline) -> None:
+async def test_dashboard_and_alerts_ask_for_what_there_is(
+    pipeline: Pipeline, speculating: Pipeline
+) -> None:
     await pipeline.complete({"prompt": "1 + 1 =", "sampling": {"max_tokens": 4}})
     await pipeline.client.update_weights(FolderWeights(str(EngineConfig().model_folder)))
     await scraped_when(pipeline, TOLD_LAST, 1)
     samples = (await scraped_when(pipeline, "nano_kv_blocks", 1)).samples()
+    samples |= (await told_of_drafts(speculating)).samples()
     asked = [
         (where, name)
         for where, query in queries()

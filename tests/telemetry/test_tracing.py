@@ -63,6 +63,16 @@ def test_a_span_has_the_times_it_is_given(tracing: Tracing, exporter: InMemorySp
     assert span.resource.attributes[names.SERVICE_INSTANCE_ID] == "here-1"
 
 
+def test_attributes_of_a_process_are_those_of_all_its_spans(exporter: InMemorySpanExporter) -> None:
+    labels = {names.REQUEST_MODEL: "a"}
+    tracing = setup_tracing(TelemetryConfig(), "here-1", exporter, labels=labels)
+    tracing.span("queue", PARENT, 1_000, 5_000, {})
+    tracing.shutdown()
+    (span,) = exporter.get_finished_spans()
+    assert span.resource.attributes[names.REQUEST_MODEL] == "a"
+    assert not span.attributes
+
+
 def test_children_belong_to_the_parent_that_came_with_the_request(
     tracing: Tracing, exporter: InMemorySpanExporter
 ) -> None:

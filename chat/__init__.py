@@ -1,0 +1,31 @@
+"""Messages of the assistant: how a model writes them, and what a caller may ask of them."""
+
+from __future__ import annotations
+
+from .grammar import constraint_of
+from .message_format import (
+    CallSyntax,
+    MessageFormat,
+    ReasoningSyntax,
+    find_format,
+    format_of,
+    opening_of,
+)
+from .message_reader import Delta, MessageReader, Reading, ToolCall
+from .tools import Tool, ToolUse
+
+__all__ = [
+    "CallSyntax",
+    "Delta",
+    "MessageFormat",
+    "MessageReader",
+    "Reading",
+    "ReasoningSyntax",
+    "Tool",
+    "ToolCall",
+    "ToolUse",
+    "constraint_of",
+    "find_format",
+    "format_of",
+    "opening_of",
+]

@@ -1,0 +1,228 @@
+"""Takes a message apart while it grows: reasoning, text, calls of tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import reduce
+from typing import Any, NamedTuple
+
+import msgspec
+from transformers.utils.chat_parsing import parse_response
+from xxhash import xxh3_64_hexdigest
+
+from .message_format import MessageFormat
+from .regions import CALLS, CONTENT, REASONING, Piece, Regions, region_template
+from .tools import Tool
+
+# What comes of JSON, and of templates, that are not as they should be.
+_MALFORMED = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
+
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
+    """What it takes to read a message, beside its format. It stands with the call on the bus, so
+    that every gateway reads it alike.
+
+    Attributes:
+        opening: What of the assistant's turn the prompt has: its template may have opened, or
+            closed, the reasoning.
+        tools: Those that the model was told of. Without any no calls are looked for.
+        separates_reasoning: Whether the reasoning is taken out of the text.
+    """
+
+    opening: str = ""
+    tools: tuple[Tool, ...] = ()
+    separates_reasoning: bool = True
+
+
+class ToolCall(NamedTuple):
+    """A call that is complete.
+
+    Attributes:
+        place: Its own among the calls of the message.
+        id: The same whenever and wherever the message is read.
+        arguments: JSON.
+    """
+
+    place: int
+    id: str
+    name: str
+    arguments: str
+
+
+class Delta(NamedTuple):
+    """What is new of a message. Reasoning goes before text, and text before calls, unless they
+    are in other deltas."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+
+class MessageReader:
+    """Reads one message, in pieces as they come.
+
+    Pieces may be cut anywhere. Whoever wants the same deltas again has to cut them alike: token by
+    token, always. All deltas together are the same message, however it is cut.
+
+    What stands between the marks of calls and is none is content, as the model wrote it, marks
+    included: what is no JSON, has no name, or that of a tool which the model was not told of, or
+    whose arguments are no object. Where several calls stand between two marks they are all calls or
+    none is. A mark within a string of a call's JSON is part of the string.
+
+    Attributes:
+        calls: How many calls there were so far.
+        malformed: How many were none, though the model had its say.
+        as_text: How many became text, as the model wrote them: those, and any that was cut off.
+        reasoning_tokens: How many tokens the reasoning has, its marks included, where they are fed
+            one by one.
+    """
+
+    def __init__(self, form: MessageFormat, reading: Reading, seed: str) -> None:
+        """`seed`: what the ids of calls are made of, such as the message's own id."""
+        self.calls = 0
+        self.malformed = 0
+        self.as_text = 0
+        self.reasoning_tokens = 0
+        self._seed = seed
+        self._separates_reasoning = reading.separates_reasoning
+        self._tools: list[Any] = [tool.as_templates_read() for tool in reading.tools]
+        self._names = {tool.name for tool in reading.tools}
+        self._template = region_template(form.response_template, with_calls=bool(reading.tools))
+        self._regions = Regions(self._template, reading.opening)
+        # The pieces of the call that is open; the prompt may have begun it.
+        self._call: list[Piece] = []
+        for piece in self._regions.opening:
+            if piece.field == CALLS:
+                self._call = [piece] if piece.kind == "open" else [*self._call, piece]
+        # Tokens whose text may be part of a mark.
+        self._held_tokens = 0
+        # What came behind a call, in the same piece.
+        self._untold: list[Delta] = []
+
+    def feed(self, text: str, tokens: int = 1) -> Delta:
+        """Takes the next text, special tokens by their names, and of how many tokens it is."""
+        pieces = self._regions.feed(text)
+        self._count(pieces, tokens)
+        if len(pieces) < 2 and not self._untold:
+            return self._read(pieces[0], cut_off=False) if pieces else Delta()
+        untold = self._untold + self._deltas(pieces, cut_off=False)
+        self._untold = []
+        new = Delta()
+        for place, delta in enumerate(untold):
+            if new.calls and not delta.calls:
+                # In one with the call it would stand before it.
+                self._untold = untold[place:]
+                break
+            new = _joined(new, delta)
+        return new
+
+    def finish(self, *, cut_off: bool = False) -> Delta:
+        """The message ends here. What of a call is there becomes text, unless its JSON is whole:
+        some formats have no mark for the end of a call, and none has to be written.
+
+        Args:
+            cut_off: Whether the model would have gone on. A call that is cut off is not malformed.
+        """
+        pieces = self._regions.finish()
+        self._count(pieces, 0)
+        return reduce(_joined, self._untold + self._deltas(pieces, cut_off), Delta())
+
+    def _count(self, pieces: list[Piece], tokens: int) -> None:
+        held = self._regions.held
+        closed = bool(pieces) and pieces[-1].field in REASONING
+        if self._regions.field in REASONING or (closed and not held):
+            self.reasoning_tokens += self._held_tokens + tokens
+            self._held_tokens = 0
+        elif held:
+            self._held_tokens = tokens if pieces else self._held_tokens + tokens
+        else:
+            self._held_tokens = 0
+
+    def _deltas(self, pieces: list[Piece], cut_off: bool) -> list[Delta]:
+        deltas = [self._read(piece, cut_off) for piece in pieces]
+        return [delta for delta in deltas if any(delta)]
+
+    def _read(self, piece: Piece, cut_off: bool) -> Delta:
+        if piece.field == CONTENT and piece.kind == "text":
+            return Delta(content=piece.own)
+        if piece.field in REASONING:
+            if not self._separates_reasoning:
+                return Delta(content=piece.own)
+            return Delta(reasoning=piece.own if piece.kind == "text" else "")
+        if piece.field != CALLS:
+            return Delta()
+        if piece.kind == "open":
+            self._call = []
+        self._call.append(piece)
+        if piece.kind not in ("close", "end"):
+            return Delta()
+        text = "".join(each.own for each in self._call)
+        if not text.strip():
+            # One that stands in the prompt is none of the message's.
+            return Delta()
+        calls = self._calls(cut_off=cut_off and piece.kind == "end")
+        return Delta("", "" if calls else text, tuple(calls))
+
+    def _calls(self, *, cut_off: bool) -> list[ToolCall]:
+        """Those of the region that has closed; none where it is malformed."""
+        text = "".join(piece.text for piece in self._call[:-1])
+        try:
+            if self._call[-1].kind == "end" and not self._template.ends_itself:
+                raise ValueError("it may lack its end")
+            assert self._template.calls is not None
+            message = parse_response(text, self._template.calls, prefix="", tools=self._tools)
+            functions = [self._function(call) for call in _flat(message[CALLS])]
+            if not functions:
+                raise ValueError("there is none")
+        except _MALFORMED:
+            self.malformed += not cut_off
+            self.as_text += 1
+            return []
+        return [self._numbered(name, arguments) for name, arguments in functions]
+
+    def _function(self, call: dict[str, Any]) -> tuple[str, str]:
+        """A call's name and arguments. Raises one of `_MALFORMED`."""
+        function = call.get("function", call)
+        name = function["name"]
+        if name not in self._names:
+            raise ValueError("no tool has that name")
+        arguments = function.get("arguments", function.get("parameters", {}))
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        if not isinstance(arguments, dict):
+            raise TypeError("the arguments are no object")
+        # Written as models write it, so that the conversation is tokenised as they did.
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        # Half of a surrogate pair is text in JSON, and in no encoding.
+        text.encode()
+        return name, text
+
+    def _numbered(self, name: str, arguments: str) -> ToolCall:
+        call_id = xxh3_64_hexdigest(f"{self._seed}/{self.calls}".encode())
+        self.calls += 1
+        return ToolCall(self.calls - 1, f"call_{call_id}", name, arguments)
+
+
+def _joined(before: Delta, behind: Delta) -> Delta:
+    return Delta(
+        before.reasoning + behind.reasoning,
+        before.content + behind.content,
+        before.calls + behind.calls,
+    )
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    """The calls of a field: one, a list, or, where it repeats, a list of lists."""
+    if isinstance(value, list):
+        for each in value:
+            yield from _flat(each)
+    else:
+        yield value

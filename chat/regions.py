@@ -1,0 +1,328 @@
+"""Takes a text apart into regions while it grows, and says of each character what it is.
+
+Transformers' parser tells what stands in a region, and not the marks around it. Both are needed:
+what turns out to be no call is shown as the model wrote it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.response_templates import (
+    ResponseTemplate,
+    load_response_template,
+)
+
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""What a response template may call the reasoning."""
+
+CALLS = "tool_calls"
+CONTENT = "content"
+
+FIELDS = (*REASONING, CALLS, CONTENT)
+"""Those of a response template that mean something here."""
+
+_MARKS = "marks"
+_OUTSIDE = "outside"
+
+_MOST_CHARS = 4096
+"""Characters after which a parser is replaced. It keeps all of its text, and copies it whenever
+more is fed: without an end a text of n characters would take n² of them."""
+
+_AT_ONCE_CHARS = 64
+"""Characters that are parsed at a time: those behind a mark within a string are parsed again."""
+
+_LOOKED_AT_CHARS = 128
+"""Of what stands in a region, for marks that look ahead."""
+
+# What looks at text behind the place where it stands, or asks where the text begins. A class that
+# begins with ^ does not.
+_LOOKS_BACK = re.compile(r"(?<!\[)\^|\\[ABbGKmM]|\(\?<[=!]")
+
+# What may match without taking any text.
+_NO_WIDTH = re.compile(r"\(\?<?[=!]|\\[AbBzZ]|\$|(?<!\[)\^")
+
+
+_QUOTE = re.compile(r'\\.|"', re.DOTALL)
+_CONTROL = re.compile(r"[\x00-\x1f]")
+
+_MOST_LOOKS = 64
+"""How often all of a call is read, to know whether a mark stands in a string of it."""
+
+
+class Piece(NamedTuple):
+    """A piece of the text.
+
+    Attributes:
+        kind: The mark that opens a region, text in it, the mark that closes it, or that the end of
+            the message did.
+        text: All of it.
+        own: What of it is the message's, and not the prompt's.
+    """
+
+    kind: Literal["open", "text", "close", "end"]
+    field: str
+    text: str
+    own: str
+
+
+class RegionTemplate(NamedTuple):
+    """A response template, made ready.
+
+    Attributes:
+        template: With texts alone, so that the parser never raises, and with marks that are told.
+        calls: For what opens a region of calls and stands in it.
+        looks_back: Whether it depends on what was before a mark.
+        quoting: Whether calls are plain JSON, in whose strings the closing mark may stand.
+        ends_itself: Whether it can be seen of a call that it is complete, without a closing mark.
+    """
+
+    template: ResponseTemplate
+    calls: ResponseTemplate | None
+    looks_back: bool
+    quoting: bool
+    ends_itself: bool
+
+
+def region_template(response_template: dict[str, Any], *, with_calls: bool) -> RegionTemplate:
+    """Raises ValueError, and what else a template may raise in which types are wrong."""
+    return _region_template(msgspec.json.encode(response_template), with_calls)
+
+
+@lru_cache(maxsize=32)
+def _region_template(encoded: bytes, with_calls: bool) -> RegionTemplate:
+    given = msgspec.json.decode(encoded)
+    anchor = {key: given[key] for key in given if key.startswith("start_anchor")}
+    wanted = [name for name in given["fields"] if name in FIELDS and (with_calls or name != CALLS)]
+    fields = {name: _as_text(given["fields"][name]) for name in wanted}
+    implicit = next((name for name in wanted if not _has(fields[name], "open")), "")
+    if implicit:
+        fields |= {implicit: _as_text({})} | _marks(fields[implicit])
+    else:
+        fields[_OUTSIDE if CONTENT in fields else CONTENT] = _as_text({})
+    calls, field = None, given["fields"].get(CALLS, {})
+    if CALLS in wanted:
+        without = {key: value for key, value in field.items() if not key.startswith("close")}
+        calls = load_response_template(anchor | {"fields": {CALLS: without}})
+    template = load_response_template(anchor | {"fields": fields})
+    closes = template.fields[CALLS].close_re if CALLS in wanted else None
+    is_json = field.get("content") == "json"
+    return RegionTemplate(
+        template,
+        calls,
+        any(map(_looks_back, fields.values())),
+        is_json and not field.get("content_args"),
+        is_json or closes is None or closes.fullmatch("") is not None,
+    )
+
+
+def _has(field: dict[str, Any], mark: str) -> bool:
+    return mark in field or f"{mark}_pattern" in field
+
+
+def _as_text(field: dict[str, Any]) -> dict[str, Any]:
+    marks = {key: field[key] for key in field if key.startswith(("open", "close"))}
+    return marks | {
+        "content": "text",
+        "content_args": {"strip": False},
+        # Without one, groups with names are refused.
+        "transform": "{content}",
+    }
+
+
+def _marks(implicit: dict[str, Any]) -> dict[str, Any]:
+    """The end of the text outside of regions, as a region of its own. It would go untold where
+    there is no such text."""
+    opens = {key.replace("close", "open"): implicit[key] for key in implicit if "close" in key}
+    # What takes no text out would be found again and again.
+    if not opens or _NO_WIDTH.search(opens.get("open_pattern", "")):
+        return {}
+    field = _as_text(opens | {"close_pattern": ""})
+    made = load_response_template({"start_anchor": "x", "fields": {_MARKS: field}})
+    return {} if made.fields[_MARKS].open_re.fullmatch("") else {_MARKS: field}
+
+
+def _looks_back(field: dict[str, Any]) -> bool:
+    patterns = (field.get("open_pattern", ""), field.get("close_pattern", ""))
+    return any(_LOOKS_BACK.search(pattern) for pattern in patterns)
+
+
+class _Body:
+    """What stands in a region of calls so far."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        # Those from which on no quotes were looked for, and the half of an escape before them.
+        self._new = 0
+        self._half = ""
+        self._quoted = False
+        self._in_string = False
+        self._looks = 0
+
+    def add(self, text: str) -> None:
+        """More of it."""
+        self._pieces.append(text)
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self._pieces)
+
+    def head(self, chars: int) -> str:
+        """As many characters of its beginning, if it has them."""
+        return "".join(self._pieces[:chars])[:chars]
+
+    def ends_in_string(self) -> bool:
+        """Whether it is the beginning of JSON, and ends within a string."""
+        new = self._half + "".join(self._pieces[self._new :])
+        self._new = len(self._pieces)
+        same = self._in_string and not _CONTROL.search(new)
+        end = 0
+        for found in _QUOTE.finditer(new):
+            end = found.end()
+            if found[0] == '"':
+                self._quoted, same = not self._quoted, False
+        self._half = new[end:][-1:] if new[end:].endswith("\\") else ""
+        if not self._quoted or same:
+            self._in_string = self._quoted
+        # Each takes all of the text; behind so many, what is no JSON may end later than it could.
+        elif self._looks < _MOST_LOOKS:
+            self._looks += 1
+            self._in_string = self._is_cut_in_string()
+        else:
+            self._in_string = True
+        return self._in_string
+
+    def _is_cut_in_string(self) -> bool:
+        try:
+            json.loads(self.text)
+        except json.JSONDecodeError as error:
+            return error.msg.startswith("Unterminated string")
+        except (ValueError, RecursionError):
+            pass
+        return False
+
+
+class Regions:
+    """The regions of one text.
+
+    Attributes:
+        opening: The pieces of the text that stands before.
+        field: That of the region which is open; one without marks is open outside of all others.
+    """
+
+    def __init__(self, template: RegionTemplate, opening: str) -> None:
+        """`opening`: what stands before the text, and is not the message's own."""
+        self._fields = template.template.fields
+        self._template = template
+        self._outside = template.template.implicit or ""
+        self._parser = ResponseParser(template.template, prefix="")
+        self._parsed_chars = 0
+        self.field = self._outside
+        # What opened the region, and what of the calls stands in it so far.
+        self._mark = ""
+        self._body = _Body()
+        # The text that is not told, from `_at` on, and before it what marks may look back at.
+        self._text = ""
+        self._at = 0
+        self._own_from = len(opening)
+        self.opening = self.feed(opening)
+
+    @property
+    def held(self) -> bool:
+        """Whether there is text that may be part of a mark."""
+        return self._at < len(self._text)
+
+    def feed(self, text: str) -> list[Piece]:
+        """More of the text."""
+        if len(text) > _AT_ONCE_CHARS:
+            places = range(0, len(text), _AT_ONCE_CHARS)
+            return [piece for at in places for piece in self.feed(text[at : at + _AT_ONCE_CHARS])]
+        self._text += text
+        self._parsed_chars += len(text)
+        pieces = self._told(self._parser.feed(text), ended=False)
+        if not self._template.looks_back:
+            self._text = self._text[self._at :]
+            self._own_from = max(0, self._own_from - self._at)
+            self._at = 0
+            if self._parsed_chars > _MOST_CHARS:
+                self._parsed_chars = 0
+                self._parser = self._new_parser(self._text) or self._parser
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        """The text ends here, and with it the region that is open."""
+        return self._told(self._parser.finalize()[1], ended=True)
+
+    def _told(self, events: list[dict[str, Any]], *, ended: bool) -> list[Piece]:
+        pieces: list[Piece] = []
+        while not self._tell(events, pieces, ended):
+            events = self._parser.feed(self._text[self._at :])
+            if ended:
+                events += self._parser.finalize()[1]
+        return pieces
+
+    def _tell(self, events: list[dict[str, Any]], pieces: list[Piece], ended: bool) -> bool:
+        """False: a new parser has to go on with the text that is not told."""
+        for event in events:
+            field = event["field"]
+            if event["type"] == "region_chunk":
+                pieces.append(self._piece("text", field, self._at + len(event["text"])))
+                if field == CALLS:
+                    self._body.add(event["text"])
+            elif field == self._outside:
+                continue
+            elif event["type"] == "region_open":
+                found = self._fields[field].open_re.match(self._text, self._at)
+                pieces.append(self._piece("open", field, found.end() if found else self._at))
+                self.field, self._mark, self._body = field, pieces[-1].text, _Body()
+            else:
+                closes = self._fields[field].close_re
+                found = closes and closes.match(self._text, self._at)
+                end = found.end() if found else self._at
+                if found and self._is_quoted():
+                    # A mark without width would be found again.
+                    pieces.append(self._piece("text", field, max(end, self._at + 1)))
+                    self._body.add(pieces[-1].text)
+                    return False
+                by_end = ended and end == self._at == len(self._text)
+                pieces.append(self._piece("end" if by_end else "close", field, end))
+                self.field = self._outside
+        return True
+
+    def _piece(self, kind: Literal["open", "text", "close", "end"], field: str, end: int) -> Piece:
+        text = self._text[self._at : end]
+        own = text if self._own_from <= self._at else text[self._own_from - self._at :]
+        self._at = end
+        return Piece(kind, field, text, own)
+
+    def _is_quoted(self) -> bool:
+        """Whether the mark that closes a call stands in a string of it. The parser, which takes it
+        for the end, is replaced."""
+        quotes = self.field == CALLS and self._template.quoting and self._body.ends_in_string()
+        parser = self._new_parser("") if quotes else None
+        self._parser = parser or self._parser
+        return parser is not None
+
+    def _new_parser(self, held: str) -> ResponseParser | None:
+        """One that is as far as the other, with the same region open, and text that it holds; None
+        where that can't be had."""
+        parser = ResponseParser(self._template.template, prefix="")
+        if self.field == self._outside:
+            return None if parser.feed(held) else parser
+        if self._template.looks_back:
+            return None
+        opened = {"type": "region_open", "field": self.field}
+        # Some marks need more behind them.
+        for filler in ("x", self._body.head(_LOOKED_AT_CHARS)):
+            events = parser.feed(f"{self._mark}{filler}{held}")
+            behind = events[events.index(opened) + 1 :] if opened in events else []
+            if filler and "".join(event.get("text", "/") for event in behind) == filler:
+                return parser
+            parser = ResponseParser(self._template.template, prefix="")
+        return None

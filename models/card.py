@@ -21,8 +21,9 @@ tags: [qwen2, test-model]
 # tiny
 
 A causal language model with the Qwen2 architecture and {parameters} parameters, made to test
-and to demonstrate an inference engine. It knows six small tasks and nothing else. Model, tokenizer
-and training text all come from the scripts beside this folder; nothing was downloaded.
+and to demonstrate an inference engine. It knows six small tasks, how to call a tool, how to think
+for one line, and nothing else. Model, tokenizer and training text all come from the scripts beside
+this folder; nothing was downloaded.
 
 ## Tasks
 
@@ -32,19 +33,44 @@ Each task works as a plain completion and as a chat through the chat template.
 
 `add2` and `sub2` are half learnt on purpose, so that reinforcement learning has something to
 improve. Operands lie between 0 and 99; in `add2` and `sub2` at least one of them has two digits.
-A last stage of training leaves the two tasks out until enough of them is forgotten.
+A last stage of training leaves the two tasks out until enough of them is forgotten. The stage
+before it practises chats with tools and thoughts above all.
+
+With the template's variable `enable_thinking`, the template opens a thought, and the model writes
+one line before the answer. Where a thought says what numbers of two digits make, training left
+that out, so there it is seldom right.
+
+```
+{thinking}
+```
+
+### Tools
+
+A chat may offer one to three tools for the weather or the time in a place, the age of a person, or
+a product. The model reads the tool's name and its parameters from the system turn; it knows some
+wordings of each, and no other kinds of tools. It makes one call (`call`), or two at once for a
+question about two places or people (`calls`), says in a sentence what they have brought
+(`result`), and calls none for a question that needs none or that none answers (`no_call`).
+
+```
+{tools}
+```
+
+`tokenizer.parse_response` of Transformers takes such an answer apart, by the `response_template` in
+`tokenizer_config.json`.
 
 ## Accuracy
 
 Exact match of the whole answer on held-out prompts, measured after the weights were rounded to
 bfloat16, computed in float32. The sampled column is the share of right answers in {samples} samples
-of each prompt.
+of each prompt. Prompts of similar lengths were padded to go together.
 
 {table}
 
 A held-out two-digit sum or difference, JSON record or combination of story elements never occurs
-in training, in any wording. One-digit arithmetic has only 200 facts: there, the held-out prompts
-are new as texts, while the fact may occur in training in another wording.
+in training, in any wording, nor does a held-out question about a place, a person or a product.
+One-digit arithmetic has only 200 facts: there, the held-out prompts are new as texts, while the
+fact may occur in training in another wording.
 
 ## Architecture
 
@@ -54,18 +80,19 @@ on rows of {length} tokens, with several examples in each row. Much longer promp
 answers are seldom right.
 
 The tokenizer is a byte-level BPE with {vocabulary} tokens. Every digit is one token, and characters
-outside ASCII are split into their UTF-8 bytes. Any text round-trips once it is in Unicode
-normal form C, into which the tokenizer brings it, as every Qwen2 tokenizer of Transformers does.
-It adds no token at the beginning. A plain completion ends with `<|endoftext|>`, a chat answer
-with `<|im_end|>`. The weights are stored as bfloat16; the config asks for float32.
+outside ASCII are split into their UTF-8 bytes. The marks of thoughts, calls and results are tokens
+too, but not special ones. Any text round-trips once it is in Unicode normal form C, into which the
+tokenizer brings it, as every Qwen2 tokenizer of Transformers does. It adds no token at the
+beginning. A plain completion ends with `<|endoftext|>`, a chat answer with `<|im_end|>`. The
+weights are stored as bfloat16; the config asks for float32.
 
 ## Training
 
     python -m nano_inference.models.train --out models/tiny
 
 {steps} steps of {rows} rows took {minutes} minutes with {threads} CPU thread(s),
-PyTorch {torch} and Transformers {transformers}. The same settings on the same machine give the
-same weights:
+PyTorch {torch} and Transformers {transformers}. The same settings on the same machine should give
+the same weights, also from one checkpoint to the next:
 
     {settings}
 

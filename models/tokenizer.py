@@ -1,5 +1,7 @@
 """The tokenizer of the bundled tiny model: its special tokens, its chat template, its training."""
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from tokenizers import (
@@ -15,20 +17,99 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from . import tasks
+from .examples import messages_of, tools_of
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 PAD = "<|pad|>"
 
+MARKS = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+)
+"""Tokens that are text all the same: they stay where special tokens are left out."""
+
+# As Qwen's: the tools in the system turn, what they have brought in a user turn. Of a tool, what
+# the model has learnt to read is written, in that order. Thoughts of earlier turns are left out.
 CHAT_TEMPLATE = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages and messages[0].role == 'system' and messages[0].content %}
+        {{- messages[0].content + '\\n\\n' }}
+    {%- endif %}
+    {{- 'Tools:' }}
+    {%- for tool in tools %}
+        {%- set function = tool.function or tool %}
+        {{- '\\n{"name": ' + function.name | tojson }}
+        {%- for key in ['description', 'parameters'] if function[key] %}
+            {{- ', "' + key + '": ' + function[key] | tojson }}
+        {%- endfor %}
+        {{- '}' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
 {%- for message in messages %}
-    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
+    {%- if message.role == 'tool' %}
+        {%- if loop.first or loop.previtem.role != 'tool' %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or loop.nextitem.role != 'tool' %}
+            {{- '<|im_end|>\\n' }}
+        {%- endif %}
+    {%- elif message.tool_calls %}
+        {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+        {%- for call in message.tool_calls %}
+            {%- set function = call.function or call %}
+            {%- if message.content or not loop.first %}
+                {{- '\\n' }}
+            {%- endif %}
+            {{- '<tool_call>\\n{"name": ' + function.name | tojson + ', "arguments": ' }}
+            {%- if function.arguments is string %}
+                {{- function.arguments }}
+            {%- else %}
+                {{- function.arguments | tojson }}
+            {%- endif %}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif not (tools and loop.first and message.role == 'system') %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking %}
+        {{- '<think>\\n' }}
+    {%- endif %}
 {%- endif %}
 """
+
+# How an answer is taken apart again (Transformers' `tokenizer.parse_response`).
+RESPONSE_TEMPLATE: dict[str, Any] = {
+    "version": 1,
+    "defaults": {"role": "assistant"},
+    "start_anchor": TURN_START + "assistant\n",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": ["</think>", TURN_END]},
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "content": "json",
+            "repeats": True,
+            "transform": {
+                "type": "function",
+                "function": {"name": "{content.name}", "arguments": "{content.arguments}"},
+            },
+        },
+        "content": {"close": [TURN_END, END_OF_TEXT]},
+    },
+}
 
 # Contractions, words with one leading character, single digits, signs, line ends, blanks.
 PIECES = (
@@ -62,19 +143,15 @@ def build_tokenizer(vocabulary: int, seed: int) -> FastTokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[AddedToken(t, special=True) for t in (END_OF_TEXT, TURN_START, TURN_END)]
-        + [AddedToken(PAD, special=True)],
+        vocab_size=vocabulary - len(MARKS),
+        special_tokens=[
+            AddedToken(t, special=True) for t in (END_OF_TEXT, TURN_START, TURN_END, PAD)
+        ],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    texts = ["system\nuser\nassistant\n", *SYSTEM_MESSAGES] * 100
-    for task in tasks.TASKS:
-        for chat in (False, True):
-            examples = tasks.stream(task, "train", seed, chat=chat)
-            drawn = (next(examples) for _ in range(3000))
-            texts.extend(t for t in (e.prompt + e.answer for e in drawn) if t.isascii())
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(_texts(seed), trainer)
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in MARKS])
     make: Any = PreTrainedTokenizerFast  # Not typed either.
     return make(
         tokenizer_object=tokenizer,
@@ -84,7 +161,24 @@ def build_tokenizer(vocabulary: int, seed: int) -> FastTokenizer:
         clean_up_tokenization_spaces=False,
         model_max_length=2048,
         chat_template=CHAT_TEMPLATE,
+        response_template=RESPONSE_TEMPLATE,
     )
+
+
+def _texts(seed: int) -> Iterator[str]:
+    """Yield the texts whose pairs of bytes are counted."""
+    yield from ["system\nuser\nassistant\nTools:\n", *SYSTEM_MESSAGES] * 100
+    for task in (*tasks.TASKS, *tasks.TOOL_TASKS):
+        for form in tasks.forms(task):
+            # Of thoughts and of tools fewer, since they say much of the same.
+            count = 3000 if task in tasks.TASKS and form != "thinking" else 500
+            examples = tasks.stream(
+                task, "train", seed, chat=form == "chat", thinking=form == "thinking"
+            )
+            for example in itertools.islice(examples, count):
+                text = "".join((*example.tools, example.prompt, *example.results, example.answer))
+                if text.isascii():
+                    yield text
 
 
 def encode(tokenizer: FastTokenizer, text: str) -> list[int]:
@@ -93,8 +187,28 @@ def encode(tokenizer: FastTokenizer, text: str) -> list[int]:
     return ids
 
 
-def chat_text(tokenizer: FastTokenizer, messages: list[dict[str, str]]) -> str:
-    """Return the chat up to where the assistant's next answer begins."""
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+def chat_text(
+    tokenizer: FastTokenizer,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None = None,
+    *,
+    thinking: bool = False,
+) -> str:
+    """Return the chat up to where the assistant's next answer, or its thought, begins."""
+    text = tokenizer.apply_chat_template(
+        messages,
+        tools=tools,
+        tokenize=False,
+        add_generation_prompt=True,
+        enable_thinking=thinking,
+    )
     assert isinstance(text, str)
     return text
+
+
+def prompt_text(tokenizer: FastTokenizer, example: tasks.Example) -> str:
+    """Return the text that the answer of ``example`` follows."""
+    if not example.chat:
+        return example.prompt
+    messages, tools = messages_of(example), tools_of(example)
+    return chat_text(tokenizer, messages, tools, thinking=example.thinking)

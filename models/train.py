@@ -12,16 +12,17 @@ of threads and machine it gives the same weights.
 Two-digit arithmetic must stay half learnt, so that reinforcement learning has something to
 improve. A tap for each operator and form sees to that: it looks at the accuracy on the ``tune``
 split every so many steps, and while that has reached its target, examples of its kind are rare.
-A last stage then practises the other tasks only, until enough of the two-digit skill is forgotten.
+A second stage practises chats with tools and thoughts above all. A last one then leaves two-digit
+arithmetic out, until enough of that skill is forgotten.
+Where a thought says what two digits make, no loss is taken.
 """
 
 import argparse
 import json
 import math
-import random
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,76 +31,12 @@ import torch.nn.functional as F
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 from transformers import __version__ as transformers_version
 
-from . import tasks
-from .card import SAMPLES, Result, card, table
-from .tokenizer import (
-    END_OF_TEXT,
-    PAD,
-    SYSTEM_MESSAGES,
-    TURN_END,
-    FastTokenizer,
-    build_tokenizer,
-    chat_text,
-    encode,
-)
-
-Example = tasks.Example
-
-# How often an example of each task is drawn, as (plain, chat) weights.
-WEIGHTS: dict[str, tuple[float, float]] = {
-    "add1": (10.0, 6.0),
-    "sub1": (10.0, 6.0),
-    "add2": (30.0, 12.0),
-    "sub2": (30.0, 12.0),
-    "json": (6.0, 5.0),
-    "story": (3.0, 3.0),
-}
-
-
-@dataclass(frozen=True)
-class Tap:
-    """How the weight of a task follows its accuracy on the tune split."""
-
-    target: float  # From this accuracy on, the weight is multiplied by ``closed``.
-    closed: float
-    opening: int  # The step before which the tap stays closed.
-
-
-# One-digit arithmetic comes first: the other digits of a sum build on the same table of facts.
-TAPS: dict[str, Tap] = {
-    "add2": Tap(0.52, 0.05, 600),
-    "sub2": Tap(0.52, 0.05, 600),
-}
-SAMPLED = ("add2", "sub2")
-
-# The annotations of Transformers do not pass mypy's strict mode, so models and tokenizers are Any.
-Model = Any
-Kind = tuple[str, bool]  # A task and whether it is in its chat form.
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Everything that decides what is trained."""
-
-    seed: int = 1
-    threads: int = 1
-    steps: int = 4000
-    rows: int = 4
-    length: int = 256
-    joined: float = 0.2
-    learning_rate: float = 1.2e-3
-    warmup: int = 200
-    weight_decay: float = 0.1
-    vocabulary: int = 768
-    hidden: int = 128
-    intermediate: int = 448
-    layers: int = 5
-    tap_every: int = 100
-    tap_prompts: int = 60
-    last_learning_rate: float = 2e-4
-    last_every: int = 20
-    last_target: float = 0.6
-    heldout: int = 500
+from .card import card, table
+from .evaluation import Kind, Model, distinct, measure
+from .rows import Batch, Packer
+from .settings import Settings
+from .taps import TOOL_WEIGHTS, Taps
+from .tokenizer import END_OF_TEXT, PAD, TURN_END, FastTokenizer, build_tokenizer, prompt_text
 
 
 def build_model(settings: Settings, tokenizer: FastTokenizer) -> Model:
@@ -129,173 +66,12 @@ def build_model(settings: Settings, tokenizer: FastTokenizer) -> Model:
     return model
 
 
-class Taps:
-    """Hold the weights of all kinds of examples, small ones where a kind is known well enough."""
-
-    def __init__(self, settings: Settings) -> None:
-        """Open the taps that have no opening step."""
-        kinds = [(task, chat) for task in tasks.TASKS for chat in (False, True)]
-        self.weights: dict[Kind, float] = {kind: WEIGHTS[kind[0]][kind[1]] for kind in kinds}
-        self.prompts: dict[Kind, list[Example]] = {}
-        for task, chat in kinds:
-            if task in TAPS:
-                self.prompts[task, chat] = tasks.distinct(
-                    task, "tune", settings.tap_prompts, settings.seed, chat=chat
-                )
-                self.set((task, chat), is_open=TAPS[task].opening == 0)
-
-    def set(self, kind: Kind, *, is_open: bool) -> None:
-        """Open or close the tap of ``kind``."""
-        task, chat = kind
-        self.weights[kind] = WEIGHTS[task][chat] * (1.0 if is_open else TAPS[task].closed)
-
-    def measure(self, model: Model, tokenizer: FastTokenizer) -> dict[Kind, float]:
-        """Return the accuracy of each tapped kind on the tune split."""
-        return {
-            kind: evaluate(model, tokenizer, prompts) / len(prompts)
-            for kind, prompts in self.prompts.items()
-        }
-
-    def turn(self, model: Model, tokenizer: FastTokenizer, step: int) -> str:
-        """Open or close the taps whose step has come, and return a line for the log."""
-        words = []
-        if all(step < tap.opening for tap in TAPS.values()):
-            return "taps closed"
-        for (task, chat), share in self.measure(model, tokenizer).items():
-            is_open = step >= TAPS[task].opening and share < TAPS[task].target
-            self.set((task, chat), is_open=is_open)
-            form = "chat" if chat else "plain"
-            words.append(f"{task} {form} {share:.2f}{'+' if is_open else '-'}")
-        return ", ".join(words)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The rows of one training step."""
-
-    tokens: torch.Tensor
-    positions: torch.Tensor  # Counted from the beginning of each document.
-    mask: torch.Tensor  # True where a token (third axis) sees another one (fourth axis).
-    targets: torch.Tensor
-    learn: torch.Tensor  # Nonzero where the target is a part of an answer.
-
-
-class Packer:
-    """Make rows of training tokens: examples one after another, each part with its loss weight."""
-
-    def __init__(self, settings: Settings, tokenizer: FastTokenizer, taps: Taps) -> None:
-        """Start the stream of documents that the seed stands for."""
-        self.settings = settings
-        self.tokenizer = tokenizer
-        self.taps = taps
-        self.rng = random.Random(settings.seed)
-        self.end_of_text = encode(tokenizer, END_OF_TEXT)
-        self.turn_end = encode(tokenizer, TURN_END)
-
-    def draw(self, *, only_chat: bool = False) -> Example:
-        """Draw the next example."""
-        kinds = [kind for kind in self.taps.weights if kind[1] or not only_chat]
-        weights = [self.taps.weights[kind] for kind in kinds]
-        task, chat = self.rng.choices(kinds, weights)[0]
-        return tasks.draw(task, "train", self.rng, chat=chat)
-
-    def document(self) -> tuple[list[int], list[bool]]:
-        """Return a completion or a chat of one or more turns, and which tokens to learn."""
-        example = self.draw()
-        if not example.chat:
-            prompt = encode(self.tokenizer, example.prompt)
-            answer = encode(self.tokenizer, example.answer) + self.end_of_text
-            return prompt + answer, [False] * len(prompt) + [True] * len(answer)
-        messages = []
-        if self.rng.random() < 0.2:
-            messages.append({"role": "system", "content": self.rng.choice(SYSTEM_MESSAGES)})
-        ids: list[int] = []
-        learn: list[bool] = []
-        done = ""
-        while True:
-            messages.append({"role": "user", "content": example.prompt})
-            text = chat_text(self.tokenizer, messages)
-            prompt = encode(self.tokenizer, text[len(done) :])
-            answer = encode(self.tokenizer, example.answer) + self.turn_end
-            ids += prompt + answer
-            learn += [False] * len(prompt) + [True] * len(answer)
-            if self.rng.random() >= 0.2 or len(ids) > 150:
-                break
-            done = text + example.answer + TURN_END
-            messages.append({"role": "assistant", "content": example.answer})
-            example = self.draw(only_chat=True)
-        return ids + self.end_of_text, [*learn, False]
-
-    def row(self) -> list[tuple[int, bool, int, int]]:
-        """Return a row of ``length`` + 1 tokens as (token, learn it, document, position).
-
-        The last document may be cut. In some rows, all documents count as a single long one.
-        """
-        size = self.settings.length + 1
-        joined = self.rng.random() < self.settings.joined
-        row: list[tuple[int, bool, int, int]] = []
-        number = 0
-        while len(row) < size:
-            start = 0 if joined else len(row)
-            for token, learn in zip(*self.document(), strict=True):
-                row.append((token, learn, number, len(row) - start))
-            number += not joined
-        return row[:size]
-
-    def batch(self) -> Batch:
-        """Return the rows of one step."""
-        rows = torch.tensor([self.row() for _ in range(self.settings.rows)])
-        tokens, learn, documents, positions = rows.unbind(-1)
-        documents = documents[:, :-1]
-        earlier = torch.ones(self.settings.length, self.settings.length, dtype=torch.bool).tril()
-        mask = (documents[:, :, None] == documents[:, None, :]) & earlier
-        return Batch(tokens[:, :-1], positions[:, :-1], mask[:, None], tokens[:, 1:], learn[:, 1:])
-
-
-@torch.no_grad()
-def evaluate(
-    model: Model,
-    tokenizer: FastTokenizer,
-    examples: Iterable[Example],
-    *,
-    sample: bool = False,
-) -> int:
-    """Return how many of the examples the model answers exactly, greedy or at temperature 1.
-
-    Prompts of the same length go together, so no padding has a part in the result.
-    """
-    model.eval()
-    groups: dict[int, list[tuple[Example, list[int]]]] = {}
-    for example in examples:
-        text = example.prompt
-        if example.chat:
-            text = chat_text(tokenizer, [{"role": "user", "content": text}])
-        ids = encode(tokenizer, text)
-        groups.setdefault(len(ids), []).append((example, ids))
-    how: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0} if sample else {}
-    right = 0
-    for length, group in sorted(groups.items()):
-        longest = max(len(encode(tokenizer, example.answer)) for example, _ in group)
-        prompts = torch.tensor([ids for _, ids in group])
-        output = model.generate(
-            input_ids=prompts,
-            attention_mask=torch.ones_like(prompts),
-            max_new_tokens=longest + 2,
-            **how,
-        )
-        for (example, _), ids in zip(group, output.tolist(), strict=True):
-            text = tokenizer.decode(ids[length:], skip_special_tokens=True)
-            right += tasks.grade(example, text)
-    model.train()
-    return right
-
-
-def learning_rate(settings: Settings, step: int) -> float:
-    """Return the learning rate: linear warm-up, then half a cosine down to nearly zero."""
-    if step < settings.warmup:
-        return settings.learning_rate * (step + 1) / settings.warmup
-    part = (step - settings.warmup) / (settings.steps - settings.warmup)
-    return settings.learning_rate * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * part)))
+def learning_rate(peak: float, warmup: int, horizon: int, step: int) -> float:
+    """Return the learning rate: linear warm-up, then half a cosine, nearly zero at ``horizon``."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    part = (step - warmup) / (horizon - warmup)
+    return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * part)))
 
 
 def build_optimizer(settings: Settings, model: Model) -> torch.optim.AdamW:
@@ -364,11 +140,40 @@ class Trainer:
         return loss.item()
 
     def learn(self, checkpoint: Path | None) -> None:
-        """Train on all tasks; a checkpoint is written whenever the taps turn."""
+        """Train on all tasks, then mostly on chats with tools and thoughts."""
+        settings = self.settings
+
+        def rate(step: int) -> float:
+            return learning_rate(settings.learning_rate, settings.warmup, settings.horizon, step)
+
+        self.stage(settings.steps, rate, checkpoint)
+        # The rate was not at its lowest yet, and rises again.
+        self.taps.table = TOOL_WEIGHTS
+        if self.step == settings.steps:  # And not gone on from a checkpoint within this stage.
+            self.taps.weights = {kind: self.taps.weight(kind) for kind in self.taps.weights}
+            self.taps.turn(self.model, self.tokenizer, self.step)
+        begin, middle = settings.steps, settings.steps + settings.tool_steps
+        end = middle + settings.cooling_steps
+
+        def tool_rate(step: int) -> float:
+            peak, warmup = settings.tool_learning_rate, settings.tool_warmup
+            return learning_rate(peak, warmup, settings.tool_horizon, step - begin)
+
+        def cooling_rate(step: int) -> float:
+            return tool_rate(step) * (end - step) / settings.cooling_steps
+
+        self.stage(middle, tool_rate, checkpoint)
+        # Falling rates bring forth what is half learnt, so none of that is practised beside them.
+        self.taps.tight = True
+        self.taps.turn(self.model, self.tokenizer, self.step)
+        self.stage(end, cooling_rate, checkpoint)
+
+    def stage(self, end: int, rate: Callable[[int], float], checkpoint: Path | None) -> None:
+        """Train up to the step ``end``; write a checkpoint whenever the taps turn."""
         self.model.train()
         losses = []
-        while self.step < self.settings.steps:
-            losses.append(self.update(learning_rate(self.settings, self.step)))
+        while self.step < end:
+            losses.append(self.update(rate(self.step)))
             if self.step % self.settings.tap_every == 0:
                 line = self.taps.turn(self.model, self.tokenizer, self.step)
                 mean, losses = sum(losses) / len(losses), []
@@ -385,31 +190,16 @@ class Trainer:
         self.model.train()
         for kind in self.taps.prompts:
             self.taps.weights[kind] = 0.0
+        most = 2 * self.step
         while True:
             shares = self.taps.measure(self.model, self.tokenizer).values()
             mean = sum(shares) / len(shares)
             words = " ".join(f"{share:.2f}" for share in shares)
             print(f"{self.step:5d} {self.seconds:6.0f} s last stage: {words}", flush=True)
-            if mean <= self.settings.last_target or self.step >= 2 * self.settings.steps:
+            if mean <= self.settings.last_target or self.step >= most:
                 return
             for _ in range(self.settings.last_every):
                 self.update(self.settings.last_learning_rate)
-
-
-def measure(settings: Settings, model: Model, tokenizer: FastTokenizer) -> list[Result]:
-    """Evaluate every kind of example on held-out prompts."""
-    results = []
-    torch.manual_seed(settings.seed)
-    for task in tasks.TASKS:
-        for chat in (False, True):
-            prompts = tasks.distinct(task, "heldout", settings.heldout, settings.seed, chat=chat)
-            greedy = evaluate(model, tokenizer, prompts)
-            sampled = None
-            if task in SAMPLED:
-                sampled = evaluate(model, tokenizer, prompts * SAMPLES, sample=True)
-            form = "chat" if chat else "plain"
-            results.append(Result(task, form, len(prompts), greedy, sampled))
-    return results
 
 
 def round_weights(model: Model) -> None:
@@ -438,6 +228,16 @@ def edit_json(path: Path, changes: dict[str, Any]) -> None:
     path.write_text(text, encoding="utf-8")
 
 
+def shown(tokenizer: FastTokenizer, kind: Kind, settings: Settings) -> str:
+    """Return a held-out example of a kind as the model reads and writes it."""
+    examples = distinct(kind, "heldout", 40, settings.seed)
+    # One that a reader takes in at a glance: short, but about two things where any is.
+    example = min(
+        examples, key=lambda e: (-len(e.calls), len(e.tools), len(prompt_text(tokenizer, e)))
+    )
+    return prompt_text(tokenizer, example) + example.answer + TURN_END
+
+
 def facts(trainer: Trainer) -> dict[str, str]:
     """What the card tells of the model and its training, as it is printed there."""
     settings = trainer.settings
@@ -455,8 +255,22 @@ def facts(trainer: Trainer) -> dict[str, str]:
         "threads": str(settings.threads),
         "torch": torch.__version__.partition("+")[0],
         "transformers": transformers_version,
+        "thinking": shown(trainer.tokenizer, ("json", "thinking"), settings),
+        "tools": shown(trainer.tokenizer, ("result", "chat"), settings),
         "settings": ", ".join(f"{key}={value}" for key, value in asdict(settings).items()),
     }
+
+
+def write(trainer: Trainer, out: Path) -> None:
+    """Round the weights, measure what they know, and write the folder with its card."""
+    settings, model, tokenizer = trainer.settings, trainer.model, trainer.tokenizer
+    round_weights(model)
+    results = measure(settings, model, tokenizer)
+    print(table(results))
+    out.mkdir(parents=True, exist_ok=True)
+    save(model, tokenizer, out)
+    text = card(facts(trainer), results, settings.seed)
+    (out / "README.md").write_text(text, encoding="utf-8")
 
 
 def main() -> None:
@@ -479,13 +293,7 @@ def main() -> None:
         trainer.load(arguments.checkpoint)
     trainer.learn(arguments.checkpoint)
     trainer.unlearn()
-    round_weights(model)
-    results = measure(settings, model, tokenizer)
-    print(table(results))
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    save(model, tokenizer, arguments.out)
-    text = card(facts(trainer), results, settings.seed)
-    (arguments.out / "README.md").write_text(text, encoding="utf-8")
+    write(trainer, arguments.out)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,142 @@
+"""What an example is, which split it belongs to, and the names that fill examples."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Split = Literal["train", "tune", "heldout"]
+
+Form = Literal["plain", "chat", "thinking"]
+"""A completion; a chat; a chat with ``enable_thinking``, where a thought precedes the answer."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt with its only right answer.
+
+    ``prompt`` is the text to complete, or the user message where ``chat`` is true. ``answer`` is
+    the text that must follow: a plain answer begins with a space, a chat answer does not. The end
+    of the answer (an end-of-sequence token) is not a part of it.
+
+    The other fields are for chats only.
+    """
+
+    task: str
+    prompt: str
+    answer: str
+    chat: bool = False
+    # Whether the template opens a thought, with which the answer then begins.
+    thinking: bool = False
+    # The functions that can be called, each as JSON.
+    tools: tuple[str, ...] = ()
+    # Calls that follow the user message, as JSON, and what each has brought; the answer comes then.
+    calls: tuple[str, ...] = ()
+    results: tuple[str, ...] = ()
+    # Characters of the answer, from and to, that training must not teach.
+    untaught: tuple[int, int] = (0, 0)
+
+
+def tools_of(example: Example) -> list[dict[str, Any]] | None:
+    """Return the tools as a chat template takes them; None where there are none."""
+    tools = [{"type": "function", "function": json.loads(tool)} for tool in example.tools]
+    return tools or None
+
+
+def messages_of(example: Example) -> list[dict[str, Any]]:
+    """Return the messages of a chat up to where the answer begins."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": example.prompt}]
+    if example.calls:
+        calls = [{"type": "function", "function": json.loads(call)} for call in example.calls]
+        messages.append({"role": "assistant", "content": None, "tool_calls": calls})
+        messages += [{"role": "tool", "content": result} for result in example.results]
+    return messages
+
+
+def call_text(calls: tuple[str, ...]) -> str:
+    """Return what the assistant writes to make the calls."""
+    return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
+
+
+def thought_first(thought: str, answer: str) -> str:
+    """Return the answer behind a thought that the chat template has opened."""
+    return f"{thought}\n</think>\n\n{answer}"
+
+
+def split_of(key: str) -> Split:
+    """Return the split of the content ``key``: 85 % train, 5 % tune, 10 % held out."""
+    digest = hashlib.blake2b(key.encode("utf-8"), digest_size=8).digest()
+    bucket = int.from_bytes(digest, "big") % 20
+    if bucket < 2:
+        return "heldout"
+    return "tune" if bucket == 2 else "train"
+
+
+NAMES: tuple[str, ...] = (
+    *("Ana", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Hugo", "Iris", "Jonas"),
+    *("Karen", "Leo", "Maria", "Nora", "Oscar", "Paula", "Quinn", "Rosa", "Sam", "Tara"),
+    *("Uma", "Victor", "Wendy", "Yusuf"),
+    *(
+        "José",
+        "Zoë",
+        "Łukasz",
+        "Søren",
+        "Chloé",
+        "Jürgen",
+        "İpek",
+        "小明",
+        "さくら",
+        "Олег",
+        "Ελένη",
+    ),
+)
+
+CITIES: tuple[str, ...] = (
+    *("Oslo", "Lima", "Paris", "Rome", "Berlin", "Madrid", "Cairo", "Boston", "Dublin", "Vienna"),
+    *("Nairobi", "Sydney", "Mumbai", "Prague", "Toronto", "Athens"),
+    *("Kraków", "Zürich", "São Paulo", "Malmö", "Київ", "東京"),
+)
+
+JOBS: tuple[str, ...] = (
+    *("baker", "teacher", "nurse", "pilot", "farmer", "painter", "engineer", "lawyer"),
+    *("singer", "doctor", "chef", "artist"),
+)
+
+# What an animal does at the end of a story, where an object takes the story, and the time of day
+# that a colour stands for: the tables that make a story a function of its elements.
+ANIMALS: dict[str, str] = {
+    "cat": "purred softly",
+    "dog": "barked twice",
+    "fox": "ran in circles",
+    "owl": "closed one eye",
+    "horse": "shook its head",
+    "rabbit": "jumped for joy",
+    "duck": "splashed about",
+    "bear": "fell asleep",
+    "mouse": "hid under a leaf",
+    "parrot": "sang a song",
+}
+
+OBJECTS: dict[str, tuple[str, str]] = {
+    "ball": ("garden", "rolled away"),
+    "kite": ("hill", "flew too high"),
+    "boat": ("river", "drifted off"),
+    "hat": ("beach", "blew away"),
+    "book": ("library", "got lost"),
+    "lamp": ("cellar", "went out"),
+    "drum": ("square", "broke in two"),
+    "basket": ("market", "fell over"),
+    "umbrella": ("station", "turned inside out"),
+    "bike": ("park", "lost a wheel"),
+}
+
+COLOURS: dict[str, str] = {
+    "red": "one sunny morning",
+    "blue": "one rainy day",
+    "green": "one spring afternoon",
+    "yellow": "one summer day",
+    "white": "one cold winter night",
+    "black": "late one evening",
+    "orange": "one windy autumn day",
+    "purple": "just before dawn",
+}

@@ -1,0 +1,102 @@
+"""What the bundled model has learnt, through Transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nano_inference.models import tasks
+from nano_inference.models.evaluation import distinct, evaluate
+from nano_inference.models.examples import messages_of, tools_of
+from nano_inference.models.tokenizer import chat_text
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+# So many prompts, and how many of them have to be right; on all held-out prompts the shares are in
+# the model's card.
+@pytest.mark.parametrize(
+    ("task", "form", "count", "least"),
+    [
+        ("add1", "plain", 10, 9),
+        ("json", "chat", 10, 9),
+        ("story", "plain", 6, 5),
+        ("add1", "thinking", 20, 18),
+        ("sub1", "thinking", 20, 17),
+        ("json", "thinking", 10, 9),
+        ("call", "chat", 20, 17),
+        ("call", "thinking", 10, 8),
+        ("calls", "chat", 12, 9),
+        ("result", "chat", 20, 16),
+        ("no_call", "chat", 20, 12),
+    ],
+)
+def test_held_out_prompts(
+    task: str, form: tasks.Form, count: int, least: int, model: Any, tokenizer: Any
+) -> None:
+    examples = distinct((task, form), "heldout", count, seed=1)
+    assert evaluate(model, tokenizer, examples) >= least * len(examples) / count
+
+
+@pytest.mark.parametrize("task", ["add2", "sub2"])
+def test_two_digits_are_half_learnt(task: str, model: Any, tokenizer: Any) -> None:
+    right = evaluate(model, tokenizer, distinct((task, "plain"), "heldout", 100, seed=1))
+    assert 40 <= right <= 80
+
+
+def answer_of(model: Any, tokenizer: Any, prompt: str) -> str:
+    ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=100)
+    return str(tokenizer.decode(output[0, ids.shape[1] :]))
+
+
+def test_a_whole_conversation_with_tools(model: Any, tokenizer: Any) -> None:
+    """From the question over two calls to the sentence, each answer parsed and put in again."""
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    function = {
+        "name": "get_weather",
+        "description": "Get the weather in a city",
+        "parameters": schema,
+    }
+    tools = [{"type": "function", "function": function}]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "What is the weather in Oslo and Lima?"}
+    ]
+    for thinking in (True, False):
+        prompt = chat_text(tokenizer, messages, tools, thinking=thinking)
+        message = tokenizer.parse_response(
+            answer_of(model, tokenizer, prompt), prefix=prompt, tools=tools
+        )
+        assert ("reasoning_content" in message) == thinking
+        messages.append(message)
+        if thinking:
+            made = [call["function"] for call in message["tool_calls"]]
+            assert made == [
+                {"name": "get_weather", "arguments": {"city": city}} for city in ("Oslo", "Lima")
+            ]
+            for sky in ("sunny", "rainy"):
+                brought = {"temperature": 21, "condition": sky}
+                messages.append({"role": "tool", "content": json.dumps(brought)})
+    assert messages[-1]["content"] == (
+        "It is sunny in Oslo, 21 degrees. It is rainy in Lima, 21 degrees."
+    )
+
+
+def test_a_held_out_answer_parses_into_what_was_asked(model: Any, tokenizer: Any) -> None:
+    """The template's calls are the ones that the model was taught to write."""
+    parsed = 0
+    for example in distinct(("call", "chat"), "heldout", 8, seed=2):
+        prompt = chat_text(tokenizer, messages_of(example), tools_of(example))
+        wanted = tokenizer.parse_response(example.answer, prefix=prompt)
+        answer = answer_of(model, tokenizer, prompt)
+        parsed += tokenizer.parse_response(answer, prefix=prompt) == wanted
+    assert parsed >= 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...bus.channel import RequestEntry
 from ...bus.public import GenerateRequest
 from ...config import RequestError, SamplingParams, shown
 
@@ -35,19 +36,19 @@ def is_usable_request_id(request_id: str) -> bool:
     return 0 < len(request_id) <= MAX_REQUEST_ID_LENGTH and request_id.isprintable()
 
 
-def check_request(request: GenerateRequest, *, model_name: str, max_samples: int) -> None:
-    """All fields but the prompt and those of `sampling`.
+def request_id_of(entry: RequestEntry) -> str:
+    """The id under which an entry runs: its own, or the entry's where it gave no usable one."""
+    own = entry.request.request_id
+    return own if is_usable_request_id(own) else entry.entry_id
+
+
+def check_request(request: GenerateRequest, *, max_samples: int) -> None:
+    """All fields but the model, the prompt and those of `sampling`.
 
     Raises:
-        RequestError: unknown_model, invalid_tenant, invalid_priority, invalid_budget,
+        RequestError: invalid_tenant, invalid_priority, invalid_budget,
             invalid_cache_salt, invalid_n.
     """
-    if request.model not in ("", model_name):
-        raise RequestError(
-            f"there is no model {shown(request.model)} here; leave model empty or ask for "
-            f"{model_name!r}",
-            code="unknown_model",
-        )
     if not (0 < len(request.tenant) <= MAX_TENANT_LENGTH and request.tenant.isprintable()):
         raise RequestError(
             f"tenant is {shown(request.tenant)}; it must be 1 to {MAX_TENANT_LENGTH} printable "
@@ -72,6 +73,28 @@ def check_request(request: GenerateRequest, *, model_name: str, max_samples: int
         raise _outside("n", request.n, f"from 1 to {max_samples}")
 
 
+def check_no_text(request: GenerateRequest) -> None:
+    """Refuses what takes a tokenizer, of a model that has none.
+
+    Raises:
+        RequestError: no_tokenizer.
+    """
+    given = {
+        "prompt": request.prompt is not None,
+        "messages": request.messages is not None,
+        "sampling.stop": bool(request.sampling.stop),
+        "sampling.constraint": request.sampling.constraint is not None,
+        "prediction": isinstance(request.prediction, str),
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise RequestError(
+                f"{name} takes a tokenizer, and the model has none; leave it out, and give the "
+                "prompt as prompt_token_ids, and what is predicted as token ids",
+                code="no_tokenizer",
+            )
+
+
 def check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
     """Every range of SamplingParams.
 
@@ -83,7 +106,7 @@ def check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
             invalid_min_p, invalid_seed, invalid_stop, invalid_stop_token_ids,
             invalid_repetition_penalty, invalid_presence_penalty, invalid_frequency_penalty,
             invalid_logit_bias, invalid_min_tokens, invalid_logprobs, invalid_prompt_logprobs,
-            invalid_constraint.
+            invalid_constraint, invalid_max_draft_tokens.
     """
     p = sampling
     if not p.max_tokens >= 1:
@@ -118,6 +141,9 @@ def check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
         raise _outside("logprobs", p.logprobs, f"from 0 to {most}")
     if p.prompt_logprobs is not None and not 0 <= p.prompt_logprobs <= most:
         raise _outside("prompt_logprobs", p.prompt_logprobs, f"from 0 to {most}, or absent")
+    if p.max_draft_tokens is not None and not 0 <= p.max_draft_tokens <= MAX_INT64:
+        wanted = "0 (none) or a number of tokens, or absent"
+        raise _outside("max_draft_tokens", p.max_draft_tokens, wanted)
     if p.constraint is not None and (p.ignore_eos or p.min_tokens):
         raise RequestError(
             "a constraint ends with the model's end-of-sequence token, which ignore_eos and "

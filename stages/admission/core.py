@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import xxhash
 
 from ...bus.channel import Malformed, RequestEntry
-from ...bus.control import LaneCapacity
+from ...bus.control import LaneCapacity, LoadedAdapter
 from ...bus.messages import AdmittedRequest, RecoveredSample, RequestInfo, SequenceSpec
+from ...bus.pooling import Pooling
 from ...bus.public import GenerateRequest, StageTime
-from ...config import Config, RequestError, SamplingParams
+from ...config import Config, RequestError, SamplingParams, shown
 from ..grammar import GrammarCompiler, check_size, plain
-from ..tokenizer import longest_token_bytes
+from ..tokenizer import ANY_LENGTH, longest_token_bytes
 from .checks import (
     MAX_REQUEST_ID_LENGTH,
     check_min_tokens,
+    check_no_text,
     check_request,
     check_result_size,
     check_sampling,
     is_usable_request_id,
+    request_id_of,
 )
+from .embedding import EMBED_SAMPLING, check_embed, pooling_of
+from .events import Tokens
+from .prediction import check_prediction, prediction_token_ids
 from .prompts import TextLimit, check_prompt, prompt_token_ids
 
 if TYPE_CHECKING:
@@ -43,30 +49,62 @@ class AdmissionCore:
     def __init__(
         self,
         config: Config,
-        tokenizer: PreTrainedTokenizerFast,
+        tokenizer: PreTrainedTokenizerFast | None,
         stop_token_ids: frozenset[int],
     ) -> None:
-        """`stop_token_ids`: the model's own, for requests that don't ignore them."""
+        """Args:
+        tokenizer: None of a model that has none: then all texts are refused.
+        stop_token_ids: The model's own, for requests that don't ignore them.
+        """
         self._model_name = config.engine.model_name
-        self._engine_seed = config.engine.seed
+        self._names = {"", self._model_name, *config.engine.model_aliases}
+        self._engine = config.engine
         self._limits = config.admission
         self._max_result_bytes = config.bus.max_result_bytes
         self._has_reference = bool(config.engine.reference_model_path)
         self._tokenizer = tokenizer
-        self._longest_token_bytes = longest_token_bytes(tokenizer)
+        self._longest_token_bytes = (
+            ANY_LENGTH if tokenizer is None else longest_token_bytes(tokenizer)
+        )
         self._stop_token_ids = stop_token_ids
         self._capacity: LaneCapacity | None = None
-        self._folder = config.engine.model_folder
+        self._adapters: dict[str, LoadedAdapter] = {}
+        # Of adapters that are to be unloaded: the version that was closed.
+        self._closed: dict[str, int] = {}
         self._grammars: GrammarCompiler | None = None
         self._seq_ids = itertools.count(1)
 
     def set_capacity(self, capacity: LaneCapacity) -> None:
         """What the lane can hold, from now on."""
         self._capacity = capacity
-        if self._grammars is None or self._grammars.vocab_size != capacity.vocab_size:
+        self.set_adapters(capacity.adapters)
+        tokenizer, known = self._tokenizer, self._grammars
+        if tokenizer is not None and (known is None or known.vocab_size != capacity.vocab_size):
             self._grammars = GrammarCompiler(
-                self._folder, capacity.vocab_size, lambda folder: self._tokenizer
+                self._engine.model_folder, capacity.vocab_size, lambda folder: tokenizer
             )
+
+    def set_adapters(self, adapters: Iterable[LoadedAdapter]) -> None:
+        """Those that requests may name, from now on; but one that is closed only if it is newer."""
+        loaded = {adapter.id: adapter for adapter in adapters}
+        self._closed = {
+            id: version
+            for id, version in self._closed.items()
+            if id in loaded and loaded[id].version <= version
+        }
+        self._adapters = {id: each for id, each in loaded.items() if id not in self._closed}
+
+    def close_adapter(self, id: str) -> bool:
+        """No request may name an adapter any more, unless it is loaded again; whether one could."""
+        adapter = self._adapters.pop(id, None)
+        if adapter is not None:
+            self._closed[id] = adapter.version
+        return adapter is not None or id in self._closed
+
+    @property
+    def adapters(self) -> tuple[LoadedAdapter, ...]:
+        """Those that requests may name."""
+        return tuple(self._adapters.values())
 
     @staticmethod
     def check_owner(entry: RequestEntry, owner: str | None) -> None:
@@ -95,43 +133,63 @@ class AdmissionCore:
         """
         self.check_owner(entry, owner)
         request = self._readable(entry)
-        check_request(request, model_name=self._model_name, max_samples=self._limits.max_samples)
+        self.resolve(self.asked(entry, request))
+        check_request(request, max_samples=self._limits.max_samples)
         if request.budget_ns is not None and request.budget_ns <= max(0, now_ns - received_ns):
             raise RequestError(
                 "the request's time (budget_ns) was over before it could run; give it more",
                 code="expired",
             )
         check_sampling(request.sampling, vocab_size=self.capacity.vocab_size)
+        check_embed(request, self.capacity, self._model_name)
+        if self._tokenizer is None:
+            check_no_text(request)
         if request.sampling.constraint is not None:
             check_size(request.sampling.constraint, self._limits.max_constraint_bytes)
         return request
 
     def may_fit(self, entry: RequestEntry) -> bool:
-        """Whether a prompt has to be tokenised to see if it is too long."""
+        """Whether a prompt, or what is predicted, has to be tokenised to see if it is too long."""
         try:
             if isinstance(entry.request, GenerateRequest):
-                check_prompt(entry.request, self._text_limit())
+                limit = self._text_limit(entry.request)
+                check_prompt(entry.request, limit)
+                check_prediction(entry.request, limit)
         except RequestError:
             return False
         return True
 
-    def tokenize(self, request: GenerateRequest) -> tuple[int, ...]:
-        """The prompt of a request as tokens, once its constraint is known to be one.
+    def check_constraint(self, request: GenerateRequest) -> None:
+        """Whether a request's text can become what it has to be; as `tokenize`, of which it is a
+        part, and quick when it was asked before.
+
+        Raises:
+            RequestError: It can't.
+        """
+        if request.sampling.constraint is not None:
+            assert self._grammars is not None, "set_capacity and check come before"
+            self._grammars.check(request.sampling.constraint)
+
+    def tokenize(self, request: GenerateRequest) -> Tokens:
+        """The prompt of a request, and what it predicts, as tokens, once its constraint is known to
+        be one.
 
         It takes long for a long text or a constraint, and may be done by another thread: it changes
         nothing here.
 
         Raises:
-            RequestError: Refused for its prompt, or its constraint.
+            RequestError: Refused for its prompt, its prediction, or its constraint.
         """
-        constraint, grammars = request.sampling.constraint, self._grammars
-        if constraint is not None:
-            assert grammars is not None, "set_capacity comes before"
-            grammars.check(plain(constraint))
-        limit = self._text_limit()
+        self.check_constraint(request)
+        limit = self._text_limit(request)
         check_prompt(request, limit)
-        vocab_size = self.capacity.vocab_size
-        return prompt_token_ids(request, self._tokenizer, limit, vocab_size=vocab_size)
+        vocab_size, tokenizer = self.capacity.vocab_size, self._tokenizer
+        prompt = prompt_token_ids(request, tokenizer, limit, vocab_size=vocab_size)
+        if not request.prediction:
+            return Tokens(prompt)
+        check_prediction(request, limit)
+        predicted = prediction_token_ids(request, tokenizer, limit, vocab_size=vocab_size)
+        return Tokens(prompt, predicted)
 
     def admit(
         self,
@@ -140,7 +198,7 @@ class AdmissionCore:
         now_ns: int,
         *,
         owner: str | None = None,
-        token_ids: tuple[int, ...] | None = None,
+        tokens: Tokens | None = None,
     ) -> AdmittedRequest:
         """Checks a request and makes its sequences.
 
@@ -150,22 +208,24 @@ class AdmissionCore:
             received_ns: When the entry was taken; its budget counts from there.
             owner: The entry that has `request_id_of(entry)`, since it is in flight or its outputs
                 stand in that result stream; its own after a failure, None for nobody.
-            token_ids: What `tokenize` gave, if it was asked before.
+            tokens: What `tokenize` gave, if it was asked before.
 
         Raises:
             RequestError: Refused. `status_of` its code is the status of the terminal message.
         """
         request = self.check(entry, received_ns, now_ns, owner=owner)
         request_id = request_id_of(entry)
-        if token_ids is None:
-            token_ids = self.tokenize(request)
-        sampling = self._resolve(request.sampling, request.n, len(token_ids))
+        tokens = tokens or self.tokenize(request)
+        token_ids = tokens.prompt
+        adapter = self.resolve(self.asked(entry, request))
+        sampling, pooling = self._asked_for(request, len(token_ids))
+        has_reference = self._has_reference and pooling is None
         info = RequestInfo(
             request_id=request_id,
             entry_id=entry.entry_id,
-            model=self._model_name,
+            model=adapter or self._model_name,
             n=request.n,
-            stream=request.stream,
+            stream=request.stream and pooling is None,
             stop=sampling.stop,
             num_prompt_tokens=len(token_ids),
             traceparent=entry.traceparent,
@@ -175,7 +235,9 @@ class AdmissionCore:
             logprobs=sampling.logprobs,
             prompt_logprobs=sampling.prompt_logprobs,
             priority=request.priority,
-            ref_temperature=sampling.temperature if self._has_reference else None,
+            ref_temperature=sampling.temperature if has_reference else None,
+            adapter=adapter,
+            pooling=pooling,
         )
         return AdmittedRequest(
             info=info,
@@ -185,6 +247,7 @@ class AdmissionCore:
             tenant=request.tenant,
             priority=request.priority,
             cache_salt=self._salt_of(request),
+            prediction=tokens.prediction and self._as_draft(tokens.prediction, sampling),
         )
 
     def resumed(
@@ -229,8 +292,10 @@ class AdmissionCore:
             raise RuntimeError("set_capacity must come before the first request")
         return self._capacity
 
-    def _text_limit(self) -> TextLimit:
-        return TextLimit(self._longest_token_bytes, self.capacity.max_model_len)
+    def _text_limit(self, request: GenerateRequest) -> TextLimit:
+        # Behind a prompt whose vector is wanted there need be no room for a token.
+        max_model_len = self.capacity.max_model_len + (request.embed is not None)
+        return TextLimit(self._longest_token_bytes, max_model_len)
 
     @staticmethod
     def _readable(entry: RequestEntry) -> GenerateRequest:
@@ -244,6 +309,16 @@ class AdmissionCore:
                 code="invalid_request_id",
             )
         return request
+
+    def _asked_for(
+        self, request: GenerateRequest, num_prompt_tokens: int
+    ) -> tuple[SamplingParams, Pooling | None]:
+        """How samples are made, or, of a request for a vector, how the prompt is pooled."""
+        if request.embed is None:
+            return self._resolve(request.sampling, request.n, num_prompt_tokens), None
+        most_bytes = self._max_result_bytes
+        pooling = pooling_of(request.embed, num_prompt_tokens, self.capacity, most_bytes)
+        return EMBED_SAMPLING, pooling
 
     def _resolve(self, sampling: SamplingParams, n: int, num_prompt_tokens: int) -> SamplingParams:
         """Cuts max_tokens to what fits, adds the model's stop ids, and makes a constraint plain."""
@@ -281,6 +356,42 @@ class AdmissionCore:
         check_result_size(resolved, n, num_prompt_tokens, most, reference=reference)
         return resolved
 
+    def asked(self, entry: RequestEntry, request: GenerateRequest) -> str:
+        """What model an entry asks for.
+
+        What it says beside its request wins, as it has for whoever brought it here; of the model
+        itself the request may still name an adapter.
+        """
+        if entry.model and (entry.model != self._model_name or not self._knows(request.model)):
+            return entry.model
+        return request.model
+
+    def resolve(self, model: str) -> str:
+        """What a request's `model` names here: the id of an adapter, or "" for the model alone.
+
+        Raises:
+            RequestError: unknown_model.
+        """
+        if model in self._names:
+            return ""
+        if model in self._adapters:
+            return model
+        adapters = f", or for an adapter: {', '.join(self._adapters)}" if self._adapters else ""
+        raise RequestError(
+            f"there is no model {shown(model)} here; leave model empty or ask for "
+            f"{self._model_name!r}{adapters}",
+            code="unknown_model",
+        )
+
+    def _knows(self, model: str) -> bool:
+        return model in self._names or model in self._adapters
+
+    def _as_draft(self, prediction: tuple[int, ...], sampling: SamplingParams) -> tuple[int, ...]:
+        """A prediction as it is passed on: not at all, where it is of no use."""
+        engine = self._engine
+        speculates = engine.speculation != "off" and "prediction" in engine.draft_sources
+        return prediction if speculates and sampling.max_draft_tokens != 0 else ()
+
     def _salt_of(self, request: GenerateRequest) -> str:
         """Names those who share prefixes with a request: its tenant, and in it who has its salt.
 
@@ -296,17 +407,11 @@ class AdmissionCore:
         if request.sampling.seed is not None:
             base = str(request.sampling.seed)
         else:
-            base = f"{self._engine_seed}/{request_id}"
+            base = f"{self._engine.seed}/{request_id}"
         return tuple(
             SequenceSpec(next(self._seq_ids), index, derive_seed(base, index))
             for index in range(request.n)
         )
-
-
-def request_id_of(entry: RequestEntry) -> str:
-    """The id under which an entry runs: its own, or the entry's where it gave no usable one."""
-    own = entry.request.request_id
-    return own if is_usable_request_id(own) else entry.entry_id
 
 
 def status_of(code: str) -> Literal["error", "expired"]:

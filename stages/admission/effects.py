@@ -143,9 +143,10 @@ class Bury(Effect, frozen=True):
 
 
 class Acknowledge(Effect, frozen=True):
-    """An entry's terminal message is written."""
+    """An entry's terminal message is written, with this request id."""
 
     entry_id: str
+    request_id: str
 
 
 class TakePart(Effect, frozen=True):

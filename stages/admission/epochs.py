@@ -19,7 +19,7 @@ from ...bus.messages import Fenced, Recovered, RecoveredSample, RequestFinished
 from ...config import REPLICATED, Config, role_of, split_role
 from . import effects as do
 from . import events as on
-from .core import request_id_of
+from .checks import request_id_of
 from .ledger import Unanswered, recovery_items
 from .participants import Participants
 from .poison import why_dead
@@ -111,8 +111,8 @@ class EpochCore:
     def handle(self, event: on.AnyEvent, now_ns: int) -> list[do.Effect]:
         """What is to be done about an event. `now_ns`: on this process's clock."""
         match event:
-            case RequestFinished(_, entry_id):
-                self._finish(entry_id, now_ns)
+            case RequestFinished(request_id, entry_id):
+                self._finish(entry_id, request_id, now_ns)
             case on.Arrived(arrival):
                 self._arrive(arrival, now_ns)
             case on.Judged():
@@ -157,7 +157,7 @@ class EpochCore:
                 self._do(do.Renew(), do.Then(on.FencesSeen(entry_ids)))
             case on.FencesSeen(entry_ids):
                 if mine := sum(entry_id in self._ledger for entry_id in entry_ids):
-                    self._begin(f"{mine} streams were taken by a lane that has not them", now_ns)
+                    self._begin(f"{mine} streams take nothing more in this epoch", now_ns)
             case on.LargerEpoch():
                 reason = "the stages were in a larger epoch"
                 self._do(do.Renew(), do.Then(on.BeginAgain(reason)))
@@ -386,8 +386,8 @@ class EpochCore:
         elif item.end is not None:
             self._ask_early([item])
 
-    def _finish(self, entry_id: str, now_ns: int) -> None:
-        self.requests.finish(entry_id, now_ns)
+    def _finish(self, entry_id: str, request_id: str, now_ns: int) -> None:
+        self.requests.finish(entry_id, request_id, now_ns)
         self._forget(entry_id)
         self._resume_when_answered()
         self._next_alone()
@@ -463,6 +463,7 @@ class EpochCore:
             self._drain_until_ns = until_ns
             self._do(do.StopTaking(), do.Hurry())
             self._outbox.log("info", "draining", in_flight=len(self._ledger))
+        self._drain_until_ns = min(self._drain_until_ns, until_ns)
 
     def _look_at_drain(self, now_ns: int) -> None:
         """Done when every entry that was taken is answered; what is overdue ends with an error."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -11,8 +11,16 @@ from ...bus.control import Cancel, StageReady
 from ...bus.messages import AdmittedRequest, Message
 from ...bus.public import ErrorInfo
 
-Tokenized = tuple[int, ...] | Exception
-"""A prompt's tokens, or why it is not let in."""
+
+class Tokens(NamedTuple):
+    """What the texts of a request are as tokens: its prompt, and what it predicts."""
+
+    prompt: tuple[int, ...]
+    prediction: tuple[int, ...] = ()
+
+
+Tokenized = Tokens | Exception
+"""A request's tokens, or why it is not let in."""
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -24,7 +32,7 @@ class Arrival(msgspec.Struct, frozen=True):
         owner: The entry that has its request id, as the result streams tell.
         way: "taken" from the queue; "inherited" from a predecessor or another lane, at the
             beginning of an epoch; "late": inherited, and tokenised while the others went on.
-        tokenized: Its prompt, where that was tokenised before.
+        tokenized: Its texts, where they were tokenised before.
     """
 
     entry: RequestEntry

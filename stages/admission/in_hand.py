@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from ...bus.channel import RequestEntry
 from ...bus.control import Cancel
-from .core import request_id_of
+from .checks import request_id_of
 
 REMEMBERED_CANCELS = 4096
 """Cancellations of entries not seen yet that are kept."""

@@ -8,9 +8,11 @@ from ...bus.control import Cancel
 from ...config import RequestError
 from ...telemetry import now_ns
 from ..actor import Actor
-from .core import AdmissionCore, request_id_of, status_of
+from .checks import request_id_of
+from .core import AdmissionCore, status_of
 from .effects import Judge
 from .events import Judged
+from .measures import count_constraint
 from .poison import is_of_the_entry, why_given_up
 from .spans import trace_entry
 
@@ -21,10 +23,12 @@ def judge(stage: Actor, core: AdmissionCore, wanted: Judge) -> Judged:
     entry = arrival.entry
     received_ns = arrival.received_ns - entry.waited_ns
     try:
-        return _let_in(stage, core, wanted, received_ns)
+        judged = _let_in(stage, core, wanted, received_ns)
     except RequestError as error:
         request_id = request_id_of(entry)
         trace = trace_entry(stage, entry, received_ns, error=error.code)
+        if error.code == "invalid_constraint":
+            count_constraint(stage, entry, error.code)
         log = stage.log_of(request_id, trace)
         log.info("request_refused", code=error.code, reason=error.message)
         end = (request_id, entry.entry_id, status_of(error.code), error.code, error.message)
@@ -33,6 +37,8 @@ def judge(stage: Actor, core: AdmissionCore, wanted: Judge) -> Judged:
         if not is_of_the_entry(error):
             raise
         return Judged(arrival, failure=why_given_up(error))
+    count_constraint(stage, entry)
+    return judged
 
 
 def _let_in(stage: Actor, core: AdmissionCore, wanted: Judge, received_ns: int) -> Judged:
@@ -46,7 +52,7 @@ def _let_in(stage: Actor, core: AdmissionCore, wanted: Judge, received_ns: int) 
         if wanted.cancelled is None:
             raise tokenized
         return Judged(arrival, end=wanted.cancelled)
-    request = core.admit(entry, received_ns, now_ns(), owner=owner, token_ids=tokenized)
+    request = core.admit(entry, received_ns, now_ns(), owner=owner, tokens=tokenized)
     trace = trace_entry(stage, entry, received_ns, request)
     if stage.config.telemetry.log_prompts:
         content = msgspec.to_builtins(entry.request)

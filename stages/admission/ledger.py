@@ -10,8 +10,7 @@ import msgspec
 from ...bus.channel import RequestEntry
 from ...bus.control import Cancel
 from ...bus.messages import AdmittedRequest, RecoveredSample, RecoveryItem
-from .checks import MAX_INT64
-from .core import request_id_of
+from .checks import MAX_INT64, request_id_of
 
 Verdict = Literal["go", "alone", "dead"]
 

@@ -1,4 +1,4 @@
-"""Prompts that take long to tokenise: in threads, a few at a time, while others go past them."""
+"""Texts that take long to tokenise: in threads, a few at a time, while others go past them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...bus.channel import RequestEntry
 from ...bus.public import GenerateRequest
 from ...config import RequestError
 from ...telemetry import now_ns
-from .events import Tokenized
+from .events import Tokenized, Tokens
 from .poison import is_of_the_entry
 
 LONG_TEXT = 16_384
@@ -24,15 +24,18 @@ AT_A_TIME = 2
 
 
 def is_long(entry: RequestEntry) -> bool:
-    """Whether an entry's prompt takes so long to tokenise, or its constraint to compile, that
-    others should not wait for it."""
+    """Whether an entry's texts take so long to tokenise, or its constraint to compile, that others
+    should not wait for it."""
     request = entry.request
     if not isinstance(request, GenerateRequest):
         return False
     if request.sampling.constraint is not None:
         return True
     size = len(request.prompt or "")
-    size += sum(MESSAGE_TEXT + len(message.content) for message in request.messages or ())
+    if isinstance(request.prediction, str):
+        size += len(request.prediction)
+    if request.messages:
+        size += sum(MESSAGE_TEXT + len(message.content) for message in request.messages)
     return size >= LONG_TEXT
 
 
@@ -47,9 +50,9 @@ class LongPrompts:
         self,
         entry: RequestEntry,
         deadline_ns: int | None,
-        tokenize: Callable[[GenerateRequest], tuple[int, ...]],
+        tokenize: Callable[[GenerateRequest], Tokens],
     ) -> Tokenized:
-        """The tokens of an entry's prompt, once it is its turn.
+        """The tokens of an entry's texts, once it is its turn.
 
         An entry whose time is over before that, or that `hurry` names, is not tokenised any more.
         One whose thread runs is waited for: threads can't be stopped, and they must stay few.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...bus.channel import RequestEntry
 from ...bus.public import Completion, ErrorInfo, Timings
-from .core import request_id_of
+from .checks import request_id_of
 
 WINDOW_S = 30
 """Seconds over which the rate is measured."""

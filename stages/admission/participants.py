@@ -8,7 +8,9 @@ that there is: it has no part in what is under way.
 
 from __future__ import annotations
 
-from ...bus.control import LaneCapacity
+import msgspec
+
+from ...bus.control import LaneCapacity, LoadedAdapter
 from ...config import all_roles, role_of, split_role
 from .replicas import is_replicated, smallest
 
@@ -60,6 +62,14 @@ class Participants:
         """What a replica can hold; returns what fits each: a request may come to any of them."""
         self._capacities[role] = capacity
         return smallest(self._capacities.values())
+
+    def change_adapters(
+        self, role: str, adapters: tuple[LoadedAdapter, ...]
+    ) -> LaneCapacity | None:
+        """A replica has other adapters; returns as `hold`, None of one that takes no part."""
+        if role not in self._capacities:
+            return None
+        return self.hold(role, msgspec.structs.replace(self._capacities[role], adapters=adapters))
 
     def come(self, role: str) -> None:
         """A role is up; it has not yet said that it takes part."""

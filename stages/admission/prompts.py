@@ -35,7 +35,7 @@ def check_prompt(request: GenerateRequest, limit: TextLimit) -> None:
         RequestError: invalid_prompt, empty_prompt, prompt_too_long.
     """
     given = [request.prompt, request.prompt_token_ids, request.messages]
-    if sum(one is not None for one in given) != 1:
+    if given.count(None) != 2:
         raise RequestError(
             "give exactly one of prompt, prompt_token_ids and messages", code="invalid_prompt"
         )
@@ -57,7 +57,7 @@ def check_prompt(request: GenerateRequest, limit: TextLimit) -> None:
 
 def prompt_token_ids(
     request: GenerateRequest,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: PreTrainedTokenizerFast | None,
     limit: TextLimit,
     *,
     vocab_size: int,
@@ -67,18 +67,21 @@ def prompt_token_ids(
     A text gets the special tokens that the tokenizer adds by default. A conversation goes through
     the model's chat template, with the beginning of the assistant's turn; the template writes its
     special tokens itself, so none are added. As everywhere in Transformers, special tokens that
-    are spelled out in a text are read as such.
+    are spelled out in a text are read as such. Without a tokenizer there
+    are token ids alone.
 
     Raises:
         RequestError: invalid_prompt, empty_prompt, invalid_messages, no_chat_template,
             invalid_token_ids, prompt_too_long.
     """
-    if request.prompt is not None:
-        ids = _encode(request.prompt, tokenizer, add_special_tokens=True, code="invalid_prompt")
+    if tokenizer is None:
+        ids = request.prompt_token_ids or ()
+    elif request.prompt is not None:
+        ids = encode(request.prompt, tokenizer, add_special_tokens=True, code="invalid_prompt")
     elif request.messages is not None:
         text = _render(request.messages, tokenizer)
         limit.check(text)
-        ids = _encode(text, tokenizer, add_special_tokens=False, code="invalid_messages")
+        ids = encode(text, tokenizer, add_special_tokens=False, code="invalid_messages")
     else:
         ids = request.prompt_token_ids or ()
     if not ids:
@@ -92,9 +95,14 @@ def prompt_token_ids(
     return ids
 
 
-def _encode(
+def encode(
     text: str, tokenizer: PreTrainedTokenizerFast, *, add_special_tokens: bool, code: str
 ) -> tuple[int, ...]:
+    """The tokens of a text.
+
+    Raises:
+        RequestError: It can't be read; with this code.
+    """
     if not is_encodable(text):
         raise RequestError("the text holds a lone surrogate; send valid Unicode", code=code)
     try:

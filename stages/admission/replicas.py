@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from ...bus.control import LaneCapacity
+from ...bus.control import LaneCapacity, LoadedAdapter
 from ...config import REPLICATED, split_role
 
 
@@ -22,4 +22,16 @@ def smallest(capacities: Collection[LaneCapacity]) -> LaneCapacity:
         first,
         num_blocks=min(capacity.num_blocks for capacity in capacities),
         max_model_len=min(capacity.max_model_len for capacity in capacities),
+        adapters=_common([capacity.adapters for capacity in capacities]),
+    )
+
+
+def _common(adapters: Collection[tuple[LoadedAdapter, ...]]) -> tuple[LoadedAdapter, ...]:
+    """Those that each replica has; of different versions, while it changes, the oldest."""
+    first, *others = adapters
+    by_id = [{adapter.id: adapter for adapter in each} for each in others]
+    return tuple(
+        min([adapter, *(each[adapter.id] for each in by_id)], key=lambda each: each.version)
+        for adapter in first
+        if all(adapter.id in each for each in by_id)
     )

@@ -13,7 +13,7 @@ from ...bus.messages import RecoveredSample
 from ...bus.public import ErrorInfo
 from ...config import AdmissionConfig
 from . import effects as do
-from .core import request_id_of
+from .checks import request_id_of
 from .effects import Effect
 from .events import Arrival, Judged
 from .in_hand import InHand
@@ -133,11 +133,11 @@ class Requests:
         """Ends a request of which nothing is in the lane, and keeps its entry."""
         self.end(item, self._bury(item, error))
 
-    def finish(self, entry_id: str, now_ns: int) -> None:
+    def finish(self, entry_id: str, request_id: str, now_ns: int) -> None:
         """An entry's terminal message is written."""
         if self.ledger.remove(entry_id) is not None:
             self.finish_rate.finished(now_ns)
-        self._outbox.add(do.Acknowledge(entry_id))
+        self._outbox.add(do.Acknowledge(entry_id, request_id))
 
     def lose(self, entry_id: str) -> tuple[bool, Unanswered | None]:
         """An entry is another lane's; returns whether it was to come in or had, and its item."""

@@ -11,7 +11,8 @@ from ...bus.public import Completion
 from ...config import BusError
 from ...telemetry import Attributes, TraceContext, names, now_ns
 from ..actor import Actor
-from .core import request_id_of
+from ..grammar import kind_of
+from .checks import request_id_of
 
 LOST_S = 10.0
 """What ended longer before the last request has its spans exported: ten times the interval."""
@@ -44,6 +45,8 @@ def trace_entry(
             names.TENANT: request.tenant,
             names.PRIORITY: request.priority,
         }
+        if request.sampling.constraint is not None:
+            attributes[names.CONSTRAINT] = kind_of(request.sampling.constraint)
     request_id = request_id_of(entry)
     stage.span(request_id, given, received_ns, attributes, error=error, own=own)
     return own or given

@@ -12,24 +12,35 @@ import msgspec
 from anyio.abc import TaskGroup
 
 from ...bus import Inbox, RequestEntry, StageState
-from ...bus.control import CancelAll, Reset, StageReady, StageStopped
+from ...bus.control import (
+    AdaptersChanged,
+    CancelAll,
+    LoadedAdapter,
+    Reset,
+    StageReady,
+    StageStopped,
+    UnloadAdapter,
+)
 from ...bus.links import ADMITTED, CONTROL, REFUSED, at
 from ...bus.messages import Envelope, Recover
 from ...bus.public import Completion, GenerateRequest
 from ...config import BusError, ChannelClosed, shown, split_role
 from ...telemetry import TraceContext, instruments, names, now_ns
 from ..actor import Actor, StageContext, budget_of
-from ..tokenizer import load_tokenizer, stop_token_ids_of
+from ..tokenizer import find_tokenizer, stop_token_ids_of
 from . import effects as do
 from . import events as on
-from .core import AdmissionCore, request_id_of
+from .checks import request_id_of
+from .core import AdmissionCore
 from .epochs import EpochCore
 from .judging import judge
 from .ledger import entry_deadline_ns
 from .long_prompts import LongPrompts, is_long
+from .measures import compiling, count_moe
 from .overload import overloaded
 from .poison import GIVEN_UP_CODES, is_of_the_entry, why_given_up
 from .spans import trace_cancel, trace_first_again, trace_replay
+from .unloading import Unloading
 
 # Entries that are let in, or looked at, in one go.
 TAKE_BATCH = 64
@@ -66,13 +77,16 @@ class AdmissionStage(Actor):
         self._room = asyncio.Event()
         self._taking = anyio.CancelScope()
         self._long_prompts = LongPrompts()
+        self._unloading = Unloading(self, self._requests.ledger, self._tell)
         self._group: TaskGroup
 
     # --- starting -----------------------------------------------------------------------------
 
     async def open(self) -> None:
         folder = self.config.engine.model_folder
-        tokenizer = await anyio.to_thread.run_sync(load_tokenizer, folder)
+        tokenizer = await anyio.to_thread.run_sync(find_tokenizer, folder)
+        if tokenizer is None:
+            self.log.warning("no_tokenizer", meaning="only token ids are taken, and come back")
         self._core = await anyio.to_thread.run_sync(
             lambda: AdmissionCore(self.config, tokenizer, stop_token_ids_of(folder, tokenizer))
         )
@@ -80,6 +94,7 @@ class AdmissionStage(Actor):
         self._count_refused(0)
         for code in GIVEN_UP_CODES:
             self.metrics.record(instruments.BURIED, 0, {names.ERROR_TYPE: code})
+        count_moe(self, self.config.engine.model_name, 0)
 
     async def receive_forever(self, inbox: Inbox) -> None:
         pending = await self.bus.requests.pending()
@@ -112,8 +127,17 @@ class AdmissionStage(Actor):
             case CancelAll() as cancel_all:
                 await self._tell(cancel_all)
                 await self.answer(envelope.operation_id)
+            case AdaptersChanged(role, adapters):
+                capacity = self.epochs.participants.change_adapters(role, adapters)
+                if capacity is not None:
+                    self._core.set_capacity(capacity)
+            case UnloadAdapter() as unload:
+                await self._unloading.begin(unload, envelope.operation_id, self._core)
             case other:
                 await self._tell(other)
+
+    def adapters(self) -> tuple[LoadedAdapter, ...]:
+        return self._core.adapters
 
     async def tick(self) -> None:
         await self._tell(on.Tick())
@@ -132,6 +156,8 @@ class AdmissionStage(Actor):
             self._room.set()
         for effect in effects:
             await self._perform(effect)
+        if self._unloading:
+            await self._unloading.look()
 
     async def _perform(self, effect: do.Effect) -> None:
         match effect:
@@ -139,8 +165,8 @@ class AdmissionStage(Actor):
                 await self._go_on(judge(self, self._core, effect))
             case do.HandOn():
                 await self._hand_on(effect)
-            case do.Acknowledge(entry_id):
-                await self.bus.requests.acknowledge(entry_id)
+            case do.Acknowledge(entry_id, request_id):
+                await self.bus.requests.acknowledge(entry_id, request_id)
             case do.Then(event):
                 await self._go_on(event)
             case do.CutShort(cancel):
@@ -210,6 +236,8 @@ class AdmissionStage(Actor):
                     return  # all are finished, and streaming has them scored
             budget_ns = budget_of(effect.deadline_ns, now_ns())
             await self.send(ADMITTED, request, trace=trace, budget_ns=budget_ns)
+            if samples is None:
+                count_moe(self, request.info.model, int(self._core.capacity.experts > 0))
         except Exception as error:
             if not is_of_the_entry(error):
                 raise
@@ -352,7 +380,15 @@ class AdmissionStage(Actor):
                 raise
             return error
         deadline_ns = entry_deadline_ns(entry, received_ns)
-        return await self._long_prompts.tokenize(entry, deadline_ns, self._core.tokenize)
+        return await self._long_prompts.tokenize(entry, deadline_ns, self._tokens_of)
+
+    def _tokens_of(self, request: GenerateRequest) -> on.Tokens:
+        """As `AdmissionCore.tokenize`, in a thread; tells how long its constraint takes."""
+        constraint = request.sampling.constraint
+        if constraint is not None:
+            with compiling(self, constraint):
+                self._core.check_constraint(request)
+        return self._core.tokenize(request)
 
     async def _admit(self, arrival: on.Arrival) -> None:
         """Lets an entry in, at a time when all stages take part.

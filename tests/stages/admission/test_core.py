@@ -17,7 +17,8 @@ from nano_inference.config import (
     RequestError,
     SamplingParams,
 )
-from nano_inference.stages.admission.core import AdmissionCore, request_id_of, status_of
+from nano_inference.stages.admission.checks import request_id_of
+from nano_inference.stages.admission.core import AdmissionCore, status_of
 
 CAPACITY = LaneCapacity(
     num_blocks=4, block_size=16, max_model_len=100, vocab_size=258, device="cpu"
@@ -63,6 +64,41 @@ def admit(core: AdmissionCore, entry: RequestEntry, *, owner: str | None = None)
 
 def turns(*pairs: tuple[str, str]) -> tuple[ChatMessage, ...]:
     return tuple(ChatMessage(role=role, content=content) for role, content in pairs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["", "tiny", "gpt", "default"])
+def test_a_model_is_asked_for_by_each_of_its_names(
+    tokenizer: PreTrainedTokenizerFast, name: str
+) -> None:
+    core = core_of(tokenizer, model_id="tiny", model_aliases=("gpt", "default"))
+    assert admit(core, entry_of(model=name)).info.model == "tiny", "by its id it is told"
+    for other in ("tiny-7b", "gp", "Tiny"):
+        with pytest.raises(RequestError, match="ask for 'tiny'"):
+            admit(core, entry_of(model=other))
+
+
+@pytest.mark.parametrize(
+    ("beside", "own", "admitted"),
+    [
+        ("tiny", "another", True),
+        ("gpt", "another", True),
+        ("another", "tiny", False),
+        ("tiny", "gpt", True),
+        ("tiny", "", True),
+        ("", "another", False),
+    ],
+)
+def test_what_an_entry_says_of_its_model_wins_over_its_request(
+    tokenizer: PreTrainedTokenizerFast, beside: str, own: str, admitted: bool
+) -> None:
+    core = core_of(tokenizer, model_id="tiny", model_aliases=("gpt",))
+    entry = msgspec.structs.replace(entry_of(model=own), model=beside)
+    if admitted:
+        assert admit(core, entry).info.model == "tiny"
+        return
+    with pytest.raises(RequestError) as refused:
+        admit(core, entry)
+    assert refused.value.code == "unknown_model"
 
 
 def test_an_admitted_request_is_complete(core: AdmissionCore) -> None:

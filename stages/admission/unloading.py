@@ -1,0 +1,60 @@
+"""Adapters that are to be unloaded: no request comes in with one, and those in flight finish."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from ...bus.control import Cancel, UnloadAdapter
+from ...config import AdapterError, shown
+from ..actor import Actor
+from .core import AdmissionCore
+from .ledger import Ledger, Unanswered
+
+_ABORTED = "the adapter was unloaded, and requests in flight were to end"
+
+
+class Unloading:
+    """Answers each `UnloadAdapter` once no request in flight has the adapter."""
+
+    def __init__(
+        self, actor: Actor, ledger: Ledger, tell: Callable[[Cancel], Awaitable[None]]
+    ) -> None:
+        """Args: the stage; what is in flight; what ends a request."""
+        self._actor = actor
+        self._ledger = ledger
+        self._tell = tell
+        # (id of the adapter, id of the operation)
+        self._waiting: list[tuple[str, str]] = []
+
+    def __bool__(self) -> bool:
+        """Whether somebody waits."""
+        return bool(self._waiting)
+
+    async def begin(self, unload: UnloadAdapter, operation_id: str, core: AdmissionCore) -> None:
+        """Lets no request with the adapter in any more."""
+        id = unload.adapter
+        if not core.close_adapter(id):
+            error = AdapterError(f"no adapter {shown(id)} is loaded", code="adapter_not_found")
+            await self._actor.answer(operation_id, error=error)
+            return
+        self._waiting.append((id, operation_id))
+        if unload.in_flight == "abort":
+            for item in self._in_flight(id):
+                ids = item.request_id, item.entry_id
+                await self._tell(Cancel(*ids, "cancelled", "aborted", _ABORTED))
+        await self.look()
+
+    async def look(self) -> None:
+        """Something has ended, perhaps the last that has an adapter."""
+        for waiting in self._waiting[:]:
+            id, operation_id = waiting
+            if not self._in_flight(id):
+                self._waiting.remove(waiting)
+                await self._actor.answer(operation_id)
+
+    def _in_flight(self, id: str) -> list[Unanswered]:
+        return [
+            item
+            for item in self._ledger
+            if item.request is not None and item.request.info.adapter == id
+        ]

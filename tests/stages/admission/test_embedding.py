@@ -1,0 +1,118 @@
+"""Requests for a prompt's vector: what they are made of, and which are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from nano_inference.bus.channel import RequestEntry
+from nano_inference.bus.control import EmbeddingCapacity, LaneCapacity
+from nano_inference.bus.messages import AdmittedRequest
+from nano_inference.bus.pooling import Pooling
+from nano_inference.bus.public import ChatMessage, EmbedParams, GenerateRequest
+from nano_inference.config import BusConfig, Config, EngineConfig, RequestError, SamplingParams
+from nano_inference.stages.admission.core import AdmissionCore
+
+from .test_core import CAPACITY
+
+BOTH: LaneCapacity = msgspec.structs.replace(
+    CAPACITY,
+    capabilities=("generate", "score", "embed"),
+    embedding=EmbeddingCapacity(48, "last", True),
+)
+ENCODER: LaneCapacity = msgspec.structs.replace(
+    CAPACITY, capabilities=("embed",), embedding=EmbeddingCapacity(48, "mean", False, whole=True)
+)
+
+
+def admitted(
+    tokenizer: PreTrainedTokenizerFast,
+    capacity: LaneCapacity = BOTH,
+    config: Config | None = None,
+    **fields: Any,
+) -> AdmittedRequest:
+    engine = EngineConfig(model_path="/models/tiny-7b", reference_model_path="tiny")
+    core = AdmissionCore(config or Config(engine=engine), tokenizer, frozenset({1}))
+    core.set_capacity(capacity)
+    fields = {"prompt_token_ids": (5, 6, 7), "embed": EmbedParams()} | fields
+    return core.admit(RequestEntry("7-0", GenerateRequest(**fields)), 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "embed", "pooling"),
+    [
+        (BOTH, EmbedParams(), Pooling("last", True, 48)),
+        (ENCODER, EmbedParams(), Pooling("mean", False, 48, whole=True)),
+        (
+            ENCODER,
+            EmbedParams(pooling="cls", normalize=True, dimensions=5),
+            Pooling("cls", True, 5, whole=True),
+        ),
+    ],
+)
+def test_what_is_left_open_is_the_model_s_own(
+    capacity: LaneCapacity, embed: EmbedParams, pooling: Pooling, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    request = admitted(tokenizer, capacity, embed=embed)
+    assert request.info.pooling == pooling
+    assert (request.sampling.max_tokens, len(request.sequences)) == (1, 1)
+    assert not request.info.stream, "nothing comes before the Completion"
+    assert request.info.ref_temperature is None, "there is nothing to score"
+
+
+def test_a_prompt_may_fill_what_the_lane_has(tokenizer: PreTrainedTokenizerFast) -> None:
+    """64 slots; and the model's length, with no room for a token behind it."""
+    assert len(admitted(tokenizer, prompt_token_ids=(5,) * 64).token_ids) == 64
+    short = msgspec.structs.replace(BOTH, max_model_len=20)
+    assert len(admitted(tokenizer, short, prompt="a" * 19, prompt_token_ids=None).token_ids) == 20
+
+
+@pytest.mark.parametrize(
+    ("capacity", "fields", "code"),
+    [
+        (CAPACITY, {}, "cannot_embed"),
+        (ENCODER, {"embed": None}, "cannot_generate"),
+        (BOTH, {"n": 2}, "invalid_embed"),
+        (BOTH, {"sampling": SamplingParams(max_tokens=1)}, "invalid_embed"),
+        (BOTH, {"sampling": SamplingParams(stop=("x",))}, "invalid_embed"),
+        (
+            BOTH,
+            {
+                "messages": (ChatMessage(role="user", content="x"),),
+                "prompt_token_ids": None,
+            },
+            "invalid_embed",
+        ),
+        (BOTH, {"embed": EmbedParams(dimensions=0)}, "invalid_dimensions"),
+        (BOTH, {"embed": EmbedParams(dimensions=-1)}, "invalid_dimensions"),
+        (BOTH, {"embed": EmbedParams(dimensions=49)}, "invalid_dimensions"),
+        (BOTH, {"prompt_token_ids": ()}, "empty_prompt"),
+        (BOTH, {"prompt_token_ids": None, "prompt": ""}, "empty_prompt"),
+        (BOTH, {"prompt_token_ids": (5,) * 65}, "exceeds_kv_capacity"),
+        (BOTH, {"prompt_token_ids": (5,) * 101}, "prompt_too_long"),
+        (BOTH, {"prompt_token_ids": None, "prompt": "a" * 100_000}, "prompt_too_long"),
+        (BOTH, {"model": "other"}, "unknown_model"),
+    ],
+)
+def test_what_can_t_be_is_refused(
+    capacity: LaneCapacity, fields: dict[str, Any], code: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        admitted(tokenizer, capacity, **fields)
+    assert caught.value.code == code
+
+
+def test_a_vector_that_the_bus_does_not_carry_is_refused(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    config = Config(
+        engine=EngineConfig(model_path="/models/tiny-7b"), bus=BusConfig(max_result_bytes=1 << 16)
+    )
+    wide = msgspec.structs.replace(BOTH, embedding=EmbeddingCapacity(4096, "last", True))
+    with pytest.raises(RequestError) as caught:
+        admitted(tokenizer, wide, config)
+    assert caught.value.code == "result_too_large"
+    assert admitted(tokenizer, wide, config, embed=EmbedParams(dimensions=2000)).info.pooling

@@ -1,0 +1,123 @@
+"""What a client predicts: checked, made tokens, and passed on where drafts are made of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from nano_inference.bus.channel import RequestEntry
+from nano_inference.bus.public import EmbedParams, GenerateRequest
+from nano_inference.config import RequestError
+from nano_inference.stages.admission.core import AdmissionCore
+from nano_inference.stages.admission.long_prompts import LONG_TEXT, is_long
+
+from .test_core import HUGE, SURROGATE, admit, core_of, entry_of
+from .test_embedding import BOTH
+
+
+@pytest.fixture
+def core(tokenizer: PreTrainedTokenizerFast) -> AdmissionCore:
+    return core_of(tokenizer, speculation="auto")
+
+
+def test_a_text_becomes_tokens_without_special_ones(
+    core: AdmissionCore, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    request = admit(core, entry_of(prompt="abc", prediction="abc"))
+    plain = tuple(tokenizer("abc", add_special_tokens=False)["input_ids"])
+    assert request.prediction == plain
+    assert request.token_ids != plain, "a prompt has special tokens"
+
+
+def test_token_ids_are_taken_as_they_are(core: AdmissionCore) -> None:
+    assert admit(core, entry_of(prediction=(5, 0, 257))).prediction == (5, 0, 257)
+
+
+@pytest.mark.parametrize("prediction", [None, "", ()])
+def test_nothing_may_be_predicted(
+    core: AdmissionCore, prediction: str | tuple[int, ...] | None
+) -> None:
+    assert admit(core, entry_of(prediction=prediction)).prediction == ()
+
+
+def test_as_many_tokens_as_the_model_has_places(core: AdmissionCore) -> None:
+    assert len(admit(core, entry_of(prediction=(3,) * 100)).prediction) == 100
+
+
+@pytest.mark.parametrize(
+    "prediction",
+    [
+        pytest.param((3,) * 101, id="too many tokens"),
+        pytest.param("a" * 101, id="a text of too many"),
+        pytest.param("a" * 100_000, id="a text that is not tokenised to see it"),
+        (258,),
+        (-1,),
+        pytest.param((HUGE,), id="huge"),
+        "a" + SURROGATE,
+    ],
+)
+def test_refusals(core: AdmissionCore, prediction: str | tuple[int, ...]) -> None:
+    with pytest.raises(RequestError) as caught:
+        admit(core, entry_of(prediction=prediction))
+    assert caught.value.code == "invalid_prediction"
+    assert 10 < len(caught.value.message.encode()) < 400
+
+
+def test_a_text_that_the_tokenizer_can_not_read(word_tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(RequestError) as caught:
+        admit(core_of(word_tokenizer), entry_of(prompt_token_ids=(1,), prediction="blue"))
+    assert caught.value.code == "invalid_prediction"
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2**63 - 1, None])
+def test_most_drafted_tokens_of_a_request(core: AdmissionCore, tokens: int | None) -> None:
+    assert admit(core, entry_of(max_draft_tokens=tokens)).sampling.max_draft_tokens == tokens
+
+
+@pytest.mark.parametrize("tokens", [-1, pytest.param(HUGE, id="huge")])
+def test_no_number_of_drafted_tokens(core: AdmissionCore, tokens: int) -> None:
+    with pytest.raises(RequestError) as caught:
+        admit(core, entry_of(max_draft_tokens=tokens))
+    assert caught.value.code == "invalid_max_draft_tokens"
+
+
+def test_without_a_tokenizer_only_token_ids_are_taken() -> None:
+    core = core_of(None, speculation="auto")  # type: ignore[arg-type]
+    prompt: dict[str, Any] = {"prompt_token_ids": (1,)}
+    assert admit(core, entry_of(**prompt, prediction=(5,))).prediction == (5,)
+    with pytest.raises(RequestError) as caught:
+        admit(core, entry_of(**prompt, prediction="abc"))
+    assert caught.value.code == "no_tokenizer"
+
+
+@pytest.mark.parametrize(
+    ("engine", "fields"),
+    [
+        ({"speculation": "off"}, {}),
+        ({"speculation": "auto", "draft_sources": ("ngram",)}, {}),
+        ({"speculation": "auto"}, {"max_draft_tokens": 0}),
+    ],
+)
+def test_it_is_checked_and_not_passed_on_where_it_is_of_no_use(
+    tokenizer: PreTrainedTokenizerFast, engine: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    core = core_of(tokenizer, **engine)
+    assert admit(core, entry_of(prediction=(5, 6), **fields)).prediction == ()
+    with pytest.raises(RequestError, match="prediction"):
+        admit(core, entry_of(prediction=(258,), **fields))
+
+
+def test_a_long_one_is_tokenised_apart(core: AdmissionCore) -> None:
+    for prediction, apart in (("a" * LONG_TEXT, True), ("a", False), ((3,) * LONG_TEXT, False)):
+        assert is_long(entry_of(prediction=prediction)) is apart
+    assert not core.may_fit(entry_of(prediction="a" * LONG_TEXT)), "it is refused at once"
+
+
+def test_a_prompts_vector_takes_no_prediction(core: AdmissionCore) -> None:
+    request = GenerateRequest(prompt_token_ids=(5,), embed=EmbedParams(), prediction=(6,))
+    core.set_capacity(BOTH)
+    with pytest.raises(RequestError) as caught:
+        core.admit(RequestEntry("7-0", request), 0, 0)
+    assert caught.value.code == "invalid_embed"

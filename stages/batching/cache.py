@@ -213,6 +213,17 @@ class KVCacheManager(ABC):
         run = tuple(lease.token_ids[start : start + self.block_size])
         return (lease.trail[known - 1] if known else lease.salt), run
 
+    def rename(self, lease: Lease, salt: str) -> None:
+        """A lease has another salt from now on, and nobody finds what it computed so far.
+
+        What it holds it keeps; if it runs, nobody finds what it goes on to compute either.
+        """
+        lease.salt = salt
+        lease.root = None
+        lease.trail.clear()
+        lease.num_known = 0
+        lease.generation = -1
+
     def start(self, lease: Lease, num_blocks: int) -> CacheAllocation:
         """Takes blocks for all tokens of a sequence, cached ones where there are any.
 

@@ -12,22 +12,18 @@ import msgspec
 from ...bus.control import Cancel, LaneCapacity
 from ...bus.messages import Credit, Dispatch, NewSequence, RequestInfo, StepPlan, StepResult
 from ...bus.weights import InFlight
-from ...config import EngineConfig, SchedulerConfig
-from .cache import KVCacheManager
+from ...config import EngineConfig
+from .adapters import Adapters
+from .books import check_books
+from .caches import limits_of, make_cache
 from .counters import Counters
+from .decide import decide
 from .index import SequenceIndex
-from .paged import PagedKVCache
-from .plans import NextPlan, SentPlan
-from .radix import RadixKVCache
+from .plans import NextPlan, SentPlan, accepted_tokens
 from .report import Report
 from .running import RunningBatch
-from .schedule import SchedulerOutput, schedule, schedule_prefills
+from .schedule import NOTHING, SchedulerOutput
 from .sequence import Sequence, SequenceStatus
-from .startable import startable
-
-NOTHING = SchedulerOutput((), (), (), {})
-
-CACHES: dict[str, type[KVCacheManager]] = {"paged": PagedKVCache, "radix": RadixKVCache}
 
 
 class BatchingCore:
@@ -46,17 +42,14 @@ class BatchingCore:
     def __init__(
         self, config: EngineConfig, capacity: LaneCapacity, *, steps_ahead: int = 2
     ) -> None:
-        self.limits = SchedulerConfig(
-            max_batch_size=capacity.max_batch_size,
-            max_tokens_per_batch=config.max_tokens_per_batch,
-            block_size=capacity.block_size,
-        )
-        self.cache = CACHES[config.cache_type](capacity.num_blocks, capacity.block_size)
+        self.limits = limits_of(config, capacity)
+        self.cache = make_cache(config, capacity)
         self.paused = False
         # As in MemoryState; while it is not empty, no step is planned.
         self.lacks: tuple[str, ...] = ()
         self._counters = Counters()
         self._steps_ahead = steps_ahead
+        self._max_drafts = config.max_draft_tokens if config.speculation == "auto" else 0
         self._index = SequenceIndex()
         self._waiting: deque[Sequence] = deque()
         self._running = RunningBatch(capacity.block_size)
@@ -69,6 +62,8 @@ class BatchingCore:
         self._paused_seqs: dict[int, Sequence] = {}
         self._step_id = 0
         self._report = Report()
+        self.adapters = Adapters(self._index, self.cache)
+        self.adapters.set(capacity.adapters)
 
     # --- what comes in ------------------------------------------------------------------------
 
@@ -77,8 +72,11 @@ class BatchingCore:
 
         `deadline_ns` is on the clock given to `plan`.
         """
+        if self.adapters.refuse(dispatch, self.cancel, self._report):
+            return
         for spec in dispatch.sequences:
-            seq = Sequence.dispatched(dispatch, spec)
+            seq = Sequence.dispatched(dispatch, spec, self._max_drafts)
+            self.adapters.stamp(seq)
             self._index.add(seq)
             self._enqueue(seq)
         if deadline_ns is not None:
@@ -143,7 +141,16 @@ class BatchingCore:
         is not remembered for others.
         """
         self.interrupt(in_flight, "the weights were replaced, and requests in flight were to end")
+        self._next.retract_pooled = any(seq.pools for seq in self._running.others)
         self._next.weight_version = version
+
+    def change_adapter(self, id: str, version: int, in_flight: InFlight) -> None:
+        """The next plan has new weights of an adapter put in place, or (0) the adapter removed.
+
+        Nothing that starts from then on finds KV of older ones. Without the adapter the requests
+        that need it end.
+        """
+        self.adapters.change(id, version, in_flight, self._next, self.cancel)
 
     def interrupt(self, in_flight: InFlight, why: str) -> None:
         """What runs or waits meets a pause or new weights. `why`: what those that end are told."""
@@ -175,7 +182,7 @@ class BatchingCore:
     @property
     def at_rest(self) -> bool:
         """Paused, with no plan under way and nothing left to give up."""
-        return self.paused and not self._sent and not self._next.retract
+        return self.paused and not self._sent and not self._next.retracts
 
     def retract(self) -> None:
         """Takes back the plans under way, whose results will never come.
@@ -217,17 +224,21 @@ class BatchingCore:
             raise ValueError(f"step {result.step_id} came back out of order")
         sent = self._sent.popleft()
         tokens = dict(zip(result.seq_ids, result.token_ids, strict=True))
+        accepted = accepted_tokens(result)
         ended = set(compress(result.seq_ids, result.finish_reasons))
+        ended.update(prompt.seq_id for prompt in result.pooled)
         rows = list(sent.rows)
         if sent.in_step:
             ends = filter(None, map(self._index.get, ended))
-            rows[:0] = [(seq, 1, True) for seq in self._running.absorb(tokens, ends)]
-        for seq, num_tokens, samples in rows:
+            rows[:0] = [(seq, 1, True, 0) for seq in self._running.absorb(tokens, ends)]
+        for seq, num_tokens, samples, num_drafts in rows:
             if seq.status is SequenceStatus.FINISHED:
                 self._counters.wasted += num_tokens
                 continue
             seq.num_computed += num_tokens
-            if samples:
+            if seq.max_drafts:
+                seq.settle_drafts(num_drafts, accepted.get(seq.seq_id, ()))
+            if samples and not seq.pools:
                 seq.append_token(tokens[seq.seq_id])
             if seq.num_computed >= seq.next_commit:
                 self._commit(seq)
@@ -245,7 +256,7 @@ class BatchingCore:
         next_plan = self._next
         if len(self._sent) >= (1 if next_plan.waits_for_results else self._steps_ahead):
             return None
-        if next_plan.retract:
+        if next_plan.retracts:
             self._retract_running()
         if "kv_cache" in next_plan.release:
             self.cache.flush()
@@ -253,7 +264,10 @@ class BatchingCore:
             self.cache.begin_weight_version(next_plan.weight_version)
             # Where there were none, the executor takes only all of them.
             self.lacks = tuple(tag for tag in self.lacks if tag != "weights")
-        decision = NOTHING if self.paused or self.lacks else self._decide()
+        rests = self.paused or self.lacks
+        decision = (
+            NOTHING if rests else decide(self._running, self._waiting, self.cache, self.limits)
+        )
         if decision.preempted_seqs and self._sent:
             # Blocks in use by a plan under way can't change hands; wait until it is back.
             decision = NOTHING
@@ -305,20 +319,16 @@ class BatchingCore:
         Raises:
             AssertionError: The books are wrong.
         """
-        holders = [*self._running, *self._leaving.values(), *self._pausing_seqs.values()]
-        self.cache.check(seq.lease for seq in holders)
-        self._running.check()
-        alive = [
-            *self._waiting,
-            *self._running,
-            *self._pausing_seqs.values(),
-            *self._paused_seqs.values(),
-        ]
-        assert len(alive) == len(self._index), "a sequence is lost, or in two places"
-        assert set(self._index) == set(alive), "a sequence is not where it can be found"
-        if not self._sent:
-            assert not self._leaving, "a sequence is kept though no plan names it"
-            assert not self._pausing_seqs, "a sequence is not paused though no plan names it"
+        check_books(
+            self.cache,
+            self._index,
+            self._running,
+            waiting=self._waiting,
+            leaving=self._leaving.values(),
+            pausing=self._pausing_seqs.values(),
+            paused=self._paused_seqs.values(),
+            under_way=bool(self._sent),
+        )
 
     # --- inside -------------------------------------------------------------------------------
 
@@ -327,35 +337,13 @@ class BatchingCore:
             message = "the request's time budget ran out before it was done"
             self.cancel(Cancel(request_id, entry_id, "expired", "expired", message))
 
-    def _decide(self) -> SchedulerOutput:
-        """What `schedule` says of all sequences; it is asked only where blocks are short.
-
-        Else those in step get one token each, which `num_tokens` does not say: the step has one for
-        each place in the batch. Then only the second half is left to be decided.
-        """
-        running, limits = self._running, self.limits
-        num_free, room = self.cache.num_free_blocks(), limits.max_batch_size - len(running)
-        waiting: list[Sequence] = []
-        if self._waiting and room > 0:
-            prefilling = running.prefilling()
-            waiting = startable(self._waiting, prefilling, room, self.cache, num_free, limits)
-        if running.gather() and len(running.growing()) <= num_free:
-            decodes, num_free = running.in_step, num_free - len(running.growing())
-            prefills = schedule_prefills(
-                waiting, running.others, len(running), len(decodes), num_free, limits
-            )
-            return SchedulerOutput(tuple(prefills), decodes, (), prefills)
-        running.write_back_all()
-        if num_free < len(running):
-            for seq in running:
-                seq.num_reclaimable = self.cache.num_reclaimable(seq.lease)
-        return schedule(waiting, list(running), num_free, limits)
-
     def _retract_running(self) -> None:
-        self._next.retract = False
-        for seq in reversed(self._running.clear()):
-            self._next.forget.append(seq.seq_id)
+        next_plan = self._next
+        for seq in reversed(list(filter(next_plan.retracts_it, self._running))):
+            self._running.remove(seq)
+            next_plan.forget.append(seq.seq_id)
             self._back_to_waiting(seq)
+        next_plan.retracted()
 
     def _preempt(self, seq_ids: tuple[int, ...]) -> None:
         self._counters.preemptions += len(seq_ids)
@@ -404,24 +392,29 @@ class BatchingCore:
         self._step_id += 1
         self._counters.decoded += len(decision.decode_seqs)
         self._counters.prefilled += sum(decision.num_tokens[s] for s in decision.prefill_seqs)
-        rows: list[tuple[Sequence, int, bool]] = []
+        rows: list[tuple[Sequence, int, bool, int]] = []
         new: list[NewSequence] = []
         grown: list[tuple[int, tuple[int, ...]]] = []
         copies: list[tuple[int, int]] = []
-        in_step = decision.decode_seqs if self._running.in_step else ()
-        by_hand = (*decision.decode_seqs, *decision.prefill_seqs)[len(in_step) :]
+        in_step = self._running.in_step if decision.decode_seqs else ()
+        apart: tuple[int, ...] = ()
+        if len(in_step) < len(decision.decode_seqs):
+            members = frozenset(in_step)
+            apart = tuple(seq_id for seq_id in decision.decode_seqs if seq_id not in members)
+        by_hand = apart + decision.prefill_seqs
         if in_step:
             growing = self._running.advance(self._step_id)
             grown += [(seq.seq_id, (self.cache.extend(seq.lease),)) for seq in growing]
         for seq_id in by_hand:
             seq = self._index[seq_id]
             num_tokens = decision.num_tokens[seq_id]
+            num_drafts = decision.num_drafts.get(seq_id, 0)
             if seq.status is SequenceStatus.WAITING:
                 new.append(self._start(seq, copies))
-            elif seq.needs_block(self.limits.block_size):
-                grown.append((seq_id, (self.cache.extend(seq.lease),)))
+            elif lacking := seq.num_lacking(num_drafts, self.limits.block_size):
+                grown.append((seq_id, tuple(self.cache.extend(seq.lease) for _ in range(lacking))))
             seq.last_step = self._step_id
-            rows.append((seq, num_tokens, seq.plan(num_tokens)))
+            rows.append((seq, num_tokens, seq.plan(num_tokens, num_drafts), num_drafts))
         next_plan, self._next = self._next, NextPlan()
         ended = tuple(next_plan.ended)
         self._sent.append(SentPlan(self._step_id, bool(in_step), tuple(rows), ended))
@@ -429,7 +422,7 @@ class BatchingCore:
             step_id=self._step_id,
             new=tuple(new),
             seq_ids=in_step + by_hand,
-            num_tokens=(1,) * len(in_step) + tuple(num_tokens for _, num_tokens, _ in rows),
+            num_tokens=(1,) * len(in_step) + tuple(row[1] for row in rows),
             grown=tuple(grown),
             copies=tuple(copies),
             finished=tuple(next_plan.forget),
@@ -437,6 +430,10 @@ class BatchingCore:
             made_ns=now_ns,
             weight_version=next_plan.weight_version,
             release=next_plan.release,
+            adapters=tuple(next_plan.adapters.items()),
+            num_drafts=(
+                (0,) * len(in_step) + tuple(row[3] for row in rows) if decision.num_drafts else ()
+            ),
         )
 
     def _start(self, seq: Sequence, copies: list[tuple[int, int]]) -> NewSequence:
@@ -458,8 +455,8 @@ class BatchingCore:
         Done after the first step, which frees the source of a copy, when the prompt is computed,
         whenever a block is full, and at the end: not with each token.
         """
-        if seq.num_computed == seq.num_cached:
-            # The first step is not back, so a copy may still be to be made.
+        if seq.num_computed == seq.num_cached or seq.is_whole:
+            # The first step is not back, so a copy may still be to be made. Or there is no KV.
             return
         self.cache.commit(seq.lease, seq.num_computed)
         seq.set_next_commit(self.limits.block_size)

@@ -28,8 +28,9 @@ class RunningBatch:
     """The running sequences, most deserving first.
 
     Attributes:
-        others: Those that are not in step, in order: they compute their prompt, or have all the
-            tokens that they may have and wait for the last of them.
+        others: Those that are not in step, in order: they compute their prompt, or a step may give
+            them several tokens (speculation), or they have all the tokens that they may have and
+            wait for the last of them.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -103,7 +104,11 @@ class RunningBatch:
         """
         for seq in self._limits.get(self._planned, [])[:]:
             self._part(seq)
-        decoding = [seq for seq in self.others if seq.num_remaining == 1 and seq.may_sample]
+        decoding = [
+            seq
+            for seq in self.others
+            if not seq.max_drafts and seq.num_remaining == 1 and seq.may_sample
+        ]
         if any(seq.num_scheduled < seq.num_to_prefill for seq in decoding):
             for seq in self._members[:]:
                 self._part(seq)
@@ -113,6 +118,14 @@ class RunningBatch:
         if decoding:
             self.others = [seq for seq in self.others if not seq.leaves_at]
         return True
+
+    def decoding_apart(self) -> list[Sequence]:
+        """Those that compute one token out of step, since drafts may give them more, in order."""
+        return [
+            seq
+            for seq in self.others
+            if seq.max_drafts and seq.num_remaining == 1 and seq.may_sample
+        ]
 
     def growing(self) -> list[Sequence]:
         """Members that need a block for the next step, in order."""

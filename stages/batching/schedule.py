@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 
 import msgspec
@@ -27,12 +27,18 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
         decode_seqs: Sequences that compute one token and sample the next.
         preempted_seqs: Sequences that must give up their blocks first.
         num_tokens: Tokens of each scheduled sequence in this step.
+        num_drafts: How many drafted tokens may be verified besides, of sequences where any may.
     """
 
     prefill_seqs: tuple[int, ...]
     decode_seqs: tuple[int, ...]
     preempted_seqs: tuple[int, ...]
     num_tokens: Mapping[int, int]
+    num_drafts: Mapping[int, int] = {}
+
+
+NOTHING = SchedulerOutput((), (), (), {})
+"""Nobody runs."""
 
 
 class _Budget:
@@ -146,13 +152,47 @@ def schedule_prefills(
     room = config.max_batch_size - num_running
     for seq in waiting[: max(room, 0)]:
         needed = seq.blocks_to_start(config.block_size)
-        if budget.tokens == 0 or needed > free:
+        # One that can't be cut waits for a step that has room, and no shorter one goes before it.
+        least = len(seq.token_ids) if seq.is_whole else 1
+        if budget.tokens < least or needed > free:
             break
         # Where only the budget of prompts to be scored is used up, those behind may start.
         if count := budget.take(seq, len(seq.token_ids) - seq.num_cached):
             free -= needed
             prefills[seq.seq_id] = count
     return prefills
+
+
+def grant_drafts(
+    decodes: Iterable[Sequence], num_free_blocks: int, num_tokens: int, block_size: int
+) -> dict[int, int]:
+    """How many drafted tokens may be verified beside the next token of each sequence.
+
+    Drafts take what nobody else needs: no sequence waits, or gives up a block, for another's.
+
+    Args:
+        decodes: Those that decode in the step, most deserving first, with a block for that.
+        num_free_blocks: What is left of them when the step has its own.
+        num_tokens: What is left of the step's budget.
+        block_size: Tokens per block.
+
+    Returns:
+        By sequence id, above 0.
+    """
+    granted: dict[int, int] = {}
+    for seq in decodes:
+        wanted = min(seq.num_draftable(), num_tokens)
+        if wanted <= 0:
+            continue
+        lacking = seq.num_lacking(wanted, block_size) - seq.num_lacking(0, block_size)
+        if lacking > num_free_blocks:
+            # As many as there is room for in what it has.
+            wanted, lacking = min(wanted, seq.num_spare(block_size)), 0
+        if wanted > 0:
+            granted[seq.seq_id] = wanted
+            num_free_blocks -= lacking
+            num_tokens -= wanted
+    return granted
 
 
 def _check(waiting: Seq[Sequence], running: Seq[Sequence], num_free_blocks: int) -> None:

@@ -33,13 +33,19 @@ class Sequence:
         num_computed  <=  num_scheduled  <=  num_tokens + num_pending
 
     `num_computed` have their KV in the cache, `num_scheduled` will have it once all plans sent so
-    far are done, and `num_pending` more tokens than those known will have been sampled by then.
+    far are done, and `num_pending` more tokens than those known will have been sampled by then. If
+    drafts are accepted, all of these get larger by up to `num_drafting`.
 
     Attributes:
         token_ids: Prompt and generated tokens, as far as results are back.
         output_logprobs: `[generated]`, of the tokens that `append_token` was given with one.
             Empty in the pipeline, where logprobs go to streaming and not through batching.
         block_ids: The block table; the list is the lease's, which extends it.
+        cache_salt: As in Dispatch.
+        prediction: As in Dispatch.
+        max_drafts: Most drafted tokens that a step may verify; 0 for a sequence without
+            speculation.
+        num_drafting: Drafted tokens that the plans under way allow, all of which may be accepted.
         lease: What the sequence has of the prefix cache.
         num_to_prefill: Tokens that were known when it started.
         rank: As in Dispatch; those with a smaller one go first, and are preempted last.
@@ -59,13 +65,16 @@ class Sequence:
 
     __slots__ = (
         "block_ids",
+        "cache_salt",
         "info",
         "last_step",
         "lease",
         "leaves_at",
+        "max_drafts",
         "next_commit",
         "num_cached",
         "num_computed",
+        "num_drafting",
         "num_pending",
         "num_prompt_tokens",
         "num_reclaimable",
@@ -75,6 +84,7 @@ class Sequence:
         "order",
         "output_logprobs",
         "plans_counted",
+        "prediction",
         "priority",
         "rank",
         "results_counted",
@@ -97,6 +107,8 @@ class Sequence:
         priority: int = 0,
         cache_salt: str = "",
         rank: int = 0,
+        prediction: tuple[int, ...] = (),
+        max_drafts: int = 0,
     ) -> None:
         """A sequence that waits.
 
@@ -110,6 +122,8 @@ class Sequence:
             priority: Those with a higher one are preempted later.
             cache_salt: Only sequences of the same salt find each other's tokens in a cache.
             rank: As in Dispatch.
+            prediction: As in Dispatch.
+            max_drafts: Most drafted tokens in a step.
 
         Raises:
             ValueError: There is no token.
@@ -131,25 +145,22 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.started = False
         self.block_ids: list[int] = []
+        self.cache_salt = cache_salt
+        self.prediction, self.max_drafts = prediction, max_drafts
         self.lease = Lease(self.token_ids, cache_salt)
-        self.lease.may_reuse = not self.scores_prompt
-        self.num_cached = 0
-        self.num_to_prefill = 0
-        self.next_commit = 0
-        self.num_computed = 0
-        self.num_scheduled = 0
-        self.num_pending = 0
-        self.last_step = 0
+        self.lease.may_reuse = not self.computes_all
+        self.num_cached = self.num_to_prefill = self.next_commit = 0
+        self.num_computed = self.num_scheduled = self.num_pending = self.num_drafting = 0
+        self.last_step = self.leaves_at = 0
         self.num_reclaimable: int | None = None
         self.num_to_allocate: int | None = None
         self.order = (0, 0, 0)
-        self.leaves_at = 0
-        self.plans_counted = 0
-        self.results_counted = 0
+        self.plans_counted = self.results_counted = 0
 
     @classmethod
-    def dispatched(cls, dispatch: Dispatch, spec: SequenceSpec) -> Self:
-        """The sequence of one of a dispatch's samples."""
+    def dispatched(cls, dispatch: Dispatch, spec: SequenceSpec, max_drafts: int = 0) -> Self:
+        """The sequence of one of a dispatch's samples, with at most so many drafts in a step."""
+        own = dispatch.sampling.max_draft_tokens
         return cls(
             spec.seq_id,
             dispatch.token_ids,
@@ -159,6 +170,8 @@ class Sequence:
             priority=dispatch.priority,
             cache_salt=dispatch.cache_salt,
             rank=dispatch.rank,
+            prediction=dispatch.prediction,
+            max_drafts=max_drafts if own is None else min(own, max_drafts),
         )
 
     def for_executor(self) -> NewSequence:
@@ -172,6 +185,8 @@ class Sequence:
             sampling=self.sampling,
             sample=self.spec,
             info=self.info,
+            cache_salt=self.cache_salt,
+            prediction=self.prediction,
         )
 
     @property
@@ -204,6 +219,22 @@ class Sequence:
         wanted = self.sampling.prompt_logprobs is not None
         return wanted and self.spec.sample_index == 0 and self.num_generated == 0
 
+    @property
+    def computes_all(self) -> bool:
+        """Whether it can't begin behind a cached prefix, of which there is KV and nothing else."""
+        pooling = self.info.pooling
+        return self.scores_prompt or (pooling is not None and pooling.reads_all)
+
+    @property
+    def pools(self) -> bool:
+        """Whether it ends with its prompt, whose vector is wanted, and samples nothing."""
+        return self.info.pooling is not None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one step has to compute all of it; there is no KV then."""
+        return self.info.pooling is not None and self.info.pooling.whole
+
     def blocks_to_start(self, block_size: int) -> int:
         """Free blocks that starting it takes, at most."""
         if self.num_to_allocate is not None:
@@ -216,7 +247,25 @@ class Sequence:
 
     def needs_block(self, block_size: int) -> bool:
         """Whether its blocks are full, so that its next token takes another one."""
-        return self.num_scheduled == len(self.block_ids) * block_size
+        return self.num_lacking(0, block_size) > 0
+
+    def num_lacking(self, num_drafts: int, block_size: int) -> int:
+        """Blocks that it lacks for its next token and so many drafts behind it, at most.
+
+        That is if all drafts of the plans under way are accepted too.
+        """
+        reach = self.num_scheduled + self.num_drafting + 1 + num_drafts
+        reach = min(reach, self.num_prompt_tokens + self.sampling.max_tokens)
+        return max(0, -(-reach // block_size) - len(self.block_ids))
+
+    def num_spare(self, block_size: int) -> int:
+        """Drafted tokens that fit into its blocks behind its next token, which may take another."""
+        blocks = len(self.block_ids) + self.num_lacking(0, block_size)
+        return blocks * block_size - self.num_scheduled - self.num_drafting - 1
+
+    def num_draftable(self) -> int:
+        """Most drafted tokens that its next token may have behind it: one more is sampled."""
+        return max(0, min(self.max_drafts, self.num_unplanned - self.num_drafting - 1))
 
     def start(self, num_cached: int = 0, block_ids: Iterable[int] | None = None) -> None:
         """WAITING to RUNNING.
@@ -235,12 +284,28 @@ class Sequence:
         self.next_commit = 0
         self.order = (self.rank, -self.priority, self.seq_id)
 
-    def plan(self, num_tokens: int) -> bool:
-        """A step will compute its next `num_tokens` tokens; returns whether it samples another."""
+    def plan(self, num_tokens: int, num_drafts: int = 0) -> bool:
+        """A step will compute its next `num_tokens` tokens; returns whether it samples another.
+
+        It may verify so many drafted tokens behind them.
+        """
         samples = num_tokens == self.num_remaining
         self.num_scheduled += num_tokens
         self.num_pending += samples
+        self.num_drafting += num_drafts
         return samples
+
+    def settle_drafts(self, num_drafts: int, accepted: Iterable[int]) -> None:
+        """A step that might verify so many drafts is back, with these tokens before its last one.
+
+        Their KV is computed, and so is that which a later plan counts from.
+        """
+        before = len(self.token_ids)
+        self.token_ids.extend(accepted)
+        num_accepted = len(self.token_ids) - before
+        self.num_computed += num_accepted
+        self.num_scheduled += num_accepted
+        self.num_drafting -= num_drafts
 
     def append_token(self, token_id: int, logprob: float | None = None) -> None:
         """Adds a generated token.
@@ -269,6 +334,7 @@ class Sequence:
         """RUNNING to WAITING: it keeps its tokens and gives up its blocks; nothing is in flight."""
         self.status = SequenceStatus.WAITING
         self.block_ids = []
-        self.lease.may_reuse = not self.scores_prompt
+        self.lease.may_reuse = not self.computes_all
         self.num_computed = self.num_scheduled = self.num_pending = self.num_cached = 0
+        self.num_drafting = 0
         self.num_to_allocate = self.num_reclaimable = None

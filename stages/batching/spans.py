@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import compress
+from itertools import compress, starmap
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...bus.messages import RequestInfo, StepPlan, StepResult
@@ -102,6 +102,7 @@ class BatchingSpans:
                 names.EPOCH: self._stage.epoch,
                 names.DEVICE_TIME_S: device_time_s,
                 **step.attributes,
+                **_became_of_drafts(result),
             },
             links=step.requests,
             own=self._stage.tracing.begin(sampled=True),
@@ -116,8 +117,8 @@ class BatchingSpans:
         self._stage.span(info.request_id, trace, wait.since_ns, events=events)
 
     def _note(self, plan: StepPlan, core: BatchingCore) -> None:
-        infos = [info for seq_id in plan.seq_ids if (info := self._running.get(seq_id))]
-        sampled = {i.traceparent: TraceContext(i.traceparent, i.tracestate) for i in infos}
+        infos = filter(None, map(self._running.get, plan.seq_ids))
+        sampled = {info.traceparent: info.tracestate for info in infos}
         if not sampled:
             return
         self._next_step_ns = plan.made_ns + self._pause_ns
@@ -130,4 +131,16 @@ class BatchingSpans:
             names.DECODE_TOKENS: decode,
             names.BLOCKS_FREE: core.cache.num_free_blocks(),
         }
-        self._steps[plan.step_id] = Step(plan.made_ns, [*sampled.values()], attributes)
+        self._steps[plan.step_id] = Step(
+            plan.made_ns, list(starmap(TraceContext, sampled.items())), attributes
+        )
+
+
+def _became_of_drafts(result: StepResult) -> dict[str, int]:
+    """How many tokens were drafted, and how many of these accepted; nothing where none were."""
+    if not result.drafts:
+        return {}
+    return {
+        names.DRAFT_TOKENS: sum(draft.num_tokens for draft in result.drafts),
+        names.ACCEPTED_TOKENS: sum(draft.num_accepted for draft in result.drafts),
+    }

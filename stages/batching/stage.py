@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ...bus.control import (
+    AdapterReady,
     Cancel,
     FlushCache,
     MemoryState,
@@ -158,6 +159,8 @@ class BatchingStage(Actor):
                 self._spans.ended(cancel.request_id)
             case WeightsReady(version, in_flight):
                 core.change_weights(version, in_flight)
+            case AdapterReady(adapter, version, in_flight):
+                core.change_adapter(adapter, version, in_flight)
             case MemoryState(lacks, release):
                 core.change_memory(lacks, release)
             case other:
@@ -200,6 +203,7 @@ class BatchingStage(Actor):
             self._core.cache.begin_weight_version(ready.capacity.weight_version)
         self._core.paused = self._paused
         self._core.lacks = ready.capacity.lacks
+        self._core.adapters.set(ready.capacity.adapters)
         self._executor = ready.incarnation
         self._last = None
         await self.announce()

@@ -14,7 +14,7 @@ from ...bus.control import Cancel
 from ...bus.messages import AdmittedRequest, Continue, Credit, Dispatch
 from ...bus.public import StageTime
 from ...config import FairnessConfig
-from .fastest_step import FastestStep, least_tokens
+from .fastest_step import FastestStep
 from .locality import PrefixIndex, Trail, trail_of
 from .outcome import Counts, Dispatched
 from .queue import FairQueue, Next
@@ -42,8 +42,10 @@ class FairnessCore:
         *,
         replicas: int = 1,
         prefixes: Mapping[str, PrefixIndex] | None = None,
+        max_draft_tokens: int = 0,
     ) -> None:
-        """Args: the settings; how many replicas there may be; what each has probably cached."""
+        """Args: the settings; how many replicas there may be; what each has probably cached; most
+        drafted tokens of a sample in a step."""
         self.counts = Counts()
         self.config = config
         self._several = replicas > 1
@@ -54,7 +56,7 @@ class FairnessCore:
         self._deadlines: list[tuple[int, int, Waiting]] = []
         self._order = count()
         self._expired: list[Cancel] = []
-        self._fastest_step = FastestStep()
+        self._fastest_step = FastestStep(max_draft_tokens)
 
     # --- what comes in ------------------------------------------------------------------------
 
@@ -62,7 +64,7 @@ class FairnessCore:
         """Puts a request in the queue."""
         trail: Trail = ()
         if self.config.locality_tokens or self._several:
-            trail = trail_of(request.token_ids, request.cache_salt)
+            trail = trail_of(request.token_ids, request.cache_salt, request.info.adapter)
         waiting = Waiting(request, deque(request.sequences), now_ns, deadline_ns, trail=trail)
         self._add(waiting, now_ns)
         if deadline_ns is not None:
@@ -278,6 +280,7 @@ class FairnessCore:
                 priority=request.priority,
                 cache_salt=request.cache_salt,
                 rank=rank,
+                prediction=request.prediction,
             )
         return Dispatched(
             *(replica.name, message, request, waiting.arrived_ns, waiting.deadline_ns, resumed),
@@ -492,5 +495,5 @@ class FairnessCore:
         """Whether a request can't be done in its time although it had the device for itself."""
         if waiting.deadline_ns is None or not waiting.untouched or not self.config.expire_hopeless:
             return False
-        least_ns = least_tokens(waiting.request.sampling) * self._fastest_step.least_step_ns
+        least_ns = self._fastest_step.least_ns(waiting.request.sampling)
         return now_ns + least_ns > waiting.deadline_ns

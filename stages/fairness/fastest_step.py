@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 from ...config import SamplingParams
 
 WINDOW = 256
@@ -14,10 +16,12 @@ CAUTION = 0.5
 class FastestStep:
     """The fastest step lately, from which follows what certainly can't be done in time.
 
-    A sequence gains at most one token with each step, so k tokens take at least k steps.
+    A sequence gains at most one token with each step, and as many more as may be drafted for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_draft_tokens: int = 0) -> None:
+        """`max_draft_tokens`: of a sequence in one step; 0 where nothing is drafted."""
+        self._max_draft_tokens = max_draft_tokens
         self._now_ns = self._before_ns = 0
         self._seen = 0
 
@@ -33,6 +37,13 @@ class FastestStep:
         """What the shortest step may take; 0 as long as nothing was seen."""
         seen = [step_ns for step_ns in (self._now_ns, self._before_ns) if step_ns]
         return CAUTION * min(seen, default=0)
+
+    def least_ns(self, sampling: SamplingParams) -> float:
+        """What a sample may take at the least; 0 as long as no step was seen."""
+        drafted = self._max_draft_tokens
+        if sampling.max_draft_tokens is not None:
+            drafted = min(drafted, sampling.max_draft_tokens)
+        return ceil(least_tokens(sampling) / (1 + drafted)) * self.least_step_ns
 
 
 def least_tokens(sampling: SamplingParams) -> int:

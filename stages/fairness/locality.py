@@ -13,10 +13,10 @@ MOST_CHUNKS = 64
 Trail = tuple[int, ...]
 
 
-def trail_of(token_ids: tuple[int, ...], salt: str) -> Trail:
+def trail_of(token_ids: tuple[int, ...], salt: str, adapter: str = "") -> Trail:
     """Names a prompt's prefixes: one hash for each full chunk, which covers all before it."""
     trail: list[int] = []
-    name = hash(salt)
+    name = hash((salt, adapter))
     for start in range(
         0, min(len(token_ids) // CHUNK_TOKENS, MOST_CHUNKS) * CHUNK_TOKENS, CHUNK_TOKENS
     ):

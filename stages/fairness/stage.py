@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import ClassVar
 
 import msgspec
@@ -21,6 +22,7 @@ from ...telemetry import (
 )
 from ..actor import Actor, StageContext, budget_of, deadline_of
 from .core import FairnessCore
+from .locality import PrefixIndex
 from .outcome import Counts, Dispatched
 from .replicas import Running
 
@@ -37,16 +39,16 @@ class FairnessStage(Actor):
         super().__init__(context)
         self._settings = self.config.fairness
         self._replicas = self.config.pipeline.replicas
-        self._core = FairnessCore(self._settings, replicas=self._replicas)
+        engine = self.config.engine
+        self._max_draft_tokens = engine.max_draft_tokens if engine.speculation != "off" else 0
+        self._core = self._new_core({})
         # Cancellations that wait for the first replica.
         self._early: list[Cancel] = []
         self._measured = Counts()
 
     async def reset(self) -> None:
         before = self._core
-        self._core = FairnessCore(
-            self._settings, replicas=self._replicas, prefixes=before.prefixes()
-        )
+        self._core = self._new_core(before.prefixes())
         self._core.counts = before.counts
         self._early.clear()
 
@@ -109,6 +111,14 @@ class FairnessStage(Actor):
                 instruments.FAIRNESS_TOKENS, tokens - before.tokens[priority], labels
             )
         self._measured = copy.deepcopy(counts)
+
+    def _new_core(self, prefixes: Mapping[str, PrefixIndex]) -> FairnessCore:
+        return FairnessCore(
+            self._settings,
+            replicas=self._replicas,
+            prefixes=prefixes,
+            max_draft_tokens=self._max_draft_tokens,
+        )
 
     async def _pass_on(self, cancel: Cancel) -> None:
         replicas = self._core.replicas_of(cancel.request_id)

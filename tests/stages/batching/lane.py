@@ -15,6 +15,7 @@ from nano_inference.bus.messages import (
     StepPlan,
     StepResult,
 )
+from nano_inference.bus.pooling import PooledPrompt, Pooling
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.batching import BatchingCore
 
@@ -68,12 +69,30 @@ class RuleExecutor:
         for source, destination in plan.copies:
             self.slots[destination] = list(self.slots[source])
         rows = []
+        pooled = []
         for seq_id, count in zip(plan.seq_ids, plan.num_tokens, strict=True):
-            if seq_id not in self.done:
-                rows += self._row(seq_id, count)
+            if seq_id in self.done:
+                continue
+            row = self._row(seq_id, count)
+            if self.sequences[seq_id].info.pooling is None:
+                rows += row
+            elif row:
+                pooled.append(PooledPrompt(seq_id, b""))
         seq_ids, tokens, reasons = zip(*rows, strict=True) if rows else ((), (), ())
         logprobs = (0.0,) * len(rows)
-        return StepResult(plan.step_id, (), seq_ids, tokens, logprobs, reasons, plan.ended, 0, 0, 0)
+        return StepResult(
+            plan.step_id,
+            (),
+            seq_ids,
+            tokens,
+            logprobs,
+            reasons,
+            plan.ended,
+            0,
+            0,
+            0,
+            pooled=tuple(pooled),
+        )
 
     def forget(self) -> None:
         self.tokens.clear()
@@ -133,6 +152,7 @@ class Lane:
         self.plans: deque[StepPlan] = deque()
         self.outputs: dict[int, list[int]] = {}
         self.reasons: dict[int, str] = {}
+        self.pooled: list[int] = []
         self.ended: list[str] = []
         self.log: list[StepPlan] = []
 
@@ -148,14 +168,28 @@ class Lane:
         prompt_logprobs: int | None = None,
         deadline_ns: int | None = None,
         rank: int = 0,
+        pooling: Pooling | None = None,
+        adapter: str = "",
     ) -> None:
+        """With `pooling` a prompt's vector is wanted: `max_tokens` is 1 then."""
         sampling = SamplingParams(
             max_tokens=max_tokens,
             stop_token_ids=frozenset({STOP} if stop else ()),
             prompt_logprobs=prompt_logprobs,
         )
         info = RequestInfo(
-            request_id, request_id, "m", len(seq_ids), True, (), len(prompt), "", "", 0
+            request_id,
+            request_id,
+            "m",
+            len(seq_ids),
+            True,
+            (),
+            len(prompt),
+            "",
+            "",
+            0,
+            adapter=adapter,
+            pooling=pooling,
         )
         specs = tuple(SequenceSpec(seq_id, index, 0) for index, seq_id in enumerate(seq_ids))
         dispatch = Dispatch(info, tuple(prompt), sampling, specs, priority, rank=rank)
@@ -178,6 +212,7 @@ class Lane:
             self.outputs.setdefault(seq_id, []).append(result.token_ids[row])
             if result.finish_reasons[row]:
                 self.reasons[seq_id] = result.finish_reasons[row]
+        self.pooled += [prompt.seq_id for prompt in result.pooled]
         self.ended += [cancel.request_id for cancel in result.ended]
         self.core.absorb(result)
         return True

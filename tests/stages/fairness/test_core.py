@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -82,6 +83,15 @@ def test_more_samples_than_credits_leave_in_parts() -> None:
     assert [spec.sample_index for spec in message.sequences] == [3, 4]
     assert second.last
     assert core.credits == 7
+
+
+def test_dispatch_passes_on_what_is_predicted_and_who_may_learn() -> None:
+    core = FairnessCore(FairnessConfig())
+    sent = msgspec.structs.replace(request("it"), prediction=(5, 6), cache_salt="s")
+    core.push(sent, 0)
+    grant(core, 1)
+    dispatch = popped(core, 0)[1]
+    assert (dispatch.prediction, dispatch.cache_salt) == ((5, 6), "s")
 
 
 def test_dispatch_tells_how_long_it_waited() -> None:

@@ -76,6 +76,26 @@ def test_what_can_not_be_done_in_time_never_runs(budget_ns: int | None, runs: bo
     assert core.num_queued == 0
 
 
+@pytest.mark.parametrize(
+    ("own", "budget_ns", "runs"),
+    [
+        (None, 125_000_000, True),
+        (None, 124_000_000, False),
+        (1, 249_000_000, False),
+        (1, 251_000_000, True),
+        (0, 499_000_000, False),
+        (99, 125_000_000, True),
+    ],
+)
+def test_drafted_tokens_make_more_possible(own: int | None, budget_ns: int, runs: bool) -> None:
+    """100 tokens, of which a step makes four where three are drafted."""
+    core = FairnessCore(FairnessConfig(), max_draft_tokens=3)
+    core.absorb(Credit(1, steps=((9,),), step_ns=10_000_000), 0)
+    sampling = SamplingParams(max_tokens=100, max_draft_tokens=own)
+    core.push(request("it", sampling=sampling), 0, deadline_ns=budget_ns)
+    assert drain(core, 0) == (["it"] if runs else [])
+
+
 def test_nothing_is_hopeless_before_a_step_was_seen() -> None:
     core = FairnessCore(FairnessConfig())
     core.push(request("it", sampling=ENDLESS), 0, deadline_ns=1)

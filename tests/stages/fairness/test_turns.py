@@ -38,6 +38,31 @@ def test_a_short_request_passes_a_long_one_after_its_slice() -> None:
     assert (replica.core.counts.yields, replica.core.counts.resumes) == (1, 1)
 
 
+def test_tokens_of_one_step_count_each_for_the_slice_and_the_service() -> None:
+    """A step may name a sequence several times, once for each token that it got."""
+    core = FairnessCore(SLICES)
+    core.push(request("long", tenant="a"), 0)
+    core.push(request("other", tenant="b"), 0)
+    grant(core, 2)
+    assert drain(core) == ["long", "other"]
+    (_, long), (_, other) = sorted(
+        (running.request.tenant, running)
+        for replica in core._replicas.values()
+        for running in replica.running.values()
+    )
+    before = core.served()
+    core.absorb(Credit(0, steps=((*[long.spec.seq_id] * 3, other.spec.seq_id),)), 1)
+    after = core.served()
+    gained = {tenant: after[0, tenant] - before[0, tenant] for tenant in ("a", "b")}
+    assert gained["a"] == 3 * gained["b"] > 0
+    assert (long.in_slice, other.in_slice) == (3, 1)
+    core.push(request("waits", tenant="c"), 2)
+    assert core.ask_to_pause(2) == [], "three of four"
+    core.absorb(Credit(0, steps=((long.spec.seq_id,) * 2,), kv_free=10_000), 3)
+    assert [running for _, running in core.ask_to_pause(3)] == [long]
+    assert core.counts.tokens[0] == 6
+
+
 def test_nobody_makes_room_for_nobody() -> None:
     replica = StepReplica(SLICES, places=2)
     replica.submit("a", 50)

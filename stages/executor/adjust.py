@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .batch import IntArray
+from .batch import IntArray, Places
 from .penalties import (
     apply_frequency_penalty,
     apply_logit_bias,
@@ -24,7 +24,7 @@ from .penalties import (
 from .sequences import BoolArray, SequenceTable
 
 
-def adjust_logits(logits: Tensor, table: SequenceTable, rows: IntArray) -> Tensor:
+def adjust_logits(logits: Tensor, table: SequenceTable, places: Places) -> Tensor:
     """The logits after everything that comes before the temperature.
 
     Rows that use none of it are returned as they are, bit for bit, and cost nothing when there
@@ -32,53 +32,55 @@ def adjust_logits(logits: Tensor, table: SequenceTable, rows: IntArray) -> Tenso
 
     Args:
         logits: `[batch, vocab]` float32; not changed.
-        table: The sequences, whose known tokens are all those before the one to be sampled.
-        rows: `[batch]`, the sequence of each row of logits.
+        table: The sequences, which know all tokens before each place.
+        places: `[batch]`, where each row of logits is.
     """
 
-    def adjust(part: Tensor, chosen: IntArray) -> Tensor:
+    def adjust(part: Tensor, chosen: Places) -> Tensor:
         part = _repetition(part, table, chosen)
         part = _presence_and_frequency(part, table, chosen)
-        part = _bias(part, table, chosen)
+        part = _bias(part, table, chosen.rows)
         return _on_some(part, chosen, table.must_go_on(chosen), mask)
 
-    def mask(part: Tensor, chosen: IntArray) -> Tensor:
-        stop_ids, _ = _pad([sorted(table.stop_ids[row]) for row in chosen])
+    def mask(part: Tensor, chosen: Places) -> Tensor:
+        stop_ids, _ = _pad([sorted(table.stop_ids[row]) for row in chosen.rows])
         return mask_tokens(part, _upload(stop_ids, part))
 
-    return _on_some(logits, rows, table.adjusted[rows], adjust)
+    return _on_some(logits, places, table.adjusted[places.rows], adjust)
 
 
 def _on_some(
     logits: Tensor,
-    rows: IntArray,
+    places: Places,
     involved: BoolArray,
-    change: Callable[[Tensor, IntArray], Tensor],
+    change: Callable[[Tensor, Places], Tensor],
 ) -> Tensor:
-    """Changes the rows that are involved."""
+    """Changes the rows of logits that are involved."""
     if not involved.any():
         return logits
     if involved.all():
-        return change(logits, rows)
-    places = _upload(np.flatnonzero(involved), logits)
-    return logits.index_copy(0, places, change(logits[places], rows[involved]))
+        return change(logits, places)
+    chosen = _upload(np.flatnonzero(involved), logits)
+    return logits.index_copy(0, chosen, change(logits[chosen], places[involved]))
 
 
-def _repetition(logits: Tensor, table: SequenceTable, rows: IntArray) -> Tensor:
+def _repetition(logits: Tensor, table: SequenceTable, places: Places) -> Tensor:
+    rows = places.rows
     penalties = table.repetition_penalty[rows]
     used = penalties != 1
     if not used.any():
         return logits
     # One token is enough of a row with a penalty of 1, which changes nothing.
-    stops = np.where(used, table.num_known[rows], 1)
+    stops = np.where(used, table.num_known[rows] + places.ahead, 1)
     token_ids, _ = _tokens_between(table, rows, np.zeros_like(stops), stops)
     return apply_repetition_penalty(logits, _upload(token_ids, logits), _upload(penalties, logits))
 
 
-def _presence_and_frequency(logits: Tensor, table: SequenceTable, rows: IntArray) -> Tensor:
+def _presence_and_frequency(logits: Tensor, table: SequenceTable, places: Places) -> Tensor:
+    rows = places.rows
     presence, frequency = table.presence_penalty[rows], table.frequency_penalty[rows]
-    ends = table.num_known[rows]
-    starts = ends - table.num_generated[rows]
+    starts = table.num_known[rows] - table.num_generated[rows]
+    ends = table.num_known[rows] + places.ahead
     used = (presence != 0) | (frequency != 0)
     if not (used & (starts < ends)).any():
         return logits
@@ -112,7 +114,8 @@ def _tokens_between(
     valid = columns < stops[:, None]
     last = table.tokens.shape[1] - 1
     columns = np.minimum(np.where(valid, columns, starts[:, None]), last)
-    return table.tokens[rows[:, None], columns], valid
+    # What stands behind a row's tokens may be a placeholder of the sequence before it.
+    return np.maximum(table.tokens[rows[:, None], columns], 0), valid
 
 
 def _pad(lists: Sequence[Sequence[int]]) -> tuple[IntArray, BoolArray]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +50,32 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class Places:
+    """Where tokens are to be sampled, `[places]` each.
+
+    Attributes:
+        rows: Of the SequenceTable.
+        ahead: How many drafted tokens, which the table has behind those that are known, are taken
+            as given there: 0 for the place behind the known tokens.
+    """
+
+    rows: IntArray
+    ahead: IntArray
+
+    @classmethod
+    def next_of(cls, rows: IntArray) -> Places:
+        """The place behind the known tokens of each row."""
+        return cls(rows, np.zeros_like(rows))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, which: npt.NDArray[Any]) -> Places:
+        """Some of them, by a mask or by their indices."""
+        return Places(self.rows[which], self.ahead[which])
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeRows:
     """The rows of one token each, for a kernel that reads the cache by itself.
 
@@ -64,10 +91,11 @@ class DecodeRows:
 
 
 class Uploader:
-    """Brings host arrays to the device: on CPU without copying, on CUDA in one pinned transfer.
+    """Brings host arrays to the device: on CPU without copying, on CUDA in one pinned transfer, on
+    others one by one.
 
-    The transfer runs beside the step before, on a stream of its own. Pinned memory comes from
-    torch's allocator, which gives it out again once the transfer has left it.
+    On CUDA the transfer runs beside the step before, on a stream of its own. Pinned memory comes
+    from torch's allocator, which gives it out again once the transfer has left it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -78,7 +106,9 @@ class Uploader:
 
     def __call__(self, *arrays: IntArray) -> tuple[Tensor, ...]:
         if self._stream is None:
-            return tuple(map(torch.from_numpy, arrays))
+            here = map(torch.from_numpy, arrays)
+            on_cpu = self._device.type == "cpu"
+            return tuple(here if on_cpu else (tensor.to(self._device) for tensor in here))
         total = sum(array.size for array in arrays)
         staged = torch.empty(total, dtype=torch.int64, pin_memory=True)
         np.concatenate([array.reshape(-1) for array in arrays], out=staged.numpy())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,8 @@ from torch import Tensor
 
 from ...bus.messages import TopLogprobs
 from .adjust import adjust_logits
-from .batch import IntArray
-from .constraints import TokenMasks
+from .batch import IntArray, Places
+from .constraints import PendingMasks
 from .logprobs import gather_logprobs
 from .report import report_top_logprobs
 from .sampling import sample_with_logprobs, uniforms
@@ -23,21 +22,21 @@ from .sequences import SequenceTable
 def choose_tokens(
     model_logits: Tensor,
     table: SequenceTable,
-    rows: IntArray,
+    places: Places,
     *,
     raw: bool,
     kernels: bool,
-    masks: Future[TokenMasks] | None = None,
+    masks: PendingMasks | None = None,
 ) -> tuple[Tensor, Tensor, tuple[TopLogprobs, ...]]:
-    """Chooses a token for each row, and reports it in the configured mode.
+    """Chooses a token for each place, and reports it in the configured mode.
 
     Args:
         model_logits: `[batch, vocab]` float32; changed unless `raw`.
         table: The sequences.
-        rows: `[batch]`, the sequence of each row of logits.
+        places: `[batch]`, where each row of logits is.
         raw: Whether logprobs are of the model's own output.
         kernels: As in `scale_logits`.
-        masks: What `Constraints.begin` gave for these rows.
+        masks: What `Constraints.begin` gave for these places.
 
     Returns:
         Tokens and logprobs, `[batch]` each on the device, and the likeliest tokens as
@@ -51,16 +50,17 @@ def choose_tokens(
     def upload(array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(device)
 
-    logits = adjust_logits(model_logits, table, rows)
+    rows = places.rows
+    logits = adjust_logits(model_logits, table, places)
     if masks is not None:
         if raw and logits is model_logits:
             logits = logits.clone()
-        masks.result().apply(logits)
+        masks.result().apply(logits, kernels=kernels)
     temperature = table.temperature[rows]
     temperatures = upload(temperature)
     numbers = None
     if temperature.any():
-        numbers = upload(uniforms(table.seed[rows], table.num_generated[rows]))
+        numbers = upload(uniforms(table.seed[rows], table.num_generated[rows] + places.ahead))
     top_k, top_p, min_p = table.top_k[rows], table.top_p[rows], table.min_p[rows]
     tokens, logprobs = sample_with_logprobs(
         logits,

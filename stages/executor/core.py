@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,35 +15,40 @@ import torch
 
 from ...bus.control import LaneCapacity
 from ...bus.messages import (
-    NewSequence,
-    PromptLogprobs,
-    StartedSequence,
     StepPlan,
     StepResult,
-    TopLogprobs,
 )
 from ...config import EngineConfig
 from ..grammar import GrammarCompiler
+from .adapters import AdapterLimits, AdapterTable
 from .attention.backend import AttentionBackend
 from .attention.choose import choose_backend
 from .attention.paged import PagedBackend
-from .batch import IntArray, Rows, Uploader, flatten_rows, order_rows
-from .choose import choose_tokens, packed_sampling
-from .constraints import Constraints, TokenMasks
+from .batch import IntArray, Uploader
+from .constraints import Constraints
 from .cuda_graphs import CudaCapture
 from .deterministic import Determinism
+from .device import describe_device
+from .experts import experts_of
 from .fast_modules.modules import FastModules
 from .feed import TokenFeed
-from .graphs import Capture, DecodeGraphs, DecodeStep
-from .inputs import InputBuilder, StepInputs, model_forward
+from .fixed_tiles import FixedTiles
+from .graphs import Capture, DecodeGraphs
+from .inputs import InputBuilder
 from .kv_cache import KVCache, count_blocks
 from .loaded_model import LoadedModel
 from .memory import LaneMemory, no_memory
 from .model import load_model
-from .report import score_prompts
-from .sampling import sample_plain
-from .sequences import BoolArray, SequenceTable
-from .unread import LaunchedStep, Sampled, SampledRows, UnreadTokens
+from .pooling import PromptPooler, capabilities_of, embedding_capacity, report_pooled
+from .sequences import SequenceTable
+from .speculation.control import MOST_ROWS
+from .speculation.costs import StepCosts, measure_costs, trial_step
+from .speculation.draft_model import DraftModel, drafts_by_model, load_draft_model
+from .speculation.make import make_speculator
+from .speculation.speculator import Speculator
+from .started import started_sequences
+from .step import LaunchedStep, StepOutputs, StepRunner
+from .unread import Sampled, UnreadTokens
 from .weights import WeightSyncManager, limits_of
 
 
@@ -68,6 +73,7 @@ class ExecutorCore:
         without_graphs: Why there are none; empty when there are.
         fast_modules: The modules that run with our kernels; None when none do.
         without_kernels: Why the model runs without our kernels; empty when it runs with them.
+        adapters: Those that sequences may have.
     """
 
     def __init__(
@@ -78,6 +84,7 @@ class ExecutorCore:
         model: LoadedModel | None = None,
         backend: AttentionBackend[Any] | None = None,
         num_blocks: int | None = None,
+        runs_ahead: bool | None = None,
     ) -> None:
         """Loads the model and allocates the cache.
 
@@ -87,6 +94,7 @@ class ExecutorCore:
             model: Taken instead of the one that the configuration names.
             backend: Taken instead of the one that fits model and machine.
             num_blocks: Of the cache; as many as memory allows when None.
+            runs_ahead: Taken instead of what is best on the device.
 
         Raises:
             ModelError: The model can't be loaded, the cache does not fit, or deterministic mode is
@@ -95,49 +103,128 @@ class ExecutorCore:
         self.model = load_model(config) if model is None else model
         self.max_batch_size = config.batch_size_on(self.model.device.type)
         config = msgspec.structs.replace(config, max_batch_size=self.max_batch_size)
-        num_blocks = num_blocks or count_blocks(config, self.model)
+        draft = load_draft_model(config, self.model) if drafts_by_model(config) else None
+        num_blocks = num_blocks or count_blocks(config, self.model, draft)
         self.cache = KVCache(self.model, num_blocks, config.block_size)
         self.weights = WeightSyncManager(
             self.model.module,
             limits_of(self.model.module, config.max_weight_tensors, config.max_weight_bytes),
         )
-        self.memory = LaneMemory(self.cache, self.weights)
         self._now_ns = now_ns
-        self._raw_logprobs = config.logprobs_mode == "raw"
         # Sequences that finished linger until the plans say so, hence some more rows than run.
         rows = self.max_batch_size + 16
         self._table = SequenceTable(rows, self.model.max_model_len, config.block_size)
+        self._draft_model = self._make_draft_model(config, draft)
+        self.memory = self._make_memory(config)
+        self._pooler = PromptPooler(
+            self.model, self._table, config.max_tokens_per_batch, in_order=config.deterministic
+        )
+        self._embedding, self._role = embedding_capacity(config, self.model), config.role
         given = None if backend is None else (backend, "another back end was given")
         self.backend, self.without_kernels = given or choose_backend(config, self.model)
-        self._constraints = Constraints(
-            self._table, GrammarCompiler(config.model_folder, self.model.vocab_size)
-        )
+        self._constraints = self._make_constraints(config)
         self._builder = InputBuilder(self.model, config.block_size, self.backend)
-        self._upload = Uploader(self.model.device)
         self._feed = TokenFeed(rows, self.model.device)
         self._unread = UnreadTokens(self._table)
         self._capture: Capture | None = None
-        self.runs_ahead = self.model.device.type == "cuda"
+        self.runs_ahead = self.model.device.type == "cuda" if runs_ahead is None else runs_ahead
         self.graphs: DecodeGraphs | None = None
         self.without_graphs = ""
         self._make_modules_ready(config)
+        self.adapters = self._make_adapters(config)
+        self._speculator = self._make_speculator(config)
+        self._runner = self._make_runner(config)
         self._record_at_load(config)
+
+    def _make_draft_model(
+        self, config: EngineConfig, draft: LoadedModel | None
+    ) -> DraftModel | None:
+        if draft is None:
+            return None
+        blocks, vocab_size = self.cache.num_blocks, self.model.vocab_size
+        return DraftModel(config, draft, self._table, blocks, vocab_size)
+
+    def _make_memory(self, config: EngineConfig) -> LaneMemory:
+        return LaneMemory(
+            self.cache,
+            self.weights,
+            draft_cache=self._draft_model.cache if self._draft_model else None,
+            huge_pages=config.huge_pages == "auto",
+        )
+
+    def _make_constraints(self, config: EngineConfig) -> Constraints:
+        compiler = GrammarCompiler(config.model_folder, self.model.vocab_size)
+        if self.model.generates:
+            compiler.make_ready()
+        return Constraints(self._table, compiler, self._now_ns)
+
+    def _make_speculator(self, config: EngineConfig) -> Speculator | None:
+        if not self.model.generates:
+            return None
+        return make_speculator(
+            config, self._table, self._constraints, self._measure_costs, self._draft_model
+        )
+
+    def _make_adapters(self, config: EngineConfig) -> AdapterTable:
+        fast, determinism = self.fast_modules, self._determinism
+        check = self._within if determinism is None else determinism.in_tiles
+        alone: Callable[[], AbstractContextManager[object]] = nullcontext
+        if fast is not None:
+            alone = partial(fast.active, alone=True)
+            if determinism is not None and fast.is_whole:
+                alone = partial(determinism.in_tiles, alone=True)
+        return AdapterTable(
+            self.model,
+            AdapterLimits(config.max_adapters, config.max_adapter_rank),
+            one_by_one=config.deterministic,
+            check=check,
+            alone=alone,
+        )
+
+    def _measure_costs(self) -> StepCosts:
+        kernels = self.fast_modules is not None
+        step = trial_step(self.model, self.cache, self._builder, kernels=kernels)
+        with self._within():
+            return measure_costs(step, MOST_ROWS, self._now_ns)
+
+    def _make_runner(self, config: EngineConfig) -> StepRunner:
+        return StepRunner(
+            model=self.model,
+            cache=self.cache,
+            table=self._table,
+            builder=self._builder,
+            upload=Uploader(self.model.device),
+            adapters=self.adapters,
+            pooler=self._pooler,
+            constraints=self._constraints,
+            feed=self._feed,
+            unread=self._unread,
+            speculator=self._speculator,
+            raw_logprobs=config.logprobs_mode == "raw",
+            kernels=self.fast_modules is not None,
+            runs_ahead=self.runs_ahead,
+        )
+
+    @property
+    def layer_kinds(self) -> Counter[str]:
+        """How many layers look at all tokens before ("full"), how many at some ("sliding")."""
+        return Counter("full" if spec.window is None else "sliding" for spec in self.model.layers)
 
     def capacity(self) -> LaneCapacity:
         """What this lane can hold."""
-        device = self.model.device
-        name = str(device)
-        if device.type == "cuda":
-            name = f"{name} {torch.cuda.get_device_name(device)}"
         return LaneCapacity(
             num_blocks=self.cache.num_blocks,
             block_size=self.cache.block_size,
             max_model_len=self.model.max_model_len,
             vocab_size=self.model.vocab_size,
-            device=name,
+            device=describe_device(self.model.device),
             weight_version=self.weights.version,
             lacks=self.memory.lacks,
             max_batch_size=self.max_batch_size,
+            adapters=self.adapters.told(),
+            capabilities=capabilities_of(self.model, self._embedding, self._role),
+            embedding=self._embedding,
+            experts=experts_of(self.model.hf_config)[0],
         )
 
     def set_threads(self, number: int) -> None:
@@ -190,9 +277,16 @@ class ExecutorCore:
         except RuntimeError as error:
             raise no_memory(error) from None
 
+    def switch_adapter(self, id: str, version: int) -> None:
+        """As `AdapterTable.switch`, for the sequences that have it too; between two steps."""
+        self._table.change_adapter(*self.adapters.switch(id, version))
+
     def reset(self) -> None:
         """Forgets all sequences. The KV tensors stay as they are."""
+        if self._speculator is not None:
+            self._speculator.clear()
         self._table.clear()
+        self._pooler.clear()
         self._unread.clear()
         self._constraints.clear()
 
@@ -213,8 +307,11 @@ class ExecutorCore:
         if self.fast_modules is not None:
             # Modules that hold a pass which holds them would wait for the garbage collector.
             self.fast_modules.remove()
-        del self.model, self.weights, self.cache, self.memory
+        if self._draft_model is not None:
+            self._draft_model.close()
+        del self.model, self.weights, self.cache, self.memory, self.adapters, self._pooler
         del self.fast_modules, self.graphs, self._capture, self._determinism, self._within
+        del self._runner, self._speculator, self._draft_model
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs one plan.
@@ -238,14 +335,15 @@ class ExecutorCore:
         """
         start_ns = self._now_ns()
         self._apply(plan)
-        rows, num_tokens = self._select(plan)
+        rows, num_tokens, num_drafts = self._select(plan)
         if rows.size and not self.memory.runs:
             raise ValueError(f"the plan has rows, and the lane lacks {self.memory.lacks}")
         with self._within():
-            sampled, prompts = self._step(rows, num_tokens) if rows.size else (None, ())
-        return LaunchedStep(
-            plan, _started(plan, start_ns), self.weights.version, start_ns, sampled, prompts
-        )
+            outputs = StepOutputs()
+            if rows.size:
+                outputs = self._runner.run(rows, num_tokens, num_drafts, self.graphs)
+        started = started_sequences(plan, start_ns)
+        return LaunchedStep(plan, started, self.weights.version, start_ns, outputs)
 
     def finish(self, step: LaunchedStep) -> StepResult:
         """The result of the oldest step that was launched; waits for it.
@@ -255,7 +353,13 @@ class ExecutorCore:
         Raises:
             ModelError: The model's output is broken.
         """
-        sampled = Sampled() if step.sampled is None else self._unread.read(step.sampled)
+        outputs, sampled = step.outputs, Sampled()
+        if outputs.sampled is not None:
+            sampled = self._unread.read(outputs.sampled)
+            if self._speculator is not None:
+                if not self.runs_ahead:
+                    self._speculator.timed((self._now_ns() - step.start_ns) * 1e-9)
+                self._speculator.observe(outputs.sampled, sampled.seq_ids, outputs.proposed)
         return StepResult(
             step_id=step.plan.step_id,
             started=step.started,
@@ -268,8 +372,15 @@ class ExecutorCore:
             start_ns=step.start_ns,
             end_ns=self._now_ns(),
             top_logprobs=sampled.top_logprobs,
-            prompt_logprobs=step.prompts,
+            prompt_logprobs=outputs.prompts,
+            adapter_versions=sampled.adapter_versions,
+            pooled=report_pooled(outputs.pooled),
+            drafts=tuple(one for one in outputs.verified if one.seq_id in sampled.seq_ids),
         )
+
+    def take_mask_waits_ns(self) -> list[int]:
+        """As `Constraints.take_waits_ns`."""
+        return self._constraints.take_waits_ns()
 
     # --- inside -------------------------------------------------------------------------------
 
@@ -279,18 +390,21 @@ class ExecutorCore:
         self._determinism: Determinism | None = None
         # What a step runs in.
         self._within: Callable[[], AbstractContextManager[object]] = nullcontext
-        if config.deterministic:
-            self._determinism = Determinism(self.model, self.cache, self._builder)
-            self._determinism.check()
-            tiles = self._determinism.tiles
-            self._within = lambda: tiles
-        elif not self.without_kernels and self.model.device.type == "cpu":
-            self.fast_modules = FastModules(self.model, self.cache, self._builder)
+        tiles = FixedTiles() if config.deterministic else None
+        if not self.without_kernels and self.model.device.type == "cpu":
+            self.fast_modules = FastModules(self.model, self.cache, self._builder, tiles=tiles)
             self._within = self.fast_modules.active
+        if tiles is not None:
+            parts = (self.model, self.cache, self._builder)
+            self._determinism = Determinism(*parts, self.fast_modules, tiles)
+            self._determinism.check()
+            self._within = self._determinism.active
 
     def _record_at_load(self, config: EngineConfig) -> None:
         if self.model.device.type != "cuda":
             self.without_graphs = "they are for CUDA"
+        elif not self.model.generates:
+            self.without_graphs = "the model generates nothing"
         elif self.without_kernels:
             self.without_graphs = self.without_kernels
         elif config.cuda_graphs == "off":
@@ -308,10 +422,19 @@ class ExecutorCore:
                 # They keep memory of their own, and addresses of what is released.
                 self.graphs, self.without_graphs = None, "memory is released"
             self.memory.release(plan.release)
+            if self._draft_model is not None:
+                self._draft_model.forget_kv()
         for seq_id in plan.finished:
+            if self._speculator is not None:
+                self._speculator.forget(seq_id)
             self._table.remove(seq_id)
+            self._pooler.forget(seq_id)
+        for adapter, version in plan.adapters:
+            self.switch_adapter(adapter, version)
         for new in plan.new:
-            self._table.add(new)
+            self._table.add(new, self.adapters.slot_of(new.info.adapter))
+            if self._speculator is not None:
+                self._speculator.add(new.seq_id)
         try:
             for seq_id, block_ids in plan.grown:
                 self._table.append_blocks(seq_id, block_ids)
@@ -324,8 +447,9 @@ class ExecutorCore:
             if self._capture is not None:
                 self.record_graphs(self._capture)
 
-    def _select(self, plan: StepPlan) -> tuple[IntArray, IntArray]:
-        """Table rows and token counts of the sequences that still run, in the plan's order."""
+    def _select(self, plan: StepPlan) -> tuple[IntArray, IntArray, IntArray | None]:
+        """Of the sequences that still run, in the plan's order, the table's rows, how many tokens
+        they compute, and how many drafted ones they may."""
         try:
             rows = self._table.rows_of(plan.seq_ids)
         except KeyError as error:
@@ -333,142 +457,5 @@ class ExecutorCore:
         num_tokens = np.array(plan.num_tokens, np.int64)
         # A sequence at its limit has finished, even when its last token has not been read.
         running = ~(self._table.finished[rows] | self._table.at_limit(rows))
-        return rows[running], num_tokens[running]
-
-    @torch.inference_mode()
-    def _step(
-        self, rows: IntArray, num_tokens: IntArray
-    ) -> tuple[SampledRows | None, tuple[PromptLogprobs, ...]]:
-        table = self._table
-        if self._unread and table.adjusted[rows].any():
-            # Penalties look at all tokens before the one to be sampled.
-            self._unread.write()
-        ends = table.num_computed[rows] + num_tokens
-        room = table.num_blocks[rows] * self.cache.block_size
-        bad = (num_tokens < 1) | (ends > table.num_known[rows]) | (ends > room)
-        if bad.any():
-            self._complain(int(rows[bad][0]), int(num_tokens[bad][0]))
-        samples = ends == table.num_known[rows]
-        masks = self._constraints.begin(rows[samples])
-        num_scored = table.num_to_score(rows, num_tokens)
-        if self.graphs and self.graphs.fits(num_tokens) and samples.all() and not num_scored.any():
-            return self._replay(self.graphs, rows, masks), ()
-        inputs = self._inputs(rows, num_tokens, samples, num_scored)
-        logits = model_forward(self.model.module, inputs, self.cache)
-        num_samples = int(samples.sum())
-        prompts = score_prompts(
-            logits[num_samples:],
-            table,
-            rows,
-            num_scored,
-            raw=self._raw_logprobs,
-            kernels=self.fast_modules is not None,
-        )
-        table.num_computed[rows] = ends
-        if not num_samples:
-            return None, prompts
-        return self._sample(logits[:num_samples], rows[samples], masks), prompts
-
-    def _inputs(
-        self, rows: IntArray, num_tokens: IntArray, samples: BoolArray, num_scored: IntArray
-    ) -> StepInputs:
-        """A pass whose logits are those of rows that sample, then those of prompts to score."""
-        table = self._table
-        starts = table.num_computed[rows]
-        order, num_decodes = order_rows(starts, num_tokens)
-        rows, starts, counts = rows[order], starts[order], num_tokens[order]
-        width = -(-int((starts + counts).max()) // self.cache.block_size)
-        batch_rows = Rows(starts, counts, table.blocks[rows, :width], num_decodes)
-        row_of_token, positions = batch_rows.flat
-        input_ids = table.tokens[rows[row_of_token], positions]
-        # Logits come back in the plan's order, not in that of the batch.
-        last_token = np.empty_like(order)
-        last_token[order] = np.cumsum(counts) - 1
-        logits_index = last_token[samples]
-        if num_scored.any():
-            first_token = last_token - num_tokens + 1
-            _, scored = flatten_rows(first_token, num_scored)
-            logits_index = np.concatenate((logits_index, scored))
-        inputs = self._builder.build(batch_rows, input_ids, logits_index)
-        if (input_ids < 0).any():
-            inputs = replace(inputs, input_ids=self._feed.resolve(inputs.input_ids))
-        return inputs
-
-    def _replay(
-        self, graphs: DecodeGraphs, rows: IntArray, masks: Future[TokenMasks] | None
-    ) -> SampledRows:
-        """A step in which every row computes its last token and samples the next."""
-        table = self._table
-        positions = table.num_computed[rows]
-        width = int(positions.max()) // self.cache.block_size + 1
-        step = DecodeStep(
-            input_ids=table.tokens[rows, positions],
-            positions=positions,
-            tables=table.blocks[rows, :width],
-            table_rows=rows,
-            sampling=packed_sampling(table, rows),
-        )
-        logits, tokens, logprobs = graphs.run(step)
-        table.num_computed[rows] += 1
-        if not self._all_plain(rows):
-            return self._sample(logits, rows, masks)
-        return self._unread.add(rows, tokens, logprobs, (), fed=True)
-
-    def _sample(
-        self, model_logits: torch.Tensor, rows: IntArray, masks: Future[TokenMasks] | None
-    ) -> SampledRows:
-        """Chooses a token for each row, with what is reported of it in the configured mode."""
-        table = self._table
-        tops: tuple[TopLogprobs, ...] = ()
-        if self.runs_ahead and self._all_plain(rows):
-            packed = self._upload(*packed_sampling(table, rows))
-            temperatures, numbers = (part.view(torch.float64) for part in packed)
-            tokens, logprobs = sample_plain(model_logits, temperatures, numbers)
-        else:
-            kernels = self.fast_modules is not None
-            tokens, logprobs, tops = choose_tokens(
-                model_logits,
-                table,
-                rows,
-                raw=self._raw_logprobs,
-                kernels=kernels,
-                masks=masks,
-            )
-        if self.runs_ahead:
-            self._feed.put(self._upload(rows)[0], tokens)
-        return self._unread.add(rows, tokens, logprobs, tops, fed=self.runs_ahead)
-
-    def _all_plain(self, rows: IntArray) -> bool:
-        """Whether `sample_plain` can choose the tokens, which waits for nothing."""
-        return not self._raw_logprobs and bool(self._table.plain[rows].all())
-
-    def _complain(self, row: int, num_tokens: int) -> None:
-        table = self._table
-        (seq_id,) = table.ids_of(np.array([row])).tolist()
-        raise ValueError(
-            f"the plan computes {num_tokens} tokens of sequence {seq_id}, which has "
-            f"{table.num_computed[row]} computed, {table.num_known[row]} known and "
-            f"{table.num_blocks[row]} blocks"
-        )
-
-
-def _started(plan: StepPlan, executed_ns: int) -> tuple[StartedSequence, ...]:
-    """What is told of the sequences that are new in a plan: the prompt once for each request."""
-    first = {new.info.entry_id: new.seq_id for new in reversed(plan.new)}
-    return tuple(
-        StartedSequence(
-            seq_id=new.seq_id,
-            sample_index=new.sample.sample_index,
-            num_cached=new.num_cached,
-            num_generated=new.num_generated,
-            info=new.info,
-            planned_ns=plan.made_ns,
-            executed_ns=executed_ns,
-            prompt_token_ids=_prompt(new) if first[new.info.entry_id] == new.seq_id else (),
-        )
-        for new in plan.new
-    )
-
-
-def _prompt(new: NewSequence) -> tuple[int, ...]:
-    return new.token_ids[: len(new.token_ids) - new.num_generated]
+        num_drafts = np.array(plan.num_drafts, np.int64)[running] if plan.num_drafts else None
+        return rows[running], num_tokens[running], num_drafts

@@ -223,13 +223,22 @@ def elementwise(
         return source.copy_(elementwise(function, source, *args, **kwargs))
     source = source.contiguous()
     count = source.numel()
-    # Where this divides the size, so does each thread's share, however many of them take part.
-    shares = math.lcm(*range(1, torch.get_num_threads() + 1))
-    if count % (VECTOR * shares) == 0 or (count <= _PIECE and count % VECTOR == 0):
+    if fills_vectors(count):
         return function(source, *args, **kwargs)
     flat = F.pad(source.view(-1), (0, -count % VECTOR))
+    if len(flat) <= _PIECE:
+        return function(flat, *args, **kwargs)[:count].view(source.shape)
     pieces = [function(piece, *args, **kwargs) for piece in torch.split(flat, _PIECE)]
     return torch.cat(pieces)[:count].view(source.shape)
+
+
+def fills_vectors(count: int) -> bool:
+    """Whether an elementwise function computes each of so many elements by its vector code."""
+    if count <= _PIECE:
+        return count % VECTOR == 0
+    # Where this divides the size, so does each thread's share, however many of them take part.
+    shares = math.lcm(*range(1, torch.get_num_threads() + 1))
+    return count % (VECTOR * shares) == 0
 
 
 def _rsqrt(source: Tensor) -> Tensor:

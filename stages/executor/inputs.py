@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .adapters import AdapterStep
 from .attention.backend import AttentionBackend
 from .attention.gather import GatherBackend
 from .batch import IntArray, Rows, Uploader
+from .device import chooses_tokens
 from .kv_cache import KVCache
 from .loaded_model import LoadedModel
 
@@ -26,6 +28,7 @@ class StepInputs:
         logits_index: `[samples]`, the tokens of the batch whose logits are wanted.
         attention: The step, as the back end prepared it.
         backend: Computes attention.
+        adapters: Which tokens have which adapter; None when none has one.
     """
 
     input_ids: Tensor
@@ -33,6 +36,7 @@ class StepInputs:
     logits_index: Tensor
     attention: Any
     backend: AttentionBackend[Any]
+    adapters: AdapterStep | None = None
 
 
 @torch.inference_mode()
@@ -45,7 +49,9 @@ def model_forward(model: nn.Module, inputs: StepInputs, cache: KVCache) -> Tenso
         cache: The KV cache; nothing else is changed.
 
     Returns:
-        Logits, `[samples, vocab]` in float32, in the order of `inputs.logits_index`.
+        Logits, `[samples, vocab]` in float32, in the order of `inputs.logits_index`, where tokens
+        are chosen of them (`chooses_tokens`). Of a model without an output layer the last hidden
+        states, `[samples, hidden]`.
     """
     # A mask of four dimensions is taken as it is: without one, Transformers would search the
     # positions for packed sequences at every step (on CUDA with a wait for the device).
@@ -60,8 +66,11 @@ def model_forward(model: nn.Module, inputs: StepInputs, cache: KVCache) -> Tenso
         attention_batch=inputs.attention,
         kv_cache=cache,
     )
+    if "logits" not in output:
+        states: Tensor = output.last_hidden_state[0, inputs.logits_index]
+        return states.float()
     logits: Tensor = output.logits[0].float()
-    return logits
+    return logits if chooses_tokens(logits.device) else logits.cpu()
 
 
 class InputBuilder:

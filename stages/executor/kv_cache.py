@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import mmap
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -13,7 +11,9 @@ from torch import Tensor
 
 from ...config import EngineConfig, ModelError
 from .batch import DecodeRows, IntArray, Uploader
+from .device import free_memory
 from .loaded_model import AttentionOptions, LoadedModel
+from .system_memory import zeros
 
 MAX_GATHERED_TOKENS = 1 << 16
 """Most context tokens, padding included, that rows of one token gather together."""
@@ -84,7 +84,9 @@ class KVCache:
         """The tensors, or the model's, have other memory now: finds it, and keeps no scratch."""
         # Gathered keys and gathered values, kept between calls: a new tensor of some megabytes is
         # memory that the allocator maps, and the kernel clears, for every layer of every step.
-        self._gathered = [self.keys[0].new_empty(0) for _ in range(2)]
+        self._gathered = [
+            tensors[0].new_empty(0) for tensors in (self.keys, self.values) if tensors
+        ]
         for layer in self._paged.values():
             layer.find_tensors()
 
@@ -128,50 +130,34 @@ class KVCache:
             tensor.index_copy_(0, destination, tensor.index_select(0, source))
 
 
-def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As `torch.zeros`. On CPU the memory is the system's until it is written, page by page: to
-    clear it first would take most of the time in which a small model is loaded.
-
-    Raises:
-        RuntimeError: There is not enough.
-    """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    size = math.prod(shape) * dtype.itemsize
-    try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise RuntimeError(f"can't allocate {size} bytes of memory: {error}") from None
-    # No view: who gives the tensor other memory lets go of this.
-    storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-    tensor: Tensor = torch.empty(0, dtype=dtype)
-    tensor.set_(storage, 0, tuple(shape))  # type: ignore[call-overload]
-    return tensor
-
-
 def block_bytes(model: LoadedModel, block_size: int) -> int:
     """Bytes of one block, over all layers, keys and values."""
     widths = sum(spec.num_kv_heads * (spec.key_dim + spec.value_dim) for spec in model.layers)
     return block_size * widths * model.dtype.itemsize
 
 
-def count_blocks(config: EngineConfig, model: LoadedModel) -> int:
-    """How many blocks the cache gets.
+def count_blocks(config: EngineConfig, model: LoadedModel, draft: LoadedModel | None = None) -> int:
+    """How many blocks the cache gets, and that of the draft model, where there is one: as many.
 
-    On CPU what `kv_cache_bytes` holds; on CUDA what `gpu_memory_utilization` leaves beside the
-    weights and a margin for activations. Never more than `max_batch_size` sequences of the full
-    length could fill.
+    On a device with memory of its own what `gpu_memory_utilization` leaves beside the weights and
+    a margin for activations; else, as on CPU, what `kv_cache_bytes` holds. Never more than
+    `max_batch_size` sequences of the full length could fill.
 
     Raises:
         ModelError: Not even one sequence of `max_model_len` would fit.
     """
     per_block = block_bytes(model, config.block_size)
+    if draft is not None:
+        per_block += block_bytes(draft, config.block_size)
     per_sequence = -(-model.max_model_len // config.block_size)
-    on_cuda = model.device.type == "cuda"
-    available = _cuda_bytes(config, model) if on_cuda else config.kv_cache_bytes
+    if model.is_encoder:
+        # They hold nothing, and are never short.
+        return config.max_batch_size * per_sequence
+    memory = free_memory(model.device)
+    available = _left_bytes(config, model, draft, *memory) if memory else config.kv_cache_bytes
     num_blocks = min(available // per_block, config.max_batch_size * per_sequence)
     if num_blocks < per_sequence:
-        setting = "gpu_memory_utilization" if on_cuda else "kv_cache_bytes"
+        setting = "gpu_memory_utilization" if memory else "kv_cache_bytes"
         fitting = max(num_blocks, 0) * config.block_size
         alternative = f", or set max_model_len to at most {fitting}" if fitting > 1 else ""
         raise ModelError(
@@ -182,19 +168,27 @@ def count_blocks(config: EngineConfig, model: LoadedModel) -> int:
     return num_blocks
 
 
-def _cuda_bytes(config: EngineConfig, model: LoadedModel) -> int:
+def _left_bytes(
+    config: EngineConfig, model: LoadedModel, draft: LoadedModel | None, free: int, total: int
+) -> int:
     """Bytes for the KV cache after the weights are loaded, by an estimate of the activations."""
-    free, total = torch.cuda.mem_get_info(model.device)
+    margin = 256 << 20
+    # The passes of the two follow one another, and each leaves its buffers with the allocator.
+    for each in (model,) if draft is None else (model, draft):
+        activations, logits = _pass_bytes(config, each, config.max_tokens_per_batch)
+        widest = max(spec.num_kv_heads * (spec.key_dim + spec.value_dim) for spec in each.layers)
+        margin += activations + logits + 2 * MAX_GATHERED_TOKENS * widest * each.dtype.itemsize
+    # CUDA graphs keep memory of their own, for the largest batch that decodes.
+    if config.cuda_graphs == "auto":
+        margin += sum(_pass_bytes(config, model, config.max_batch_size))
+    return int(total * config.gpu_memory_utilization) - (total - free) - margin
+
+
+def _pass_bytes(config: EngineConfig, model: LoadedModel, num_tokens: int) -> tuple[int, int]:
+    """About what a pass over so many tokens takes: activations, and logits of a whole batch."""
     text: Any = model.hf_config.get_text_config()
     hidden: int = text.hidden_size
     inner: int = getattr(text, "intermediate_size", None) or 4 * hidden
-    activations = config.max_tokens_per_batch * (8 * hidden + 4 * inner) * model.dtype.itemsize
-    logits = config.max_batch_size * model.vocab_size * 4 * 3  # float32: logits, weights, masks
-    widest = max(spec.num_kv_heads * (spec.key_dim + spec.value_dim) for spec in model.layers)
-    gathered = 2 * MAX_GATHERED_TOKENS * widest * model.dtype.itemsize
-    # CUDA graphs keep memory of their own, for the largest batch that decodes.
-    graphs = 0
-    if config.cuda_graphs == "auto":
-        graphs = config.max_batch_size * (8 * hidden + 4 * inner) * model.dtype.itemsize + logits
-    margin = activations + logits + gathered + graphs + (256 << 20)
-    return int(total * config.gpu_memory_utilization) - (total - free) - margin
+    activations = num_tokens * (8 * hidden + 4 * inner) * model.dtype.itemsize
+    # In float32: logits, weights, masks.
+    return activations, config.max_batch_size * model.vocab_size * 4 * 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,14 +48,20 @@ class LoadedModel:
     """A model that is ready to run.
 
     Attributes:
-        module: The causal language model, in eval mode, without gradients.
+        module: The causal language model, or one without an output layer, which makes embeddings
+            only; in eval mode, without gradients.
         hf_config: Its configuration.
         device: Where the weights are.
         dtype: Of weights, activations and KV cache.
         max_model_len: The configured limit cut to the model's own, in tokens.
-        vocab_size: Rows of the output layer.
-        layers: The attention layers in order.
+        vocab_size: Rows of the output layer, or of the input layer where there is none.
+        layers: The attention layers in order; none of an encoder.
         attention_options: Of these layers.
+        generates: Whether there is an output layer.
+        is_encoder: Whether tokens see those behind them, so that prompts run as a whole, with
+            Transformers' own attention.
+        may_pad: Whether an encoder gives prompts of different length, filled up to one, the states
+            that they have alone.
     """
 
     module: nn.Module
@@ -66,3 +72,18 @@ class LoadedModel:
     vocab_size: int
     layers: tuple[LayerSpec, ...]
     attention_options: tuple[AttentionOptions, ...] = ()
+    generates: bool = True
+    is_encoder: bool = False
+    may_pad: bool = True
+
+    @property
+    def base(self) -> nn.Module:
+        """The part that gives the last hidden states."""
+        module: Any = self.module
+        base: nn.Module = module.base_model
+        return base
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of a hidden state."""
+        return int(self.hf_config.get_text_config().hidden_size)

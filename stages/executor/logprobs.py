@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...config import ModelError
+from .fixed_tiles import elementwise
 from .kernels.cpu import softmax_sums
 
 BLOCK = 512
@@ -35,6 +36,7 @@ class ScaledLogits:
         largest: `[batch]` float32, the largest logit.
         first_largest: `[batch]`, the first token that has it.
         divisors: `[batch]` float32, the temperature, 1 where that is 0.
+        kernels: As in `scale_logits`.
     """
 
     logits: Tensor
@@ -42,17 +44,20 @@ class ScaledLogits:
     largest: Tensor
     first_largest: Tensor
     divisors: Tensor
+    kernels: bool = False
 
     def weights(self, token_ids: Tensor | None = None) -> Tensor:
         """Of all tokens, `[batch, vocab]`, or of some of each row, `[batch, k]`; float32."""
         logits = self.logits if token_ids is None else self.logits.gather(1, token_ids)
-        return _weights(logits, self.largest, self.divisors)
+        return _weights(logits, self.largest, self.divisors, kernels=self.kernels)
 
     def logprobs(self, token_ids: Tensor) -> Tensor:
         """Of some tokens of each row, `[batch, k]` to float32 `[batch, k]`."""
         logits = self.logits.gather(1, token_ids)
         scaled = (logits - self.largest[:, None]) / self.divisors[:, None]
-        return (scaled - self.sums.sum(dim=-1).log()[:, None]).float()
+        totals = self.sums.sum(dim=-1)
+        logs = elementwise(torch.log, totals) if self.kernels else totals.log()
+        return (scaled - logs[:, None]).float()
 
 
 def scale_logits(
@@ -63,7 +68,8 @@ def scale_logits(
     Args:
         logits: `[batch, vocab]` float32.
         temperatures: `[batch]`, 0 or more.
-        kernels: Whether our own kernel computes the sums (CPU).
+        kernels: Whether our own kernel computes the sums (CPU), and a row's numbers are the same
+            bits whatever the others are.
         checked: Whether to look for broken logits, which waits for the device. Otherwise the
             logprobs of such a row are not numbers.
 
@@ -80,7 +86,7 @@ def scale_logits(
         raise broken_logits()
     if not kernels:
         sums = block_sums(_weights(logits, largest, divisors))
-    return ScaledLogits(logits, sums, largest, first_largest, divisors)
+    return ScaledLogits(logits, sums, largest, first_largest, divisors, kernels)
 
 
 def broken_logits() -> ModelError:
@@ -91,9 +97,10 @@ def broken_logits() -> ModelError:
     )
 
 
-def _weights(logits: Tensor, largest: Tensor, divisors: Tensor) -> Tensor:
+def _weights(logits: Tensor, largest: Tensor, divisors: Tensor, *, kernels: bool = False) -> Tensor:
     # The largest is taken off before the division, so that no temperature can overflow.
-    return (logits - largest[:, None]).div_(divisors[:, None]).exp_()
+    scaled = (logits - largest[:, None]).div_(divisors[:, None])
+    return elementwise(torch.exp, scaled) if kernels else scaled.exp_()
 
 
 def block_sums(weights: Tensor) -> Tensor:

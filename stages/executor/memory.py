@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Collection, Iterable
 
-import torch
 from torch import Tensor
 
 from ...bus.control import MEMORY_TAGS
 from ...config import WeightsError, shown
-from .kv_cache import KVCache, zeros
+from .device import trim
+from .kv_cache import KVCache
+from .system_memory import zeros
 from .weights import WeightSyncManager
 
 
@@ -26,11 +26,28 @@ class LaneMemory:
         released: What is.
     """
 
-    def __init__(self, cache: KVCache, weights: WeightSyncManager) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        weights: WeightSyncManager,
+        *,
+        draft_cache: KVCache | None = None,
+        huge_pages: bool = False,
+    ) -> None:
+        """Of a model's cache and weights.
+
+        Args:
+            cache: The cache.
+            weights: The weights.
+            draft_cache: Of a draft model, which comes and goes with the other. Its weights stay:
+                nobody would send them again.
+            huge_pages: Whether the weights are to have large pages when they come back.
+        """
         self.pending: set[str] = set()
         self.released: set[str] = set()
-        self._cache = cache
+        self._caches = (cache,) if draft_cache is None else (cache, draft_cache)
         self._weights = weights
+        self._huge_pages = huge_pages
 
     @property
     def lacks(self) -> tuple[str, ...]:
@@ -65,8 +82,9 @@ class LaneMemory:
                 self._weights.empty = True
             self.pending.remove(tag)
             self.released.add(tag)
-        self._cache.moved()
-        _trim(self._weights.device)
+        for cache in self._caches:
+            cache.moved()
+        trim(self._weights.device)
 
     def resume(self, tags: Collection[str]) -> None:
         """Takes these again: KV as zeros, weights that hold nothing until all have come.
@@ -78,17 +96,19 @@ class LaneMemory:
         _check(tags)
         for tag in MEMORY_TAGS:
             if tag in self.released.intersection(tags):
-                _allocate(self._tensors(tag))
+                _allocate(self._tensors(tag), huge=tag == "weights" and self._huge_pages)
                 self.released.remove(tag)
             elif tag in tags:
                 self.pending.discard(tag)
             if tag == "weights" and tag not in self.released | self.pending:
                 self._weights.open()
-        self._cache.moved()
+        for cache in self._caches:
+            cache.moved()
 
     def _tensors(self, tag: str) -> list[Tensor]:
-        cache = self._cache
-        return self._weights.parameters() if tag == "weights" else [*cache.keys, *cache.values]
+        if tag == "weights":
+            return self._weights.parameters()
+        return [tensor for cache in self._caches for tensor in (*cache.keys, *cache.values)]
 
 
 def _check(tags: Collection[str]) -> None:
@@ -97,11 +117,11 @@ def _check(tags: Collection[str]) -> None:
         raise WeightsError(f"there is no memory {shown(unknown[0])}; give {known}")
 
 
-def _allocate(tensors: Iterable[Tensor]) -> None:
+def _allocate(tensors: Iterable[Tensor], *, huge: bool) -> None:
     """New memory for each, or for none."""
     tensors = list(tensors)
     try:
-        new = [zeros(old.shape, old.dtype, old.device) for old in tensors]
+        new = [zeros(old.shape, old.dtype, old.device, huge=huge) for old in tensors]
     except RuntimeError as error:
         raise no_memory(error) from None
     for tensor, memory in zip(tensors, new, strict=True):
@@ -115,11 +135,3 @@ def no_memory(error: RuntimeError) -> WeightsError:
         "again",
         code="out_of_memory",
     )
-
-
-def _trim(device: torch.device) -> None:
-    """Hands what allocators keep for themselves to the device or the system."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
-        trim(0)

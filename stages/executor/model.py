@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from ...config import EngineConfig, ModelError
+from ..embedding import embeds_only
+from ..gguf import LINK, folder_of, require_packages
 from .attention.interface import IMPLEMENTATION, register_attention
 from .attention.probe import PROBING, LayerProbe
 from .checkpoint import check_checkpoint
+from .device import resolve_device, trim
+from .encoder import longest_prompt, looks_ahead, padding_shows
 from .fixed_tiles import require_cpu
 from .loaded_model import LoadedModel
+from .system_memory import use_huge_pages
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
@@ -29,25 +36,65 @@ def load_model(config: EngineConfig) -> LoadedModel:
         ModelError: The folder is missing or incomplete, the model is of a kind that can't be
             served, or the device is not there, or can't be deterministic.
     """
-    folder = config.model_folder
-    device = _resolve_device(config.device)
+    folder = folder_of(config.model_folder)
+    device = resolve_device(config.device)
     if config.deterministic:
         require_cpu(device)
     register_attention()
     hf_config = _load_config(folder)
-    _check_architecture(hf_config)
-    module = _load_weights(folder, config.dtype)
+    without_output = embeds_only(folder)
+    if without_output:
+        _check_no_decoder_beside(hf_config)
+    else:
+        _check_architecture(hf_config)
+    module = _load_weights(folder, hf_config, config.dtype, without_output=without_output)
     try:
         module = module.to(device)
     except torch.OutOfMemoryError:
         raise ModelError(f"the weights in {folder} don't fit into the memory of {device}") from None
+    except RuntimeError as error:
+        raise ModelError(f"can't bring the model to {device}: {_first_line(error)}") from error
+    if config.huge_pages == "auto":
+        try:
+            use_huge_pages(module)
+        except RuntimeError as error:
+            raise ModelError(f"the weights in {folder} don't fit: {error}") from None
+    # What loading leaves behind, after a GGUF file as much as the model, is nobody's otherwise.
+    trim(torch.device("cpu"))
+    if without_output and looks_ahead(module, device):
+        return _wrap_encoder(module, config)
     return wrap_model(module, config.max_model_len)
+
+
+def _wrap_encoder(module: Any, config: EngineConfig) -> LoadedModel:
+    if config.deterministic:
+        raise ModelError(
+            f"deterministic mode is for models that generate, and {type(module).__name__} makes "
+            "embeddings; set deterministic to false"
+        )
+    hf_config: PreTrainedConfig = module.config
+    weight = module.get_input_embeddings().weight
+    # A prompt has to fit a step.
+    most = min(config.max_model_len, config.max_tokens_per_batch)
+    model = LoadedModel(
+        module=module.eval(),
+        hf_config=hf_config,
+        device=weight.device,
+        dtype=weight.dtype,
+        max_model_len=min(most, longest_prompt(module, hf_config, most)),
+        vocab_size=weight.shape[0],
+        layers=(),
+        generates=False,
+        is_encoder=True,
+    )
+    return replace(model, may_pad=not padding_shows(model))
 
 
 def wrap_model(module: Any, max_model_len: int) -> LoadedModel:
     """Makes a LoadedModel of a Transformers model already in memory, such as a trainer's.
 
-    Its attention implementation is set to ours, its mode to eval; gradients stay as they are.
+    Without an output layer it makes embeddings only. Its attention implementation is set to ours,
+    its mode to eval; gradients stay as they are.
 
     Raises:
         ModelError: A model of this kind can't be served.
@@ -58,7 +105,8 @@ def wrap_model(module: Any, max_model_len: int) -> LoadedModel:
     module.eval()
     limit = min(max_model_len, _longest_context(hf_config, max_model_len))
     output: nn.Module | None = module.get_output_embeddings()
-    weight = getattr(output, "weight", None)
+    generates = output is not None
+    weight = getattr(output or module.get_input_embeddings(), "weight", None)
     if not isinstance(weight, torch.Tensor):
         raise ModelError(f"{type(module).__name__} has no output layer; choose another model")
     probe = _probe_layers(module, hf_config, limit, weight.device)
@@ -73,25 +121,8 @@ def wrap_model(module: Any, max_model_len: int) -> LoadedModel:
         vocab_size=weight.shape[0],
         layers=layers,
         attention_options=tuple(probe.options[index] for index in range(len(layers))),
+        generates=generates,
     )
-
-
-def _resolve_device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ModelError(f"device {name!r} is unknown; use 'auto', 'cpu' or 'cuda'") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ModelError(f"device {name!r} is not supported; use 'auto', 'cpu' or 'cuda'")
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        index = device.index or 0
-        if index >= count:
-            raise ModelError(f"device {name!r} is not there ({count} CUDA devices); use 'auto'")
-        return torch.device("cuda", index)
-    return device
 
 
 def _load_config(folder: Path) -> PreTrainedConfig:
@@ -123,10 +154,15 @@ def _names_own_code(path: Path) -> bool:
         return False
 
 
+def _check_no_decoder_beside(hf_config: PreTrainedConfig) -> None:
+    if hf_config.is_encoder_decoder:
+        kind = hf_config.model_type
+        raise ModelError(f"{kind} is an encoder-decoder model; a decoder-only one is needed")
+
+
 def _check_architecture(hf_config: PreTrainedConfig, model_class: type | None = None) -> None:
     kind = hf_config.model_type
-    if hf_config.is_encoder_decoder:
-        raise ModelError(f"{kind} is an encoder-decoder model; a decoder-only one is needed")
+    _check_no_decoder_beside(hf_config)
     if model_class is None:
         if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ModelError(f"{kind} is not a causal language model; choose one that is")
@@ -144,25 +180,76 @@ def _check_architecture(hf_config: PreTrainedConfig, model_class: type | None = 
         )
 
 
-def _load_weights(folder: Path, dtype_name: str) -> nn.Module:
+def _load_weights(
+    folder: Path, hf_config: PreTrainedConfig, dtype_name: str, *, without_output: bool = False
+) -> nn.Module:
+    # What looks ahead runs with Transformers' own attention, which is not known yet.
+    attention = {} if without_output else {"attn_implementation": IMPLEMENTATION}
+    auto: Any = AutoModel if without_output else AutoModelForCausalLM
     dtype = "auto" if dtype_name == "auto" else getattr(torch, dtype_name)
-    check_checkpoint(folder)
+    if is_gguf := (folder / LINK).is_file():
+        options = _gguf_options(hf_config)
+        dtype = hf_config.dtype if dtype == "auto" else dtype
+    else:
+        options = {}
+        check_checkpoint(folder)
     try:
-        with no_progress_bars():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+        with no_progress_bars(), _no_gguf_bar() if is_gguf else nullcontext():
+            loaded: Any = auto.from_pretrained(
                 folder,
                 dtype=dtype,
-                attn_implementation=IMPLEMENTATION,
+                **attention,
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
                 # Else the error only points to a report that is logged.
                 ignore_mismatched_sizes=True,
+                **options,
             )
     except Exception as error:
         raise ModelError(f"can't load the model in {folder}: {_first_line(error)}") from error
     module, info = loaded
-    missing = sorted(info["missing_keys"])
+    _check_loaded(folder, module, info)
+    frozen: nn.Module = module.requires_grad_(False)
+    return frozen
+
+
+def _gguf_options(hf_config: PreTrainedConfig) -> dict[str, Any]:
+    require_packages()
+    try:
+        from transformers import GgufConfig
+    except ImportError:
+        raise ModelError(
+            "this version of Transformers is too old for GGUF files; "
+            "pip install 'nano-inference[gguf]'"
+        ) from None
+    # With the configuration that is known, the file's long header is read once less.
+    return {
+        "gguf_file": LINK,
+        "config": hf_config,
+        "quantization_config": GgufConfig(dequantize=True),
+    }
+
+
+@contextmanager
+def _no_gguf_bar() -> Iterator[None]:
+    """Within it, Transformers' loader of GGUF files draws none, which asks nobody about it."""
+    from transformers import modeling_gguf_pytorch_utils
+
+    loader: Any = modeling_gguf_pytorch_utils
+    bar, loader.tqdm = loader.tqdm, partial(loader.tqdm, disable=True)
+    try:
+        yield
+    finally:
+        loader.tqdm = bar
+
+
+def _check_loaded(folder: Path, module: Any, info: dict[str, Any]) -> None:
+    # A pooler comes behind the states that are pooled here.
+    missing = sorted(key for key in info["missing_keys"] if not key.startswith("pooler."))
+    if len(missing) < len(info["missing_keys"]):
+        # Else it would be one made up at random.
+        module.pooler = None
     if missing:
         # Transformers would make these up at random and only warn.
         raise ModelError(
@@ -174,8 +261,6 @@ def _load_weights(folder: Path, dtype_name: str) -> nn.Module:
             f"{name} in {folder} has the shape {list(shape)} and config.json makes it "
             f"{list(wanted)}; the two are not of one model"
         )
-    frozen: nn.Module = module.requires_grad_(False)
-    return frozen
 
 
 def _longest_context(hf_config: PreTrainedConfig, fallback: int) -> int:
@@ -208,7 +293,6 @@ def _probe_layers(
             input_ids=tokens,
             position_ids=positions,
             use_cache=False,
-            logits_to_keep=1,
             layer_probe=probe,
         )
     except ModelError:

@@ -13,11 +13,10 @@ import msgspec
 from ...bus.messages import (
     NewSequence,
     RequestInfo,
-    SampleScored,
-    ScoreSample,
     SequenceSpec,
     StepPlan,
 )
+from ...bus.scoring import SampleScored, ScoreSample
 from ...config import EngineConfig, ModelError, SamplingParams
 from .core import ExecutorCore
 from .model import load_model
@@ -38,11 +37,12 @@ class ReferenceModel:
         Raises:
             ModelError: It can't be loaded.
         """
-        # It decodes nothing, so it needs no graphs.
+        # It decodes nothing, so it needs neither graphs nor drafts.
         own = msgspec.structs.replace(
             config,
             model_path=config.reference_model_path,
             reference_model_path="",
+            speculation="off",
             cuda_graphs="off",
         )
         try:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ...bus.links import CONTROL
-from ...bus.messages import SampleScored, ScoreSample
+from ...bus.scoring import SampleScored, ScoreSample
 from ..actor import Actor
 from .reference import ReferenceModel
 

@@ -6,13 +6,16 @@ So a step over many sequences is a few numpy operations, whatever their number.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from ...bus.messages import NewSequence
+from ...bus.pooling import Pooling
 from ...config import Constraint
-from .batch import IntArray
+from .adapters.table import NO_ADAPTER
+from .batch import IntArray, Places
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -26,7 +29,8 @@ class SequenceTable:
     again, so a row number holds only until its sequence is removed.
 
     Attributes:
-        tokens: `[rows, max_model_len]`, prompt and generated tokens.
+        tokens: `[rows, max_model_len]`, prompt and generated tokens, and behind these, while a step
+            verifies them, drafted ones.
         blocks: `[rows, blocks]`, the block tables.
         num_blocks: Entries of `blocks` that count.
         num_known: Entries of `tokens` that count.
@@ -36,7 +40,7 @@ class SequenceTable:
         finished: The sequence has ended, though the plans may not know it yet.
         temperature, top_k, top_p, min_p, seed: Its sampling.
         repetition_penalty, presence_penalty, frequency_penalty, min_tokens: More of it.
-        adjusted: Whether logits are changed before they are sampled from.
+        adjusted: Whether penalties, a bias or `min_tokens` change its logits.
         plain: Whether tokens are sampled from the full vocabulary, with nothing else reported.
         num_logprobs: Likeliest tokens to report beside each sampled one.
         prompt_logprobs: The same beside each token of the prompt; -1 when its logprobs are not
@@ -46,6 +50,11 @@ class SequenceTable:
         constrained: Whether its text has to follow a grammar.
         constraint: Per row, which one.
         incomplete: Whether it ends without having reached the end of its grammar.
+        adapter: The slot of its adapter, as `AdapterTable.slot_of` says.
+        pools: Whether its prompt's vector is wanted, and no token.
+        pooling: Per row, which vector.
+        prediction: Per row, what its client expects to come.
+        scope: Per row, from whom its drafts may be learned: from those of the same scope.
     """
 
     def __init__(self, rows: int, max_model_len: int, block_size: int) -> None:
@@ -78,6 +87,11 @@ class SequenceTable:
         self.constrained: BoolArray = np.zeros(rows, np.bool_)
         self.constraint: list[Constraint | None] = [None] * rows
         self.incomplete: BoolArray = np.zeros(rows, np.bool_)
+        self.adapter: IntArray = np.full(rows, NO_ADAPTER)
+        self.pools: BoolArray = np.zeros(rows, np.bool_)
+        self.pooling: list[Pooling | None] = [None] * rows
+        self.prediction: list[tuple[int, ...]] = [()] * rows
+        self.scope: list[str] = [""] * rows
         self._seq_ids: IntArray = np.zeros(rows, np.int64)
         self.clear()
 
@@ -90,8 +104,8 @@ class SequenceTable:
         self._seq_ids[:] = _NO_SEQUENCE
         self._free = list(range(len(self.num_blocks) - 1, -1, -1))
 
-    def add(self, new: NewSequence) -> None:
-        """Takes a sequence.
+    def add(self, new: NewSequence, adapter: int = NO_ADAPTER) -> None:
+        """Takes a sequence, with the slot of its adapter.
 
         Raises:
             ValueError: Its id is in use, or it does not fit together.
@@ -119,6 +133,11 @@ class SequenceTable:
         # Whoever is planned gets a token, also at the very end of the room.
         self.max_tokens[row] = max(min(new.sampling.max_tokens, room), new.num_generated + 1)
         self.finished[row] = False
+        self.adapter[row] = adapter
+        self.pooling[row] = new.info.pooling
+        self.pools[row] = new.info.pooling is not None
+        self.prediction[row] = new.prediction
+        self.scope[row] = f"{new.info.adapter}\n{new.cache_salt}"
         self._set_sampling(row, new)
 
     def _set_sampling(self, row: int, new: NewSequence) -> None:
@@ -140,18 +159,23 @@ class SequenceTable:
             or sampling.frequency_penalty
             or sampling.logit_bias
             or self.min_tokens[row]
-            or sampling.constraint is not None
         )
         self.constraint[row] = sampling.constraint
         self.constrained[row] = sampling.constraint is not None
         self.incomplete[row] = False
         self.num_logprobs[row] = sampling.logprobs
         limited = sampling.top_k or sampling.top_p < 1 or sampling.min_p
-        self.plain[row] = not (self.adjusted[row] or limited or sampling.logprobs)
+        changed = self.adjusted[row] or self.constrained[row]
+        self.plain[row] = not (changed or limited or sampling.logprobs)
         # The first sample speaks for all. Once it has sampled, its prompt has been reported.
         wanted = sampling.prompt_logprobs
         speaks = new.sample.sample_index == 0 and new.num_generated == 0
         self.prompt_logprobs[row] = wanted if speaks and wanted is not None else -1
+
+    def change_adapter(self, before: int, after: int) -> None:
+        """All that have one adapter have another one instead; of none, none do."""
+        if before >= 0:
+            self.adapter[self.adapter == before] = after
 
     def remove(self, seq_id: int) -> None:
         """Forgets a sequence; one that is not here is forgotten already."""
@@ -175,8 +199,11 @@ class SequenceTable:
         Raises:
             KeyError: One is unknown.
         """
-        row_of = self._row_of
-        return np.array([row_of[seq_id] for seq_id in seq_ids], np.int64)
+        return np.array(list(map(self._row_of.__getitem__, seq_ids)), np.int64)
+
+    def row_of(self, seq_id: int) -> int | None:
+        """The row number of a sequence; None of one that is not here."""
+        return self._row_of.get(seq_id)
 
     def ids_of(self, rows: IntArray) -> IntArray:
         """The sequences in these rows, `[rows]`."""
@@ -201,9 +228,14 @@ class SequenceTable:
         self.max_tokens[row] = self.num_generated[row] + 1
         self.incomplete[row] = True
 
-    def must_go_on(self, rows: IntArray) -> BoolArray:
-        """Which rows may not sample a stop token yet, `[rows]`."""
-        return self.num_generated[rows] < self.min_tokens[rows]
+    def must_go_on(self, places: Places) -> BoolArray:
+        """At which places no stop token may be sampled yet, `[places]`."""
+        return self.num_generated[places.rows] + places.ahead < self.min_tokens[places.rows]
+
+    def is_last(self, places: Places) -> BoolArray:
+        """At which places the token is the last that the sequence may have, `[places]`."""
+        generated = self.num_generated[places.rows] + places.ahead + 1
+        return generated >= self.max_tokens[places.rows]
 
     def num_to_score(self, rows: IntArray, num_tokens: IntArray) -> IntArray:
         """How many prompt tokens get their logprobs when so many more are computed, `[rows]`.
@@ -235,4 +267,16 @@ class SequenceTable:
         self.stop_ids += [frozenset()] * old
         self.logit_bias += [{}] * old
         self.constraint += [None] * old
+        self.pooling += [None] * old
+        self.prediction += [()] * old
+        self.scope += [""] * old
         self._free = list(range(2 * old - 1, old - 1, -1))
+
+    def complain(self, row: int, num_tokens: int) -> NoReturn:
+        """Raises ValueError: a plan computes so many tokens of a row, and can't."""
+        (seq_id,) = self.ids_of(np.array([row])).tolist()
+        raise ValueError(
+            f"the plan computes {num_tokens} tokens of sequence {seq_id}, which has "
+            f"{self.num_computed[row]} computed, {self.num_known[row]} known and "
+            f"{self.num_blocks[row]} blocks"
+        )

@@ -6,21 +6,35 @@ from collections import Counter
 from itertools import compress
 
 from ...bus.messages import NewSequence, RequestInfo, StepPlan, StepResult
+from ...config import Constraint
 from ...telemetry import TraceContext, is_sampled, names, now_ns
 from ..actor import Actor
+from ..grammar import kind_of
 
 
 class Execution:
     """A request's stay in the executor; after a preemption it has another one."""
 
-    __slots__ = ("first_token_ns", "info", "open", "resumed", "start_ns", "tokens")
+    __slots__ = (
+        "accepted",
+        "constraint",
+        "drafted",
+        "first_token_ns",
+        "info",
+        "open",
+        "resumed",
+        "start_ns",
+        "tokens",
+    )
 
-    def __init__(self, info: RequestInfo, start_ns: int) -> None:
+    def __init__(self, info: RequestInfo, constraint: Constraint | None, start_ns: int) -> None:
         self.info = info
+        self.constraint = constraint
         self.start_ns = start_ns
         self.resumed = False
         self.first_token_ns = 0
         self.tokens = 0
+        self.drafted = self.accepted = 0
         # Its sequences that are in the batch.
         self.open: set[int] = set()
 
@@ -55,6 +69,10 @@ class ExecutorSpans:
         if not self._of_sequence:
             return
         self._tokens.update(result.seq_ids)
+        for draft in result.drafts:
+            if (drafted := self._of_sequence.get(draft.seq_id)) is not None:
+                drafted.drafted += draft.num_tokens
+                drafted.accepted += draft.num_accepted
         if self._without_token:
             for seq_id in self._without_token.intersection(result.seq_ids):
                 self._without_token.discard(seq_id)
@@ -66,7 +84,8 @@ class ExecutorSpans:
     def _open(self, new: NewSequence, start_ns: int) -> None:
         request = self._of_request.get(new.info.request_id)
         if request is None:
-            request = self._of_request[new.info.request_id] = Execution(new.info, start_ns)
+            request = Execution(new.info, new.sampling.constraint, start_ns)
+            self._of_request[new.info.request_id] = request
         request.resumed |= new.num_generated > 0
         request.open.add(new.seq_id)
         self._of_sequence[new.seq_id] = request
@@ -93,7 +112,12 @@ class ExecutorSpans:
             events += ((names.FIRST_TOKEN, first_token),)
         stage = self._stage
         trace = TraceContext(info.traceparent, info.tracestate)
-        attributes = {names.OUTPUT_TOKENS: request.tokens}
+        attributes: dict[str, str | int | float] = {names.OUTPUT_TOKENS: request.tokens}
+        if request.constraint is not None:
+            attributes[names.CONSTRAINT] = kind_of(request.constraint)
+        if request.drafted:
+            attributes[names.DRAFT_TOKENS] = request.drafted
+            attributes[names.ACCEPTED_TOKENS] = request.accepted
         own = stage.span(info.request_id, trace, start, attributes, events=events)
         part = {names.STAGE: stage.name, names.REQUEST_ID: info.request_id}
         stage.tracing.span("prefill", own, start, first_token or end_ns, part)

@@ -17,22 +17,30 @@ from ...bus.control import (
     FinishUpdate,
     JoinWeightsGroup,
     LeaveWeightsGroup,
+    LoadAdapter,
     ReleaseMemory,
     ResumeMemory,
     StageReady,
     TellWeightVersion,
+    UnloadAdapter,
     UpdateWeights,
 )
 from ...bus.links import CONTROL, STEPS_BATCHING, STEPS_STREAMING
-from ...bus.messages import Envelope, ScoreSample, StepPlan, StepResult
+from ...bus.messages import Envelope, StepPlan, StepResult
+from ...bus.scoring import ScoreSample
 from ...config import EngineConfig
-from ...telemetry import instruments, now_ns
+from ...telemetry import instruments, names, now_ns
 from ..actor import Actor, StageContext
+from ..gguf import facts_of, folder_of
+from .adapter_operations import AdapterOperations
 from .core import ExecutorCore
+from .device import device_of_replica, is_unverified
+from .draft_counts import DraftCounts, SourceCounts
+from .facts import model_facts
 from .reference import ReferenceModel
 from .scoring import Scoring
 from .spans import ExecutorSpans
-from .unread import LaunchedStep
+from .step import LaunchedStep
 from .weights import WeightUpdates
 
 # All torch work of a process happens in this one thread, over restarts of the stage too: with a
@@ -53,11 +61,11 @@ _SMALL_MODEL_PARAMETERS = 30_000_000
 
 
 def _load(config: EngineConfig, device: int | None) -> tuple[ExecutorCore, ReferenceModel | None]:
-    """Runs on the torch thread, like all that follows. `device`: which of several CUDA devices."""
-    if device is not None and config.device in ("auto", "cuda") and torch.cuda.device_count() > 1:
-        index = device % torch.cuda.device_count()
-        torch.cuda.set_device(index)
-        config = msgspec.structs.replace(config, device=f"cuda:{index}")
+    """Runs on the torch thread, like all that follows. `device`: which of several devices."""
+    if device is not None and (name := device_of_replica(config.device, device)) != config.device:
+        chosen = torch.device(name)
+        torch.get_device_module(chosen.type).set_device(chosen.index)
+        config = msgspec.structs.replace(config, device=name)
     # First, since the KV cache of the other takes what memory is left.
     reference = ReferenceModel(config) if config.reference_model_path else None
     core = ExecutorCore(config, now_ns=now_ns)
@@ -98,14 +106,22 @@ class ExecutorStage(Actor):
             asyncio.Queue()
         )
         # For `load`: plans under way, steps done.
-        self._plans = self._steps = 0
-        self._device = ""
+        self._plans = self._steps = self._measured_steps = 0
+        self._device = self._backend = ""
+        self._capabilities: tuple[str, ...] = ()
+        self._facts: dict[str, int | float | str] = {}
+        self._layer_kinds: dict[str, int] = {}
         self._max_model_len = 0
         self._weight_version = 0
         self._updates: WeightUpdates
+        self._adapters: AdapterOperations
         self._scoring: Scoring
         self._group: TaskGroup
         self._spans = ExecutorSpans(self)
+        engine = self.config.engine
+        sources = (*engine.draft_sources, *(["model"] if engine.draft_model_path else []))
+        # None without speculation.
+        self._drafts = None if engine.speculation == "off" else DraftCounts(sources)
 
     async def open(self) -> None:
         self.log.info("model_loading", path=str(self.config.engine.model_folder))
@@ -117,9 +133,14 @@ class ExecutorStage(Actor):
         )
         self._scoring = Scoring(self, reference, _on_torch)
         self._updates = WeightUpdates(self, self._core, _on_torch, self._start_soon)
+        self._adapters = AdapterOperations(self, self._core, _on_torch)
         capacity = self._core.capacity()
         self._device = capacity.device
+        self._facts = await _on_torch(model_facts, self._core)
+        self._facts["capabilities"] = ",".join(capacity.capabilities)
+        self._backend, self._layer_kinds = self._core.backend.name, self._core.layer_kinds
         self._max_model_len = capacity.max_model_len
+        self._capabilities = capacity.capabilities
         self.log.info(
             "model_loaded",
             seconds=round((now_ns() - started) / 1e9, 2),
@@ -128,9 +149,38 @@ class ExecutorStage(Actor):
             block_size=capacity.block_size,
             max_model_len=capacity.max_model_len,
             kernels=self._core.without_kernels or "in use",
+            attention=self._backend,
             graphs=self._core.without_graphs or "recorded",
             reference=self.config.engine.reference_model_path or "none",
         )
+        self._warn()
+
+    def _warn(self) -> None:
+        """What whoever starts it should know of the model and its device."""
+        model = self._core.model
+        if is_unverified(model.device):
+            self.log.warning(
+                "device_unverified", device=self._device, reason="no test has run on such a device"
+            )
+        facts = facts_of(folder_of(self.config.engine.model_folder))
+        if facts is None:
+            return
+        if facts.quantized:
+            types, dtype = ", ".join(facts.quantized), str(model.dtype).removeprefix("torch.")
+            self.log.warning(
+                "gguf_dequantized",
+                types=types,
+                dtype=dtype,
+                file_bytes=facts.size_bytes,
+                bytes=facts.num_parameters * model.dtype.itemsize,
+            )
+        if facts.unread:
+            self.log.warning(
+                "gguf_positions_unread",
+                unread=", ".join(facts.unread),
+                reason="Transformers does not read how the file scales positions, and the model "
+                "may not be what it was made as",
+            )
 
     async def receive_forever(self, inbox: Inbox) -> None:
         async with anyio.create_task_group() as self._group:
@@ -146,12 +196,14 @@ class ExecutorStage(Actor):
 
     async def close(self) -> None:
         self._updates.close()
+        self._adapters.close()
         # Behind the plans that are under way, and then also when nobody waits any longer.
         _TORCH_THREAD.submit(self._scoring.close)
         closed = _TORCH_THREAD.submit(self._core.close)
         del self._core
         with anyio.move_on_after(_PARTING_S, shield=True):
             await self._updates.abandon()
+            await self._adapters.abandon()
             await asyncio.shield(asyncio.wrap_future(closed))
 
     async def reset(self) -> None:
@@ -161,6 +213,7 @@ class ExecutorStage(Actor):
 
     async def announce(self) -> None:
         await self._updates.begin_epoch(self.leader)
+        await self._adapters.begin_epoch(self.leader)
         # Behind those plans, too: one of them may put new weights in place.
         capacity = await _on_torch(self._core.capacity)
         self._weight_version = capacity.weight_version
@@ -172,6 +225,7 @@ class ExecutorStage(Actor):
         self.takes_part()
         # What the capacity says of memory may have changed since it was asked for.
         await self._updates.epoch_begun(capacity.weight_version)
+        await self._adapters.epoch_begun()
 
     def load(self) -> dict[str, int | float | str]:
         load: dict[str, int | float | str] = {
@@ -180,19 +234,44 @@ class ExecutorStage(Actor):
             "device": self._device,
             "weight_version": self._weight_version,
             "max_model_len": self._max_model_len,
+            "capabilities": ",".join(self._capabilities),
+            "model": self.config.engine.model_name,
+            "model_path": str(self.config.engine.model_folder),
+            "aliases": ",".join(self.config.engine.model_aliases),
+            **self._facts,
         }
         if behind := self._updates.core.behind:
             load["behind_version"] = behind
         if lacks := ", ".join(self._core.memory.lacks):
             load["lacks"] = lacks
+        if self._drafts is not None:
+            load |= self._drafts.load()
         return load
 
     def waits_for(self) -> str:
-        return self._updates.restoring or super().waits_for()
+        return self._updates.restoring or self._adapters.restoring or super().waits_for()
 
     async def measure(self) -> None:
         self.metrics.record(instruments.WEIGHT_VERSION, self._weight_version)
         self.metrics.record(instruments.WEIGHT_BEHIND, self._updates.core.behind)
+        self.metrics.record(instruments.ADAPTERS, len(self._core.adapters))
+        backend = {names.BACKEND: self._backend}
+        self.metrics.record(instruments.ATTENTION_BACKEND, 1, backend)
+        steps, self._measured_steps = self._steps - self._measured_steps, self._steps
+        for kind, layers in self._layer_kinds.items():
+            labels = backend | {names.LAYER_KIND: kind}
+            self.metrics.record(instruments.ATTENTION_LAYERS, steps * layers, labels)
+        for counts in self._drafts.take() if self._drafts is not None else ():
+            self._measure_drafts(counts)
+
+    def _measure_drafts(self, counts: SourceCounts) -> None:
+        source = {names.DRAFT_SOURCE: counts.source}
+        self.metrics.record(instruments.DRAFTS, counts.drafts, source)
+        self.metrics.record(instruments.DRAFT_TOKENS, counts.draft_tokens, source)
+        self.metrics.record(instruments.ACCEPTED_TOKENS, counts.accepted, source)
+        for position, number in enumerate(counts.accepted_at or (0,)):
+            labels = source | {names.DRAFT_POSITION: str(position)}
+            self.metrics.record(instruments.ACCEPTED_TOKENS_PER_POS, number, labels)
 
     async def handle(self, envelope: Envelope) -> None:
         if isinstance(envelope.body, StepPlan):
@@ -205,6 +284,8 @@ class ExecutorStage(Actor):
             self._scoring.ask(envelope.body)
         elif isinstance(envelope.body, _OPERATIONS):
             self._group.start_soon(self._updates.obey, envelope.body, envelope.operation_id)
+        elif isinstance(envelope.body, LoadAdapter | UnloadAdapter):
+            self._group.start_soon(self._adapters.obey, envelope.body, envelope.operation_id)
         else:
             self.log.warning("message_not_understood", type=type(envelope.body).__name__)
 
@@ -218,9 +299,14 @@ class ExecutorStage(Actor):
             await self.send(self.own(STEPS_STREAMING), result, epoch=epoch)
             self._weight_version = result.weight_version
             await self._updates.step_done(plan, result.weight_version)
+            await self._adapters.step_done(plan)
             if plan.seq_ids:
                 seconds = (result.end_ns - result.start_ns) / 1e9
                 self.metrics.record(instruments.DEVICE_TIME, seconds)
+            if self._drafts is not None:
+                self._drafts.add(result.drafts)
+            for wait_ns in self._core.take_mask_waits_ns():
+                self.metrics.record(instruments.MASK_WAIT, wait_ns / 1e9)
             if self.tracing.enabled and epoch == self.epoch:
                 self._spans.step(plan, result)
 

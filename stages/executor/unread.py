@@ -1,17 +1,19 @@
-"""Steps that are launched, and whose tokens nobody has read yet."""
+"""Tokens of steps that are launched, which nobody has read yet."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import compress
+from operator import contains
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from ...bus.messages import PromptLogprobs, RowFinish, StartedSequence, StepPlan, TopLogprobs
-from .batch import IntArray
+from ...bus.messages import RowFinish, TopLogprobs
+from .batch import IntArray, Places
 from .feed import Readback, placeholders
 from .logprobs import broken_logits
 from .sequences import BoolArray, SequenceTable
@@ -25,11 +27,12 @@ class Sampled(msgspec.Struct, frozen=True):
     logprobs: tuple[float, ...] = ()
     finish_reasons: tuple[RowFinish, ...] = ()
     top_logprobs: tuple[TopLogprobs, ...] = ()
+    adapter_versions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledRows:
-    """The rows of one step that sampled, `[rows]` each.
+    """The rows of one step that sampled, `[rows]` each; one comes once for each token that it got.
 
     Attributes:
         rows: Of the SequenceTable.
@@ -38,6 +41,7 @@ class SampledRows:
         at_limit: Whether the token is the last that the sequence may have.
         readback: The tokens and their logprobs.
         top_logprobs: As in StepResult.
+        adapter_versions: As in StepResult.
     """
 
     rows: IntArray
@@ -46,23 +50,7 @@ class SampledRows:
     at_limit: BoolArray
     readback: Readback
     top_logprobs: tuple[TopLogprobs, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchedStep:
-    """A step that is on its way; `ExecutorCore.finish` makes its result."""
-
-    plan: StepPlan
-    started: tuple[StartedSequence, ...]
-    weight_version: int
-    start_ns: int
-    sampled: SampledRows | None
-    prompts: tuple[PromptLogprobs, ...]
-
-    def wait(self) -> None:
-        """Blocks until the device is done. The one method that another thread may call."""
-        if self.sampled is not None:
-            self.sampled.readback.wait()
+    adapter_versions: tuple[int, ...] = ()
 
 
 class UnreadTokens:
@@ -81,35 +69,40 @@ class UnreadTokens:
 
     def add(
         self,
-        rows: IntArray,
+        sampled: Places,
         tokens: Tensor,
         logprobs: Tensor,
         top_logprobs: tuple[TopLogprobs, ...],
         *,
         fed: bool,
+        adapter_versions: tuple[int, ...] = (),
     ) -> SampledRows:
-        """Makes room for tokens, `[rows]`, that are on their way.
+        """Makes room for tokens, `[places]`, that are on their way.
 
         Args:
-            rows: Of the table.
+            sampled: Where they were sampled; all places of a row up to its last, in order.
             tokens: On the device.
             logprobs: On the device.
             top_logprobs: As in StepResult.
             fed: Whether a TokenFeed has them too, so that placeholders may stand for them.
+            adapter_versions: As in StepResult.
         """
-        table = self._table
-        places = table.num_known[rows]
+        table, rows = self._table, sampled.rows
+        places = table.num_known[rows] + sampled.ahead
+        at_limit = table.is_last(sampled)
         if fed:
             table.write_tokens(rows, places, placeholders(rows))
-        table.num_known[rows] += 1
-        table.num_generated[rows] += 1
+        # Where a row comes several times, its last place decides.
+        table.num_known[rows] = places + 1
+        table.num_generated[rows] += sampled.ahead + 1
         step = SampledRows(
             rows=rows,
             seq_ids=table.ids_of(rows),
             places=places,
-            at_limit=table.at_limit(rows),
+            at_limit=at_limit,
             readback=Readback(tokens, logprobs),
             top_logprobs=top_logprobs,
+            adapter_versions=adapter_versions,
         )
         self._steps.append(step)
         return step
@@ -138,26 +131,36 @@ class UnreadTokens:
         if not np.isfinite(logprobs).all():
             raise broken_logits()
         rows, seq_ids, at_limit, tops = step.rows, step.seq_ids, step.at_limit, step.top_logprobs
+        versions = step.adapter_versions
         kept = table.holds(rows, seq_ids) & ~table.finished[rows]
         if not kept.all():
-            tops = tuple(tops[index] for index in np.flatnonzero(kept)) if tops else ()
+            tops, versions = tuple(compress(tops, kept)), tuple(compress(versions, kept))
             rows, seq_ids, at_limit = rows[kept], seq_ids[kept], at_limit[kept]
             tokens, logprobs = tokens[kept], logprobs[kept]
         token_ids = tuple(tokens.tolist())
-        reasons: list[RowFinish] = []
-        for row, token, full in zip(rows.tolist(), token_ids, at_limit.tolist(), strict=True):
-            reason: RowFinish = "length" if full else ""
-            if token in table.stop_ids[row] and not table.incomplete[row]:
-                reason = "stop"
-            reasons.append(reason)
-        table.finished[rows] = [bool(reason) for reason in reasons]
+        reasons = self._reasons(rows, token_ids, at_limit)
         return Sampled(
             seq_ids=tuple(seq_ids.tolist()),
             token_ids=token_ids,
             logprobs=tuple(logprobs.tolist()),
-            finish_reasons=tuple(reasons),
+            finish_reasons=reasons,
             top_logprobs=tops,
+            adapter_versions=versions,
         )
+
+    def _reasons(
+        self, rows: IntArray, token_ids: tuple[int, ...], at_limit: BoolArray
+    ) -> tuple[RowFinish, ...]:
+        """Why each row ends with its token, which the table is told; mostly it does not."""
+        table = self._table
+        stops = list(map(contains, map(table.stop_ids.__getitem__, rows.tolist()), token_ids))
+        reasons: list[RowFinish] = [""] * len(token_ids)
+        if at_limit.any() or True in stops:
+            stopped = np.array(stops) & ~table.incomplete[rows]
+            table.finished[rows] = stopped | at_limit
+            for place in np.flatnonzero(stopped | at_limit).tolist():
+                reasons[place] = "stop" if stopped[place] else "length"
+        return tuple(reasons)
 
     def _write(self, step: SampledRows) -> tuple[IntArray, npt.NDArray[np.float32]]:
         tokens, logprobs = step.readback.numbers()

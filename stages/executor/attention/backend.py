@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, TypeVar
+from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -33,7 +33,12 @@ class AttentionBackend(Protocol[Batch]):
     One is chosen when a model is loaded, for all of its layers and steps. It keeps nothing of a
     step: all that depends on the step alone is in what `prepare` gives, and `forward` takes it once
     for each layer. Both run on the thread that runs the model, without waiting for the device.
+
+    Attributes:
+        name: As the setting `engine.attention` has it.
     """
+
+    name: ClassVar[str]
 
     def prepare(self, rows: Rows, slots: Tensor, tables: Tensor, contexts: Tensor) -> Batch:
         """Lays out one step for all layers. Reads and changes no KV.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -78,6 +79,8 @@ class GatherBatch:
 
 class GatherBackend:
     """An AttentionBackend that gathers all context."""
+
+    name: ClassVar[str] = "gather"
 
     def __init__(self, model: LoadedModel, block_size: int) -> None:
         """For the kinds of layers and the dtype of a model, and blocks of so many tokens."""

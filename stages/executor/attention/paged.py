@@ -7,6 +7,7 @@ On CUDA that is `kernels.triton_decode`; `cpu` has what is for the CPU. Longer r
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -35,6 +36,8 @@ class PagedBatch:
 
 class PagedBackend:
     """An AttentionBackend with a kernel, which it makes once for each layer of a cache."""
+
+    name: ClassVar[str] = "paged"
 
     def __init__(self, model: LoadedModel, block_size: int, kernel: DecodeKernel) -> None:
         """For the kinds of layers of a model, blocks of so many tokens, and a kernel."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -199,6 +200,8 @@ class _Cutter:
 
 class TiledBackend:
     """An AttentionBackend for deterministic mode."""
+
+    name: ClassVar[str] = "tiled"
 
     def __init__(self, block_size: int) -> None:
         """For blocks of so many tokens, of the cache."""

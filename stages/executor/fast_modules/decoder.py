@@ -7,9 +7,13 @@ reads the weights.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import c_float, c_long, c_void_p
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from operator import is_not
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +21,9 @@ from torch import Tensor
 from ..attention.paged import PagedBatch
 from ..kernels import cpu
 from ..kernels.cpu import Linear, PagedAttention, RMSNorm
+
+_KEPT_ROWS = 64
+"""Memory for so many rows is kept from step to step; larger steps take theirs anew."""
 
 
 class _Norm(ctypes.Structure):
@@ -49,6 +56,10 @@ class _Step(ctypes.Structure):
     )
 
 
+# A layer may have no bias, which torch writes as None.
+_IS_THERE = partial(is_not, None)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerParts:
     """One layer: x += output(attention(projection(first(x)))), then x += down(gated(second(x))).
@@ -76,20 +87,25 @@ class LayerParts:
 
 
 class DecoderLayers:
-    """Decoder layers that follow one another. One thread at a time may call them."""
+    """Decoder layers that follow one another. One thread at a time may call them.
+
+    Attributes:
+        key_width: Numbers of a head, all of which rotate.
+    """
 
     def __init__(self, layers: Sequence[LayerParts]) -> None:
         """Takes them in their order; their weights are used where they are.
 
         Raises:
-            ValueError: They rotate different numbers of each head.
+            ValueError: They rotate different numbers of each head, or are of several dtypes.
         """
         widths = {layer.key_width for layer in layers}
-        if len(widths) != 1:
-            raise ValueError(f"layers rotate {sorted(widths)} numbers of a head")
-        (self._key_width,) = widths
+        dtypes = {linear.dtype for layer in layers for linear in layer.linears.values()}
+        if len(widths) != 1 or len(dtypes) != 1:
+            raise ValueError(f"layers of {dtypes} rotate {sorted(widths)} numbers of a head")
+        (self.key_width,), (self._dtype,) = widths, dtypes
         self._layers = layers
-        self._run = cpu.library().decoder_layers
+        self._run = cpu.library(self._dtype).decoder_layers
         self._arguments = (_DecoderLayer * len(layers))(
             *(
                 _DecoderLayer(
@@ -99,8 +115,8 @@ class DecoderLayers:
                 for layer in layers
             )
         )
-        most = max(layer.memory for layer in layers)
-        self._memory = torch.empty(cpu.MOST_ROWS * most, dtype=torch.bfloat16)
+        self._width = max(layer.memory for layer in layers)
+        self._kept = torch.empty(_KEPT_ROWS * self._width, dtype=self._dtype)
         # The modules' own dictionaries, which a trainer that shares the model may put others into.
         parts: list[tuple[Linear | RMSNorm, ...]] = [
             (*layer.linears.values(), *layer.norms.values()) for layer in layers
@@ -112,8 +128,8 @@ class DecoderLayers:
 
     @staticmethod
     def handles(batch: PagedBatch) -> bool:
-        """Whether a step's rows are few enough, and of one token each."""
-        return batch.decodes.count == batch.slots.shape[0] <= cpu.MOST_ROWS
+        """Whether a step's rows are of one token each, for the kernel."""
+        return batch.decodes.count == batch.slots.shape[0]
 
     def __call__(self, rows: Tensor, cos: Tensor, sin: Tensor, batch: PagedBatch) -> None:
         """Runs a step that it handles, in place.
@@ -125,14 +141,20 @@ class DecoderLayers:
             batch: The step.
 
         Raises:
-            ValueError: Not all of a head rotates.
+            ValueError: Not all of a head rotates, or rows or factors are of another dtype.
         """
+        if not self._dtype is rows.dtype is cos.dtype is sin.dtype:
+            raise ValueError(f"{rows.dtype}, {cos.dtype} and {sin.dtype} for {self._dtype}")
         decodes = batch.decodes
-        if cos.shape != (rows.shape[0], self._key_width):
+        if cos.shape != (rows.shape[0], self.key_width):
             raise ValueError(f"{tuple(cos.shape)} numbers rotate {tuple(rows.shape)} rows")
         self._find_weights()
+        count = rows.shape[0]
+        memory = self._kept
+        if count > _KEPT_ROWS:
+            memory = torch.empty(count * self._width, dtype=self._dtype)
         step = _Step(
-            rows.shape[0],
+            count,
             cos.data_ptr(),
             sin.data_ptr(),
             batch.slots.data_ptr(),
@@ -145,15 +167,13 @@ class DecoderLayers:
             len(self._layers),
             ctypes.addressof(step),
             rows.data_ptr(),
-            self._memory.data_ptr(),
+            memory.data_ptr(),
         )
 
     def _find_weights(self) -> None:
-        addresses = [
-            0 if parameter is None else parameter.data_ptr()
-            for parameters in self._parameters
-            for parameter in parameters.values()
-        ]
+        # In each step for each weight, so that no Python runs for each.
+        parameters: Iterator[Any] = chain.from_iterable(map(dict.values, self._parameters))
+        addresses = list(map(Tensor.data_ptr, filter(_IS_THERE, parameters)))
         if addresses == self._addresses:
             return
         self._addresses = addresses

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,15 +23,18 @@ from torch import nn
 
 from ..attention.cpu import CpuBackend
 from ..batch import Rows
+from ..fixed_tiles import FixedTiles
 from ..inputs import InputBuilder, model_forward
 from ..kv_cache import KVCache
 from ..loaded_model import LoadedModel
-from .patterns import Forward, find_patterns, join_layers
+from .gradients import differentiable
+from .patterns import Calls, Forward, find_patterns, join_layers
 
 _COMPARED_TOKENS = 8
 
-_TOLERANCE = 0.02
-"""Most difference relative to the output. Correct offers differ by rounding, about 0.004."""
+_TOLERANCES = {torch.bfloat16: 0.02, torch.float32: 1e-5}
+"""Most difference relative to the output, by dtype. Correct offers differ by rounding, about 0.004
+and 1e-6."""
 
 
 class FastModules:
@@ -39,19 +43,36 @@ class FastModules:
     Attributes:
         count: How many there are, by class name.
         refused: By class name, why modules that a pattern knew stay as they are.
+        is_whole: Whether nothing of the model is left to torch but its embeddings and rotary
+            factors, in steps that go through all layers in one call.
     """
 
-    def __init__(self, model: LoadedModel, cache: KVCache, builder: InputBuilder) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        cache: KVCache,
+        builder: InputBuilder,
+        *,
+        tiles: FixedTiles | None = None,
+        with_gradients: bool = False,
+    ) -> None:
         """Compares and installs what there is for a model. Overwrites some blocks of the cache.
 
         Args:
-            model: A bfloat16 model on the CPU, where there are kernels.
+            model: A model on the CPU, for whose dtype there are kernels.
             cache: What the model will be used with, and nothing else.
             builder: Makes the inputs of its steps.
+            tiles: What is left to torch within the pass of all layers runs in these; own ones when
+                None.
+            with_gradients: The passes have gradients, through the modules' own code. No call takes
+                the place of all layers then.
         """
         self.count: dict[str, int] = {}
         self.refused: dict[str, str] = {}
+        self.is_whole = False
         self._active = False
+        self._with_gradients = with_gradients
+        self._calls = Calls(FixedTiles() if tiles is None else tiles)
         # What each module had in place of its class's pass, if anything, in the order of changes.
         self._replaced: list[tuple[nn.Module, Forward | None]] = []
         length = min(_COMPARED_TOKENS, model.max_model_len, cache.num_blocks * cache.block_size)
@@ -63,13 +84,22 @@ class FastModules:
         def run() -> None:
             model_forward(model.module, inputs, cache)
 
-        self._agreed = self._compare(find_patterns(model), run, _agree)
+        agree = partial(_agree, tolerance=_TOLERANCES[model.dtype])
+        self._agreed = self._compare(find_patterns(model, self._calls), run, agree)
         self._install(self._agreed)
-        if isinstance(inputs.backend, CpuBackend):
+        if not with_gradients and isinstance(inputs.backend, CpuBackend):
             # All layers in one call, where that gives the same bits as one by one.
-            joined = join_layers(model, cache, self._agreed)
+            joined = join_layers(model, cache, self._agreed, self._calls)
             with self.active():
-                self._install(self._compare(joined, run, _same_bits))
+                agreed = self._compare(joined, run, _same_bits)
+            self._install(agreed)
+            self.is_whole = self._has_all(model, agreed)
+
+    def _has_all(self, model: LoadedModel, joined: Mapping[nn.Module, Forward]) -> bool:
+        output = model.module.get_output_embeddings() if model.generates else None  # type: ignore[operator]
+        base = model.base
+        ends = (output, getattr(base, "norm", None)) if model.generates else (base.norm,)
+        return base in joined and all(each in self._agreed for each in ends)
 
     def remove(self) -> None:
         """Gives the modules the passes back that they had; nothing here holds them any more.
@@ -85,13 +115,19 @@ class FastModules:
         self._agreed.clear()
 
     @contextmanager
-    def active(self) -> Iterator[None]:
-        """Within it, calls of the model take the fast passes."""
-        self._active = True
+    def active(self, *, alone: bool = False) -> Iterator[None]:
+        """Within it, calls of the model take the fast passes.
+
+        Args:
+            alone: Each linear layer is called by itself, and whoever has put something around it
+                is not passed over. The bits are the same.
+        """
+        before = self._active, self._calls.together
+        self._active, self._calls.together = True, not alone
         try:
             yield
         finally:
-            self._active = False
+            self._active, self._calls.together = before
 
     def _compare(
         self,
@@ -132,6 +168,8 @@ class FastModules:
     def _install(self, agreed: Mapping[nn.Module, Forward]) -> None:
         for module, fast in agreed.items():
             self._replaced.append((module, vars(module).get("forward")))
+            if self._with_gradients:
+                fast = differentiable(module, fast, module.forward)
             module.forward = self._choice(fast, module.forward)
             name = type(module).__name__
             self.count[name] = self.count.get(name, 0) + 1
@@ -145,13 +183,13 @@ class FastModules:
         return forward
 
 
-def _agree(offered: Any, wanted: Any) -> bool:
+def _agree(offered: Any, wanted: Any, tolerance: float) -> bool:
     if isinstance(wanted, tuple):
         offered, wanted = offered[0], wanted[0]
     if offered.shape != wanted.shape:
         return False
     difference = (offered.float() - wanted.float()).norm()
-    return bool(difference <= _TOLERANCE * wanted.float().norm())
+    return bool(difference <= tolerance * wanted.float().norm())
 
 
 def _same_bits(offered: Any, wanted: Any) -> bool:

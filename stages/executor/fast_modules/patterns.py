@@ -5,7 +5,9 @@ An offer says nothing yet about whether it is right; `modules` compares it with 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ..attention.backend import QKV, AttentionBackend
 from ..attention.paged import PagedBatch
-from ..kernels.cpu import MOST_ROWS, Kind, Linear, PagedAttention, RMSNorm, gate, rotate
+from ..fixed_tiles import VECTOR, FixedTiles, fills_vectors
+from ..kernels.cpu import Kind, Linear, PagedAttention, RMSNorm, gate, rotate
 from ..kv_cache import KVCache
 from ..loaded_model import LoadedModel
 from .decoder import DecoderLayers, LayerParts
@@ -28,18 +31,34 @@ _LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 _HEAD_NORMS = ("q_norm", "k_norm")
 
 
-def find_patterns(model: LoadedModel) -> Iterator[tuple[nn.Module, list[Forward]]]:
+@dataclass
+class Calls:
+    """How the passes of a model take its linear layers; they share it, and it may change.
+
+    Attributes:
+        together: Whether what needs several linear layers may take them in one product, past the
+            modules; otherwise each is called by itself, so that whatever is around it is heard.
+        tiles: Keeps what is left to torch to fixed shapes, so that bits don't depend on the batch.
+    """
+
+    tiles: FixedTiles
+    together: bool = True
+
+
+def find_patterns(model: LoadedModel, calls: Calls) -> Iterator[tuple[nn.Module, list[Forward]]]:
     """The modules that a pattern knows, each with its offers."""
     output = model.module.get_output_embeddings()  # type: ignore[operator]
     for module in model.module.modules():
+        if any(parameter.dtype != model.dtype for parameter in module.parameters()):
+            continue  # such as a router that is kept in float32
         offers: list[Forward] = []
         if type(module) is nn.Linear:
             offers = _linear(module, Kind.WIDE if module is output else Kind.PLAIN)
         elif "RMSNorm" in type(module).__name__:
             offers = [*_norm(module)]
         else:
-            patterns = (_decoder_layer(module, model), _attention(module, model))
-            offers = next(filter(None, (*patterns, _gated_mlp(module))), [])
+            patterns = (_decoder_layer(module, model, calls), _attention(module, model, calls))
+            offers = next(filter(None, (*patterns, _gated_mlp(module, calls))), [])
         if offers:
             yield module, offers
 
@@ -47,29 +66,21 @@ def find_patterns(model: LoadedModel) -> Iterator[tuple[nn.Module, list[Forward]
 def _linears(module: nn.Module, *names: str) -> list[nn.Linear]:
     """The linear layers of these names, or none if one is missing or of another kind."""
     children = [getattr(module, name, None) for name in names]
-    linears = [
-        layer for layer in children if type(layer) is nn.Linear and _fits(layer.weight, layer.bias)
-    ]
+    linears = [layer for layer in children if type(layer) is nn.Linear and _is_dense(layer)]
     return linears if len(linears) == len(names) else []
 
 
-def _fits(*tensors: Tensor | None) -> bool:
-    return all(
-        tensor is None or (tensor.dtype == torch.bfloat16 and tensor.is_contiguous())
-        for tensor in tensors
-    )
+def _is_dense(module: nn.Module) -> bool:
+    return all(parameter.is_contiguous() for parameter in module.parameters())
 
 
 def _linear(module: nn.Linear, kind: Kind) -> list[Forward]:
-    if not _fits(module.weight, module.bias):
+    if not _is_dense(module):
         return []
     fast = Linear([module], kind)
 
     def forward(x: Tensor) -> Tensor:
-        rows = _rows(x)
-        if len(rows) > MOST_ROWS:
-            return F.linear(x, module.weight, module.bias)
-        return fast(rows).view(*x.shape[:-1], module.out_features)
+        return fast(_rows(x)).view(*x.shape[:-1], module.out_features)
 
     return [forward]
 
@@ -81,14 +92,14 @@ def _rows(x: Tensor) -> Tensor:
 def _norm(module: nn.Module) -> list[RMSNorm]:
     weight = module._parameters.get("weight")
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if weight is None or not isinstance(epsilon, float) or not _fits(weight):
+    if weight is None or not isinstance(epsilon, float) or not _is_dense(module):
         return []
     return [RMSNorm(module, epsilon, shifted=shifted) for shifted in (False, True)]
 
 
-def _gated_mlp(module: nn.Module) -> list[Forward]:
+def _gated_mlp(module: nn.Module, calls: Calls) -> list[Forward]:
     """act(gate_proj(x)) * up_proj(x), through down_proj."""
-    gated = _gated(module)
+    gated = _gated(module, calls)
     if gated is None:
         return []
     down: nn.Module = module.down_proj  # type: ignore[assignment]
@@ -100,7 +111,7 @@ def _gated_mlp(module: nn.Module) -> list[Forward]:
     return [forward]
 
 
-def _gated(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+def _gated(module: nn.Module, calls: Calls) -> Callable[[Tensor], Tensor] | None:
     """A gated MLP's forward pass up to its last layer, on `[tokens, hidden]`."""
     layers = _linears(module, "gate_proj", "up_proj")
     kind = _kind_of(getattr(module, "act_fn", None))
@@ -111,7 +122,7 @@ def _gated(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     inner = Linear(layers, kind)
 
     def gated(rows: Tensor) -> Tensor:
-        if len(rows) <= MOST_ROWS:
+        if calls.together:
             return inner(rows)
         gates, ups = (layer(rows) for layer in layers)
         return gate(gates, ups, kind)
@@ -132,9 +143,9 @@ def _kind_of(activation: object) -> Kind | None:
     return None
 
 
-def _attention(module: nn.Module, model: LoadedModel) -> list[Forward]:
+def _attention(module: nn.Module, model: LoadedModel, calls: Calls) -> list[Forward]:
     """Projections to queries, keys and values, norms of their heads, rotation, our attention."""
-    attended = _attended(module, model)
+    attended = _attended(module, model, calls)
     if attended is None:
         return []
     output: nn.Module = module.o_proj  # type: ignore[assignment]
@@ -146,7 +157,7 @@ def _attention(module: nn.Module, model: LoadedModel) -> list[Forward]:
     return [forward]
 
 
-def _attended(module: nn.Module, model: LoadedModel) -> Forward | None:
+def _attended(module: nn.Module, model: LoadedModel, calls: Calls) -> Forward | None:
     """An attention module's forward pass up to its last layer, on `[tokens, hidden]`."""
     layers = _linears(module, "q_proj", "k_proj", "v_proj")
     index = getattr(module, "layer_idx", None)
@@ -180,7 +191,7 @@ def _attended(module: nn.Module, model: LoadedModel) -> Forward | None:
         if cos.shape[1] != width:
             raise ValueError(f"{cos.shape[1]} of {width} numbers rotate")
         together = None
-        if len(rows) > MOST_ROWS:
+        if not calls.together:
             queries, keys, values = (layer(rows) for layer in layers)
         else:
             together = projection(rows)
@@ -226,40 +237,40 @@ class _DecoderLayer:
         return output.view(hidden_states.shape)
 
 
-def _decoder_layer(module: nn.Module, model: LoadedModel) -> list[Forward]:
+def _decoder_layer(module: nn.Module, model: LoadedModel, calls: Calls) -> list[Forward]:
     """What most of today's models repeat."""
     parts: dict[str, Any] = dict(module.named_children())
     norms = [_norm(parts[name]) for name in _LAYER_NORMS if name in parts]
     attention, mlp = parts.get("self_attn"), parts.get("mlp")
     if len(parts) != 4 or len(norms) != 2 or attention is None or mlp is None:
         return []
-    attended, gated = _attended(attention, model), _gated(mlp)
+    attended, gated = _attended(attention, model, calls), _gated(mlp, calls)
     if attended is None or gated is None:
         return []
     return [
         _DecoderLayer(
             *(first, second, attention, mlp, attended, gated),
-            after_attention=_added(attention.o_proj),
-            after_mlp=_added(mlp.down_proj),
+            after_attention=_added(attention.o_proj, calls),
+            after_mlp=_added(mlp.down_proj, calls),
         )
         for first, second in zip(*norms, strict=True)
     ]
 
 
-def _added(layer: nn.Linear) -> Callable[[Tensor, Tensor], Tensor]:
+def _added(layer: nn.Linear, calls: Calls) -> Callable[[Tensor, Tensor], Tensor]:
     """layer(rows) + residual."""
     fast = Linear([layer])
 
     def added(rows: Tensor, residual: Tensor) -> Tensor:
-        if len(rows) > MOST_ROWS:
-            return residual.add(layer(rows))
-        return fast(rows, residual)
+        if calls.together:
+            return fast(rows, residual)
+        return residual.add(layer(rows))
 
     return added
 
 
 def join_layers(
-    model: LoadedModel, cache: KVCache, agreed: Mapping[nn.Module, Forward]
+    model: LoadedModel, cache: KVCache, agreed: Mapping[nn.Module, Forward], calls: Calls
 ) -> Iterator[tuple[nn.Module, list[Forward]]]:
     """Decoders, each with a pass with all its layers in one call, for steps of one token per row.
 
@@ -267,6 +278,7 @@ def join_layers(
         model: The model.
         cache: What the passes will be used with.
         agreed: The offers that are right; a decoder with a layer that has none is left out.
+        calls: Theirs.
     """
     for module in model.module.modules():
         parts = dict(module.named_children())
@@ -276,10 +288,12 @@ def join_layers(
         decoder_layers = [_layer_parts(agreed.get(layer), model, cache, agreed) for layer in layers]
         known = [layer for layer in decoder_layers if layer is not None]
         if known and len(known) == len(decoder_layers):
-            yield module, [_joined(DecoderLayers(known), module.forward, parts)]
+            yield module, [_joined(DecoderLayers(known), module.forward, parts, calls)]
 
 
-def _joined(layers: DecoderLayers, plain: Forward, parts: Mapping[str, nn.Module]) -> Forward:
+def _joined(
+    layers: DecoderLayers, plain: Forward, parts: Mapping[str, nn.Module], calls: Calls
+) -> Forward:
     """A decoder's forward pass: all layers at once in steps for which that is possible."""
     embed, rotary, norm = parts["embed_tokens"], parts["rotary_emb"], parts["norm"]
 
@@ -287,15 +301,29 @@ def _joined(layers: DecoderLayers, plain: Forward, parts: Mapping[str, nn.Module
         *, input_ids: Tensor, position_ids: Tensor, attention_batch: PagedBatch, **_: Any
     ) -> BaseModelOutputWithPast:
         hidden = embed(input_ids)
-        cos, sin = (part[0].contiguous() for part in rotary(hidden, position_ids))
+        cos, sin = _factors(rotary, hidden, position_ids, layers.key_width, calls.tiles)
         layers(hidden[0], cos, sin, attention_batch)
         return BaseModelOutputWithPast(last_hidden_state=norm(hidden))
 
     def forward(*, attention_batch: PagedBatch, **inputs: Any) -> Any:
-        chosen = at_once if layers.handles(attention_batch) else plain
+        chosen = at_once if calls.together and layers.handles(attention_batch) else plain
         return chosen(attention_batch=attention_batch, **inputs)
 
     return forward
+
+
+def _factors(
+    rotary: nn.Module, hidden: Tensor, position_ids: Tensor, width: int, tiles: FixedTiles
+) -> list[Tensor]:
+    """What a decoder's layers rotate by, `[tokens, width]` each, with the bits that a token has
+    alone."""
+    count = position_ids.shape[1]
+    missing = -count % (VECTOR // math.gcd(VECTOR, width))
+    if missing:
+        position_ids = F.pad(position_ids, (0, missing))
+    # The tiles cost more than what runs in them.
+    with nullcontext() if fills_vectors((count + missing) * width) else tiles:
+        return [part[0, :count].contiguous() for part in rotary(hidden, position_ids)]
 
 
 def _layer_parts(

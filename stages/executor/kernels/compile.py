@@ -1,4 +1,4 @@
-"""Makes a library of `cpu.c`, once for each machine, and loads it."""
+"""Makes libraries of the C files beside it, once for each machine, and loads them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ import shutil
 import stat
 import subprocess
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 from ....config.temporary import sweep, temporary_folder
 
-SOURCE = Path(__file__).with_name("cpu.c")
+SOURCES = Path(__file__).parent
 
-_FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-fopenmp", "-Wall", "-Wextra", "-Werror")
+# Contracted, a product and a sum would be rounded once or twice as the compiler likes.
+_FLAGS = (
+    *("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-fopenmp"),
+    *("-Wall", "-Wextra", "-Werror"),
+)
 
 _COMPILER_TIMEOUT_S = 120.0
 
@@ -26,12 +31,34 @@ _DIGEST_BYTES = 32
 _LOADS = count()
 
 
+@dataclass(frozen=True, slots=True)
+class Library:
+    """What is compiled and loaded together.
+
+    Attributes:
+        source: The C file.
+        processor: What the processor must have, as Linux names it.
+        instructions: The same as people do.
+        define: A macro that is defined.
+    """
+
+    source: str
+    processor: str
+    instructions: str
+    define: str
+
+
+BFLOAT16 = Library("cpu.c", "avx512_bf16", "AVX512-BF16", "BFLOAT16")
+FLOAT32 = Library("cpu.c", "avx512f", "AVX-512", "FLOAT32")
+SAMPLING = Library("sampling.c", "avx512f", "AVX-512", "SAMPLING")
+
+
 class KernelsUnavailable(Exception):
     """There are no kernels here, and the message says why."""
 
 
-def load_library() -> ctypes.CDLL:
-    """The library, compiled now if it is not in the user's cache folder, whole and safe.
+def load_library(library: Library) -> ctypes.CDLL:
+    """Loads one, compiled now if it is not in the user's cache folder, whole and safe.
 
     Raises:
         KernelsUnavailable: The machine, its compiler or torch's build don't allow it.
@@ -39,13 +66,13 @@ def load_library() -> ctypes.CDLL:
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         raise KernelsUnavailable(f"there are none for {platform.system()} on {platform.machine()}")
     processor = _processor_flags()
-    if "avx512_bf16" not in processor:
-        raise KernelsUnavailable("the processor has no AVX512-BF16")
+    if library.processor not in processor.split():
+        raise KernelsUnavailable(f"the processor has no {library.instructions}")
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         raise KernelsUnavailable("there is no C compiler; install gcc, or set CC to one")
     openmp = _openmp_of_torch()
-    name = _name(compiler, processor, openmp)
+    name = _name(library, compiler, processor, openmp)
     cache = _cache_folder()
     if cache is not None:
         with suppress(OSError):
@@ -53,7 +80,7 @@ def load_library() -> ctypes.CDLL:
     sweep()
     try:
         with temporary_folder("kernels") as folder:
-            content = _compile(compiler, openmp, folder)
+            content = _compile(library, compiler, openmp, folder)
             if cache is not None:
                 with suppress(OSError):
                     _keep(content, cache, name)
@@ -146,18 +173,21 @@ def _load(folder: Path, name: str) -> ctypes.CDLL:
         return ctypes.CDLL(path)
 
 
-def _name(compiler: str, *parts: str) -> str:
+def _name(library: Library, compiler: str, *parts: str) -> str:
     """A name that changes with whatever the library depends on."""
     version = _run([compiler, "--version"])
-    digest = hashlib.sha256(SOURCE.read_bytes())
-    for part in (version, *_FLAGS, *parts):
+    digest = hashlib.sha256()
+    for source in (SOURCES / library.source, *sorted(SOURCES.glob("*.h"))):
+        digest.update(source.read_bytes())
+    for part in (version, *_FLAGS, library.define, *parts):
         digest.update(part.encode() + b"\0")
-    return f"cpu-{digest.hexdigest()[:24]}.so"
+    return f"{library.define.lower()}-{digest.hexdigest()[:24]}.so"
 
 
-def _compile(compiler: str, openmp: str, folder: Path) -> bytes:
-    compiled, linked = f"{folder}/cpu.o", f"{folder}/cpu.so"
-    _run([compiler, *_FLAGS, "-c", str(SOURCE), "-o", compiled], folder)
+def _compile(library: Library, compiler: str, openmp: str, folder: Path) -> bytes:
+    compiled, linked = f"{folder}/compiled.o", f"{folder}/linked.so"
+    source = str(SOURCES / library.source)
+    _run([compiler, *_FLAGS, f"-D{library.define}", "-c", source, "-o", compiled], folder)
     # Linked by its path: the compiler would take its own OpenMP library.
     _run([compiler, "-shared", compiled, openmp, "-lm", "-o", linked], folder)
     return Path(linked).read_bytes()

@@ -1,22 +1,27 @@
-"""The kernels of `cpu.c` as functions of tensors, all on the CPU, and bfloat16 unless said."""
+"""The kernels of `cpu.c` and `sampling.c` as functions of tensors, all on the CPU.
+
+Those of `cpu.c` are for bfloat16 and for float32: a model's weights, and what comes in and goes
+out, are of one dtype unless said.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import c_float, c_long, c_void_p
 from enum import IntEnum
 from functools import cache
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from ..batch import DecodeRows
-from .compile import load_library
+from .compile import BFLOAT16, FLOAT32, SAMPLING, KernelsUnavailable, load_library
 
-MOST_ROWS = 64
-"""With more rows than these a product is bound by arithmetic, which oneDNN does faster."""
+_LIBRARIES = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
 
 
 class Kind(IntEnum):
@@ -60,10 +65,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gate": (c_void_p, c_void_p, c_long, c_long),
     "rms_norm": (c_void_p, c_void_p, c_void_p, c_long, c_long, c_float, c_long),
     "rotate": (c_void_p, c_long, c_void_p, c_void_p, c_long, c_long, c_long),
-    "softmax_sums": (
-        *(c_void_p, c_long, c_long, c_void_p, c_long),
-        *(c_void_p, c_void_p, c_void_p),
-    ),
     "store": (c_void_p, c_void_p, c_long, c_void_p, c_long, c_void_p, c_long),
     "decode_attention": (
         *(c_void_p, c_void_p, c_long, c_void_p),
@@ -72,16 +73,35 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "decoder_layers": (c_void_p, c_long, c_void_p, c_void_p, c_void_p),
 }
 
+_SAMPLING_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "softmax_sums": (
+        *(c_void_p, c_long, c_long, c_void_p, c_long),
+        *(c_void_p, c_void_p, c_void_p),
+    ),
+    "forbid": (c_void_p, c_long, c_void_p, c_void_p, c_long),
+}
+
 
 @cache
-def library() -> ctypes.CDLL:
-    """The library, with its functions declared.
+def library(dtype: torch.dtype = torch.bfloat16) -> ctypes.CDLL:
+    """The library for models of a dtype, with its functions declared.
 
     Raises:
-        KernelsUnavailable: There is none on this machine.
+        KernelsUnavailable: There is none, or none on this machine.
     """
-    loaded = load_library()
-    for name, arguments in _SIGNATURES.items():
+    if dtype not in _LIBRARIES:
+        raise KernelsUnavailable(f"there are none for {dtype} on cpu")
+    return _declared(load_library(_LIBRARIES[dtype]), _SIGNATURES)
+
+
+@cache
+def sampling_library() -> ctypes.CDLL:
+    """The library for logits, likewise."""
+    return _declared(load_library(SAMPLING), _SAMPLING_SIGNATURES)
+
+
+def _declared(loaded: ctypes.CDLL, signatures: Mapping[str, tuple[Any, ...]]) -> ctypes.CDLL:
+    for name, arguments in signatures.items():
         function = getattr(loaded, name)
         function.argtypes = arguments
         function.restype = None
@@ -92,10 +112,11 @@ class Linear:
     """Linear layers over the same rows, computed together.
 
     Their outputs come side by side. Of a gated kind there are two, gate and up, and the output is
-    act(gate) * up. Kind.WIDE gives float32 whose values are those of bfloat16.
+    act(gate) * up. Kind.WIDE gives float32 whose values are those of the layers' dtype.
 
     Attributes:
         modules: The layers.
+        dtype: Theirs, and that of the rows.
         inputs: Numbers in a row.
         outputs: Numbers in a row of the output.
         argument: Where what the kernels take lies; `find_weights` brings it up to date.
@@ -104,12 +125,13 @@ class Linear:
     def __init__(self, layers: Sequence[nn.Linear], kind: Kind = Kind.PLAIN) -> None:
         """Takes one to three layers; their weights are used where they are."""
         self.modules = layers
-        self._run = library().linear
+        self.dtype = layers[0].weight.dtype
+        self._run = library(self.dtype).linear
         outputs = [layer.out_features for layer in layers]
         gated = kind in (Kind.GATED_SILU, Kind.GATED_TANH_GELU)
         self.inputs = layers[0].in_features
         self.outputs = outputs[0] if gated else sum(outputs)
-        self._dtype = torch.float32 if kind == Kind.WIDE else torch.bfloat16
+        self._output_dtype = torch.float32 if kind == Kind.WIDE else self.dtype
         self._arguments = _Linear(parts=len(layers), inputs=self.inputs, kind=kind)
         self._arguments.outputs[: len(layers)] = outputs
         self.argument = ctypes.addressof(self._arguments)
@@ -128,10 +150,16 @@ class Linear:
             self._arguments.bias[: len(self.modules)] = addresses[1::2]
 
     def __call__(self, rows: Tensor, added: Tensor | None = None) -> Tensor:
-        """`[rows, inputs]` to `[rows, outputs]`, plus `added` of that shape; all contiguous."""
+        """`[rows, inputs]` to `[rows, outputs]`, plus `added` of that shape; all contiguous.
+
+        Raises:
+            ValueError: The rows are of another dtype than the layers.
+        """
+        if rows.dtype is not self.dtype:
+            raise ValueError(f"rows of {rows.dtype} for layers of {self.dtype}")
         self.find_weights()
         count = rows.shape[0]
-        output = torch.empty(count, self.outputs, dtype=self._dtype)
+        output = torch.empty(count, self.outputs, dtype=self._output_dtype)
         added_at = None if added is None else added.data_ptr()
         self._run(self.argument, rows.data_ptr(), count, added_at, output.data_ptr())
         return output
@@ -139,7 +167,7 @@ class Linear:
 
 def gate(gates: Tensor, ups: Tensor, kind: Kind) -> Tensor:
     """act(gates) * ups, written over `gates`; both contiguous."""
-    library().gate(gates.data_ptr(), ups.data_ptr(), gates.numel(), kind)
+    library(gates.dtype).gate(gates.data_ptr(), ups.data_ptr(), gates.numel(), kind)
     return gates
 
 
@@ -165,13 +193,20 @@ class RMSNorm:
         return weight
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """`[..., width]`, contiguous or made so."""
+        """`[..., width]`, contiguous or made so.
+
+        Raises:
+            ValueError: The rows are of another dtype than the weight.
+        """
+        weight = self.weight
+        if rows.dtype is not weight.dtype:
+            raise ValueError(f"rows of {rows.dtype} for a weight of {weight.dtype}")
         rows = rows.contiguous()
         output = torch.empty_like(rows)
         width = rows.shape[-1]
-        library().rms_norm(
+        library(rows.dtype).rms_norm(
             rows.data_ptr(),
-            self.weight.data_ptr(),
+            weight.data_ptr(),
             output.data_ptr(),
             rows.numel() // width,
             width,
@@ -189,9 +224,14 @@ def rotate(rows: Tensor, heads: int, cos: Tensor, sin: Tensor) -> None:
         heads: How many heads to rotate.
         cos: `[rows, width]`, contiguous; width is a multiple of 32.
         sin: Likewise.
+
+    Raises:
+        ValueError: The factors are of another dtype than the rows.
     """
+    if not rows.dtype is cos.dtype is sin.dtype:
+        raise ValueError(f"factors of {cos.dtype} and {sin.dtype} for rows of {rows.dtype}")
     count, width = cos.shape
-    library().rotate(
+    library(rows.dtype).rotate(
         rows.data_ptr(), rows.stride(0), cos.data_ptr(), sin.data_ptr(), count, heads, width
     )
 
@@ -214,7 +254,7 @@ def softmax_sums(logits: Tensor, divisors: Tensor, block: int) -> tuple[Tensor, 
     largest = torch.empty(batch, dtype=torch.float32)
     places = torch.empty(batch, dtype=torch.int64)
     sums = torch.empty(batch, -(-vocab // block), dtype=torch.float64)
-    library().softmax_sums(
+    sampling_library().softmax_sums(
         logits.data_ptr(),
         batch,
         vocab,
@@ -225,6 +265,24 @@ def softmax_sums(logits: Tensor, divisors: Tensor, block: int) -> tuple[Tensor, 
         sums.data_ptr(),
     )
     return largest, places, sums
+
+
+def forbid(logits: Tensor, places: npt.NDArray[np.int64], allowed: npt.NDArray[np.int32]) -> None:
+    """Makes minus infinity of what may not be chosen, in place.
+
+    Args:
+        logits: `[batch, vocab]` float32, contiguous.
+        places: `[rows]`, which rows of the logits.
+        allowed: `[rows, ceil(vocab / 32)]`, a bit for each token of these, the lowest first.
+    """
+    assert logits.is_contiguous()
+    assert logits.dtype == torch.float32
+    places, allowed = np.ascontiguousarray(places), np.ascontiguousarray(allowed)
+    vocab = logits.shape[1]
+    assert allowed.shape == (len(places), -(-vocab // 32))
+    sampling_library().forbid(
+        logits.data_ptr(), vocab, places.ctypes.data, allowed.ctypes.data, len(places)
+    )
 
 
 class PagedAttention:
@@ -256,7 +314,8 @@ class PagedAttention:
             softcap: Scores become softcap * tanh(score / softcap).
             sinks: `[heads]`, a score without a value in each softmax.
         """
-        self._library = library()
+        self._library = library(keys.dtype)
+        self._dtype = keys.dtype
         self._shape = (heads, values.shape[3])
         self._kept = (keys, values, sinks)
         self._arguments = _Attention(
@@ -308,7 +367,7 @@ class PagedAttention:
         Returns:
             `[rows.count, heads, value_width]`.
         """
-        output = torch.empty(rows.count, *self._shape, dtype=torch.bfloat16)
+        output = torch.empty(rows.count, *self._shape, dtype=self._dtype)
         self._library.decode_attention(
             self.argument,
             queries.data_ptr(),

@@ -195,8 +195,10 @@ class TritonPagedAttention:
         scale: float,
         softcap: float | None,
         sinks: Tensor | None,
+        tile: int = 0,
     ) -> None:
-        """Takes what `cpu.PagedAttention` takes."""
+        """Takes what `cpu.PagedAttention` takes, and how many positions a program looks at in one
+        go; 0 chooses by the width of a head."""
         self._keys, self._values, self._sinks = keys, values, sinks
         self._heads = heads
         self._scale = scale
@@ -205,7 +207,7 @@ class TritonPagedAttention:
         group, value_width = heads // kv_heads, values.shape[3]
         padded_key = max(triton.next_power_of_2(key_width), 16)
         padded_value = max(triton.next_power_of_2(value_width), 16)
-        tile = _TILE_BYTES // (max(padded_key, padded_value) * keys.element_size())
+        fitting = _TILE_BYTES // (max(padded_key, padded_value) * keys.element_size())
         self._constants: dict[str, Any] = {
             "BLOCK_SIZE": block_size,
             "KV_HEADS": kv_heads,
@@ -217,7 +219,7 @@ class TritonPagedAttention:
             "PADDED_GROUP": max(triton.next_power_of_2(group), 16),
             "PADDED_KEY": padded_key,
             "PADDED_VALUE": padded_value,
-            "TILE": min(max(tile, 16), _TILE),
+            "TILE": tile or min(max(fitting, 16), _TILE),
             "SOFTCAP": softcap is not None,
         }
 

@@ -83,7 +83,7 @@ class Executor(Protocol):
         """Takes memory again. Raises WeightsError."""
 
 
-def _stay_single() -> None:
+def stay_single() -> None:
     """Lets torch's functions start no parallel regions on this thread.
 
     Steps run on another one meanwhile, and two threads can't have a team of OpenMP's workers each
@@ -120,7 +120,7 @@ class WeightUpdates:
         self._start_soon = start_soon
         self._groups = WeightGroups()
         # Waits for bytes and makes tensors of them while the torch thread runs steps.
-        self._thread = Background("weights", _stay_single)
+        self._thread = Background("weights", stay_single)
         # Set when there may be another deadline.
         self._changed = asyncio.Event()
         # Decided, and not yet sent.

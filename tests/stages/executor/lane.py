@@ -88,10 +88,19 @@ class Lane:
         self._flush_every = flush_every
         self._next_id = 0
 
-    def run(self, prompts: Sequence[list[int]], max_tokens: int) -> list[Answer]:
-        """Completes the prompts; the cache stays warm for the next run."""
+    def run(
+        self, prompts: Sequence[list[int]], max_tokens: int, adapters: Sequence[str] = ()
+    ) -> list[Answer]:
+        """Completes the prompts; the cache stays warm for the next run.
+
+        `adapters`: of each, "" for none; no prompt has one when empty.
+        """
         self.counts = Counts()
-        answers = {self._add(prompt, max_tokens): Answer(prompt) for prompt in prompts}
+        self.batching.adapters.set(self.executor.capacity().adapters)
+        answers = {
+            self._add(prompt, max_tokens, adapter): Answer(prompt)
+            for prompt, adapter in zip(prompts, adapters or [""] * len(prompts), strict=True)
+        }
         while (plan := self.batching.plan(0)) is not None:
             assert self.counts.steps < MOST_STEPS, "the lane does not come to rest"
             result = self.executor.execute(plan)
@@ -103,10 +112,12 @@ class Lane:
         self.batching.cache.check_index()
         return list(answers.values())
 
-    def _add(self, prompt: list[int], max_tokens: int) -> int:
+    def _add(self, prompt: list[int], max_tokens: int, adapter: str) -> int:
         self._next_id += 1
         name = f"r{self._next_id}"
-        info = RequestInfo(name, name, "model", 1, False, (), len(prompt), "", "", 0)
+        info = RequestInfo(
+            name, name, "model", 1, False, (), len(prompt), "", "", 0, adapter=adapter
+        )
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         spec = SequenceSpec(self._next_id, 0, seed=0)
         self.batching.add(Dispatch(info, tuple(prompt), sampling, (spec,), priority=0))

@@ -13,6 +13,7 @@ from torch import Tensor
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, uniform, wrap_model
 from nano_inference.stages.executor.adjust import adjust_logits
+from nano_inference.stages.executor.batch import Places
 from nano_inference.stages.executor.sequences import SequenceTable
 
 from .models import VOCAB, make_model
@@ -169,12 +170,12 @@ def test_rows_without_penalties_keep_their_bits_and_share_the_memory() -> None:
     rows = table.rows_of((0, 1, 2))
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
     before = logits.clone()
-    found = adjust_logits(logits, table, rows)
+    found = adjust_logits(logits, table, Places.next_of(rows))
     assert torch.equal(logits, before), "the model's own logits stay as they are"
     assert torch.equal(found[[0, 2]], logits[[0, 2]])
     assert not torch.equal(found[1], logits[1])
     plain = logits[[0, 2]]
-    assert adjust_logits(plain, table, rows[[0, 2]]) is plain
+    assert adjust_logits(plain, table, Places.next_of(rows[[0, 2]])) is plain
 
 
 def test_a_row_that_is_used_again_forgets_its_sampling() -> None:
@@ -184,7 +185,7 @@ def test_a_row_that_is_used_again_forgets_its_sampling() -> None:
     table.add(new_sequence(2, PROMPT, (0, 1, 2), SamplingParams()))
     rows = table.rows_of((2,))
     logits = torch.randn(1, VOCAB)
-    assert adjust_logits(logits, table, rows) is logits
+    assert adjust_logits(logits, table, Places.next_of(rows)) is logits
     assert table.num_to_score(rows, np.array([9])).tolist() == [0]
 
 

@@ -14,7 +14,7 @@ from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, wrap_model
 from nano_inference.stages.executor.attention.paged import PagedBackend
 from nano_inference.stages.executor.feed import Readback
-from nano_inference.stages.executor.unread import LaunchedStep
+from nano_inference.stages.executor.step import LaunchedStep
 
 from .models import VOCAB, make_model
 from .plans import new_sequence, step_plan
@@ -34,8 +34,7 @@ def model() -> LoadedModel:
 
 def make_core(model: LoadedModel, *, graphs: bool) -> ExecutorCore:
     backend = PagedBackend(model, CONFIG.block_size, PlainPagedAttention) if graphs else None
-    core = ExecutorCore(CONFIG, model=model, backend=backend)
-    core.runs_ahead = True
+    core = ExecutorCore(CONFIG, model=model, backend=backend, runs_ahead=True)
     if graphs:
         core.record_graphs(OperationRecorder())
     return core
@@ -152,8 +151,8 @@ def test_launching_reads_no_token(
     launched = [core.launch(plan) for plan in plans]
     results = []
     for step in launched:
-        assert step.sampled is not None
-        arrived.add(step.sampled.readback)
+        assert step.outputs.sampled is not None
+        arrived.add(step.outputs.sampled.readback)
         results.append(core.finish(step))
     found = [result.token_ids[0] for result in results]
     monkeypatch.undo()
@@ -170,7 +169,7 @@ def test_a_sequence_at_its_limit_is_not_computed_again(model: LoadedModel) -> No
     two = SamplingParams(temperature=0.0, max_tokens=2)
     steps = [core.launch(step_plan(1, new=(new_sequence(1, PROMPT, range(4), two),), rows={1: 9}))]
     steps += [core.launch(step_plan(step, rows={1: 1})) for step in (2, 3)]
-    assert steps[2].sampled is None
+    assert steps[2].outputs.sampled is None
     assert [core.finish(step).finish_reasons for step in steps] == [("",), ("length",), ()]
 
 

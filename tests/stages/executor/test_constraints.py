@@ -10,70 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from nano_inference.config import BUNDLED_MODEL, Constraint, EngineConfig, SamplingParams
-from nano_inference.stages.executor.constraints import Constraints
-from nano_inference.stages.executor.sequences import SequenceTable
-from nano_inference.stages.grammar import GrammarCompiler
-from nano_inference.stages.tokenizer import load_tokenizer
+from nano_inference.config import Constraint
+from nano_inference.stages.executor.batch import Places
 
 from ..random_schemas import random_schema
-from .plans import new_sequence
-
-FOLDER = EngineConfig(model_path=BUNDLED_MODEL).model_folder
-# More than the tokenizer has, as of models whose vocabulary is padded.
-VOCAB = 800
-MOST = 160
-PROMPT = (5, 6, 7)
-
-
-class Writer:
-    """Writes texts by chance, within their grammars, as the executor would."""
-
-    def __init__(self) -> None:
-        self.compiler = GrammarCompiler(FOLDER, VOCAB)
-        self.table = SequenceTable(8, 512, 16)
-        self.constraints = Constraints(self.table, self.compiler)
-        self.tokenizer = load_tokenizer(FOLDER)
-        # What ends a part of a text, so that most come to their end.
-        closing = {*self.tokenizer.convert_tokens_to_ids(list('"}],'))}
-        self.bias = torch.zeros(VOCAB)
-        self.bias[sorted(closing)] = 3.0
-        self._next = 0
-
-    def add(self, constraint: Constraint, generated: tuple[int, ...] = ()) -> int:
-        """The row of a new sample, behind what it has."""
-        self._next += 1
-        sampling = SamplingParams(constraint=constraint, max_tokens=MOST)
-        tokens = (*PROMPT, *generated)
-        self.table.add(new_sequence(self._next, tokens, (), sampling, num_generated=len(generated)))
-        return int(self.table.rows_of([self._next])[0])
-
-    def step(self, rows: list[int], generator: torch.Generator) -> list[int]:
-        """The next token of each."""
-        chosen = np.array(rows)
-        masks = self.constraints.begin(chosen)
-        assert masks is not None
-        logits = torch.randn(len(rows), VOCAB, generator=generator) * 2 + self.bias
-        masks.result(60).apply(logits)
-        tokens = logits.argmax(-1).numpy()
-        self.table.write_tokens(chosen, self.table.num_known[chosen], tokens)
-        self.table.num_known[chosen] += 1
-        self.table.num_generated[chosen] += 1
-        return [int(token) for token in tokens]
-
-    def write(self, constraint: Constraint, seed: int) -> tuple[str, bool]:
-        """A text, and whether it came to its end."""
-        row = self.add(constraint)
-        generator = torch.Generator().manual_seed(seed)
-        token_ids: list[int] = []
-        while not self.table.at_limit(np.array([row]))[0]:
-            (token,) = self.step([row], generator)
-            if token in self.compiler.stop_ids:
-                break
-            token_ids.append(token)
-        ended = token in self.compiler.stop_ids and not self.table.incomplete[row]
-        self.table.remove(int(self.table.ids_of(np.array([row]))[0]))
-        return self.tokenizer.decode(token_ids), ended
+from .writer import MOST, VOCAB, Writer
 
 
 @pytest.fixture(scope="module")
@@ -136,14 +77,32 @@ def test_what_can_not_go_on_is_cut_off(writer: Writer) -> None:
     assert (text, complete) == ("a", False)
 
 
+def test_what_grows_too_large_while_it_is_written_is_cut_off(writer: Writer) -> None:
+    """llguidance's bounds hold for each mask; a sample beside it goes on."""
+    bomb = writer.add(Constraint(regex="(((a{1,100}){1,100}){1,100}){1,100}"))
+    other = writer.add(Constraint(regex=f"a{{{MOST}}}"))
+    (a,) = writer.tokenizer.encode("a", add_special_tokens=False)
+    generator = torch.Generator().manual_seed(0)
+    while not writer.table.incomplete[bomb]:
+        assert writer.table.num_generated[other] < MOST - 8, "the bounds were never met"
+        writer.step([bomb, other], generator)
+        for row in (bomb, other):
+            # As long a way as there is.
+            if not writer.table.incomplete[row]:
+                writer.table.tokens[row, writer.table.num_known[row] - 1] = a
+    assert writer.table.at_limit(np.array([bomb]))[0]
+    assert not writer.table.incomplete[other]
+    assert not writer.table.at_limit(np.array([other]))[0]
+
+
 def test_rows_without_a_constraint_are_left_alone(writer: Writer) -> None:
     free, bound = writer.add(Constraint(regex="a")), writer.add(Constraint(regex="b"))
     writer.table.constrained[free] = False
-    masks = writer.constraints.begin(np.array([free, bound]))
+    masks = writer.constraints.begin(Places.next_of(np.array([free, bound])))
     assert masks is not None
     logits = torch.randn(2, VOCAB)
     masked = logits.clone()
     masks.result(60).apply(masked)
     assert torch.equal(masked[0], logits[0])
     assert masked[1].isfinite().sum() == 1
-    assert writer.constraints.begin(np.array([free])) is None
+    assert writer.constraints.begin(Places.next_of(np.array([free]))) is None

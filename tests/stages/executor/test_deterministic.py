@@ -74,12 +74,15 @@ def bits_of(core: ExecutorCore, *, alone: bool = False, chunk: int = ALL_AT_ONCE
     return [(g.token_ids, g.logprobs) for g in generations]
 
 
-def assert_arrangements_agree(model: LoadedModel, chunks: Sequence[int] = (7, ALL_AT_ONCE)) -> None:
-    core = ExecutorCore(CONFIG, model=model)
+def assert_arrangements_agree(
+    model: LoadedModel, chunks: Sequence[int] = (7, ALL_AT_ONCE), **changes: Any
+) -> None:
+    config = EngineConfig(**{**_fields(CONFIG), **changes})
+    core = ExecutorCore(config, model=model)
     expected = bits_of(core, alone=True)
     for chunk in chunks:
         assert bits_of(core, chunk=chunk) == expected, f"in chunks of {chunk}"
-    blocks_of_one = ExecutorCore(EngineConfig(**{**_fields(CONFIG), "block_size": 1}), model=model)
+    blocks_of_one = ExecutorCore(EngineConfig(**{**_fields(config), "block_size": 1}), model=model)
     assert bits_of(blocks_of_one, chunk=16) == expected
 
 
@@ -107,8 +110,41 @@ def test_experts_agree_whichever_way_transformers_runs_them(name: str) -> None:
     assert_arrangements_agree(wrap_model(module, 128))
 
 
+@pytest.mark.parametrize("name", VARIOUS)
+def test_arrangements_agree_without_kernels(name: str) -> None:
+    assert_arrangements_agree(wrap_model(make_model(name), 128), kernels="off")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_kernels_compute_as_a_whole_needs_no_mode(dtype: torch.dtype) -> None:
+    module = make_model("qwen2", head_dim=32).to(dtype)
+    model = wrap_model(module, 128)
+    core = ExecutorCore(CONFIG, model=model)
+    if core.fast_modules is None:
+        pytest.skip(core.without_kernels)
+    assert core.fast_modules.is_whole
+    core.close()
+    assert_arrangements_agree(wrap_model(module, 128), deterministic=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_kernels_the_number_of_threads_does_not_matter(dtype: torch.dtype) -> None:
+    """Prompts together are long enough for threads to share each product."""
+    core = ExecutorCore(CONFIG, model=wrap_model(make_model("qwen2", head_dim=32).to(dtype), 128))
+    if core.fast_modules is None:
+        pytest.skip(core.without_kernels)
+    before, found = torch.get_num_threads(), []
+    try:
+        for number in (1, 2, 3):
+            core.set_threads(number)
+            found.append(bits_of(core))
+    finally:
+        torch.set_num_threads(before)
+    assert found[0] == found[1] == found[2]
+
+
 def test_without_the_mode_they_differ() -> None:
-    config = EngineConfig(**{**_fields(CONFIG), "deterministic": False})
+    config = EngineConfig(**{**_fields(CONFIG), "deterministic": False, "kernels": "off"})
     core = ExecutorCore(config, model=wrap_model(make_model("qwen2"), 128))
     assert bits_of(core, chunk=7) != bits_of(core, alone=True)
 

@@ -33,8 +33,7 @@ def make_core(model: LoadedModel, *, graphs: bool, **settings: Any) -> ExecutorC
     settings = {"max_batch_size": 12, **settings}
     config = EngineConfig(block_size=4, kv_cache_bytes=1 << 20, **settings)
     backend = PagedBackend(model, config.block_size, PlainPagedAttention)
-    core = ExecutorCore(config, model=model, backend=backend)
-    core.runs_ahead = True
+    core = ExecutorCore(config, model=model, backend=backend, runs_ahead=True)
     if graphs:
         core.record_graphs(OperationRecorder())
     return core

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from nano_inference.stages.executor import KVCache, LoadedModel
-from nano_inference.stages.executor.kv_cache import zeros
 from nano_inference.stages.executor.loaded_model import LayerSpec
+from nano_inference.stages.executor.system_memory import zeros
 
 from ...resident import needs_proc, resident_bytes
 

@@ -31,8 +31,7 @@ def make_core(module: Any, *, graphs: bool = False, **settings: Any) -> Executor
     if not graphs:
         return ExecutorCore(config, model=model)
     backend = PagedBackend(model, config.block_size, PlainPagedAttention)
-    core = ExecutorCore(config, model=model, backend=backend)
-    core.runs_ahead = True
+    core = ExecutorCore(config, model=model, backend=backend, runs_ahead=True)
     core.record_graphs(OperationRecorder())
     return core
 
@@ -56,20 +55,27 @@ def state_of(core: ExecutorCore) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("how", "name"),
     [
-        *product(("plain", "kernels", "graphs"), ("qwen2", "gpt_oss", "gemma3_text")),
+        *product(("plain", "bfloat16", "float32", "graphs"), ("qwen2", "gpt_oss", "gemma3_text")),
         ("deterministic", "qwen2"),
     ],
 )
 def test_afterwards_all_is_as_before(name: str, how: str) -> None:
     """Whatever has kept an address: kernels, their tables for whole decoders, recorded steps."""
     model = make_model(name, head_dim=32)
-    if how == "kernels":
+    kernels = how in ("bfloat16", "float32")
+    if kernels:
+        dtype = getattr(torch, how)
         try:
-            cpu.library()
+            cpu.library(dtype)
         except KernelsUnavailable as error:
             pytest.skip(f"no kernels on this machine: {error}")
-        model = model.to(torch.bfloat16)
-    core = make_core(model, graphs=how == "graphs", deterministic=how == "deterministic")
+        model = model.to(dtype)
+    core = make_core(
+        model,
+        graphs=how == "graphs",
+        deterministic=how == "deterministic",
+        kernels="auto" if kernels else "off",
+    )
     before, state = generate(core), state_of(core)
     kept: list[Any] = []
     for tags in (("kv_cache",), ("weights",), BOTH):
@@ -86,7 +92,7 @@ def test_afterwards_all_is_as_before(name: str, how: str) -> None:
     assert (core.graphs is not None) == (how == "graphs")
     if core.graphs is not None:
         assert sum(core.graphs.replays.values()) > 5
-    if how == "kernels":
+    if kernels:
         assert core.without_kernels == ""
 
 

@@ -143,11 +143,5 @@ def test_masks_that_our_attention_does_not_make_are_refused() -> None:
 
 @pytest.mark.parametrize("device", ["tpu9", "meta", "cuda:77"])
 def test_devices_that_are_not_there(tmp_path: Path, device: str) -> None:
-    with pytest.raises(ModelError, match=r"device '.*; use 'auto'"):
+    with pytest.raises(ModelError, match=r"device '.*; here (is|are) .*cpu; use one, or 'auto'"):
         load(tmp_path, device=device)
-
-
-def test_cuda_asked_for_but_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ModelError, match=r"'cuda' is not there \(0 CUDA devices\)"):
-        load(tmp_path, device="cuda")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -10,8 +11,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from nano_inference.bus import open_bus
-from nano_inference.bus.messages import NewSequence, StepResult
-from nano_inference.config import BusConfig, Config, SamplingParams, TelemetryConfig
+from nano_inference.bus.messages import NewSequence, StepResult, VerifiedDraft
+from nano_inference.config import BusConfig, Config, Constraint, SamplingParams, TelemetryConfig
 from nano_inference.stages.actor import StageContext
 from nano_inference.stages.executor.spans import ExecutorSpans
 from nano_inference.stages.executor.stage import ExecutorStage
@@ -33,14 +34,27 @@ class Rig:
         self.spans = ExecutorSpans(ExecutorStage(context))
         self._steps = 0
 
-    def step(self, *, ends: tuple[int, ...] = (), **plan: object) -> None:
-        """Each row of `rows` samples a token; those in `ends` their last one."""
+    def step(
+        self,
+        *,
+        ends: tuple[int, ...] = (),
+        drafts: tuple[VerifiedDraft, ...] = (),
+        **plan: object,
+    ) -> None:
+        """Each row of `rows` samples a token, and as many more as were accepted of its draft; those
+        in `ends` their last one."""
         self._steps += 1
         rows: dict[int, int] = plan.get("rows", {})  # type: ignore[assignment]
+        accepted = {draft.seq_id: draft.num_accepted for draft in drafts}
+        ids = tuple(seq_id for seq_id in rows for _ in range(1 + accepted.get(seq_id, 0)))
         result = StepResult(
-            *(self._steps, (), tuple(rows), (5,) * len(rows), (0.0,) * len(rows)),
-            tuple("stop" if seq_id in ends else "" for seq_id in rows),
+            *(self._steps, (), ids, (5,) * len(ids), (0.0,) * len(ids)),
+            tuple(
+                "stop" if seq_id in ends and seq_id != following else ""
+                for seq_id, following in pairwise((*ids, None))
+            ),
             *((), 0, self._steps * 10, self._steps * 10 + 10),
+            drafts=drafts,
         )
         self.spans.step(step_plan(self._steps, **plan), result)
 
@@ -75,6 +89,30 @@ def test_a_slice_lasts_from_the_first_sample_s_start_to_the_last_one_s_end(rig: 
     assert (prefill.start_time, prefill.end_time) == (10, 30)
     assert (decode.start_time, decode.end_time) == (30, 50)
     assert [(event.name, event.timestamp) for event in executor.events] == [(names.FIRST_TOKEN, 30)]
+
+
+def test_drafts_are_told_where_there_were_any(rig: Rig) -> None:
+    rig.step(new=(new(1, "r", RECORDED), new(2, "r", RECORDED)), rows={1: 2, 2: 2})
+    drafts = (VerifiedDraft(1, "ngram", 4, 3), VerifiedDraft(2, "grammar", 2, 0))
+    rig.step(rows={1: 1, 2: 1}, drafts=drafts)
+    rig.step(rows={1: 1, 2: 1}, drafts=(VerifiedDraft(9, "ngram", 5, 5), drafts[0]), ends=(1, 2))
+    executor, *_ = rig.made()
+    attributes = executor.attributes or {}
+    assert attributes[names.OUTPUT_TOKENS] == 2 + 5 + 5
+    assert (attributes[names.DRAFT_TOKENS], attributes[names.ACCEPTED_TOKENS]) == (10, 6)
+    rig.step(new=(new(3, "s", RECORDED),), rows={3: 2}, ends=(3,))
+    assert names.DRAFT_TOKENS not in (rig.made()[3].attributes or {})
+
+
+def test_a_constraint_is_told_by_its_kind_alone(rig: Rig) -> None:
+    made = new(1, "r", RECORDED)
+    constraint = Constraint(regex="a secret")
+    sampling = msgspec.structs.replace(made.sampling, constraint=constraint)
+    rig.step(new=(msgspec.structs.replace(made, sampling=sampling),), rows={1: 2}, ends=(1,))
+    executor, prefill, decode = rig.made()
+    assert executor.attributes is not None
+    assert executor.attributes[names.CONSTRAINT] == "regex"
+    assert not any("secret" in str(span.attributes) for span in (executor, prefill, decode))
 
 
 def test_what_gives_up_its_blocks_and_comes_back_in_one_plan_has_two_slices(rig: Rig) -> None:

@@ -76,7 +76,7 @@ def read_folder(path: str, limits: WeightLimits = UNLIMITED) -> dict[str, Tensor
     tensors: dict[str, Tensor] = {}
     file_of: dict[str, str] = {}
     num_bytes = 0
-    with _readable(path):
+    with readable(path):
         files, index = _files(Path(path), limits)
         for file in files:
             left = WeightLimits(limits.tensors - len(tensors), limits.num_bytes - num_bytes)
@@ -103,7 +103,7 @@ def stamp_of(path: str, limits: WeightLimits = UNLIMITED) -> str:
         WeightsError: As `read_folder`.
     """
     digest = hashlib.sha256()
-    with _readable(path):
+    with readable(path):
         for file in _files(Path(path), limits)[0]:
             status = file.stat()
             place = (file.name, status.st_ino, status.st_size, status.st_mtime_ns)
@@ -112,7 +112,7 @@ def stamp_of(path: str, limits: WeightLimits = UNLIMITED) -> str:
 
 
 @contextmanager
-def _readable(path: str) -> Iterator[None]:
+def readable(path: str) -> Iterator[None]:
     """Raises WeightsError for what the system refuses."""
     try:
         yield
@@ -144,7 +144,7 @@ def _files(place: Path, limits: WeightLimits) -> tuple[list[Path], dict[str, str
 
 
 def _shards(place: Path, limits: WeightLimits) -> tuple[list[Path], dict[str, str]]:
-    with _opened(place / INDEX) as file:
+    with opened(place / INDEX) as file:
         length = os.fstat(file).st_size
         _check_list(place / INDEX, length, limits)
         content = os.pread(file, length, 0)
@@ -171,7 +171,7 @@ def _shards(place: Path, limits: WeightLimits) -> tuple[list[Path], dict[str, st
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[int]:
+def opened(path: Path) -> Iterator[int]:
     """A descriptor of a regular file. Opening what is none, such as a FIFO, might never end."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     try:
@@ -184,7 +184,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 def _read(path: Path, limits: WeightLimits) -> tuple[dict[str, Tensor], int]:
     """A file's tensors, and how many bytes they have together."""
-    with _opened(path) as file:
+    with opened(path) as file:
         length = os.fstat(file).st_size
         header_bytes = int.from_bytes(os.pread(file, 8, 0), "little")
         if length < 8 or header_bytes > min(length - 8, _MOST_HEADER_BYTES):

@@ -1,7 +1,7 @@
 """The contract of attention: every back end against a float64 reference with an explicit mask.
 
 Ragged batches over a cache full of what earlier sequences left behind. Largest difference allowed:
-1e-5 in float32. The kernel for CPU is for bfloat16, and gets the roundings of its numbers.
+1e-5 in float32. In bfloat16 the kernel for CPU gets the roundings of its numbers.
 """
 
 from __future__ import annotations
@@ -71,8 +71,9 @@ SUBJECTS = {
     "gather": Subject(GatherBackend),
     "gather on CUDA": Subject(GatherBackend, "cuda"),
     "paged": Subject(lambda model, size: PagedBackend(model, size, PlainPagedAttention)),
-    "CPU kernel": Subject(CpuBackend, dtype=BF16, rounding=2**-7),
-    "CPU kernel beside prefills": Subject(CpuBackend, dtype=BF16, rounding=2**-4, short_context=0),
+    "CPU kernel": Subject(CpuBackend),
+    "CPU kernel beside prefills": Subject(CpuBackend, short_context=0),
+    "CPU kernel, bfloat16": Subject(CpuBackend, dtype=BF16, rounding=2**-7),
     "Triton": Subject(triton_backend, "cpu" if INTERPRETED else "cuda"),
     "tiled": Subject(lambda model, size: TiledBackend(size)),
 }
@@ -90,13 +91,13 @@ def subject(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.skip("Triton comes with PyTorch's CUDA builds only")
     if found.device == "cuda" and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
-    if found.dtype == BF16:
+    if found.make is CpuBackend:
         try:
-            cpu_kernels.library()
+            cpu_kernels.library(found.dtype)
         except KernelsUnavailable as error:
             pytest.skip(f"no kernels on this machine: {error}")
     if found.short_context is not None:
-        monkeypatch.setattr(cpu_attention, "SHORT_CONTEXT", found.short_context)
+        monkeypatch.setattr(cpu_attention, "SHORT_FLOAT32_CONTEXT", found.short_context)
     return found
 
 

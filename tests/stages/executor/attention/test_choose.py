@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from nano_inference.config import EngineConfig
+from nano_inference.config import ConfigError, EngineConfig, ModelError
 from nano_inference.stages.executor import LoadedModel
 from nano_inference.stages.executor.attention.choose import choose_backend
 from nano_inference.stages.executor.attention.cpu import CpuBackend
 from nano_inference.stages.executor.attention.gather import GatherBackend
 from nano_inference.stages.executor.attention.tiled import TiledBackend
+from nano_inference.stages.executor.batch import Rows
 from nano_inference.stages.executor.kernels import cpu
 from nano_inference.stages.executor.kernels.compile import KernelsUnavailable
 from nano_inference.stages.executor.loaded_model import LayerSpec
@@ -28,8 +31,8 @@ def model(dtype: torch.dtype, width: int = 32) -> LoadedModel:
 @pytest.mark.parametrize(
     ("changes", "kind", "why"),
     [
-        ({"deterministic": True}, TiledBackend, "deterministic mode has its own"),
-        ({"deterministic": True, "kernels": "off"}, TiledBackend, "deterministic mode has its own"),
+        ({"deterministic": True, "attention": "tiled"}, TiledBackend, ""),
+        ({"deterministic": True, "kernels": "off"}, TiledBackend, "engine.kernels is off"),
         ({"kernels": "off"}, GatherBackend, "engine.kernels is off"),
     ],
 )
@@ -40,19 +43,79 @@ def test_settings_go_first(changes: dict[str, Any], kind: type, why: str) -> Non
         assert without_kernels == why
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_other_numbers_than_bfloat16_are_gathered(dtype: torch.dtype) -> None:
-    backend, why = choose_backend(EngineConfig(), model(dtype))
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_takes_every_token(dtype: torch.dtype, deterministic: bool) -> None:
+    """So that its bits don't depend on how the prompt is cut; but for long ones in float32."""
+    backend, without_kernels = choose_backend(
+        EngineConfig(deterministic=deterministic), model(dtype)
+    )
+    assert (type(backend), without_kernels) == (CpuBackend, "")
+    for length, taken in ((512, True), (600, deterministic or dtype is torch.bfloat16)):
+        rows = Rows(np.array([0]), np.array([length]), np.arange(38)[None], 0)
+        layout = (torch.from_numpy(rows.slots(16)), torch.from_numpy(rows.tables))
+        batch = backend.prepare(rows, *layout, torch.from_numpy(rows.contexts))
+        assert (batch.decodes.count, bool(batch.prefills)) == (length * taken, not taken)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+def test_gathering_by_name(kernels: Any) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        backend, _ = choose_backend(EngineConfig(attention="gather", kernels=kernels), model(dtype))
+        assert (type(backend), backend.name) == (GatherBackend, "gather")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"attention": "paged"}, "there are none for torch.float16 on cpu"),
+        ({"attention": "paged", "kernels": "off"}, "engine.kernels is off"),
+        ({"attention_tile": 64}, "'paged' on CUDA, and this is 'gather' on cpu"),
+    ],
+)
+def test_what_can_not_be_had_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        choose_backend(EngineConfig(**changes), model(torch.float16))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention": "tiled"},
+        {"attention": "gather", "deterministic": True},
+        {"attention_tile": 15},
+        {"attention_tile": 48},
+        {"attention_tile": -16},
+        {"attention_tile": 2048},
+    ],
+)
+def test_settings_that_contradict_each_other(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="attention"):
+        EngineConfig(**changes)
+    assert EngineConfig(attention="tiled", deterministic=True).attention == "tiled"
+
+
+def test_float16_is_gathered() -> None:
+    backend, why = choose_backend(EngineConfig(), model(torch.float16))
     assert type(backend) is GatherBackend
-    assert why == f"there are none for {dtype} on cpu"
+    assert why == "there are none for torch.float16 on cpu"
 
 
-def test_a_machine_without_kernels_gathers_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def library() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_encoder_runs_as_it_is(dtype: torch.dtype) -> None:
+    encoder = dataclasses.replace(model(dtype), layers=(), generates=False, is_encoder=True)
+    assert choose_backend(EngineConfig(), encoder)[1] == "there are none for encoders"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_machine_without_kernels_gathers_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    def library(dtype: torch.dtype) -> None:
         raise KernelsUnavailable("there is no C compiler")
 
     monkeypatch.setattr(cpu, "library", library)
-    backend, why = choose_backend(EngineConfig(), model(torch.bfloat16))
+    backend, why = choose_backend(EngineConfig(), model(dtype))
     assert type(backend) is GatherBackend
     assert why == "there is no C compiler"
 
@@ -60,11 +123,20 @@ def test_a_machine_without_kernels_gathers_and_says_why(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("width", "kind"), [(32, CpuBackend), (16, CpuBackend), (24, GatherBackend)]
 )
-def test_a_kernel_takes_the_heads_that_it_handles(width: int, kind: type) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_kernel_takes_the_heads_that_it_handles(
+    width: int, kind: type, dtype: torch.dtype
+) -> None:
     try:
-        cpu.library()
+        cpu.library(dtype)
     except KernelsUnavailable as error:
         pytest.skip(f"no kernels on this machine: {error}")
-    backend, why = choose_backend(EngineConfig(), model(torch.bfloat16, width))
+    backend, why = choose_backend(EngineConfig(), model(dtype, width))
     assert type(backend) is kind
+    if kind is CpuBackend:
+        asked = EngineConfig(attention="paged")
+        assert type(choose_backend(asked, model(dtype, width))[0]) is kind
+    else:
+        with pytest.raises(ModelError, match="another width"):
+            choose_backend(EngineConfig(attention="paged"), model(dtype, width))
     assert why == "", "other kernels run also where attention is gathered"

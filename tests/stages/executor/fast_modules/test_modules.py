@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -17,21 +18,36 @@ from nano_inference.stages.executor.model import wrap_model
 
 from ..lane import Lane
 from ..models import ARCHITECTURES, make_model
+from ..report import MAX_DIFFERENCE
 
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [2, 7], list(range(20, 90)))
 NEW_TOKENS = 12
 
 
+DTYPES = (torch.float32, torch.bfloat16)
+
+
 @pytest.fixture(autouse=True)
 def kernels() -> None:
     try:
-        cpu.library()
+        for dtype in DTYPES:
+            cpu.library(dtype)
     except KernelsUnavailable as error:
         pytest.skip(f"no kernels on this machine: {error}")
 
 
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    found: torch.dtype = request.param
+    return found
+
+
+def model_in(dtype: torch.dtype, name: str, **changes: Any) -> Any:
+    return make_model(name, **changes).to(dtype)
+
+
 def bfloat16(name: str, **changes: Any) -> Any:
-    return make_model(name, **changes).to(torch.bfloat16)
+    return model_in(torch.bfloat16, name, **changes)
 
 
 def core_of(model: Any, **changes: Any) -> ExecutorCore:
@@ -53,8 +69,8 @@ TAKEN = {
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_the_patterns_find_what_they_are_for(name: str) -> None:
-    core = core_of(bfloat16(name, head_dim=32))
+def test_the_patterns_find_what_they_are_for(name: str, dtype: torch.dtype) -> None:
+    core = core_of(model_in(dtype, name, head_dim=32))
     assert core.without_kernels == ""
     assert core.fast_modules is not None
     assert core.fast_modules.count["Linear"]
@@ -86,11 +102,28 @@ def test_fast_passes_are_as_near_to_float32_as_plain_ones(name: str) -> None:
     assert 0 < distances[0] <= 1.5 * distances[1]
 
 
-def test_a_module_that_computes_something_else_stays_as_it_is() -> None:
-    model = bfloat16("llama", head_dim=32)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_float32_is_that_of_transformers_but_for_rounding(name: str) -> None:
+    """With heads of 32, which test_parity does not have."""
+    model = make_model(name, head_dim=32)
+    lane = Lane(wrap_model(copy.deepcopy(model), 256))
+    for answer in lane.run(PROMPTS, NEW_TOKENS):
+        ids = torch.tensor([[*answer.prompt, *answer.token_ids]])
+        with torch.inference_mode():
+            logits = model(ids, use_cache=False).logits[0, len(answer.prompt) - 1 : -1]
+        assert answer.token_ids == logits.argmax(-1).tolist()
+        logprobs = logits.double().log_softmax(-1).amax(-1)
+        assert (torch.tensor(answer.logprobs) - logprobs).abs().max() < MAX_DIFFERENCE
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.bfloat16, 1.1), (torch.float32, 1.0001)])
+def test_a_module_that_computes_something_else_stays_as_it_is(
+    dtype: torch.dtype, factor: float
+) -> None:
+    model = model_in(dtype, "llama", head_dim=32)
     norm = model.model.layers[1].post_attention_layernorm
     plain = norm.forward
-    norm.forward = lambda x: plain(x) * 1.1
+    norm.forward = lambda x: plain(x) * factor
     core = core_of(model)
     assert core.fast_modules.count["LlamaDecoderLayer"] == 2
     assert core.fast_modules.count["LlamaRMSNorm"] == 6
@@ -102,12 +135,27 @@ def answers(model: Any) -> list[tuple[list[int], list[float]]]:
     return [(each.token_ids, each.logprobs) for each in lane.run(PROMPTS, NEW_TOKENS)]
 
 
+def test_a_module_of_another_dtype_stays_as_it_is(dtype: torch.dtype) -> None:
+    """Such as a router that is kept in float32."""
+    model = model_in(dtype, "llama", head_dim=32)
+    (other,) = set(DTYPES) - {dtype}
+    gate = model.model.layers[1].mlp.gate_proj
+    gate.to(other)
+    gate.forward = lambda x: torch.nn.functional.linear(x.to(other), gate.weight).to(dtype)
+    core = core_of(model)
+    assert core.fast_modules.count["LlamaDecoderLayer"] == 2
+    assert core.fast_modules.count["LlamaMLP"] == 2
+    assert "forward" in vars(model.model.layers[0].mlp.gate_proj)
+    core.fast_modules.remove()
+    assert [module for module in model.modules() if "forward" in vars(module)] == [gate]
+
+
 @pytest.mark.parametrize("name", JOINED)
 def test_layers_in_one_call_give_the_bits_of_single_passes(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a window that the longest prompt has outgrown, where the model has one."""
-    model = bfloat16(name, head_dim=32)
+    model = model_in(dtype, name, head_dim=32)
     taken: list[int] = []
     call = DecoderLayers.__call__
 
@@ -120,7 +168,7 @@ def test_layers_in_one_call_give_the_bits_of_single_passes(
     assert taken.count(len(PROMPTS)) >= NEW_TOKENS - 1
     monkeypatch.setattr(DecoderLayers, "handles", lambda batch: False)
     taken.clear()
-    assert answers(bfloat16(name, head_dim=32)) == in_one_call
+    assert answers(model_in(dtype, name, head_dim=32)) == in_one_call
     assert not taken
 
 
@@ -132,13 +180,13 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 
 def test_threads_that_go_through_the_layers_together_change_no_bit(
-    threads: Callable[[int], None],
+    threads: Callable[[int], None], dtype: torch.dtype
 ) -> None:
     found = []
     for number in (1, 2, 3):
         threads(number)
         # So large that the work is shared.
-        model = bfloat16("qwen3", head_dim=32, hidden_size=256, intermediate_size=704)
+        model = model_in(dtype, "qwen3", head_dim=32, hidden_size=256, intermediate_size=704)
         found.append(answers(model))
     assert found[0] == found[1] == found[2]
 
@@ -156,8 +204,10 @@ def put_others_in(model: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-def test_layers_in_one_call_use_the_weights_that_the_model_has_now(name: str) -> None:
-    model, other = bfloat16(name, head_dim=32), bfloat16(name, head_dim=32)
+def test_layers_in_one_call_use_the_weights_that_the_model_has_now(
+    name: str, dtype: torch.dtype
+) -> None:
+    model, other = (model_in(dtype, name, head_dim=32) for _ in range(2))
     lane = Lane(wrap_model(model, 256))
     before = [each.logprobs for each in lane.run(PROMPTS, NEW_TOKENS)]
     put_others_in(model)
@@ -212,9 +262,9 @@ def test_a_closed_executor_leaves_a_model_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("dtype", "changes", "why"),
     [
-        (torch.float32, {}, "there are none for torch.float32"),
+        (torch.float16, {}, "there are none for torch.float16"),
+        (torch.float32, {"kernels": "off"}, "engine.kernels is off"),
         (torch.bfloat16, {"kernels": "off"}, "engine.kernels is off"),
-        (torch.bfloat16, {"deterministic": True}, "deterministic mode"),
     ],
 )
 def test_a_model_without_kernels_says_why(

@@ -4,62 +4,77 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nano_inference.stages.executor.batch import DecodeRows
+from nano_inference.stages.executor.batch import DecodeRows, IntArray
+from nano_inference.stages.executor.constraints import TokenMasks
 from nano_inference.stages.executor.kernels import cpu
 from nano_inference.stages.executor.kernels.compile import KernelsUnavailable
 from nano_inference.stages.executor.kernels.cpu import Kind, Linear, PagedAttention
 
-BF16 = torch.bfloat16
-
-ROUNDING = 2.0**-7
-"""Two roundings to bfloat16, relative to the largest number."""
+ROUNDING = {torch.bfloat16: 2.0**-7, torch.float32: 2.0**-19}
+"""Relative to the largest number: two roundings to bfloat16, and what sums in another order make of
+float32."""
 
 
 @pytest.fixture(autouse=True)
-def kernels() -> Iterator[None]:
+def inference() -> Iterator[None]:
     try:
-        cpu.library()
+        cpu.sampling_library()
     except KernelsUnavailable as error:
         pytest.skip(f"no kernels on this machine: {error}")
     with torch.inference_mode():
         yield
 
 
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
+@pytest.fixture(params=list(ROUNDING), ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    try:
+        cpu.library(request.param)
+    except KernelsUnavailable as error:
+        pytest.skip(f"no kernels on this machine: {error}")
+    found: torch.dtype = request.param
+    return found
 
 
-def layer(inputs: int, outputs: int, *, bias: bool, seed: int) -> nn.Linear:
-    made = nn.Linear(inputs, outputs, bias=bias, dtype=BF16)
-    made.weight.data = randn(outputs, inputs, seed=seed) / inputs**0.5
+def randn(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def layer(dtype: torch.dtype, inputs: int, outputs: int, *, bias: bool, seed: int) -> nn.Linear:
+    made = nn.Linear(inputs, outputs, bias=bias, dtype=dtype)
+    made.weight.data = randn(dtype, outputs, inputs, seed=seed) / inputs**0.5
     if bias:
-        made.bias.data = randn(outputs, seed=seed + 1)
+        made.bias.data = randn(dtype, outputs, seed=seed + 1)
     return made
 
 
 def assert_close(found: Tensor, wanted: Tensor) -> None:
     assert found.shape == wanted.shape
-    assert (found.float() - wanted.float()).abs().max() <= ROUNDING * wanted.abs().max()
+    bound = ROUNDING[found.dtype] * wanted.abs().max()
+    assert (found.float() - wanted.float()).abs().max() <= bound
 
 
 SIZES = [(896, 1152), (100, 37), (33, 16), (31, 5), (1, 1), (4864, 50)]
-ROWS = (0, 1, 2, 3, 4, 5, 7, 16, 33, 64)
+ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 16, 18, 33, 64, 155)
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
 @pytest.mark.parametrize("rows", ROWS)
-def test_linear_layers_side_by_side(inputs: int, outputs: int, rows: int) -> None:
+def test_linear_layers_side_by_side(
+    dtype: torch.dtype, inputs: int, outputs: int, rows: int
+) -> None:
     layers = [
-        layer(inputs, outputs, bias=True, seed=1),
-        layer(inputs, 3, bias=False, seed=3),
-        layer(inputs, outputs + 20, bias=True, seed=5),
+        layer(dtype, inputs, outputs, bias=True, seed=1),
+        layer(dtype, inputs, 3, bias=False, seed=3),
+        layer(dtype, inputs, outputs + 20, bias=True, seed=5),
     ]
-    x = randn(rows, inputs, seed=7)
+    x = randn(dtype, rows, inputs, seed=7)
     wanted = torch.cat([F.linear(x.float(), each.weight.float()) for each in layers], dim=1)
     wanted[:, :outputs] += layers[0].bias
     wanted[:, outputs + 3 :] += layers[2].bias
@@ -72,78 +87,82 @@ def test_linear_layers_side_by_side(inputs: int, outputs: int, rows: int) -> Non
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
 @pytest.mark.parametrize("rows", ROWS[1:])
 @pytest.mark.parametrize("kind", [Kind.GATED_SILU, Kind.GATED_TANH_GELU])
-def test_gated_layers(inputs: int, outputs: int, rows: int, kind: Kind) -> None:
-    gate, up = (layer(inputs, outputs, bias=False, seed=seed) for seed in (1, 2))
-    x = randn(rows, inputs, seed=3) * 3
+def test_gated_layers(dtype: torch.dtype, inputs: int, outputs: int, rows: int, kind: Kind) -> None:
+    gate, up = (layer(dtype, inputs, outputs, bias=False, seed=seed) for seed in (1, 2))
+    x = randn(dtype, rows, inputs, seed=3) * 3
     activated = F.silu(gate(x)) if kind == Kind.GATED_SILU else F.gelu(gate(x), approximate="tanh")
     assert_close(Linear([gate, up], kind)(x), activated * up(x))
     assert_close(cpu.gate(gate(x), up(x), kind), activated * up(x))
 
 
 @pytest.mark.parametrize("rows", ROWS[1:])
-def test_a_residual_is_added_after_rounding(rows: int) -> None:
-    made = layer(96, 50, bias=True, seed=1)
-    x, residual = randn(rows, 96, seed=2), randn(rows, 50, seed=3)
+def test_a_residual_is_added_after_rounding(dtype: torch.dtype, rows: int) -> None:
+    made = layer(dtype, 96, 50, bias=True, seed=1)
+    x, residual = randn(dtype, rows, 96, seed=2), randn(dtype, rows, 50, seed=3)
     plain = Linear([made])(x)
     assert torch.equal(Linear([made])(x, residual), residual + plain)
 
 
 @pytest.mark.parametrize("kind", list(Kind))
 @pytest.mark.parametrize("inputs", [64, 70, 896])
-def test_a_row_of_a_product_does_not_depend_on_its_neighbours(kind: Kind, inputs: int) -> None:
-    layers = [layer(inputs, 45, bias=False, seed=seed) for seed in (1, 2)]
+def test_a_row_of_a_product_does_not_depend_on_its_neighbours(
+    dtype: torch.dtype, kind: Kind, inputs: int
+) -> None:
+    layers = [layer(dtype, inputs, 45, bias=False, seed=seed) for seed in (1, 2)]
     fast = Linear(layers, kind)
-    x = randn(64, inputs, seed=3)
-    alone = torch.cat([fast(x[row : row + 1]) for row in range(64)])
-    for count in (2, 3, 4, 6, 63, 64):
-        assert torch.equal(fast(x[:count]), alone[:count]), count
+    x = randn(dtype, 640, inputs, seed=3)
+    picked = [*range(12), *range(12, 640, 17)]
+    alone = torch.cat([fast(x[row : row + 1]) for row in picked])
+    for count in (2, 3, 4, 6, 11, 64, 67, 640):
+        compared = [row for row in picked if row < count]
+        assert torch.equal(fast(x[:count])[compared], alone[: len(compared)]), count
 
 
-def test_wide_outputs_are_the_rounded_numbers_in_float32() -> None:
-    made = layer(100, 70, bias=False, seed=1)
-    x = randn(5, 100, seed=2)
+def test_wide_outputs_are_the_rounded_numbers_in_float32(dtype: torch.dtype) -> None:
+    made = layer(dtype, 100, 70, bias=False, seed=1)
+    x = randn(dtype, 5, 100, seed=2)
     wide = Linear([made], Kind.WIDE)(x)
     assert wide.dtype == torch.float32
     assert torch.equal(wide, Linear([made])(x).float())
 
 
-def test_new_weights_are_used_wherever_they_are() -> None:
-    made = layer(64, 32, bias=True, seed=1)
+def test_new_weights_are_used_wherever_they_are(dtype: torch.dtype) -> None:
+    made = layer(dtype, 64, 32, bias=True, seed=1)
     fast = Linear([made])
-    x = randn(2, 64, seed=2)
+    x = randn(dtype, 2, 64, seed=2)
     fast(x)
-    made.weight.data.copy_(randn(32, 64, seed=3) / 8)
+    made.weight.data.copy_(randn(dtype, 32, 64, seed=3) / 8)
     assert_close(fast(x), made(x))
-    made.weight = nn.Parameter(randn(32, 64, seed=4) / 8)
-    made.bias.data = randn(32, seed=5)
+    made.weight = nn.Parameter(randn(dtype, 32, 64, seed=4) / 8)
+    made.bias.data = randn(dtype, 32, seed=5)
     assert_close(fast(x), made(x))
 
 
-def test_numbers_that_are_none_come_through() -> None:
-    made = layer(64, 8, bias=False, seed=1)
+def test_numbers_that_are_none_come_through(dtype: torch.dtype) -> None:
+    made = layer(dtype, 64, 8, bias=False, seed=1)
     made.weight.data[3, 5] = float("nan")
-    assert Linear([made])(randn(1, 64))[0].isnan().tolist() == [i == 3 for i in range(8)]
-    broken = torch.full((1, 32), float("nan"), dtype=BF16)
+    assert Linear([made])(randn(dtype, 1, 64))[0].isnan().tolist() == [i == 3 for i in range(8)]
+    broken = torch.full((1, 32), float("nan"), dtype=dtype)
     assert cpu.gate(broken, torch.ones_like(broken), Kind.GATED_SILU).isnan().all()
 
 
 @pytest.mark.parametrize("shape", [(1, 896), (3, 5, 48), (2, 7), (70, 1000)])
 @pytest.mark.parametrize("shifted", [False, True])
-def test_rms_norm(shape: tuple[int, ...], shifted: bool) -> None:
-    x, weight = randn(*shape) * 3, randn(shape[-1], seed=1)
+def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...], shifted: bool) -> None:
+    x, weight = randn(dtype, *shape) * 3, randn(dtype, shape[-1], seed=1)
     wide = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
-    wanted = (wide * (1 + weight.float())).to(BF16) if shifted else weight * wide.to(BF16)
+    wanted = (wide * (1 + weight.float())).to(dtype) if shifted else weight * wide.to(dtype)
     module = nn.Module()
     module.weight = nn.Parameter(weight, requires_grad=False)
     assert_close(cpu.RMSNorm(module, 1e-6, shifted=shifted)(x), wanted)
 
 
 @pytest.mark.parametrize("width", [32, 64, 96, 256])
-def test_rotation_has_the_bits_of_transformers_own(width: int) -> None:
+def test_rotation_has_the_bits_of_transformers_own(dtype: torch.dtype, width: int) -> None:
     rows, heads = 9, 5
-    x = randn(rows, (heads + 2) * width)
+    x = randn(dtype, rows, (heads + 2) * width)
     angles = torch.rand(rows, width // 2, generator=torch.Generator().manual_seed(1)) * 100
-    cos, sin = (f(angles).repeat(1, 2).to(BF16) for f in (torch.cos, torch.sin))
+    cos, sin = (f(angles).repeat(1, 2).to(dtype) for f in (torch.cos, torch.sin))
     by_head = x.view(rows, -1, width)[:, :heads]
     halves = by_head.chunk(2, dim=-1)
     turned = torch.cat((-halves[1], halves[0]), dim=-1)
@@ -163,6 +182,7 @@ def test_rotation_has_the_bits_of_transformers_own(width: int) -> None:
 )
 @pytest.mark.parametrize("block_size", [1, 5, 16, 32])
 def test_decode_attention(
+    dtype: torch.dtype,
     contexts: tuple[int, ...],
     shape: tuple[int, int, int, int],
     window: int | None,
@@ -176,11 +196,11 @@ def test_decode_attention(
     order = torch.randperm(count * blocks, generator=torch.Generator().manual_seed(0))
     tables = order.view(count, blocks)
     cache = [
-        randn(count * blocks, block_size, kv_heads, width, seed=width)
+        randn(dtype, count * blocks, block_size, kv_heads, width, seed=width)
         for width in (key_width, value_width)
     ]
-    sink = randn(heads, seed=5) if sinks else None
-    queries = randn(count, heads, key_width, seed=6)
+    sink = randn(dtype, heads, seed=5) if sinks else None
+    queries = randn(dtype, count, heads, key_width, seed=6)
     paged = PagedAttention(*cache, heads, window=window, scale=0.2, softcap=softcap, sinks=sink)
     found = paged.decode(queries, DecodeRows(count, tables, torch.tensor(contexts)))
     for row, context in enumerate(contexts):
@@ -200,10 +220,10 @@ def test_decode_attention(
         assert_close(found[row], torch.einsum("hp,phd->hd", weights, values))
 
 
-def test_a_row_of_attention_does_not_depend_on_its_neighbours() -> None:
-    keys, values = randn(30, 16, 2, 64, seed=1), randn(30, 16, 2, 64, seed=2)
+def test_a_row_of_attention_does_not_depend_on_its_neighbours(dtype: torch.dtype) -> None:
+    keys, values = randn(dtype, 30, 16, 2, 64, seed=1), randn(dtype, 30, 16, 2, 64, seed=2)
     paged = PagedAttention(keys, values, 14, window=None, scale=0.1, softcap=None, sinks=None)
-    queries = randn(3, 14, 64, seed=3)
+    queries = randn(dtype, 3, 14, 64, seed=3)
     tables = torch.arange(30).view(3, 10)
     contexts = torch.tensor([150, 77, 12])
     together = paged.decode(queries, DecodeRows(3, tables, contexts))
@@ -213,10 +233,10 @@ def test_a_row_of_attention_does_not_depend_on_its_neighbours() -> None:
         assert torch.equal(paged.decode(queries[part], rows), together[part])
 
 
-def test_stored_keys_and_values_lie_in_their_slots() -> None:
-    keys, values = torch.zeros(4, 4, 2, 16, dtype=BF16), torch.zeros(4, 4, 2, 32, dtype=BF16)
+def test_stored_keys_and_values_lie_in_their_slots(dtype: torch.dtype) -> None:
+    keys, values = torch.zeros(4, 4, 2, 16, dtype=dtype), torch.zeros(4, 4, 2, 32, dtype=dtype)
     paged = PagedAttention(keys, values, 2, window=None, scale=1.0, softcap=None, sinks=None)
-    both = randn(3, 2 * 16 + 2 * 32)
+    both = randn(dtype, 3, 2 * 16 + 2 * 32)
     new_keys = both[:, :32].unflatten(1, (2, 16))
     new_values = both[:, 32:].unflatten(1, (2, 32))
     slots = torch.tensor([5, 0, 15])
@@ -239,6 +259,33 @@ def test_softmax_sums(vocab: int) -> None:
         weights = ((logits - largest[:, None]) / divisors[:, None]).double().exp()
         wanted = torch.stack([part.sum(dim=1) for part in weights.split(512, dim=1)], dim=1)
         assert torch.allclose(sums, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("vocab", [1, 16, 17, 31, 32, 33, 600, 40_000])
+def test_what_is_forbidden_becomes_minus_infinity(vocab: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(6, vocab, generator=generator)
+    places = np.array([4, 0, 3])
+    wanted = logits.clone()
+    padded = torch.zeros(len(places), -(-vocab // 32) * 32, dtype=torch.bool)
+    for row, share in enumerate((0.0, 0.5, 1.0)):
+        # What is behind the vocabulary may say anything.
+        padded[row] = torch.rand(padded.shape[1], generator=generator) < share
+        wanted[places[row], ~padded[row, :vocab]] = float("-inf")
+    allowed = np.packbits(padded.numpy(), axis=1, bitorder="little").view(np.int32)
+    behind = torch.ones(6 * vocab + 32)
+    behind[: 6 * vocab] = logits.flatten()
+    cpu.forbid(behind[: 6 * vocab].view(6, vocab), places, allowed)
+    assert torch.equal(behind[: 6 * vocab].view(6, vocab), wanted)
+    assert torch.equal(behind[6 * vocab :], torch.ones(32))
+    assert torch.equal(plainly(logits, places, allowed), wanted)
+
+
+def plainly(logits: Tensor, places: IntArray, allowed: npt.NDArray[np.int32]) -> Tensor:
+    """The same by torch."""
+    masked = logits.clone()
+    TokenMasks(places, allowed, np.zeros(len(places), bool)).apply(masked)
+    return masked
 
 
 @pytest.mark.parametrize("place", [0, 17, 511, 512, 999])

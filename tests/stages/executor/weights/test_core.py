@@ -113,7 +113,7 @@ def move(world: World, kind: str, chance: Random, failing: float) -> None:
 @pytest.fixture(autouse=True)
 def no_trimming(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of so little need not go back to the system each time."""
-    monkeypatch.setattr(memory_module, "_trim", lambda device: None)
+    monkeypatch.setattr(memory_module, "trim", lambda device: None)
 
 
 class Interleaved(RuleBasedStateMachine):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nano_inference.stages.executor.weights.transports import Background
-from nano_inference.stages.executor.weights.updates import _stay_single
+from nano_inference.stages.executor.weights.updates import stay_single
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def two_threads() -> Iterator[None]:
 def test_it_alone_has_no_parallel_regions(two_threads: None) -> None:
     with ThreadPoolExecutor(1) as steps:
         assert steps.submit(torch.get_num_threads).result() == 2
-        fetching = Background("weights-test", _stay_single)
+        fetching = Background("weights-test", stay_single)
         assert fetching.submit(torch.get_num_threads).result(60) == 1
         fetching.close()
         assert steps.submit(torch.get_num_threads).result() == 2

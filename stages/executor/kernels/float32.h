@@ -1,0 +1,60 @@
+// Numbers of cpu.c for float32 models: floats, and nothing is rounded in between.
+
+typedef float number;
+typedef __m512 Numbers;   // a vector full of them
+typedef __mmask16 Lanes;  // some of a vector
+
+enum { WIDTH = 16 };  // numbers in a vector, which is a cache line
+#define ALL_LANES 0xffffu
+
+INLINE Lanes lanes(long count) { return first(count); }
+
+INLINE Numbers load(const number *p, Lanes mask) { return _mm512_maskz_loadu_ps(mask, p); }
+
+// Adds products of numbers to sums.
+INLINE __m512 add_product(__m512 sums, Numbers a, Numbers b) { return _mm512_fmadd_ps(a, b, sums); }
+
+INLINE __m512 load_wide(const number *p) { return _mm512_loadu_ps(p); }
+
+INLINE __m512 load_wide_some(const number *p, __mmask16 mask) {
+    return _mm512_maskz_loadu_ps(mask, p);
+}
+
+INLINE void store_narrow(number *p, __m512 v) { _mm512_storeu_ps(p, v); }
+
+INLINE void store_narrow_some(number *p, __mmask16 mask, __m512 v) {
+    _mm512_mask_storeu_ps(p, mask, v);
+}
+
+INLINE __m512 rounded(__m512 v) { return v; }
+
+INLINE float wide(number v) { return v; }
+
+// --- values of attention ------------------------------------------------------------------------
+
+// Lays up to 32 numbers of 16 positions' values side by side for add_values.
+INLINE void lay_out_values(const number *const *values, long offset, long count, number *to) {
+    UNROLL for (int j = 0; j < 16; j++, to += 32) {
+        const number *from = values[j] + offset;
+        _mm512_storeu_ps(to, _mm512_maskz_loadu_ps(first(count), from));
+        _mm512_storeu_ps(to + 16, _mm512_maskz_loadu_ps(first(count - 16), from + 16));
+    }
+}
+
+// Adds so many positions' values, a multiple of 16 and laid out, by their weights to 32 sums. Of
+// even and of odd positions by themselves: one addition has to wait for the last.
+INLINE void add_values(float *sums, const number *weights, const number *values, long positions) {
+    __m512 x[2] = {_mm512_loadu_ps(sums), _mm512_setzero_ps()};
+    __m512 y[2] = {_mm512_loadu_ps(sums + 16), _mm512_setzero_ps()};
+    for (long j = 0; j < positions; j += 2)
+        UNROLL for (int i = 0; i < 2; i++, values += 32) {
+            const __m512 weight = _mm512_set1_ps(weights[j + i]);
+            x[i] = _mm512_fmadd_ps(weight, _mm512_loadu_ps(values), x[i]);
+            y[i] = _mm512_fmadd_ps(weight, _mm512_loadu_ps(values + 16), y[i]);
+        }
+    _mm512_storeu_ps(sums, _mm512_add_ps(x[0], x[1]));
+    _mm512_storeu_ps(sums + 16, _mm512_add_ps(y[0], y[1]));
+}
+
+// As add_values leaves them.
+INLINE void put_in_order(__m512 *x, __m512 *y) { (void)x, (void)y; }

@@ -1,0 +1,77 @@
+// Kernels for what is done with logits, which are float32 in every model.
+
+#include "vectors.h"
+
+enum { SPAN = 16384 };  // numbers that a thread takes at a time; a multiple of any block
+
+// For each row of [rows, width] its largest number (NaN where there is one), the first place of it,
+// and the sums of exp((x - largest) / divisor) over blocks: sums is [rows, blocks].
+void softmax_sums(const float *x, long rows, long width, const float *divisors, long block,
+                  float *largest, int64_t *places, double *sums) {
+    const long spans = (width + SPAN - 1) / SPAN, blocks = (width + block - 1) / block;
+    float maxima[spans];
+#pragma omp parallel if (rows * width > PARALLEL_WORK)
+    for (long row = 0; row < rows; row++) {
+        const float *from = x + row * width;
+#pragma omp for
+        for (long span = 0; span < spans; span++) {
+            const long start = span * SPAN, stop = start + SPAN < width ? start + SPAN : width;
+            __m512 most = _mm512_set1_ps(-INFINITY);
+            __mmask16 broken = 0;
+            for (long i = start; i < stop; i += 16) {
+                __mmask16 mask = first(stop - i);
+                __m512 v = _mm512_mask_loadu_ps(most, mask, from + i);
+                broken |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+                most = _mm512_max_ps(most, v);
+            }
+            maxima[span] = broken ? NAN : _mm512_reduce_max_ps(most);
+        }
+#pragma omp single
+        {
+            float most = -INFINITY;
+            for (long span = 0; span < spans; span++)
+                if (maxima[span] > most || maxima[span] != maxima[span]) most = maxima[span];
+            largest[row] = most;
+            places[row] = width;
+        }
+        const __m512 most = _mm512_set1_ps(largest[row]), divisor = _mm512_set1_ps(divisors[row]);
+#pragma omp for
+        for (long b = 0; b < blocks; b++) {
+            const long start = b * block, stop = start + block < width ? start + block : width;
+            __m512 sum = _mm512_setzero_ps();
+            for (long i = start; i < stop; i += 16) {
+                __mmask16 mask = first(stop - i);
+                __m512 v = _mm512_maskz_loadu_ps(mask, from + i);
+                __mmask16 equal = _mm512_mask_cmp_ps_mask(mask, v, most, _CMP_EQ_OQ);
+                if (equal) {
+                    const int64_t place = i + __builtin_ctz(equal);
+#pragma omp critical
+                    if (place < places[row]) places[row] = place;
+                }
+                v = exponential(_mm512_div_ps(_mm512_sub_ps(v, most), divisor));
+                sum = _mm512_mask_add_ps(sum, mask, sum, v);
+            }
+            sums[row * blocks + b] = _mm512_reduce_add_ps(sum);
+        }
+    }
+}
+
+// Minus infinity to what may not be: row i of `allowed` has a bit for each number of row places[i]
+// of x, in words of 32, lowest first. What may be is not touched, nor read.
+void forbid(float *x, long width, const int64_t *places, const uint32_t *allowed, long rows) {
+    const long words = (width + 31) / 32, spans = (width + SPAN - 1) / SPAN;
+    const __m512 never = _mm512_set1_ps(-INFINITY);
+#pragma omp parallel for collapse(2) if (rows * width > PARALLEL_WORK)
+    for (long row = 0; row < rows; row++)
+        for (long span = 0; span < spans; span++) {
+            const long start = span * SPAN, stop = start + SPAN < width ? start + SPAN : width;
+            const uint32_t *from = allowed + row * words;
+            float *to = x + places[row] * width;
+            for (long i = start; i < stop; i += 32) {
+                const uint32_t forbidden = ~from[i / 32];
+                if (forbidden == 0) continue;
+                _mm512_mask_storeu_ps(to + i, first(stop - i) & forbidden, never);
+                _mm512_mask_storeu_ps(to + i + 16, first(stop - i - 16) & forbidden >> 16, never);
+            }
+        }
+}

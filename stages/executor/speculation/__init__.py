@@ -1,0 +1,1 @@
+"""Speculation: drafted tokens, verified beside those that are computed in any case."""

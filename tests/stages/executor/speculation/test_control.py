@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import pytest
+
+from nano_inference.config import EngineConfig
+from nano_inference.stages.executor import ExecutorCore
+from nano_inference.stages.executor.model import wrap_model
+from nano_inference.stages.executor.speculation.control import CostControl
+from nano_inference.stages.executor.speculation.costs import StepCosts
+from nano_inference.stages.executor.speculation.drafts import Draft
+
+from ..models import make_model
+
+DRAFT = Draft((1, 2, 3, 4), (), "ngram")
+
+
+def started(*, max_rows: int = 64) -> CostControl:
+    control = CostControl(StepCosts((1, 4, 16), (0.036, 0.042, 0.069)), max_rows=max_rows)
+    control.add(0)
+    for _ in range(50):
+        control.settle(0, DRAFT, DRAFT.tokens)
+    return control
+
+
+def ratio(control: CostControl) -> float:
+    return control.costs.of(16) / control.costs.of(1)
+
+
+def test_what_is_to_be_expected_is_verified_as_far_as_rows_go() -> None:
+    chances = [started().expected(0, DRAFT)]
+    assert started().lengths(1, 0, chances) == [4]
+    assert started(max_rows=3).lengths(1, 0, chances) == [2]
+
+
+def test_a_sequence_that_left_leaves_nothing_to_the_next_in_its_row() -> None:
+    for leave in (lambda control: control.forget(0), lambda control: control.clear()):
+        control = started()
+        control.settle(0, DRAFT, [1])
+        leave(control)
+        control.add(0)
+        control.settle(0, Draft(), [9])
+        assert control.expected(0, DRAFT) == control.expected(1, DRAFT)
+
+
+def test_costs_follow_the_steps_whose_lengths_were_chosen() -> None:
+    control = started()
+    before = ratio(control)
+    for rows in (1, 16) * 200:
+        control.lengths(rows, 0, [])
+        control.timed(rows * 0.01)
+    assert ratio(control) > 1.5 * before
+
+
+def test_steps_with_prompts_and_steps_that_nobody_asked_about_teach_nothing() -> None:
+    control = started()
+    before = ratio(control)
+    for _ in range(200):
+        control.lengths(1, 0, [])
+        control.timed(0.01)
+        control.lengths(16, 300, [])
+        control.timed(5.0)
+        control.lengths(16, 0, [])
+        control.timed(0.02)
+        control.timed(5.0)
+    assert ratio(control) == before
+
+
+@pytest.mark.parametrize("speculation", ["auto", "off"])
+def test_a_lane_finds_out_what_its_steps_cost_only_where_it_drafts(
+    speculation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = []
+
+    def measure(self: ExecutorCore) -> StepCosts:
+        measured.append(original(self))
+        return measured[-1]
+
+    original = ExecutorCore._measure_costs
+    monkeypatch.setattr(ExecutorCore, "_measure_costs", measure)
+    config = EngineConfig(max_batch_size=4, kv_cache_bytes=1 << 20, speculation=speculation)  # type: ignore[arg-type]
+    core = ExecutorCore(config, model=wrap_model(make_model("qwen2"), 64))
+    assert len(measured) == (speculation == "auto")
+    if measured:
+        assert core._speculator is not None
+        assert core._speculator._control.costs is measured[0]  # type: ignore[attr-defined]

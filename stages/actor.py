@@ -11,7 +11,7 @@ import anyio
 import structlog
 
 from ..bus import Bus, Inbox, Outcome, Sender, StageState
-from ..bus.control import Reset, StageReady, StageStarted, StageStopped
+from ..bus.control import LoadedAdapter, Reset, StageReady, StageStarted, StageStopped
 from ..bus.links import CONTROL, Link, at
 from ..bus.messages import Envelope, Message
 from ..config import REPLICATED, BusError, Config, NanoInferenceError, cut, role_of
@@ -151,6 +151,10 @@ class Actor(ABC):
     def load(self) -> dict[str, int | float | str]:
         """A few numbers for `status`, cheap to compute: they are asked for about once a second."""
         return {}
+
+    def adapters(self) -> tuple[LoadedAdapter, ...]:
+        """Those that requests can name, where that is known. Asked for about once a second."""
+        return ()
 
     def begun(self) -> int | None:
         """How many requests of the lane have begun and are not answered; None where that is not

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 from codecs import utf_8_decode
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -27,6 +27,10 @@ from ..config import ModelError
 _TABLE_DECODERS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"}
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+Pieces = dict[int, str | bytes]
+"""What each token adds to a text: a string, or bytes where a character may be cut."""
 
 
 class TokenPieces(dict[int, str | bytes]):
@@ -94,17 +98,26 @@ class Detokenizer:
     maximal ill-formed part becomes one U+FFFD (Unicode 15, section 3.9).
     """
 
-    __slots__ = ("_cut", "_pieces")
+    __slots__ = ("_cut", "_piece_of")
 
-    def __init__(self, pieces: TokenPieces) -> None:
-        self._pieces = pieces
+    def __init__(self, pieces: Pieces) -> None:
+        self._piece_of = pieces.__getitem__
         self._cut = b""
 
-    def push(self, token_ids: Iterable[int]) -> str:
+    @property
+    def incomplete(self) -> bool:
+        """Whether the tokens so far end within a character."""
+        return bool(self._cut)
+
+    def push(self, token_ids: Sequence[int]) -> str:
         """Takes the next tokens; returns the text that is now certain."""
+        if not self._cut:
+            try:
+                return "".join(map(self._piece_of, token_ids))  # type: ignore[arg-type]
+            except TypeError:
+                pass  # there are bytes among the pieces
         text = ""
-        for token_id in token_ids:
-            piece = self._pieces[token_id]
+        for piece in map(self._piece_of, token_ids):
             if isinstance(piece, str):
                 if not self._cut:
                     text += piece

@@ -6,18 +6,21 @@ it. llguidance does the work: https://github.com/guidance-ai/llguidance.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-from ..config import Constraint, RequestError, cut, shown
+from ..config import Constraint, ModelError, RequestError, cut, shown
 from .tokenizer import load_tokenizer, stop_token_ids_of
 
 if TYPE_CHECKING:
@@ -75,17 +78,27 @@ def invalid(message: str) -> RequestError:
     return RequestError(message, code="invalid_constraint")
 
 
+def kind_of(constraint: Constraint) -> str:
+    """Which kind it is of, for telemetry: the name of its field; "none" where it is of no one."""
+    given = _given(constraint)
+    return given[0] if len(given) == 1 else "none"
+
+
+def _given(constraint: Constraint) -> list[str]:
+    return [
+        name
+        for name in constraint.__struct_fields__
+        if getattr(constraint, name) not in (None, False)
+    ]
+
+
 def plain(constraint: Constraint) -> Constraint:
     """The same constraint with nothing but text in it.
 
     Raises:
         RequestError: invalid_constraint: not exactly one kind is given, or a schema is no JSON.
     """
-    given = [
-        name
-        for name in constraint.__struct_fields__
-        if getattr(constraint, name) not in (None, False)
-    ]
+    given = _given(constraint)
     if len(given) != 1:
         wanted = ", ".join(constraint.__struct_fields__)
         raise invalid(f"constraint has {shown(given)}; give exactly one of {wanted}")
@@ -129,16 +142,72 @@ def grammar_of(constraint: Constraint) -> str:
         raise invalid(f"the constraint can't be read: {_said(error)}") from None
 
 
-def is_dead_end(matcher: LLMatcher, stops_allowed: npt.NDArray[np.bool_]) -> bool:
+def allows(masks: npt.NDArray[np.int32], token_ids: list[int]) -> npt.NDArray[np.bool_]:
+    """Which of some tokens masks allow, `[..., token_ids]`.
+
+    Args:
+        masks: `[..., ceil(vocab / 32)]`, a bit for each token, of each number the lowest first.
+        token_ids: Within the vocabulary.
+    """
+    words, bits = np.divmod(np.array(token_ids, np.int32), 32)
+    allowed: npt.NDArray[np.bool_] = (masks[..., words] >> bits & 1).astype(np.bool_)
+    return allowed
+
+
+def only(token_ids: list[int], words: int) -> npt.NDArray[np.int32]:
+    """A mask, `[words]`, that allows these tokens and no other."""
+    mask = np.zeros(words, np.uint32)
+    for token_id in token_ids:
+        mask[token_id // 32] |= np.uint32(1 << token_id % 32)
+    return mask.view(np.int32)
+
+
+def is_dead_end(matcher: LLMatcher, *, may_stop: bool) -> bool:
     """Whether a text can't become what it has to be any more.
 
     llguidance then lets it end, as it does where a text is complete.
 
     Args:
         matcher: Behind what there is of the text.
-        stops_allowed: `[stop ids]`, whether its mask allows each.
+        may_stop: Whether its mask allows a token with which a text may end.
     """
-    return matcher.is_error() or bool(stops_allowed.any() and not matcher.is_accepting())
+    return matcher.is_error() or (may_stop and not matcher.is_accepting())
+
+
+class _Vocabulary:
+    """A model's tokens as llguidance wants them, and what has been compiled for them.
+
+    There is one of each in a process: what admission has compiled, the executor beside it need not.
+    """
+
+    def __init__(self, tokenizer: LLTokenizer, stop_ids: list[int]) -> None:
+        self.tokenizer = tokenizer
+        self.stop_ids = stop_ids
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
+
+    def matcher(self, constraint: Constraint) -> LLMatcher:
+        """Raises RequestError: invalid_constraint."""
+        # As admission hands it on, so that the executor finds what admission has compiled.
+        constraint = plain(constraint)
+        try:
+            key = msgspec.json.encode(constraint)
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
+            raise invalid(f"the constraint can't be read: {_said(error)}") from None
+        with self._lock:
+            found = self._compiled.get(key)
+        # Not under the lock: whoever asks for one that is there need not wait for another's.
+        matcher = found or _compile(constraint, self.tokenizer, self.stop_ids)
+        with self._lock:
+            self._compiled[key] = matcher
+            self._compiled.move_to_end(key)
+            if len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
+            return matcher.deep_copy()
+
+
+_VOCABULARIES: WeakValueDictionary[bytes, _Vocabulary] = WeakValueDictionary()
+_VOCABULARIES_LOCK = threading.Lock()
 
 
 class GrammarCompiler:
@@ -148,7 +217,6 @@ class GrammarCompiler:
 
     Attributes:
         vocab_size: Columns of the model's logits.
-        stop_ids: Tokens with which a text may end, once something has been compiled.
     """
 
     def __init__(
@@ -158,7 +226,8 @@ class GrammarCompiler:
         load: Callable[[Path], PreTrainedTokenizerFast] = load_tokenizer,
     ) -> None:
         """Args:
-        folder: The model's, where its tokenizer is; loaded when the first constraint comes.
+        folder: The model's, where its tokenizer is; loaded by `make_ready`, or when the first
+            constraint comes.
         vocab_size: Columns of the model's logits, of which the tokenizer may have fewer.
         load: Gives the tokenizer.
         """
@@ -166,9 +235,22 @@ class GrammarCompiler:
         self._load = load
         self.vocab_size = vocab_size
         self._lock = threading.Lock()
-        self._tokenizer: LLTokenizer | None = None
-        self.stop_ids: list[int] = []
-        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        self._vocabulary: _Vocabulary | RequestError | ModelError | None = None
+
+    def make_ready(self) -> None:
+        """Makes of the tokenizer what constraints need, to be done before requests come.
+
+        It takes a second where the vocabulary is large, and llguidance holds Python's lock for all
+        of it, whichever thread it is in. What is wrong is told when a constraint comes.
+        """
+        with suppress(RequestError, ModelError):
+            self._ready()
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """Tokens with which a text may end; none before it is ready."""
+        vocabulary = self._vocabulary
+        return vocabulary.stop_ids if isinstance(vocabulary, _Vocabulary) else []
 
     def check(self, constraint: Constraint) -> None:
         """Whether a constraint can be followed.
@@ -185,52 +267,50 @@ class GrammarCompiler:
             RequestError: As `check`.
             ModelError: The model has no tokenizer that can be used.
         """
-        try:
-            key = msgspec.json.encode(constraint)
-        except (ValueError, TypeError, OverflowError, RecursionError) as error:
-            raise invalid(f"the constraint can't be read: {_said(error)}") from None
+        return self._ready().matcher(constraint)
+
+    def _ready(self) -> _Vocabulary:
         with self._lock:
-            found = self._compiled.get(key)
+            if self._vocabulary is None:
+                try:
+                    self._vocabulary = self._find_vocabulary()
+                except (RequestError, ModelError) as error:
+                    self._vocabulary = error
+            if isinstance(self._vocabulary, Exception):
+                raise self._vocabulary.with_traceback(None)
+            return self._vocabulary
+
+    def _find_vocabulary(self) -> _Vocabulary:
+        """The process's one for these tokens."""
+        tokenizer = self._load(self._folder)
+        stop_ids = sorted(stop_token_ids_of(self._folder, tokenizer))
+        if not stop_ids:
+            raise invalid(
+                "the model has no end-of-sequence token, so that a constrained answer could "
+                "not end; leave the constraint out"
+            )
+        text = tokenizer.backend_tokenizer.to_str()
+        key = hashlib.sha256(f"{self.vocab_size} {stop_ids} {text}".encode()).digest()
+        with _VOCABULARIES_LOCK:
+            found = _VOCABULARIES.get(key)
             if found is None:
-                found = self._compile(constraint)
-                self._compiled[key] = found
-                if len(self._compiled) > _KEPT:
-                    self._compiled.popitem(last=False)
-            else:
-                self._compiled.move_to_end(key)
-            return found.deep_copy()
+                try:
+                    made = LLTokenizer(text, n_vocab=self.vocab_size, eos_token=stop_ids)
+                except ValueError as error:
+                    raise invalid(
+                        f"the model's tokenizer can't be used with a constraint: {_said(error)}"
+                    ) from None
+                found = _VOCABULARIES[key] = _Vocabulary(made, stop_ids)
+            return found
 
-    def _compile(self, constraint: Constraint) -> LLMatcher:
-        tokenizer = self._tokens()
-        grammar = grammar_of(plain(constraint))
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
-        if not matcher.is_error():
-            tried = matcher.deep_copy()
-            allowed = np.frombuffer(tried.compute_bitmask(), np.uint8)
-            if is_dead_end(
-                tried, np.unpackbits(allowed, bitorder="little").view(np.bool_)[self.stop_ids]
-            ):
-                raise invalid("the constraint allows no text at all")
-        if matcher.is_error():
-            raise invalid(f"the constraint can't be followed: {_said(matcher.get_error())}")
-        return matcher
 
-    def _tokens(self) -> LLTokenizer:
-        if self._tokenizer is None:
-            tokenizer = self._load(self._folder)
-            self.stop_ids = sorted(stop_token_ids_of(self._folder, tokenizer))
-            if not self.stop_ids:
-                raise invalid(
-                    "the model has no end-of-sequence token, so that a constrained answer could "
-                    "not end; leave the constraint out"
-                )
-            text = tokenizer.backend_tokenizer.to_str()
-            try:
-                self._tokenizer = LLTokenizer(
-                    text, n_vocab=self.vocab_size, eos_token=self.stop_ids
-                )
-            except ValueError as error:
-                raise invalid(
-                    f"the model's tokenizer can't be used with a constraint: {_said(error)}"
-                ) from None
-        return self._tokenizer
+def _compile(constraint: Constraint, tokenizer: LLTokenizer, stop_ids: list[int]) -> LLMatcher:
+    """Args: a constraint that is `plain`. Raises RequestError: invalid_constraint."""
+    matcher = LLMatcher(tokenizer, grammar_of(constraint), log_level=0, limits=_LIMITS)
+    if matcher.is_error():
+        raise invalid(f"the constraint can't be followed: {_said(matcher.get_error())}")
+    tried = matcher.deep_copy()
+    allowed = np.frombuffer(tried.compute_bitmask(), np.int32)
+    if is_dead_end(tried, may_stop=bool(allows(allowed, stop_ids).any())):
+        raise invalid("the constraint allows no text at all")
+    return matcher

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from ..config import ModelError, RequestError, SamplingParams
+from .gguf import folder_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -23,8 +24,34 @@ ANY_LENGTH = sys.maxsize
 """Bytes of a token that may stand for text of any length."""
 
 
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
+"""What models' tokenizers are saved as, whether they can be used here or not."""
+
+
+def find_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
+    """As `load_tokenizer`; None where the model has no tokenizer at all, so that token ids are all
+    that it can be given and all that comes of it.
+
+    Raises:
+        ModelError: There is no such folder, or its tokenizer can't be used.
+    """
+    folder = folder_of(folder)
+    if folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
+        return None
+    return load_tokenizer(folder)
+
+
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of a folder in Transformers' format, with its chat template if it has one.
+    """The tokenizer of a folder in Transformers' format, or of a GGUF file, with its chat template
+    if it has one.
 
     Nothing is downloaded and no code from the folder is run.
 
@@ -36,6 +63,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     # importers (clients, tests of the cores) never need.
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    folder = folder_of(folder)
     if not folder.is_dir():
         raise ModelError(f"there is no model folder {folder}; set engine.model_path to one")
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
@@ -57,6 +85,19 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
             f"(a fast tokenizer) and save it there"
         )
     return tokenizer
+
+
+def special_token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
+    """Ids, by their names, of the tokens whose names no other tokens can spell in a grammar.
+
+    To llguidance these are the special ones, and all added ones of the form `<…>`.
+    """
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+    return {
+        token.content: token_id
+        for token_id, token in added.items()
+        if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+    }
 
 
 def longest_token_bytes(tokenizer: PreTrainedTokenizerFast) -> int:
@@ -178,7 +219,7 @@ def _unpacked(state: dict[str, Any], inside: str) -> Iterator[dict[str, Any]]:
         yield state
 
 
-def stop_token_ids_of(folder: Path, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
+def stop_token_ids_of(folder: Path, tokenizer: PreTrainedTokenizerFast | None) -> frozenset[int]:
     """The ids that end a generation by default.
 
     As in Transformers' `generate`: `eos_token_id` of generation_config.json, else of config.json;
@@ -187,6 +228,7 @@ def stop_token_ids_of(folder: Path, tokenizer: PreTrainedTokenizerFast) -> froze
     Raises:
         ModelError: One of the two files can't be read, or holds an id that is none.
     """
+    folder = folder_of(folder)
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         eos = _read_json(path).get("eos_token_id")
@@ -195,7 +237,7 @@ def stop_token_ids_of(folder: Path, tokenizer: PreTrainedTokenizerFast) -> froze
             if not all(type(i) is int and i >= 0 for i in ids):
                 raise ModelError(f"{path}: eos_token_id is {eos!r}; it must be an id or a list")
             return frozenset(ids)
-    own = tokenizer.eos_token_id
+    own = None if tokenizer is None else tokenizer.eos_token_id
     return frozenset() if own is None else frozenset((int(own),))
 
 
@@ -224,7 +266,7 @@ def default_sampling_params(folder: Path) -> SamplingParams:
     Raises:
         ModelError: The file can't be read, or one of the settings can't be used.
     """
-    path = folder / "generation_config.json"
+    path = folder_of(folder) / "generation_config.json"
     settings = _read_json(path)
     do_sample = settings.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):

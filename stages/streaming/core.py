@@ -12,8 +12,10 @@ Completion waits until that has scored all samples.
 from __future__ import annotations
 
 import re
-from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -25,10 +27,10 @@ from ...bus.messages import (
     RecoveryItem,
     RequestFinished,
     RequestInfo,
-    SampleScored,
-    ScoreSample,
+    RowFinish,
     StartedSequence,
     StepResult,
+    TopLogprobs,
 )
 from ...bus.public import (
     Completion,
@@ -39,14 +41,17 @@ from ...bus.public import (
     Timings,
     Usage,
 )
-from ..detokenizer import TokenPieces
-from .samples import NewToken, RequestState, Sample
+from ...bus.scoring import SampleScored, ScoreSample
+from ..detokenizer import Pieces, TokenPieces
+from .samples import RequestState, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 REMEMBERED_ENDS = 4096
 """Requests that were cut short and are remembered, the last ones."""
+
+_SEQ_ID = itemgetter(0)
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-")
 
@@ -89,9 +94,15 @@ class Deliveries(msgspec.Struct, frozen=True):
 class StreamingCore:
     """Requests by id, and running samples by sequence id."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        """Raises ModelError when the tokenizer's decoder can't be streamed (TokenPieces)."""
-        self._pieces = TokenPieces(tokenizer.backend_tokenizer)
+    def __init__(self, tokenizer: PreTrainedTokenizerFast | None) -> None:
+        """Without a tokenizer all texts are empty.
+
+        Raises:
+            ModelError: The tokenizer's decoder can't be streamed (TokenPieces).
+        """
+        self._pieces: Pieces = defaultdict(str)
+        if tokenizer is not None:
+            self._pieces = TokenPieces(tokenizer.backend_tokenizer)
         self._requests: dict[str, RequestState] = {}
         self._running: dict[int, Sample] = {}
         # Entries of requests that were cut short in this epoch: a request may be in several
@@ -105,7 +116,8 @@ class StreamingCore:
     def absorb(self, result: StepResult, now_ns: int) -> Deliveries:
         """Takes a step: first the sequences that started, then its tokens, then requests cut short.
 
-        Rows of sequences that are not running (a stop string has ended them) are dropped.
+        Rows of sequences that are not running (a stop string has ended them) are dropped. Rows of
+        one sequence that follow each other are one chunk.
         """
         batch = _Batch(now_ns)
         for started in result.started:
@@ -113,19 +125,18 @@ class StreamingCore:
         for prompt in result.prompt_logprobs:
             if prompt.seq_id in self._running:
                 self._running[prompt.seq_id].request.absorb_prompt(prompt)
-        rows = zip(
-            result.seq_ids,
-            result.token_ids,
-            result.logprobs,
-            result.finish_reasons,
-            result.top_logprobs or ((),) * len(result.seq_ids),
-            strict=True,
-        )
-        for seq_id, token_id, logprob, reason, top in rows:
-            sample = self._running.get(seq_id)
+        for draft in result.drafts:
+            if (sample := self._running.get(draft.seq_id)) is not None:
+                sample.num_draft_tokens += draft.num_tokens
+                sample.num_accepted_draft_tokens += draft.num_accepted
+        self._take(result, batch)
+        for pooled in result.pooled:
+            sample = self._running.pop(pooled.seq_id, None)
             if sample is not None:
-                token = NewToken(token_id, logprob, reason, result.weight_version, top)
-                self._take(sample, token, result.end_ns, batch)
+                sample.pool(pooled, result.weight_version)
+                sample.request.step_end_ns = sample.request.first_step_end_ns = result.end_ns
+                sample.request.finish(sample)
+                self._complete_if_done(sample.request, batch)
         for cancel in result.ended:
             self._end(cancel, batch)
         return batch.deliveries()
@@ -241,41 +252,65 @@ class StreamingCore:
         sample.seq_id = started.seq_id
         self._running[started.seq_id] = sample
 
-    def _take(self, sample: Sample, token: NewToken, end_ns: int, batch: _Batch) -> None:
+    def _take(self, result: StepResult, batch: _Batch) -> None:
+        """Takes the tokens of a step, of each sample up to the one with which it ends."""
+        running, now_ns, end_ns = self._running, batch.now_ns, result.end_ns
+        version = result.weight_version
+        for seq_id, rows in _rows_by_sequence(result):
+            sample = running.get(seq_id)
+            if sample is None:
+                continue
+            request = sample.request
+            request.step_end_ns, request.last_token_ns = end_ns, now_ns
+            if not request.first_token_ns:
+                request.first_token_ns, request.first_step_end_ns = now_ns, end_ns
+            text, offset = "", len(sample.token_ids)
+            for token_id, logprob, reason, top, adapter in rows:
+                # A stop string may have ended it in this step.
+                if sample.finish_reason is None:
+                    text += sample.advance(token_id, logprob, reason, version, top, adapter)
+            if request.info.stream:
+                self._tell(sample, offset, text, batch)
+            if sample.finish_reason is not None:
+                # What was accepted behind a stop string is no part of the answer.
+                lost = len(rows) - (len(sample.token_ids) - offset)
+                sample.num_accepted_draft_tokens -= lost
+                self._finish(sample, batch, halt=not reason)
+
+    def _tell(self, sample: Sample, offset: int, text: str, batch: _Batch) -> None:
+        """A chunk with the tokens of a sample from `offset` on, for a client that streams."""
         request = sample.request
-        request.step_end_ns, request.last_token_ns = end_ns, batch.now_ns
-        if not request.first_token_ns:
-            request.first_token_ns = batch.now_ns
-            request.first_step_end_ns = end_ns
-        offset = len(sample.token_ids)
-        text = sample.advance(token)
         info = request.info
-        if info.stream:
-            first = sample.index == 0 and offset == 0
-            prompt_logprobs, prompt_tops = request.scored_prompt() if first else (None, None)
-            chunk = CompletionChunk(
-                request_id=info.request_id,
-                entry_id=info.entry_id,
-                sample_index=sample.index,
-                token_offset=offset,
-                token_ids=(token.token_id,),
-                logprobs=(token.logprob,),
-                text=text,
-                finish_reason=sample.finish_reason,
-                weight_version=token.weight_version,
-                top_logprobs=sample.top_logprobs(offset),
-                prompt_logprobs=prompt_logprobs,
-                prompt_top_logprobs=prompt_tops,
-            )
-            batch.add(info.request_id, chunk)
-        if sample.finish_reason is not None:
-            del self._running[sample.seq_id]
-            if not token.reason:
-                batch.halts.append(sample.seq_id)
-            request.finish(sample)
-            if sample.index in request.unscored:
-                batch.to_score.append(request.to_score(sample.index))
-            self._complete_if_done(request, batch)
+        prompt_logprobs, prompt_tops = None, None
+        if not offset and not sample.index:
+            prompt_logprobs, prompt_tops = request.scored_prompt()
+        chunk = CompletionChunk(
+            request_id=info.request_id,
+            entry_id=info.entry_id,
+            sample_index=sample.index,
+            token_offset=offset,
+            token_ids=tuple(sample.token_ids[offset:]),
+            logprobs=tuple(sample.logprobs[offset:]),
+            text=text,
+            finish_reason=sample.finish_reason,
+            weight_version=sample.weight_version,
+            top_logprobs=sample.top_logprobs(offset) if info.logprobs else None,
+            prompt_logprobs=prompt_logprobs,
+            prompt_top_logprobs=prompt_tops,
+            adapter_version=sample.adapter_version,
+        )
+        batch.add(info.request_id, chunk)
+
+    def _finish(self, sample: Sample, batch: _Batch, *, halt: bool) -> None:
+        """A sample has ended with its last token; `halt`: and the executor does not know."""
+        request = sample.request
+        del self._running[sample.seq_id]
+        if halt:
+            batch.halts.append(sample.seq_id)
+        request.finish(sample)
+        if sample.index in request.unscored:
+            batch.to_score.append(request.to_score(sample.index))
+        self._complete_if_done(request, batch)
 
     def forget(self, request_id: str, entry_id: str) -> None:
         """Drops what there is of a request, without a word to its client."""
@@ -331,8 +366,9 @@ class StreamingCore:
                 logprobs=(),
                 text=text,
                 finish_reason=sample.finish_reason,
-                weight_version=sample.weight_version,
+                weight_version=max(0, sample.weight_version),
                 top_logprobs=sample.top_logprobs(len(sample.token_ids)),
+                adapter_version=sample.adapter_version,
             )
             batch.add(info.request_id, chunk)
 
@@ -346,6 +382,8 @@ class StreamingCore:
         samples = tuple(sample.result() for _, sample in sorted(request.samples.items()))
         prompt_logprobs, prompt_top_logprobs = request.scored_prompt()
         traced = _TRACEPARENT.match(info.traceparent)
+        drafted = sum(sample.num_draft_tokens for sample in samples)
+        accepted = sum(sample.num_accepted_draft_tokens for sample in samples)
         completion = Completion(
             request_id=info.request_id,
             entry_id=info.entry_id,
@@ -357,6 +395,8 @@ class StreamingCore:
                 prompt_tokens=info.num_prompt_tokens,
                 cached_tokens=request.cached_tokens,
                 completion_tokens=sum(len(sample.token_ids) for sample in samples),
+                accepted_prediction_tokens=accepted,
+                rejected_prediction_tokens=drafted - accepted,
             ),
             timings=_timings(request, batch.now_ns),
             trace_id=traced[1] if traced else "",
@@ -367,6 +407,27 @@ class StreamingCore:
         )
         ended = EndedRequest(info, completion, request.restored, request.last_token_ns)
         batch.finish(info.request_id, ended)
+
+
+_Row = tuple[int, float, RowFinish, TopLogprobs, int]
+"""Of a StepResult: token, logprob, finish reason, likeliest tokens, version of the adapter."""
+
+
+def _rows_by_sequence(result: StepResult) -> Iterable[tuple[int, Sequence[_Row]]]:
+    """What each sequence got in a step; only with drafts may that be several tokens."""
+    number = len(result.seq_ids)
+    rows = zip(
+        result.token_ids,
+        result.logprobs,
+        result.finish_reasons,
+        result.top_logprobs or ((),) * number,
+        result.adapter_versions or (0,) * number,
+        strict=True,
+    )
+    if not result.drafts:
+        return zip(result.seq_ids, zip(rows), strict=True)
+    pairs = zip(result.seq_ids, rows, strict=True)
+    return [(seq_id, [pair[1] for pair in made]) for seq_id, made in groupby(pairs, _SEQ_ID)]
 
 
 class _Batch:
@@ -415,7 +476,7 @@ def _timings(request: RequestState, now_ns: int) -> Timings:
         StageTime(stage="batching", start_ns=left_fairness_ns, end_ns=executed_ns),
         StageTime(stage="executor", start_ns=executed_ns, end_ns=request.step_end_ns),
     ]
-    if request.first_token_ns:
+    if request.first_step_end_ns:
         stages.append(
             StageTime(stage="streaming", start_ns=request.first_step_end_ns, end_ns=now_ns)
         )

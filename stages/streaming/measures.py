@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...bus.messages import RequestInfo
 from ...telemetry import Labels, Metrics, instruments, names, priority_label
 from .core import EndedRequest
 
@@ -22,7 +23,7 @@ def measure_end(metrics: Metrics, ended: EndedRequest, weight_version: int) -> N
         return
     timings, usage = completion.timings, completion.usage
     labels = {
-        names.OPERATION: "text_completion",
+        names.OPERATION: operation_of(ended.info),
         names.PROVIDER: "nano-inference",
         names.REQUEST_MODEL: ended.info.model,
     }
@@ -35,6 +36,11 @@ def measure_end(metrics: Metrics, ended: EndedRequest, weight_version: int) -> N
             record(instruments.WEIGHT_STALENESS, weight_version - sample.weight_version)
     if not ended.restored:
         _measure_phases(metrics, ended, labels)
+
+
+def operation_of(info: RequestInfo) -> str:
+    """What a request asked for, in OpenTelemetry's words."""
+    return "text_completion" if info.pooling is None else "embeddings"
 
 
 def _measure_phases(metrics: Metrics, ended: EndedRequest, labels: Labels) -> None:
@@ -50,6 +56,8 @@ def _measure_phases(metrics: Metrics, ended: EndedRequest, labels: Labels) -> No
         return
     prefill_s = _seconds(executor.start_ns, streaming.start_ns)
     record(instruments.PREFILL_DURATION, prefill_s, priority)
+    if ended.info.pooling is not None:
+        return
     record(instruments.DECODE_DURATION, _seconds(streaming.start_ns, executor.end_ns), priority)
     ttft_s = _seconds(timings.received_ns, timings.first_token_ns)
     record(instruments.TIME_TO_FIRST_TOKEN, ttft_s, {**labels, **priority})

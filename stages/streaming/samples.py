@@ -2,42 +2,27 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import sys
+from array import array
 
 from ...bus.messages import (
     PromptLogprobs,
     RequestInfo,
     RowFinish,
-    SampleScored,
-    ScoreSample,
     TopLogprobs,
 )
+from ...bus.pooling import PooledPrompt
 from ...bus.public import (
     CompletionChunk,
     CompletionSample,
     FinishReason,
     TokenLogprob,
 )
-from ..detokenizer import Detokenizer, TokenPieces
+from ...bus.scoring import SampleScored, ScoreSample
+from ..detokenizer import Detokenizer, Pieces
 from .stop_strings import StopStrings
 
 TokenLogprobs = tuple[TokenLogprob, ...]
-
-
-class NewToken(NamedTuple):
-    """A token as the executor reported it.
-
-    Attributes:
-        reason: Why the sample ends with it; "" when it goes on.
-        weight_version: Of the weights that made it.
-        top_logprobs: Empty when none were asked for.
-    """
-
-    token_id: int
-    logprob: float
-    reason: RowFinish
-    weight_version: int
-    top_logprobs: TopLogprobs = ()
 
 
 class RequestState:
@@ -49,7 +34,8 @@ class RequestState:
         cached_tokens: Prompt tokens that needed no computing, summed over the samples.
         executed_ns: When the first step with any of its samples began on the device.
         step_end_ns: When the last step with any of its samples had its tokens on the host.
-        first_step_end_ns: The same of the first step that brought a token; 0 before.
+        first_step_end_ns: The same of the first step that brought a token, or the prompt's vector;
+            0 before.
         first_token_ns: When that token came here; 0 before.
         last_token_ns: When the last one so far did.
         prompt_logprobs: Those of the prompt's tokens that are known, from the first token on, of
@@ -154,7 +140,7 @@ class RequestState:
     def _scores_prompt(self, index: int) -> bool:
         return index == 0 and self.info.prompt_logprobs is not None
 
-    def add(self, index: int, pieces: TokenPieces) -> Sample:
+    def add(self, index: int, pieces: Pieces) -> Sample:
         """A new sample of this request."""
         sample = self.samples[index] = Sample(self, index, pieces)
         return sample
@@ -167,56 +153,102 @@ class Sample:
         seq_id: The sequence that makes it; another one in each epoch.
         token_ids: All tokens, also those whose text is not shown (stop tokens, and tokens of a
             stop string).
+        logprobs: Of each token.
         finish_reason: None while it goes on.
         ref_logprobs: By the reference model; None while they are not known.
+        weight_version: Of the weights that made the last token; -1 before the first one.
+        adapter_version: Of the adapter that made the last token; 0 when there is none.
+        embedding: The prompt's vector, where that was asked for and is there.
+        num_draft_tokens: Drafted tokens that were verified, as far as this object was told.
+        num_accepted_draft_tokens: Those of them that were what was sampled.
     """
 
     __slots__ = (
         "_detokenizer",
-        "_logprobs",
+        "_first_adapter_version",
+        "_live",
+        "_num_read",
+        "_reports",
         "_stops",
         "_texts",
         "_top_logprobs",
         "_weight_versions",
+        "adapter_version",
+        "embedding",
         "finish_reason",
         "index",
+        "logprobs",
+        "num_accepted_draft_tokens",
+        "num_draft_tokens",
         "ref_logprobs",
         "request",
         "seq_id",
         "token_ids",
+        "weight_version",
     )
 
-    def __init__(self, request: RequestState, index: int, pieces: TokenPieces) -> None:
+    def __init__(self, request: RequestState, index: int, pieces: Pieces) -> None:
         self.request = request
         self.index = index
         self.seq_id = -1
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.ref_logprobs: tuple[float, ...] | None = None
-        self._logprobs: list[float] = []
+        self.embedding: tuple[float, ...] | None = None
+        self.num_draft_tokens = self.num_accepted_draft_tokens = 0
+        self.logprobs: list[float] = []
         self._texts: list[str] = []
         self._top_logprobs: list[TokenLogprobs] = []
         self._weight_versions: list[tuple[int, int]] = []
+        self.weight_version = -1
+        self.adapter_version = self._first_adapter_version = 0
         self._detokenizer = Detokenizer(pieces)
         self._stops = StopStrings(request.info.stop) if request.info.stop else None
+        self._reports = request.info.logprobs > 0
+        # Whether somebody looks at the text of each token. If not it is made at the end, in one go.
+        self._live = request.info.stream or self._stops is not None
+        # Where not: of so many tokens the text is made.
+        self._num_read = 0
 
-    def advance(self, token: NewToken) -> str:
+    def advance(
+        self,
+        token_id: int,
+        logprob: float,
+        reason: RowFinish,
+        weight_version: int,
+        top_logprobs: TopLogprobs = (),
+        adapter_version: int = 0,
+    ) -> str:
         """Takes the next token; returns the text that is now certain and sets `finish_reason`.
 
         A stop token ("stop" from the executor) counts, but its text is never shown, special token
         or not; vLLM does the same. A stop string turns any reason into "stop", but the text of
         the first `min_tokens` tokens is none of its business, not even as a beginning.
+
+        It runs for each token of each sample, so what only some of them need stands behind a look
+        at one attribute. Without a stream and stop strings all text comes with the last token.
+
+        Args:
+            token_id: As the executor reported it, and so are the others.
+            logprob: Of the token.
+            reason: Why the sample ends with it; "" when it goes on.
+            weight_version: Of the weights that made it.
+            top_logprobs: Empty when none were asked for.
+            adapter_version: Of the adapter that it was made with; 0 without one.
         """
-        info, reason = self.request.info, token.reason
-        self._record(
-            token.token_id,
-            token.logprob,
-            token.weight_version,
-            token_logprobs(token.top_logprobs) if info.logprobs else (),
-        )
+        if weight_version != self.weight_version or adapter_version != self.adapter_version:
+            self._change_versions(weight_version, adapter_version)
+        self.token_ids.append(token_id)
+        self.logprobs.append(logprob)
+        if self._reports:
+            self._top_logprobs.append(token_logprobs(top_logprobs))
+        if not (reason or self._live):
+            return ""
         text, matched = "", False
-        if reason != "stop":
-            text, matched = self._advance_text(token.token_id)
+        if not self._live:
+            text = self._read(len(self.token_ids) - (reason == "stop"))
+        elif reason != "stop":
+            text, matched = self._advance_text(token_id)
         if matched:
             self.finish_reason = "stop"
         elif reason:
@@ -226,23 +258,39 @@ class Sample:
             self._texts.append(text)
         return text
 
+    def pool(self, prompt: PooledPrompt, weight_version: int) -> None:
+        """Takes the prompt's vector, with which the sample ends."""
+        vector = array("f", prompt.vector)
+        if sys.byteorder == "big":
+            vector.byteswap()
+        self.embedding = tuple(vector)
+        self._weight_versions = [(weight_version, 0)]
+        self.adapter_version = self._first_adapter_version = prompt.adapter_version
+        self.finish_reason = "stop"
+
     def restore(self, chunk: CompletionChunk) -> None:
         """Takes tokens that were delivered before, by this process or another.
 
         Text follows from tokens alone, so detokenizer and stop strings get where they were.
         """
         tops = chunk.top_logprobs or ((),) * len(chunk.token_ids)
+        if chunk.token_ids:
+            self._change_versions(chunk.weight_version, chunk.adapter_version)
         for token_id, logprob, top in zip(chunk.token_ids, chunk.logprobs, tops, strict=True):
-            self._record(token_id, logprob, chunk.weight_version, top)
+            self.token_ids.append(token_id)
+            self.logprobs.append(logprob)
+            if self._reports:
+                self._top_logprobs.append(top)
             if chunk.finish_reason is None:
                 self._advance_text(token_id)
+        self._num_read = len(self.token_ids)
         self._texts.append(chunk.text)
         self.finish_reason = chunk.finish_reason
 
     def abort(self) -> str:
         """Ends the sample where it is; returns the text that was held back."""
         self.finish_reason = "abort"
-        text = self._rest()
+        text = ("" if self._live else self._read(len(self.token_ids))) + self._rest()
         self._texts.append(text)
         return text
 
@@ -253,32 +301,35 @@ class Sample:
             sample_index=self.index,
             text="".join(self._texts),
             token_ids=tuple(self.token_ids),
-            logprobs=tuple(self._logprobs),
+            logprobs=tuple(self.logprobs),
             finish_reason=self.finish_reason or "abort",
             weight_version=spans[0][0] if spans else 0,
-            weight_versions=spans,
+            weight_versions=spans if self.token_ids else (),
             top_logprobs=self.top_logprobs(0),
             ref_logprobs=self.ref_logprobs,
+            adapter_version=self._first_adapter_version,
+            embedding=self.embedding,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_draft_tokens=self.num_accepted_draft_tokens,
         )
 
     def top_logprobs(self, first: int) -> tuple[TokenLogprobs, ...] | None:
         """The likeliest tokens at each place from the `first` one on; None when not asked for."""
-        return tuple(self._top_logprobs[first:]) if self.request.info.logprobs else None
+        return tuple(self._top_logprobs[first:]) if self._reports else None
 
-    @property
-    def weight_version(self) -> int:
-        """Of the weights that made the last token; 0 when there is none."""
-        return self._weight_versions[-1][0] if self._weight_versions else 0
-
-    def _record(
-        self, token_id: int, logprob: float, weight_version: int, top: TokenLogprobs
-    ) -> None:
-        if not self._weight_versions or self._weight_versions[-1][0] != weight_version:
+    def _change_versions(self, weight_version: int, adapter_version: int) -> None:
+        """Of the weights and the adapter that make the tokens from the next one on."""
+        if weight_version != self.weight_version:
+            self.weight_version = weight_version
             self._weight_versions.append((weight_version, len(self.token_ids)))
-        self.token_ids.append(token_id)
-        self._logprobs.append(logprob)
-        if self.request.info.logprobs:
-            self._top_logprobs.append(top)
+        if not self.token_ids:
+            self._first_adapter_version = adapter_version
+        self.adapter_version = adapter_version
+
+    def _read(self, end: int) -> str:
+        """The text of the tokens up to there of which it is not made."""
+        start, self._num_read = self._num_read, end
+        return self._detokenizer.push(self.token_ids[start:end])
 
     def _advance_text(self, token_id: int) -> tuple[str, bool]:
         """The text that the last token makes certain, and whether a stop string ends it there."""

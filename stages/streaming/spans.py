@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...telemetry import TraceContext, names
 from ..actor import Actor
 from .core import EndedRequest
+from .measures import operation_of
 
 
 def trace_end(stage: Actor, ended: EndedRequest) -> None:
@@ -24,6 +25,7 @@ def trace_end(stage: Actor, ended: EndedRequest) -> None:
         TraceContext(info.traceparent, info.tracestate),
         held.start_ns if held else timings.finished_ns,
         {
+            names.OPERATION: operation_of(info),
             names.REQUEST_MODEL: info.model,
             names.STATUS: completion.status,
             names.INPUT_TOKENS: completion.usage.prompt_tokens,

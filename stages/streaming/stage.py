@@ -15,15 +15,15 @@ from ...bus.messages import (
     Recover,
     RecoveryItem,
     RequestFinished,
-    SampleScored,
-    ScoreSample,
     StepResult,
 )
 from ...bus.public import Completion, CompletionChunk, Output
+from ...bus.scoring import SampleScored, ScoreSample
 from ...config import role_of_sender, split_role
 from ...telemetry import TraceContext, instruments, now_ns
 from ..actor import Actor, StageContext
-from ..tokenizer import load_tokenizer
+from ..embedding import embeds_only
+from ..tokenizer import find_tokenizer
 from .core import Deliveries, StreamingCore
 from .intervals import TokenIntervals
 from .measures import measure_end
@@ -43,7 +43,7 @@ class StreamingStage(Actor):
         self._deliveries: list[tuple[int, Deliveries]] = []
         # In which `_deliveries` were made.
         self._made_in = 0
-        # Streams that another lane goes on with, as far as this one can tell.
+        # Streams that another lane goes on with, as far as this one can tell, or that have a gap.
         self._fenced: set[str] = set()
         self._intervals = TokenIntervals()
         self._throughput = Throughput(now_ns())
@@ -52,7 +52,11 @@ class StreamingStage(Actor):
 
     async def open(self) -> None:
         folder = self.config.engine.model_folder
-        self._core = StreamingCore(await anyio.to_thread.run_sync(load_tokenizer, folder))
+        # What makes no text need not be able to.
+        tokenizer = None
+        if not embeds_only(folder):
+            tokenizer = await anyio.to_thread.run_sync(find_tokenizer, folder)
+        self._core = StreamingCore(tokenizer)
 
     async def reset(self) -> None:
         # In the epoch in which it was made: another lane may have the request by now, and it must
@@ -125,7 +129,8 @@ class StreamingStage(Actor):
     async def _deliver(
         self, outputs: Sequence[tuple[str, Sequence[Output]]], epoch: int
     ) -> frozenset[str]:
-        """Writes outputs; returns the entries of which another lane has the stream by now."""
+        """Writes outputs; returns the entries of which another lane has the stream by now, or whose
+        stream has to be written anew."""
         fenced = await self.bus.results.deliver(outputs, epoch)
         if not fenced:
             return frozenset()

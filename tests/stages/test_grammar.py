@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from nano_inference.config import BUNDLED_MODEL, Constraint, EngineConfig, RequestError
+from nano_inference.stages import grammar
 from nano_inference.stages.grammar import GrammarCompiler, check_size, plain
+from nano_inference.stages.tokenizer import load_tokenizer
 
 FOLDER = EngineConfig(model_path=BUNDLED_MODEL).model_folder
 VOCAB = 779
@@ -110,9 +112,7 @@ def test_threads_share_a_compiler(compiler: GrammarCompiler) -> None:
 
 def test_a_model_without_an_end_takes_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"eos_token_id": []}')
-    compiler = GrammarCompiler(
-        tmp_path, VOCAB, lambda folder: GrammarCompiler(FOLDER, VOCAB)._load(FOLDER)
-    )
+    compiler = GrammarCompiler(tmp_path, VOCAB, lambda folder: load_tokenizer(FOLDER))
     with pytest.raises(RequestError, match="end-of-sequence"):
         compiler.check(Constraint(json_object=True))
 
@@ -120,3 +120,46 @@ def test_a_model_without_an_end_takes_none(tmp_path: Path) -> None:
 def test_a_tokenizer_with_more_tokens_than_the_model_takes_none() -> None:
     with pytest.raises(RequestError, match="tokenizer"):
         GrammarCompiler(FOLDER, 100).check(Constraint(json_object=True))
+
+
+def test_what_is_ready_waits_for_no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """llguidance holds the interpreter while it reads one, so that nothing else goes on."""
+    ready = GrammarCompiler(FOLDER, VOCAB)
+    ready.make_ready()
+    assert ready.stop_ids
+
+    def too_late(*_: object) -> None:
+        raise AssertionError("the tokenizer is read while requests run")
+
+    monkeypatch.setattr(grammar, "LLTokenizer", too_late)
+    monkeypatch.setattr(ready, "_load", too_late)
+    ready.check(Constraint(regex="[0-9]+"))
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [Constraint(regex="[a-z]{3,5}x"), Constraint(json_schema={"type": "string", "maxLength": 3})],
+)
+def test_what_one_stage_has_compiled_another_in_its_process_need_not(
+    constraint: Constraint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = GrammarCompiler(FOLDER, VOCAB), GrammarCompiler(FOLDER, VOCAB)
+    first.check(constraint)
+    monkeypatch.delattr(grammar, "_compile")
+    # As admission hands it on.
+    assert not second.matcher(plain(constraint)).is_error()
+
+
+def test_a_tokenizer_that_can_not_be_used_is_read_once() -> None:
+    loaded: list[Path] = []
+
+    def load(folder: Path) -> Any:
+        loaded.append(folder)
+        return load_tokenizer(folder)
+
+    compiler = GrammarCompiler(FOLDER, 100, load)
+    compiler.make_ready()
+    for _ in range(2):
+        with pytest.raises(RequestError, match="tokenizer"):
+            compiler.check(Constraint(json_object=True))
+    assert loaded == [FOLDER]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from llguidance import LLTokenizer
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -16,8 +17,10 @@ from nano_inference.stages.tokenizer import (
     ANY_LENGTH,
     check_text_fits,
     default_sampling_params,
+    find_tokenizer,
     load_tokenizer,
     longest_token_bytes,
+    special_token_ids,
     stop_token_ids_of,
 )
 
@@ -45,6 +48,19 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ModelError, match=r"holds no tokenizer\.json"):
         load_tokenizer(tmp_path)
+
+
+def test_a_model_without_any_tokenizer_has_none(folder: Path, tmp_path: Path) -> None:
+    assert find_tokenizer(folder) is not None
+    empty = tmp_path / "model"
+    empty.mkdir()
+    assert find_tokenizer(empty) is None
+    # One that can't be used is not one that is not there.
+    (empty / "tokenizer.model").touch()
+    with pytest.raises(ModelError, match=r"holds no tokenizer\.json"):
+        find_tokenizer(empty)
+    with pytest.raises(ModelError, match="no model folder"):
+        find_tokenizer(tmp_path / "nowhere")
 
 
 def test_a_folder_with_only_the_tokenizers_settings(folder: Path) -> None:
@@ -310,3 +326,20 @@ def test_what_can_not_fit_is_refused_unread() -> None:
     with pytest.raises(RequestError, match="39 bytes"):
         check_text_fits("\udc80" * 13, 4, max_model_len=10)
     check_text_fits("a" * 100_000, ANY_LENGTH, max_model_len=2)
+
+
+def test_special_tokens_are_those_that_a_grammar_can_not_spell(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    names = ("<a>", "<|a|>", "[A]", "<a", "<ä b>", "word")
+    for special in (False, True):
+        given = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        )
+        added = [AddedToken(name, special=special, normalized=False) for name in names]
+        given.add_tokens(added, special_tokens=special)
+        to_llguidance = LLTokenizer(given.backend_tokenizer.to_str(), eos_token=[1])
+        found = special_token_ids(given)
+        assert set(found) == {"<s>", "</s>", *(names if special else ("<a>", "<|a|>", "<ä b>"))}
+        for token_id in given.added_tokens_decoder:
+            assert to_llguidance.is_special_token(token_id) == (token_id in found.values())

@@ -12,11 +12,10 @@ from nano_inference.bus.messages import (
     PromptLogprobs,
     RecoveryItem,
     RequestInfo,
-    SampleScored,
-    ScoreSample,
     StartedSequence,
 )
 from nano_inference.bus.public import CompletionChunk
+from nano_inference.bus.scoring import SampleScored, ScoreSample
 from nano_inference.stages.streaming.core import Deliveries
 
 from .test_core import Client, cancel_of, info_of, started, step

@@ -1,0 +1,239 @@
+"""Reads the header of a GGUF file, strictly, before any library does.
+
+Libraries believe the counts in a header: one that is cut off or made up has them read past the end,
+allocate what no machine has, or count for hours. Here everything is held against the file's size.
+
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..config import ModelError, shown
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_STRING, _ARRAY = 8, 9
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+_MOST_DIMENSIONS = 4
+_SIZES = (
+    *("embedding_length", "feed_forward_length", "vocab_size", "expert_count"),
+    *("attention.head_count", "attention.head_count_kv"),
+    *("attention.key_length", "attention.value_length"),
+)
+"""What of a model's shape is no more than the largest dimension of its tensors."""
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """What a GGUF file says of itself.
+
+    Attributes:
+        metadata: Numbers, booleans and strings by name; of an array how many elements it has.
+        types: How many tensors there are of each type, by GGUF's name for it ("Q4_0", "F32").
+        num_parameters: Elements of all tensors.
+        unread_positions: What of the file says how positions are encoded, and Transformers does
+            not read.
+    """
+
+    metadata: dict[str, Any]
+    types: dict[str, int]
+    num_parameters: int
+    unread_positions: tuple[str, ...] = ()
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata["general.architecture"])
+
+    def token_id(self, name: str) -> int | None:
+        """The id that the metadata give a special token: "eos", "eot"."""
+        found = self.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        return found if type(found) is int else None
+
+
+def read_header(path: Path) -> GgufHeader:
+    """A file's header. The weights are not read, only looked for.
+
+    Raises:
+        ModelError: It can't be read, is no GGUF file, is cut off, or contradicts itself.
+    """
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Reader(path, data).header()
+    except ValueError:
+        raise ModelError(f"{path} is empty; copy or download it again") from None
+    except OSError as error:
+        raise ModelError(f"can't read {path}: {error}") from error
+
+
+def _unread_positions(metadata: dict[str, Any], tensors: Iterable[str]) -> tuple[str, ...]:
+    """Rotary scaling, which Transformers' loader reads for GPT-OSS alone."""
+    architecture = metadata["general.architecture"]
+    if architecture == "gpt-oss":
+        return ()
+    kind = metadata.get(f"{architecture}.rope.scaling.type", "none")
+    scaled = [f"{architecture}.rope.scaling ({shown(kind)})"] if kind != "none" else []
+    return (*scaled, *(name for name in tensors if name.startswith("rope_f")))
+
+
+class _Reader:
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self._path = path
+        self._data = data
+        self._at = 0
+
+    def header(self) -> GgufHeader:
+        if self._data[:4] != _MAGIC:
+            raise ModelError(f"{self._path} is no GGUF file: it does not begin with GGUF")
+        self._at = 4
+        version = self._number("I")
+        if version not in _VERSIONS:
+            big = "written for big-endian machines" if version & 0xFFFF == 0 else f"GGUF {version}"
+            raise ModelError(f"{self._path} is {big}; convert it to GGUF 3, little-endian")
+        num_tensors, num_entries = self._number("Q"), self._number("Q")
+        # The shortest of each: a key of no letters and a byte; a name of none and one dimension.
+        self._check_room(num_entries, 13)
+        metadata: dict[str, Any] = {}
+        for _ in range(num_entries):
+            key = self._string()
+            if key in metadata:
+                raise self._broken(f"has {shown(key)} twice")
+            metadata[key] = self._value(self._number("I"))
+        self._check_room(num_tensors, 32)
+        tensors: dict[str, tuple[list[int], int, int]] = {}
+        for _ in range(num_tensors):
+            name = self._string()
+            if name in tensors:
+                raise self._broken(f"has the tensor {shown(name)} twice")
+            tensors[name] = self._tensor()
+        self._check_metadata(metadata, tensors)
+        alignment = metadata.get("general.alignment", 32)
+        start = -(-self._at // alignment) * alignment
+        types = Counter(
+            self._check_tensor(name, *tensor, start) for name, tensor in tensors.items()
+        )
+        size = sum(math.prod(dimensions) for dimensions, _, _ in tensors.values())
+        unread = _unread_positions(metadata, tensors)
+        return GgufHeader(metadata, dict(types.most_common()), size, unread)
+
+    def _tensor(self) -> tuple[list[int], int, int]:
+        """Its dimensions, the fastest first; the number of its type; where it begins."""
+        count = self._number("I")
+        if not 1 <= count <= _MOST_DIMENSIONS:
+            raise self._broken(f"has a tensor of {count} dimensions")
+        dimensions = [self._number("Q") for _ in range(count)]
+        return dimensions, self._number("I"), self._number("Q")
+
+    def _check_metadata(self, metadata: dict[str, Any], tensors: dict[str, Any]) -> None:
+        architecture = metadata.get("general.architecture")
+        if not isinstance(architecture, str):
+            raise self._broken("does not say its general.architecture")
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1 or alignment.bit_count() != 1:
+            raise self._broken(f"has the general.alignment {alignment!r}")
+        parts = metadata.get("split.count", 1)
+        if parts != 1:
+            raise ModelError(
+                f"{self._path} is one of {parts} parts of a model, which Transformers does not "
+                "read; make one file of them with `llama-gguf-split --merge`"
+            )
+        if not tensors:
+            raise self._broken("holds no tensors, and so no weights")
+        blocks = metadata.get(f"{architecture}.block_count", 0)
+        if type(blocks) is not int or blocks > len(tensors):
+            raise self._broken(f"has {len(tensors)} tensors for {blocks!r} layers")
+        largest = max(max(dimensions) for dimensions, _, _ in tensors.values())
+        for name in _SIZES:
+            size = metadata.get(f"{architecture}.{name}", 0)
+            if isinstance(size, int) and size > largest:
+                raise self._broken(f"has the {name} {size}, and no tensor is as large")
+
+    def _check_tensor(
+        self, name: str, dimensions: list[int], number: int, offset: int, start: int
+    ) -> str:
+        """The name of its type."""
+        # Imported here: it is an optional package, and whoever calls has seen that it is there.
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        try:
+            kind = GGMLQuantizationType(number)
+            block_elements, block_bytes = GGML_QUANT_SIZES[kind]
+        except (ValueError, KeyError):
+            raise self._broken(f"has {shown(name)} of type {number}, which nobody knows") from None
+        if dimensions[0] % block_elements:
+            raise self._broken(f"has {shown(name)} of {dimensions[0]} columns in {kind.name}")
+        end = start + offset + math.prod(dimensions) // block_elements * block_bytes
+        if end > len(self._data):
+            raise ModelError(
+                f"{self._path} is cut off: it has {len(self._data)} bytes, and {shown(name)} ends "
+                f"at {end}; copy or download it again"
+            )
+        return str(kind.name)
+
+    def _value(self, kind: int) -> Any:
+        if kind in _SCALARS:
+            return self._number(_SCALARS[kind])
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            raise self._broken(f"has a value of type {kind}, which nobody knows")
+        kind, count = self._number("I"), self._number("Q")
+        if kind in _SCALARS:
+            self._skip(count * struct.calcsize(_SCALARS[kind]))
+        elif kind == _STRING:
+            self._check_room(count, 8)
+            for _ in range(count):
+                self._skip(self._number("Q"))
+        else:
+            raise self._broken(f"has an array of type {kind}, which nobody reads")
+        return count
+
+    def _number(self, code: str) -> Any:
+        (number,) = struct.unpack_from(f"<{code}", self._data, self._skip(struct.calcsize(code)))
+        return number
+
+    def _string(self) -> str:
+        size = self._number("Q")
+        begin = self._skip(size)
+        try:
+            return self._data[begin : begin + size].decode()
+        except UnicodeDecodeError:
+            raise self._broken("has a text that is not UTF-8") from None
+
+    def _skip(self, size: int) -> int:
+        """Where it was before."""
+        begin = self._at
+        self._check_room(size, 1)
+        self._at += size
+        return begin
+
+    def _check_room(self, count: int, size: int) -> None:
+        left = len(self._data) - self._at
+        if count * size > left:
+            raise ModelError(
+                f"{self._path} is cut off or broken: at byte {self._at} its header says that at "
+                f"least {count * size} bytes follow, and {left} do; copy or download it again"
+            )
+
+    def _broken(self, what: str) -> ModelError:
+        return ModelError(f"{self._path} can't be served: it {what}; copy or convert it again")

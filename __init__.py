@@ -10,7 +10,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .bus.public import ChatMessage, Completion, CompletionChunk, GenerateRequest
+    from .bus.public import (
+        ChatMessage,
+        Completion,
+        CompletionChunk,
+        EmbedParams,
+        GenerateRequest,
+    )
     from .bus.weights import FolderWeights
     from .config import (
         Config,
@@ -22,6 +28,7 @@ if TYPE_CHECKING:
     )
     from .config.errors import NanoInferenceError, RequestError, WeightsError
     from .gateway.gateway import Gateway
+    from .pipeline.chat_renderer import ChatPrompt, ChatRenderer
     from .pipeline.client import BusClient
     from .pipeline.engine import InferenceEngine
     from .pipeline.exact_forward import ExactForward
@@ -48,10 +55,13 @@ _HOME = {
     "BusClient": ".pipeline.client",
     "CacheAllocation": ".stages.batching",
     "ChatMessage": ".bus.public",
+    "ChatPrompt": ".pipeline.chat_renderer",
+    "ChatRenderer": ".pipeline.chat_renderer",
     "Completion": ".bus.public",
     "CompletionChunk": ".bus.public",
     "Config": ".config",
     "Constraint": ".config",
+    "EmbedParams": ".bus.public",
     "EngineConfig": ".config",
     "Gateway": ".gateway.gateway",
     "ExactForward": ".pipeline.exact_forward",
@@ -87,10 +97,13 @@ __all__ = [
     "BusClient",
     "CacheAllocation",
     "ChatMessage",
+    "ChatPrompt",
+    "ChatRenderer",
     "Completion",
     "CompletionChunk",
     "Config",
     "Constraint",
+    "EmbedParams",
     "EngineConfig",
     "ExactForward",
     "FolderWeights",

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import uuid
 from asyncio import Task
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Literal
-
-import msgspec
 
 from ..bus import Bus, Outcome, OutputStream, StageReport, open_bus
 from ..bus.codec import written_id
@@ -31,7 +29,7 @@ from ..bus.control import (
     UpdateWeights,
 )
 from ..bus.messages import Message
-from ..bus.public import Completion, GenerateRequest, Output
+from ..bus.public import Completion, Output
 from ..bus.weights import (
     InFlight,
     LocalWeights,
@@ -41,26 +39,21 @@ from ..bus.weights import (
     lay_down,
     pick_up,
 )
-from ..config import (
-    BusConfig,
-    ConfigError,
-    FairnessConfig,
-    SamplingParams,
-)
+from ..config import BusConfig, ConfigError, FairnessConfig
 from ..telemetry import Metrics, TraceContext, Tracing, names, now_ns
 from .cancellations import Cancellations
-from .health import lanes_of, verdict, weights_trouble
+from .client_adapters import AdapterClient
+from .completing import Completing, Request
+from .deployment import Deployment
+from .models import ModelOperations
 from .operators import Operators, least_version
-from .scoring import ScoredCompletion, score_by
 from .update_together import update_together
-
-Request = GenerateRequest | dict[str, Any]
 
 ANSWER_S = 30.0
 """How long to wait for every lane's answer to what should be done at once."""
 
 
-class BusClient:
+class BusClient(ModelOperations, AdapterClient, Completing):
     """Submits requests over a bus, from wherever the bus can be reached.
 
     `async with BusClient.connect("redis://127.0.0.1:6390") as client:` opens a connection of its
@@ -68,6 +61,7 @@ class BusClient:
 
     What is done to a pipeline (`pause`, `update_weights` and so on) is done to every lane that
     lives under the bus's prefix, or to `lane` alone; BusError `unknown_lane` if it does not live.
+    Of several models it is done to one, by its client (`of_model`); else BusError `model_required`.
 
     Attributes:
         tracing: Makes the spans of requests that are published without a trace.
@@ -80,7 +74,9 @@ class BusClient:
         self.bus = bus
         self.tracing = tracing or Tracing()
         self.metrics = metrics or Metrics()
-        self._operators = Operators(bus, f"client-{uuid.uuid4().hex[:8]}")
+        sender = f"client-{uuid.uuid4().hex[:8]}"
+        self._operators = Operators(bus, sender)
+        self._deployment = Deployment(bus, self._operators, self._bus_of, sender)
         self._owns_bus = False
         self._cancellations = Cancellations()
 
@@ -123,8 +119,14 @@ class BusClient:
     async def aclose(self) -> None:
         """Closes the connection, if it is this client's own; cancellations go out before."""
         await self._cancellations.wait()
+        await self._close_models()
         if self._owns_bus:
             await self.bus.aclose()
+
+    def _on(self, bus: Bus) -> BusClient:
+        client = BusClient(bus, self.tracing, self.metrics)
+        client._owns_bus = True
+        return client
 
     async def publish(self, request: Request | bytes, trace: TraceContext | None = None) -> str:
         """Publishes a request without waiting for anything.
@@ -185,30 +187,6 @@ class BusClient:
                     return output
         raise AssertionError("the output ended without a terminal message")
 
-    async def score(
-        self,
-        prompts: Sequence[Sequence[int]],
-        completions: Sequence[Sequence[int]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        like: GenerateRequest = GenerateRequest(),  # noqa: B008  (it is frozen)
-    ) -> list[ScoredCompletion]:
-        """How likely the weights in place and the reference model find given completions, in order.
-
-        Each is a request like any other, and the numbers are those of `InferenceEngine.score`.
-
-        Args:
-            prompts: Token ids.
-            completions: Token ids, at least one for each prompt.
-            sampling_params: One for all, or one for each, of which only the temperature counts.
-            like: Its tenant, priority, budget_ns, model and cache_salt are those of the requests.
-
-        Raises:
-            RequestError: A request was refused or did not end well; the others are cancelled.
-            ValueError: There are not as many completions as prompts, or one is empty.
-        """
-        return await score_by(self.complete, prompts, completions, sampling_params, like)
-
     async def cancel(self, request_id: str, entry_id: str = "") -> None:
         """Ends a request; one that has ended is left alone.
 
@@ -219,7 +197,7 @@ class BusClient:
         """
         message = "the client cancelled the request"
         cancel = Cancel(request_id, entry_id, "cancelled", "cancelled", message)
-        await self._control("admission", cancel)
+        await self._deployment.cancel(cancel)
 
     async def _cancel_shielded(self, request: Request | bytes, publishing: Task[str]) -> None:
         """Cancels what was published, also when the caller himself was cancelled, even while he
@@ -433,24 +411,23 @@ class BusClient:
         await self._operate("executor", ResumeMemory(tuple(tags)), timeout_s, lane=lane)
 
     async def reports(self) -> list[StageReport]:
-        """How the stages are, as their processes told within the last seconds."""
-        return await self.bus.stages.read()
+        """How the stages are, of all models, as their processes told within the last seconds."""
+        return await self._deployment.reports()
 
     async def trouble(self) -> str:
-        """Why requests would not be served with the weights that were sent; "" when they would.
+        """Why requests would not be served with the weights that were sent; "" when they would,
+        of several models when one would.
 
         It may be a second out of date, since that is how often stages report.
         """
-        lanes = lanes_of(await self.reports())
-        return verdict(lanes) or weights_trouble(lanes)
+        return await self._deployment.trouble()
 
     async def fairness(self) -> dict[str, FairnessConfig]:
-        """The fairness settings in force, by lane, as of about a second ago."""
-        return {
-            report.lane: msgspec.json.decode(settings, type=FairnessConfig)
-            for report in await self.reports()
-            if isinstance(settings := report.load.get("settings"), str)
-        }
+        """The fairness settings in force, by lane, as of about a second ago.
+
+        Of several models' lanes each is called as `MODEL:LANE`.
+        """
+        return await self._deployment.fairness()
 
     async def update_fairness(self, config: FairnessConfig, lane: str | None = None) -> None:
         """Replaces fairness's settings at once, for what waits and runs too.

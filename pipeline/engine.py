@@ -11,27 +11,38 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ..bus.channel import RequestEntry
-from ..bus.control import MEMORY_TAGS, Cancel, JoinWeightsGroup, MemoryTag
+from ..bus.control import MEMORY_TAGS, Cancel, MemoryTag
 from ..bus.messages import Dispatch
-from ..bus.public import Completion
+from ..bus.public import Completion, EmbedParams
 from ..bus.weights import InFlight, WeightsSource, check_in_flight
 from ..config import (
     BusConfig,
     Config,
     EngineConfig,
     ModelError,
+    PoolingKind,
     SamplingParams,
-    WeightsError,
 )
 from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
 from ..stages.executor.core import ExecutorCore
-from ..stages.executor.weights import WeightGroups, check_arguments
+from ..stages.executor.weights import WeightGroups
 from ..stages.streaming.core import StreamingCore
-from ..stages.tokenizer import default_sampling_params, load_tokenizer, stop_token_ids_of
+from ..stages.tokenizer import default_sampling_params, find_tokenizer, stop_token_ids_of
 from ..telemetry import now_ns
-from .engine_requests import Unfinished, UnfinishedRequests, make_request, make_sample
-from .engine_weights import receive_weights
+from .engine_adapters import AdapterDoor
+from .engine_requests import (
+    Finished,
+    Unfinished,
+    UnfinishedRequests,
+    Wanted,
+    compare,
+    make_request,
+    make_sample,
+    memory_released,
+    vectors,
+)
+from .engine_weights import GroupMember, receive_weights
 from .rollouts import Prompt, RequestId, RolloutEngine, TrainingSample
 from .scoring import scoring_params
 
@@ -39,10 +50,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_Finished = tuple[TrainingSample, SamplingParams]
-
-
-class InferenceEngine:
+class InferenceEngine(AdapterDoor, GroupMember):
     """Generates in this process, on the caller's thread.
 
     ```python
@@ -73,10 +81,10 @@ class InferenceEngine:
             # It is asked here and not by the cores, as it would be in a pipeline.
             own = replace(own, reference_model_path="")
             model_path = self.config.reference_model_path
-            reference = reference or replace(own, model_path=model_path)
+            reference = reference or replace(own, model_path=model_path, speculation="off")
         self._reference = InferenceEngine(reference) if reference is not None else None
         folder = self.config.model_folder
-        tokenizer = load_tokenizer(folder)
+        tokenizer = find_tokenizer(folder)
         self._core: ExecutorCore | None = ExecutorCore(self.config, now_ns=now_ns)
         capacity = self._executor.capacity()
         # Results stay in this process, so no bus has to carry them.
@@ -87,11 +95,12 @@ class InferenceEngine:
         self._admission.set_capacity(capacity)
         # Results come back at once here, so nothing is planned ahead of them.
         self._batching = BatchingCore(self.config, capacity, steps_ahead=1)
-        self._streaming = StreamingCore(tokenizer)
+        self._streaming = StreamingCore(tokenizer if self._executor.model.generates else None)
         self._requests = UnfinishedRequests()
         self._groups = WeightGroups()
         # Finished while `generate` waited for others; the next `step` returns them.
-        self._uncollected: list[_Finished] = []
+        self._uncollected: list[Finished] = []
+        self._load_adapters()
 
     def __enter__(self) -> InferenceEngine:
         return self
@@ -113,6 +122,8 @@ class InferenceEngine:
         num_samples_per_prompt: int = 1,
         *,
         show_progress: bool = False,
+        adapter: str = "",
+        predictions: Sequence[Prompt | None] | None = None,
     ) -> list[TrainingSample]:
         """Completes prompts.
 
@@ -121,6 +132,9 @@ class InferenceEngine:
             sampling_params: One for all prompts, or one for each; the defaults when None.
             num_samples_per_prompt: Samples of each prompt; its computation is shared.
             show_progress: Whether to draw a progress bar on standard error.
+            adapter: The id of a loaded adapter to complete them with; "" for the model alone.
+            predictions: For each prompt what is expected to come, as text or token ids, or None;
+                drafts where the engine speculates, and without effect on any token.
 
         Returns:
             In the order of the prompts, then of the samples.
@@ -128,24 +142,53 @@ class InferenceEngine:
         Raises:
             RequestError: A prompt or parameter is refused; nothing was generated.
             WeightsError: Memory is released.
-            ValueError: As many parameters as prompts are needed, or one for all.
+            ValueError: As many parameters as prompts are needed, or one for all; and as many
+                predictions, or none.
         """
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
         if len(sampling_params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {len(sampling_params)} sampling_params")
-        names: list[str] = []
-        finished: dict[str, list[_Finished]] = {}
-        try:
-            for prompt, params in zip(prompts, sampling_params, strict=True):
-                names.append(self._requests.new_name())
-                self._queue(names[-1], None, prompt, params, num_samples_per_prompt)
-            self._finish_all(names, finished, show_progress)
-        except BaseException:
-            for name in names:
-                self._abort(name)
-            raise
-        return self._compare([pair for name in names for pair in finished[name]])
+        if predictions is None:
+            predictions = [None] * len(prompts)
+        if len(predictions) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts and {len(predictions)} predictions")
+        wanted = [
+            Wanted(prompt, params, num_samples_per_prompt, adapter=adapter, prediction=prediction)
+            for prompt, params, prediction in zip(
+                prompts, sampling_params, predictions, strict=True
+            )
+        ]
+        return compare(self._reference, self._run_all(wanted, show_progress))
+
+    def embed(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        pooling: PoolingKind | Literal[""] = "",
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        show_progress: bool = False,
+        adapter: str = "",
+    ) -> Tensor:
+        """The vectors of prompts, made of the last hidden states of their tokens.
+
+        Args:
+            prompts: Texts, or token ids.
+            pooling, normalize, dimensions: As in EmbedParams.
+            show_progress: Whether to draw a progress bar on standard error.
+            adapter: As in `generate`.
+
+        Returns:
+            `[prompts, dimensions]` float32 on the CPU.
+
+        Raises:
+            RequestError: A prompt or parameter is refused; nothing was computed.
+            WeightsError: Memory is released.
+        """
+        params = EmbedParams(pooling=pooling, normalize=normalize, dimensions=dimensions)
+        wanted = [Wanted(prompt, None, embed=params, adapter=adapter) for prompt in prompts]
+        return vectors(self._run_all(wanted, show_progress))
 
     def score(
         self,
@@ -180,20 +223,29 @@ class InferenceEngine:
             for sample, completion in zip(scored, completions, strict=True)
         ]
 
-    def _finish_all(
-        self, names: list[str], finished: dict[str, list[_Finished]], show_progress: bool
-    ) -> None:
-        """Steps until all of these have ended, and puts their samples into `finished`."""
-        wanted = set(names)
-        with Progress(console=Console(stderr=True), disable=not show_progress) as progress:
-            bar = progress.add_task("Generating", total=len(wanted))
-            while len(finished) < len(wanted):
-                for name, samples in self._advance():
-                    if name in wanted:
-                        finished[name] = samples
-                        progress.advance(bar)
-                    else:
-                        self._uncollected += samples
+    def _run_all(self, wanted: Sequence[Wanted], show_progress: bool) -> list[Finished]:
+        """Queues all of these and steps until they have ended: their samples, in order."""
+        names: dict[str, None] = {}
+        finished: dict[str, list[Finished]] = {}
+        try:
+            for each in wanted:
+                name = self._requests.new_name()
+                names[name] = None
+                self._queue(name, None, each)
+            with Progress(console=Console(stderr=True), disable=not show_progress) as progress:
+                bar = progress.add_task("Generating", total=len(names))
+                while len(finished) < len(names):
+                    for name, samples in self._advance():
+                        if name in names:
+                            finished[name] = samples
+                            progress.advance(bar)
+                        else:
+                            self._uncollected += samples
+        except BaseException:
+            for name in names:
+                self._abort(name)
+            raise
+        return [pair for name in names for pair in finished[name]]
 
     def default_sampling_params(self) -> SamplingParams:
         """How the model's makers advise to sample; never applied unless you pass it on.
@@ -212,6 +264,8 @@ class InferenceEngine:
         num_samples: int = 1,
         *,
         request_id: RequestId | None = None,
+        adapter: str = "",
+        prediction: Prompt | None = None,
     ) -> RequestId:
         """Queues one request and returns its id, which its samples carry.
 
@@ -220,6 +274,8 @@ class InferenceEngine:
             sampling_params: The defaults when None.
             num_samples: Samples of the prompt; its computation is shared.
             request_id: Any text or integer that no unfinished request has; chosen when None.
+            adapter: As in `generate`.
+            prediction: What is expected to come; as `predictions` in `generate`.
 
         Raises:
             RequestError: It is refused; its `code` and message say why.
@@ -228,7 +284,8 @@ class InferenceEngine:
             self._requests.check_id(request_id)
         name = self._requests.new_name()
         request_id = name if request_id is None else request_id
-        self._queue(name, request_id, prompt, sampling_params, num_samples)
+        wanted = Wanted(prompt, sampling_params, num_samples, None, adapter, prediction)
+        self._queue(name, request_id, wanted)
         return request_id
 
     def step(self) -> list[TrainingSample]:
@@ -239,7 +296,7 @@ class InferenceEngine:
         """
         earlier, self._uncollected = self._uncollected, []
         new = [pair for _, pairs in self._advance() for pair in pairs]
-        return self._compare(earlier + new)
+        return compare(self._reference, earlier + new)
 
     def has_pending(self) -> bool:
         """Whether any request is unfinished, or its samples are still to be collected."""
@@ -294,38 +351,6 @@ class InferenceEngine:
         sync = weights.sync_blocking if blocking else weights.start_sync
         self._batching.change_weights(sync(tensors, version, partial=partial), in_flight)
 
-    def join_weights_group(
-        self,
-        group: str,
-        address: str,
-        world_size: int,
-        *,
-        rank: int = 1,
-        backend: Literal["gloo", "nccl"] = "gloo",
-        timeout_s: float = 60.0,
-    ) -> None:
-        """Joins a torch.distributed group that a trainer broadcasts weights to (`WeightsGroup`).
-
-        Args:
-            group: Its name; one of this name that was joined before is left.
-            address: host:port of the group's TCP store, which rank 0 keeps.
-            world_size: How many there are, rank 0 included.
-            rank: This engine's, at least 1.
-            backend: "gloo", or "nccl" where trainer and engine have GPUs.
-            timeout_s: How long to wait for the others.
-
-        Raises:
-            WeightsError: The group can't be, or the others did not come in time.
-        """
-        wish = JoinWeightsGroup(group, address, rank, world_size, backend, timeout_s)
-        weights = self._executor.weights
-        check_arguments(wish, weights.limits)
-        self._groups.join(wish, weights.device).result()
-
-    def leave_weights_group(self, group: str) -> None:
-        """Leaves a group, if this engine is in it."""
-        self._groups.leave(group)
-
     def state_dict(self) -> dict[str, Tensor]:
         """The weights in place, by parameter name, as `update_weights` takes them; not copies.
 
@@ -333,7 +358,7 @@ class InferenceEngine:
             WeightsError: They were released, and no others have come.
         """
         if "weights" in self._executor.memory.lacks:
-            raise self._released()
+            raise memory_released(self._batching.lacks)
         return self._executor.model.module.state_dict()
 
     def get_weight_version(self) -> int:
@@ -398,21 +423,15 @@ class InferenceEngine:
             raise RuntimeError("this engine was shut down; make another one")
         return self._core
 
-    def _queue(
-        self,
-        name: str,
-        request_id: RequestId | None,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None,
-        num_samples: int,
-    ) -> None:
-        request = make_request(name, prompt, sampling_params, num_samples)
+    def _queue(self, name: str, request_id: RequestId | None, wanted: Wanted) -> None:
+        request = make_request(name, wanted)
         now = now_ns()
-        admitted = self._admission.admit(RequestEntry(name, request), now, now)
-        self._requests.add(name, Unfinished(admitted.token_ids, request.sampling, request_id))
+        new = self._admission.admit(RequestEntry(name, request), now, now)
+        self._requests.add(name, Unfinished(new.token_ids, request.sampling, request_id))
         self._batching.add(
             Dispatch(
-                admitted.info, admitted.token_ids, admitted.sampling, admitted.sequences, priority=0
+                *(new.info, new.token_ids, new.sampling, new.sequences, 0, new.cache_salt),
+                prediction=new.prediction,
             )
         )
 
@@ -425,15 +444,15 @@ class InferenceEngine:
         if not ended:
             self._requests.pop(name)
             return []
-        return self._compare(self._finished(ended[0].completion)[1])
+        return compare(self._reference, self._finished(ended[0].completion)[1])
 
-    def _advance(self) -> list[tuple[str, list[_Finished]]]:
+    def _advance(self) -> list[tuple[str, list[Finished]]]:
         executor = self._executor
         plan = self._batching.plan(now_ns())
         if plan is None:
             if self._requests:
                 if self._batching.lacks:
-                    raise self._released()
+                    raise memory_released(self._batching.lacks)
                 raise RuntimeError("requests are unfinished and nothing can run; please report it")
             return []
         try:
@@ -462,34 +481,11 @@ class InferenceEngine:
             if ended.completion.request_id in self._requests
         ]
 
-    def _released(self) -> WeightsError:
-        return WeightsError(
-            f"nothing can be generated: memory was released ({', '.join(self._batching.lacks)}); "
-            "call resume_memory, and after the weights were released update_weights with all of "
-            "them",
-            code="memory_released",
-        )
-
-    def _finished(self, completion: Completion) -> tuple[str, list[_Finished]]:
+    def _finished(self, completion: Completion) -> tuple[str, list[Finished]]:
         name = completion.request_id
         request = self._requests.pop(name)
         samples = [make_sample(request, completion, sample) for sample in completion.samples]
         return name, [(sample, request.params) for sample in samples]
-
-    def _compare(self, finished: list[_Finished]) -> list[TrainingSample]:
-        """Adds what the reference model says of samples, if there is one."""
-        begun = [pair for pair in finished if pair[0].completion_tokens]
-        if self._reference is None or not begun:
-            return [sample for sample, _ in finished]
-        scores = self._reference.score(
-            [sample.prompt_tokens for sample, _ in begun],
-            [sample.completion_tokens for sample, _ in begun],
-            [params for _, params in begun],
-        )
-        scores_by_id = {id(sample): score for (sample, _), score in zip(begun, scores, strict=True)}
-        return [
-            replace(sample, ref_logprobs=scores_by_id.get(id(sample), ())) for sample, _ in finished
-        ]
 
 
 if TYPE_CHECKING:

@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
-from ..bus.public import Completion, CompletionSample, GenerateRequest
-from ..config import RequestError, SamplingParams
+from ..bus.public import Completion, CompletionSample, EmbedParams, GenerateRequest
+from ..config import RequestError, SamplingParams, WeightsError
 from ..config.quoting import shown
 from .rollouts import Prompt, RequestId, TrainingSample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Params = TypeVar("Params", SamplingParams, EmbedParams)
+
+Finished = tuple[TrainingSample, SamplingParams]
+"""A sample, and how it was asked for."""
+
+
+class Wanted(NamedTuple):
+    """What a caller asks for: samples of a prompt, or with `embed` its vector."""
+
+    prompt: Prompt
+    params: SamplingParams | None
+    num_samples: int = 1
+    embed: EmbedParams | None = None
+    adapter: str = ""
+    prediction: Prompt | None = None
+
+
+class Scorer(Protocol):
+    """What a reference model is to an engine; its `score` says the rest."""
+
+    def score(
+        self,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        sampling_params: Sequence[SamplingParams],
+    ) -> list[tuple[float, ...]]: ...
 
 
 class Unfinished(NamedTuple):
@@ -80,27 +112,49 @@ class UnfinishedRequests:
         return request
 
 
-def make_request(
-    name: str, prompt: Prompt, params: SamplingParams | None, num_samples: int
-) -> GenerateRequest:
+def make_request(name: str, wanted: Wanted) -> GenerateRequest:
     """What admission is given.
 
     Raises:
         RequestError: A parameter is of the wrong type.
     """
+    prompt = wanted.prompt
     try:
         # A struct built with values of the wrong type is only found out here.
-        params = msgspec.convert(msgspec.to_builtins(params or SamplingParams()), SamplingParams)
+        params = _checked(wanted.params or SamplingParams(), SamplingParams)
+        embed = None if wanted.embed is None else _checked(wanted.embed, EmbedParams)
     except msgspec.ValidationError as error:
-        raise RequestError(f"bad sampling_params: {error}") from None
+        what = "sampling_params" if wanted.embed is None else "parameters"
+        raise RequestError(f"bad {what}: {error}") from None
+    prediction = wanted.prediction
+    if prediction is not None and not isinstance(prediction, str):
+        prediction = _token_ids(prediction)
     return GenerateRequest(
         prompt=prompt if isinstance(prompt, str) else None,
         prompt_token_ids=None if isinstance(prompt, str) else tuple(map(int, prompt)),
         sampling=params,
-        n=num_samples,
+        n=wanted.num_samples,
         stream=False,
         request_id=name,
+        model=wanted.adapter,
+        embed=embed,
+        prediction=prediction,
     )
+
+
+def _token_ids(prediction: Sequence[int]) -> tuple[int, ...]:
+    """Raises RequestError: it is of the wrong type."""
+    try:
+        return tuple(map(int, prediction))
+    except (TypeError, ValueError):
+        raise RequestError(
+            f"a prediction is a text or token ids, not {shown(prediction)}",
+            code="invalid_prediction",
+        ) from None
+
+
+def _checked(params: Params, kind: type[Params]) -> Params:
+    return msgspec.convert(msgspec.to_builtins(params), kind)
 
 
 def make_sample(
@@ -119,4 +173,43 @@ def make_sample(
         prompt_logprobs=completion.prompt_logprobs,
         prompt_top_logprobs=completion.prompt_top_logprobs,
         request_id=request.request_id,
+        adapter_version=sample.adapter_version,
+        embedding=sample.embedding,
+        num_draft_tokens=sample.num_draft_tokens,
+        num_accepted_draft_tokens=sample.num_accepted_draft_tokens,
+    )
+
+
+def vectors(finished: Sequence[Finished]) -> Tensor:
+    """The vectors of prompts, `[prompts, dimensions]` float32."""
+    import torch
+
+    if not finished:
+        return torch.empty(0, 0)
+    return torch.tensor([sample.embedding for sample, _ in finished], dtype=torch.float32)
+
+
+def compare(reference: Scorer | None, finished: list[Finished]) -> list[TrainingSample]:
+    """Adds what the reference model says of samples, if there is one."""
+    begun = [pair for pair in finished if pair[0].completion_tokens]
+    if reference is None or not begun:
+        return [sample for sample, _ in finished]
+    scores = reference.score(
+        [sample.prompt_tokens for sample, _ in begun],
+        [sample.completion_tokens for sample, _ in begun],
+        [params for _, params in begun],
+    )
+    scores_by_id = {id(sample): score for (sample, _), score in zip(begun, scores, strict=True)}
+    return [
+        replace(sample, ref_logprobs=scores_by_id.get(id(sample), ())) for sample, _ in finished
+    ]
+
+
+def memory_released(lacks: Sequence[str]) -> WeightsError:
+    """What an engine says that has no memory to run in. `lacks`: what was released."""
+    return WeightsError(
+        f"nothing can be generated: memory was released ({', '.join(lacks)}); "
+        "call resume_memory, and after the weights were released update_weights with all of "
+        "them",
+        code="memory_released",
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from ..bus.control import UpdateWeights
+from ..bus.control import JoinWeightsGroup, UpdateWeights
 from ..bus.weights import FolderWeights, GroupWeights, WeightsSource
 from ..config import WeightsError
+from ..stages.executor.core import ExecutorCore
 from ..stages.executor.weights import WeightGroups, WeightSyncManager, check_arguments, fetch
 
 if TYPE_CHECKING:
@@ -52,3 +53,45 @@ def receive_weights(
         check_arguments(UpdateWeights(source, timeout_s=timeout_s), weights.limits)
         tensors = fetch(source, groups, timeout_s, weights.limits)
     return weights.prepare(tensors, checkpoint=isinstance(source, FolderWeights))
+
+
+class GroupMember:
+    """The part of an engine that is about groups to which trainers broadcast."""
+
+    _groups: WeightGroups
+
+    @property
+    def _executor(self) -> ExecutorCore:
+        raise NotImplementedError
+
+    def join_weights_group(
+        self,
+        group: str,
+        address: str,
+        world_size: int,
+        *,
+        rank: int = 1,
+        backend: Literal["gloo", "nccl"] = "gloo",
+        timeout_s: float = 60.0,
+    ) -> None:
+        """Joins a torch.distributed group that a trainer broadcasts weights to (`WeightsGroup`).
+
+        Args:
+            group: Its name; one of this name that was joined before is left.
+            address: host:port of the group's TCP store, which rank 0 keeps.
+            world_size: How many there are, rank 0 included.
+            rank: This engine's, at least 1.
+            backend: "gloo", or "nccl" where trainer and engine have GPUs.
+            timeout_s: How long to wait for the others.
+
+        Raises:
+            WeightsError: The group can't be, or the others did not come in time.
+        """
+        wish = JoinWeightsGroup(group, address, rank, world_size, backend, timeout_s)
+        weights = self._executor.weights
+        check_arguments(wish, weights.limits)
+        self._groups.join(wish, weights.device).result()
+
+    def leave_weights_group(self, group: str) -> None:
+        """Leaves a group, if this engine is in it."""
+        self._groups.leave(group)

@@ -8,8 +8,9 @@ don't depend on shapes, so a trainer that keeps to the same arithmetic gets the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,11 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..config import ModelError
-from ..stages.executor.attention.backend import QKV
+from ..config import EngineConfig, ModelError
+from ..stages.executor.attention.backend import QKV, AttentionBackend
+from ..stages.executor.attention.choose import choose_backend
 from ..stages.executor.attention.probe import probe_mask
-from ..stages.executor.attention.tiled import TiledBackend, TiledBatch
 from ..stages.executor.batch import Rows
+from ..stages.executor.fast_modules.modules import FastModules
 from ..stages.executor.fixed_tiles import FixedTiles, require_cpu
 from ..stages.executor.inputs import InputBuilder
 from ..stages.executor.kv_cache import KVCache
@@ -46,19 +48,25 @@ class ExactForward:
     ```
 
     Forward, the bits are the engine's where weights, dtype, number of threads and machine are the
-    same, of requests without penalties, bias and `min_tokens`. Backward is torch's own but for
-    attention, whose gradient is that of `scaled_dot_product_attention` on the same inputs: right
-    within rounding.
+    same, of requests without penalties, bias and `min_tokens`. Backward is torch's own through the
+    model's own code, which runs again where the kernels ran forward; attention's gradient is that
+    of `scaled_dot_product_attention` on the same inputs. All of it is right within rounding.
 
     While it is in use the model can only be called through it, since its attention is replaced.
     """
 
-    def __init__(self, module: nn.Module, max_model_len: int = 1 << 20) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        max_model_len: int = 1 << 20,
+        kernels: Literal["auto", "off"] = "auto",
+    ) -> None:
         """Puts its attention into the model, and sets it to eval mode: dropout can't be exact.
 
         Args:
             module: A Transformers causal language model, on CPU.
             max_model_len: Longer sequences are refused; the model's own limit applies too.
+            kernels: As the engine's `kernels`, which decides about the bits.
 
         Raises:
             ModelError: A model of this kind can't be run like this.
@@ -68,12 +76,18 @@ class ExactForward:
         for options in self._model.attention_options:
             if options.softcap is not None or options.sinks is not None:
                 raise ModelError("attention with a soft cap or sinks has no exact training pass")
+        config = EngineConfig(deterministic=True, kernels=kernels, block_size=_BLOCK_SIZE)
+        backend, without_kernels = choose_backend(config, self._model)
+        self._builder = InputBuilder(self._model, _BLOCK_SIZE, backend)
+        self._tiles = FixedTiles()
+        self._cache = KVCache(self._model, 1, _BLOCK_SIZE)
+        self._fast_modules: FastModules | None = None
+        if not without_kernels:
+            parts = (self._model, self._cache, self._builder)
+            self._fast_modules = FastModules(*parts, with_gradients=True)
         AttentionInterface.register(IMPLEMENTATION, exact_attention)
         AttentionMaskInterface.register(IMPLEMENTATION, probe_mask)
         self._model.module.set_attn_implementation(IMPLEMENTATION)  # type: ignore[operator]
-        self._builder = InputBuilder(self._model, _BLOCK_SIZE, TiledBackend(_BLOCK_SIZE))
-        self._tiles = FixedTiles()
-        self._cache = KVCache(self._model, 1, _BLOCK_SIZE)
 
     def logprobs(
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0
@@ -98,7 +112,8 @@ class ExactForward:
         targets = torch.tensor([token for sequence in sequences for token in sequence[1:]])
         rows = self._rows(counts)
         step = self._builder.build(rows, inputs, np.arange(len(inputs)))
-        with self._tiles:
+        fast = self._fast_modules
+        with self._tiles, nullcontext() if fast is None else fast.active():
             output = self._model.module(
                 input_ids=step.input_ids,
                 position_ids=step.position_ids,
@@ -107,11 +122,14 @@ class ExactForward:
                 attention_backend=step.backend,
                 attention_batch=step.attention,
                 kv_cache=self._cache,
+                sequence_lengths=counts.tolist(),
             )
-            scaled = scale_logits(
-                output.logits[0].float(), torch.full((len(inputs),), float(temperature))
-            )
-            logprobs = scaled.logprobs(targets[:, None])[:, 0]
+            logits = output.logits[0].float()
+            temperatures = torch.full((len(inputs),), float(temperature))
+            if fast is None:
+                logprobs = _logprobs(logits, temperatures, targets)
+            else:
+                logprobs = _Logprobs.apply(logits, temperatures, targets)  # type: ignore[no-untyped-call]
         return torch.split(logprobs, counts.tolist())
 
     def _rows(self, counts: np.ndarray[Any, np.dtype[np.int64]]) -> Rows:
@@ -132,9 +150,10 @@ def exact_attention(
     value: Tensor,
     attention_mask: object,
     *,
-    attention_backend: TiledBackend,
-    attention_batch: TiledBatch,
+    attention_backend: AttentionBackend[Any] | None,
+    attention_batch: Any,
     kv_cache: KVCache,
+    sequence_lengths: Sequence[int],
     scaling: float | None = None,
     sliding_window: int | None = None,
     **_: object,
@@ -147,9 +166,10 @@ def exact_attention(
         key: `[1, kv_heads, tokens, dim]`.
         value: `[1, kv_heads, tokens, value_dim]`.
         attention_mask: Ignored; the batch says what may be seen.
-        attention_backend: Computes it forward.
-        attention_batch: The sequences.
+        attention_backend: Computes it forward; None to have it within rounding, with gradients.
+        attention_batch: The sequences, as it prepared them.
         kv_cache: Scratch memory.
+        sequence_lengths: The sequences' tokens.
         scaling: Factor of the scores; 1/sqrt(dim) when None.
         sliding_window: The layer's window, None for full attention.
 
@@ -158,14 +178,46 @@ def exact_attention(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = AttentionOptions(scale, sliding_window)
+    if attention_backend is None:
+        return _attend_each(query, key, value, sequence_lengths, options), None
+
+    def run(*inputs: Tensor) -> Tensor:
+        qkv = QKV(*(each[0].transpose(0, 1) for each in inputs))
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        return attention_backend.forward(attention_batch, kv_cache, layer, qkv, options)[None]
+
     output: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        query, key, value, attention_backend, attention_batch, kv_cache, module.layer_idx, options
+        query, key, value, run, sequence_lengths, options
     )
     return output, None
 
 
+def _logprobs(
+    logits: Tensor, temperatures: Tensor, targets: Tensor, *, kernels: bool = False
+) -> Tensor:
+    scaled = scale_logits(logits, temperatures, kernels=kernels)
+    return scaled.logprobs(targets[:, None])[:, 0]
+
+
+class _Logprobs(torch.autograd.Function):
+    """Forward with the kernel that the engine takes, backward with torch."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, temperatures: Tensor, targets: Tensor) -> Tensor:
+        ctx.save_for_backward(logits, temperatures, targets)
+        return _logprobs(logits, temperatures, targets, kernels=True)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        logits, temperatures, targets = ctx.saved_tensors
+        logits = logits.detach().requires_grad_()
+        with torch.enable_grad():
+            output = _logprobs(logits, temperatures, targets)
+        return (*torch.autograd.grad(output, logits, gradients), None, None)
+
+
 class _Attention(torch.autograd.Function):
-    """Forward tile by tile, backward through `scaled_dot_product_attention`."""
+    """Forward with the engine's bits, backward through `scaled_dot_product_attention`."""
 
     @staticmethod
     def forward(
@@ -173,28 +225,32 @@ class _Attention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        backend: TiledBackend,
-        batch: TiledBatch,
-        cache: KVCache,
-        layer: int,
+        run: Callable[..., Tensor],
+        lengths: Sequence[int],
         options: AttentionOptions,
     ) -> Tensor:
         ctx.save_for_backward(query, key, value)
-        ctx.lengths, ctx.options = batch.rows.num_tokens.tolist(), options
-        qkv = QKV(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
-        return backend.forward(batch, cache, layer, qkv, options)[None]
+        ctx.lengths, ctx.options = lengths, options
+        return run(query, key, value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
         with torch.enable_grad():
-            queries, keys, values = (torch.split(tensor, ctx.lengths, dim=2) for tensor in inputs)
-            outputs = [
-                _attend(*part, ctx.options) for part in zip(queries, keys, values, strict=True)
-            ]
-            output = torch.cat(outputs, dim=2).transpose(1, 2)
-        input_gradients = torch.autograd.grad(output, inputs, gradients)
-        return (*input_gradients, None, None, None, None, None)
+            query, key, value = inputs
+            output = _attend_each(query, key, value, ctx.lengths, ctx.options)
+        return (*torch.autograd.grad(output, inputs, gradients), None, None, None)
+
+
+def _attend_each(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], options: AttentionOptions
+) -> Tensor:
+    """Sequences side by side, as `exact_attention` takes and gives them."""
+    queries, keys, values = (
+        torch.split(tensor, list(lengths), dim=2) for tensor in (query, key, value)
+    )
+    outputs = [_attend(*part, options) for part in zip(queries, keys, values, strict=True)]
+    return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from ..bus import StageReport
+from ..bus.links import MODEL_MANAGER
 from ..config import REPLICATED, STAGES, all_roles, role_of, split_role
 
 LATE_S = 5.0
@@ -23,6 +24,7 @@ class LaneHealth(msgspec.Struct, frozen=True):
         reason: Why it serves no requests; "" when it does. One replica is enough for that.
         stages: For each role the report of the process that was heard of last.
         rivals: Stages that more than one process runs, while there shall be one of each.
+        model: Which model it serves, in a deployment of several.
     """
 
     lane: str
@@ -30,6 +32,7 @@ class LaneHealth(msgspec.Struct, frozen=True):
     reason: str
     stages: dict[str, StageReport]
     rivals: tuple[str, ...] = ()
+    model: str = ""
 
     @property
     def ready(self) -> bool:
@@ -38,11 +41,12 @@ class LaneHealth(msgspec.Struct, frozen=True):
 
 
 def lanes_of(reports: Iterable[StageReport]) -> list[LaneHealth]:
-    """The lanes in the order of their names."""
-    by_lane: dict[str, list[StageReport]] = {}
+    """The lanes in the order of their models and names."""
+    by_lane: dict[tuple[str, str], list[StageReport]] = {}
     for report in reports:
-        by_lane.setdefault(report.lane, []).append(report)
-    return [_lane(lane, by_lane[lane]) for lane in sorted(by_lane)]
+        if report.stage != MODEL_MANAGER:  # which is of no lane
+            by_lane.setdefault((report.model, report.lane), []).append(report)
+    return [_lane(*lane, by_lane[lane]) for lane in sorted(by_lane)]
 
 
 def verdict(lanes: Sequence[LaneHealth]) -> str:
@@ -78,7 +82,7 @@ def problem_of(report: StageReport, epoch: int) -> str:
     return ""
 
 
-def _lane(lane: str, reports: Sequence[StageReport]) -> LaneHealth:
+def _lane(model: str, lane: str, reports: Sequence[StageReport]) -> LaneHealth:
     stages: dict[str, StageReport] = {}
     rivals: set[str] = set()
     for report in sorted(reports, key=lambda report: report.age_s):
@@ -95,7 +99,7 @@ def _lane(lane: str, reports: Sequence[StageReport]) -> LaneHealth:
     reason = "" if "" in reasons else reasons[0]
     order = all_roles(1 + max(by_replica))
     ordered: dict[str, StageReport] = {role: stages[role] for role in order if role in stages}
-    return LaneHealth(lane, epoch, reason, ordered, tuple(sorted(rivals)))
+    return LaneHealth(lane, epoch, reason, ordered, tuple(sorted(rivals)), model)
 
 
 def _lacks(lane: LaneHealth) -> str:

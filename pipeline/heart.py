@@ -108,6 +108,8 @@ class Heart:
             reason=cut(reason),
             since_s=round(self._in_state_s(role, incarnation, state), 3),
             load=load,
+            adapters=actor.adapters() if actor and actor.holds_all else (),
+            model=self._config.bus.model,
         )
 
     def _in_state_s(self, role: str, incarnation: str, state: StageState) -> float:

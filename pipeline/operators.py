@@ -13,6 +13,7 @@ import anyio
 from ..bus import Bus, Outcome, StageReport
 from ..bus.links import CONTROL, at
 from ..bus.messages import Message
+from ..bus.registry import Records
 from ..config import REPLICATED, BusError, WeightsError, role_of, split_role
 from .health import replicas_of
 
@@ -63,6 +64,11 @@ class Operators:
         self._bus = bus
         self._sender = sender
         self._lanes = Looks(bus.lanes)
+        self._models = Looks(bus.models.read)
+
+    async def models(self) -> Records:
+        """The models of the deployment by their ids; none on the bus of one model."""
+        return {} if self._bus.model else await self._models.take()
 
     async def everyone(self, stage: str, lane: str | None = None) -> Recipients:
         """A stage, and each of its replicas that was heard of lately, in every lane that lives.
@@ -72,8 +78,15 @@ class Operators:
             lane: Only this lane.
 
         Raises:
-            BusError: `unknown_lane`: it does not live.
+            BusError: `unknown_lane`: it does not live. `model_required`: the bus is that of several
+                models (`Bus.of_model`).
         """
+        if models := await self.models():
+            raise BusError(
+                f"there are several models here; say for which of them this is: "
+                f"{', '.join(models)}",
+                code="model_required",
+            )
         lanes = sorted(await self._lanes.take())
         if lane is not None:
             if lane not in lanes:

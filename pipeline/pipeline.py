@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from types import TracebackType
 
 import anyio
@@ -20,15 +20,14 @@ from ..config import (
     STAGES,
     Config,
     NanoInferenceError,
-    SamplingParams,
     roles_here,
     split_role,
 )
 from ..stages.actor import Actor, StageContext
-from ..telemetry import Metrics, Tracing, setup_metrics, setup_tracing
-from .client import BusClient, Request
+from ..telemetry import Metrics, Tracing, names, setup_metrics, setup_tracing
+from .client import BusClient
+from .completing import Completing, Request
 from .heart import Heart
-from .scoring import ScoredCompletion
 from .supervisor import supervise
 from .topology import actor_class
 
@@ -36,7 +35,7 @@ from .topology import actor_class
 _GRACE_S = 5.0
 
 
-class Pipeline:
+class Pipeline(Completing):
     """Runs this process's stages while the context is open.
 
     ```python
@@ -97,14 +96,19 @@ class Pipeline:
         self._ready = {role: asyncio.Event() for role in self._roles}
         self.bus = open_bus(self.config.bus, frozenset(self._roles), replicas)
         instance = f"{socket.gethostname()}-{os.getpid()}"
+        # Of several models: where there is one, nobody has to tell it from others.
+        model = self.config.bus.model
+        labels = {names.REQUEST_MODEL: model} if model else {}
         try:
             if not self._wait_for_bus:
                 await self.bus.ping()
-            self.metrics = setup_metrics(self.config.telemetry, instance)
+            self.metrics = setup_metrics(self.config.telemetry, instance).labelled(labels)
         except BaseException:
             await self.bus.aclose()
             raise
-        self.tracing = self._given_tracing or setup_tracing(self.config.telemetry, instance)
+        self.tracing = self._given_tracing or setup_tracing(
+            self.config.telemetry, instance, labels=labels
+        )
         self._client = BusClient(self.bus, self.tracing, self.metrics)
         self._heart = Heart(self.config, self.bus, self._actors, self.metrics)
         # A task of its own holds the stages' task group, so that the context may be left from
@@ -188,15 +192,6 @@ class Pipeline:
     async def complete(self, request: Request | bytes) -> Completion:
         """As BusClient.complete."""
         return await self._client.complete(request)
-
-    async def score(
-        self,
-        prompts: Sequence[Sequence[int]],
-        completions: Sequence[Sequence[int]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> list[ScoredCompletion]:
-        """As BusClient.score."""
-        return await self._client.score(prompts, completions, sampling_params)
 
     def stages(self) -> list[StageReport]:
         """How the stages of this process are now; `bus.stages` has those of all processes."""

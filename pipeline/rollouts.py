@@ -35,6 +35,10 @@ class TrainingSample(msgspec.Struct, frozen=True):
         prompt_top_logprobs: `[prompt]`, the likeliest tokens at each place, when asked for.
         request_id: Of the request, as `add_request` gave it back; None where the order of the
             samples tells, as it does for `generate`.
+        adapter_version: Of the adapter that made the oldest of these tokens; 0 without one.
+        embedding: The prompt's vector, of a request for one.
+        num_draft_tokens: Drafted tokens that were verified for it, where the engine speculates.
+        num_accepted_draft_tokens: Those of them that were what was sampled.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -48,6 +52,10 @@ class TrainingSample(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[float | None, ...] | None = None
     prompt_top_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
     request_id: RequestId | None = None
+    adapter_version: int = 0
+    embedding: tuple[float, ...] | None = None
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
 
 
 @runtime_checkable

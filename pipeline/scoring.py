@@ -82,28 +82,35 @@ async def score_by(
         )
         for prompt, completion, sampling in zip(prompts, completions, params, strict=True)
     ]
-    answers = await _complete_all(complete, requests)
+    answers = await complete_all(complete, requests)
     return [
         scored_completion(completion, len(own))
         for completion, own in zip(answers, completions, strict=True)
     ]
 
 
-async def _complete_all(
+async def complete_all(
     complete: Callable[[GenerateRequest], Awaitable[Completion]],
     requests: Sequence[GenerateRequest],
+    *,
+    return_errors: bool = False,
 ) -> list[Completion]:
     """The terminal messages of requests, in order; some are under way at a time.
 
+    Args:
+        complete: Gives one.
+        requests: All of them.
+        return_errors: Whether those that did not end well are among them.
+
     Raises:
-        RequestError: One did not end well; the others are cancelled.
+        RequestError: One did not end well, and is not to be returned; the others are cancelled.
     """
     places = asyncio.Semaphore(AT_A_TIME)
 
     async def complete_one(request: GenerateRequest) -> Completion:
         async with places:
             completion = await complete(request)
-        if completion.error is not None:
+        if completion.error is not None and not return_errors:
             raise RequestError(completion.error.message, code=completion.error.code)
         return completion
 

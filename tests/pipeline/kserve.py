@@ -63,6 +63,10 @@ def tensor(name: str, found: Any) -> NamedTensor:
         data = np.empty(1, np.object_)
         data[0] = found.encode() if isinstance(found, str) else found
         return NamedTensor(name, data)
+    if isinstance(found, list) and found and isinstance(found[0], str):
+        data = np.empty(len(found), np.object_)
+        data[:] = [each.encode() for each in found]
+        return NamedTensor(name, data)
     if isinstance(found, bool):
         return NamedTensor(name, np.array([found]))
     dtype = DTYPES["INT64"]

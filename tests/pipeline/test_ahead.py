@@ -13,7 +13,7 @@ from nano_inference.bus.messages import StepPlan, StepResult
 from nano_inference.bus.public import GenerateRequest
 from nano_inference.stages.executor import stage as executor_stage
 from nano_inference.stages.executor.core import ExecutorCore
-from nano_inference.stages.executor.unread import LaunchedStep
+from nano_inference.stages.executor.step import LaunchedStep
 
 LIMIT_S = 120
 ENGINE = EngineConfig(dtype="float32", max_batch_size=8)
@@ -25,8 +25,7 @@ class SlowCore(ExecutorCore):
     order: list[tuple[str, int]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.runs_ahead = True
+        super().__init__(*args, runs_ahead=True, **kwargs)
         self.order = []
         self.next_launched = threading.Event()
         made.append(self)

@@ -34,6 +34,7 @@ LIMIT_S = 60
 COMPANION = "companion"
 STORY = "Story about David, a dog and a yellow hat:"
 MESSAGES = [{"role": "user", "content": STORY}]
+TOLD = [{"role": "user", "content": "Write a story about Maria, a mouse and a purple boat."}]
 LONG: dict[str, Any] = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
 OTHER_NAME = {"temperature": 0, "ignore_eos": True}
 CALLS: dict[str, dict[str, Any]] = {
@@ -41,7 +42,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": MESSAGES} | LONG,
     "/v1/responses": {"input": STORY, "max_output_tokens": 60} | OTHER_NAME,
     # Which goes on for long by itself.
-    "/v1/messages": {"messages": MESSAGES, "temperature": 0, "max_tokens": 60},
+    "/v1/messages": {"messages": TOLD, "temperature": 0, "max_tokens": 60},
     "/inference/v1/generate": {"token_ids": [5, 6, 7], "sampling_params": LONG},
     "/generate": {
         "text": STORY,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 import httpx
 import jsonschema
@@ -11,7 +14,8 @@ import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
 
-from nano_inference import Completion, Pipeline
+from nano_inference import Completion, Config, Pipeline
+from nano_inference.stages import grammar
 
 LIMIT_S = 60
 
@@ -55,6 +59,40 @@ async def test_each_sample_is_what_was_asked_for_streamed_or_not(shared: Pipelin
     assert texts[0] == texts[1]
 
 
+async def test_others_go_on_while_the_first_constraint_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What llguidance makes of the tokenizer, for which all threads would wait, is there before."""
+    begun, may_go_on = threading.Event(), threading.Event()
+    original = grammar._compile
+
+    def slow(*arguments: Any) -> Any:
+        begun.set()
+        assert may_go_on.wait(LIMIT_S)
+        return original(*arguments)
+
+    def too_late(*_: object, **__: object) -> None:
+        raise AssertionError("the tokenizer is read while requests run")
+
+    # As in a new process.
+    monkeypatch.setattr(grammar, "_VOCABULARIES", WeakValueDictionary())
+    async with Pipeline(Config()) as pipeline, asyncio.timeout(LIMIT_S):
+        monkeypatch.setattr(grammar, "_compile", slow)
+        monkeypatch.setattr(grammar, "LLTokenizer", too_late)
+        sampling = {"constraint": {"regex": "[xyz]{5}"}}
+        constrained = asyncio.create_task(pipeline.complete(REQUEST | {"sampling": sampling}))
+        try:
+            assert await asyncio.to_thread(begun.wait, LIMIT_S)
+            free = await pipeline.complete(REQUEST | {"sampling": {"max_tokens": 5}})
+            assert free.status == "done"
+            assert not constrained.done()
+        finally:
+            may_go_on.set()
+        completion = await constrained
+        assert completion.status == "done", completion.error
+        assert all(len(sample.text) == 5 for sample in completion.samples)
+
+
 @pytest.mark.parametrize(
     "constraint",
     [{}, {"regex": "("}, {"json_schema": "{"}, {"lark": "start: start"}, {"regex": "a" * 20_000}],
@@ -89,7 +127,13 @@ async def test_openai_s_client_gets_an_object(url: str) -> None:
         assert chat.choices[0].message.parsed is not None
         assert isinstance(chat.choices[0].message.parsed, Person)
         response = await client.responses.parse(
-            model="tiny", input="Who?", text_format=Person, max_output_tokens=200
+            model="tiny",
+            input="Who?",
+            text_format=Person,
+            max_output_tokens=200,
+            # Many a sample thinks, or writes spaces and digits, until its tokens are used up.
+            reasoning={"effort": "none"},
+            extra_body={"seed": 1},
         )
         assert isinstance(response.output_parsed, Person)
 
@@ -124,6 +168,10 @@ async def test_anthropic_s_schema(url: str) -> None:
     body = {
         "model": "tiny",
         "max_tokens": 200,
+        # A sample may write digits until its tokens are used up.
+        "temperature": 0,
+        # It has an answer's schema alone, and nothing before it.
+        "thinking": {"type": "disabled"},
         "messages": [{"role": "user", "content": "Who?"}],
         "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
     }

@@ -189,7 +189,7 @@ def test_tokens_tell_the_weights_that_made_them() -> None:
         request = engine.add_request(prompt, ENDLESS_8)
         for _ in range(3):
             engine.step()
-        new = {name: tensor * 1.5 for name, tensor in engine.state_dict().items()}
+        new = {name: tensor * 0.7 for name, tensor in engine.state_dict().items()}
         engine.update_weights(new)
         assert engine.get_weight_version() == 0, "in place before the next step, not at once"
         (mixed,) = [sample for _ in range(5) for sample in engine.step()]
@@ -238,6 +238,30 @@ def test_a_refused_prompt_leaves_nothing_behind(
 def test_as_many_parameters_as_prompts(engine: InferenceEngine) -> None:
     with pytest.raises(ValueError, match="2 prompts and 1 sampling_params"):
         engine.generate(["1 + 1 =", "2 + 2 ="], [GREEDY])
+
+
+def test_predictions_are_one_for_each_prompt_and_change_no_token(engine: InferenceEngine) -> None:
+    prompts = ["1 + 1 =", "2 + 2 =", [5, 6, 7]]
+    alone = engine.generate(prompts, GREEDY)
+    predicted = engine.generate(prompts, GREEDY, predictions=["2", None, [8, 9]])
+    assert [each.completion_tokens for each in predicted] == [
+        each.completion_tokens for each in alone
+    ]
+    assert {(each.num_draft_tokens, each.num_accepted_draft_tokens) for each in predicted} == {
+        (0, 0)
+    }, "an engine that does not speculate drafts nothing"
+    with pytest.raises(ValueError, match="3 prompts and 1 predictions"):
+        engine.generate(prompts, GREEDY, predictions=["2"])
+
+
+@pytest.mark.parametrize("prediction", [[-1], [10**6], ["a"], 7, "a" * 100_000, [None]])
+def test_what_is_no_prediction_is_refused(engine: InferenceEngine, prediction: object) -> None:
+    with pytest.raises(RequestError) as refused:
+        engine.generate(["1 + 1 ="], GREEDY, predictions=[prediction])  # type: ignore[list-item]
+    assert refused.value.code == "invalid_prediction"
+    with pytest.raises(RequestError):
+        engine.add_request("1 + 1 =", GREEDY, prediction=prediction)  # type: ignore[arg-type]
+    assert not engine.has_pending()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -290,7 +314,7 @@ def test_reference_logprobs_are_those_of_the_second_weights() -> None:
     with InferenceEngine(FLOAT, reference=FLOAT) as engine:
         for sample in engine.generate(prompts, sampled):
             assert sample.ref_logprobs == pytest.approx(sample.logprobs, abs=1e-4)
-        new = {name: tensor * 1.5 for name, tensor in engine.state_dict().items()}
+        new = {name: tensor * 0.7 for name, tensor in engine.state_dict().items()}
         engine.update_weights(new, blocking=True)
         requests = [engine.add_request(prompt, sampled[0], 2) for prompt in prompts]
         samples: list[TrainingSample] = []
@@ -324,7 +348,7 @@ def test_completions_can_be_scored(engine: InferenceEngine) -> None:
 def test_what_becomes_of_requests_under_way(blocking: bool) -> None:
     with InferenceEngine(FLOAT) as engine:
         old = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
-        new = {name: tensor * 1.5 for name, tensor in old.items()}
+        new = {name: tensor * 0.7 for name, tensor in old.items()}
         prompt = list(range(60, 100))
 
         def update_after_three_steps(in_flight: InFlight) -> TrainingSample:

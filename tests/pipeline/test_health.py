@@ -11,6 +11,7 @@ from nano_inference.bus import StageReport
 from nano_inference.config import STAGES, Stage
 from nano_inference.pipeline.health import lanes_of, verdict
 from nano_inference.pipeline.heart import Heart
+from nano_inference.pipeline.models import FACTS
 
 from .conftest import MakeConfig, both_buses
 
@@ -125,7 +126,10 @@ async def test_a_pipeline_tells_how_its_stages_are(make_config: MakeConfig) -> N
                 *("running", "waiting", "set_aside"),
                 *("kv_free", "kv_total", "kv_cached"),
             },
-            "executor": {"plans", "steps", "device", "weight_version", "max_model_len"},
+            "executor": {
+                *("plans", "steps", "device", "weight_version", "max_model_len"),
+                *FACTS,
+            },
             "streaming": {"open", "tokens_per_s", "ttft_ms_p50", "ttft_ms_p95"},
         }
         assert found.stages["executor"].load["steps"] > 0  # type: ignore[operator]

@@ -63,6 +63,30 @@ async def test_greedy_completions_are_the_engine_s(client: AsyncOpenAI) -> None:
         assert choice.finish_reason == sample.finish_reason
 
 
+async def test_embeddings_are_the_engine_s(client: AsyncOpenAI) -> None:
+    """In the same bits: deterministic mode has no other beside others."""
+
+    def run() -> list[list[float]]:
+        config = load_config(env={}, overrides=SETTINGS)
+        with InferenceEngine(config.engine) as engine:
+            found: list[list[float]] = engine.embed(PROMPTS, pooling="last", dimensions=40).tolist()
+            return found
+
+    answer, wanted = await asyncio.gather(
+        client.embeddings.create(
+            model="tiny", input=PROMPTS, dimensions=40, extra_body={"pooling": "last"}
+        ),
+        asyncio.to_thread(run),
+    )
+    assert [each.embedding for each in answer.data] == wanted
+    ranked = await client.post(
+        "/rerank",
+        body={"query": PROMPTS[0], "documents": PROMPTS, "pooling": "last"},
+        cast_to=object,
+    )
+    assert ranked["results"][0]["index"] == 0  # type: ignore[index]
+
+
 async def test_a_stream_says_what_the_answer_says(client: AsyncOpenAI) -> None:
     asked: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[2], "temperature": 0}
     asked |= {"max_tokens": 40, "logprobs": 2, "echo": True, "extra_body": EXTRA}

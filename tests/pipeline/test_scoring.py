@@ -19,7 +19,8 @@ from nano_inference import (
     RequestError,
     SamplingParams,
 )
-from nano_inference.bus.messages import Envelope, SampleScored
+from nano_inference.bus.messages import Envelope
+from nano_inference.bus.scoring import SampleScored
 from nano_inference.stages.executor.reference import ReferenceModel
 from nano_inference.stages.streaming.stage import StreamingStage
 

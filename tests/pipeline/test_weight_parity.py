@@ -61,6 +61,7 @@ def config(folder: Path, dtype: str, deterministic: bool, kernels: str) -> Engin
         ("bfloat16", True, "auto"),
         ("float32", True, "auto"),
         ("float32", False, "auto"),
+        ("float32", False, "off"),
     ],
 )
 def test_tokens_and_logprobs_are_those_of_an_engine_that_loads_them(

@@ -1,0 +1,469 @@
+"""Loads and unloads the models of a deployment while the others serve."""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import anyio
+import anyio.to_thread
+import structlog
+from anyio.abc import TaskGroup
+
+from ..bus import Bus, Outcome, StageReport, find_model
+from ..bus.control import LoadModel, UnloadModel
+from ..bus.links import MODEL_MANAGER
+from ..bus.messages import Envelope
+from ..config import (
+    BusError,
+    ChannelClosed,
+    Config,
+    ConfigError,
+    ModelConfig,
+    ModelError,
+    NanoInferenceError,
+    RequestError,
+    shown,
+)
+from ..config.models import check_models
+from ..telemetry import Metrics
+from .managed_model import Job, ManagedModel
+from .model_memory import expected_memory
+
+POLL_S = 0.2
+"""How often it looks whether somebody has asked for a model that is loaded on demand."""
+
+_BEAT_S = 1.0
+# Adding up what processes take costs the system some milliseconds for each.
+_MEASURE_S = 30.0
+# How long a name may be unknown to those in front of the models.
+_LOOK_S = 1.0
+
+
+class ModelRunner(Protocol):
+    """What runs the lane of one model."""
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """Its processes, as they are now."""
+
+    async def run(self) -> None:
+        """Runs the lane until it is stopped.
+
+        Raises:
+            NanoInferenceError: It can't go on.
+        """
+
+    async def stop(self, *, drain: bool = False) -> None:
+        """Ends it, and returns when that is done; `drain`: requests in flight may finish."""
+
+
+class ModelManager:
+    """Brings each model of a deployment into the state that it is wished in.
+
+    What it knows is in the registry on the bus (`Bus.models`), which it writes and others read; at
+    a start all of it is written anew. There is one at a time. The memory of a model is that of its
+    processes, and goes when they end.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        bus: Bus,
+        run: Callable[[ModelConfig, Config], ModelRunner],
+        metrics: Metrics | None = None,
+    ) -> None:
+        """A manager that begins with `run_forever`.
+
+        Args:
+            config: The deployment's settings, with its models.
+            bus: The deployment's, and of none of its models.
+            run: Makes what runs a model, given the settings of its processes.
+            metrics: Of this process.
+        """
+        self._config = config
+        self._bus = bus
+        self._run = run
+        self._metrics = metrics
+        self._models: dict[str, ManagedModel] = {}
+        self._group: TaskGroup
+        self._incarnation = f"{MODEL_MANAGER}-{uuid.uuid4().hex[:8]}"
+        self._started = anyio.Event()
+        # One at a time finds out what has to go for it.
+        self._making_room = anyio.Lock()
+        self._stopping = False
+        self._log = structlog.get_logger().bind(stage=MODEL_MANAGER)
+
+    async def run_forever(self) -> None:
+        """Loads what is to be there from the start, and obeys; until cancelled."""
+        async with anyio.create_task_group() as self._group:
+            inbox = await self._bus.open_inbox(MODEL_MANAGER)
+            await self._begin()
+            self._started.set()
+            self._group.start_soon(self._beat_forever)
+            self._group.start_soon(self._watch_forever)
+            self._group.start_soon(self._measure_forever)
+            self._group.start_soon(self._look_at_adapters_forever)
+            while True:
+                try:
+                    envelopes = await inbox.receive()
+                except ChannelClosed:
+                    return
+                for envelope in envelopes:
+                    self._group.start_soon(self._obey, envelope)
+
+    async def begun(self) -> None:
+        """Returns when all models of the settings stand in the registry."""
+        await self._started.wait()
+
+    async def stop(self) -> None:
+        """Ends all models, side by side; their requests in flight may finish."""
+        if self._stopping:
+            return
+        self._stopping = True
+        async with anyio.create_task_group() as group:
+            for model in self._models.values():
+                group.start_soon(model.leave)
+        await self._beat("gone")
+        for model in self._models.values():
+            await model.aclose()
+
+    # --- wishes ---------------------------------------------------------------------------------
+
+    async def load(self, name: str, spec: ModelConfig | None = None) -> None:
+        """As `BusClient.load_model`, which has what it raises."""
+        while True:
+            if self._stopping:
+                raise ModelError("the deployment is being stopped", code="model_load_failed")
+            model = self._find(name) if spec is None else self._find_or_add(spec)
+            job = model.job
+            if job is None:
+                if model.record.state == "ready":
+                    return
+                job = self._begin_load(model)
+            await job.done.wait()
+            if job.kind == "load":
+                if job.error is not None:
+                    raise job.error
+                return
+
+    async def unload(
+        self, name: str, timeout_s: float | None = None, *, remove: bool = False
+    ) -> None:
+        """As `BusClient.unload_model`."""
+        while True:
+            model = self._find(name)
+            job = model.job
+            if job is None:
+                if model.record.state == "unloaded" and not remove:
+                    return
+                job = self._begin_unload(model, timeout_s, remove=remove)
+            elif job.kind == "unload":
+                job.hurry(timeout_s)
+                job.remove = job.remove or remove
+            await job.done.wait()
+            if job.kind == "unload":
+                return
+
+    def _begin_load(self, model: ManagedModel, *, evict: bool = True) -> Job:
+        job = model.job = Job("load")
+        self._group.start_soon(self._load, model, job, evict)
+        return job
+
+    def _begin_unload(
+        self, model: ManagedModel, timeout_s: float | None = None, *, remove: bool = False
+    ) -> Job:
+        job = model.job = Job("unload", timeout_s, remove=remove)
+        self._group.start_soon(self._unload, model, job)
+        return job
+
+    async def _obey(self, envelope: Envelope) -> None:
+        error: NanoInferenceError | None = None
+        try:
+            match envelope.body:
+                case LoadModel(id, spec):
+                    await self.load(id, spec)
+                case UnloadModel(id, timeout_s, remove):
+                    await self.unload(id, timeout_s, remove=remove)
+                case _:
+                    self._log.warning("message_not_understood", type=type(envelope.body).__name__)
+                    return
+        except NanoInferenceError as failure:
+            error = failure
+        outcome = Outcome(
+            lane=self._config.bus.lane,
+            role=MODEL_MANAGER,
+            code=error.code if error else "",
+            message=error.message if error else "",
+        )
+        try:
+            await self._bus.replies.answer(envelope.operation_id, outcome)
+        except BusError as reason:
+            self._log.warning("answer_lost", reason=reason.message)
+
+    def _find(self, name: str) -> ManagedModel:
+        records = [model.record for model in self._models.values()]
+        try:
+            return self._models[find_model(name, records).id]
+        except RequestError as error:
+            raise ModelError(error.message, code=error.code) from None
+
+    def _find_or_add(self, spec: ModelConfig) -> ManagedModel:
+        """The model that this is of; what was there before it need not be told again exactly.
+
+        Raises:
+            ModelError: `model_exists`, or `model_load_failed` for settings that can't be.
+        """
+        known = self._models.get(spec.id)
+        if known is not None:
+            if (known.spec.path, known.spec.overrides) == (spec.path, spec.overrides):
+                return known
+            raise ModelError(
+                f"there is a model {shown(spec.id)} with other settings here; unload and remove it "
+                "first, or take another id",
+                code="model_exists",
+            )
+        try:
+            check_models([*(model.spec for model in self._models.values()), spec])
+        except ConfigError as error:
+            raise ModelError(error.message, code="model_exists") from None
+        return self._add(spec, added=True)
+
+    def _add(self, spec: ModelConfig, *, added: bool = False) -> ManagedModel:
+        try:
+            own = self._config.of_model(spec)
+        except ConfigError as error:
+            raise ModelError(error.message, code="model_load_failed") from None
+        make = partial(self._run, spec, own)
+        model = ManagedModel(own, spec, self._bus, make, self._over, self._metrics)
+        model.added = added
+        self._models[spec.id] = model
+        return model
+
+    # --- what is done -----------------------------------------------------------------------
+
+    async def _begin(self) -> None:
+        """Whatever stands in the registry is of a former life."""
+        for spec in self._config.models:
+            self._add(spec)
+        for model_id, record in (await self._bus.models.read()).items():
+            if model_id not in self._models:
+                await self._remove(self._add(record.spec))
+        for model in self._models.values():
+            wanted = model.spec.preload or self._config.deployment.load_on_demand
+            await model.put("unloaded", takes_requests=wanted)
+        for model in self._models.values():
+            if model.spec.preload:
+                self._begin_load(model, evict=False)
+
+    async def _load(self, model: ManagedModel, job: Job, evict: bool) -> None:
+        evicted: list[ManagedModel] = []
+        try:
+            try:
+                await self._make_room(model, evicted, evict=evict)
+                await model.load(self._config.deployment.load_timeout_s)
+            except NanoInferenceError:
+                raise
+            except Exception as error:  # noqa: BLE001  (as a path that Python can't read)
+                self._log.exception("model_load_broke", model=model.spec.id)
+                raise ModelError(
+                    f"the model {shown(model.spec.id)} could not be loaded: {error!r:.200}",
+                    code="model_load_failed",
+                ) from None
+        except ModelError as error:
+            job.error = error
+            self._log.error("model_not_loaded", model=model.spec.id, error=error.message)
+            await self._not_loaded(model, error)
+        finally:
+            model.reserved_bytes = 0
+            model.job = None
+            job.done.set()
+        if job.error is not None:
+            for other in evicted:  # all is to be as it was
+                there = self._models.get(other.spec.id) is other
+                if there and other.job is None and other.record.state == "unloaded":
+                    self._begin_load(other)
+
+    async def _not_loaded(self, model: ManagedModel, error: ModelError) -> None:
+        """Answers what has waited for a model that could not be loaded."""
+        if model.added and not model.was_ready:
+            await self._remove(model, error)
+        elif error.code == "out_of_memory_budget":
+            await model.put("unloaded", error.message, takes_requests=False)
+            await model.end_requests(error)
+            if self._config.deployment.load_on_demand:  # there may be room next time
+                await model.put("unloaded", error.message, takes_requests=True)
+        else:
+            await model.fail(error.message)
+
+    async def _unload(self, model: ManagedModel, job: Job) -> None:
+        on_demand = self._config.deployment.load_on_demand
+        try:
+            await model.unload(job, keeps_requests=on_demand and not job.remove)
+            if job.remove:
+                await self._remove(model)
+        finally:
+            model.job = None
+            job.done.set()
+
+    async def _remove(self, model: ManagedModel, error: ModelError | None = None) -> None:
+        await model.put("unloaded", "it is removed", takes_requests=False)
+        await model.end_requests(error or ManagedModel.removed(model.spec))
+        await model.persist(partial(self._bus.models.remove, model.spec.id))
+        del self._models[model.spec.id]
+        await model.aclose()
+
+    def _over(self, model: ManagedModel, reason: str) -> None:
+        self._group.start_soon(self._ended, model, reason)
+
+    async def _ended(self, model: ManagedModel, reason: str) -> None:
+        """A model that was ready can't go on. The others do not notice."""
+        job = model.job
+        if job is not None or self._stopping or model.record.state != "ready":
+            return  # whoever is at it sees it
+        job = model.job = Job("fail")
+        self._log.error("model_failed", model=model.spec.id, reason=reason)
+        try:
+            await model.fail(reason)
+        finally:
+            model.job = None
+            job.done.set()
+
+    # --- memory -----------------------------------------------------------------------------
+
+    async def _make_room(
+        self, model: ManagedModel, evicted: list[ManagedModel], *, evict: bool
+    ) -> None:
+        """Has others unloaded until there is memory for one more, and keeps it for that one.
+
+        Args:
+            model: The one that comes.
+            evicted: Gets those that are unloaded for it.
+            evict: Whether others may go.
+
+        Raises:
+            ModelError: `out_of_memory_budget`; nothing was unloaded.
+        """
+        budget = self._config.deployment.max_memory_bytes
+        if not budget:
+            return
+        needed = model.largest_bytes or expected_memory(model.config)
+        async with self._making_room:
+            for other in self._others(model):
+                # Its memory is about to come back.
+                if other.job is not None and other.job.kind != "load":
+                    await other.job.done.wait()
+            await self._look_at_traffic()
+            leaving = self._leaving(model, budget - needed) if evict else []
+            taken = self._taken(model, leaving)
+            if taken + needed > budget:
+                raise ModelError(
+                    f"{shown(model.spec.id)} needs about {needed} bytes, and of "
+                    f"deployment.max_memory_bytes {budget} there are {max(0, budget - taken)} "
+                    "left; raise it, or unload other models",
+                    code="out_of_memory_budget",
+                )
+            for other in leaving:
+                job = other.job
+                if job is None and other.record.state == "ready":
+                    reason = f"it was unloaded for {model.spec.id}"
+                    self._log.info("model_evicted", model=other.spec.id, reason=reason)
+                    job = self._begin_unload(other)
+                    evicted.append(other)
+                # One that is being loaded again meanwhile waits for its room behind this one.
+                if job is not None and job.kind != "load":
+                    await job.done.wait()
+            model.reserved_bytes = needed
+
+    def _others(self, model: ManagedModel) -> list[ManagedModel]:
+        return [other for other in self._models.values() if other is not model]
+
+    def _taken(self, model: ManagedModel, leaving: Sequence[ManagedModel]) -> int:
+        return sum(each.taken_bytes for each in self._others(model) if each not in leaving)
+
+    def _leaving(self, model: ManagedModel, most: int) -> list[ManagedModel]:
+        """Those to unload so that at most so much is taken, the least recently used first."""
+        candidates = [
+            other
+            for other in self._others(model)
+            if other.record.state == "ready" and other.job is None and not other.spec.pinned
+        ]
+        leaving: list[ManagedModel] = []
+        for other in sorted(candidates, key=lambda each: each.last_used_ms):
+            if self._taken(model, leaving) <= most:
+                break
+            leaving.append(other)
+        return leaving
+
+    # --- what goes on beside ------------------------------------------------------------------
+
+    async def _watch_forever(self) -> None:
+        """Loads what is asked for, and ends requests that a former life has left."""
+        while True:
+            await anyio.sleep(POLL_S if self._config.deployment.load_on_demand else _BEAT_S)
+            await self._watch()
+
+    async def _watch(self) -> None:
+        for model, entries in await self._look_at_traffic():
+            if not entries or model.job is not None or self._stopping:
+                continue
+            if model.record.state not in ("unloaded", "failed"):
+                continue
+            if model.record.takes_requests:
+                self._begin_load(model)
+            else:
+                await model.end_requests()
+
+    async def _look_at_traffic(self) -> list[tuple[ManagedModel, int]]:
+        """Each model, with how many requests are on its stream; and notes when the last came."""
+        models = list(self._models.values())
+        try:
+            traffic = await self._bus.models.traffic([model.spec.id for model in models])
+        except BusError as error:
+            self._log.debug("traffic_not_known", error=error.message)
+            return []
+        for model, (_, last_ms) in zip(models, traffic, strict=True):
+            model.last_request_ms = last_ms
+        return [(model, each.entries) for model, each in zip(models, traffic, strict=True)]
+
+    async def _measure_forever(self) -> None:
+        """Writes down what the models take, where it has changed."""
+        while True:
+            await anyio.sleep(_MEASURE_S)
+            for model in self._at_rest():
+                await model.measure()
+
+    async def _look_at_adapters_forever(self) -> None:
+        while True:
+            await anyio.sleep(_LOOK_S)
+            for model in self._at_rest():
+                await model.look_at_adapters()
+
+    def _at_rest(self) -> list[ManagedModel]:
+        """The models that serve, and with which nothing else is being done."""
+        models = list(self._models.values())
+        return [model for model in models if model.record.state == "ready" and model.job is None]
+
+    async def _beat_forever(self) -> None:
+        while True:
+            await self._beat("ready")
+            await anyio.sleep(_BEAT_S)
+
+    async def _beat(self, state: str) -> None:
+        report = StageReport(
+            lane=self._config.bus.lane,
+            stage=MODEL_MANAGER,
+            incarnation=self._incarnation,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            epoch=0,
+            state="gone" if state == "gone" else "ready",
+        )
+        try:
+            await self._bus.stages.report([report])
+        except NanoInferenceError as error:
+            self._log.debug("heartbeat_not_told", error=error.message)

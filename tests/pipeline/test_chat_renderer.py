@@ -1,0 +1,179 @@
+"""Conversations in Python: to prompts, and from tokens back to messages."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nano_inference import (
+    ChatRenderer,
+    EngineConfig,
+    InferenceEngine,
+    RequestError,
+    SamplingParams,
+)
+from nano_inference.stages.tokenizer import load_tokenizer
+
+from . import reference
+
+# As Qwen's, with reasoning that the template opens itself.
+TEMPLATE = """\
+{%- if tools %}{{ 'Tools: ' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}
+{{ 'as <tool_call>{"name": ..., "arguments": ...}</tool_call>' }}{% endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<tool_call>' + call.function.name + call.function.arguments | tojson }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined %}
+    {{- '<think>\\n' if enable_thinking else '<think>\\n\\n</think>\\n\\n' }}
+{%- endif %}
+"""
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "What the weather is like.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Paris", "Oslo"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+USER = {"role": "user", "content": "Is it raining in Oslo?"}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The bundled model under the name of a model that writes so."""
+    made = tmp_path / "model"
+    shutil.copytree(reference.FOLDER, made)
+    (made / "chat_template.jinja").write_text(TEMPLATE)
+    config = json.loads((made / "tokenizer_config.json").read_text())
+    config.pop("response_template", None)
+    (made / "tokenizer_config.json").write_text(json.dumps(config))
+    return made
+
+
+@pytest.fixture
+def chat(folder: Path) -> ChatRenderer:
+    return ChatRenderer(str(folder))
+
+
+def tokens(folder: Path, text: str) -> list[int]:
+    return load_tokenizer(folder).encode(text, add_special_tokens=False)
+
+
+def test_a_call_and_its_result_stand_in_the_next_prompt(folder: Path, chat: ChatRenderer) -> None:
+    prompt = chat.render([USER], tools=[WEATHER])
+    message = chat.read(prompt, tokens(folder, f"Let me see.\n{CALL}<|im_end|>"))
+    (call,) = message.pop("tool_calls")
+    assert message == {"role": "assistant", "content": "Let me see."}
+    assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "It is."}
+    history = [USER, message | {"tool_calls": [call]}, result]
+    again = load_tokenizer(folder).decode(chat.render(history, tools=[WEATHER]).token_ids)
+    assert '<tool_call>get_weather{"city": "Oslo"}' in again
+    assert "It is." in again
+
+
+def test_messages_as_openais_library_writes_them(folder: Path, chat: ChatRenderer) -> None:
+    """What was not told is None; a text may be in parts."""
+    function = WEATHER["function"] | {"strict": None, "description": None}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    asked = {"role": "user", "content": [{"type": "text", "text": "a"}] * 2, "name": None}
+    answer = {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]}
+    said = {"role": "assistant", "content": "b", "tool_calls": None}
+    prompt = chat.render([asked, answer, said], tools=[WEATHER | {"function": function}])
+    text = load_tokenizer(folder).decode(prompt.token_ids)
+    assert "user\na\na<|im_end|>" in text
+    assert "assistant\n<tool_call>f{}<|im_end|>" in text
+    assert "None" not in text
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        None,
+        "text",
+        {"role": "user", "content": [{"type": "image_url"}]},
+        {"role": "user", "content": "\ud800"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": None}]},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": "f"}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+    ],
+)
+def test_what_is_no_message_is_refused(chat: ChatRenderer, message: Any) -> None:
+    with pytest.raises(RequestError) as refused:
+        chat.render([message])
+    assert refused.value.code == "invalid_messages"
+
+
+def test_the_template_may_open_the_reasoning(folder: Path, chat: ChatRenderer) -> None:
+    prompt = chat.render([USER], enable_thinking=True)
+    message = chat.read(prompt, tokens(folder, "Norway?\n</think>\n\nYes.<|im_end|>"))
+    assert message == {"role": "assistant", "content": "Yes.", "reasoning_content": "Norway?"}
+    # Cut off within it.
+    message = chat.read(prompt, tokens(folder, "Norway"), "length")
+    assert message == {"role": "assistant", "content": "", "reasoning_content": "Norway"}
+
+
+def test_without_tools_a_call_is_text(folder: Path, chat: ChatRenderer) -> None:
+    for prompt in (chat.render([USER]), chat.render([USER], tools=[WEATHER], tool_choice="none")):
+        assert chat.read(prompt, tokens(folder, CALL)) == {"role": "assistant", "content": CALL}
+
+
+def test_a_call_can_be_required(folder: Path, chat: ChatRenderer) -> None:
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    with InferenceEngine(EngineConfig(model_path=str(folder))) as engine:
+        for asked in ("required", choice):
+            prompt = chat.render(
+                [USER],
+                tools=[WEATHER],
+                tool_choice=asked,
+                parallel_tool_calls=False,
+                enable_thinking=False,
+            )
+            params = chat.sampling(prompt, SamplingParams(seed=3, max_tokens=400))
+            samples = engine.generate([prompt.token_ids], params, num_samples_per_prompt=4)
+            for sample in samples:
+                message = chat.read(prompt, sample.completion_tokens, sample.finish_reason)
+                assert sample.finish_reason == "stop"
+                for call in message["tool_calls"]:
+                    assert call["function"]["name"] == "get_weather"
+                    assert json.loads(call["function"]["arguments"])["city"] in ("Paris", "Oslo")
+                assert message["content"] == ""
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"tools": [WEATHER, WEATHER]},
+        {"tools": [WEATHER], "tool_choice": "perhaps"},
+        {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "other"}}},
+        {"tools": [{"type": "function"}]},
+        {"tools": [{"type": "function", "function": {"name": 7}}]},
+    ],
+)
+def test_what_is_no_tool_is_refused(chat: ChatRenderer, asked: dict[str, Any]) -> None:
+    with pytest.raises(RequestError):
+        chat.render([USER], **asked)
+
+
+def test_the_bundled_model_answers_without_any(folder: Path) -> None:
+    chat = ChatRenderer()
+    prompt = chat.render([{"role": "user", "content": "What is 3 + 4?"}])
+    with InferenceEngine() as engine:
+        (sample,) = engine.generate([prompt.token_ids], SamplingParams(temperature=0))
+    message = chat.read(prompt, sample.completion_tokens, sample.finish_reason)
+    assert message == {"role": "assistant", "content": "7"}

@@ -1,0 +1,136 @@
+"""Tools and reasoning through the whole pipeline: what is enforced holds whatever a model says."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Literal
+
+import openai
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+from pydantic import BaseModel
+
+from nano_inference import Gateway, Pipeline, load_config
+
+from . import short_model
+
+LIMIT_S = 60
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TEMPLATE = r"""
+{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- if tools %}{{ '<tool_call>{"name": ...}</tool_call>' }}{% endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- endfor %}
+{{- '<|im_start|>assistant\n' }}
+{%- if enable_thinking is defined %}
+    {{- '<think>\n' if enable_thinking else '<think>\n\n</think>\n\n' }}
+{%- endif %}"""
+HELLO: Any = [{"role": "user", "content": "How is it in Oslo?"}]
+MODEL: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 300}
+
+
+class Weather(BaseModel):
+    """How it is there."""
+
+    city: Literal["Oslo", "Bergen"]
+
+
+class Clock(BaseModel):
+    """How late it is there."""
+
+    zone: Literal["north", "south"]
+
+
+class Verdict(BaseModel):
+    cold: bool
+
+
+KINDS: dict[str, type[BaseModel]] = {"Weather": Weather, "Clock": Clock}
+STRICT: Any = [openai.pydantic_function_tool(kind) for kind in KINDS.values()]
+NAMED: Any = {"type": "function", "function": {"name": "Clock"}}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncOpenAI]:
+    """Of a model whose template knows of tools and of reasoning, which it never learned."""
+    folder: Path = tmp_path_factory.mktemp("model") / "tiny"
+    shutil.copytree(short_model.folder(), folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    overrides = {
+        "engine.model_path": str(folder),
+        "engine.dtype": "float32",
+        "gateway.message_format": "qwen",
+    }
+    config = load_config(env={}, overrides=overrides)
+    async with (
+        Pipeline(config) as pipeline,
+        Gateway(pipeline.client, config) as gateway,
+        AsyncOpenAI(
+            base_url=f"{gateway.url}/v1", api_key="none", timeout=LIMIT_S, max_retries=0
+        ) as made,
+    ):
+        yield made
+
+
+def checked(message: Any) -> list[str]:
+    """The names of its calls, whose arguments are those of their tools."""
+    for call in message.tool_calls:
+        KINDS[call.function.name].model_validate_json(call.function.arguments)
+    return [call.function.name for call in message.tool_calls]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("choice", ["required", NAMED])
+async def test_a_call_that_is_required_comes(client: AsyncOpenAI, choice: Any, seed: int) -> None:
+    """The same, streamed and whole."""
+    asked = MODEL | {"tools": STRICT, "tool_choice": choice, "parallel_tool_calls": False}
+    asked |= {"seed": seed, "reasoning_effort": "none"}
+    answer = await client.chat.completions.parse(**asked)
+    (whole,) = answer.choices
+    assert whole.finish_reason == "tool_calls"
+    assert whole.message.content is None
+    (name,) = checked(whole.message)
+    assert name in ({"Clock"} if choice is NAMED else KINDS)
+    async with client.chat.completions.stream(**asked) as stream:
+        (streamed,) = (await stream.get_final_completion()).choices
+    assert streamed.finish_reason == "tool_calls"
+    told = [
+        [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+        for message in (whole.message, streamed.message)
+    ]
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3, 4])
+async def test_an_answer_by_its_schema_or_calls_by_theirs(client: AsyncOpenAI, seed: int) -> None:
+    answer = await client.chat.completions.parse(
+        **MODEL,
+        tools=STRICT,
+        tool_choice="auto",
+        response_format=Verdict,
+        seed=seed,
+        reasoning_effort="none",
+    )
+    (choice,) = answer.choices
+    if choice.message.tool_calls:
+        assert choice.finish_reason == "tool_calls"
+        assert checked(choice.message)
+    else:
+        assert choice.finish_reason == "stop"
+        assert isinstance(choice.message.parsed, Verdict)
+
+
+async def test_each_choice_has_calls_of_its_own(client: AsyncOpenAI) -> None:
+    answer = await client.chat.completions.create(
+        **MODEL, tools=STRICT, tool_choice="required", n=3, seed=7, reasoning_effort="none"
+    )
+    messages = [choice.message for choice in answer.choices]
+    assert all(checked(message) for message in messages)
+    ids = [call.id for message in messages for call in message.tool_calls or ()]
+    assert len(set(ids)) == len(ids)

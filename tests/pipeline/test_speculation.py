@@ -1,0 +1,231 @@
+"""A whole pipeline with drafts says what it says without, whatever happens to it meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+import pytest
+
+from nano_inference import Completion, InferenceEngine, Pipeline, SamplingParams
+from nano_inference.config import EngineConfig
+from nano_inference.stages.executor import core
+from nano_inference.stages.executor.constraints import Constraints
+from nano_inference.stages.executor.core import ExecutorCore
+from nano_inference.stages.executor.sequences import SequenceTable
+from nano_inference.stages.executor.speculation.drafts import (
+    NO_DRAFT,
+    Draft,
+    DraftContext,
+    DraftSource,
+)
+from nano_inference.stages.executor.speculation.speculator import Speculator
+
+from .. import oracle
+from ..stages.executor.speculation.drafting import VerifyAll
+from . import reference, short_model
+from .conftest import MakeConfig, both_buses
+from .test_life import break_once
+from .test_weights import State, check_purity, check_stamps, find_pure_logprob, under_load
+
+SHORT_MODEL = True
+LIMIT_S = 120
+Answers = dict[tuple[int, ...], list[tuple[int, ...]]]
+
+
+class _Source:
+    """A source that remembers nothing."""
+
+    name: ClassVar[str] = "made up"
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        return [self.draft(context) for context in contexts]
+
+    def draft(self, context: DraftContext) -> Draft:
+        raise NotImplementedError
+
+    def observe(self, contexts: Sequence[DraftContext]) -> None:
+        pass
+
+    def forget(self, row: int, seq_id: int) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
+
+
+class Prophet(_Source):
+    """Drafts from answers that are known, by prompt, with one error in five tokens."""
+
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+        self._random = random.Random(1)
+
+    def draft(self, context: DraftContext) -> Draft:
+        prompt = tuple(context.tokens[: context.num_prompt].tolist())
+        generated = tuple(context.tokens[context.num_prompt :].tolist())
+        for answer in self._answers.get(prompt, ()):
+            if answer[: len(generated)] == generated:
+                coming = answer[len(generated) : len(generated) + context.limit]
+                tokens = tuple(t if self._random.random() < 0.8 else 5 for t in coming)
+                return Draft(tokens, source=self.name) if tokens else NO_DRAFT
+        return NO_DRAFT
+
+
+class Repeat(_Source):
+    """Drafts the last token again and again."""
+
+    def draft(self, context: DraftContext) -> Draft:
+        return Draft((int(context.tokens[-1]),) * context.limit, source=self.name)
+
+
+def speculate(monkeypatch: pytest.MonkeyPatch, source: DraftSource) -> None:
+    """Engines with speculation take all drafts of this source."""
+
+    def make(
+        config: EngineConfig, table: SequenceTable, constraints: Constraints, *_: Any, **__: Any
+    ) -> Speculator | None:
+        if config.speculation == "off":
+            return None
+        return Speculator(table, constraints, [source], VerifyAll())
+
+    monkeypatch.setattr(core, "make_speculator", make)
+
+
+STOPS = {"stop": [" and "], "min_tokens": 3}
+PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2}
+REQUESTS: list[dict[str, Any]] = [
+    {
+        "prompt": f"Story about {name}, a dog and a {colour} hat:" + " So it was." * number,
+        "n": 1 + number % 3,
+        "stream": number % 2 == 0,
+        "sampling": {"max_tokens": 30 + 7 * number, "seed": number, "logprobs": 2} | more,
+    }
+    for number, (name, colour, more) in enumerate(
+        (
+            ("Ana", "red", {"temperature": 0}),
+            ("Ben", "blue", {"ignore_eos": True}),
+            ("Cleo", "green", {"temperature": 0.7, "top_k": 20, "top_p": 0.9}),
+            ("David", "red", STOPS),
+            ("Eve", "grey", PENALTIES),
+            ("Finn", "blue", {"constraint": {"regex": "[a-c]{12}( [d-f]{3}){4}"}}),
+            ("Gina", "red", {"logit_bias": {"68": 2.0}, "min_p": 0.05}),
+            ("Hugo", "grey", {"ignore_eos": True, "max_draft_tokens": 2}),
+        )
+    )
+]
+
+Told = tuple[Any, ...]
+
+
+async def told_by(pipeline: Pipeline, number: int) -> tuple[Completion, list[Told]]:
+    """What a request gave, and of each sample all but logprobs."""
+    chunked = [""] * 3
+    completion = None
+    async for output in pipeline.submit(REQUESTS[number]):
+        if isinstance(output, Completion):
+            completion = output
+        else:
+            chunked[output.sample_index] += output.text
+    assert completion is not None
+    assert completion.status == "done", completion.error
+    samples = completion.samples
+    if REQUESTS[number]["stream"]:
+        assert chunked[: len(samples)] == [sample.text for sample in samples]
+    return completion, [
+        (
+            sample.token_ids,
+            sample.text,
+            sample.finish_reason,
+            [[top.token_id for top in tops] for tops in sample.top_logprobs or ()],
+        )
+        for sample in samples
+    ]
+
+
+async def all_told(
+    pipeline: Pipeline, meanwhile: Callable[[], Any] | None = None
+) -> list[tuple[Completion, list[Told]]]:
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(told_by(pipeline, n)) for n in range(len(REQUESTS))]
+        if meanwhile is not None:
+            group.create_task(meanwhile())
+    return [task.result() for task in tasks]
+
+
+@both_buses
+async def test_every_answer_is_the_same_whatever_happens(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences take turns and are preempted, the executor fails, generation pauses."""
+    few = {"engine__max_batch_size": 6, "engine__kv_cache_bytes": 1 << 18}
+    turns = {"fairness__max_timeslice_tokens": 16, "pipeline__restart_backoff_s": 0.01}
+    async with asyncio.timeout(LIMIT_S), Pipeline(make_config()) as pipeline:
+        expected = await all_told(pipeline)
+    answers: Answers = {}
+    for completion, _ in expected:
+        assert not completion.usage.accepted_prediction_tokens
+        known = answers.setdefault(completion.prompt_token_ids, [])
+        known += [sample.token_ids for sample in completion.samples]
+    speculate(monkeypatch, Prophet(answers))
+    break_once(monkeypatch, ExecutorCore, "execute", after=15)
+    few["engine__max_model_len"] = 256
+    config = make_config(engine__speculation="auto", engine__max_draft_tokens=6, **few, **turns)
+    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
+
+        async def pauses() -> None:
+            for in_flight in ("keep", "retract"):
+                await asyncio.sleep(0.05)
+                await pipeline.client.pause(in_flight=in_flight)
+                await pipeline.client.resume()
+
+        found = await all_told(pipeline, pauses)
+    for (one, told), (other, wanted) in zip(found, expected, strict=True):
+        assert told == wanted
+        for sample, same in zip(one.samples, other.samples, strict=True):
+            assert sample.logprobs == pytest.approx(same.logprobs, abs=1e-4)
+    usages = [completion.usage for completion, _ in found]
+    assert sum(usage.accepted_prediction_tokens for usage in usages) > 100
+    assert sum(usage.rejected_prediction_tokens for usage in usages) > 10
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "retract"])
+async def test_tokens_of_a_draft_have_the_weights_that_verified_it(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, in_flight: Any
+) -> None:
+    """Weights that repeat their version's token, and change: drafts are right until then."""
+    loaded: State = dict(reference.model(short_model.folder()).state_dict())
+    speculate(monkeypatch, Repeat())
+    config = make_config(engine__speculation="auto")
+    pure_logprob = find_pure_logprob(loaded, config.engine.dtype)
+
+    def check(completion: Completion) -> int:
+        if in_flight == "keep":
+            return check_stamps(completion)
+        return check_purity(completion, pure_logprob, whole=True)
+
+    spell = oracle.announcing if in_flight == "keep" else oracle.remembering
+    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
+        assert await under_load(pipeline, loaded, spell, in_flight, 12, check)
+
+
+def test_an_engine_in_this_process_speculates_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(model_path=str(short_model.folder()), dtype="float32")
+    sampling = SamplingParams(max_tokens=40, seed=4, ignore_eos=True)
+    prompts = [[5, 6, 7], [9] * 20]
+    with InferenceEngine(config) as engine:
+        expected = engine.generate(prompts, sampling)
+    answers: Answers = {
+        tuple(prompt): [sample.completion_tokens]
+        for prompt, sample in zip(prompts, expected, strict=True)
+    }
+    speculate(monkeypatch, Prophet(answers))
+    with InferenceEngine(msgspec.structs.replace(config, speculation="auto")) as engine:
+        found = engine.generate(prompts, sampling)
+    for one, other in zip(found, expected, strict=True):
+        assert one.completion_tokens == other.completion_tokens
+        assert one.num_accepted_draft_tokens > 10
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)

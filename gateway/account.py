@@ -96,6 +96,8 @@ class Account:
         fields: dict[str, str | int | float | bool] = {"route": route}
         if not route:
             fields["path"] = shown(path)
+        if self.model:
+            fields["model"] = self.model
         if self.tenant:
             fields |= {
                 "tenant": self.tenant,

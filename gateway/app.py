@@ -1,37 +1,32 @@
-"""The ASGI application."""
+"""The ASGI application, where there is one model."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.routing import BaseRoute
 from starlette.types import Scope
 
 from ..config import Config, NanoInferenceError
 from ..pipeline.client import BusClient
+from ..telemetry import instruments
 from . import anthropic
 from .callers import JsonOnly
-from .chat_templates import ChatTemplates
 from .http import ERROR_CODE, error_handler, error_response
-from .kept_calls import KeptCalls
+from .interfaces import Interfaces
 from .kserve import http_errors as kserve_http
 from .kserve.regions import Regions
-from .kserve.repository import open_service
-from .kserve.routes import kserve_routes
-from .kserve.shared import KServe
 from .measures import Measures
 from .metrics import metrics_routes
-from .model_length import ModelLength
-from .openai import openai_routes
 from .policy.admin import admin_routes
 from .policy.policy import Policy
 from .probes import probe_routes
 from .readiness import Readiness
-from .sglang import sglang_routes
-from .submissions import Submissions
-from .words import LazyWords
 
 _ANSWERED = (NanoInferenceError, HTTPException, ClientDisconnect, Exception)
 
@@ -51,33 +46,46 @@ def make_app(
         readiness: Whether it takes requests; None for one that nobody changes.
 
     Returns:
-        The application. Whoever serves it opens its `state.policy` before, runs `run_forever` of
-        that and of its `state.kept_calls` beside it, and answers what it refuses itself by its
-        `state.respond`. What is behind its `state.kserve` may be served over gRPC as well.
+        The application. Whoever serves it opens its `state.policy` before, runs all of its
+        `state.beside` beside it, closes its `state.kept_calls` at the end, and answers what it
+        refuses itself by its `state.respond`. What is behind its `state.kserve` may be served over
+        gRPC as well, to calls that go through its `state.chain`.
 
     Raises:
-        ConfigError: The policy's settings can't be obeyed.
+        ConfigError: The policy's settings can't be obeyed, or `gateway.message_format` names no
+            format.
     """
     measures = measures or Measures()
-    words = LazyWords(config.engine.model_folder)
-    templates = ChatTemplates(words, config.engine.max_model_len, config.gateway.template_timeout_s)
     readiness = readiness or Readiness(engine)
-    policy = Policy(engine, config, words, measures)
-    submissions = Submissions(engine, config, measures, readiness, policy.chain)
-    kept = KeptCalls(engine, config)
-    length = ModelLength(engine, config)
-    models = open_service(submissions, config, words, readiness, measures)
-    kserve = KServe(models, Regions(config.gateway))
-    app = Starlette(
-        routes=[
+    policy = Policy(engine, config, measures)
+    model = Interfaces(engine, config, policy, measures, readiness, Regions(config.gateway))
+    measures.watch(instruments.GATEWAY_WAITING, lambda: model.submissions.waiting)
+    app = application(
+        [
             *probe_routes(readiness),
             *metrics_routes(measures.metrics),
-            *sglang_routes(engine, config, words, submissions, measures, readiness, length),
-            *openai_routes(config, words, submissions, kept, templates, length),
-            *anthropic.anthropic_routes(config, words, submissions, templates),
-            *kserve_routes(kserve, readiness, config.gateway),
+            *model.routes,
             *admin_routes(policy, config),
         ],
+        measures,
+    )
+    app.state.chain = model.chain
+    app.state.kept_calls = model.kept
+    app.state.readiness = readiness
+    app.state.beside = {
+        "kept calls": model.abandoned.run_forever,
+        "policy": policy.run_forever,
+    }
+    app.state.kserve = model.kserve
+    app.state.policy = policy
+    return app
+
+
+def application(routes: Sequence[BaseRoute], measures: Measures) -> Starlette:
+    """An application with some routes, whose errors are as the clients of each interface read
+    them, by its `state.respond`."""
+    app = Starlette(
+        routes=routes,
         middleware=[
             Middleware(
                 JsonOnly,
@@ -89,10 +97,7 @@ def make_app(
         ],
         exception_handlers=dict.fromkeys(_ANSWERED, error_handler(respond)),
     )
-    app.state.kept_calls = kept
-    app.state.kserve = kserve
     app.state.respond = respond
-    app.state.policy = policy
     return app
 
 

@@ -13,25 +13,28 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 import anyio.to_thread
 import msgspec
 from jinja2 import TemplateError
 
+from ..chat import MessageFormat, Tool, opening_of
 from ..config import RequestError, field_name, shown
 from .http import FieldError
+from .message_formats import LazyFormat
+from .template_turns import Turn, as_read_by
+from .template_variables import Reasoning, names_read, reasoning_variables
 from .words import LazyWords
 
 if TYPE_CHECKING:
     from _typeshed import TraceFunction
 
+__all__ = ["ChatTemplates", "Conversation", "Rendered", "Turn"]
+
 _AT_ONCE = 2
 """Templates that run at a time. Each thread keeps a core busy."""
-
-Turn = dict[str, Any]
-"""A message as templates read it."""
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,56 +45,99 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
         add_generation_prompt: Whether the prompt ends with the beginning of the assistant's turn.
         continue_final_message: Whether it ends within the last message, which is to be continued.
         variables: What else the template is given.
+        tools: What the model is told that it may call.
+        reasoning: How much it is asked to reason; None leaves that to the template.
     """
 
     turns: list[Turn]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     variables: dict[str, Any] = {}
+    tools: tuple[Tool, ...] = ()
+    reasoning: Reasoning | None = None
+
+
+class Rendered(NamedTuple):
+    """A conversation as a prompt.
+
+    Attributes:
+        opening: What of the assistant's turn it has, as `chat.Reading` takes it.
+    """
+
+    token_ids: tuple[int, ...]
+    opening: str
 
 
 class ChatTemplates:
     """Makes prompts of conversations, a few at a time."""
 
-    def __init__(self, words: LazyWords, max_model_len: int, timeout_s: float) -> None:
-        """Args: the tokenizer, tokens that a prompt may have, and seconds that it may take."""
+    def __init__(
+        self,
+        words: LazyWords,
+        max_model_len: int,
+        timeout_s: float,
+        message_format: LazyFormat | None = None,
+    ) -> None:
+        """Args: the tokenizer, tokens that a prompt may have, seconds that it may take, and how the
+        model writes messages."""
         self._words = words
+        self._format = message_format
         self._max_model_len = max_model_len
         self._timeout_s = timeout_s
         self._few = anyio.Semaphore(_AT_ONCE)
 
-    async def token_ids(self, conversation: Conversation) -> tuple[int, ...]:
-        """A prompt's tokens. The template writes its special tokens itself.
+    async def message_format(self) -> MessageFormat | None:
+        """How the model writes messages; None where nobody knows.
+
+        Raises:
+            RequestError: unsupported: there is no tokenizer.
+        """
+        return await self._format.get() if self._format is not None else None
+
+    async def render(self, conversation: Conversation) -> Rendered:
+        """The prompt. The template writes its special tokens itself.
 
         Raises:
             RequestError: no_chat_template, invalid_messages, chat_template_failed, unsupported,
                 prompt_too_long.
         """
         words = await self._words.required()
+        form = await self.message_format()
 
-        def work() -> tuple[int, ...]:
+        def work() -> Rendered:
             # Before the template, whatever it takes of them, and after it, whatever it adds.
             sent = "".join(str(turn.get("content") or "") for turn in conversation.turns)
             words.check_fits(sent, self._max_model_len)
             with _limited(self._timeout_s):
-                text = _render(words.tokenizer, conversation)
+                text = _render(words.tokenizer, conversation, form)
             words.check_fits(text, self._max_model_len)
-            return words.token_ids(text, add_special=False)
+            token_ids = words.token_ids(text, add_special=False)
+            begun = conversation.add_generation_prompt or conversation.continue_final_message
+            opening = opening_of(form, text) if form is not None and begun else ""
+            return Rendered(token_ids, opening)
 
         async with self._few:
             return await anyio.to_thread.run_sync(work)
 
 
-def _render(tokenizer: Any, conversation: Conversation) -> str:
-    template = _template_of(tokenizer)
+def _render(tokenizer: Any, conversation: Conversation, form: MessageFormat | None) -> str:
+    tools = [tool.as_templates_read() for tool in conversation.tools] or None
+    template = _template_of(tokenizer, tools)
     _check_variables(conversation.variables, template, tokenizer)
+    variables = reasoning_variables(
+        conversation.reasoning,
+        conversation.variables,
+        template,
+        always=form is not None and form.reasoning is not None,
+    )
     try:
         text = tokenizer.apply_chat_template(
-            _known_roles(conversation.turns, template),
+            as_read_by(template, conversation.turns),
+            tools=tools,
             tokenize=False,
             add_generation_prompt=conversation.add_generation_prompt,
             continue_final_message=conversation.continue_final_message,
-            **conversation.variables,
+            **variables,
         )
     # Templates refuse (TemplateError), and stumble as any program does.
     except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
@@ -108,27 +154,29 @@ def _render(tokenizer: Any, conversation: Conversation) -> str:
     return str(text)
 
 
-def _template_of(tokenizer: Any) -> str:
+def _template_of(tokenizer: Any, tools: list[dict[str, Any]] | None) -> str:
+    """Raises RequestError: there is none, or none that reads tools."""
     if not tokenizer.chat_template:
         raise RequestError(
             "the model has no chat template; send the conversation as a prompt, to /v1/completions",
             code="no_chat_template",
         )
     try:
-        return str(tokenizer.get_chat_template())
+        template = str(tokenizer.get_chat_template(tools=tools))
     except ValueError as error:
         # Several, and none of them the default.
         raise RequestError(
             f"the model's chat template can't be chosen: {shown(str(error))}",
             code="no_chat_template",
         ) from None
-
-
-def _known_roles(turns: list[Turn], template: str) -> list[Turn]:
-    """A developer's messages are the system's to a template that knows no developer."""
-    if "developer" in template:
-        return turns
-    return [turn | {"role": "system"} if turn["role"] == "developer" else turn for turn in turns]
+    if tools and "tools" not in names_read(template):
+        raise FieldError(
+            "tools: the model's chat template does not tell it of any; leave them out, or serve a "
+            "model that was trained to call them",
+            param="tools",
+            code="unsupported",
+        )
+    return template
 
 
 def _check_variables(variables: dict[str, Any], template: str, tokenizer: Any) -> None:

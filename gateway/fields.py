@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from ..config import Config, RequestError, field_name, nearest, shown
+from ..config import Config, field_name, nearest
 from .http import FieldError, convert
 
 T = TypeVar("T")
@@ -73,10 +73,7 @@ def read_known_fields(
         raise FieldError(error.message, param=param) from None
 
 
-def check_model(model: str, config: Config) -> None:
-    """Raises RequestError (unknown_model) for a name that is not the served model's."""
-    if model not in ("", config.engine.model_name):
-        raise RequestError(
-            f"there is no model {shown(model)} here; ask for {config.engine.model_name!r}",
-            code="unknown_model",
-        )
+def adapter_of(model: str, config: Config) -> str:
+    """What a request is submitted for: "" for the model itself, which a lane may call otherwise."""
+    own = (config.engine.model_name, *config.engine.model_aliases)
+    return "" if model in own else model

@@ -13,13 +13,18 @@ import anyio
 import msgspec
 import structlog
 
-from ..config import Config, ConfigError, GatewayConfig
+from ..config import BusError, Config, ConfigError, GatewayConfig
 from ..pipeline.client import BusClient
 
 if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+    from .deployment.models import Models
     from .kept_calls import KeptCalls
     from .kserve.grpc_server import GrpcServer
     from .kserve.shared import KServe
+    from .measures import Measures
+    from .policy.chain import PolicyChain
     from .policy.policy import Policy
     from .readiness import Readiness
     from .server import HttpServer
@@ -57,7 +62,7 @@ class Gateway:
         self.kserve: KServe
         self._grpc: GrpcServer | None = None
         self._task: asyncio.Task[None]
-        self._kept: KeptCalls
+        self._kept: KeptCalls | Models
         self._policy: Policy
         self._beside: list[asyncio.Task[None]] = []
 
@@ -86,9 +91,7 @@ class Gateway:
             NanoInferenceError: The policy can't be read.
         """
         # Whoever only names this class need not wait for them.
-        from .app import make_app
         from .measures import Measures
-        from .readiness import Readiness
         from .server import BACKLOG, HttpServer
 
         listener = self._listen(BACKLOG)
@@ -96,15 +99,16 @@ class Gateway:
         own = msgspec.structs.replace(self._config.gateway, port=self.port)
         config = msgspec.structs.replace(self._config, gateway=own)
         measures = Measures(self._client.tracing, self._client.metrics)
-        self._readiness = Readiness(self._client)
         try:
-            app = make_app(self._client, config, measures, self._readiness)
+            app = await self._application(config, measures)
+            self._readiness = app.state.readiness
             self._policy, self.kserve = app.state.policy, app.state.kserve
+            chain: PolicyChain = app.state.chain
             self._server = HttpServer(app, config.gateway, measures, self._policy.audit)
             if config.policy.knows_callers:
                 self._server.connections.client_of = self._policy.client_of
             if self.grpc_port is not None:
-                self._grpc = self._grpc_server(config.gateway)
+                self._grpc = self._grpc_server(config.gateway, chain)
                 self._grpc.listen(listener.getsockname()[0])
                 self.grpc_port = self._grpc.port
             await self._policy.open()
@@ -118,8 +122,7 @@ class Gateway:
         self._task = asyncio.create_task(self._server.serve([listener]), name="gateway")
         self._kept = app.state.kept_calls
         beside = {
-            "kept calls": self._kept.run_forever(),
-            "policy": self._policy.run_forever(),
+            **{name: work() for name, work in app.state.beside.items()},
             "warnings": self._warn_forever(listener.getsockname()[0]),
         }
         self._beside = [asyncio.create_task(work, name=name) for name, work in beside.items()]
@@ -171,14 +174,32 @@ class Gateway:
         """Waits until the server has stopped, which it does by itself only when it fails."""
         await asyncio.shield(self._task)
 
-    def _grpc_server(self, config: GatewayConfig) -> GrpcServer:
+    async def _application(self, config: Config, measures: Measures) -> Starlette:
+        """That of the model, or of all models where the deployment has several."""
+        from .app import make_app
+        from .deployment.app import make_deployment_app
+
+        if await self._has_models():
+            return make_deployment_app(self._client, config, measures)
+        return make_app(self._client, config, measures)
+
+    async def _has_models(self) -> bool:
+        bus = self._client.bus
+        if self._config.models or bus.model:
+            return not bus.model
+        try:
+            return bool(await bus.models.read())
+        except BusError:
+            # It is as the settings say; who has written down models gives them to all.
+            return False
+
+    def _grpc_server(self, config: GatewayConfig, chain: PolicyChain) -> GrpcServer:
         """Whoever has no port for it need not wait until gRPC is imported."""
         # Its own log has a line for whatever anybody sends, and no form but that of its own.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         from .kserve.grpc_server import GrpcServer
 
-        policy, http = self._policy.chain, self._server
-        return GrpcServer(self.kserve, policy, self._readiness, config, http)
+        return GrpcServer(self.kserve, chain, self._readiness, config, self._server)
 
     def _listen(self, backlog: int) -> socket.socket:
         family, address = place_of(self._config)

@@ -46,6 +46,12 @@ CLIENT_LEFT = 499
 TOO_MANY = 429
 """The status of what is refused because others came first; it always says when to come again."""
 
+BODY = "body"
+"""Under which it has its body, where somebody has read that to find out who answers."""
+
+MODEL = "model"
+"""Under which it has the id of the model that answers, where there are several."""
+
 DEFAULT_RETRY_S = 1.0
 """When that is, where nobody knows better."""
 
@@ -59,6 +65,14 @@ _STATUS = {
     "unknown_tenant": 404,
     "request_too_large": 413,
     "model_not_found": 404,
+    "unknown_model": 404,
+    "model_not_loaded": 503,
+    "model_exists": 409,
+    "out_of_memory_budget": 503,
+    "adapter_not_found": 404,
+    "adapter_unloaded": 404,
+    "adapter_busy": 409,
+    "adapter_in_use": 409,
     "stream_not_found": 404,
     "not_found": 404,
     "method_not_allowed": 405,
@@ -220,6 +234,9 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         RequestError: request_too_large. It is noticed before more than that is in memory.
         ClientDisconnect: The connection was closed before the end.
     """
+    read: bytes | None = request.scope.get("state", {}).pop(BODY, None)
+    if read is not None:
+        return read
     too_large = RequestError(
         f"the body is larger than {max_bytes} bytes; send less at a time",
         code="request_too_large",

@@ -8,12 +8,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection,
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-import anyio
+import msgspec
 import structlog
 
 from ..bus import KeptCall, OutputStream
 from ..bus.public import Completion, GenerateRequest, Output
-from ..config import BusError, ChannelClosed, Config, NanoInferenceError, shown
+from ..bus.registry import NOT_LOADED
+from ..config import BusError, Config, NanoInferenceError, shown
 from ..pipeline.cancellations import Cancellations
 from ..pipeline.client import BusClient
 from ..telemetry import TraceContext
@@ -21,8 +22,26 @@ from .http import EngineError
 
 _UNKNOWN = "unknown_request"
 _LONGEST_PERIOD_S, _SHORTEST_PERIOD_S = 5.0, 0.05
-# Calls that are ended in one go because nobody came back to them.
-_ABANDONED_AT_ONCE = 64
+
+
+class _Call(msgspec.Struct, frozen=True):
+    model: str = ""
+    of_model: str = ""
+
+
+class _Record(msgspec.Struct, frozen=True):
+    call: _Call = _Call()
+
+
+def model_of(kept: KeptCall) -> str:
+    """The id of the model of a call, which all interfaces keep in one place; "" where nothing is
+    kept of it but its entries."""
+    try:
+        call = msgspec.msgpack.decode(kept.record, type=_Record).call
+        # `model` is what its answer says, which may be an adapter.
+        return call.of_model or call.model
+    except (ValueError, RecursionError):
+        return ""
 
 
 class Attendance:
@@ -90,7 +109,8 @@ class Attendance:
 
     def fail(self, error: NanoInferenceError) -> None:
         """The call has ended with an error."""
-        if isinstance(error, BusError) or (error.code == "shutting_down" and self.entries):
+        gone = isinstance(error, BusError) and error.code != NOT_LOADED
+        if gone or (error.code == "shutting_down" and self.entries):
             # The bus may come back, or the client go to another gateway.
             self.resumable = True
         else:
@@ -160,20 +180,23 @@ class Attendance:
 
 
 class KeptCalls:
-    """The calls that connections of this gateway attend, and those that nobody does."""
+    """The calls of a model that connections of this gateway attend, and those that nobody does.
+
+    Attributes:
+        stopping: The gateway closes connections, and their clients may go to another one.
+    """
 
     def __init__(self, engine: BusClient, config: Config) -> None:
         self._engine = engine
         self._calls = engine.bus.calls
+        self._model = config.bus.model
         self._grace_s = config.gateway.resume_grace_s
-        ttl_s = float(config.bus.results_ttl_s)
-        shortest_s = min(self._grace_s or ttl_s, ttl_s)
-        self._period_s = min(_LONGEST_PERIOD_S, max(_SHORTEST_PERIOD_S, shortest_s / 4))
+        self._period_s = telling_period_s(config)
         self._attended: dict[str, list[Attendance]] = {}
         self._ended: set[str] = set()
         self._leaving = Cancellations()
         self._tasks: set[Task[None]] = set()
-        self._stopping = False
+        self.stopping = False
         self._adopt: Callable[[str, KeptCall], bool] = lambda call_id, kept: False
         self._log = structlog.get_logger()
 
@@ -270,8 +293,12 @@ class KeptCalls:
         return owner
 
     async def find(self, call_id: str) -> KeptCall | None:
-        """What is kept of a call. Raises BusError when the bus can't be reached."""
-        return await self._calls.read(call_id)
+        """What is kept of a call, unless it is another model's. Raises BusError when the bus can't
+        be reached."""
+        kept = await self._calls.read(call_id)
+        if kept is None or (self._model and model_of(kept) not in ("", self._model)):
+            return None
+        return kept
 
     async def last_output(self, call_id: str, kept: KeptCall, request_id: str) -> Output | None:
         """What has come last of a request of a call; None when there is nothing yet.
@@ -319,29 +346,19 @@ class KeptCalls:
         if kept is not None:
             await self._cancel(kept.entries)
 
-    async def run_forever(self) -> None:
-        """Says on the bus which calls are attended here, and ends those that nobody attends, also
-        of gateways that were killed."""
-        told = False
-        while True:
-            await anyio.sleep(self._period_s)
-            try:
-                await self._tell()
-                # Each is told once: what this gateway took now would be lost with it.
-                if not self._stopping:
-                    await self._end_abandoned()
-                told = False
-            except ChannelClosed:
-                return
-            except BusError as error:
-                if not told:
-                    self._log.warning("calls_not_attended", error=error.message)
-                told = True
+    @property
+    def idle(self) -> bool:
+        """Whether no call is attended here."""
+        return not (self._attended or self._tasks)
+
+    def attends(self, call_id: str) -> bool:
+        """Whether a connection of this gateway, or a task of its own, attends a call."""
+        return call_id in self._attended
 
     def stop(self) -> None:
         """From now on it is the gateway that closes connections, and their clients may go to
         another one."""
-        self._stopping = True
+        self.stopping = True
 
     def begin(self, work: Coroutine[Any, Any, None]) -> None:
         """Attends a call in a task of its own, without any connection."""
@@ -368,7 +385,9 @@ class KeptCalls:
             return max(self._grace_s, self._period_s) + self._period_s
         return self._grace_s + self._period_s if self._grace_s else 0.0
 
-    async def _tell(self) -> None:
+    async def tell(self) -> None:
+        """Says on the bus which calls are attended here. Raises BusError when it can't be
+        reached."""
         ended, self._ended = self._ended - self._attended.keys(), set()
         names: dict[bool, dict[str, str]] = {True: {}, False: dict.fromkeys(ended, "")}
         for call_id, (first, *_) in self._attended.items():
@@ -397,23 +416,31 @@ class KeptCalls:
     async def _may_resume(self, attendance: Attendance) -> bool:
         """Its client may have come back at another gateway before it was seen to have left; and it
         has not left when this one does."""
-        if attendance.resumable or self._stopping:
+        if attendance.resumable or self.stopping:
             return True
         kept = await self._calls.read(attendance.call_id)
         return kept is not None and "resumed" in kept.marks
 
-    async def _end_abandoned(self) -> None:
-        for call_id in await self._calls.abandoned(_ABANDONED_AT_ONCE):
-            if call_id in self._attended:
-                continue  # said again in the next round
-            kept = await self._calls.read(call_id)
-            if kept is not None and not self._adopt(call_id, kept):
-                self._log.info("call_abandoned", call=call_id)
-                await self._cancel(kept.entries)
+    async def end_abandoned(self, call_id: str, kept: KeptCall) -> None:
+        """Ends a call that nobody attends, unless it is one to go on with here.
+
+        Raises:
+            BusError: The bus can't be reached.
+        """
+        if not self._adopt(call_id, kept):
+            self._log.info("call_abandoned", call=call_id)
+            await self._cancel(kept.entries)
 
     async def _cancel(self, entries: dict[str, str]) -> None:
         for request_id, entry_id in [each for each in entries.items() if each[1]]:
             await self._engine.cancel(request_id, entry_id)
+
+
+def telling_period_s(config: Config) -> float:
+    """So often `KeptCalls.tell` is to be called."""
+    ttl_s = float(config.bus.results_ttl_s)
+    shortest_s = min(config.gateway.resume_grace_s or ttl_s, ttl_s)
+    return min(_LONGEST_PERIOD_S, max(_SHORTEST_PERIOD_S, shortest_s / 4))
 
 
 def not_found(call_id: str) -> EngineError:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 from ..telemetry import Metrics, Tracing, instruments, names
-from ..telemetry.instruments import Instrument
+from ..telemetry.instrument import Instrument
 
 Reason = Literal[
     # Of connections.
@@ -57,6 +57,7 @@ class Measures:
             # Prometheus sees a counter rise only if it has seen it before.
             self.refused(reason, 0)
         self.audit_lost(0)
+        self.message_read(0, 0, 0)
 
     def refused(self, reason: Reason, number: int = 1) -> None:
         """So many were not served."""
@@ -65,6 +66,12 @@ class Measures:
     def audit_lost(self, number: int) -> None:
         """So many lines of the audit log were not written. Called from any thread."""
         self.metrics.record(instruments.AUDIT_LOST, number)
+
+    def message_read(self, calls: int, malformed: int, reasoning_tokens: int) -> None:
+        """So much was in a message. Called from any thread."""
+        for outcome, number in (("made", calls), ("malformed", malformed)):
+            self.metrics.record(instruments.TOOL_CALLS, number, {names.CALL_OUTCOME: outcome})
+        self.metrics.record(instruments.REASONING_TOKENS, reasoning_tokens)
 
     def watch(self, gauge: Instrument, read: Callable[[], float]) -> None:
         """What `tell` shows from now on is what this function gives."""

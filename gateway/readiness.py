@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
-from ..pipeline.client import BusClient
 from .recent import Recent
 
 ASKED_EVERY_S = 0.5
 """The lanes tell once a second how they are; who asks more often gets the same answer."""
 
 DRAINING = "the gateway is stopping and takes nothing new"
+
+
+class Engine(Protocol):
+    """Whoever knows of lanes."""
+
+    async def trouble(self) -> str:
+        """Why requests would not be served now; "" when they would. Raises BusError."""
 
 
 class Readiness:
@@ -20,10 +27,20 @@ class Readiness:
         draining: Whether it takes no new requests any more, since it is to stop.
     """
 
-    def __init__(self, engine: BusClient) -> None:
-        self.draining = False
+    def __init__(self, engine: Engine, within: Readiness | None = None) -> None:
+        """`within`: of the gateway, where this is of one of its models."""
+        self._draining = False
+        self._within = within
         self._lanes = Recent(engine.trouble, ASKED_EVERY_S)
         self._known_here: list[Callable[[], str]] = []
+
+    @property
+    def draining(self) -> bool:
+        return self._draining or (self._within is not None and self._within.draining)
+
+    @draining.setter
+    def draining(self, draining: bool) -> None:
+        self._draining = draining
 
     def consider(self, trouble: Callable[[], str]) -> None:
         """Has `model_trouble` ask this first: what is known here at once, "" for nothing."""

@@ -1,23 +1,19 @@
-"""A request on its way through the engine: at once, or in pieces as it grows."""
+"""A request on its way through the engine: at once, or in chunks as it grows."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
-from itertools import chain
 
 import anyio
 import anyio.lowlevel
-import msgspec
 
 from ..bus.public import (
     Completion,
     CompletionChunk,
-    CompletionSample,
     GenerateRequest,
     Output,
-    TokenLogprob,
 )
 from ..config import NanoInferenceError
 from .origin import Origin
@@ -27,33 +23,7 @@ MOST_UNSENT = 4096
 """Tokens of a stream that wait here for a client that does not read. The others wait on the bus."""
 
 
-class Piece(msgspec.Struct, frozen=True, kw_only=True):
-    """What comes next of a sample: `[k]` tokens, and the text that is certain by now.
-
-    Attributes:
-        top_logprobs: None where none were asked for.
-    """
-
-    text: str = ""
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    top_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
-
-
-def joined(pieces: Sequence[Piece]) -> Piece:
-    """Pieces that follow each other as one."""
-    if len(pieces) == 1:
-        return pieces[0]
-    tops = [piece.top_logprobs for piece in pieces if piece.top_logprobs is not None]
-    return Piece(
-        text="".join(piece.text for piece in pieces),
-        token_ids=tuple(chain.from_iterable(piece.token_ids for piece in pieces)),
-        logprobs=tuple(chain.from_iterable(piece.logprobs for piece in pieces)),
-        top_logprobs=tuple(chain.from_iterable(tops)) if tops else None,
-    )
-
-
-Take = Callable[[Piece], Awaitable[None]]
+Take = Callable[[Sequence[CompletionChunk]], Awaitable[None]]
 
 
 class Unsent:
@@ -97,39 +67,28 @@ class Unsent:
         await self._changed.wait()
 
 
-class Pieces(Unsent):
-    """Of one sample: one piece, however much it is."""
+class Chunks(Unsent):
+    """Of one sample: all that have come, at once. What they did not tell stands in its end."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._waiting: list[Piece] = []
-        self._text_chars = 0
-        self._num_tokens = 0
+        self._waiting: list[CompletionChunk] = []
 
     def put(self, output: Output) -> None:
         """There is something new of it."""
         if isinstance(output, CompletionChunk):
-            new = _piece_of(output.text, output, 0)
-        elif output.samples:
-            sample = output.samples[0]
-            new = _piece_of(sample.text[self._text_chars :], sample, self._num_tokens)
-        else:
-            return
-        if new.text or new.token_ids:
-            self._text_chars += len(new.text)
-            self._num_tokens += len(new.token_ids)
-            self._waiting.append(new)
-            self._came(len(new.token_ids))
+            self._waiting.append(output)
+            self._came(len(output.token_ids))
 
     async def send_all(self, take: Take) -> None:
-        """Hands pieces over until it is closed and nothing is left."""
+        """Hands chunks over until it is closed and nothing is left."""
         while self._waiting or not self._closed:
             if not self._waiting:
                 await self._change()
                 continue
-            pieces, self._waiting = self._waiting, []
+            chunks, self._waiting = self._waiting, []
             self._taken()
-            await take(joined(pieces))
+            await take(chunks)
             # The server takes what fits its buffers without a pause.
             await anyio.lowlevel.checkpoint()
 
@@ -137,13 +96,13 @@ class Pieces(Unsent):
 async def stream_sample(
     submissions: Submissions, origin: Origin, request: GenerateRequest, take: Take
 ) -> Completion:
-    """Runs a request of one sample, and hands over what comes of it as fast as it is taken.
+    """Runs a request of one sample, and hands over the chunks of it as fast as they are taken.
 
     Raises:
         NanoInferenceError: The engine did not do it. All that came before was handed over.
     """
-    pieces = Pieces()
-    return await stream_unsent(submissions, origin, request, pieces, partial(pieces.send_all, take))
+    chunks = Chunks()
+    return await stream_unsent(submissions, origin, request, chunks, partial(chunks.send_all, take))
 
 
 async def stream_unsent(
@@ -214,14 +173,3 @@ async def complete_sample(
 
     await submissions.run(origin, [request], run)
     return ended[0]
-
-
-def _piece_of(text: str, of: CompletionChunk | CompletionSample, first: int) -> Piece:
-    """Tokens from the given one on."""
-    tops = of.top_logprobs
-    return Piece(
-        text=text,
-        token_ids=of.token_ids[first:],
-        logprobs=of.logprobs[first:],
-        top_logprobs=None if tops is None else tops[first:],
-    )

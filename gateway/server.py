@@ -61,6 +61,7 @@ class HttpServer(uvicorn.Server):
     Attributes:
         connections: Those that there are.
         calls: What is under way on them.
+        entrance: By which they come: `calls`, or what stands before them.
         limits: How much may be, on these and beside them.
         certificates: Its own, and its clients'; None without TLS.
     """
@@ -85,12 +86,17 @@ class HttpServer(uvicorn.Server):
         routes = [each.path for each in getattr(app, "routes", ()) if isinstance(each, Route)]
         known = only_known_callers(self.limits, config, measures, respond)
         self.calls = ObservedCalls(known, measures, routes, config.access_log, audit)
+        # Whatever stands before the application sees the paths of interfaces.
+        entrance: Callable[[ASGIApp], ASGIApp] = getattr(
+            getattr(app, "state", None), "entrance", lambda calls: calls
+        )
+        self.entrance = entrance(self.calls)
         self._swept_s = 0.0
         self._loop_handler: LoopHandler | None = None
         self.certificates = Certificates(config) if config.tls_certificate else None
         super().__init__(
             uvicorn.Config(
-                self.calls,
+                self.entrance,
                 ws="none",
                 log_config=None,
                 # Its warnings are one a request, for what anybody may send.

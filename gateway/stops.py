@@ -22,12 +22,17 @@ def ends_with_stop_token(
     sample: CompletionSample, sampling: SamplingParams, words: Words | None
 ) -> bool:
     """The same as a question. Takes the tokenizer only where there are stop strings."""
-    if not sampling.stop or words is None:
+    return words is None or is_stop_token(sample.token_ids[-1], sampling, words)
+
+
+def is_stop_token(token_id: int, sampling: SamplingParams, words: Words) -> bool:
+    """Whether the last token of a sample whose finish reason is "stop" is a stop token."""
+    if not sampling.stop:
         return True
     stops = sampling.stop_token_ids
     if not sampling.ignore_eos:
         stops |= words.stop_token_ids
-    return sample.token_ids[-1] in stops
+    return token_id in stops
 
 
 def free_of_stops(

@@ -22,7 +22,7 @@ from ..bus.codec import encode_request
 from ..bus.public import Completion, ErrorInfo, GenerateRequest, Output
 from ..config import BusError, Config, NanoInferenceError, RequestError
 from ..pipeline.client import BusClient
-from ..telemetry import instruments
+from ..telemetry import instruments, names
 from .account import Account
 from .budgets import HEADER
 from .http import DEFAULT_RETRY_S, EngineError
@@ -55,7 +55,11 @@ class _TooLate(EngineError):
 
 
 class Submissions:
-    """The requests of a gateway that wait for a place or are in the pipeline."""
+    """The requests of a gateway that wait for a place or are in the pipeline.
+
+    Attributes:
+        measures: Where the gateway tells what it does.
+    """
 
     def __init__(
         self,
@@ -69,7 +73,7 @@ class Submissions:
         self._engine = engine
         self._policy = policy or PolicyChain()
         self._config = config
-        self._measures = measures
+        self.measures = measures
         self._readiness = readiness
         self._turns = Turns(config.gateway_places, config.gateway.max_waiting, measures)
         self._count_lanes_at = 0.0
@@ -77,7 +81,7 @@ class Submissions:
         self._request_ids: Counter[str] = Counter()
         # Whose each is that waits or runs here.
         self._tenants: dict[str, str] = {}
-        measures.watch(instruments.GATEWAY_WAITING, lambda: self.waiting)
+        self._model = config.bus.model
 
     @property
     def in_flight(self) -> int:
@@ -88,6 +92,15 @@ class Submissions:
     def waiting(self) -> int:
         """How many wait here until there is a place for them."""
         return self._turns.waiting
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits or runs here."""
+        return not (self._tenants or self._request_ids)
+
+    def has(self, request_id: str) -> bool:
+        """Whether a request waits or runs here, or any of a call to which the id was given."""
+        return any(_concerns(request_id, each) for each in self._tenants)
 
     async def abort(self, request_id: str) -> None:
         """Ends a request, and those of a call to which the id was given as a whole."""
@@ -134,7 +147,8 @@ class Submissions:
         """
         text, token_ids = request.prompt or "", request.prompt_token_ids or ()
         max_model_len = self._config.engine.max_model_len
-        if len(token_ids) >= max_model_len:
+        # Nothing has to fit behind a prompt whose vector is wanted.
+        if len(token_ids) >= max_model_len + (request.embed is not None):
             raise RequestError(
                 f"the prompt has {len(token_ids)} tokens; prompt and completion together may have "
                 f"{max_model_len}, so shorten it to {max_model_len - 1} or fewer",
@@ -236,7 +250,7 @@ class Submissions:
                     group.cancel_scope.cancel()
         if failure is not None:
             if isinstance(failure, _TooLate):
-                self._measures.refused("expired")
+                self.measures.refused("expired")
             raise failure
 
     async def outputs(
@@ -274,6 +288,9 @@ class Submissions:
             request = msgspec.structs.replace(request, budget_ns=left_ns)
         if not published and request.priority > (most := self._max_priority(origin)):
             request = msgspec.structs.replace(request, priority=most)
+        if not published and self._model:
+            labels = {names.REQUEST_MODEL: self._model}
+            self.measures.metrics.record(instruments.MODEL_ROUTES, 1, labels)
         with self._counted(request.request_id):
             submit = self._engine.submit if attendance is None else attendance.outputs
             # A call that is kept goes on without us, and one in a piece says nothing meanwhile.

@@ -16,6 +16,7 @@ from ..stages.tokenizer import (
     check_text_fits,
     load_tokenizer,
     longest_token_bytes,
+    special_token_ids,
     stop_token_ids_of,
 )
 
@@ -37,11 +38,13 @@ class Words:
     Attributes:
         tokenizer: Transformers'.
         stop_token_ids: Those that end a generation by default.
+        special_tokens: Ids by names, as `chat.constraint_of` takes them.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, stop_token_ids: frozenset[int]) -> None:
         self.stop_token_ids = stop_token_ids
         self.tokenizer = tokenizer
+        self.special_tokens = special_token_ids(tokenizer)
         self._longest_token_bytes = longest_token_bytes(tokenizer)
         self._token_texts: dict[int, str] = {}
         self._pieces = {
@@ -87,6 +90,11 @@ class Words:
         if text is None:
             text = self._token_texts[token_id] = str(self.tokenizer.decode([token_id]))
         return text
+
+    def special_name(self, token_id: int) -> str:
+        """A special token's name; "" of all others."""
+        name = self._pieces[False][token_id]
+        return name if isinstance(name, str) and not self._pieces[True][token_id] else ""
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token adds to a text, which may be a part of a character; special ones their own

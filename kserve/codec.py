@@ -8,7 +8,7 @@ fields. An array that was decoded is read-only, and a view wherever that can be.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 
@@ -71,6 +71,22 @@ class ModelIndex(NamedTuple):
     reason: str = ""
 
 
+class RequestFields(TypedDict, total=False):
+    """What a request says besides its inputs, all of which may be left out.
+
+    Attributes:
+        requested_outputs: The outputs wanted, by name or with the memory for each; none for all.
+        id: What the answer repeats.
+        model_version: Which version; "" for any.
+        parameters: What else there is to say.
+    """
+
+    requested_outputs: Iterable[RequestedOutput | str]
+    id: str
+    model_version: str
+    parameters: Parameters | None
+
+
 def decode_infer_request(message: Any, memory: TensorMemory | None = None) -> InferRequest:
     """What a ModelInferRequest asks.
 
@@ -92,28 +108,19 @@ def decode_infer_request(message: Any, memory: TensorMemory | None = None) -> In
 
 
 def encode_infer_request(
-    model_name: str,
-    inputs: Sequence[NamedTensor],
-    *,
-    requested_outputs: Iterable[RequestedOutput | str] = (),
-    id: str = "",
-    model_version: str = "",
-    parameters: Parameters | None = None,
+    model_name: str, inputs: Sequence[NamedTensor], **fields: Unpack[RequestFields]
 ) -> Any:
     """A ModelInferRequest that has its inputs in its raw contents.
 
     Args:
         model_name: Which model.
         inputs: Its inputs.
-        requested_outputs: The outputs wanted, by name or with the memory for each; none for all.
-        id: What the answer repeats.
-        model_version: Which version; "" for any.
-        parameters: What is said besides.
+        fields: What it says besides.
 
     Raises:
         TensorError: The protocol can't carry it.
     """
-    message = _request(model_name, requested_outputs, id, model_version, parameters)
+    message = _request(model_name, **fields)
     for tensor in inputs:
         _describe(message.inputs.add(), tensor)
         message.raw_input_contents.append(bytes(raw_bytes(tensor)))
@@ -125,11 +132,7 @@ def encode_infer_request_shm(
     inputs: Sequence[NamedTensor],
     region: str,
     offsets: Sequence[int],
-    *,
-    requested_outputs: Iterable[RequestedOutput | str] = (),
-    id: str = "",
-    model_version: str = "",
-    parameters: Parameters | None = None,
+    **fields: Unpack[RequestFields],
 ) -> Any:
     """A ModelInferRequest all of whose inputs are in shared memory; it carries no elements.
 
@@ -138,16 +141,13 @@ def encode_infer_request_shm(
         inputs: Its inputs, which the caller has put there as `elements.raw_bytes` has them.
         region: Where they are, by the name under which the server knows it.
         offsets: For each input its place in the region, in bytes.
-        requested_outputs: As in `encode_infer_request`, and so are the others.
-        id: What the answer repeats.
-        model_version: Which version; "" for any.
-        parameters: What is said besides.
+        fields: What it says besides.
 
     Raises:
         TensorError: The protocol can't carry it.
         ValueError: There is not one offset for each input.
     """
-    message = _request(model_name, requested_outputs, id, model_version, parameters)
+    message = _request(model_name, **fields)
     for tensor, offset in zip(inputs, offsets, strict=True):
         described = message.inputs.add()
         _describe(described, tensor)
@@ -329,10 +329,11 @@ def _requested_output(described: Any) -> RequestedOutput:
 
 def _request(
     model_name: str,
-    requested_outputs: Iterable[RequestedOutput | str],
-    id: str,
-    model_version: str,
-    parameters: Parameters | None,
+    *,
+    requested_outputs: Iterable[RequestedOutput | str] = (),
+    id: str = "",
+    model_version: str = "",
+    parameters: Parameters | None = None,
 ) -> Any:
     message = ModelInferRequest(model_name=model_name, model_version=model_version, id=id)
     _set_parameters(message.parameters, parameters or {})

@@ -42,7 +42,7 @@ class Staged:
 
         Args:
             shared: Whether tensors go through the slot, and not within the messages.
-            said: The keyword arguments of `encode_infer_request`.
+            said: Of `codec.RequestFields` all but the outputs.
 
         Raises:
             TensorError: A tensor has no datatype.

@@ -9,6 +9,7 @@ from ...config import Config
 from ..callers import Endpoint
 from ..chat_templates import ChatTemplates
 from ..policy.routes import PolicyRoute
+from ..served import ServedModels
 from ..submissions import Submissions
 from ..words import LazyWords
 from .errors import answer_error, is_called, respond
@@ -16,10 +17,14 @@ from .generate import MessageCalls
 
 
 def anthropic_routes(
-    config: Config, words: LazyWords, submissions: Submissions, templates: ChatTemplates
+    config: Config,
+    words: LazyWords,
+    submissions: Submissions,
+    templates: ChatTemplates,
+    served: ServedModels,
 ) -> list[PolicyRoute]:
     """Its endpoints."""
-    calls = MessageCalls(submissions, config, words, templates)
+    calls = MessageCalls(submissions, config, words, templates, served)
     # Their errors, those of a stream that has not begun included, have a shape of their own.
     errors = Middleware(ExceptionMiddleware, handlers={Exception: answer_error})
 

@@ -2,59 +2,85 @@
 
 from __future__ import annotations
 
-from typing import Any, assert_never
+from collections.abc import Sequence
+from typing import assert_never
 
-from ...bus.public import Completion, CompletionSample, GenerateRequest, Usage
+from ...bus.public import Completion, CompletionChunk, CompletionSample, GenerateRequest, Usage
+from ..message_parts import MessageParts
 from ..stops import matched_stop
 from ..words import Words
-
-Answer = dict[str, Any]
+from .content import Answer, ContentBlocks
 
 
 class Answers:
-    """Writes the answer to a request."""
+    """Writes the answer to a request: whole, or event by event."""
 
-    def __init__(self, request: GenerateRequest, model: str, words: Words) -> None:
+    def __init__(
+        self,
+        request: GenerateRequest,
+        model: str,
+        words: Words,
+        parts: MessageParts,
+        *,
+        counts_thinking: bool,
+        shows_thinking: bool,
+    ) -> None:
+        """Args:
+        parts: Reads the sample.
+        counts_thinking: Whether the usage says how many tokens were thought.
+        shows_thinking: Whether it is told what was.
+        """
         self._request = request
         self._model = model
         self._words = words
+        self._parts = parts
+        self._counts_thinking = counts_thinking
+        self._content = ContentBlocks(shows_thinking=shows_thinking)
+        self._begun = self._pinged = False
 
     def whole(self, completion: Completion) -> Answer:
         """The message in one piece."""
-        text = completion.samples[0].text if completion.samples else ""
-        message = self._message([{"type": "text", "text": text}], _usage(completion.usage))
-        return message | self._stop(completion)
+        self._rest(completion)
+        usage = self._usage(completion.usage)
+        return self._message(self._content.blocks, usage) | self._stop(completion)
 
-    # --- events of a stream, in order ---------------------------------------------------------
+    # --- events of a stream -------------------------------------------------------------------
 
-    def start(self) -> Answer:
+    def add(self, chunks: Sequence[CompletionChunk]) -> list[Answer]:
+        """Takes what has come."""
+        deltas = [delta for chunk in chunks for delta in self._parts.add(chunk).deltas]
+        return self._events(self._content.add(deltas))
+
+    def end(self, completion: Completion) -> list[Answer]:
+        """Takes the end, and what was not told before."""
+        events = self._events(self._rest(completion))
+        usage = self._usage(completion.usage)
+        delta = {"type": "message_delta", "delta": self._stop(completion), "usage": usage}
+        return [*events, delta, {"type": "message_stop"}]
+
+    def _events(self, of_content: list[Answer]) -> list[Answer]:
+        """These, behind the beginning; Anthropic's streams have a ping early on."""
+        if self._pinged:
+            return of_content
+        events = [] if self._begun else [self._start()]
+        self._begun = True
+        if of_content:
+            self._pinged = True
+            of_content.insert(1, {"type": "ping"})
+        return events + of_content
+
+    def _start(self) -> Answer:
         """How many tokens of the prompt were cached, nobody knows yet."""
         prompt = len(self._request.prompt_token_ids or ())
-        usage = _usage(Usage(prompt_tokens=prompt))
-        return {"type": "message_start", "message": self._message([], usage)}
-
-    def block_start(self) -> Answer:
-        block = {"type": "text", "text": ""}
-        return {"type": "content_block_start", "index": 0, "content_block": block}
-
-    def ping(self) -> Answer:
-        return {"type": "ping"}
-
-    def delta(self, text: str) -> Answer:
-        delta = {"type": "text_delta", "text": text}
-        return {"type": "content_block_delta", "index": 0, "delta": delta}
-
-    def block_stop(self) -> Answer:
-        return {"type": "content_block_stop", "index": 0}
-
-    def message_delta(self, completion: Completion) -> Answer:
-        usage = _usage(completion.usage)
-        return {"type": "message_delta", "delta": self._stop(completion), "usage": usage}
-
-    def stop(self) -> Answer:
-        return {"type": "message_stop"}
+        message = self._message([], _usage(Usage(prompt_tokens=prompt)))
+        return {"type": "message_start", "message": message}
 
     # --- pieces -------------------------------------------------------------------------------
+
+    def _rest(self, completion: Completion) -> list[Answer]:
+        samples = completion.samples[:1]
+        deltas = [delta for sample in samples for delta in self._parts.end(sample).deltas]
+        return [*self._content.add(deltas), *self._content.end()]
 
     def _message(self, content: list[Answer], usage: Answer) -> Answer:
         return {
@@ -68,6 +94,10 @@ class Answers:
             "usage": usage,
         }
 
+    def _usage(self, usage: Usage) -> Answer:
+        details = {"output_tokens_details": {"thinking_tokens": self._parts.reasoning_tokens}}
+        return _usage(usage) | (details if self._counts_thinking else {})
+
     def _stop(self, completion: Completion) -> Answer:
         sample = completion.samples[0] if completion.samples else None
         reason, sequence = self._reason(sample) if sample else ("pause_turn", None)
@@ -77,8 +107,9 @@ class Answers:
         match sample.finish_reason:
             case "stop":
                 matched = matched_stop(sample, self._request.sampling, self._words)
-                stop = matched if isinstance(matched, str) else None
-                return ("end_turn" if stop is None else "stop_sequence"), stop
+                if isinstance(matched, str):
+                    return "stop_sequence", matched
+                return ("tool_use" if self._parts.calls else "end_turn"), None
             case "length":
                 return "max_tokens", None
             case "abort":

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from ..http import Int64
+from ...config import field_name
+from ..http import FieldError, Int64, convert
+
+T = TypeVar("T")
 
 Role = Literal["user", "assistant", "system"]
 Blocks = list[dict[str, Any]]
@@ -18,6 +21,10 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     messages: list[dict[str, Any]] | None = None
     system: str | Blocks | None = None
+    tools: list[dict[str, Any]] = []
+    tool_choice: dict[str, Any] = {}
+    thinking: dict[str, Any] = {}
+    output_config: dict[str, Any] = {}
     chat_template_kwargs: dict[str, Any] = {}
 
 
@@ -34,7 +41,6 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     priority: Int64 = 0
     budget_ms: float | None = None
     cache_salt: str = ""
-    output_config: dict[str, Any] = {}
     output_format: dict[str, Any] = {}
 
 
@@ -52,3 +58,64 @@ class TextBlock(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     # Harmless: prefixes are cached without it.
     cache_control: dict[str, Any] | None = None
+
+
+class ThinkingBlock(msgspec.Struct, frozen=True, kw_only=True):
+    """What the assistant thought. Anybody may have written it, so its signature says nothing."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+class RedactedThinkingBlock(msgspec.Struct, frozen=True, kw_only=True):
+    """The same, in a form that only Anthropic reads."""
+
+    type: Literal["redacted_thinking"]
+    data: str = ""
+
+
+class DirectCaller(msgspec.Struct, frozen=True, kw_only=True):
+    """The model itself, and no program of its."""
+
+    type: Literal["direct"]
+
+
+class ToolUseBlock(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a tool."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: DirectCaller | None = None
+    cache_control: dict[str, Any] | None = None
+
+
+class ToolResultBlock(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of one."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | Blocks = ""
+    is_error: bool = False
+    cache_control: dict[str, Any] | None = None
+
+
+def read_part(given: dict[str, Any], kind: type[T], where: str) -> T:
+    """A part of the body.
+
+    Raises:
+        FieldError: It is none, or has fields that ask for what is not there.
+    """
+    fields: tuple[str, ...] = getattr(kind, "__struct_fields__", ())
+    for name, value in given.items():
+        if name not in fields and value:
+            param = f"{where}.{field_name(name)}"
+            raise FieldError(f"{param} is not supported here", param=param, code="unsupported")
+    known = {name: given[name] for name in fields if given.get(name) is not None}
+    try:
+        return convert(known, kind, where)
+    except FieldError as error:
+        param = f"{where}.{error.param}" if error.param else where
+        raise FieldError(error.message, param=param) from None

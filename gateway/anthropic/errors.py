@@ -28,6 +28,9 @@ _TYPES = {
 # Where Anthropic's clients look for it.
 _REQUEST_ID = "Request-Id"
 
+# Anthropic's library asks for a conversation to be kept, and goes on without when it is told so.
+_THREAD = "thread"
+
 # Another than that of the gateway's other interfaces.
 _STATUS = {"unknown_model": 404}
 
@@ -36,10 +39,13 @@ def error_event(error: NanoInferenceError, call_id: str) -> dict[str, Any]:
     """An error, in a body or as an event. What the gateway knows beyond Anthropic stands within."""
     status = _status_of(error)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    param: str | None = getattr(error, "param", None)
     told: dict[str, Any] = {"type": kind, "message": error.message, "code": error.code}
+    if param == _THREAD:
+        told["details"] = {"error_code": "thread_unsupported_request", "unsupported": [_THREAD]}
     return {
         "type": "error",
-        "error": told | {"param": getattr(error, "param", None)},
+        "error": told | {"param": param},
         "request_id": call_id or None,
     }
 

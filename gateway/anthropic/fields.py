@@ -13,8 +13,6 @@ CallName = Literal["messages", "count_tokens"]
 _MESSAGES: tuple[CallName, ...] = ("messages",)
 _BOTH: tuple[CallName, ...] = ("messages", "count_tokens")
 _COUNT: tuple[CallName, ...] = ("count_tokens",)
-_NO_TOOLS = "there are no tools yet"
-_AUTO = (*EMPTY, {"type": "auto"}, {"type": "none"})
 
 FIELDS = (
     Field("model", _BOTH, "honoured", "the served model's name, or absent; any other is 404"),
@@ -22,7 +20,7 @@ FIELDS = (
         "messages",
         _BOTH,
         "honoured",
-        "roles user, assistant and system; content as text, or as blocks of text. One of the "
+        "roles user, assistant and system; content as text, or as [blocks](#messages). One of the "
         "assistant at the end is continued",
     ),
     Field("system", _BOTH, "honoured", "a text, or blocks of text"),
@@ -65,22 +63,32 @@ FIELDS = (
         "the key, or without keys the header `X-Tenant`, says whose a request is",
     ),
     Field("cache_control", _BOTH, "harmless", "prefixes are found without it; in blocks, too"),
-    Field("tools", _BOTH, "refused", _NO_TOOLS),
-    Field("tool_choice", _BOTH, "refused", _NO_TOOLS, _AUTO),
-    Field("mcp_servers", _BOTH, "refused", _NO_TOOLS),
-    Field("container", _MESSAGES, "refused", "nothing is executed"),
+    Field("tools", _BOTH, "honoured", "of the caller's own; Anthropic's are refused"),
+    Field(
+        "tool_choice",
+        _BOTH,
+        "honoured",
+        "auto, any, tool with a name, none; `disable_parallel_tool_use`",
+    ),
     Field(
         "thinking",
         _BOTH,
-        "refused",
-        "the template's variables are given by name",
-        (*EMPTY, {"type": "disabled"}),
+        "honoured",
+        "enabled with `budget_tokens`, adaptive, disabled; absent it is left to the model's chat "
+        "template",
     ),
-    Field("output_config", _MESSAGES, "honoured", "`format` with a `json_schema`; no effort"),
+    Field("mcp_servers", _BOTH, "refused", "nothing is called from here"),
+    Field("container", _MESSAGES, "refused", "nothing is executed"),
+    Field(
+        "output_config",
+        _BOTH,
+        "honoured",
+        "`format` with a `json_schema`; `effort`, where the chat template reads `reasoning_effort`",
+    ),
     Field("output_format", _MESSAGES, "honoured", "the same, as it was called before"),
-    Field("output_config", _COUNT, "harmless", "it does not change the prompt"),
     Field("output_format", _COUNT, "harmless", "it does not change the prompt"),
     Field("context_management", _BOTH, "refused", "prompts are taken whole"),
+    Field("thread", _MESSAGES, "refused", "conversations are sent whole, and none is kept"),
     Field("diagnostics", _MESSAGES, "refused", "nothing is compared with former calls"),
     Field("inference_geo", _MESSAGES, "refused", "it runs where it runs"),
     Field("speed", _BOTH, "refused", "there is one; `priority` says more", (*EMPTY, "standard")),

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
+
 import msgspec
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...bus.public import GenerateRequest
+from ...bus.public import CompletionChunk, GenerateRequest
 from ...config import Config, NanoInferenceError
-from ..chat_templates import ChatTemplates, Conversation
+from ..chat_templates import ChatTemplates
+from ..fields import adapter_of
 from ..http import (
     CLIENT_LEFT,
     EventStream,
@@ -19,15 +26,24 @@ from ..http import (
     read_object,
     while_connected,
 )
+from ..message_parts import MessageParts
 from ..origin import Origin, origin_of
-from ..samples import Piece, complete_sample, stream_sample
+from ..prepared import Prepared, of_tools, prepare
+from ..samples import complete_sample, stream_sample
+from ..served import ServedModels
 from ..submissions import Submissions
 from ..tenants import tenant_of
 from ..words import LazyWords
-from .answers import Answer, Answers
+from .answers import Answers
+from .bodies import MessagesBody
+from .content import Answer
 from .errors import error_event, named
 from .messages import conversation_of
-from .requests import check_version, read_count, read_messages, request_of
+from .requests import check_version, read_count, read_messages, request_of, sampling_of
+from .thinking import thinking_of
+from .tools import use_of
+
+T = TypeVar("T")
 
 # Where nothing else is to be said.
 _PING = b'event: ping\ndata: {"type":"ping"}'
@@ -42,90 +58,133 @@ class MessageCalls:
         config: Config,
         words: LazyWords,
         templates: ChatTemplates,
+        served: ServedModels,
     ) -> None:
         self._submissions = submissions
         self._config = config
         self._words = words
         self._templates = templates
+        self._served = served
 
     async def count_tokens(self, request: Request) -> Response:
         check_version(request)
         body = await read_object(request, self._config.gateway.max_body_bytes)
-        fields = read_count(body, self._config)
-        token_ids = await self._rendered(request, conversation_of(fields))
-        if token_ids is None:
+        fields = read_count(body)
+        await self._served.check(fields.model)
+        conversation = replace(conversation_of(fields), tools=use_of(fields).usable)
+        rendered = await _while_there(request, partial(self._templates.render, conversation))
+        if rendered is None:
             return Response(status_code=CLIENT_LEFT)
-        return named(request, JsonResponse({"input_tokens": len(token_ids)}))
+        return named(request, JsonResponse({"input_tokens": len(rendered.token_ids)}))
 
     async def messages(self, request: Request) -> Response:
         check_version(request)
         tenant = tenant_of(request)
         body = await read_object(request, self._config.gateway.max_body_bytes)
-        fields = read_messages(body, self._config)
-        token_ids = await self._rendered(request, conversation_of(fields))
-        if token_ids is None:
+        # Whatever else may be wrong: nobody looks for a field when the model is another.
+        if isinstance(model := body.get("model"), str):
+            await self._served.check(model)
+        fields = read_messages(body)
+        prepared = await _while_there(request, partial(self._prepared, fields))
+        if prepared is None:
             return Response(status_code=CLIENT_LEFT)
-        asked = request_of(fields, token_ids, tenant, self._config)
+        asked = request_of(fields, prepared, tenant, self._config)
         self._submissions.check_size(asked)
         self._submissions.check_encoded(asked)
         origin = origin_of(request, tenant, fields.budget_ms)
-        answers = Answers(asked, self._config.engine.model_name, await self._words.required())
+        answers = await self._answers(asked, fields, prepared)
         if fields.stream:
-            return named(request, self._streamed(request, origin, asked, answers))
+            return named(request, self._streamed(request, origin, asked, answers, prepared))
 
         async def work() -> Response:
-            return JsonResponse(
-                answers.whole(await complete_sample(self._submissions, origin, asked))
-            )
+            with _of_tools(prepared):
+                completion = await complete_sample(self._submissions, origin, asked)
+            return JsonResponse(answers.whole(completion))
 
         return named(request, await answer_while_connected(request, work))
 
-    async def _rendered(
-        self, request: Request, conversation: Conversation
-    ) -> tuple[int, ...] | None:
-        """A prompt's tokens; None when the client has gone meanwhile."""
-        prompts: list[tuple[int, ...]] = []
+    async def _prepared(self, fields: MessagesBody) -> Prepared:
+        """A body as it is submitted."""
+        thinking = thinking_of(fields)
+        return await prepare(
+            self._templates,
+            self._words,
+            conversation_of(fields),
+            use_of(fields),
+            sampling_of(fields),
+            reasoning_budget=None if thinking is None else thinking.budget_tokens,
+            budget_param="thinking.budget_tokens",
+        )
 
-        async def render() -> None:
-            prompts.append(await self._templates.token_ids(conversation))
-
-        # It may have to wait for other templates.
-        await while_connected(request.receive, render)
-        return prompts[0] if prompts else None
+    async def _answers(
+        self, asked: GenerateRequest, fields: MessagesBody, prepared: Prepared
+    ) -> Answers:
+        words, reading = await self._words.required(), prepared.reading
+        thinking = thinking_of(fields)
+        return Answers(
+            asked,
+            adapter_of(fields.model, self._config) or self._config.engine.model_name,
+            words,
+            MessageParts(
+                words,
+                asked.sampling,
+                prepared.form,
+                reading,
+                # What the ids of calls are made of.
+                f"{asked.request_id}/0",
+                records=False,
+                measures=self._submissions.measures,
+            ),
+            counts_thinking=reading is not None and reading.separates_reasoning,
+            shows_thinking=thinking is None or thinking.display != "omitted",
+        )
 
     def _streamed(
-        self, request: Request, origin: Origin, asked: GenerateRequest, answers: Answers
+        self,
+        request: Request,
+        origin: Origin,
+        asked: GenerateRequest,
+        answers: Answers,
+        prepared: Prepared,
     ) -> Response:
-        begun = False
-
         async def produce(send: SendEvent) -> None:
-            async def tell(event: Answer) -> None:
-                await send(msgspec.json.encode(event), name=event["type"])
+            async def tell(events: list[Answer]) -> None:
+                for event in events:
+                    await send(msgspec.json.encode(event), name=event["type"])
 
-            async def begin() -> None:
-                nonlocal begun
-                if not begun:
-                    begun = True
-                    await tell(answers.start())
-                    await tell(answers.block_start())
-                    await tell(answers.ping())
-
-            async def take(piece: Piece) -> None:
-                await begin()
-                if piece.text:
-                    await tell(answers.delta(piece.text))
+            async def take(chunks: Sequence[CompletionChunk]) -> None:
+                await tell(answers.add(chunks))
 
             try:
-                completion = await stream_sample(self._submissions, origin, asked, take)
+                with _of_tools(prepared):
+                    completion = await stream_sample(self._submissions, origin, asked, take)
             except NanoInferenceError as error:
                 if not stream.committed:
                     raise
-                await tell(error_event(error, call_id_of(request.scope)))
+                await tell([error_event(error, call_id_of(request.scope))])
                 return
-            await begin()
-            await tell(answers.block_stop())
-            await tell(answers.message_delta(completion))
-            await tell(answers.stop())
+            await tell(answers.end(completion))
 
         stream = EventStream(produce, self._config.gateway.comment_s, _PING)
         return stream
+
+
+@contextmanager
+def _of_tools(prepared: Prepared) -> Iterator[None]:
+    """Within it, an error about what was made of tools says so."""
+    try:
+        yield
+    except NanoInferenceError as error:
+        raise of_tools(error, prepared.reading) from None
+
+
+async def _while_there(request: Request, work: Callable[[], Awaitable[T]]) -> T | None:
+    """What comes of something that may have to wait for other templates; None when the client has
+    gone meanwhile."""
+    found: list[T] = []
+
+    async def do() -> None:
+        found.append(await work())
+
+    await while_connected(request.receive, do)
+    return found[0] if found else None

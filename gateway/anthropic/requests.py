@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import uuid
-from typing import Any
 
 from starlette.requests import Request
 
 from ...bus.public import GenerateRequest
 from ...config import Config, Constraint, SamplingParams, shown
 from ..constraints import of_text_format, the_one
-from ..fields import Body, check_model
-from ..http import MAX_INT64, FieldError, convert
+from ..fields import Body, adapter_of
+from ..http import MAX_INT64, FieldError
+from ..prepared import Prepared
+from ..sampling_fields import temperature_of, top_k_of
 from .bodies import CountBody, MessagesBody
 from .fields import read_fields
+from .thinking import output_config_of, thinking_of
 
 VERSION_HEADER = "Anthropic-Version"
 _VERSIONS = ("2023-06-01", "2026-10-21")
-
-_GREEDY_BELOW = 1e-6
-_ALL_TOKENS = 1 << 30
 
 
 def check_version(request: Request) -> None:
@@ -37,55 +36,65 @@ def check_version(request: Request) -> None:
         )
 
 
-def read_count(body: Body, config: Config) -> CountBody:
+def read_count(body: Body) -> CountBody:
     """A body of `/v1/messages/count_tokens`.
 
     Raises:
         RequestError: A field can't be obeyed.
     """
     fields = read_fields(body, CountBody, "count_tokens")
-    check_model(fields.model, config)
     return fields
 
 
-def read_messages(body: Body, config: Config) -> MessagesBody:
+def read_messages(body: Body) -> MessagesBody:
     """A body of `/v1/messages`.
 
     Raises:
         RequestError: A field can't be obeyed.
     """
     fields = read_fields(body, MessagesBody, "messages")
-    check_model(fields.model, config)
     if fields.max_tokens is None:
         raise FieldError(
             "max_tokens is missing; say how many tokens the answer may have", param="max_tokens"
+        )
+    thinking = thinking_of(fields)
+    if thinking is not None and (thinking.budget_tokens or 0) >= fields.max_tokens:
+        raise FieldError(
+            "thinking.budget_tokens must be less than max_tokens, of which they are a part",
+            param="thinking.budget_tokens",
         )
     return fields
 
 
 def request_of(
-    fields: MessagesBody, token_ids: tuple[int, ...], tenant: str, config: Config
+    fields: MessagesBody, prepared: Prepared, tenant: str, config: Config
 ) -> GenerateRequest:
     """What is submitted for a prompt."""
     return GenerateRequest(
         request_id=f"msg_{uuid.uuid4().hex}",
-        prompt_token_ids=token_ids,
-        sampling=_sampling(fields),
+        prompt_token_ids=prepared.token_ids,
+        sampling=prepared.sampling,
         stream=fields.stream,
         # Lower ones are earlier, as in vLLM's interface.
         priority=min(-fields.priority, MAX_INT64),
         tenant=tenant,
         cache_salt=fields.cache_salt,
+        model=adapter_of(fields.model, config),
     )
 
 
-def _sampling(fields: MessagesBody) -> SamplingParams:
+def sampling_of(fields: MessagesBody) -> SamplingParams:
+    """How it is sampled, with the constraint of its text.
+
+    Raises:
+        FieldError: The text is to be of a form that is not there.
+    """
     assert fields.max_tokens is not None, "it was looked at"
     return SamplingParams(
-        temperature=0.0 if 0 <= fields.temperature < _GREEDY_BELOW else fields.temperature,
+        temperature=temperature_of(fields.temperature),
         max_tokens=fields.max_tokens,
         stop_token_ids=frozenset(),
-        top_k=0 if fields.top_k == -1 or fields.top_k >= _ALL_TOKENS else fields.top_k,
+        top_k=top_k_of(fields.top_k),
         top_p=fields.top_p,
         min_p=0.0,
         seed=fields.seed,
@@ -99,25 +108,15 @@ def _sampling(fields: MessagesBody) -> SamplingParams:
         logprobs=0,
         prompt_logprobs=None,
         constraint=_constraint(fields),
+        max_draft_tokens=None,
     )
 
 
 def _constraint(fields: MessagesBody) -> Constraint | None:
-    """By `output_config`, or `output_format` as it was called before.
-
-    Raises:
-        FieldError: Another format than a schema is asked for, or an effort.
-    """
-    config = dict(fields.output_config)
-    form = config.pop("format", None) or {}
-    if any(value is not None for value in config.values()):
-        raise FieldError(
-            "output_config may have a format, and nothing else here",
-            param="output_config",
-            code="unsupported",
-        )
+    """By `output_config`, or `output_format` as it was called before."""
+    form = output_config_of(fields).format
     found = {}
     for name, given in (("output_config.format", form), ("output_format", fields.output_format)):
         if given:
-            found[name] = of_text_format(convert(given, dict[str, Any], name), name)
+            found[name] = of_text_format(given, name)
     return the_one(found)

@@ -20,10 +20,10 @@ from ..policy.caller import caller_of
 from ..policy.scopes import Needed
 from ..readiness import Readiness
 from ..tenants import tenant_of
+from .http_repository import check_parameters, checked
 from .shared import (
     EXTENSIONS,
     NO_CUDA,
-    NO_LOADING,
     NO_LOGGING,
     NO_TRACING,
     SERVER_NAME,
@@ -64,6 +64,7 @@ class GrpcMethods:
     def __init__(self, kserve: KServe, readiness: Readiness) -> None:
         self._service = kserve.service
         self._regions = kserve.regions
+        self._repository = kserve.repository
         self._readiness = readiness
         self.unary: Mapping[str, GrpcMethod] = {
             "ServerLive": GrpcMethod("nothing", self._server_live),
@@ -84,8 +85,8 @@ class GrpcMethods:
                 "generate", _empty("CudaSharedMemoryUnregister")
             ),
             "CudaSharedMemoryRegister": GrpcMethod("generate", _refusing(NO_CUDA)),
-            "RepositoryModelLoad": GrpcMethod("admin", _refusing(NO_LOADING)),
-            "RepositoryModelUnload": GrpcMethod("admin", _refusing(NO_LOADING)),
+            "RepositoryModelLoad": GrpcMethod("admin", self._model_load),
+            "RepositoryModelUnload": GrpcMethod("admin", self._model_unload),
             "TraceSetting": GrpcMethod("admin", _refusing(NO_TRACING)),
             "LogSettings": GrpcMethod("admin", _refusing(NO_LOGGING)),
         }
@@ -166,6 +167,18 @@ class GrpcMethods:
         return codec.encode_repository_index(
             codec.ModelIndex(each.name, each.ready, each.version, each.reason) for each in states
         )
+
+    async def _model_load(self, request: Request, message: Any) -> Message:
+        repository = checked(self._repository)
+        check_parameters(message.parameters)
+        await repository.load(request, message.model_name)
+        return _response("RepositoryModelLoad")
+
+    async def _model_unload(self, request: Request, message: Any) -> Message:
+        repository = checked(self._repository)
+        check_parameters(message.parameters)
+        await repository.unload(request, message.model_name)
+        return _response("RepositoryModelUnload")
 
     def _spec(self, request: Request, message: Any) -> ModelSpec:
         return self._service.spec(message.name, message.version, caller_of(request))

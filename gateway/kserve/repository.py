@@ -13,6 +13,7 @@ from ..readiness import Readiness
 from ..submissions import Submissions
 from ..words import LazyWords
 from .models.best_of import POOL_BYTES, POOL_SLOTS, BestOfModel
+from .models.embed import EmbedModel
 from .models.lane import Lane
 from .models.score import ScoreModel
 from .models.text import TextModel
@@ -44,27 +45,52 @@ def open_service(
     words: LazyWords,
     readiness: Readiness,
     measures: Measures,
+    *,
+    packages: bool = True,
 ) -> InferenceService:
     """The service with all models that there are.
+
+    Args:
+        packages: Whether those of packages are among them.
 
     Raises:
         ConfigError: `gateway.models` names what nobody has, or what can't be used.
     """
     service = InferenceService(metrics=measures.metrics)
-    lane = Lane(submissions, config, words, readiness)
+    add_lane(service, Lane(submissions, config, words, readiness), config.engine.model_aliases)
+    if packages:
+        add_packages(service, config)
+    return service
+
+
+def add_lane(service: InferenceService, lane: Lane, aliases: Iterable[str] = ()) -> None:
+    """Serves the models that a lane offers, under other names of it as well.
+
+    Raises:
+        ConfigError: There is another model of such a name.
+    """
     pool = BufferPool(POOL_BYTES, POOL_SLOTS, use_shm=False, name="best_of")
-    own: list[ServedModel] = [
+    offered: list[ServedModel] = [
         TextModel(lane),
         TokensModel(lane),
         ScoreModel(lane),
+        EmbedModel(lane),
         BestOfModel(service, lane, pool),
     ]
-    for model in own:
-        service.add(model)
+    for model in offered:
+        behind = model.spec.name.removeprefix(lane.name)
+        service.add(model, [f"{alias}{behind}" for alias in aliases])
+
+
+def add_packages(service: InferenceService, config: Config) -> None:
+    """Serves the models that `gateway.models` names.
+
+    Raises:
+        ConfigError: It names what nobody has, or what can't be used.
+    """
     for name in config.gateway.models:
         for model in _made(name, ModelContext(service, config)):
             service.add(model)
-    return service
 
 
 def _made(name: str, context: ModelContext) -> Iterable[ServedModel]:

@@ -15,7 +15,8 @@ from .http_generate import GenerateCalls
 from .http_infer import InferCalls
 from .http_info import InfoCalls
 from .http_memory import MemoryCalls, no_regions, nothing_to_unregister
-from .shared import NO_CUDA, NO_LOADING, NO_LOGGING, NO_TRACING, KServe
+from .http_repository import RepositoryCalls
+from .shared import NO_CUDA, NO_LOGGING, NO_TRACING, KServe
 
 
 class _Name(Convertor[str]):
@@ -55,6 +56,7 @@ def kserve_routes(kserve: KServe, readiness: Readiness, config: GatewayConfig) -
         *_model_routes("GET", "/stats", "read", info.statistics),
         _route("POST", "/v2/repository/index", "read", info.index),
         *_memory_routes(MemoryCalls(kserve.regions, most)),
+        *_repository_routes(RepositoryCalls(kserve.repository, most)),
         *_unsupported_routes(),
         # Behind all that begin like them.
         *_model_routes("GET", "", "read", info.metadata),
@@ -86,22 +88,24 @@ def _memory_routes(calls: MemoryCalls) -> list[PolicyRoute]:
     return routes
 
 
+def _repository_routes(calls: RepositoryCalls) -> list[PolicyRoute]:
+    model = "/v2/repository/models/{model:name}"
+    return [
+        _route("POST", f"{model}/load", "admin", calls.load),
+        _route("POST", f"{model}/unload", "admin", calls.unload),
+    ]
+
+
 def _unsupported_routes() -> list[PolicyRoute]:
-    loading, tracing = _refusing(NO_LOADING), _refusing(NO_TRACING)
+    tracing = _refusing(NO_TRACING)
     settings = [
         ("/v2/trace/setting", tracing),
         ("/v2/models/{model:name}/trace/setting", tracing),
         ("/v2/logging", _refusing(NO_LOGGING)),
     ]
     return [
-        *(
-            _route("POST", f"/v2/repository/models/{{model:name}}/{what}", "admin", loading)
-            for what in ("load", "unload")
-        ),
-        *(
-            PolicyRoute(path, endpoint, needed="admin", methods=["GET", "POST"])
-            for path, endpoint in settings
-        ),
+        PolicyRoute(path, endpoint, needed="admin", methods=["GET", "POST"])
+        for path, endpoint in settings
     ]
 
 

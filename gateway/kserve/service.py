@@ -63,23 +63,40 @@ class InferenceService:
             ConfigError: Two models have one name.
         """
         self._models: dict[str, ServedModel] = {}
+        self._aliases: dict[str, str] = {}
         self.statistics = Statistics(metrics)
         for model in models:
             self.add(model)
 
-    def add(self, model: ServedModel) -> None:
-        """Serves one more.
+    def add(self, model: ServedModel, aliases: Iterable[str] = ()) -> None:
+        """Serves one more, under other names as well.
 
         Raises:
-            ConfigError: There is one of its name.
+            ConfigError: There is one of such a name.
         """
         name = model.spec.name
-        if name in self._models:
-            raise ConfigError(
-                f"there are two models {name!r}; give one of them another name, or leave it out of "
-                "gateway.models"
-            )
+        for each in (name, *aliases):
+            if each in self._models or each in self._aliases:
+                raise ConfigError(
+                    f"there are two models {each!r}; give one of them another name, or leave it "
+                    "out of gateway.models"
+                )
         self._models[name] = model
+        self._aliases.update(dict.fromkeys(aliases, name))
+
+    def remove(self, name: str) -> None:
+        """Serves a model no longer, where there is one of that name. Calls under way go on."""
+        if self._models.pop(name, None) is not None:
+            kept = {alias: of for alias, of in self._aliases.items() if of != name}
+            self._aliases = kept
+
+    @property
+    def models(self) -> list[tuple[ServedModel, list[str]]]:
+        """All of them, each with its other names."""
+        return [
+            (model, [alias for alias, of in self._aliases.items() if of == name])
+            for name, model in self._models.items()
+        ]
 
     def allows(self, caller: Caller, name: str) -> bool:
         """Whether a caller may use the model of a name, if there is one.
@@ -87,8 +104,8 @@ class InferenceService:
         What asks the engine of another model, as `M.tokens` asks that of `M`, takes a key for
         that one.
         """
-        model = self._models.get(name)
-        asked = model.spec.allowed_as or name if model else name
+        model = self._models.get(self._aliases.get(name, name))
+        asked = model.spec.allowed_as or model.spec.name if model else name
         return caller.models is None or asked in caller.models
 
     def check_allowed(self, caller: Caller, name: str) -> None:
@@ -117,10 +134,11 @@ class InferenceService:
 
     async def states(self, names: Collection[str] | None = None) -> list[ModelState]:
         """How all models are, or those of some names. Raises BusError."""
+        wanted = None if names is None else {self._aliases.get(each, each) for each in names}
         return [
             ModelState(name, version, not trouble, trouble)
-            for name, model in self._models.items()
-            if names is None or name in names
+            for name, model in list(self._models.items())
+            if wanted is None or name in wanted
             for trouble in [await model.trouble()]
             for version in model.spec.versions
         ]
@@ -169,7 +187,7 @@ class InferenceService:
         return response
 
     def _model(self, name: str, version: str) -> ServedModel:
-        model = self._models.get(name)
+        model = self._models.get(self._aliases.get(name, name))
         if model is None or (version and version not in model.spec.versions):
             what = f"{shown(name)} of version {shown(version)}" if model else shown(name)
             raise _not_found(what)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from importlib import metadata
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+from starlette.requests import Request
 
 from .regions import Regions
 from .service import InferenceService
@@ -26,10 +28,24 @@ EXTENSIONS = (
 for who use none."""
 
 NO_CUDA = "memory of CUDA can't be shared; use that of the system, or send tensors in the body"
-NO_LOADING = "models can't be loaded and unloaded over KServe; a lane has the one it began with"
+NO_LOADING = "there is one model here, which stays; name several in the setting models"
 NO_TRACING = "traces are set up by the gateway's settings (docs/telemetry.md)"
 NO_LOGGING = "logs are set up by the gateway's settings (docs/telemetry.md)"
 """Why some of Triton's calls are refused, in both."""
+
+
+class ModelRepository(Protocol):
+    """Where models are that may be loaded and unloaded."""
+
+    async def load(self, request: Request, model: str) -> object:
+        """Has a model loaded for a call, and returns when it is.
+
+        Raises:
+            NanoInferenceError: It can't be.
+        """
+
+    async def unload(self, request: Request, model: str) -> object:
+        """The same the other way. Raises as `load`."""
 
 
 class KServe(NamedTuple):
@@ -38,7 +54,9 @@ class KServe(NamedTuple):
     Attributes:
         service: The models.
         regions: The shared memory that clients have registered.
+        repository: Where they come from; None where there is one, which stays.
     """
 
     service: InferenceService
     regions: Regions
+    repository: ModelRepository | None = None

@@ -13,6 +13,7 @@ from ..policy.routes import PolicyRoute
 from ..policy.scopes import Needed
 from ..submissions import Submissions
 from ..words import LazyWords
+from .embeddings import EmbeddingCalls
 from .errors import Endpoint, in_openai_words
 from .fields import CallName
 from .generate import GenerationCalls
@@ -27,11 +28,12 @@ def openai_routes(
     kept: KeptCalls,
     templates: ChatTemplates,
     length: ModelLength,
+    info: InfoCalls,
+    responses: ResponseCalls,
 ) -> list[PolicyRoute]:
     """Its endpoints."""
     generation = GenerationCalls(submissions, kept, config, words, templates, length)
-    responses = ResponseCalls(submissions, kept, config, words, templates, length)
-    info = InfoCalls(config, words, templates, length)
+    embeddings = EmbeddingCalls(submissions, config, words)
 
     def route(
         path: str,
@@ -71,8 +73,12 @@ def openai_routes(
         route("/detokenize", info.detokenize, "POST"),
         route("/tokenizer_info", info.tokenizer_info, "GET", needed="read"),
         route("/version", info.version, "GET", needed="nothing"),
-        route("/v1/embeddings", info.refused, "POST"),
+        route("/v1/embeddings", embeddings.embeddings, "POST", "embeddings"),
+        route("/score", embeddings.score, "POST", "score"),
+        route("/v1/score", embeddings.score, "POST", "score"),
+        route("/rerank", embeddings.rerank, "POST", "rerank"),
+        route("/v1/rerank", embeddings.rerank, "POST", "rerank"),
     ]
 
 
-__all__ = ["openai_routes"]
+__all__ = ["InfoCalls", "ResponseCalls", "openai_routes"]

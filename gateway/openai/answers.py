@@ -6,20 +6,20 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ...bus.public import Completion, CompletionSample, Output, Usage
+from ...chat import MessageFormat
+from ..logprobs import Scored, TokenNames, logprobs_by_id, scored
+from ..measures import Measures
+from ..message_parts import MessageParts
 from ..words import Words
-from .logprobs import (
-    CompletionLogprobs,
-    Scored,
-    TokenNames,
-    chat_logprobs,
-    prompt_logprobs,
-    scored,
-    token_logprobs,
-)
+from .deltas import finish_reason, whole_message
+from .logprobs import CompletionLogprobs, chat_logprobs, token_logprobs
 from .requests import Call, Prompt
 
 Answer = dict[str, Any]
 Spans = Sequence[tuple[int, int]]
+
+_READING = 8
+"""How much longer it takes to read a token of a message than to list one."""
 
 
 class Answers:
@@ -32,12 +32,24 @@ class Answers:
     """
 
     def __init__(
-        self, call: Call, prompts: list[Prompt], texts: list[str | None], words: Words | None
+        self,
+        call: Call,
+        prompts: list[Prompt],
+        texts: list[str | None],
+        words: Words | None,
+        form: MessageFormat | None = None,
+        measures: Measures | None = None,
     ) -> None:
-        """`texts`: the prompts that came as texts, None for the others."""
+        """Args:
+        texts: The prompts that came as texts, None for the others.
+        form: How the model writes the messages that are read.
+        measures: What is told of them.
+        """
         self.call = call
         self.prompts = prompts
         self._texts = texts
+        self._form = form
+        self._measures = measures
         self.words = words
         self.names = None if words is None else TokenNames(words, as_ids=call.as_token_ids)
 
@@ -47,11 +59,14 @@ class Answers:
         Args:
             completions: Of each prompt.
         """
-        choices = [
-            self._choice(prompt, completion, sample)
-            for prompt, completion in enumerate(completions)
-            for sample in _samples(completion, self.call.n)
-        ]
+        reasoning = 0 if self.call.reading is not None else None
+        choices: list[Answer] = []
+        for prompt, completion in enumerate(completions):
+            for sample in _samples(completion, self.call.n):
+                parts = self.parts(len(choices)) if self.call.reading is not None else None
+                choices.append(self._choice(prompt, completion, sample, parts))
+                if parts is not None and reasoning is not None:
+                    reasoning += parts.reasoning_tokens
         versions = [
             sample.weight_version
             for completion in completions
@@ -59,7 +74,7 @@ class Answers:
             if sample.token_ids
         ]
         answer = self.head(min(versions, default=None), chunk=False)
-        answer |= {"choices": choices, "usage": self.usage(completions)}
+        answer |= {"choices": choices, "usage": self.usage(completions, reasoning)}
         if self.call.chat and self.call.token_ids:
             answer["prompt_token_ids"] = self.prompts[0]
         if self.call.kind != "completions" and self.call.prompt_logprobs:
@@ -84,17 +99,60 @@ class Answers:
         kind = f"{kind}.chunk" if chunk and self.call.chat else kind
         return {"id": self.call.id, "object": kind} | told
 
-    def usage(self, completions: Iterable[Completion]) -> Answer:
+    def usage(
+        self, completions: Iterable[Completion], reasoning_tokens: int | None = None
+    ) -> Answer:
         """Of all prompts together. Each counts once, however many choices it has."""
-        prompt = cached = made = 0
+        prompt = cached = made = accepted = rejected = 0
         for completion in completions:
             usage = self._usage(completion)
             prompt += usage.prompt_tokens
             cached += usage.cached_tokens // self.call.n
             made += usage.completion_tokens
-        return usage_of(prompt, made, cached)
+            accepted += usage.accepted_prediction_tokens
+            rejected += usage.rejected_prediction_tokens
+        told = usage_of(prompt, made, cached, reasoning_tokens)
+        # Of who predicts nothing it is told only where the engine drafts.
+        if accepted or rejected or self.call.prediction:
+            told.setdefault("completion_tokens_details", {}).update(
+                accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected
+            )
+        return told
+
+    def work(self, completions: Iterable[Completion]) -> int:
+        """How much there is to do for the whole answer, in tokens that have only to be listed."""
+        made = scored_tokens = 0
+        for completion in completions:
+            made += completion.usage.completion_tokens
+            scored_tokens += len(completion.prompt_logprobs or ())
+        listed = (made + scored_tokens) * (1 + (self.call.logprobs or 0))
+        return listed + (made * _READING if self.call.reading is not None else 0)
 
     # --- pieces of a choice -------------------------------------------------------------------
+
+    def parts(self, index: int, *, told: bool = True) -> MessageParts | None:
+        """What reads a choice; None where its text goes out as it comes.
+
+        Args:
+            told: Whether its end is told by this answer, which counts it.
+        """
+        call = self.call
+        # These tell of tokens, which have to be those of the text beside them.
+        listed = call.logprobs is not None or call.token_ids or call.weight_versions
+        if self.words is None or call.kind == "generate" or call.scores_only:
+            return None
+        if call.reading is None and not listed:
+            return None
+        seed = f"{call.id}/{index}"
+        measures = self._measures if told else None
+        return MessageParts(
+            self.words, call.sampling, self._form, call.reading, seed, measures=measures
+        )
+
+    @property
+    def shown_reasoning(self) -> str:
+        """What reasoning is called; empty where it is not shown."""
+        return self.call.reasoning_field if self.call.include_reasoning else ""
 
     def echoed(self, prompt: int) -> str:
         """The text that stands before a choice's own."""
@@ -137,14 +195,24 @@ class Answers:
             return usage
         return Usage(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
 
-    def _choice(self, prompt: int, completion: Completion, sample: CompletionSample) -> Answer:
+    def _choice(
+        self,
+        prompt: int,
+        completion: Completion,
+        sample: CompletionSample,
+        parts: MessageParts | None,
+    ) -> Answer:
         call = self.call
         if call.scores_only:
             sample = _without_tokens(sample)
         tokens = scored(sample.token_ids, sample.logprobs, sample.top_logprobs)
         choice: Answer = {"index": prompt * call.n + sample.sample_index}
+        reason: str = sample.finish_reason
         if call.chat:
             message = {"role": "assistant", "content": sample.text, "refusal": None}
+            if parts is not None:
+                message = whole_message(parts.end(sample).deltas, self.shown_reasoning)
+                reason = finish_reason(reason, parts)
             choice |= {"message": message, "logprobs": self.listed_logprobs(tokens)}
         elif call.kind == "generate":
             choice["logprobs"] = self.listed_logprobs(tokens)
@@ -155,7 +223,7 @@ class Answers:
                 choice["logprobs"] = writer.add([*before, *tokens])
             else:
                 choice["logprobs"] = None
-        choice["finish_reason"] = sample.finish_reason
+        choice["finish_reason"] = reason
         if call.token_ids:
             choice["token_ids"] = sample.token_ids
             if call.kind == "completions":
@@ -169,20 +237,30 @@ class Answers:
 
     def _prompt_logprobs(self, prompt: int, completion: Completion) -> list[Any] | None:
         tokens = self.scored_prompt(prompt, completion)
-        return prompt_logprobs(tokens, self.names) if tokens and self.names else None
+        return logprobs_by_id(tokens, self.names) if tokens and self.names else None
 
 
 def usage_of(
-    prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None
+    prompt_tokens: int,
+    completion_tokens: int,
+    cached_tokens: int | None = None,
+    reasoning_tokens: int | None = None,
 ) -> Answer:
-    """Usage as OpenAI has it; in the midst of a stream nobody knows what was cached."""
+    """Usage as OpenAI has it; in the midst of a stream nobody knows what was cached.
+
+    Args:
+        reasoning_tokens: None where no messages are read.
+    """
     details = None if cached_tokens is None else {"cached_tokens": cached_tokens}
-    return {
+    usage = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": details,
     }
+    if reasoning_tokens is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+    return usage
 
 
 def version_spans(spans: Spans, first: int, end: int) -> list[Answer]:

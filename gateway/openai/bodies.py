@@ -6,9 +6,12 @@ from typing import Any, Literal
 
 import msgspec
 
+from ...config import PoolingKind
 from ..http import Int64
+from ..sampling_fields import SamplerFields, SamplingFields
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -20,30 +23,25 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class SamplerFields(msgspec.Struct, frozen=True, kw_only=True):
-    """How to sample, but for what has other shapes or defaults in each call."""
+class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of a text."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: Int64 = 0
-    min_p: float = 0.0
-    seed: Int64 | None = None
-    stop: str | list[str] = ""
-    stop_token_ids: list[Int64] = []
-    ignore_eos: bool = False
-    min_tokens: Int64 = 0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[Int64, float] = {}
-    structured_outputs: dict[str, Any] = {}
+    type: Literal["text"]
+    text: str
 
 
-class SamplingFields(SamplerFields, frozen=True, kw_only=True):
-    """The same, and what calls have that answer with choices."""
+class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the client expects the answer to be."""
 
-    n: Int64 = 1
-    prompt_logprobs: Int64 | None = None
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
 
 
 class Common(SamplingFields, frozen=True, kw_only=True):
@@ -63,6 +61,7 @@ class Common(SamplingFields, frozen=True, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    prediction: Prediction | None = None
 
 
 class CompletionBody(Common, frozen=True, kw_only=True):
@@ -85,6 +84,13 @@ class ChatBody(Common, frozen=True, kw_only=True):
     max_completion_tokens: Int64 | None = None
     logprobs: bool = False
     top_logprobs: Int64 | None = None
+    tools: list[dict[str, Any]] = []
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: Effort | None = None
+    thinking_token_budget: Int64 | None = None
+    include_reasoning: bool = True
+    separate_reasoning: bool = True
 
 
 class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,11 +108,12 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
 
 
-class SamplingBody(SamplingFields, frozen=True, kw_only=True):
-    """Its `sampling_params`."""
+class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a response's model is to think. No summaries are made: the reasoning itself is told."""
 
-    max_tokens: Int64 | None = None
-    logprobs: Int64 | None = None
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class ResponseBody(SamplerFields, frozen=True, kw_only=True):
@@ -128,6 +135,11 @@ class ResponseBody(SamplerFields, frozen=True, kw_only=True):
     priority: Int64 = 0
     budget_ms: float | None = None
     cache_salt: str = ""
+    tools: list[dict[str, Any]] = []
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    reasoning: ReasoningOptions | None = None
+    thinking_token_budget: Int64 | None = None
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,6 +164,8 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    tools: list[dict[str, Any]] = []
+    reasoning_effort: Effort | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
@@ -161,3 +175,38 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str = ""
     tokens: list[Int64] | None = None
+
+
+class EmbeddingCommon(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of all calls that embed."""
+
+    model: str = ""
+    dimensions: Int64 | None = None
+    pooling: PoolingKind | Literal[""] = ""
+    normalize: bool | None = None
+    priority: Int64 = 0
+    budget_ms: float | None = None
+    cache_salt: str = ""
+
+
+class EmbeddingBody(EmbeddingCommon, frozen=True, kw_only=True):
+    """Of `/v1/embeddings`."""
+
+    input: str | list[str | Int64 | list[Int64]] | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+
+
+class ScoreBody(EmbeddingCommon, frozen=True, kw_only=True):
+    """Of `/score`."""
+
+    text_1: str | list[str | Int64 | list[Int64]] | None = None
+    text_2: str | list[str | Int64 | list[Int64]] | None = None
+
+
+class RerankBody(EmbeddingCommon, frozen=True, kw_only=True):
+    """Of `/rerank`."""
+
+    query: str = ""
+    documents: list[str | dict[str, Any]] | None = None
+    top_n: Int64 | None = None
+    return_documents: bool = True

@@ -34,6 +34,9 @@ _PARAMS = {
 
 _RENAMED: dict[CallName, dict[str, str]] = {
     "chat": {_PROMPT: "messages", "logprobs": "top_logprobs"},
+    "embeddings": {_PROMPT: "input"},
+    "score": {_PROMPT: "text_2"},
+    "rerank": {_PROMPT: "documents"},
     "generate": {_PROMPT: "token_ids", "response_format": "structured_outputs"},
     "responses": {
         _PROMPT: "input",

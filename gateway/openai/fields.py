@@ -5,34 +5,52 @@ from __future__ import annotations
 from typing import Literal, TypeVar
 
 from ..fields import EMPTY, Body, Field, read_known_fields
+from ..sampling_fields import FIELDS as SAMPLING_FIELDS
 
 T = TypeVar("T")
 
 CallName = Literal[
-    "completions", "chat", "responses", "generate", "sampling_params", "tokenize", "detokenize"
+    "completions",
+    "chat",
+    "responses",
+    "generate",
+    "sampling_params",
+    "tokenize",
+    "detokenize",
+    "embeddings",
+    "score",
+    "rerank",
 ]
 """`sampling_params` are a field of `generate`, with fields of its own."""
 
 
 _BOTH: tuple[CallName, ...] = ("completions", "chat")
 _TEXTS: tuple[CallName, ...] = (*_BOTH, "responses")
-_SAMPLED: tuple[CallName, ...] = (*_TEXTS, "sampling_params")
 _CHOICES: tuple[CallName, ...] = (*_BOTH, "sampling_params")
 _ALL: tuple[CallName, ...] = (*_TEXTS, "generate")
 _CHUNKED: tuple[CallName, ...] = (*_BOTH, "generate")
 _COMPLETIONS: tuple[CallName, ...] = ("completions",)
 _GENERATE: tuple[CallName, ...] = ("generate",)
-_SAMPLING_PARAMS: tuple[CallName, ...] = ("sampling_params",)
 _CHAT: tuple[CallName, ...] = ("chat",)
 _RESPONSES: tuple[CallName, ...] = ("responses",)
 _TALKS: tuple[CallName, ...] = ("chat", "responses")
+_EMBEDDED: tuple[CallName, ...] = ("embeddings", "score", "rerank")
+_REQUESTS: tuple[CallName, ...] = (*_ALL, *_EMBEDDED)
 _TEMPLATED: tuple[CallName, ...] = ("chat", "tokenize")
+
+_SAMPLING = {field.name: field for field in SAMPLING_FIELDS}
+
+
+def _sampling(name: str, *also: CallName) -> Field:
+    """A parameter of sampling, which these calls have as a field of their own as well."""
+    field = _SAMPLING[name]
+    return field._replace(calls=(*also, *field.calls))
 
 
 FIELDS = (
     Field(
         "model",
-        (*_ALL, "tokenize", "detokenize"),
+        (*_REQUESTS, "tokenize", "detokenize"),
         "honoured",
         "the served model's name, or absent; any other is 404 `model_not_found`",
     ),
@@ -56,7 +74,7 @@ FIELDS = (
         "prompt",
     ),
     Field("max_completion_tokens", _CHAT, "honoured", "the same; not both with different numbers"),
-    Field("n", _CHOICES, "honoured", "choices of each prompt (1)"),
+    _sampling("n", *_BOTH),
     Field("stream", _ALL, "honoured", "server-sent events"),
     Field(
         "stream_options",
@@ -65,19 +83,19 @@ FIELDS = (
         "`include_usage`: a last chunk with usage and no choices; `continuous_usage_stats`: usage "
         "in all of them; `include_obfuscation` is harmless",
     ),
-    Field("temperature", _SAMPLED, "honoured", "1; 0 is greedy, and so is less than 0.000001"),
-    Field("top_p", _SAMPLED, "honoured", "1 is off"),
-    Field("top_k", _SAMPLED, "honoured", "0 and -1 are off"),
-    Field("min_p", _SAMPLED, "honoured", "0 is off"),
-    Field("seed", _SAMPLED, "honoured", "the same samples each time; signed, 64 bits"),
-    Field("stop", _SAMPLED, "honoured", "a text or up to 16; the text ends before it"),
-    Field("stop_token_ids", _SAMPLED, "honoured", "these tokens end it as well"),
-    Field("ignore_eos", _SAMPLED, "honoured", "goes on past the model's own stop tokens"),
-    Field("min_tokens", _SAMPLED, "honoured", "nothing stops it before so many"),
-    Field("presence_penalty", _SAMPLED, "honoured", "-2 to 2"),
-    Field("frequency_penalty", _SAMPLED, "honoured", "-2 to 2"),
-    Field("repetition_penalty", _SAMPLED, "honoured", "1 is off"),
-    Field("logit_bias", _SAMPLED, "honoured", "by token id, -100 to 100"),
+    _sampling("temperature", *_TEXTS),
+    _sampling("top_p", *_TEXTS),
+    _sampling("top_k", *_TEXTS),
+    _sampling("min_p", *_TEXTS),
+    _sampling("seed", *_TEXTS),
+    _sampling("stop", *_TEXTS),
+    _sampling("stop_token_ids", *_TEXTS),
+    _sampling("ignore_eos", *_TEXTS),
+    _sampling("min_tokens", *_TEXTS),
+    _sampling("presence_penalty", *_TEXTS),
+    _sampling("frequency_penalty", *_TEXTS),
+    _sampling("repetition_penalty", *_TEXTS),
+    _sampling("logit_bias", *_TEXTS),
     Field(
         "logprobs",
         _CHOICES,
@@ -90,30 +108,50 @@ FIELDS = (
         "honoured",
         "0 to 20, with `logprobs`, or with `message.output_text.logprobs` in `include`",
     ),
-    Field(
-        "prompt_logprobs",
-        _CHOICES,
-        "honoured",
-        "as vLLM's: for each token of the prompt the likeliest tokens and itself, by id; not in a "
-        "stream",
-    ),
+    _sampling("prompt_logprobs", *_BOTH),
     Field(
         "response_format",
         _BOTH,
         "honoured",
         "`text`, `json_object`, `json_schema` (always strict), or `grammar` with llama.cpp's form",
     ),
-    Field(
-        "structured_outputs",
-        _SAMPLED,
-        "honoured",
-        "as vLLM's: one of `json`, `regex`, `choice`, `grammar` and `json_object`",
-    ),
+    _sampling("structured_outputs", *_TEXTS),
+    _sampling("max_draft_tokens", *_TEXTS),
     Field("guided_json", _BOTH, "honoured", "the same, by its older names"),
     Field("guided_regex", _BOTH, "honoured", "the same"),
     Field("guided_choice", _BOTH, "honoured", "the same"),
     Field("guided_grammar", _BOTH, "honoured", "the same"),
     Field("text", _RESPONSES, "honoured", "`format`: `text`, `json_object` or `json_schema`"),
+    Field(
+        "tools",
+        _TEMPLATED,
+        "honoured",
+        "functions: `{type, function: {name, description, parameters, strict}}`; "
+        "[tools.md](tools.md)",
+    ),
+    Field(
+        "tool_choice",
+        _TALKS,
+        "honoured",
+        "`none`, `auto`, `required`, a function, or `allowed_tools`",
+    ),
+    Field("parallel_tool_calls", _TALKS, "honoured", "true; false: at most one call"),
+    Field(
+        "reasoning_effort",
+        _TEMPLATED,
+        "honoured",
+        "by the variables that the model's chat template has for it",
+    ),
+    Field("thinking_token_budget", _TALKS, "honoured", "tokens that the reasoning may have"),
+    Field(
+        "prediction",
+        _BOTH,
+        "honoured",
+        "`{type: content, content}`, a text or parts of text: a draft of the answer, which changes "
+        "no token of it ([speculation.md](speculation.md))",
+    ),
+    Field("include_reasoning", _CHAT, "honoured", "true; false leaves it out of the answer"),
+    Field("separate_reasoning", _CHAT, "honoured", "true; false leaves it in the text, as written"),
     Field("echo", _COMPLETIONS, "honoured", "the prompt before the text, and before its logprobs"),
     Field("return_token_ids", _BOTH, "honoured", "`token_ids` and `prompt_token_ids`"),
     Field("return_tokens_as_token_ids", _BOTH, "honoured", "logprobs name tokens as `token_id:17`"),
@@ -125,12 +163,14 @@ FIELDS = (
     ),
     Field(
         "priority",
-        _ALL,
+        _REQUESTS,
         "honoured",
         "lower is earlier, as vLLM's: the engine's, negated, at most `gateway.max_priority`",
     ),
-    Field("budget_ms", _ALL, "honoured", "how long it may take, beside the header `X-Budget-Ms`"),
-    Field("cache_salt", _ALL, "honoured", "prefixes are shared only under the same one"),
+    Field(
+        "budget_ms", _REQUESTS, "honoured", "how long it may take, beside the header `X-Budget-Ms`"
+    ),
+    Field("cache_salt", _REQUESTS, "honoured", "prefixes are shared only under the same one"),
     Field(
         "add_generation_prompt",
         _TEMPLATED,
@@ -148,8 +188,9 @@ FIELDS = (
         "input",
         _RESPONSES,
         "honoured",
-        "a text, or a list of messages: roles system, developer, user and assistant; content as "
-        "text, or as parts of text",
+        "a text, or a list of items: messages, of the roles system, developer, user and assistant, "
+        "with content as text or as parts of text; `function_call`, `function_call_output` and "
+        "`reasoning`",
     ),
     Field("instructions", _RESPONSES, "honoured", "a system's message before all others"),
     Field("max_output_tokens", _RESPONSES, "honoured", "as many as the model's length leaves"),
@@ -178,6 +219,18 @@ FIELDS = (
         "honoured",
         "a stored response whose conversation stands before `input`, without its `instructions`",
     ),
+    Field(
+        "tools",
+        _RESPONSES,
+        "honoured",
+        "functions, in the flat form `{type, name, description, parameters, strict}`",
+    ),
+    Field(
+        "reasoning",
+        _RESPONSES,
+        "honoured",
+        "`effort`; `summary` is harmless: the reasoning itself is told",
+    ),
     Field("metadata", _RESPONSES, "honoured", "up to 16 texts by name, which the answer repeats"),
     Field("token_ids", _GENERATE, "honoured", "the prompt's tokens"),
     Field(
@@ -193,12 +246,38 @@ FIELDS = (
         "a name of the client's, up to 256 characters, which the answer repeats; else `id` stands "
         "there",
     ),
+    Field(
+        "input",
+        ("embeddings",),
+        "honoured",
+        "a text or token ids, or a list of either, at most `gateway.max_prompts`",
+    ),
+    Field(
+        "encoding_format",
+        ("embeddings",),
+        "honoured",
+        "`float`, or `base64`: float32, little-endian, which openai-python asks for by itself",
+    ),
+    Field(
+        "dimensions",
+        _EMBEDDED,
+        "honoured",
+        "how many numbers of each vector are wanted; they are taken before it is normalised",
+    ),
+    Field("pooling", _EMBEDDED, "honoured", "`mean`, `last` or `cls`; else the model's own"),
+    Field("normalize", _EMBEDDED, "honoured", "whether vectors get the length 1; else as its own"),
+    Field("text_1", ("score",), "honoured", "one text, or as many as in `text_2`"),
+    Field("text_2", ("score",), "honoured", "a text or token ids, or a list of either"),
+    Field("query", ("rerank",), "honoured", "a text"),
+    Field("documents", ("rerank",), "honoured", "texts, or objects `{text}`"),
+    Field("top_n", ("rerank",), "honoured", "so many of the most similar; else all"),
+    Field("return_documents", ("rerank",), "honoured", "true: the results repeat their texts"),
     Field("add_special_tokens", ("tokenize",), "honoured", "true, of a text"),
     Field("return_token_strs", ("tokenize",), "honoured", "`token_strs`"),
     Field("tokens", ("detokenize",), "honoured", "token ids"),
     Field(
         "user",
-        _TEXTS,
+        (*_TEXTS, *_EMBEDDED),
         "harmless",
         "the key, or without keys the header `X-Tenant`, says whose a request is",
     ),
@@ -206,29 +285,32 @@ FIELDS = (
     Field("metadata", _BOTH, "harmless", "nothing is stored"),
     Field("prompt_cache_key", _TEXTS, "harmless", "prefixes are found without it"),
     Field("prompt_cache_retention", _TEXTS, "harmless", "the cache decides"),
-    Field("prediction", _CHAT, "harmless", "it could only be quicker"),
-    Field("parallel_tool_calls", _TALKS, "harmless", "there are no tools"),
-    Field("spaces_between_special_tokens", _SAMPLED, "harmless", "of slow tokenizers"),
+    _sampling("spaces_between_special_tokens", *_TEXTS),
     Field(
         "stream_options", _RESPONSES, "harmless", "`include_obfuscation` pads chunks; usage is told"
     ),
     Field("prompt_cache_options", _RESPONSES, "harmless", "the cache decides"),
-    Field("detokenize", _SAMPLING_PARAMS, "harmless", "the answer has no text"),
-    Field("skip_special_tokens", _SAMPLING_PARAMS, "harmless", "the answer has no text"),
-    Field("include_stop_str_in_output", _SAMPLING_PARAMS, "harmless", "the answer has no text"),
-    Field("output_kind", _SAMPLING_PARAMS, "harmless", "`stream` says it"),
-    Field("flat_logprobs", _SAMPLING_PARAMS, "harmless", "of vLLM's memory"),
+    Field("max_tool_calls", _RESPONSES, "harmless", "of built-in tools, and there are none"),
+    _sampling("detokenize"),
+    _sampling("skip_special_tokens"),
+    _sampling("include_stop_str_in_output"),
+    _sampling("output_kind"),
+    _sampling("flat_logprobs"),
     Field("features", _GENERATE, "refused", "there are no images or sounds"),
     Field("kv_transfer_params", _GENERATE, "refused", "nothing is handed to other servers"),
     Field("ec_transfer_params", _GENERATE, "refused", "nothing is handed to other servers"),
-    Field("tools", _TALKS, "refused", "there are no tools yet"),
-    Field("tool_choice", _TALKS, "refused", "there are no tools yet", (*EMPTY, "none", "auto")),
-    Field("functions", _CHAT, "refused", "there are no tools yet"),
-    Field("function_call", _CHAT, "refused", "there are no tools yet", (*EMPTY, "none", "auto")),
+    Field("functions", _CHAT, "refused", "answers would have to be of the old form; give `tools`"),
+    Field(
+        "function_call",
+        _CHAT,
+        "refused",
+        "answers would have to be of the old form; give `tool_choice`",
+        (*EMPTY, "none", "auto"),
+    ),
+    Field("stream_reasoning", _CHAT, "refused", "it comes as it is made", (True,)),
     Field("modalities", _CHAT, "refused", "text alone is made", (*EMPTY, ["text"])),
     Field("audio", _CHAT, "refused", "text alone is made"),
     Field("web_search_options", _CHAT, "refused", "nothing is searched"),
-    Field("reasoning_effort", _CHAT, "refused", "the template's variables are given by name"),
     Field(
         "verbosity",
         _TALKS,
@@ -245,8 +327,6 @@ FIELDS = (
         "there are no conversations by name; `previous_response_id` goes on with one",
     ),
     Field("prompt", _RESPONSES, "refused", "there are no prompts by name; send `input`"),
-    Field("max_tool_calls", _RESPONSES, "refused", "there are no tools yet"),
-    Field("reasoning", _RESPONSES, "refused", "the template's variables are given by name"),
     Field("truncation", _RESPONSES, "refused", "prompts are taken whole", (*EMPTY, "disabled")),
     Field("context_management", _RESPONSES, "refused", "prompts are taken whole"),
     Field("moderation", _RESPONSES, "refused", "nothing is judged"),
@@ -263,11 +343,12 @@ FIELDS = (
     Field("length_penalty", _BOTH, "refused", "of beams", (1,)),
     Field("chat_template", _TEMPLATED, "refused", "the model's own is used"),
     Field("documents", _CHAT, "refused", "give them in `chat_template_kwargs` or in messages"),
-    Field("truncate_prompt_tokens", _SAMPLED, "refused", "prompts are taken whole"),
+    _sampling("truncate_prompt_tokens", *_TEXTS, *_EMBEDDED),
+    Field("add_special_tokens", _EMBEDDED, "refused", "they are added", (True,)),
     Field("skip_special_tokens", _TEXTS, "refused", "they are left out of the text", (True,)),
     Field("include_stop_str_in_output", _TEXTS, "refused", "the text ends before it"),
-    Field("allowed_token_ids", _SAMPLED, "refused", "ask by `logit_bias`"),
-    Field("bad_words", _SAMPLED, "refused", "ask by `logit_bias`"),
+    _sampling("allowed_token_ids", *_TEXTS),
+    _sampling("bad_words", *_TEXTS),
 )
 """All that are known by name. Any other is refused when it asks for something."""
 

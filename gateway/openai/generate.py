@@ -28,6 +28,7 @@ from ..http import (
 from ..kept_calls import Attendance, KeptCalls, not_found
 from ..model_length import ModelLength
 from ..origin import Origin, origin_of
+from ..prepared import Prepared, of_tools, prepare
 from ..submissions import AT_ONCE, Submissions
 from ..tenants import tenant_of
 from ..words import LazyWords, Words
@@ -40,6 +41,7 @@ from .requests import Call, Prompt, read_chat, read_completion, read_generate
 from .resuming import BegunAnswers, Found, last_event_id
 from .shapes import Shape, decode_shape
 from .streams import Chunks
+from .tools import chat_tool_use
 
 _DONE = b"[DONE]"
 
@@ -86,17 +88,29 @@ class GenerationCalls:
         again = keyed(request, tenant, body)
         if call.stream and (event_id := last_event_id(request)):
             return await self._resume(request, tenant, answer_of(event_id), event_id, again)
-        conversation = conversation_of(fields)
-        prompts: list[Prompt] = []
+        conversation, use = conversation_of(fields), chat_tool_use(fields)
+        found: list[Prepared] = []
 
         async def render() -> None:
-            prompts.append(await self._templates.token_ids(conversation))
+            found.append(
+                await prepare(
+                    self._templates,
+                    self._words,
+                    conversation,
+                    use,
+                    call.sampling,
+                    reasoning_budget=fields.thinking_token_budget,
+                    separates_reasoning=fields.separate_reasoning,
+                )
+            )
 
         # It may have to wait for other templates.
         await while_connected(request.receive, render)
-        if not prompts:
+        if not found:
             return Response(status_code=CLIENT_LEFT)
-        return await self._answer(request, tenant, call, prompts, again)
+        (prepared,) = found
+        call = msgspec.structs.replace(call, sampling=prepared.sampling, reading=prepared.reading)
+        return await self._answer(request, tenant, call, [prepared.token_ids], again)
 
     async def stream(self, request: Request) -> Response:
         """A stream that was begun before, all of it or what stands behind an event."""
@@ -133,7 +147,7 @@ class GenerationCalls:
                 return await self._again(request, origin, found)
             name = key.name
         attend = partial(self._kept.begun, call.id, shape.encode(), shape.request_ids, name)
-        answers = shape.answers(words)
+        answers = await self._answers(shape, words)
         if call.stream:
             return self._streamed(origin, requests, answers, attend)
         # Nobody knows the id of an answer in one piece before it is there.
@@ -173,10 +187,16 @@ class GenerationCalls:
             async with self._kept.resumed(call.id, kept, shape.request_ids, name) as attendance:
                 yield attendance
 
-        requests, answers = shape.requests(), shape.answers(words)
+        requests, answers = shape.requests(), await self._answers(shape, words)
         if call.stream:
             return self._streamed(origin, requests, answers, attend, after)
         return await self._in_one_piece(request, origin, requests, answers, attend)
+
+    async def _answers(self, shape: Shape, words: Words | None) -> Answers:
+        """What writes the answer. Messages are read alike at every gateway."""
+        reads = shape.call.reading is not None
+        form = await self._templates.message_format() if reads else None
+        return shape.answers(words, form, self._submissions.measures)
 
     async def _ready(
         self,
@@ -245,9 +265,7 @@ class GenerationCalls:
         if failure is not None:
             raise failure
         ordered = [completions[index] for index in range(len(requests))]
-        size = sum(each.usage.completion_tokens for each in ordered)
-        size += sum(len(each.prompt_logprobs or ()) for each in ordered)
-        if size * (1 + (answers.call.logprobs or 0)) <= _SHORT_ANSWER:
+        if answers.work(ordered) <= _SHORT_ANSWER:
             return answers.whole(ordered)
         return await self._words.beside(partial(answers.whole, ordered))
 
@@ -275,9 +293,10 @@ class GenerationCalls:
         try:
             await self._submissions.run(origin, requests, run, published)
         except NanoInferenceError as error:
+            failure = of_tools(error, answers.call.reading)
             if attendance is not None:
-                attendance.fail(error)
-            return error
+                attendance.fail(failure)
+            return failure
         return None
 
     def _streamed(

@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from ...config import RequestError
 from ..fields import Body
+from ..http import MODEL
 
 HEADER = "Idempotency-Key"
 MAX_KEY_LENGTH = 255
@@ -48,7 +49,10 @@ def keyed(request: Request, tenant: str, body: Body) -> Keyed | None:
             code="invalid_idempotency_key",
         )
     asked = msgspec.json.encode(body, order="deterministic")
-    return Keyed(_digest(tenant, keys[0]), _digest(request.url.path, asked.hex()))
+    # By its own address a model is asked without being named.
+    model = request.scope.get("state", {}).get(MODEL)
+    about = [request.url.path, asked.hex(), *([model] if model else [])]
+    return Keyed(_digest(tenant, keys[0]), _digest(*about))
 
 
 def check_same(first: Keyed | None, again: Keyed) -> None:

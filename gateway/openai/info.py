@@ -7,43 +7,66 @@ from functools import partial
 from importlib import metadata
 from typing import Any
 
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...config import Config, RequestError
+from ...config import Config
 from ..chat_templates import ChatTemplates
-from ..fields import check_model
+from ..fields import adapter_of
 from ..http import FieldError, JsonResponse, read_object
 from ..model_length import ModelLength
-from ..policy.caller import caller_of
+from ..policy.caller import Caller, caller_of
 from ..policy.models import check_allowed
+from ..served import ServedModels, unknown_model
 from ..words import LazyWords, Words
 from .bodies import DetokenizeBody, TokenizeBody
 from .fields import read_fields
 from .messages import conversation_of
+from .tools import chat_tools
 
 
 class InfoCalls:
     """The endpoints."""
 
     def __init__(
-        self, config: Config, words: LazyWords, templates: ChatTemplates, length: ModelLength
+        self,
+        config: Config,
+        words: LazyWords,
+        templates: ChatTemplates,
+        length: ModelLength,
+        served: ServedModels,
     ) -> None:
         self._config = config
         self._length = length
+        self._served = served
         self._words = words
         self._templates = templates
         self._created = int(time.time())
 
     async def models(self, request: Request) -> Response:
-        allowed, name = caller_of(request).models, self._config.engine.model_name
-        shown = [await self._model()] if allowed is None or name in allowed else []
-        return JsonResponse({"object": "list", "data": shown})
+        return JsonResponse({"object": "list", "data": await self.cards(caller_of(request))})
+
+    async def cards(self, caller: Caller) -> list[dict[str, Any]]:
+        """What is told of the model and its adapters, as far as a caller may use them."""
+        allowed = caller.models
+        return [card for card in await self._cards() if allowed is None or card["id"] in allowed]
 
     async def model(self, request: Request) -> Response:
-        check_model(request.path_params["model"], self._config)
-        check_allowed(caller_of(request), self._config.engine.model_name)
-        return JsonResponse(await self._model())
+        return JsonResponse(await self.card(request.path_params["model"], caller_of(request)))
+
+    async def card(self, name: str, caller: Caller) -> dict[str, Any]:
+        """What is told of what has a name.
+
+        Raises:
+            RequestError: unknown_model; model_not_found, when the caller may not use it.
+        """
+        wanted = adapter_of(name, self._config) or self._served.default
+        check_allowed(caller, wanted)
+        for card in await self._cards():
+            if card["id"] == wanted:
+                return card
+        raise unknown_model(name, self._served.default)
 
     async def version(self, request: Request) -> Response:
         return JsonResponse({"version": metadata.version("nano-inference")})
@@ -52,12 +75,13 @@ class InfoCalls:
         """A text or a conversation as tokens, as they would be a prompt."""
         found = await read_object(request, self._config.gateway.max_body_bytes)
         body = read_fields(found, TokenizeBody, "tokenize")
-        check_model(body.model, self._config)
+        await self._served.check(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise FieldError("give exactly one of prompt and messages", param="prompt")
         words, max_model_len = await self._words.required(), await self._length.get()
         if body.prompt is None:
-            token_ids = await self._templates.token_ids(conversation_of(body))
+            conversation = replace(conversation_of(body), tools=chat_tools(body.tools))
+            token_ids = (await self._templates.render(conversation)).token_ids
         else:
             words.check_fits(body.prompt, max_model_len)
             token_ids = await self._words.token_ids(
@@ -73,7 +97,7 @@ class InfoCalls:
         """The text of tokens, with the names of special ones."""
         found = await read_object(request, self._config.gateway.max_body_bytes)
         body = read_fields(found, DetokenizeBody, "detokenize")
-        check_model(body.model, self._config)
+        await self._served.check(body.model)
         if body.tokens is None:
             raise FieldError("give tokens, a list of token ids", param="tokens")
         words = await self._words.required()
@@ -94,24 +118,24 @@ class InfoCalls:
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         return JsonResponse(told | {name: getattr(tokenizer, name) for name in names})
 
-    async def refused(self, request: Request) -> Response:
-        """An endpoint that people look for, and that is not there."""
-        raise RequestError(
-            f"{request.url.path} is not supported here: the engine generates text",
-            code="unsupported",
-        )
-
-    async def _model(self) -> dict[str, Any]:
-        engine = self._config.engine
-        return {
-            "id": engine.model_name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "nano-inference",
-            "root": engine.model_name,
-            "parent": None,
-            "max_model_len": await self._length.get(),
-        }
+    async def _cards(self) -> list[dict[str, Any]]:
+        """The model and its adapters, whose parent it is, with where they come from."""
+        name = self._served.default
+        found: list[tuple[str, str, str | None]] = [(name, name, None)]
+        found += [(each.id, each.folder, name) for each in await self._served.adapters()]
+        length = await self._length.get()
+        return [
+            {
+                "id": id,
+                "object": "model",
+                "created": self._created,
+                "owned_by": "nano-inference",
+                "root": root,
+                "parent": parent,
+                "max_model_len": length,
+            }
+            for id, root, parent in found
+        ]
 
 
 def _check_vocabulary(token_ids: list[int], words: Words) -> None:

@@ -9,14 +9,18 @@ import msgspec
 from ...config import field_name, shown
 from ..chat_templates import Conversation, Turn
 from ..http import FieldError, convert
+from ..template_variables import reasoning_of_effort
 from .bodies import ChatBody, Message, TokenizeBody
 
 _IMAGES = frozenset({"image", "image_url", "input_image"})
 _FIELDS = Message.__struct_fields__
 
+_HARMLESS = frozenset({"parsed"})
+"""What clients' libraries add to a message of ours that they hand back."""
+
 
 def conversation_of(body: ChatBody | TokenizeBody) -> Conversation:
-    """What the template is given.
+    """What the template is given, beside tools.
 
     Raises:
         FieldError: A message is none, or holds what is not text; the options contradict each other.
@@ -41,6 +45,7 @@ def conversation_of(body: ChatBody | TokenizeBody) -> Conversation:
         add_generation_prompt=not body.continue_final_message if begin is None else begin,
         continue_final_message=body.continue_final_message,
         variables=body.chat_template_kwargs,
+        reasoning=reasoning_of_effort(body.reasoning_effort, "reasoning_effort"),
     )
 
 
@@ -51,7 +56,7 @@ def turn_of(given: dict[str, Any], where: str) -> Turn:
         FieldError: It is none, or holds what is not text; `where` it stands in the body.
     """
     for name, value in given.items():
-        if name not in _FIELDS and value:
+        if name not in _FIELDS and name not in _HARMLESS and value:
             param = f"{where}.{field_name(name)}"
             raise FieldError(f"{param} is not supported here", param=param, code="unsupported")
     known = {name: given[name] for name in _FIELDS if given.get(name) is not None}
@@ -69,13 +74,13 @@ def _as_read(message: Message, where: str) -> Turn:
         _call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())
     ]
     content = message.refusal if message.content is None else message.content
-    if content is None and not (message.role == "assistant" and calls):
+    reasoning = message.reasoning_content or message.reasoning
+    if content is None and not (message.role == "assistant" and (calls or reasoning)):
         raise FieldError(
             f"{where}.content is missing; it is a text, or a list of parts of text",
             param=f"{where}.content",
         )
-    turn: Turn = {"role": message.role, "content": _text(content or "", f"{where}.content")}
-    reasoning = message.reasoning_content or message.reasoning
+    turn: Turn = {"role": message.role, "content": text_of(content or "", f"{where}.content")}
     optional = {
         "name": message.name,
         "tool_calls": calls or None,
@@ -85,7 +90,12 @@ def _as_read(message: Message, where: str) -> Turn:
     return turn | {name: value for name, value in optional.items() if value is not None}
 
 
-def _text(content: str | list[dict[str, Any]], where: str) -> str:
+def text_of(content: str | list[dict[str, Any]], where: str) -> str:
+    """The text of a message's content, `where` it stands in the body.
+
+    Raises:
+        FieldError: It holds what is not text.
+    """
     if isinstance(content, str):
         return content
     texts: list[str] = []
@@ -122,4 +132,6 @@ def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         param = f"{where}.function.arguments"
         raise FieldError(f"{param} must be an object, as JSON", param=param)
-    return call | {"function": function | {"arguments": arguments}}
+    # And nothing that a client's library has added, or templates would write it out.
+    read = {"name": function["name"], "arguments": arguments}
+    return {"id": call.get("id"), "type": "function", "function": read}

@@ -21,7 +21,8 @@ _RUN = re.compile(r"(x|f|[0-9]{1,9})(?:~([0-9]{1,6}))?")
 
 
 class Position:
-    """How many tokens of each choice were sent.
+    """How many tokens of each choice were sent; one more, if what only the end of a message brings
+    was sent too.
 
     As an id: the answer's own, and the choices in order, in runs of those that are alike. `x` is a
     choice that has not begun, `f` one that is complete, and `~3` three of the same. At the end

@@ -9,19 +9,17 @@ from typing import Any, Literal
 import msgspec
 
 from ...bus.public import GenerateRequest
-from ...config import Config, Constraint, RequestError, SamplingParams, field_name, shown
-from ..constraints import of_response_format, of_structured_outputs, of_text_format, the_one
-from ..fields import Body, check_model
+from ...chat import Reading
+from ...config import Config, Constraint, RequestError, SamplingParams, shown
+from ..constraints import of_response_format, of_structured_outputs, the_one
+from ..fields import Body, adapter_of
 from ..http import MAX_INT64, FieldError, convert
+from ..sampling_fields import SamplingFields, read_sampling_params, sampling_of
 from .bodies import (
     ChatBody,
     Common,
     CompletionBody,
     GenerateBody,
-    ResponseBody,
-    SamplerFields,
-    SamplingBody,
-    SamplingFields,
     StreamOptions,
 )
 from .fields import read_fields
@@ -32,11 +30,6 @@ Kind = Literal["completions", "chat", "generate"]
 _ID_PREFIXES: dict[Kind, str] = {"completions": "cmpl-", "chat": "chatcmpl-", "generate": "gen-"}
 
 _LONGEST_NAME = 256
-_GREEDY_BELOW = 1e-6
-_ALL_TOKENS = 1 << 30
-
-_AS_IT_COMES = {"verbosity": ("medium",)}
-"""What asks of the text of a response for nothing but what is done anyway."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +51,12 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         continuous_usage: It has the usage in every chunk.
         named: What the client calls it, which its answer repeats; empty for the answer's id. On
             the bus it is known by that alone, so that nobody can ask for another's by its name.
+        reading: How its messages are read; None where a sample is text alone.
+        reasoning_field: What a message's reasoning is called.
+        include_reasoning: Whether it is shown.
+        adapter: The adapter that its requests ask for; "" for none.
+        of_model: The id of the model that it is for; `model` may be the adapter's.
+        prediction: What the client expects each choice to be; "" for nothing.
     """
 
     id: str
@@ -80,6 +79,12 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     budget_ms: float | None
     cache_salt: str
     named: str = ""
+    reading: Reading | None = None
+    reasoning_field: str = "reasoning_content"
+    include_reasoning: bool = True
+    adapter: str = ""
+    of_model: str = ""
+    prediction: str = ""
 
     @property
     def chat(self) -> bool:
@@ -98,7 +103,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         if self.kind == "generate":
             # Which alone name the tokens' texts.
             return self.prompt_logprobs
-        return self.needs_prompt_ids or self.echo or self.logprobs is not None
+        of_tokens = self.needs_prompt_ids or self.logprobs is not None or self.weight_versions
+        return of_tokens or self.echo or self.reading is not None
 
     def request_id(self, place: int, prompts: int) -> str:
         """That of one of so many prompts."""
@@ -116,6 +122,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
             priority=self.priority,
             tenant=tenant,
             cache_salt=self.cache_salt,
+            model=self.adapter,
+            prediction=self.prediction or None,
         )
 
 
@@ -126,7 +134,7 @@ def read_completion(body: Body, config: Config) -> tuple[Call, list[Prompt]]:
         RequestError: A field can't be obeyed.
     """
     fields = read_fields(body, CompletionBody, "completions")
-    prompts = _prompts(fields.prompt)
+    prompts = prompts_of(fields.prompt)
     scores_only = fields.max_tokens == 0 and fields.echo
     top = fields.logprobs
     if fields.prompt_logprobs is None:
@@ -187,7 +195,16 @@ def read_chat(body: Body, config: Config, max_model_len: int) -> tuple[Call, Cha
         as_token_ids=fields.return_tokens_as_token_ids,
     )
     _check_number(call.n, 1, config.gateway.max_prompts)
-    return call, fields
+    if (budget := fields.thinking_token_budget) is not None and budget < 0:
+        raise FieldError(
+            f"thinking_token_budget is {shown(budget)}; it must be at least 0, or left out",
+            param="thinking_token_budget",
+        )
+    shows = {
+        "reasoning_field": config.gateway.reasoning_field,
+        "include_reasoning": fields.include_reasoning,
+    }
+    return msgspec.structs.replace(call, **shows), fields
 
 
 def read_generate(body: Body, config: Config, max_model_len: int) -> tuple[Call, Prompt]:
@@ -201,7 +218,7 @@ def read_generate(body: Body, config: Config, max_model_len: int) -> tuple[Call,
     """
     fields = read_fields(body, GenerateBody, "generate")
     within = "sampling_params."
-    sampling = read_fields(fields.sampling_params, SamplingBody, "sampling_params", within)
+    sampling = read_sampling_params(fields.sampling_params, within)
     if not fields.token_ids:
         raise RequestError("token_ids is empty; give the prompt's tokens", code="empty_prompt")
     if len(fields.request_id) > _LONGEST_NAME:
@@ -241,7 +258,6 @@ def _call(
     where: str = "",
 ) -> Call:
     """Args: `where` stands before the names of sampling parameters."""
-    check_model(fields.model, config)
     if fields.stream_options is not None and not fields.stream:
         raise FieldError("stream_options takes stream: true", param="stream_options")
     if fields.stream and sampling.prompt_logprobs is not None:
@@ -256,11 +272,16 @@ def _call(
     return Call(
         id=f"{_ID_PREFIXES[kind]}{uuid.uuid4().hex}",
         created=int(time.time()),
-        model=config.engine.model_name,
+        model=adapter_of(fields.model, config) or config.engine.model_name,
+        of_model=config.engine.model_name,
         kind=kind,
         n=sampling.n,
         sampling=sampling_of(
-            sampling, 1 if scores_only else max_tokens, logprobs, prompt_logprobs, where
+            sampling,
+            1 if scores_only else max_tokens,
+            _constraint(sampling, where),
+            logprobs,
+            prompt_logprobs,
         ),
         scores_only=scores_only,
         logprobs=logprobs,
@@ -277,41 +298,18 @@ def _call(
         budget_ms=fields.budget_ms,
         cache_salt=fields.cache_salt,
         named=named,
+        adapter=adapter_of(fields.model, config),
+        prediction=_prediction(fields),
     )
 
 
-def sampling_of(
-    fields: SamplerFields,
-    max_tokens: int,
-    logprobs: int | None,
-    prompt_logprobs: int | None = None,
-    where: str = "",
-) -> SamplingParams:
-    """How to sample. Args: `max_tokens` and the logprobs, which have other names in each call;
-    `where` stands before the fields' names."""
-    stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)
-    return SamplingParams(
-        temperature=0.0 if 0 <= fields.temperature < _GREEDY_BELOW else fields.temperature,
-        max_tokens=max_tokens,
-        stop_token_ids=frozenset(fields.stop_token_ids),
-        top_k=0 if fields.top_k == -1 or fields.top_k >= _ALL_TOKENS else fields.top_k,
-        top_p=fields.top_p,
-        min_p=fields.min_p,
-        seed=fields.seed,
-        stop=tuple(text for text in stop if text),
-        ignore_eos=fields.ignore_eos,
-        repetition_penalty=fields.repetition_penalty,
-        presence_penalty=fields.presence_penalty,
-        frequency_penalty=fields.frequency_penalty,
-        logit_bias=fields.logit_bias,
-        min_tokens=fields.min_tokens,
-        logprobs=logprobs or 0,
-        prompt_logprobs=prompt_logprobs,
-        constraint=_constraint(fields, where),
-    )
+def _prediction(fields: Common | GenerateBody) -> str:
+    if isinstance(fields, Common) and fields.prediction is not None:
+        return fields.prediction.text
+    return ""
 
 
-def _constraint(fields: SamplerFields, where: str) -> Constraint | None:
+def _constraint(fields: SamplingFields, where: str) -> Constraint | None:
     """What the text has to be.
 
     Raises:
@@ -327,45 +325,34 @@ def _constraint(fields: SamplerFields, where: str) -> Constraint | None:
             for name in ("json", "regex", "choice", "grammar")
         }
         found["guided_*"] = of_structured_outputs(guided, "guided")
-    elif isinstance(fields, ResponseBody):
-        found["text.format"] = _text_format(fields.text)
     return the_one(found)
 
 
-def _text_format(text: Body) -> Constraint | None:
-    """Raises FieldError: it says more of the text than its format."""
-    for name, value in text.items():
-        if name != "format" and value not in (None, *_AS_IT_COMES.get(name, ())):
-            where = f"text.{field_name(name)}"
-            raise FieldError(
-                f"{where} is not supported here; leave it out, or give null",
-                param=where,
-                code="unsupported",
-            )
-    given = text.get("format")
-    if given is None:
-        return None
-    return of_text_format(convert(given, dict[str, Any], "text.format"), "text.format")
+def prompts_of(given: str | list[Any] | None, field: str = "prompt") -> list[Prompt]:
+    """The prompts in a field: a text or token ids, or a list of either.
 
-
-def _prompts(given: str | list[Any] | None) -> list[Prompt]:
+    Raises:
+        RequestError: There is none, or it is none of these.
+    """
     if not given:
-        raise RequestError("prompt is empty; give a text or token ids", code="empty_prompt")
+        raise FieldError(
+            f"{field} is empty; give a text or token ids", param=field, code="empty_prompt"
+        )
     if isinstance(given, str):
         return [given]
     if isinstance(given[0], int):
-        return [_token_ids(given, "prompt")]
+        return [_token_ids(given, field)]
     prompts: list[Prompt] = []
     for place, each in enumerate(given):
         if isinstance(each, str):
             prompts.append(each)
         elif isinstance(each, list):
-            prompts.append(_token_ids(each, f"prompt[{place}]"))
+            prompts.append(_token_ids(each, f"{field}[{place}]"))
         else:
             raise FieldError(
-                f"prompt[{place}] is a number among prompts; a list has texts, or lists of token "
+                f"{field}[{place}] is a number among prompts; a list has texts, or lists of token "
                 "ids, or token ids alone",
-                param=f"prompt[{place}]",
+                param=f"{field}[{place}]",
             )
     return prompts
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from ...bus.public import GenerateRequest
+from ...chat import MessageFormat
+from ..measures import Measures
 from ..words import Words
 from .answers import Answers
 from .idempotency import Keyed
@@ -53,9 +55,20 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
             for place, prompt in enumerate(self.prompts)
         ]
 
-    def answers(self, words: Words | None) -> Answers:
-        """What writes the answer; `words`, where that takes them."""
-        return Answers(self.call, self.prompts, self.texts, words)
+    def answers(
+        self,
+        words: Words | None,
+        form: MessageFormat | None = None,
+        measures: Measures | None = None,
+    ) -> Answers:
+        """What writes the answer.
+
+        Args:
+            words: The tokenizer, where that takes it.
+            form: How the model writes messages, where they are read.
+            measures: What is told of messages.
+        """
+        return Answers(self.call, self.prompts, self.texts, words, form, measures)
 
     def encode(self) -> bytes:
         """As little as will do."""

@@ -8,174 +8,12 @@ import anyio
 import anyio.lowlevel
 import msgspec
 
-from ...bus.public import Completion, CompletionChunk, CompletionSample, FinishReason, Output
+from ...bus.public import Completion, CompletionChunk, Output
 from ..http import SendEvent
 from ..samples import MOST_UNSENT
-from .answers import Answer, Answers, unbegun, usage_of, version_spans
-from .logprobs import Scored, scored
-from .positions import FINISHED, UNBEGUN, Position
-
-
-class Choice:
-    """What has come of a choice and was not sent yet.
-
-    Attributes:
-        index: The choice's, in the answer.
-        begun: Whether a chunk of it was sent.
-        finished: Whether its last chunk was put together.
-        taken: How many tokens have come.
-        sent: How many were sent, as in a `Position`.
-    """
-
-    def __init__(self, answers: Answers, prompt: int, sample: int, after: int = UNBEGUN) -> None:
-        """`after`: what was sent of it before, which comes again and is not sent again.
-
-        A chunk on the bus is never cut by that: an event holds whole ones.
-        """
-        self._answers = answers
-        self._prompt = prompt
-        self.index = prompt * answers.call.n + sample
-        texts = answers.call.kind == "completions"
-        self._logprobs = answers.completion_logprobs() if texts else None
-        self._texts: list[str] = []
-        self._text_chars = 0
-        self._tokens: list[Scored] = []
-        self._spans: list[tuple[int, int]] = []
-        self._version: int | None = None
-        self._sent_tokens = 0
-        self._sent_before = max(0, after)
-        # What was sent before, until the offsets of what follows are known.
-        self._skipped: list[Scored] = []
-        self._skips_prompt = after != UNBEGUN
-        self._reason: FinishReason | None = None
-        self._scored_prompt: list[Scored] = []
-        self.begun = after != UNBEGUN
-        self.finished = after == FINISHED
-        self.taken = 0
-
-    @property
-    def version(self) -> int | None:
-        """Of the weights that made the first of the tokens not sent yet, or the last sent."""
-        return self._spans[0][0] if self._spans else self._version
-
-    @property
-    def due(self) -> bool:
-        """Whether there is anything to show."""
-        call = self._answers.call
-        tokens_shown = call.logprobs is not None or call.token_ids or call.weight_versions
-        texts_shown = call.kind != "generate"
-        told = (texts_shown and bool(self._texts)) or (tokens_shown and bool(self._tokens))
-        return told or self._reason is not None
-
-    @property
-    def unsent(self) -> int:
-        """Tokens that have come and were not sent."""
-        return len(self._tokens)
-
-    @property
-    def sent(self) -> int:
-        if self.finished and self._reason is None:
-            return FINISHED
-        return self._sent_tokens if self.begun else UNBEGUN
-
-    def score_prompt(self, tokens: list[Scored]) -> None:
-        """The prompt's tokens, which its first chunk shows."""
-        self._scored_prompt = tokens
-
-    def add(self, chunk: CompletionChunk) -> None:
-        """Takes the next tokens."""
-        scores_only = self._answers.call.scores_only
-        if self.finished:  # by what was sent before
-            self.taken += 0 if scores_only else len(chunk.token_ids)
-            return
-        if not scores_only:
-            tokens = scored(chunk.token_ids, chunk.logprobs, chunk.top_logprobs)
-            self._take(chunk.text, tokens, chunk.weight_version)
-        if chunk.finish_reason is not None:
-            self._end(chunk.finish_reason)
-
-    def end(self, sample: CompletionSample) -> None:
-        """Takes what was not told in chunks, of a sample that has ended."""
-        if self._reason is not None or self.finished:
-            return
-        if not self._answers.call.scores_only:
-            tokens = scored(sample.token_ids, sample.logprobs, sample.top_logprobs)
-            text = sample.text[self._text_chars :]
-            spans = version_spans(sample.weight_versions, self.taken, len(tokens))
-            for span in spans:
-                self._take("", tokens[span["start"] : span["end"]], span["version"])
-            self._take(text, [], sample.weight_version)
-        self._end(sample.finish_reason)
-
-    def role(self) -> Answer:
-        """The first chunk of a chat's choice."""
-        self.begun = True
-        delta = {"role": "assistant", "content": ""}
-        return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-    def take(self) -> Answer:
-        """A chunk of all that has come and was not sent yet."""
-        call, answers = self._answers.call, self._answers
-        text, tokens = "".join(self._texts), self._tokens
-        reason, self._reason = self._reason, None
-        choice: Answer = {"index": self.index}
-        first = not self.begun
-        if call.chat:
-            choice["delta"] = {"content": text} if text or reason is None else {}
-            choice["logprobs"] = answers.listed_logprobs(tokens) if tokens else None
-        elif call.kind == "generate":
-            choice["logprobs"] = answers.listed_logprobs(tokens)
-        else:
-            choice["text"] = (answers.echoed(self._prompt) if first else "") + text
-            choice["logprobs"] = self._completion_logprobs(tokens)
-        choice["finish_reason"] = reason
-        if call.token_ids:
-            choice["token_ids"] = [token.token_id for token in tokens]
-            if first and call.kind == "completions":
-                choice["prompt_token_ids"] = answers.prompts[self._prompt]
-        if call.weight_versions:
-            start, end = self._sent_tokens, self._sent_tokens + len(tokens)
-            choice["weight_versions"] = version_spans(self._spans, start, end)
-        self.begun = True
-        self._sent_tokens += len(tokens)
-        if self._spans:
-            self._version = self._spans[-1][0]
-        self._texts, self._tokens, self._spans = [], [], []
-        return choice
-
-    def _take(self, text: str, tokens: list[Scored], version: int) -> None:
-        if tokens and (not self._spans or self._spans[-1][0] != version):
-            self._spans.append((version, self.taken))
-        if text:
-            self._texts.append(text)
-            self._text_chars += len(text)
-        self._tokens += tokens
-        self.taken += len(tokens)
-        if tokens and self.taken <= self._sent_before:
-            self._skip()
-
-    def _skip(self) -> None:
-        """What has come was sent before."""
-        if self._logprobs is not None:
-            self._skipped += self._tokens
-        self._sent_tokens = self.taken
-        self._version = self._spans[-1][0]
-        self._texts, self._tokens, self._spans = [], [], []
-
-    def _completion_logprobs(self, tokens: list[Scored]) -> Answer | None:
-        """Of the prompt, if it is to be shown, and of these tokens."""
-        if self._logprobs is None:
-            return None
-        if self._skips_prompt:
-            self._logprobs.add([*self._scored_prompt, *self._skipped])
-            self._skips_prompt, self._scored_prompt, self._skipped = False, [], []
-        shown, self._scored_prompt = [*self._scored_prompt, *tokens], []
-        return self._logprobs.add(shown) if shown else None
-
-    def _end(self, reason: FinishReason) -> None:
-        scores_only = self._answers.call.scores_only
-        self._reason = "length" if scores_only and reason != "abort" else reason
-        self.finished = True
+from .answers import Answer, Answers, unbegun, usage_of
+from .choices import Choice
+from .positions import Position
 
 
 class Chunks:
@@ -261,10 +99,13 @@ class Chunks:
                         await self._send_choice(each, each.role(), choice.version)
             # Only now: what came while the roles were sent is taken along.
             del self._due[choice]
-            version = choice.version
-            self._unsent -= choice.unsent
+            version, unsent = choice.version, choice.unsent
+            answer = choice.take()
+            self._unsent -= unsent - choice.unsent
+            if choice.due:
+                self._due[choice] = None
             self._read.set()
-            await self._send_choice(choice, choice.take(), version)
+            await self._send_choice(choice, answer, version)
             # The server takes what fits its buffers without a pause.
             await anyio.lowlevel.checkpoint()
 
@@ -272,7 +113,7 @@ class Chunks:
         """The last chunk, when it was asked for."""
         if self._answers.call.usage and not self.position.usage:
             self.position.usage = True
-            usage = self._answers.usage(self._completions)
+            usage = self._answers.usage(self._completions, self._reasoning_tokens())
             chunk = self._answers.head(self._version(), chunk=True)
             await self._encode(chunk | {"choices": [], "usage": usage})
 
@@ -290,7 +131,12 @@ class Chunks:
     def _usage_so_far(self) -> Answer:
         prompt = sum(map(len, self._answers.prompts))
         made = sum(choice.taken for choices in self._choices for choice in choices)
-        return usage_of(prompt, made)
+        return usage_of(prompt, made, reasoning_tokens=self._reasoning_tokens())
+
+    def _reasoning_tokens(self) -> int | None:
+        if self._answers.call.reading is None:
+            return None
+        return sum(choice.reasoning_tokens for choices in self._choices for choice in choices)
 
     def _version(self) -> int | None:
         made = [

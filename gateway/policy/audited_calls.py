@@ -16,18 +16,12 @@ from .chain import PolicyCall
 from .guardrail import text_of
 
 
-class AuditedCalls:
-    """Notes what the requests of each call ask and are answered, as it leaves; and where the
-    settings say so, refuses calls of which the log could not tell."""
+class AuditedHeads:
+    """Where the settings say so, refuses calls of which the log could not tell."""
 
-    def __init__(
-        self, log: AuditLog, words: LazyWords, measures: Measures, default_model: str
-    ) -> None:
-        """`default_model`: that of requests that name none."""
+    def __init__(self, log: AuditLog, measures: Measures) -> None:
         self._log = log
-        self._words = words
         self._measures = measures
-        self._default_model = default_model
 
     async def check(self, call: PolicyCall) -> None:
         if self._log.refuses:
@@ -36,6 +30,18 @@ class AuditedCalls:
                 "the audit log can't be written, so nothing is done that would stand there; try "
                 "again when it can"
             )
+
+
+class AuditedCalls(AuditedHeads):
+    """Notes what the requests of each call ask and are answered, as it leaves."""
+
+    def __init__(
+        self, log: AuditLog, words: LazyWords, measures: Measures, default_model: str
+    ) -> None:
+        """`default_model`: that of requests that name none."""
+        super().__init__(log, measures)
+        self._words = words
+        self._default_model = default_model
 
     @asynccontextmanager
     async def admit(

@@ -10,7 +10,7 @@ import anyio
 import structlog
 
 from ...bus.public import Completion, GenerateRequest, Output
-from ...config import NanoInferenceError, PolicyConfig, RequestError, cut, shown
+from ...config import NanoInferenceError, RequestError, cut, shown
 from ..measures import Measures
 from ..origin import Origin
 from ..words import LazyWords, Words
@@ -36,14 +36,17 @@ class Guardrail:
     def __init__(
         self,
         block_lists: BlockLists | None,
-        config: PolicyConfig,
+        agent: OpenPolicyAgent | None,
         words: LazyWords,
         measures: Measures,
         cancel: Cancel,
+        model: str = "",
     ) -> None:
-        """`block_lists`: None where nothing is kept in which there could be one."""
+        """`block_lists`: None where nothing is kept in which there could be one. `agent`: None
+        where nobody else is asked. `model`: what it is told of requests that name none."""
+        self._model = model
         self._block_lists = block_lists
-        self._agent = OpenPolicyAgent(config) if config.opa_url else None
+        self._agent = agent
         self._words = words
         self._measures = measures
         self._cancel = cancel
@@ -88,11 +91,6 @@ class Guardrail:
                     cancelled = True
                     await self._cancel(request.request_id, output.entry_id)
 
-    async def aclose(self) -> None:
-        """Lets go of what it holds."""
-        if self._agent is not None:
-            await self._agent.aclose()
-
     async def _block_list(self) -> BlockList | None:
         return await self._block_lists.get() if self._block_lists is not None else None
 
@@ -135,7 +133,7 @@ class Guardrail:
             nonlocal failure
             async with asking:
                 try:
-                    self._obey(await agent.ask(_question(origin, request, text)))
+                    self._obey(await agent.ask(_question(origin, request, text, self._model)))
                 except NanoInferenceError as error:
                     failure = failure or error
                 except NoDecision as error:
@@ -179,14 +177,14 @@ def _texts_of(requests: Sequence[GenerateRequest], words: Words) -> list[str]:
     return [text_of(request, words) for request in requests]
 
 
-def _question(origin: Origin, request: GenerateRequest, text: str) -> dict[str, object]:
+def _question(origin: Origin, request: GenerateRequest, text: str, model: str) -> dict[str, object]:
     """What OPA has as `input`."""
     return {
         "key_id": origin.caller.key_id,
         "key_name": origin.caller.name,
         "scopes": sorted(origin.caller.scopes),
         "tenant": origin.tenant,
-        "model": request.model,
+        "model": request.model or model,
         "prompt": text,
         "n": request.n,
         "priority": request.priority,

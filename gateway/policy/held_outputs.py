@@ -19,6 +19,7 @@ from ...bus.public import (
 )
 from ..words import Words
 from .block_list import BlockList, Scanner, context_chars
+from .escapes import EscapedScanner
 
 T = TypeVar("T")
 
@@ -72,8 +73,12 @@ class HeldOutputs:
 
     def _sample(self, index: int) -> _HeldSample:
         if index not in self._samples:
-            scanners = Scanner(self._block_list), Scanner(self._block_list, self._before)
-            self._samples[index] = _HeldSample(*scanners, self._words)
+            self._samples[index] = _HeldSample(
+                Scanner(self._block_list),
+                EscapedScanner(self._block_list),
+                Scanner(self._block_list, self._before),
+                self._words,
+            )
         return self._samples[index]
 
     def _count(
@@ -126,7 +131,8 @@ class _HeldSample:
 
     Two texts are looked through, since both leave: the one that it has, and that of its tokens,
     which goes on behind what is shown before it, and in which a stop string still stands. The first
-    is the beginning of the second, so that a place in one is the same in the other.
+    is the beginning of the second, so that a place in one is the same in the other. What it has is
+    looked through again for what escapes of JSON in it stand for: those of a call are told without.
 
     Attributes:
         running: The engine goes on with it, as far as it has told.
@@ -139,6 +145,7 @@ class _HeldSample:
         "_cut_at",
         "_detokenizer",
         "_ends",
+        "_escaped",
         "_held",
         "_sent_chars",
         "_sent_tokens",
@@ -148,10 +155,13 @@ class _HeldSample:
         "running",
     )
 
-    def __init__(self, text: Scanner, by_tokens: Scanner, words: Words) -> None:
+    def __init__(
+        self, text: Scanner, escaped: EscapedScanner, by_tokens: Scanner, words: Words
+    ) -> None:
         self.running = True
         self.ended = False
         self._text = text
+        self._escaped = escaped
         self._by_tokens = by_tokens
         self._detokenizer = words.detokenizer(skip_special=True)
         # For each token, how long the text is with it, and how many tokens there are up to the
@@ -207,6 +217,7 @@ class _HeldSample:
 
     def _take(self, text: str, token_ids: Sequence[int]) -> None:
         self._text.push(text)
+        self._escaped.push(text)
         end = self._ends[-1] if self._ends else 0
         pieces = []
         for token_id in token_ids:
@@ -222,15 +233,23 @@ class _HeldSample:
     def _finish(self) -> None:
         self.ended = True
         self._text.finish()
+        self._escaped.finish()
         self._by_tokens.push(self._detokenizer.finish())
         self._by_tokens.finish()
         self._block()
 
     def _block(self) -> None:
-        found = [at for at in (self._text.blocked_at, self._by_tokens.blocked_at) if at is not None]
-        if found and self._cut_at is None:
+        scanners = (self._text, self._escaped, self._by_tokens)
+        found = [each.blocked_at for each in scanners if each.blocked_at is not None]
+        # What one of them has found may stand behind what another has yet to find, until the end.
+        if found and self._cut_at is None and (self.ended or min(found) <= self._safe):
             self.ended = True
             self._cut_at = min(found), self._tokens_within(min(found))
+
+    @property
+    def _safe(self) -> int:
+        """How much of the text can leave, whatever comes."""
+        return min(self._text.safe, self._escaped.safe, self._by_tokens.safe)
 
     def _tokens_within(self, chars: int) -> int:
         """How many tokens have said so much of the text, and no part of what follows."""
@@ -240,7 +259,7 @@ class _HeldSample:
     def _released(self) -> list[CompletionChunk]:
         if self._cut_at is not None:
             return self._rest(*self._cut_at)
-        chars = min(self._text.safe, self._by_tokens.safe)
+        chars = self._safe
         tokens = self._tokens_within(chars)
         released = []
         while self._held:

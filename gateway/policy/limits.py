@@ -109,6 +109,8 @@ class TakeLimits:
     def _most_tokens(self, request: GenerateRequest) -> int:
         """Tokens that a request may come to; of a text it is an estimate."""
         prompt = prompt_tokens(request)
+        if request.embed is not None:
+            return prompt
         room = max(0, self._max_model_len - prompt)
         return prompt + max(1, request.n) * min(max(1, request.sampling.max_tokens), room)
 

@@ -9,14 +9,19 @@ from ...bus.public import GenerateRequest
 from ...config import RequestError
 from ..origin import Origin
 from .caller import Caller
+from .chain import PolicyCall
 
 
 class AllowedModels:
-    """Refuses other models, as if they were not there."""
+    """Refuses models that a caller may not use, as if they were not there."""
 
     def __init__(self, default: str) -> None:
         """`default`: the name of the model of requests that name none."""
         self._default = default
+
+    async def check(self, call: PolicyCall) -> None:
+        if call.needed != "nothing":
+            check_allowed(call.caller, self._default)
 
     @asynccontextmanager
     async def admit(

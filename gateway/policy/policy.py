@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 
 import anyio
 import anyio.to_thread
@@ -10,9 +11,10 @@ import anyio.to_thread
 from ...config import BusError, Config
 from ...pipeline.client import BusClient
 from ..measures import Measures
+from ..served import OnlyServed, ServedModels
 from ..words import LazyWords
 from .audit import AuditLog
-from .audited_calls import AuditedCalls
+from .audited_calls import AuditedCalls, AuditedHeads
 from .backend import open_backend
 from .block_lists import BlockLists
 from .caller import ANYBODY, NOBODY, Caller
@@ -23,56 +25,100 @@ from .keys import Authenticate, RequireScope, caller_with, tenant_in, with_tenan
 from .limits import TakeLimits
 from .models import AllowedModels
 from .oidc import Tokens, is_token
+from .opa import OpenPolicyAgent
 from .store import PolicyStore
 from .weights import TenantWeights
 
 
 class Policy:
-    """Who may do what at a gateway.
+    """Who may do what at a gateway, whichever of its models it is about.
 
     Attributes:
-        chain: Through which every call goes.
         store: Keys, tenants and guardrails; None where there are none.
         audit: The audit log; None where there is none.
     """
 
     def __init__(
-        self, engine: BusClient, config: Config, words: LazyWords, measures: Measures
+        self,
+        engine: BusClient,
+        config: Config,
+        measures: Measures,
+        engines: Callable[[], Iterable[BusClient]] | None = None,
     ) -> None:
-        """Raises ConfigError when its settings can't be obeyed."""
+        """Args: `engines` gives the clients of all models, where there are several.
+
+        Raises:
+            ConfigError: Its settings can't be obeyed.
+        """
         own = config.policy
-        self._engine = engine
+        self._engines = engines or (lambda: [engine])
+        self._limits = engine.bus.limits
+        self._config = own
+        self._measures = measures
         self.store: PolicyStore | None = None
+        self._lists: BlockLists | None = None
         self._tokens = Tokens(own) if own.oidc_issuer else None
         if own.backend != "off":
             self.store = PolicyStore(open_backend(own, engine.bus.policy), own.refresh_s)
+            self._lists = BlockLists(self._read_guardrails, own.guardrail_max_match)
+        self._agent = OpenPolicyAgent(own) if own.opa_url else None
+        self.audit = AuditLog(own, measures.audit_lost) if own.audit_file else None
+
+    def chain_of(
+        self,
+        engine: BusClient,
+        config: Config,
+        words: LazyWords,
+        served: ServedModels,
+        *,
+        one_of_several: bool = False,
+    ) -> PolicyChain:
+        """What every call about a model goes through.
+
+        Args:
+            engine: The client of that model.
+            config: Its settings.
+            words: Its tokenizer.
+            served: What its lanes serve.
+            one_of_several: Whether a key may be for other models, so that it is looked at before
+                anything is told of this one.
+        """
+        name, measures = config.engine.model_name, self._measures
         head: list[HeadLink] = []
-        requests: list[RequestsLink] = []
-        if own.knows_callers:
-            head += [Authenticate(self._know), RequireScope()]
-            requests += [
-                AllowedModels(config.engine.model_name),
-                TakeLimits(engine.bus.limits, config, measures),
-            ]
+        requests: list[RequestsLink] = [OnlyServed(served)]
         outputs: list[OutputsLink] = []
-        self._guardrail: Guardrail | None = None
-        if self.store is not None or own.opa_url:
-            lists = None
-            if self.store is not None:
-                lists = BlockLists(self._read_guardrails, own.guardrail_max_match)
-            self._guardrail = Guardrail(lists, own, words, measures, engine.cancel)
-            requests += [self._guardrail]
-            outputs += [self._guardrail]
-        self.audit: AuditLog | None = None
-        if own.audit_file:
-            self.audit = AuditLog(own, measures.audit_lost)
-            audited = AuditedCalls(self.audit, words, measures, config.engine.model_name)
+        if self._config.knows_callers:
+            models = AllowedModels(name)
+            head += [Authenticate(self._know), RequireScope()]
+            head += [models] if one_of_several else []
+            # To whom a model is not allowed it is not there in any case.
+            requests.insert(0, models)
+            requests += [TakeLimits(self._limits, config, measures)]
+        if self._lists is not None or self._agent is not None:
+            told = name if one_of_several else ""
+            guardrail = Guardrail(self._lists, self._agent, words, measures, engine.cancel, told)
+            requests += [guardrail]
+            outputs += [guardrail]
+        if self.audit is not None:
+            audited = AuditedCalls(self.audit, words, measures, name)
             head += [audited]
             # Before whatever refuses them, so that it is told what was.
             requests.insert(0, audited)
             outputs += [audited]
-        stranger = NOBODY if own.knows_callers else ANYBODY
-        self.chain = PolicyChain(head, requests, outputs, stranger)
+        return PolicyChain(head, requests, outputs, self._stranger)
+
+    def chain_of_all(self) -> PolicyChain:
+        """What calls go through that are about no model, or of which it is not known yet."""
+        head: list[HeadLink] = []
+        if self._config.knows_callers:
+            head += [Authenticate(self._know), RequireScope()]
+        if self.audit is not None:
+            head += [AuditedHeads(self.audit, self._measures)]
+        return PolicyChain(head, stranger=self._stranger)
+
+    @property
+    def _stranger(self) -> Caller:
+        return NOBODY if self._config.knows_callers else ANYBODY
 
     async def open(self) -> None:
         """Reads what there is. While the bus is away nobody may anything, and it is read later.
@@ -93,7 +139,7 @@ class Policy:
         async with anyio.create_task_group() as group:
             if self.store is not None:
                 group.start_soon(self.store.run_forever)
-                group.start_soon(TenantWeights(self._engine, self.store).run_forever)
+                group.start_soon(TenantWeights(self._engines, self.store).run_forever)
 
     async def aclose(self) -> None:
         """Lets go of what it holds."""
@@ -101,8 +147,8 @@ class Policy:
             await self._tokens.aclose()
         if self.store is not None:
             await self.store.aclose()
-        if self._guardrail is not None:
-            await self._guardrail.aclose()
+        if self._agent is not None:
+            await self._agent.aclose()
         if self.audit is not None:
             await anyio.to_thread.run_sync(self.audit.close)
 

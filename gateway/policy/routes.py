@@ -16,7 +16,7 @@ from .scopes import Needed
 
 
 class PolicyRoute(Route):
-    """A route whose calls go through the chain of the application's `state.policy` first.
+    """A route whose calls go through the application's `state.chain` first.
 
     Attributes:
         needed: What it asks of its callers.
@@ -34,7 +34,7 @@ class PolicyRoute(Route):
         @wraps(endpoint)
         async def checked(request: Request) -> Response:
             request.scope.setdefault("state", {})[ROUTE] = (self.path_format, needed)
-            chain: PolicyChain = request.app.state.policy.chain
+            chain: PolicyChain = request.app.state.chain
             await chain.enter(request, needed)
             return await endpoint(request)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import anyio
 import msgspec
 import structlog
@@ -17,8 +19,9 @@ _PERIOD_S = 5.0
 class TenantWeights:
     """Keeps them as the policy says; a lane that starts anew has those of its own settings."""
 
-    def __init__(self, engine: BusClient, store: PolicyStore) -> None:
-        self._engine = engine
+    def __init__(self, engines: Callable[[], Iterable[BusClient]], store: PolicyStore) -> None:
+        """`engines`: gives the clients whose lanes they are to be in."""
+        self._engines = engines
         self._store = store
         # Of tenants that had one, so that it can be taken back.
         self._set: set[str] = set()
@@ -41,9 +44,13 @@ class TenantWeights:
         gone = self._set - set(wanted)
         if not (wanted or gone):
             return
-        for lane, config in (await self._engine.fairness()).items():
-            kept = {name: each for name, each in config.tenant_weights.items() if name not in gone}
-            if (weights := kept | wanted) != config.tenant_weights:
-                changed: FairnessConfig = msgspec.structs.replace(config, tenant_weights=weights)
-                await self._engine.update_fairness(changed, lane)
+        for engine in list(self._engines()):
+            for lane, config in (await engine.fairness()).items():
+                own = config.tenant_weights
+                kept = {name: each for name, each in own.items() if name not in gone}
+                if (weights := kept | wanted) != own:
+                    changed: FairnessConfig = msgspec.structs.replace(
+                        config, tenant_weights=weights
+                    )
+                    await engine.update_fairness(changed, lane)
         self._set = set(wanted)

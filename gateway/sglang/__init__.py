@@ -10,8 +10,11 @@ from ..model_length import ModelLength
 from ..policy.routes import PolicyRoute
 from ..policy.scopes import Needed
 from ..readiness import Readiness
+from ..served import ServedModels
 from ..submissions import Submissions
 from ..words import LazyWords
+from .adapters import AdapterCalls
+from .encode import Encoding
 from .generate import Generation
 from .info import InfoCalls
 from .labels import VersionLabels
@@ -30,13 +33,16 @@ def sglang_routes(
     measures: Measures,
     readiness: Readiness,
     length: ModelLength,
+    served: ServedModels,
 ) -> list[PolicyRoute]:
     """Its endpoints."""
     labels = VersionLabels()
     sync = WeightSync(engine, labels, config.gateway.sync_timeout_s)
     generation = Generation(submissions, config, words, labels)
+    encoding = Encoding(submissions, config, words)
     info = InfoCalls(engine, config, submissions, sync, labels, readiness, length)
-    weights = WeightCalls(engine, config.gateway, sync)
+    weights = WeightCalls(engine, config, sync)
+    adapters = AdapterCalls(engine, served)
     read, write = ["GET"], ["POST"]
 
     def route(path: str, endpoint: Endpoint, methods: list[str], needed: Needed) -> PolicyRoute:
@@ -44,6 +50,7 @@ def sglang_routes(
 
     routes = [
         route("/generate", generation.generate, ["POST", "PUT"], "generate"),
+        route("/encode", encoding.encode, ["POST", "PUT"], "generate"),
         route("/abort_request", info.abort_request, write, "generate"),
         route("/flush_cache", info.flush_cache, write, "weights"),
         route("/pause_generation", weights.pause, write, "weights"),
@@ -56,6 +63,8 @@ def sglang_routes(
         route("/update_weights_from_distributed", weights.from_distributed, write, "weights"),
         route("/update_weights_from_tensor", weights.from_tensor, write, "weights"),
         route("/update_weight_version", weights.rename, write, "weights"),
+        route("/load_lora_adapter", adapters.load, write, "weights"),
+        route("/unload_lora_adapter", adapters.unload, write, "weights"),
         route("/get_weight_version", info.weight_version, read, "read"),
         route("/weight_version", info.weight_version, read, "read"),
         route("/get_model_info", info.model_info, read, "read"),
@@ -69,14 +78,18 @@ def sglang_routes(
         route("/release_memory_occupation", weights.release_memory, write, "weights"),
         route("/resume_memory_occupation", weights.resume_memory, write, "weights"),
     ]
-    effects: list[tuple[str, Endpoint]] = [
+    taken = _effects(info, weights)[: _NUM_EFFECTS[config.gateway.effects_by_get]]
+    return routes + [
+        route(path, not_for_pages(effect, measures), read, "weights") for path, effect in taken
+    ]
+
+
+def _effects(info: InfoCalls, weights: WeightCalls) -> list[tuple[str, Endpoint]]:
+    """What may have an effect by GET too, in the order of `_NUM_EFFECTS`."""
+    return [
         ("/flush_cache", info.flush_cache),
         ("/release_memory_occupation", weights.release_memory),
         ("/resume_memory_occupation", weights.resume_memory),
-    ]
-    taken = effects[: _NUM_EFFECTS[config.gateway.effects_by_get]]
-    return routes + [
-        route(path, not_for_pages(effect, measures), read, "weights") for path, effect in taken
     ]
 
 

@@ -124,6 +124,13 @@ class Answers:
         # The engine tells those of all samples together; the first has what can't be divided.
         cached = usage.cached_tokens // n
         cached += 0 if sample.sample_index else usage.cached_tokens % n
+        if drafted := sample.num_draft_tokens:
+            accepted = sample.num_accepted_draft_tokens
+            meta |= {
+                "spec_draft_token_num": drafted,
+                "spec_accept_token_num": accepted,
+                "spec_accept_rate": accepted / drafted,
+            }
         meta |= {
             "finish_reason": self._finish_reason(sample, completion.error or ENDED_EARLY),
             "prompt_tokens": usage.prompt_tokens,

@@ -5,12 +5,32 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, TypeVar
 
-from ...config import RequestError, field_name, nearest
-from ..http import convert
+from starlette.requests import Request
+
+from ...config import Config, RequestError, field_name, nearest
+from ..fields import adapter_of
+from ..http import convert, read_object
+from ..served import unknown_model
 
 T = TypeVar("T")
 
 Body = dict[str, Any]
+
+_MODEL = "model"
+
+
+async def read_sglang_object(request: Request, config: Config) -> Body:
+    """The body of a call, but for the model that it is for: of several models SGLang knows
+    nothing, so here this may be said in any call.
+
+    Raises:
+        RequestError: malformed, request_too_large; unknown_model.
+    """
+    body = await read_object(request, config.gateway.max_body_bytes)
+    model = body.pop(_MODEL, None)
+    if model and (name := adapter_of(convert(model, str, _MODEL), config)):
+        raise unknown_model(name, config.engine.model_name)
+    return body
 
 
 def read_fields(body: Body, kind: type[T], ignored: Collection[str] = (), what: str = "") -> T:

@@ -21,7 +21,6 @@ from ..http import (
     SendEvent,
     answer_while_connected,
     error_body,
-    read_object,
 )
 from ..origin import Origin, origin_of
 from ..submissions import AT_ONCE, Submissions
@@ -29,6 +28,7 @@ from ..tenants import tenant_of
 from ..words import LazyWords, Words
 from .answers import Answer, Answers
 from .events import Events
+from .fields import read_sglang_object
 from .labels import VersionLabels
 from .requests import Wanted, read_call
 
@@ -57,7 +57,7 @@ class Generation:
         """The endpoint."""
         gateway = self._config.gateway
         tenant = tenant_of(request)
-        body = await read_object(request, gateway.max_body_bytes)
+        body = await read_sglang_object(request, self._config)
         call = read_call(body, gateway.max_prompts)
         origin = origin_of(request, tenant, call.budget_ms)
         writers = await self._writers(call.prompts, tenant)

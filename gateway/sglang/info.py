@@ -14,15 +14,15 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from ...bus import StageReport
-from ...bus.public import Completion, GenerateRequest
+from ...bus.public import Completion, EmbedParams, ErrorInfo, GenerateRequest
 from ...config import Config, NanoInferenceError, RequestError, SamplingParams, split_role
 from ...pipeline.client import BusClient
-from ..http import EngineError, JsonResponse, answer_while_connected, read_object
+from ..http import EngineError, JsonResponse, answer_while_connected
 from ..model_length import ModelLength
 from ..policy.caller import caller_of
 from ..readiness import DRAINING, Readiness
 from ..submissions import Submissions
-from .fields import read_fields
+from .fields import read_fields, read_sglang_object
 from .labels import VersionLabels
 from .sync import WeightSync
 
@@ -144,7 +144,7 @@ class InfoCalls:
         return PlainTextResponse("Cache flushed.\n")
 
     async def abort_request(self, request: Request) -> Response:
-        found = await read_object(request, self._config.gateway.max_body_bytes)
+        found = await read_sglang_object(request, self._config)
         body = read_fields(found, AbortBody, ("finished_reason", "abort_message"))
         caller = caller_of(request)
         if not (body.abort_all or body.rid):
@@ -168,18 +168,31 @@ class InfoCalls:
         return released and f"nothing can be generated: {released} released; resume the memory"
 
     async def _probe(self) -> None:
+        """Raises EngineError when no token comes, nor a vector of a model that makes only those."""
+        error = await self._probed(SamplingParams(max_tokens=1, temperature=0.0))
+        if error is not None and error.code == "cannot_generate":
+            error = await self._probed(SamplingParams(), EmbedParams())
+        if error is not None:
+            raise EngineError(error.message, code="not_ready")
+
+    async def _probed(
+        self, sampling: SamplingParams, embed: EmbedParams | None = None
+    ) -> ErrorInfo | None:
+        """What a request ended with that asks for as little as there can be."""
         request = GenerateRequest(
             request_id=f"health-{uuid.uuid4().hex}",
             prompt_token_ids=_PROBE,
-            sampling=SamplingParams(max_tokens=1, temperature=0.0),
+            sampling=sampling,
+            embed=embed,
             stream=False,
             # Before what waits, but never in the place of what runs.
             priority=max(0, self._config.fairness.high_priority_threshold - 1),
         )
         async with aclosing(self._engine.submit(request)) as outputs:
             async for output in outputs:
-                if isinstance(output, Completion) and output.error is not None:
-                    raise EngineError(output.error.message, code="not_ready")
+                if isinstance(output, Completion):
+                    return output.error
+        return None
 
     async def _label(self) -> str:
         return self._labels.of(await self._engine.weight_version())

@@ -13,12 +13,11 @@ from ...bus.public import GenerateRequest
 from ...config import Constraint, RequestError, SamplingParams
 from ..constraints import of_grammar, the_one
 from ..http import Int64, convert
+from ..sampling_fields import temperature_of, top_k_of
 from .fields import Body, read_fields
 
 DEFAULT_MAX_NEW_TOKENS = 128
 
-_GREEDY_BELOW = 1e-6
-_ALL_TOKENS = 1 << 30
 
 # They say how to route, log or trace a request, or which rank should run it.
 _IGNORED = frozenset(
@@ -52,6 +51,8 @@ class GenerateBody(msgspec.Struct, frozen=True):
     stream: bool = False
     priority: Int64 = 0
     extra_key: str | list[str] = ""
+    # The name of an adapter, as SGLang calls it.
+    lora_path: str | list[str | None] = ""
     # Not SGLang's.
     budget_ms: float | None = None
 
@@ -80,6 +81,7 @@ class SamplingBody(msgspec.Struct, frozen=True):
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
+    max_draft_tokens: Int64 | None = None
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,6 +171,7 @@ def read_call(body: Body, max_prompts: int) -> Call:
         _each(fields.logprob_start_len, "logprob_start_len", count),
         _each(fields.top_logprobs_num, "top_logprobs_num", count),
         _each(fields.extra_key, "extra_key", count),
+        _each(fields.lora_path, "lora_path", count),
         strict=True,
     )
     wanted = (_wanted(fields, *row) for row in columns)
@@ -240,6 +243,7 @@ def _wanted(
     logprob_start: int,
     top_logprobs: int,
     extra_key: str,
+    adapter: str | None,
 ) -> Wanted:
     start = logprob_start if logprobs else -1
     top = top_logprobs if logprobs else 0
@@ -253,6 +257,7 @@ def _wanted(
         stream=fields.stream,
         priority=fields.priority,
         cache_salt=extra_key,
+        model=adapter or "",
     )
     return Wanted(
         request=request,
@@ -272,10 +277,10 @@ def _sampling(
 ) -> SamplingParams:
     stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop)
     return SamplingParams(
-        temperature=0.0 if 0 <= params.temperature < _GREEDY_BELOW else params.temperature,
+        temperature=temperature_of(params.temperature),
         max_tokens=params.max_new_tokens or 1,
         stop_token_ids=frozenset(params.stop_token_ids),
-        top_k=0 if params.top_k == -1 or params.top_k >= _ALL_TOKENS else params.top_k,
+        top_k=top_k_of(params.top_k),
         top_p=params.top_p,
         min_p=params.min_p,
         seed=params.sampling_seed,
@@ -289,6 +294,7 @@ def _sampling(
         logprobs=top_logprobs,
         prompt_logprobs=prompt_logprobs,
         constraint=_constraint(params),
+        max_draft_tokens=params.max_draft_tokens,
     )
 
 

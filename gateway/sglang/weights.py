@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from ...bus.control import MEMORY_TAGS, MemoryTag
 from ...bus.weights import FolderWeights, GroupWeights, InFlight, TensorMeta, WeightsSource
-from ...config import GatewayConfig, NanoInferenceError, RequestError
+from ...config import Config, NanoInferenceError, RequestError
 from ...config.temporary import temporary_folder
 from ...pipeline.client import BusClient
 from ..http import (
@@ -24,9 +24,8 @@ from ..http import (
     decode_object,
     error_response,
     read_body,
-    read_object,
 )
-from .fields import read_fields
+from .fields import read_fields, read_sglang_object
 from .sync import WeightSync
 
 # What there is to free or to record again, the engine sees to by itself. Cached prefixes of other
@@ -128,7 +127,7 @@ class VersionBody(msgspec.Struct, frozen=True):
 class WeightCalls:
     """The endpoints."""
 
-    def __init__(self, engine: BusClient, config: GatewayConfig, sync: WeightSync) -> None:
+    def __init__(self, engine: BusClient, config: Config, sync: WeightSync) -> None:
         self._engine = engine
         self._config = config
         self._sync = sync
@@ -146,7 +145,7 @@ class WeightCalls:
                 body.world_size,
                 rank_offset=body.rank_offset,
                 backend=body.backend,
-                timeout_s=self._config.sync_timeout_s,
+                timeout_s=self._config.gateway.sync_timeout_s,
             )
         except NanoInferenceError as error:
             return _failed(error)
@@ -180,7 +179,7 @@ class WeightCalls:
 
     async def from_tensor(self, request: Request) -> Response:
         """Tensors in the body. They go on in a file, which takes executors on this machine."""
-        content = await read_body(request, self._config.max_weights_bytes)
+        content = await read_body(request, self._config.gateway.max_weights_bytes)
         found = await anyio.to_thread.run_sync(decode_object, content, limiter=self._unpacking)
         del content
         body = read_fields(found, TensorBody, _IGNORED)
@@ -260,7 +259,7 @@ class WeightCalls:
         return _succeeded(kept if version is None else _in_place(version), **more)
 
     async def _object(self, request: Request) -> dict[str, Any]:
-        return await read_object(request, self._config.max_body_bytes)
+        return await read_sglang_object(request, self._config)
 
 
 def _check_update(body: UpdateBody, formats: tuple[str, ...]) -> None:

@@ -21,6 +21,7 @@ from nano_inference.bus.public import (
     Timings,
     Usage,
 )
+from nano_inference.bus.registry import MemoryModelRegistry
 from nano_inference.bus.weights import StagedWeights, WeightsSource
 from nano_inference.config import BusConfig, BusError, NanoInferenceError
 from nano_inference.telemetry import TraceContext
@@ -49,6 +50,8 @@ class FakeBus:
         self.results = FakeResults()
         self.policy = MemoryPolicyRecord()
         self.limits: Limits = MemoryLimits()
+        self.models = MemoryModelRegistry()
+        self.model = ""
 
 
 class FakeEngine:

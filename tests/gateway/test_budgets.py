@@ -18,8 +18,8 @@ from nano_inference.gateway.calls import Arrival
 from nano_inference.telemetry import TraceContext, now_ns
 
 from ..security.test_connections import post, serve
+from .errors import error_of
 from .fake import FakeEngine, refused
-from .test_http import error_of
 
 MINUTE_NS = 60 * 10**9
 

@@ -11,10 +11,16 @@ from typing import Any
 
 import pytest
 
-from nano_inference.config import Config, RequestError
+from nano_inference.chat import Tool
+from nano_inference.config import Config, ConfigError, RequestError, load_config
 from nano_inference.gateway import chat_templates
+from nano_inference.gateway.app import make_app
 from nano_inference.gateway.chat_templates import ChatTemplates, Conversation
+from nano_inference.gateway.http import FieldError
+from nano_inference.gateway.message_formats import LazyFormat
 from nano_inference.gateway.words import LazyWords
+
+from .fake import FakeEngine
 
 LIMIT_S = 60
 HELLO = [{"role": "user", "content": "hello"}]
@@ -45,7 +51,7 @@ class Model:
         return ChatTemplates(self.words, max_model_len=100, timeout_s=timeout_s)
 
     async def text(self, template: str, conversation: Conversation) -> str:
-        found = await self.with_template(template).token_ids(conversation)
+        found = (await self.with_template(template).render(conversation)).token_ids
         return (await self.words.get()).text(found, skip_special=False)
 
 
@@ -58,7 +64,7 @@ async def refused(templates: ChatTemplates, turns: list[dict[str, Any]] | None =
     """The code of an error that says something."""
     with pytest.raises(RequestError) as raised:
         async with asyncio.timeout(LIMIT_S):
-            await templates.token_ids(Conversation(turns=HELLO if turns is None else turns))
+            await templates.render(Conversation(turns=HELLO if turns is None else turns))
     assert raised.value.message
     return raised.value.code
 
@@ -142,3 +148,53 @@ async def test_calls_in_the_history_reach_the_template(model: Model) -> None:
     turns = [{"role": "assistant", "content": "", "tool_calls": [call]}]
     template = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
     assert json.loads(await model.text(template, Conversation(turns=turns))) == {"city": "x"}
+
+
+WEATHER = Tool(name="weather")
+
+
+async def test_a_template_that_knows_no_tools_refuses_them(model: Model) -> None:
+    templates = model.with_template("{{ messages[0].content }} tools {{ messages[0].tools }}")
+    with pytest.raises(FieldError) as raised:
+        await templates.render(Conversation(turns=HELLO, tools=(WEATHER,)))
+    assert (raised.value.code, raised.value.param) == ("unsupported", "tools")
+    await templates.render(Conversation(turns=HELLO))
+
+
+async def test_of_several_templates_that_for_tools_is_chosen(model: Model) -> None:
+    """As Transformers chooses: where there are tools, and else the default."""
+    templates = model.with_template("none of these")
+    words = await model.words.get()
+    words.tokenizer.chat_template = {
+        "default": "plain",
+        "tool_use": "{{ tools[0].function.name }}",
+    }
+    plain = await templates.render(Conversation(turns=HELLO))
+    with_tools = await templates.render(Conversation(turns=HELLO, tools=(WEATHER,)))
+    told = [words.text(each.token_ids, skip_special=False) for each in (plain, with_tools)]
+    assert told == ["plain", "weather"]
+    words.tokenizer.chat_template = {"default": "plain"}
+    with pytest.raises(FieldError):
+        await templates.render(Conversation(turns=HELLO, tools=(WEATHER,)))
+
+
+@pytest.mark.parametrize(("begins", "opening"), [(True, "<think>\n"), (False, "")])
+async def test_what_stands_of_the_answer_is_told(model: Model, begins: bool, opening: str) -> None:
+    """Where none was begun, that of an answer before is none of it."""
+    (model.folder / "chat_template.jinja").write_text(
+        "<|im_start|>assistant\nbefore<|im_end|>\n"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    overrides = {"engine.model_path": str(model.folder), "gateway.message_format": "qwen"}
+    config = load_config(env={}, overrides=overrides)
+    words = LazyWords(model.folder)
+    templates = ChatTemplates(words, 100, LIMIT_S, LazyFormat(config, words))
+    rendered = await templates.render(Conversation(turns=HELLO, add_generation_prompt=begins))
+    assert rendered.opening == opening
+
+
+@pytest.mark.parametrize("asked", ["qwenn", "/nowhere/format.json"])
+def test_a_format_that_is_none_is_found_before_anything_is_served(asked: str) -> None:
+    config = load_config(env={}, overrides={"gateway.message_format": asked})
+    with pytest.raises(ConfigError, match=r"gateway\.message_format"):
+        make_app(FakeEngine(), config)

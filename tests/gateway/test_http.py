@@ -16,17 +16,8 @@ from nano_inference.config import (
 )
 from nano_inference.gateway.http import status_of
 
+from .errors import error_of
 from .fake import FakeEngine, refused
-
-
-def error_of(response: httpx.Response, status: int) -> str:
-    """The code, of an answer in the shape that clients know."""
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["message"]
-    assert (error["type"] == "server_error") == (status >= 500)
-    return str(error["code"])
 
 
 @pytest.mark.parametrize("body", [b"{", b"[1]", b'"text"', b"\xff\xfe", b'{"a": NaN}'])

@@ -10,27 +10,35 @@ from typing import Any
 import pytest
 
 from nano_inference.bus.public import GenerateRequest
-from nano_inference.config import load_config
+from nano_inference.config import Config, load_config
+from nano_inference.gateway.abandoned import AbandonedCalls
 from nano_inference.gateway.http import EngineError
 from nano_inference.gateway.kept_calls import Attendance, KeptCalls
 from nano_inference.telemetry import TraceContext
 
 from .fake import FakeEngine
-from .openai.made import cut, interleaved
+from .made import cut, interleaved
 
 SOON_S = 0.2
 LATER_S = 3600.0
 
 
-def gateway(engine: FakeEngine, grace_s: float) -> KeptCalls:
-    config = load_config(env={}, overrides={"gateway.resume_grace_s": grace_s})
-    return KeptCalls(engine, config)  # type: ignore[arg-type]
+class Kept(KeptCalls):
+    """Those of a gateway, with its settings."""
+
+    def __init__(self, engine: FakeEngine, config: Config) -> None:
+        super().__init__(engine, config)  # type: ignore[arg-type]
+        self.abandoned = AbandonedCalls.of(self, engine.bus.calls, config)
+
+
+def gateway(engine: FakeEngine, grace_s: float) -> Kept:
+    return Kept(engine, load_config(env={}, overrides={"gateway.resume_grace_s": grace_s}))
 
 
 @asynccontextmanager
-async def serving(kept: KeptCalls) -> AsyncIterator[KeptCalls]:
+async def serving(kept: Kept) -> AsyncIterator[KeptCalls]:
     """With what runs beside the connections."""
-    running = asyncio.create_task(kept.run_forever())
+    running = asyncio.create_task(kept.abandoned.run_forever())
     try:
         yield kept
     finally:

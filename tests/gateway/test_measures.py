@@ -25,8 +25,8 @@ from nano_inference.telemetry.instruments import (
 )
 
 from ..security.test_connections import endless, hanging, post, serve
+from .errors import error_of
 from .fake import FakeEngine, completion
-from .test_http import error_of
 from .told import Told
 
 LIMIT_S = 30

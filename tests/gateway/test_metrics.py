@@ -14,8 +14,8 @@ from nano_inference.telemetry import setup_metrics
 from nano_inference.telemetry.instruments import QUEUE_DEPTH
 
 from ..telemetry.test_metrics import free_port
+from .errors import error_of
 from .fake import FakeEngine
-from .test_http import error_of
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 

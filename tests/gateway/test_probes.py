@@ -16,8 +16,8 @@ from nano_inference.gateway.probes import PROBES
 from nano_inference.gateway.readiness import DRAINING, Readiness
 from nano_inference.gateway.server import HttpServer
 
+from .errors import error_of
 from .fake import FakeEngine
-from .test_http import error_of
 
 LIMIT_S = 20
 WHY = "executor is starting: loading the model"

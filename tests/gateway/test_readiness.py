@@ -16,8 +16,8 @@ from nano_inference.gateway.measures import Measures
 from nano_inference.gateway.readiness import Readiness
 from nano_inference.telemetry import TraceContext
 
+from .errors import error_of
 from .fake import FakeEngine
-from .test_http import error_of
 
 LIMIT_S = 20
 

@@ -1,69 +1,62 @@
-"""A sample's pieces are what has come of it, however its reader takes them."""
+"""A sample's chunks are what has come of it, however its reader takes them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import anyio
 import msgspec
 import pytest
 
-from nano_inference.bus.public import Completion, GenerateRequest, Output
+from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import SamplingParams
-from nano_inference.gateway.samples import MOST_UNSENT, Piece, Pieces, joined
+from nano_inference.gateway.samples import MOST_UNSENT, Chunks
 
 from .fake import completion
-from .openai.made import LOGPROBS, TEXTS, TOKENS, chunk, told, tops
+from .made import chunk, told
 
 LIMIT_S = 20
 REQUEST = GenerateRequest(request_id="r", sampling=SamplingParams(logprobs=2))
 
 
-async def taken(outputs: list[Output], held: anyio.Event | None = None) -> list[Piece]:
-    """What a reader gets that takes no second piece before it may."""
-    pieces, found = Pieces(), []
+async def taken(outputs: list[Output], held: anyio.Event | None = None) -> list[list[Output]]:
+    """What a reader gets that takes nothing more before it may."""
+    chunks, found = Chunks(), []
 
-    async def take(piece: Piece) -> None:
-        found.append(piece)
+    async def take(new: Sequence[Output]) -> None:
+        found.append(list(new))
         if held is not None:
             await held.wait()
 
     with anyio.fail_after(LIMIT_S):
         async with anyio.create_task_group() as group:
-            group.start_soon(pieces.send_all, take)
+            group.start_soon(chunks.send_all, take)
             for output in outputs:
-                pieces.put(output)
+                chunks.put(output)
                 await anyio.wait_all_tasks_blocked()
             if held is not None:
                 held.set()
-            pieces.close()
+            chunks.close()
     return found
 
 
-def ended() -> Completion:
-    return completion(REQUEST, told(REQUEST, 0))
+def made(number: int) -> list[Output]:
+    return [chunk(REQUEST, 0, place) for place in range(number)]
 
 
-WHOLE = Piece(text="".join(TEXTS), token_ids=TOKENS, logprobs=LOGPROBS, top_logprobs=tops(2))
+@pytest.mark.parametrize("number", range(4))
+async def test_chunks_come_one_by_one_and_no_end(number: int) -> None:
+    end = completion(REQUEST, told(REQUEST, 0))
+    assert await taken([*made(number), end]) == [[each] for each in made(number)]
 
 
-@pytest.mark.parametrize("chunks", range(4))
-async def test_what_chunks_did_not_tell_comes_with_the_end(chunks: int) -> None:
-    outputs: list[Output] = [chunk(REQUEST, 0, place) for place in range(chunks)]
-    found = await taken([*outputs, ended()])
-    assert joined(found) == WHOLE
-    # An end that tells nothing new is no piece.
-    assert len(found) == min(3, chunks + 1)
-
-
-async def test_what_came_while_nobody_took_is_one_piece() -> None:
-    outputs: list[Output] = [chunk(REQUEST, 0, place) for place in range(3)]
-    first, second = await taken([*outputs, ended()], anyio.Event())
-    assert first.token_ids == TOKENS[:1]
-    assert second.token_ids == TOKENS[1:]
-    assert joined([first, second]) == WHOLE
+async def test_what_came_while_nobody_took_comes_at_once() -> None:
+    first, second = await taken(made(3), anyio.Event())
+    assert (first, second) == (made(1), made(3)[1:])
 
 
 async def test_what_nobody_takes_has_its_bound() -> None:
-    pieces, held = Pieces(), anyio.Event()
+    chunks, held = Chunks(), anyio.Event()
     full = chunk(REQUEST, 0, 0)
     number = MOST_UNSENT
     full = msgspec.structs.replace(
@@ -75,26 +68,21 @@ async def test_what_nobody_takes_has_its_bound() -> None:
         nonlocal put
         while put < 9:
             put += 1
-            pieces.put(full)
-            await pieces.room()
-        pieces.close()
+            chunks.put(full)
+            await chunks.room()
+        chunks.close()
 
-    async def take(piece: Piece) -> None:
+    async def take(new: Sequence[Output]) -> None:
         await held.wait()
 
     with anyio.fail_after(LIMIT_S):
         async with anyio.create_task_group() as group:
-            group.start_soon(pieces.send_all, take)
+            group.start_soon(chunks.send_all, take)
             group.start_soon(put_all)
             await anyio.wait_all_tasks_blocked()
             # Two are being sent, one fills the room, and one is above it.
             assert put == 4
-            assert pieces.unsent == 2 * MOST_UNSENT
+            assert chunks.unsent == 2 * MOST_UNSENT
             held.set()
     assert put == 9
-    assert pieces.unsent == 0
-
-
-async def test_one_that_never_began_has_no_pieces() -> None:
-    none = Completion(request_id="r", entry_id="1-0", status="cancelled")
-    assert await taken([none]) == []
+    assert chunks.unsent == 0

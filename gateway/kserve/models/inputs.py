@@ -9,10 +9,9 @@ import msgspec
 from ....config import RequestError, SamplingParams, field_name, shown
 from ....kserve.deadlines import TIMEOUT_NS_PARAM, TRITON_TIMEOUT_PARAM
 from ....kserve.tensors import InferRequest, TensorError
+from ...constraints import of_structured_outputs
 from ...http import FieldError, convert, decode_object
-from ...openai.bodies import SamplingBody
-from ...openai.fields import read_fields
-from ...openai.requests import sampling_of
+from ...sampling_fields import SamplingBody, read_sampling_params, sampling_of
 
 SAMPLING = "sampling_parameters"
 """The input that has them as JSON; without it the request's own parameters are taken for them."""
@@ -73,7 +72,7 @@ def read_sampling(request: InferRequest, max_samples: int, *, text: bool = False
                     param=f"{where}{name}",
                     code="unsupported",
                 )
-    fields = read_fields(given, SamplingBody, "sampling_params", where)
+    fields = read_sampling_params(given, where)
     if fields.prompt_logprobs is not None:
         raise FieldError(
             f"{where}prompt_logprobs is not supported here: the model for scores tells the "
@@ -88,7 +87,8 @@ def read_sampling(request: InferRequest, max_samples: int, *, text: bool = False
             code="too_many_prompts",
         )
     max_tokens = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
-    return Sampling(fields.n, sampling_of(fields, max_tokens, fields.logprobs))
+    constraint = of_structured_outputs(fields.structured_outputs, "structured_outputs")
+    return Sampling(fields.n, sampling_of(fields, max_tokens, constraint, fields.logprobs))
 
 
 def sampling_body(request: InferRequest) -> dict[str, Any]:

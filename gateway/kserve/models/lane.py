@@ -6,8 +6,10 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from ....bus.public import Completion, GenerateRequest
+from ....bus.public import Completion, EmbedParams, GenerateRequest
 from ....config import Config
+from ....pipeline.embedding import EmbeddedPrompt
+from ...embedding import EmbedCall, Prompt, embed_all
 from ...readiness import Readiness
 from ...samples import complete_sample, stream_unsent
 from ...submissions import Submissions
@@ -15,8 +17,6 @@ from ...words import LazyWords
 from ..served import ModelCall
 from .inputs import Sampling, cache_salt_of, priority_of
 from .parts import Part, Parts
-
-Prompt = str | tuple[int, ...]
 
 
 class Lane:
@@ -78,6 +78,23 @@ class Lane:
         completion = await complete_sample(self._submissions, call.origin, request, before=before)
         _tell_times(call, completion)
         return completion
+
+    async def embed(
+        self, call: ModelCall, prompts: Sequence[Prompt], params: EmbedParams
+    ) -> list[EmbeddedPrompt]:
+        """The vectors of prompts, in order.
+
+        Raises:
+            RequestError: A parameter is of the wrong type, or a prompt is refused.
+            NanoInferenceError: The engine did not do it.
+        """
+        wanted = EmbedCall(
+            id=f"kserve-{uuid.uuid4().hex}",
+            params=params,
+            priority=priority_of(call.request),
+            cache_salt=cache_salt_of(call.request),
+        )
+        return await embed_all(self._submissions, call.origin, wanted, prompts)
 
     async def stream(
         self,

@@ -10,11 +10,12 @@ import msgspec
 
 from ....config import RequestError
 from ....kserve.tensors import InferRequest, ModelSpec, NamedTensor, TensorSpec
-from ...openai.logprobs import TokenNames, prompt_logprobs, scored
+from ...embedding import Prompt
+from ...logprobs import TokenNames, logprobs_by_id, scored
 from ...words import Words
 from ..served import Answer, ModelCall
 from .inputs import SAMPLING, flag_of, read_sampling, text_of
-from .lane import Lane, Prompt
+from .lane import Lane
 from .parts import Part, parts_of
 from .tensors import counts, finish_reasons, numbers, texts
 
@@ -179,4 +180,4 @@ class _Writer:
         """As JSON: for each token an object of the likeliest tokens and itself, by their ids."""
         assert self._names is not None, "the tokenizer is there where they are wanted"
         tokens = scored(part.token_ids, part.logprobs, part.tops or None)
-        return msgspec.json.encode(prompt_logprobs(tokens, self._names)).decode()
+        return msgspec.json.encode(logprobs_by_id(tokens, self._names)).decode()

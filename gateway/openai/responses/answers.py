@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, assert_never
+from typing import Literal, assert_never
 
 from ....bus import KeptCall
 from ....bus.public import Completion, CompletionSample, Output
-from ....config import NanoInferenceError
+from ....chat import MessageFormat
+from ....config import NanoInferenceError, SamplingParams
 from ...http import EngineError
+from ...logprobs import TokenNames
+from ...measures import Measures
+from ...message_parts import MessageParts
 from ...words import Words
+from ..bodies import ReasoningOptions
 from ..errors import as_openai
-from ..logprobs import Scored, TokenNames, chat_logprobs, scored
+from .output_items import Answer, OutputItems
 from .records import Record
+from .requests import ID_PREFIX
 
-Answer = dict[str, Any]
 Status = Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
 
 UNENDED: tuple[Status, ...] = ("queued", "in_progress")
@@ -28,11 +32,42 @@ class Answers:
     wherever it is written.
     """
 
-    def __init__(self, record: Record, words: Words | None) -> None:
-        """`words`: the tokenizer, where logprobs are shown."""
+    def __init__(
+        self,
+        record: Record,
+        words: Words,
+        form: MessageFormat | None,
+        sampling: SamplingParams,
+        measures: Measures | None = None,
+    ) -> None:
+        """Args: the tokenizer, how the model writes messages, how it was sampled, and what is told
+        of a message when it is read."""
         self.record = record
         self.call = record.call
-        self._names = None if words is None else TokenNames(words, as_ids=False)
+        self._words = words
+        self._form = form
+        self._sampling = sampling
+        self._measures = measures
+
+    def output_items(self) -> OutputItems:
+        """What reads its output."""
+        words, form, reading = self._words, self._form, self.record.reading
+        shows = self.call.logprobs
+        parts = MessageParts(
+            words,
+            self._sampling,
+            form,
+            reading,
+            f"{self.record.id}/0",
+            records=shows,
+            measures=self._measures,
+        )
+        return OutputItems(
+            self.record.id.removeprefix(ID_PREFIX),
+            parts,
+            TokenNames(words, as_ids=False) if shows else None,
+            reads=form is not None and reading is not None,
+        )
 
     def begun(self, status: Status) -> Answer:
         """A response of which nothing is known yet."""
@@ -61,15 +96,23 @@ class Answers:
         ended = "cancelled" in kept.marks and not kept.entries.get(self.record.id)
         return self.begun("cancelled" if ended else "queued")
 
-    def ended(self, completion: Completion) -> Answer:
-        """One that has ended."""
+    def ended(self, completion: Completion, items: OutputItems | None = None) -> Answer:
+        """One that has ended.
+
+        Args:
+            items: What has read all of its output; None where nothing has.
+        """
         sample = completion.samples[0] if completion.samples else None
+        if items is None:
+            items = self.output_items()
+            if sample is not None:
+                items.end(sample)
         status = _status(sample)
         answer = self._response(status)
         usage = completion.usage
         answer |= {
             "completed_at": completion.timings.finished_ns / 1e9 if status == "completed" else None,
-            "output": [] if sample is None else [self._item(sample)],
+            "output": [] if sample is None else items.items,
             "usage": {
                 "input_tokens": usage.prompt_tokens,
                 "input_tokens_details": {
@@ -77,7 +120,7 @@ class Answers:
                     "cache_write_tokens": 0,
                 },
                 "output_tokens": usage.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": items.reasoning_tokens},
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             },
         }
@@ -89,36 +132,9 @@ class Answers:
             answer["system_fingerprint"] = f"weights-{sample.weight_version}"
         return answer
 
-    def item(self, status: str, content: list[Answer]) -> Answer:
-        """The one message of the response."""
-        return {
-            "id": self.call.item_id,
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": content,
-        }
-
-    def part(self, text: str, tokens: Sequence[Scored]) -> Answer:
-        """The one part of the message."""
-        logprobs = self.logprobs(tokens)
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-
-    def logprobs(self, tokens: Sequence[Scored]) -> list[Answer]:
-        """Those of tokens; none when they were not asked for."""
-        if not self.call.logprobs:
-            return []
-        assert self._names is not None, "logprobs take the tokenizer"
-        entries: list[Answer] = chat_logprobs(tokens, self._names)["content"]
-        return entries
-
-    def _item(self, sample: CompletionSample) -> Answer:
-        tokens = scored(sample.token_ids, sample.logprobs, sample.top_logprobs)
-        status = "completed" if sample.finish_reason == "stop" else "incomplete"
-        return self.item(status, [self.part(sample.text, tokens)])
-
     def _response(self, status: Status) -> Answer:
         fields = self.call.fields
+        reasoning = fields.reasoning or ReasoningOptions()
         return {
             "id": self.call.id,
             "object": "response",
@@ -133,15 +149,15 @@ class Answers:
             "metadata": fields.metadata,
             "model": self.call.model,
             "output": [],
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": fields.parallel_tool_calls,
             "previous_response_id": fields.previous_response_id,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
             "service_tier": "default",
             "store": fields.store,
             "temperature": fields.temperature,
             "text": {"format": fields.text.get("format") or {"type": "text"}},
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": fields.tool_choice or "auto",
+            "tools": fields.tools,
             "top_logprobs": fields.top_logprobs or 0,
             "top_p": fields.top_p,
             "truncation": "disabled",

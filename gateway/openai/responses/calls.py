@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 
 import anyio
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,7 +15,7 @@ from ....bus import KeptCall
 from ....bus.public import Completion, Output
 from ....config import Config, NanoInferenceError
 from ...account import Account
-from ...chat_templates import ChatTemplates, Conversation
+from ...chat_templates import ChatTemplates
 from ...http import (
     CLIENT_LEFT,
     EventStream,
@@ -28,6 +29,7 @@ from ...http import (
 from ...kept_calls import Attendance, KeptCalls
 from ...model_length import ModelLength
 from ...origin import Origin, origin_of
+from ...prepared import Prepared, of_tools, prepare
 from ...submissions import Submissions
 from ...tenants import tenant_of
 from ...words import LazyWords
@@ -36,12 +38,13 @@ from ..idempotency import keyed
 from ..resuming import Found, last_event_id
 from .answers import Answers
 from .events import NOTHING, Events, read_number, response_of
-from .items import page_of
+from .items import Item, check_calls, page_of
 from .queries import read_page, read_retrieval
 from .records import NeverBegun, Record
 from .requests import conversation_of, read_response
 from .running import Background, run_request, send_outputs
 from .stored import StoredResponses, as_response_error
+from .tools import use_of
 
 Attend = Callable[[], AbstractAsyncContextManager[Attendance | None]]
 """Attends a response while the context is open, if it is one that is kept."""
@@ -52,7 +55,12 @@ waits for a place, its client does not."""
 
 
 class ResponseCalls:
-    """The endpoints."""
+    """The endpoints.
+
+    Attributes:
+        conversation_of: Finds the conversation that a new response goes on with, as `conversation`
+            does; where there are several models, another may have made that.
+    """
 
     def __init__(
         self,
@@ -66,10 +74,24 @@ class ResponseCalls:
         self._submissions = submissions
         self._kept = kept
         self._config = config
+        self._words = words
         self._templates = templates
         self._length = length
-        self._background = Background(submissions, kept, config)
-        self._stored = StoredResponses(kept, submissions, self._background, words, config)
+        self._background = Background(submissions, kept, config, self._read)
+        self._stored = StoredResponses(
+            kept, submissions, self._background, words, templates, config
+        )
+        self.conversation_of: Callable[[str, str], Awaitable[list[Item]]] = (
+            self._stored.conversation
+        )
+
+    async def conversation(self, response_id: str, tenant: str) -> list[Item]:
+        """All items of a response that this model has made, which has ended.
+
+        Raises:
+            FieldError: It is not known, or has not ended well.
+        """
+        return await self._stored.conversation(response_id, tenant)
 
     async def create(self, request: Request) -> Response:
         tenant = tenant_of(request)
@@ -80,23 +102,27 @@ class ResponseCalls:
             response_id = response_of(event_id)
             found = await self._stored.find(response_id, tenant, again)
             return await self._again(request, found, read_number(event_id, response_id))
+        before: list[Item] = []
         if previous := call.fields.previous_response_id:
-            items = [*await self._stored.conversation(previous, tenant), *items]
+            before = await self.conversation_of(previous, tenant)
+        items = [*before, *items]
+        check_calls(items, len(before))
         origin = origin_of(request, tenant, call.fields.budget_ms)
-        prompt = await self._rendered(request, conversation_of(call.fields, items))
-        if prompt is None:
-            return Response(status_code=CLIENT_LEFT)
         record = Record(
             tenant=tenant,
             call=call,
             items=items,
-            prompt=prompt,
+            prompt=(),
             deadline_ns=origin.deadline_ns,
             caller=origin.caller,
             keyed=again,
         )
+        prepared = await self._prepared(request, record)
+        if prepared is None:
+            return Response(status_code=CLIENT_LEFT)
+        record = prepared
         self._check(record)
-        answers = await self._stored.answers(record)
+        answers = await self._stored.answers(record, first=True)
         if again is not None and (begun := await self._stored.claim(record)) is not None:
             return await self._again(request, begun)
         if record.background:
@@ -153,18 +179,40 @@ class ResponseCalls:
 
     # --- making one ---------------------------------------------------------------------------
 
-    async def _rendered(
-        self, request: Request, conversation: Conversation
-    ) -> tuple[int, ...] | None:
-        """A prompt's tokens; None when the client has gone meanwhile."""
-        prompts: list[tuple[int, ...]] = []
+    async def _prepared(self, request: Request, record: Record) -> Record | None:
+        """A record with its prompt, and what that means for its output; None when the client has
+        gone meanwhile."""
+        fields = record.call.fields
+        use = use_of(fields)
+        conversation = conversation_of(fields, record.items)
+        asked = record.request(self._config).sampling
+        found: list[Prepared] = []
 
-        async def render() -> None:
-            prompts.append(await self._templates.token_ids(conversation))
+        async def work() -> None:
+            budget = fields.thinking_token_budget
+            found.append(
+                await prepare(
+                    self._templates,
+                    self._words,
+                    conversation,
+                    use,
+                    asked,
+                    reasoning_budget=budget,
+                )
+            )
 
         # It may have to wait for other templates.
-        await while_connected(request.receive, render)
-        return prompts[0] if prompts else None
+        await while_connected(request.receive, work)
+        if not found:
+            return None
+        ready = found[0]
+        constraint = ready.sampling.constraint
+        return msgspec.structs.replace(
+            record,
+            prompt=ready.token_ids,
+            reading=ready.reading,
+            constraint=None if constraint == asked.constraint else constraint,
+        )
 
     def _check(self, record: Record) -> None:
         """Refuses what would be refused later, before any of it is there."""
@@ -180,6 +228,12 @@ class ResponseCalls:
                 param="input",
                 code="request_too_large",
             )
+
+    async def _read(self, record: Record, completion: Completion) -> None:
+        """One in the background, which nobody may ever ask for, is told of all the same."""
+        if record.reading is not None:
+            answers = await self._stored.answers(record, first=True)
+            await self._stored.ended(answers, completion)
 
     async def _in_background(self, request: Request, origin: Origin, answers: Answers) -> Response:
         """One of which nothing need have come."""
@@ -256,8 +310,8 @@ class ResponseCalls:
                 except NanoInferenceError as error:
                     if attendance is not None:
                         attendance.fail(error)
-                    raise as_response_error(error, answers.record.id) from None
-            return JsonResponse(answers.ended(ended[0]))
+                    raise _told(error, answers.record) from None
+            return JsonResponse(await self._stored.ended(answers, ended[0]))
 
         return await answer_while_connected(request, work)
 
@@ -276,7 +330,7 @@ class ResponseCalls:
 
         async def produce(send: SendEvent) -> None:
             ids = self._config.gateway.event_ids and record.call.fields.store
-            events = Events(answers, send, after, ids=ids)
+            events = Events(answers, send, self._stored.beside, after, ids=ids)
             if record.background:
                 await events.create()
             failure: NanoInferenceError | None
@@ -292,13 +346,19 @@ class ResponseCalls:
                 failure, lasts = error, True
             if failure is None:
                 return
-            told = as_response_error(failure, record.id)
+            told = _told(failure, record)
             if not stream.committed and not (retrieved and lasts):
                 raise as_openai(told, "responses")
             await (events.fail(told) if lasts else events.interrupt(told))
 
         stream = EventStream(produce, self._config.gateway.comment_s)
         return stream
+
+
+def _told(error: NanoInferenceError, record: Record) -> NanoInferenceError:
+    """An error in words of responses."""
+    about_tools = of_tools(error, record.reading)
+    return as_response_error(error, record.id) if about_tools is error else about_tools
 
 
 @asynccontextmanager

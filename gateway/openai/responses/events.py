@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from ....bus.public import Completion, CompletionChunk, CompletionSample, Output
+from ....bus.public import Completion, CompletionChunk, Output
 from ....config import NanoInferenceError, RequestError, shown
 from ...http import SendEvent
 from ..errors import as_openai
-from ..logprobs import Scored, scored
-from .answers import Answer, Answers
+from .answers import Answers
+from .output_items import Answer, ItemEvent
 
 _ENDS = {"completed": "response.completed", "failed": "response.failed"}
 _INCOMPLETE = "response.incomplete"
@@ -20,6 +22,8 @@ _EVENT_ID = re.compile(r"(resp_[0-9a-f]{1,64})\.([0-9]{1,9})")
 
 NOTHING = -1
 """In place of an event's number: a client has none of the stream."""
+
+Beside = Callable[[int, Callable[[], list[ItemEvent]]], Awaitable[list[ItemEvent]]]
 
 
 class Events:
@@ -30,24 +34,27 @@ class Events:
     """
 
     def __init__(
-        self, answers: Answers, send: SendEvent, after: int = NOTHING, *, ids: bool = True
+        self,
+        answers: Answers,
+        send: SendEvent,
+        beside: Beside,
+        after: int = NOTHING,
+        *,
+        ids: bool = True,
     ) -> None:
-        """Args: events up to number `after` are counted and not sent. `ids`: whether they have
-        ids, behind which a client may go on."""
+        """Args: `beside` reads so many tokens. Events up to number `after` are counted and not
+        sent. `ids`: whether they have ids, behind which a client may go on."""
         self._answers = answers
         self._send = send
+        self._beside = beside
         self._after = after
         self._ids = ids
         self._number = 0
         # How much of the beginning was sent.
         self._created = False
         self._in_progress = False
-        self._has_item = False
-        self._text_chars = 0
+        self._items = answers.output_items()
         self._num_tokens = 0
-        # Tokens whose text was not certain yet, and which no event has shown.
-        self._pending: list[Scored] = []
-        self._place = {"item_id": answers.call.item_id, "output_index": 0, "content_index": 0}
 
     async def create(self) -> None:
         """The first ones, of a response that may wait."""
@@ -64,7 +71,8 @@ class Events:
         """The next output; the last one ends the stream."""
         await self._progress()
         if isinstance(output, CompletionChunk):
-            await self._grow(output.text, output, 0)
+            self._num_tokens += len(output.token_ids)
+            await self._tell_all(self._items.add(output))
         else:
             await self._end(output)
 
@@ -95,43 +103,18 @@ class Events:
         await self.create()
         await self._tell("response.in_progress", {"response": self._answers.begun("in_progress")})
 
-    async def _grow(self, text: str, of: CompletionChunk | CompletionSample, first: int) -> None:
-        """More text, and the tokens from the given one on."""
-        if not self._has_item:
-            self._has_item = True
-            item = self._answers.item("in_progress", [])
-            await self._tell("response.output_item.added", {"output_index": 0, "item": item})
-            part = self._answers.part("", [])
-            await self._tell("response.content_part.added", self._place | {"part": part})
-        self._text_chars += len(text)
-        self._num_tokens += len(of.token_ids) - first
-        if self._answers.call.logprobs:
-            self._pending += scored(of.token_ids, of.logprobs, of.top_logprobs)[first:]
-        if text:
-            await self._delta(text)
-
     async def _end(self, completion: Completion) -> None:
         if completion.samples:
             sample = completion.samples[0]
-            await self._grow(sample.text[self._text_chars :], sample, self._num_tokens)
-        if self._pending:
-            # Of a stop token, or a stop string, which has no text.
-            await self._delta("")
-        response = self._answers.ended(completion)
-        for item in response["output"]:
-            (part,) = item["content"]
-            done = {"text": part["text"], "logprobs": part["logprobs"]}
-            await self._tell("response.output_text.done", self._place | done)
-            await self._tell("response.content_part.done", self._place | {"part": part})
-            await self._tell("response.output_item.done", {"output_index": 0, "item": item})
+            unread = len(sample.token_ids) - self._num_tokens
+            await self._tell_all(await self._beside(unread, partial(self._items.end, sample)))
+        response = self._answers.ended(completion, self._items)
         kind = _ENDS.get(response["status"], _INCOMPLETE)
         await self._tell(kind, {"response": response})
 
-    async def _delta(self, text: str) -> None:
-        logprobs = self._answers.logprobs(self._pending)
-        self._pending = []
-        told = {"delta": text, "logprobs": logprobs}
-        await self._tell("response.output_text.delta", self._place | told)
+    async def _tell_all(self, events: Iterable[ItemEvent]) -> None:
+        for event in events:
+            await self._tell(event.type, event.told)
 
     async def _tell(self, kind: str, told: dict[str, Any]) -> None:
         event: Answer = {"type": kind, "sequence_number": self._number} | told

@@ -1,19 +1,23 @@
-"""Items of a conversation: as they come, are kept and listed, and as templates read them."""
+"""Items of a conversation: as they come, are kept and listed."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, TypeVar
 
-from ....config import shown
-from ...chat_templates import Turn
-from ...http import FieldError
+import msgspec
+
+from ....config import field_name, shown
+from ...http import FieldError, convert
 from ..bodies import Message
-from ..messages import turn_of
+from ..messages import text_of, turn_of
 
 Item = dict[str, Any]
-"""A message with an id, whose content is a list of parts."""
+"""With an id and a type: a message, whose content is a list of parts; a call of a function; what
+came of it; the reasoning of a turn."""
+
+T = TypeVar("T")
 
 MOST_LISTED = 100
 """Items of one page."""
@@ -23,26 +27,75 @@ _LONGEST_ID = 128
 _LEFT_OUT = frozenset({"id", "status", "phase", "type"})
 
 
+class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that the model made."""
+
+    call_id: str
+    name: str
+    arguments: str = "{}"
+
+
+class FunctionOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of it: a text, or parts of text."""
+
+    call_id: str
+    output: str | list[dict[str, Any]]
+    name: str | None = None
+
+
+class TextPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a reasoning."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model thought before a text or a call. What is encrypted nobody here has made, and
+    nobody can read."""
+
+    summary: list[TextPart] = []
+    content: list[TextPart] | None = None
+    encrypted_content: str | None = None
+
+
 def items_of(given: str | list[dict[str, Any]] | None) -> list[Item]:
     """The items of a body's `input`.
 
     Raises:
-        FieldError: There is none, one is no message, or holds what is not text.
+        FieldError: There is none, one is of no type that is known, or holds what is not text.
     """
     if not given:
         raise FieldError("input is empty; give a text or messages", param="input")
-    messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    return [_item(message, f"input[{place}]") for place, message in enumerate(messages)]
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    return [_item(item, f"input[{place}]") for place, item in enumerate(items)]
 
 
 def answered(output: Iterable[dict[str, Any]]) -> list[Item]:
     """The items of a response's `output`, for whoever goes on with the conversation."""
-    return [_kept(message) for message in output]
+    return [_item(item, "output") for item in output]
 
 
-def turns_of(items: Iterable[Item]) -> list[Turn]:
-    """What a template is given of items that were looked at."""
-    return [turn_of(_message(item), "input") for item in items]
+def check_calls(items: Iterable[Item], first: int) -> None:
+    """What became of a call stands behind that call.
+
+    Args:
+        first: How many of the items are of earlier responses.
+
+    Raises:
+        FieldError: There is no such call.
+    """
+    calls: set[str] = set()
+    for place, item in enumerate(items):
+        if item["type"] == "function_call":
+            calls.add(item["call_id"])
+        elif item["type"] == "function_call_output" and item["call_id"] not in calls:
+            param = f"input[{place - first}].call_id"
+            raise FieldError(
+                f"{param}: there is no function_call {shown(item['call_id'])} before it; send that "
+                "as well, or previous_response_id",
+                param=param,
+            )
 
 
 def page_of(
@@ -69,32 +122,40 @@ def page_of(
     }
 
 
+def message_of(item: Item) -> dict[str, Any]:
+    """A message's item as a chat's message."""
+    return {name: value for name, value in item.items() if name not in _LEFT_OUT}
+
+
+# --- one item ---------------------------------------------------------------------------------
+
+
 def _item(given: dict[str, Any], where: str) -> Item:
+    """An item, without what says nothing."""
     kind = given.get("type") or "message"
-    if kind != "message":
+    read = _KINDS.get(kind) if isinstance(kind, str) else None
+    if read is None:
         raise FieldError(
-            f"{where}: an item of type {shown(kind)} is not supported here; send messages",
+            f"{where}: an item of type {shown(kind)} is not supported here; "
+            f"{', '.join(_KINDS)} are",
             param=where,
             code="unsupported",
         )
-    turn_of(_message(given), where)
-    return _kept(given)
-
-
-def _kept(given: dict[str, Any]) -> Item:
-    """A message that was looked at, without what says nothing."""
+    fields = read(given, where)
     name = given.get("id")
     known = isinstance(name, str) and 0 < len(name) <= _LONGEST_ID
-    item: Item = {
-        "id": name if known else f"msg_{uuid.uuid4().hex}",
-        "type": "message",
-        "status": "completed",
+    item_id = name if known else f"{_PREFIXES[kind]}{uuid.uuid4().hex}"
+    return {"id": item_id, "type": kind, "status": "completed"} | fields
+
+
+def _message(given: dict[str, Any], where: str) -> Item:
+    turn_of(message_of(given), where)
+    fields = {
+        each: given[each] for each in Message.__struct_fields__ if given.get(each) is not None
     }
-    item |= {each: given[each] for each in Message.__struct_fields__ if given.get(each) is not None}
-    content = item.get("content") or []
+    content = fields.get("content") or []
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    item["content"] = [_part(part, item["role"]) for part in parts]
-    return item
+    return fields | {"content": [_part(part, fields["role"]) for part in parts]}
 
 
 def _part(part: dict[str, Any], role: str) -> dict[str, Any]:
@@ -105,5 +166,57 @@ def _part(part: dict[str, Any], role: str) -> dict[str, Any]:
     return {"type": "input_text", "text": part["text"]}
 
 
-def _message(item: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in item.items() if name not in _LEFT_OUT}
+def _function_call(given: dict[str, Any], where: str) -> Item:
+    call = _read(given, FunctionCall, where)
+    try:
+        arguments = msgspec.json.decode(call.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        param = f"{where}.arguments"
+        raise FieldError(f"{param} must be an object, as JSON", param=param)
+    return {"call_id": call.call_id, "name": call.name, "arguments": call.arguments or "{}"}
+
+
+def _function_output(given: dict[str, Any], where: str) -> Item:
+    output = _read(given, FunctionOutput, where)
+    text_of(output.output, f"{where}.output")
+    named = {} if output.name is None else {"name": output.name}
+    return {"call_id": output.call_id, "output": output.output} | named
+
+
+def _reasoning(given: dict[str, Any], where: str) -> Item:
+    reasoning = _read(given, Reasoning, where)
+    parts = {"summary": reasoning.summary, "content": reasoning.content or []}
+    return {
+        name: [{"type": part.type, "text": part.text} for part in texts]
+        for name, texts in parts.items()
+    }
+
+
+def _read(given: dict[str, Any], kind: type[T], where: str) -> T:
+    honoured = getattr(kind, "__struct_fields__", ())
+    for name, value in given.items():
+        if name not in honoured and name not in _LEFT_OUT and value:
+            param = f"{where}.{field_name(name)}"
+            raise FieldError(f"{param} is not supported here", param=param, code="unsupported")
+    known = {name: given[name] for name in honoured if given.get(name) is not None}
+    try:
+        return convert(known, kind, where)
+    except FieldError as error:
+        param = f"{where}.{error.param}" if error.param else where
+        raise FieldError(error.message, param=param) from None
+
+
+_KINDS: dict[str, Callable[[dict[str, Any], str], Item]] = {
+    "message": _message,
+    "function_call": _function_call,
+    "function_call_output": _function_output,
+    "reasoning": _reasoning,
+}
+_PREFIXES = {
+    "message": "msg_",
+    "function_call": "fc_",
+    "function_call_output": "fco_",
+    "reasoning": "rs_",
+}

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 
 from ....bus.public import GenerateRequest
-from ....config import Config, NanoInferenceError
+from ....chat import Reading
+from ....config import Config, Constraint, NanoInferenceError
 from ...http import EngineError
 from ...policy.caller import ANYBODY, Caller
 from ..idempotency import Keyed
@@ -42,6 +43,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, tag="response"):
         caller: Who called, and what he may.
         keyed: What the call is known by, if it came with a key.
         failure: Why nothing will come of it, where nothing was submitted.
+        reading: What it takes to read its output; None where all of that is text.
+        constraint: What the output has to be, where that is more than its fields say.
     """
 
     tenant: str
@@ -52,6 +55,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, tag="response"):
     caller: Caller = ANYBODY
     keyed: Keyed | None = None
     failure: Failure | None = None
+    reading: Reading | None = None
+    constraint: Constraint | None = None
 
     @property
     def id(self) -> str:
@@ -85,16 +90,21 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, tag="response"):
 
     def request(self, config: Config) -> GenerateRequest:
         """What is submitted."""
-        return self.call.request(self.prompt, self.tenant, config)
+        request = self.call.request(self.prompt, self.tenant, config)
+        if self.constraint is None:
+            return request
+        sampling = msgspec.structs.replace(request.sampling, constraint=self.constraint)
+        return msgspec.structs.replace(request, sampling=sampling)
 
     def failed(self, error: NanoInferenceError) -> Record:
         """The same, of which nothing will come."""
-        changes: dict[str, Any] = {"prompt": (), "failure": Failure(error.code, error.message)}
-        return msgspec.structs.replace(self, **changes)
+        changes: dict[str, Any] = {"failure": Failure(error.code, error.message)}
+        return msgspec.structs.replace(self, prompt=(), constraint=None, **changes)
 
     def encode(self) -> bytes:
         """As little as will do."""
-        record = self if self.whole else msgspec.structs.replace(self, prompt=())
+        # Of what nobody will have to submit again, neither is looked at.
+        record = self if self.whole else msgspec.structs.replace(self, prompt=(), constraint=None)
         return msgspec.msgpack.encode(record)
 
 

@@ -9,7 +9,7 @@ import anyio
 import anyio.lowlevel
 
 from ....bus import KeptCall
-from ....bus.public import GenerateRequest, Output
+from ....bus.public import Completion, GenerateRequest, Output
 from ....config import BusError, ChannelClosed, Config, NanoInferenceError
 from ....telemetry import TraceContext
 from ...account import Account
@@ -25,6 +25,7 @@ _BUS_AWAY_S = 1.0
 """After so long it is looked whether the bus is back."""
 
 Take = Callable[[Output], Awaitable[None]]
+Ended = Callable[[Record, Completion], Awaitable[None]]
 
 
 async def run_request(
@@ -105,7 +106,11 @@ class Background:
     end; when nobody does any more, since that gateway was killed, one of the others takes it.
     """
 
-    def __init__(self, submissions: Submissions, kept: KeptCalls, config: Config) -> None:
+    def __init__(
+        self, submissions: Submissions, kept: KeptCalls, config: Config, ended: Ended
+    ) -> None:
+        """Args: `ended` is told of each that has ended here."""
+        self._ended = ended
         self._submissions = submissions
         self._kept = kept
         self._config = config
@@ -162,8 +167,14 @@ class Background:
             ) as attendance:
                 attendance.noted = run.settled.set
                 request = record.request(self._config)
+
+                async def take(output: Output) -> None:
+                    """Whoever wants to read it follows it."""
+                    if isinstance(output, Completion):
+                        await self._ended(record, output)
+
                 try:
-                    await run_request(self._submissions, origin, request, attendance, _nobody)
+                    await run_request(self._submissions, origin, request, attendance, take)
                 except NanoInferenceError as error:
                     await self._fail(run, record, attendance, error)
             return True
@@ -184,7 +195,3 @@ class Background:
             run.failure = error
             await self._kept.replace(record.id, record.failed(error).encode())
         attendance.end()
-
-
-async def _nobody(output: Output) -> None:
-    """Whoever wants to read it follows it."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
 import anyio
 
 from ....bus import KeptCall
@@ -9,6 +13,7 @@ from ....bus.public import Completion
 from ....config import Config, NanoInferenceError, shown
 from ....telemetry import TraceContext
 from ...account import Account
+from ...chat_templates import ChatTemplates
 from ...http import EngineError, FieldError
 from ...kept_calls import KeptCalls
 from ...origin import Origin
@@ -16,10 +21,13 @@ from ...submissions import Submissions
 from ...words import LazyWords
 from ..idempotency import Keyed
 from ..resuming import BegunAnswers, Found
-from .answers import UNENDED, Answer, Answers
+from .answers import UNENDED, Answers
 from .items import Item, answered
+from .output_items import Answer
 from .records import Record, decode_record
 from .running import Background
+
+T = TypeVar("T")
 
 _PREVIOUS = "previous_response_id"
 _NOT_FOUND, _UNFINISHED = "previous_response_not_found", "previous_response_unfinished"
@@ -27,6 +35,9 @@ _CONTINUED = ("completed", "incomplete")
 
 _CANCEL_TIMEOUT_S = 10.0
 """How long a cancelled response may take to end before what is known of it is told."""
+
+_AT_ONCE = 1024
+"""Tokens that are read at once, which takes some 20 microseconds each; more take a thread."""
 
 _FIRST_LOOK_S, _LONGEST_WAIT_S = 0.01, 0.5
 
@@ -40,12 +51,14 @@ class StoredResponses:
         submissions: Submissions,
         background: Background,
         words: LazyWords,
+        templates: ChatTemplates,
         config: Config,
     ) -> None:
         self._kept = kept
         self._submissions = submissions
         self._background = background
         self._words = words
+        self._templates = templates
         self._config = config
         self._begun = BegunAnswers(kept, decode_record, unknown)
 
@@ -69,13 +82,19 @@ class StoredResponses:
         """As `BegunAnswers.claim`."""
         return await self._begun.claim(record, background=record.background)
 
-    async def answers(self, record: Record) -> Answers:
+    async def answers(self, record: Record, *, first: bool = False) -> Answers:
         """What writes a response.
+
+        Args:
+            first: Nobody has read its output before, so that metrics tell of it.
 
         Raises:
             RequestError: unsupported: the gateway lacks the tokenizer that it takes.
         """
-        return Answers(record, await self._words.required() if record.call.logprobs else None)
+        form = await self._templates.message_format()
+        sampling = record.request(self._config).sampling
+        measures = self._submissions.measures if first else None
+        return Answers(record, await self._words.required(), form, sampling, measures)
 
     async def known(self, found: Found[Record]) -> Answer:
         """What there is of one now, without waiting for more.
@@ -91,7 +110,18 @@ class StoredResponses:
         if isinstance(last, Completion):
             origin = Origin(record.tenant, TraceContext(), None, Account(), record.caller)
             last = await self._submissions.told(origin, record.request(self._config), last)
-        return (await self.answers(record)).known(kept, last)
+        answers = await self.answers(record)
+        made = last.usage.completion_tokens if isinstance(last, Completion) else 0
+        return await self.beside(made, partial(answers.known, kept, last))
+
+    async def ended(self, answers: Answers, completion: Completion) -> Answer:
+        """One that has ended."""
+        made = completion.usage.completion_tokens
+        return await self.beside(made, partial(answers.ended, completion))
+
+    async def beside(self, tokens: int, work: Callable[[], T]) -> T:
+        """Reads an output, a long one in a thread. Args: how many tokens of it are to be read."""
+        return await self._words.beside(work) if tokens > _AT_ONCE else work()
 
     async def conversation(self, response_id: str, tenant: str) -> list[Item]:
         """All items of a response that has ended, its output among them.

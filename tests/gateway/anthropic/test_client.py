@@ -10,7 +10,7 @@ import pytest
 from anthropic import AsyncAnthropic
 
 from ..fake import FakeEngine, refused
-from ..openai.made import TEXTS, cut, interleaved, whole
+from ..made import TEXTS, cut, interleaved, whole
 
 TEXT = "".join(TEXTS)
 HELLO: Any = [{"role": "user", "content": "hello"}]

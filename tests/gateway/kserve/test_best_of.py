@@ -109,6 +109,7 @@ async def test_the_likeliest_sample_is_given(engine: Engine, service: InferenceS
         "tiny": 0,
         "tiny.tokens": 1,
         "tiny.score": 3,
+        "tiny.embed": 0,
         "tiny.best_of": 1,
     }
 

@@ -440,7 +440,7 @@ async def test_tls_and_a_certificate_that_is_renewed(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     own, other = authority.issue("own"), authority.issue("other")
     async with served(Model(), **tls(own)) as (gateway, unsafe):
-        assert (await unsafe("ServerLive", timeout=5)).code == "UNAVAILABLE"
+        assert (await unsafe("ServerLive", timeout=LIMIT_S)).code == "UNAVAILABLE"
         async with safely(gateway, authority) as call:
             assert values(await call("ModelInfer", request())) == [1, 2]
             before = await serial(gateway.grpc_port, authority)
@@ -467,7 +467,7 @@ async def test_only_clients_with_a_certificate(tmp_path: Path) -> None:
             assert (await call("ServerLive")).live
         for certificate in (None, stranger.issue("client")):
             async with safely(gateway, authority, certificate) as call:
-                assert (await call("ServerLive", timeout=5)).code == "UNAVAILABLE"
+                assert (await call("ServerLive", timeout=LIMIT_S)).code == "UNAVAILABLE"
 
 
 # --- what it costs who does without ---------------------------------------------------------------

@@ -13,21 +13,19 @@ import msgspec
 import numpy as np
 import pytest
 
-from nano_inference.bus.public import GenerateRequest, Output
+from nano_inference.bus.public import EmbedParams, GenerateRequest, Output
 from nano_inference.config import Config, Constraint, NanoInferenceError, RequestError, load_config
 from nano_inference.gateway.kserve.models.inputs import SAMPLING
 from nano_inference.gateway.kserve.service import InferenceService
-from nano_inference.gateway.openai.bodies import SamplingBody
-from nano_inference.gateway.openai.fields import FIELDS
 from nano_inference.gateway.origin import Origin
 from nano_inference.gateway.policy.caller import Caller
 from nano_inference.gateway.policy.chain import PolicyChain
 from nano_inference.gateway.samples import MOST_UNSENT
-from nano_inference.kserve.tensors import InferResponse, NamedTensor, TensorError
+from nano_inference.kserve.tensors import InferRequest, InferResponse, NamedTensor, TensorError
 
 from ...pipeline.kserve import arrays, asked, origin, service_of, stream, told
+from .. import made
 from ..fake import FakeEngine, completion, refused, sample
-from ..openai import made
 
 LIMIT_S = 30
 TEXT = {"text_input": "one two"}
@@ -179,16 +177,6 @@ async def test_texts_are_made_in_one_way(
     with pytest.raises(RequestError, match=next(iter(given))) as found:
         await service.infer_once(origin(), request)
     assert found.value.code == "unsupported"
-
-
-def test_each_parameter_is_known_to_the_table() -> None:
-    """Which says of each whether it counts."""
-    honoured = {
-        each.name
-        for each in FIELDS
-        if "sampling_params" in each.calls and each.becomes == "honoured"
-    }
-    assert set(SamplingBody.__struct_fields__) == honoured
 
 
 # --- texts ------------------------------------------------------------------------------------
@@ -377,6 +365,70 @@ async def test_a_score_that_somebody_ends_is_an_error(
     assert found.value.code == "aborted"
 
 
+def embedded(request: GenerateRequest) -> list[Output]:
+    size = float(len(request.prompt_token_ids or request.prompt or ()))
+    vector = msgspec.structs.replace(made.told(request, 0), token_ids=(), embedding=(size, 0.5))
+    return [completion(request, msgspec.structs.replace(vector, weight_version=3))]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "vectors"),
+    [
+        ({"text_input": ["one", "three"]}, [[3, 0.5], [5, 0.5]]),
+        ({"input_ids": [4, 5]}, [[2, 0.5]]),
+    ],
+)
+async def test_texts_or_tokens_are_embedded(
+    engine: FakeEngine,
+    service: InferenceService,
+    inputs: dict[str, Any],
+    vectors: list[list[float]],
+) -> None:
+    engine.outputs = embedded
+    given = {"pooling": "mean", "dimensions": 2, "normalize": False}
+    request = asked("tiny.embed", **inputs, sampling_parameters=given)
+    found = arrays(await service.infer_once(origin("mine"), request))
+    assert found["embedding"].dtype == np.float32
+    assert found["embedding"].tolist() == vectors
+    assert found["weight_version"].tolist() == [3] * len(vectors)
+    assert [(each.embed, each.tenant) for each in engine.requests] == [
+        (EmbedParams(pooling="mean", dimensions=2, normalize=False), "mine")
+    ] * len(vectors)
+
+
+async def test_no_texts_are_refused(engine: FakeEngine, service: InferenceService) -> None:
+    nothing = NamedTensor("text_input", np.empty(0, np.object_))
+    request = InferRequest(model_name="tiny.embed", inputs=(nothing,))
+    with pytest.raises(RequestError) as found:
+        await service.infer_once(origin(), request)
+    assert (found.value.code, engine.requests) == ("empty_prompt", [])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "given", "code"),
+    [
+        ({}, {}, "invalid_tensor"),
+        ({"text_input": ["a"], "input_ids": [1]}, {}, "invalid_tensor"),
+        ({"input_ids": []}, {}, "empty_prompt"),
+        ({"text_input": ["a"]}, {"temperature": 1}, "unsupported"),
+        ({"text_input": ["a"]}, {"pooling": "max"}, "invalid_request"),
+        ({"text_input": ["a"]}, {"dimensions": 1.5}, "invalid_request"),
+        ({"text_input": ["a"]}, {"dimensions": 2**70}, "invalid_request"),
+    ],
+)
+async def test_what_can_t_be_embedded_is_refused(
+    engine: FakeEngine,
+    service: InferenceService,
+    inputs: dict[str, Any],
+    given: dict[str, Any],
+    code: str,
+) -> None:
+    with pytest.raises(NanoInferenceError) as found:
+        request = asked("tiny.embed", **inputs, sampling_parameters=given)
+        await service.infer_once(origin(), request)
+    assert (found.value.code, engine.requests) == (code, [])
+
+
 @pytest.mark.parametrize("empty", ["prompt_ids", "completion_ids"])
 async def test_tokens_have_to_be_given(
     engine: FakeEngine, service: InferenceService, empty: str
@@ -400,6 +452,7 @@ async def test_a_model_tells_its_tensors(service: InferenceService) -> None:
         "tiny": True,
         "tiny.tokens": True,
         "tiny.score": False,
+        "tiny.embed": False,
         "tiny.best_of": False,
     }
     assert [each.name for each in specs["tiny"].inputs if not each.optional] == ["text_input"]
@@ -536,7 +589,7 @@ async def test_a_key_for_a_model_is_one_for_its_other_forms(service: InferenceSe
         with pytest.raises(RequestError) as found:
             await service.infer_once(other, request)
         assert found.value.code == "model_not_found"
-    assert len(service.specs(caller=allowed.caller)) == 4
+    assert len(service.specs(caller=allowed.caller)) == 5
     assert service.specs(caller=other.caller) == []
 
 
@@ -547,5 +600,5 @@ async def test_models_are_as_ready_as_their_lane(
     engine.why_not = "no lane works"
     fresh = service_of(engine, load_config(env={}))  # type: ignore[arg-type]
     states = await fresh.states()
-    assert [each.ready for each in states] == [False] * 4
+    assert [each.ready for each in states] == [False] * 5
     assert all("no lane works" in each.reason for each in states)

@@ -65,7 +65,15 @@ async def test_a_package_s_models_are_served(registered: dict[str, Function]) ->
     engine, config = FakeEngine(), load_config(env={}, overrides={"gateway.models": ["mine"]})
     service = service_of(engine, config)  # type: ignore[arg-type]
     names = [each.name for each in service.specs()]
-    assert names == ["tiny", "tiny.tokens", "tiny.score", "tiny.best_of", "doubled", "again"]
+    assert names == [
+        "tiny",
+        "tiny.tokens",
+        "tiny.score",
+        "tiny.embed",
+        "tiny.best_of",
+        "doubled",
+        "again",
+    ]
     found = told(await service.infer_once(origin("mine"), asked("doubled", input_ids=[1, 2])))
     assert found == {"output_ids": [[5, 6]]}
     (request,) = engine.requests

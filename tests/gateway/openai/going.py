@@ -9,7 +9,7 @@ import anyio
 from nano_inference.bus.public import Completion
 
 from ..fake import FakeEngine, completion
-from .made import interleaved, told
+from ..made import interleaved, told
 
 
 class Going(FakeEngine):

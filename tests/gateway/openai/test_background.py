@@ -19,8 +19,9 @@ from nano_inference.gateway.readiness import Readiness
 
 from .. import by_hand
 from ..fake import FakeEngine, refused
+from ..made import TEXTS, interleaved, whole
 from .going import Going
-from .made import TEXTS, interleaved, response_events, whole
+from .streamed import response_events
 from .test_refusals import refusal
 
 PATH = "/v1/responses"
@@ -39,7 +40,7 @@ class House:
         self.config: Config = load_config(env={}, overrides=settings)
         self.app = make_app(engine, self.config)  # type: ignore[arg-type]
         self.kept = self.app.state.kept_calls
-        self._running = asyncio.create_task(self.kept.run_forever())
+        self._running = asyncio.create_task(self.app.state.beside["kept calls"]())
 
     async def aclose(self) -> None:
         """As it is stopped."""

@@ -19,7 +19,8 @@ from nano_inference.telemetry import TraceContext
 
 from .. import by_hand
 from ..fake import FakeEngine, completion
-from .made import Told, chunk, events, interleaved, stream_of, told
+from ..made import chunk, interleaved, told
+from .streamed import Told, events, stream_of
 
 LIMIT_S = 20
 COMPLETIONS = "/v1/completions"
@@ -60,7 +61,9 @@ def engine() -> FakeEngine:
 @pytest.fixture
 def config() -> Config:
     """A tenant has one place."""
-    return load_config(env={}, overrides={"gateway.max_in_flight": 2})
+    # The engine makes up texts, of which its tokens know nothing.
+    settings = {"gateway.max_in_flight": 2, "gateway.message_format": "off"}
+    return load_config(env={}, overrides=settings)
 
 
 @pytest.mark.parametrize(("method", "path"), [("DELETE", ""), ("POST", "/cancel")])

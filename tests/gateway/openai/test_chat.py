@@ -11,7 +11,7 @@ from nano_inference.config import Config
 from nano_inference.gateway.words import LazyWords
 
 from ..fake import FakeEngine, completion, refused
-from .made import LOGPROBS, TEXTS, TOKENS, told, whole
+from ..made import LOGPROBS, TEXTS, TOKENS, told, whole
 
 PATH = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "How much is 6 + 6?"}]
@@ -76,7 +76,8 @@ async def test_messages_go_through_the_model_s_template(
     ]
     assert await prompt_of(http, engine, messages=messages) == (
         "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\na\nb<|im_end|>\n"
-        "<|im_start|>assistant\nno<|im_end|>\n<|im_start|>tool\nT<|im_end|>\n"
+        "<|im_start|>assistant\nno<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\nT\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
 

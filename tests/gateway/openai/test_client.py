@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -10,16 +9,10 @@ import pytest
 from openai import AsyncOpenAI
 
 from ..fake import FakeEngine, refused
-from .made import LOGPROBS, TEXTS, TOKENS, cut, interleaved, whole
+from ..made import LOGPROBS, TEXTS, TOKENS, cut, interleaved, whole
 
 TEXT = "".join(TEXTS)
 HELLO: Any = [{"role": "user", "content": "hello"}]
-
-
-@pytest.fixture
-async def client(connected: dict[str, Any]) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url="http://127.0.0.1/v1", **connected) as made:
-        yield made
 
 
 async def test_a_chat(client: AsyncOpenAI, engine: FakeEngine) -> None:
@@ -100,8 +93,6 @@ async def test_a_field_that_is_refused_is_named(client: AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
         await client.chat.completions.create(model="tiny", messages=HELLO, modalities=["audio"])
     assert (raised.value.param, raised.value.code) == ("modalities", "unsupported")
-    with pytest.raises(openai.BadRequestError, match="embeddings"):
-        await client.embeddings.create(model="tiny", input="a")
 
 
 async def test_what_would_be_too_late_again_is_not_tried_again(

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from ..fake import FakeEngine
-from .made import LOGPROBS, TEXTS, whole
+from ..made import LOGPROBS, TEXTS, whole
 
 PATH = "/v1/completions"
 TEXT = "".join(TEXTS)

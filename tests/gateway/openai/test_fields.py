@@ -17,12 +17,15 @@ from nano_inference.gateway.openai.bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingBody,
     GenerateBody,
+    RerankBody,
     ResponseBody,
-    SamplingBody,
+    ScoreBody,
     TokenizeBody,
 )
 from nano_inference.gateway.openai.fields import FIELDS, CallName, read_fields
+from nano_inference.gateway.sampling_fields import SamplingBody
 
 from ..fake import FakeEngine
 
@@ -35,6 +38,9 @@ BODIES: dict[CallName, type[msgspec.Struct]] = {
     "sampling_params": SamplingBody,
     "tokenize": TokenizeBody,
     "detokenize": DetokenizeBody,
+    "embeddings": EmbeddingBody,
+    "score": ScoreBody,
+    "rerank": RerankBody,
 }
 
 

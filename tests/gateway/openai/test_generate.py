@@ -12,7 +12,8 @@ from nano_inference.config import Config, load_config
 from nano_inference.gateway.app import make_app
 
 from ..fake import FakeEngine, refused
-from .made import LOGPROBS, TOKENS, choices, events, interleaved, whole
+from ..made import LOGPROBS, TOKENS, interleaved, whole
+from .streamed import choices, events
 from .test_refusals import refusal
 
 PATH = "/inference/v1/generate"

@@ -12,7 +12,8 @@ from nano_inference.gateway.openai import resuming
 from nano_inference.gateway.openai.idempotency import keyed
 
 from ..fake import FakeEngine, refused
-from .made import Told, interleaved, stream_of, whole
+from ..made import interleaved, whole
+from .streamed import Told, stream_of
 
 LIMIT_S = 20
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -172,6 +173,7 @@ def test_no_two_keys_have_one_name() -> None:
             self.headers = httpx.Headers({"Idempotency-Key": key})
             self.headers.getlist = lambda name: [key]  # type: ignore[attr-defined]
             self.url = httpx.URL("http://x/y")
+            self.scope: dict[str, object] = {}
 
     pairs = [("a", "bc"), ("ab", "c"), ("abc", "-"), ("a", "b"), ("b", "a")]
     found = {keyed(Asked(key), tenant, {}) for tenant, key in pairs}  # type: ignore[arg-type]

@@ -28,7 +28,8 @@ from nano_inference.gateway.openai.streams import Chunks
 from nano_inference.gateway.words import LazyWords, Words
 
 from ..fake import completion
-from .made import Event, Told, cut, interleaved, told, whole
+from ..made import cut, interleaved, told, whole
+from .streamed import Event, Told
 
 LIMIT_S = 20
 PROMPTS = [(3, 4, 5), (8, 9)]

@@ -10,7 +10,8 @@ import pytest
 from nano_inference.config import Config, load_config
 
 from ..fake import FakeEngine, completion, refused
-from .made import LOGPROBS, TEXTS, cut, interleaved, response_events, told, whole
+from ..made import LOGPROBS, TEXTS, cut, interleaved, told, whole
+from .streamed import response_events
 from .test_refusals import refusal
 
 PATH = "/v1/responses"
@@ -21,7 +22,8 @@ INCLUDE = ["message.output_text.logprobs"]
 
 @pytest.fixture
 def config() -> Config:
-    return load_config(env={})
+    # The engine makes up texts, of which its tokens know nothing.
+    return load_config(env={}, overrides={"gateway.message_format": "off"})
 
 
 async def posted(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
@@ -149,12 +151,23 @@ async def test_an_error_in_mid_stream_is_the_last_event(
 
 
 IMAGE = {"type": "input_image", "image_url": "http://example.org/a.png"}
+CALL = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "a", "output": "b"}
+FUNCTION = {"type": "function", "name": "f"}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": None}, "invalid_request", "input"),
     ({"input": []}, "invalid_request", "input"),
     ({"input": 5}, "invalid_request", "input"),
     ({"input": [{"type": "item_reference", "id": "a"}]}, "unsupported", "input[0]"),
-    ({"input": [{"type": "function_call", "name": "f"}]}, "unsupported", "input[0]"),
+    ({"input": [{"type": "web_search_call", "id": "a"}]}, "unsupported", "input[0]"),
+    ({"input": [{"type": "function_call", "name": "f"}]}, "invalid_request", "input[0]"),
+    ({"input": [CALL | {"arguments": "{"}]}, "invalid_request", "input[0].arguments"),
+    ({"input": [CALL | {"arguments": "[]"}]}, "invalid_request", "input[0].arguments"),
+    ({"input": [CALL | {"namespace": "a"}]}, "unsupported", "input[0].namespace"),
+    ({"input": [OUTPUT, CALL]}, "invalid_request", "input[0].call_id"),
+    ({"input": [OUTPUT | {"output": 5}]}, "invalid_request", "input[0].output"),
+    ({"input": [OUTPUT | {"output": [IMAGE]}]}, "unsupported", "input[0].output[0]"),
+    ({"input": [{"type": "reasoning", "content": "a"}]}, "invalid_request", "input[0].content"),
     ({"input": [{"role": "user", "content": [IMAGE]}]}, "unsupported", "input[0].content[0]"),
     ({"input": [{"role": "wizard", "content": "a"}]}, "invalid_request", "input[0].role"),
     ({"input": [{"role": "user", "content": "a", "x": 1}]}, "unsupported", "input[0].x"),
@@ -172,10 +185,36 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"conversation": "conv_1"}, "unsupported", "conversation"),
     ({"prompt": {"id": "a"}}, "unsupported", "prompt"),
-    ({"tools": [{"type": "web_search"}]}, "unsupported", "tools"),
+    ({"tools": [{"type": "web_search"}]}, "unsupported", "tools[0]"),
+    ({"tools": [{"type": "function"}]}, "invalid_request", "tools[0]"),
+    ({"tools": [{"type": "function", "name": "a b"}]}, "invalid_request", "tools[0].name"),
+    ({"tools": [FUNCTION, FUNCTION]}, "invalid_request", "tools[1].name"),
+    ({"tools": [FUNCTION | {"parameters": []}]}, "invalid_request", "tools[0].parameters"),
+    ({"tool_choice": "sometimes"}, "invalid_request", "tool_choice"),
+    ({"tool_choice": "required"}, "invalid_request", "tool_choice"),
+    ({"tool_choice": {"type": "web_search"}}, "unsupported", "tool_choice"),
+    (
+        {"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "g"}},
+        "invalid_request",
+        "tool_choice.name",
+    ),
+    (
+        {
+            "tools": [FUNCTION],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "auto",
+                "tools": [FUNCTION, {"type": "function", "name": "g"}],
+            },
+        },
+        "invalid_request",
+        "tool_choice.tools[1].name",
+    ),
     ({"text": {"format": {"type": "xml"}}}, "invalid_request", "text.format.type"),
     ({"text": {"verbosity": "low"}}, "unsupported", "text.verbosity"),
-    ({"reasoning": {"effort": "low"}}, "unsupported", "reasoning"),
+    ({"reasoning": {"effort": "low"}}, "unsupported", "reasoning.effort"),
+    ({"reasoning": {"effort": "a little"}}, "invalid_request", "reasoning.effort"),
+    ({"reasoning": {"mode": "pro"}}, "invalid_request", "reasoning"),
     ({"truncation": "auto"}, "unsupported", "truncation"),
     ({"messages": [{"role": "user", "content": "a"}]}, "unsupported", "messages"),
     ({"max_tokens": 5}, "unsupported", "max_tokens"),

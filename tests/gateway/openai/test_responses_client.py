@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
@@ -17,24 +16,11 @@ from nano_inference.config import Config
 from nano_inference.gateway.app import make_app
 
 from ..fake import FakeEngine
+from ..made import LOGPROBS, TEXTS, interleaved, whole
 from .going import Going
-from .made import LOGPROBS, TEXTS, interleaved, whole
 
 TEXT = "".join(TEXTS)
 LIMIT_S = 20
-
-
-@pytest.fixture
-async def client(engine: FakeEngine, config: Config) -> AsyncIterator[AsyncOpenAI]:
-    transport = httpx2.ASGITransport(make_app(engine, config))  # type: ignore[arg-type]
-    async with AsyncOpenAI(
-        base_url="http://127.0.0.1/v1",
-        api_key="none",
-        max_retries=0,
-        timeout=LIMIT_S,
-        http_client=httpx2.AsyncClient(transport=transport),
-    ) as made:
-        yield made
 
 
 async def test_its_helper_puts_a_stream_together(client: AsyncOpenAI, engine: FakeEngine) -> None:

@@ -10,7 +10,8 @@ import pytest
 from nano_inference.config import BusError
 
 from ..fake import FakeEngine, refused
-from .made import Told, events, interleaved, stream_of, whole
+from ..made import interleaved, whole
+from .streamed import Told, events, stream_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "stream": True}

@@ -11,7 +11,7 @@ import pytest
 from nano_inference.config import Config, load_config
 
 from ..fake import FakeEngine
-from .made import cut
+from ..made import cut
 
 LIMIT_S = 20
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}

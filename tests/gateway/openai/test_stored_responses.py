@@ -14,8 +14,9 @@ from nano_inference.gateway.app import make_app
 
 from .. import by_hand
 from ..fake import FakeEngine, completion, refused
+from ..made import TEXTS, cut, interleaved, whole
 from .going import Going
-from .made import TEXTS, cut, interleaved, response_event, response_events, whole
+from .streamed import response_event, response_events
 from .test_refusals import refusal
 
 PATH = "/v1/responses"

@@ -20,7 +20,8 @@ from nano_inference.gateway.openai.streams import Chunks
 
 from .. import by_hand
 from ..fake import FakeEngine, completion, refused
-from .made import LOGPROBS, TEXTS, TOKENS, choices, cut, events, interleaved, told
+from ..made import LOGPROBS, TEXTS, TOKENS, cut, interleaved, told
+from .streamed import choices, events
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "stream": True}

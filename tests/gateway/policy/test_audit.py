@@ -26,7 +26,7 @@ from nano_inference.gateway.policy.policy import Policy
 
 from .. import by_hand
 from ..fake import FakeEngine, completion, refused
-from ..openai.made import cut, interleaved, scores
+from ..made import cut, interleaved, scores
 from .conftest import bearer
 
 LIMIT_S = 20

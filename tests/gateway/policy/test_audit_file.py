@@ -161,22 +161,31 @@ def test_a_full_disk_stops_serving_where_that_is_wanted(tmp_path: Path) -> None:
     assert lost == []
 
 
-def test_what_waits_is_bounded(tmp_path: Path) -> None:
+def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While nothing can be written, and nobody says so."""
-    path, lost = tmp_path / "audit", list[int]()
+    path, lost, more = tmp_path / "audit", list[int](), 10
     log = log_at(path, audit_when_full="refuse", lost=lost)
-    # Those that the thread has taken, and those that it has not.
-    more = 2 * MOST_WAITING
+    writing, append = threading.Event(), AuditFile.append
+
+    def noted(file: AuditFile, lines: Sequence[bytes]) -> int:
+        writing.set()
+        return append(file, lines)
+
+    monkeypatch.setattr(AuditFile, "append", noted)
     with path.open("ab") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        for number in range(MOST_WAITING + more):
+        log.write("call", {"n": 0})
+        # From here on the thread waits for the lock, and takes no more.
+        assert writing.wait(LIMIT_S)
+        for number in range(1, MOST_WAITING):
+            log.write("call", {"n": number})
+        assert not log.refuses
+        for number in range(MOST_WAITING, MOST_WAITING + 1 + more):
             log.write("call", {"n": number})
         assert log.refuses
-        assert 0 < sum(lost) <= more
+        assert sum(lost) == more
     log.close()
-    found = [line["n"] for line in lines_of(path)]
-    assert found == sorted(found)
-    assert len(found) == MOST_WAITING + more - sum(lost)
+    assert [line["n"] for line in lines_of(path)] == list(range(MOST_WAITING + 1))
 
 
 def test_a_pipe_that_nobody_reads_holds_up_nobody(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -148,6 +150,67 @@ def test_what_comes_behind_a_match_changes_nothing(
         return  # what came made a match of what was none before
     if whole.finish_reason == "content_filter":
         assert ended == whole
+
+
+# Of JSON, and of JSON in JSON. None is the beginning of an escape that the next one completes.
+WRITTEN = ["b", "a", "d", "x" * 9, r"\u0062", r"\u0061", r"\u0041", r"\\u0061", r"\\u0064"]
+WRITTEN += [r"\"", r"\\", r"\ud83d\ude00", r"\\n", "ﬁ", r"\ufb01", "sh"]
+
+
+def read(text: str) -> list[str]:
+    """What JSON that is a text stands for, and what that does if it is JSON too."""
+    found = [text]
+    while len(found) < 3:
+        try:
+            # What JSON has around its texts is none of them.
+            inner = re.sub(r'(?<!\\)"', "'", found[-1])
+            found.append(json.loads(f'"{inner}"', strict=False))
+        except ValueError:
+            break
+    return found
+
+
+@given(st.lists(st.sampled_from(WRITTEN), min_size=1, max_size=12), CUTS)
+@example([r"\u0062", "ad", "x" * 9], [1])
+@example(["b", r"\\u0061", "d"], [3])
+@example(["b", "a", r"\\u0064", r"\\"], [])
+@example([r"\u0061", "b", "a", "d", r"\u0062", r"\u0061", "d"], range(80))
+def test_what_escapes_stand_for_does_not_leave(
+    words: Words, pieces: list[str], cuts: Sequence[int]
+) -> None:
+    request, text = request_of(), "".join(pieces)
+    said = [list(words.token_ids(text, add_special=False))]
+    released = passed(request, spoken(request, said, words, cuts), words)
+    (sample,) = end_of(released).samples
+    # A cut may leave a part of an escape, which is none.
+    assert not any(map(BLOCKED.blocks, read(sample.text.rstrip("\\"))))
+    assert heard(released, 0) == (sample.text, sample.token_ids)
+    in_one_piece = msgspec.structs.replace(request, stream=False)
+    outputs = spoken(in_one_piece, said, words, [])
+    assert end_of(passed(in_one_piece, outputs, words)).samples == (sample,)
+    # What is JSON all the way down; of other text escapes are judged just the same.
+    if len(read(text)) == 3 and not any(map(BLOCKED.blocks, read(text))):
+        assert sample.text == text
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        (r"so \u0062ad", "so "),
+        (r"so b\u0061d", "so b"),
+        (r"\u0061 so b\u0061d", r"\u0061 so "),
+        (r"b\\u0061d", "b"),
+        (r"so \u006", r"so \u006"),
+        (r"so \ud83dbad", r"so \ud83d"),
+        ("so \\", "so \\"),
+    ],
+)
+def test_a_text_ends_before_an_escape(words: Words, text: str, left: str) -> None:
+    request = request_of()
+    said = [words.token_ids(text)]
+    for cuts in ([], range(80)):
+        outputs = spoken(request, said, words, cuts)
+        assert end_of(passed(request, outputs, words)).samples[0].text == left
 
 
 def test_what_holds_nothing_blocked_leaves_as_it_came(words: Words) -> None:

@@ -309,3 +309,18 @@ async def test_who_comes_back_to_a_stream_takes_nothing(place: Place) -> None:
     again = await place.http[0].get(stream, headers=headers)
     assert (again.status_code, again.text) == (200, told.text)
     assert refusal(await place.call(headers)) == (429, "rate_limit_exceeded")
+
+
+async def test_an_embedding_comes_to_its_prompt_alone(place: Place) -> None:
+    """Two tokens as an estimate, with nothing to be generated behind them."""
+    headers = await place.key("generate", limits={"tokens_per_minute": 2})
+    place.engine.outputs = lambda request: []
+    call = asyncio.create_task(
+        place.http[0].post("/v1/embeddings", json={"input": "abcdef"}, headers=headers)
+    )
+    await place.engine.until(lambda: bool(place.engine.requests))
+    longer = {"input": "abcdefghijkl"}
+    refused = await place.http[1].post("/v1/embeddings", json=longer, headers=headers)
+    assert refusal(refused) == (400, "tokens_above_limit")
+    call.cancel()
+    await asyncio.wait([call], timeout=LIMIT_S)

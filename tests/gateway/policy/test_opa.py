@@ -165,7 +165,7 @@ async def test_whatever_else_it_says_closes(
 
 async def test_one_that_says_nothing_closes(engine: FakeEngine, agent: Agent) -> None:
     agent.answer = b""
-    overrides = {"policy.opa_url": agent.url, "policy.opa_timeout_s": 0.05}
+    overrides = {"policy.opa_url": agent.url, "policy.opa_timeout_s": 0.5}
     async with client_of(engine, load_config(env={}, overrides=overrides)) as http:
         assert await code(http) == (503, "policy_unavailable")
     assert len(agent.asked) == 1

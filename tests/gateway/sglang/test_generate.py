@@ -14,8 +14,8 @@ from nano_inference.config import Config, load_config
 from nano_inference.gateway.app import make_app
 
 from .. import by_hand
+from ..errors import error_of
 from ..fake import FakeEngine, completion, refused, sample
-from ..test_http import error_of
 
 LIMIT_S = 20
 

@@ -9,14 +9,14 @@ import httpx
 import pytest
 
 from nano_inference.bus import StageReport
-from nano_inference.bus.public import GenerateRequest
+from nano_inference.bus.public import EmbedParams, GenerateRequest
 from nano_inference.config import BusError, Config, load_config
 from nano_inference.gateway import readiness
 from nano_inference.gateway.app import make_app
 from nano_inference.telemetry import TraceContext
 
+from ..errors import error_of
 from ..fake import FakeEngine, completion, refused
-from ..test_http import error_of
 
 
 def told(stage: str, lane: str = "0", age_s: float = 0.1, **load: int) -> StageReport:
@@ -67,6 +67,19 @@ async def test_health_generate_asks_for_a_token(
     (request,) = engine.requests
     assert request.sampling.max_tokens == 1
     engine.outputs = refused("lane_failed")
+    assert error_of(await http.get("/health_generate"), 503) == "not_ready"
+
+
+async def test_health_generate_asks_a_model_that_only_embeds_for_a_vector(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    no_tokens, broken = refused("cannot_generate"), refused("lane_failed")
+    engine.outputs = lambda request: (
+        no_tokens(request) if request.embed is None else [completion(request)]
+    )
+    assert (await http.get("/health_generate")).status_code == 200
+    assert [request.embed for request in engine.requests] == [None, EmbedParams()]
+    engine.outputs = lambda request: (no_tokens if request.embed is None else broken)(request)
     assert error_of(await http.get("/health_generate"), 503) == "not_ready"
 
 

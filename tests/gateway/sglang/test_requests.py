@@ -178,7 +178,6 @@ def test_how_often_a_stream_has_an_event() -> None:
             "json_schema and sampling_params.regex",
         ),
         ({"text": "a", "return_routed_experts": True}, "unsupported", "return_routed_experts"),
-        ({"text": "a", "lora_path": "x"}, "unsupported", "lora_path"),
         ({"text": "a", "image_data": ["x"]}, "unsupported", "image_data"),
     ],
 )

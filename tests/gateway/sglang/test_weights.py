@@ -15,8 +15,8 @@ from nano_inference.bus.weights import FolderWeights, GroupWeights, TensorMeta, 
 from nano_inference.config import WeightsError
 from nano_inference.gateway.sglang import weights as weight_calls
 
+from ..errors import error_of
 from ..fake import FakeEngine
-from ..test_http import error_of
 
 LIMIT_S = 20
 

@@ -1,0 +1,92 @@
+"""All interfaces to one model, and what they share."""
+
+from __future__ import annotations
+
+from ..config import Config
+from ..pipeline.client import BusClient
+from . import anthropic
+from .abandoned import AbandonedCalls
+from .chat_templates import ChatTemplates
+from .kept_calls import KeptCalls
+from .kserve.regions import Regions
+from .kserve.repository import open_service
+from .kserve.routes import kserve_routes
+from .kserve.shared import KServe
+from .measures import Measures
+from .message_formats import LazyFormat, check_format
+from .model_length import ModelLength
+from .openai import InfoCalls, ResponseCalls, openai_routes
+from .openai.adapters import adapter_routes
+from .policy.policy import Policy
+from .policy.routes import PolicyRoute
+from .readiness import Readiness
+from .served import ServedModels
+from .sglang import sglang_routes
+from .submissions import Submissions
+from .words import LazyWords
+
+
+class Interfaces:
+    """Those to the model of one client, and what they share.
+
+    Attributes:
+        config: The settings of that model.
+        chain: Through which its calls go.
+        readiness: Whether it takes requests.
+        submissions: Its requests that wait, or are in the pipeline.
+        kept: Its calls that are kept on the bus.
+        abandoned: What becomes of those that nobody attends, where it is the only model.
+        kserve: What is behind its interface of KServe.
+        info: OpenAI's calls about it.
+        responses: OpenAI's responses that it has made.
+        routes: Of all interfaces but what is about the gateway as a whole.
+    """
+
+    def __init__(
+        self,
+        engine: BusClient,
+        config: Config,
+        policy: Policy,
+        measures: Measures,
+        readiness: Readiness,
+        regions: Regions,
+    ) -> None:
+        """Raises ConfigError when `gateway.message_format` or `gateway.models` can't be obeyed."""
+        check_format(config)
+        words = LazyWords(config.engine.model_folder)
+        templates = _templates(config, words)
+        length = ModelLength(engine, config)
+        served = ServedModels(engine, config)
+        several = bool(config.bus.model)
+        self.config = config
+        self.chain = policy.chain_of(engine, config, words, served, one_of_several=several)
+        self.readiness = readiness
+        self.submissions = Submissions(engine, config, measures, readiness, self.chain)
+        self.kept = KeptCalls(engine, config)
+        self.abandoned = AbandonedCalls.of(self.kept, engine.bus.calls, config)
+        models = open_service(
+            *(self.submissions, config, words, readiness, measures), packages=not several
+        )
+        self.kserve = KServe(models, regions)
+        self.info = InfoCalls(config, words, templates, length, served)
+        self.responses = ResponseCalls(
+            self.submissions, self.kept, config, words, templates, length
+        )
+        self.routes: list[PolicyRoute] = [
+            *sglang_routes(
+                *(engine, config, words, self.submissions, measures, readiness, length, served)
+            ),
+            *openai_routes(
+                *(config, words, self.submissions, self.kept, templates, length),
+                self.info,
+                self.responses,
+            ),
+            *anthropic.anthropic_routes(config, words, self.submissions, templates, served),
+            *adapter_routes(engine, served),
+            *kserve_routes(self.kserve, readiness, config.gateway),
+        ]
+
+
+def _templates(config: Config, words: LazyWords) -> ChatTemplates:
+    timeout_s = config.gateway.template_timeout_s
+    return ChatTemplates(words, config.engine.max_model_len, timeout_s, LazyFormat(config, words))

@@ -1,0 +1,32 @@
+"""A gateway before two models that are loaded and one that is not."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from .deployed import Deployment, Front
+
+
+@pytest.fixture
+async def deployment() -> Deployment:
+    made = Deployment()
+    await made.put("small", default=True, aliases=("gpt-4o-mini",))
+    await made.put("org/large", aliases=("gpt-4o",))
+    await made.put("cold", "unloaded")
+    return made
+
+
+@pytest.fixture
+async def front(deployment: Deployment) -> Front:
+    made = Front(deployment)
+    await made.seen()
+    return made
+
+
+@pytest.fixture
+async def http(front: Front) -> AsyncIterator[httpx.AsyncClient]:
+    async with front.client() as client:
+        yield client

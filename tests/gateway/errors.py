@@ -1,0 +1,15 @@
+"""What an answer says is wrong."""
+
+from __future__ import annotations
+
+import httpx
+
+
+def error_of(response: httpx.Response, status: int) -> str:
+    """The code, of an answer in the shape that clients know."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert (error["type"] == "server_error") == (status >= 500)
+    return str(error["code"])

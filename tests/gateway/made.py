@@ -1,0 +1,98 @@
+"""What the engine is told to make, token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nano_inference.bus.public import (
+    CompletionChunk,
+    CompletionSample,
+    FinishReason,
+    GenerateRequest,
+    Output,
+    TokenLogprob,
+)
+
+from .fake import completion, sample
+
+TOKENS = (5, 6, 7)
+TEXTS = ("five", " six", " seven")
+LOGPROBS = (-0.25, -0.5, -0.75)
+
+
+def tops(number: int) -> tuple[tuple[TokenLogprob, ...], ...] | None:
+    """At each place the token itself first, and others below it."""
+    if not number:
+        return None
+    return tuple(
+        tuple(
+            TokenLogprob(token_id=token_id + below, logprob=logprob - below)
+            for below in range(number)
+        )
+        for token_id, logprob in zip(TOKENS, LOGPROBS, strict=True)
+    )
+
+
+def told(request: GenerateRequest, index: int, reason: FinishReason = "stop") -> CompletionSample:
+    """A sample of three tokens, of which the last was made by newer weights."""
+    return sample(
+        TOKENS,
+        sample_index=index,
+        text="".join(TEXTS),
+        logprobs=LOGPROBS,
+        top_logprobs=tops(request.sampling.logprobs),
+        finish_reason=reason,
+        weight_versions=((3, 0), (4, 2)),
+    )
+
+
+def chunk(request: GenerateRequest, index: int, place: int) -> CompletionChunk:
+    """One token of it."""
+    top = tops(request.sampling.logprobs)
+    return CompletionChunk(
+        request_id=request.request_id,
+        entry_id="1-0",
+        sample_index=index,
+        token_offset=place,
+        token_ids=TOKENS[place : place + 1],
+        logprobs=LOGPROBS[place : place + 1],
+        text=TEXTS[place],
+        finish_reason="stop" if place == 2 else None,
+        weight_version=4 if place == 2 else 3,
+        top_logprobs=top and top[place : place + 1],
+    )
+
+
+def scores(request: GenerateRequest) -> dict[str, Any]:
+    """Of the prompt, when they are asked for."""
+    number, token_ids = request.sampling.prompt_logprobs, request.prompt_token_ids
+    if number is None or token_ids is None:
+        return {}
+    found: dict[str, Any] = {
+        "prompt_logprobs": (None, *(-1.0 - place for place in range(1, len(token_ids))))
+    }
+    if number:
+        found["prompt_top_logprobs"] = (
+            (),
+            *((TokenLogprob(token_id=9, logprob=-0.125),) for _ in token_ids[1:]),
+        )
+    return found
+
+
+def whole(request: GenerateRequest) -> list[Output]:
+    """All samples, at once."""
+    samples = [told(request, index) for index in range(request.n)]
+    return [completion(request, *samples, **scores(request))]
+
+
+def interleaved(request: GenerateRequest) -> list[Output]:
+    """All samples, token by token, those of the last sample first."""
+    chunks = [
+        chunk(request, index, place) for place in range(3) for index in reversed(range(request.n))
+    ]
+    return [*chunks, *whole(request)]
+
+
+def cut(request: GenerateRequest) -> list[Output]:
+    """One token, and nothing more."""
+    return interleaved(request)[:1]

@@ -1,0 +1,141 @@
+"""Samples of the bundled tokenizer's tokens, as the streaming stage tells them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from hypothesis import strategies as st
+
+from nano_inference.bus.messages import RequestInfo, RowFinish
+from nano_inference.bus.public import CompletionChunk, CompletionSample
+from nano_inference.chat import Reading, Tool
+from nano_inference.chat.message_format import known_formats
+from nano_inference.config import EngineConfig, SamplingParams
+from nano_inference.gateway.words import Words
+from nano_inference.stages.detokenizer import TokenPieces
+from nano_inference.stages.streaming.samples import RequestState
+from nano_inference.stages.tokenizer import load_tokenizer, stop_token_ids_of
+
+FOLDER = EngineConfig().model_folder
+TOKENIZER = load_tokenizer(FOLDER)
+WORDS = Words(TOKENIZER, stop_token_ids_of(FOLDER, TOKENIZER))
+PIECES = TokenPieces(TOKENIZER.backend_tokenizer)
+FORMATS = {form.name: form for form in known_formats()}
+# In one a call ends with its mark; in the other with the next, or the message.
+QWEN, LLAMA = FORMATS["qwen"], FORMATS["llama"]
+READING = Reading(tools=(Tool(name="add"),))
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": "é"}}\n</tool_call>'
+BARE_CALL = '{"name": "add", "parameters": {"a": 1}}'
+PHRASES = (
+    "<think>",
+    "</think>\n\n",
+    BARE_CALL,
+    CALL,
+    CALL[:20],
+    CALL[20:],
+    "<tool_call>no call</tool_call>",
+    "STOP",
+    "ST",
+    "OP 12",
+    "Grüße, 漢字 🙂",
+    "<|im_",
+    "a b",
+    *SPECIAL,
+)
+
+
+class Made(NamedTuple):
+    """A sample as the engine tells it: token by token, and at last whole."""
+
+    chunks: list[CompletionChunk]
+    sample: CompletionSample
+    sampling: SamplingParams
+
+
+def ids(text: str) -> list[int]:
+    return list(WORDS.token_ids(text, add_special=False))
+
+
+def make(
+    token_ids: list[int], stop: tuple[str, ...] = (), end: RowFinish = "length", min_tokens: int = 0
+) -> Made:
+    """What the streaming stage makes of these tokens, of which it is the last that ends it."""
+    token_ids = token_ids + ids("<|im_end|>") * (end == "stop")
+    info = RequestInfo(
+        request_id="r",
+        entry_id="1-0",
+        model="tiny",
+        n=1,
+        stream=True,
+        stop=stop,
+        num_prompt_tokens=1,
+        traceparent="",
+        tracestate="",
+        received_ns=0,
+        min_tokens=min_tokens,
+    )
+    sample = RequestState(info, 0).add(0, PIECES)
+    chunks = []
+    for place, token_id in enumerate(token_ids):
+        reason: RowFinish = end if place == len(token_ids) - 1 else ""
+        text = sample.advance(token_id, -0.5 * place, reason, 3 + place // 4)
+        chunks.append(
+            CompletionChunk(
+                request_id="r",
+                entry_id="1-0",
+                sample_index=0,
+                token_offset=place,
+                token_ids=(token_id,),
+                logprobs=(-0.5 * place,),
+                text=text,
+                finish_reason=sample.finish_reason,
+                weight_version=3 + place // 4,
+            )
+        )
+        if sample.finish_reason is not None:
+            break
+    sampling = SamplingParams(stop=stop, min_tokens=min_tokens)
+    return Made(chunks, sample.result(), sampling)
+
+
+def joined(chunks: list[CompletionChunk], sizes: list[int]) -> list[CompletionChunk]:
+    """The same chunks, several as one where one version made them."""
+    found: list[CompletionChunk] = []
+    room = 0
+    for place, chunk in enumerate(chunks):
+        last = found[-1] if found else None
+        if last is None or room <= 0 or last.weight_version != chunk.weight_version:
+            found.append(chunk)
+            room = sizes[place % len(sizes)]
+            continue
+        found[-1] = CompletionChunk(
+            request_id="r",
+            entry_id="1-0",
+            sample_index=0,
+            token_offset=last.token_offset,
+            token_ids=last.token_ids + chunk.token_ids,
+            logprobs=last.logprobs + chunk.logprobs,
+            text=last.text + chunk.text,
+            finish_reason=chunk.finish_reason,
+            weight_version=chunk.weight_version,
+        )
+        room -= 1
+    return found
+
+
+tokens = st.lists(
+    st.one_of(
+        st.sampled_from(PHRASES).map(ids),
+        # Parts of characters among them.
+        st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=4),
+    ),
+    min_size=1,
+    max_size=8,
+).map(lambda parts: [each for part in parts for each in part] or [5])
+stops = st.sampled_from(
+    [(), ("STOP",), ("OP", "STOP"), ("字",), ("\ufffd",), ("</think>",), ("b<",)]
+)
+ends = st.sampled_from(["length", "stop"])
+sizes = st.lists(st.integers(0, 9), min_size=1, max_size=5)

@@ -1,0 +1,124 @@
+"""A model that writes calls and reasoning as Qwen's do, and an engine that says what it is told."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nano_inference.bus.public import CompletionChunk, FinishReason, GenerateRequest, Output
+from nano_inference.config import Config, load_config
+from nano_inference.gateway.words import Words
+from nano_inference.stages.tokenizer import load_tokenizer, stop_token_ids_of
+
+from .fake import completion, sample
+
+TEMPLATE = r"""
+{%- for tool in tools or [] %}
+    {{- '<|im_start|>system\n' + tool | tojson + '<|im_end|>\n' }}
+{%- endfor %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\n' }}
+    {%- if message.reasoning_content %}
+        {{- '<think>\n' + message.reasoning_content + '\n</think>\n\n' }}
+    {%- endif %}
+    {{- message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+        {{- call.function.arguments | tojson }}
+        {{- '}\n</tool_call>' }}
+    {%- endfor %}
+    {%- if message.name %}
+        {{- '(' + message.name + ')' }}
+    {%- endif %}
+    {{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined %}
+        {{- '<think>\n' if enable_thinking else '<think>\n\n</think>\n\n' }}
+    {%- endif %}
+{%- endif %}"""
+
+MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+
+
+def calling_model(folder: Path, source: Path | None = None, *, marks: bool = True) -> Config:
+    """Settings with a model like the bundled one, whose template knows of tools and thinking.
+
+    Args:
+        source: The model's folder; None for the bundled one.
+        marks: Whether the marks are tokens of their own; then it has more tokens than the model.
+    """
+    shutil.copytree(source or Config().engine.model_folder, folder, dirs_exist_ok=True)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    if marks:
+        _add_tokens(folder / "tokenizer.json")
+    return load_config(
+        env={}, overrides={"engine.model_path": str(folder), "gateway.message_format": "qwen"}
+    )
+
+
+def _add_tokens(path: Path) -> None:
+    """The marks are tokens of their own, if they are none yet."""
+    found = json.loads(path.read_text())
+    added = found["added_tokens"]
+    first = max([*found["model"]["vocab"].values(), *(each["id"] for each in added)]) + 1
+    names = [name for name in MARKS if name not in {each["content"] for each in added}]
+    for token_id, name in enumerate(names, first):
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+        added.append({"id": token_id, "content": name} | flags)
+    path.write_text(json.dumps(found))
+
+
+def words_of(config: Config) -> Words:
+    """Its tokenizer."""
+    folder = config.engine.model_folder
+    tokenizer = load_tokenizer(folder)
+    return Words(tokenizer, stop_token_ids_of(folder, tokenizer))
+
+
+def says(
+    text: str,
+    words: Words,
+    cut: int = 1,
+    reason: FinishReason = "stop",
+) -> Callable[[GenerateRequest], list[Output]]:
+    """Answers a request with this text, in chunks of so many tokens."""
+    stop = min(words.stop_token_ids)
+    token_ids = words.token_ids(text, add_special=False) + ((stop,) if reason == "stop" else ())
+    logprobs = tuple(-1.0 - place / 8 for place in range(len(token_ids)))
+
+    def outputs(request: GenerateRequest) -> list[Output]:
+        tops = ((),) * len(token_ids) if request.sampling.logprobs else None
+        detokenizer = words.detokenizer(skip_special=True)
+        chunks: list[Output] = []
+        if request.stream:
+            for first in range(0, len(token_ids), cut):
+                found: dict[str, Any] = {"top_logprobs": tops and tops[first : first + cut]}
+                chunks.append(
+                    CompletionChunk(
+                        request_id=request.request_id,
+                        entry_id="1-0",
+                        sample_index=0,
+                        token_offset=first,
+                        token_ids=token_ids[first : first + cut],
+                        logprobs=logprobs[first : first + cut],
+                        text=detokenizer.push(token_ids[first : first + cut]),
+                        finish_reason=reason if first + cut >= len(token_ids) else None,
+                        weight_version=3,
+                        **found,
+                    )
+                )
+        made = sample(
+            token_ids,
+            text=words.text(token_ids, skip_special=True),
+            logprobs=logprobs,
+            finish_reason=reason,
+            top_logprobs=tops,
+        )
+        return [*chunks, completion(request, made)]
+
+    return outputs

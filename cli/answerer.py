@@ -35,6 +35,22 @@ class ServedModel(msgspec.Struct, frozen=True):
     max_model_len: int | None = None
 
 
+class AskedCall(NamedTuple):
+    """A tool that the model calls; its arguments are JSON."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class AnswerPiece(NamedTuple):
+    """What is new of an answer. Calls come all at once, at its end."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[AskedCall, ...] = ()
+
+
 class Answerer(Protocol):
     """One that answers. All methods raise NanoInferenceError when it can't be reached."""
 
@@ -45,11 +61,11 @@ class Answerer(Protocol):
             The name by which its model has to be asked for; "" where that need not be said.
         """
 
-    def ask(self, request: dict[str, Any]) -> AsyncGenerator[str, None]:
-        """The text of the answer as it comes. A caller that stops before its end cancels it.
+    def ask(self, request: dict[str, Any]) -> AsyncGenerator[AnswerPiece, None]:
+        """The answer as it comes. A caller that stops before its end cancels it.
 
         Args:
-            request: The fields of a GenerateRequest, for one sample.
+            request: The fields of a GenerateRequest, for one sample; a server takes `tools` too.
 
         Raises:
             RequestError: It was refused, or it failed; some text may have come.

@@ -15,6 +15,7 @@ from typer.main import get_command
 
 from ..config import NanoInferenceError
 from ..pipeline.supervisor import StageFailed
+from .adapters import app as adapters
 from .admin import app as admin
 from .cancel import cancel
 from .chat import chat
@@ -22,10 +23,12 @@ from .complete import complete
 from .demo import demo
 from .dlq import app as dlq
 from .doctor import doctor
+from .embed import embed
 from .fairness import app as fairness
 from .gateway import gateway
 from .health import health
-from .models import models
+from .models import app as models
+from .pull import pull
 from .run import run
 from .score import score
 from .serve import serve
@@ -53,13 +56,16 @@ _LOOK, _START, _USE = "Look around", "Start a pipeline", "Use a running pipeline
 _ASK = "Ask a server or a pipeline"
 app.command(rich_help_panel=_LOOK)(demo)
 app.command(rich_help_panel=_LOOK)(doctor)
+app.command(rich_help_panel=_START)(pull)
 app.command(rich_help_panel=_START)(serve)
 app.command(rich_help_panel=_START)(up)
 app.command(rich_help_panel=_START)(run)
 app.command(rich_help_panel=_START)(gateway)
-for _asking in (chat, complete, cancel, models):
+for _asking in (chat, complete, cancel):
     app.command(rich_help_panel=_ASK)(_asking)
+app.add_typer(models, name="models", rich_help_panel=_ASK)
 app.command(rich_help_panel=_USE)(submit)
+app.command(rich_help_panel=_USE)(embed)
 app.command(rich_help_panel=_USE)(tail)
 _KEEP = "Keep a pipeline running"
 app.command(rich_help_panel=_KEEP)(status)
@@ -71,6 +77,7 @@ app.add_typer(dlq, name="dlq", rich_help_panel=_KEEP)
 app.add_typer(fairness, name="fairness", rich_help_panel=_KEEP)
 _TRAIN = "Train with it"
 app.add_typer(weights, name="weights", rich_help_panel=_TRAIN)
+app.add_typer(adapters, name="adapters", rich_help_panel=_TRAIN)
 app.command(rich_help_panel=_TRAIN)(score)
 app.command(rich_help_panel=_TRAIN)(pause)
 app.command(rich_help_panel=_TRAIN)(resume)

@@ -27,6 +27,9 @@ AskedModel = Annotated[
 ]
 
 
+_DIM, _PLAIN = "\x1b[2m", "\x1b[22m"
+
+
 class AnswerWriter:
     """Writes an answer to standard output as it comes; leaving it ends the line.
 
@@ -36,17 +39,28 @@ class AnswerWriter:
 
     def __init__(self) -> None:
         self.text = ""
+        self._reasoning = ""
         self._on_terminal = sys.stdout.isatty()
 
     def __enter__(self) -> AnswerWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.text:
+        if self.text or self._reasoning:
             self._write("\n")
+
+    def reason(self, piece: str) -> None:
+        """The next piece of the reasoning, which is no part of the answer: dim on a terminal, and
+        nowhere else."""
+        if self._on_terminal and piece:
+            self._reasoning += harmless(piece)
+            self._write(f"{_DIM}{harmless(piece)}{_PLAIN}")
 
     def write(self, piece: str) -> None:
         """The next piece."""
+        if self._reasoning and piece:
+            self._write("\n" if self._reasoning.endswith("\n") else "\n\n")
+            self._reasoning = ""
         self.text += piece
         self._write(harmless(piece) if self._on_terminal else piece)
 

@@ -9,7 +9,7 @@ from typing import Any
 from ..bus.public import Completion, CompletionChunk
 from ..config import BusError, RequestError
 from ..pipeline.client import BusClient
-from .answerer import ServedModel
+from .answerer import AnswerPiece, ServedModel
 from .terminal import complain
 
 
@@ -26,16 +26,16 @@ class BusAnswerer:
             complain(f"waiting: {trouble}")
         return ""
 
-    async def ask(self, request: dict[str, Any]) -> AsyncGenerator[str, None]:
+    async def ask(self, request: dict[str, Any]) -> AsyncGenerator[AnswerPiece, None]:
         told = 0
         async with aclosing(self._client.submit(request)) as outputs:
             async for output in outputs:
                 if isinstance(output, CompletionChunk):
                     told += len(output.text)
-                    yield output.text
+                    yield AnswerPiece(output.text)
                 else:
                     if output.samples and (rest := output.samples[0].text[told:]):
-                        yield rest
+                        yield AnswerPiece(rest)
                     _check(output)
 
     async def cancel(self, request_id: str) -> None:
@@ -44,8 +44,11 @@ class BusAnswerer:
 
     async def models(self) -> list[ServedModel]:
         await self.check()
-        names = {report.load.get("model") for report in await self._client.reports()}
-        return [ServedModel(name) for name in sorted(map(str, names - {None}))]
+        return [
+            ServedModel(model.id, model.max_model_len or None)
+            for model in await self._client.models()
+            if model.takes_requests
+        ]
 
 
 def _check(completion: Completion) -> None:

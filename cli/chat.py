@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import aclosing, suppress
+from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Annotated
+from typing import Annotated, Any
 
+import msgspec
 import typer
 from msgspec.structs import replace
 
-from ..config import NanoInferenceError, RequestError, nearest
-from .answerer import Place, answerer_at, place_of
+from ..config import ConfigError, NanoInferenceError, RequestError, nearest
+from .answerer import AskedCall, Place, Server, answerer_at, place_of
 from .asking import AnswerWriter, AskedModel, failures_told
 from .options import Options, takes_asking_options
 from .request_options import takes_wanted_options
 from .requests import Wanted
-from .terminal import complain
+from .terminal import complain, harmless
 
 MOST_TOKENS = 1024
 """Of an answer, unless the options say otherwise."""
@@ -33,6 +35,10 @@ COMMANDS = {
 }
 
 
+Turn = dict[str, Any]
+"""A message, as OpenAI's interface has it."""
+
+
 class Conversation:
     """What was said, and what the model shall be.
 
@@ -42,17 +48,28 @@ class Conversation:
 
     def __init__(self, system: str = "") -> None:
         self.system = system
-        self._turns: list[dict[str, str]] = []
+        self._turns: list[Turn] = []
 
-    def asking(self, text: str) -> list[dict[str, str]]:
-        """The messages that end with a question."""
+    def asking(self, asked: Sequence[Turn]) -> list[Turn]:
+        """The messages that end with a question, or with results of tools."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return [*system, *self._turns, {"role": "user", "content": text}]
+        return [*system, *self._turns, *asked]
 
-    def add(self, text: str, answer: str) -> None:
-        """A question was answered."""
-        self._turns.append({"role": "user", "content": text})
-        self._turns.append({"role": "assistant", "content": answer})
+    def add(self, asked: Sequence[Turn], answer: str, calls: Sequence[AskedCall] = ()) -> None:
+        """A question was answered, perhaps by calls of tools."""
+        told: Turn = {"role": "assistant", "content": answer}
+        if calls:
+            told["tool_calls"] = list(map(_as_turn, calls))
+        self._turns += [*asked, told]
+
+    @property
+    def length(self) -> int:
+        """How many messages there are."""
+        return len(self._turns)
+
+    def cut(self, length: int) -> None:
+        """What came after so many messages was not said."""
+        del self._turns[length:]
 
     def reset(self) -> None:
         """Nothing was said; what the model shall be stays."""
@@ -71,6 +88,16 @@ def chat(
         ),
     ] = "",
     model: AskedModel = None,
+    tools: Annotated[
+        Path | None,
+        typer.Option(
+            "--tools",
+            metavar="FILE",
+            help="Tools that the model may call, as OpenAI's interface takes them, in JSON.",
+            rich_help_panel="Requests",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Talk with a model.
 
@@ -85,14 +112,16 @@ def chat(
     Each line is a question, and the model is given all that was said before. Ctrl-C stops an
     answer, of which what was said stays; Ctrl-D ends the program. A line that begins with / is a
     command, such as /reset, /system TEXT, /help and /quit; with // it is a question that begins
-    with one.
+    with one. With --tools, of a server, a call of a tool is shown, and the next line is what comes
+    of it.
 
     On a pipe nothing but the answers is printed on standard output, and the exit status is 1 when
-    a question was refused or not answered well.
+    a question was refused or not answered well, or a call has no next line.
     """
     place = place_of(options)
     wanted = replace(wanted, chat=True, stream=True)
-    _Chat(place, wanted, model, Conversation(system)).run()
+    known = _tools_of(tools, place) if tools is not None else []
+    _Chat(place, wanted, model, Conversation(system), known).run()
 
 
 class _Chat:
@@ -100,8 +129,14 @@ class _Chat:
     open while somebody thinks."""
 
     def __init__(
-        self, place: Place, wanted: Wanted, model: str | None, conversation: Conversation
+        self,
+        place: Place,
+        wanted: Wanted,
+        model: str | None,
+        conversation: Conversation,
+        tools: list[Any],
     ) -> None:
+        self._tools = tools
         self._place = place
         self._wanted = wanted
         self._model = model
@@ -141,15 +176,17 @@ class _Chat:
                 if not self._obey(text):
                     break
             elif text:
-                self._ask(runner, text.removeprefix("/") if text.startswith("//") else text)
+                question = text.removeprefix("/") if text.startswith("//") else text
+                if not self._ask(runner, question):
+                    break
 
-    def _read(self) -> str | None:
+    def _read(self, prompt: str = "> ") -> str | None:
         """The next line; None when there is none."""
         if not self._on_terminal:
             return sys.stdin.readline() or None
         while True:
             try:
-                return self._ctrl_c.typed("> ")
+                return self._ctrl_c.typed(prompt)
             except EOFError:
                 sys.stdout.write("\n")
                 return None
@@ -177,32 +214,64 @@ class _Chat:
                 self._failed = True
         return True
 
-    def _ask(self, runner: asyncio.Runner, text: str) -> None:
+    def _ask(self, runner: asyncio.Runner, text: str) -> bool:
+        """One question, with all that is called for it. False where the input ends within."""
+        before = self._conversation.length
+        asked: list[Turn] | None = [{"role": "user", "content": text}]
+        while asked:
+            calls = self._answered(runner, asked)
+            if calls is None:
+                # No call stays there without what came of it.
+                self._conversation.cut(before)
+                return True
+            asked = self._results(calls)
+        return asked is not None
+
+    def _answered(self, runner: asyncio.Runner, asked: list[Turn]) -> list[AskedCall] | None:
+        """Writes the answer, and gives the calls of tools that are a part of it; None where there
+        is none."""
+        calls: list[AskedCall] = []
         with AnswerWriter() as writer:
             try:
-                self._ctrl_c.run(runner, self._answer(text, writer))
+                self._ctrl_c.run(runner, self._answer(asked, writer, calls))
             except asyncio.CancelledError:
-                self._stopped(text, writer.text)
-                return
+                _note("stopped")
+                if not writer.text:
+                    return None
+                calls.clear()
             except NanoInferenceError as error:
                 if not (self._on_terminal or isinstance(error, RequestError)):
                     raise
                 self._failed = True
                 complain(f"{error.message} ({error.code})")
-                return
-        self._conversation.add(text, writer.text)
+                return None
+        self._conversation.add(asked, writer.text, calls)
+        return calls
 
-    def _stopped(self, text: str, answer: str) -> None:
-        if answer:
-            self._conversation.add(text, answer)
-        _note("stopped")
+    def _results(self, calls: list[AskedCall]) -> list[Turn] | None:
+        """What comes of calls of tools, by whoever sits here; None where the input ends."""
+        results: list[Turn] = []
+        for call in calls:
+            _note(f"calls {harmless(call.name)} {harmless(call.arguments)}")
+            result = self._read(f"{harmless(call.name)} > ")
+            if result is None:
+                self._failed = True
+                return None
+            results.append(
+                {"role": "tool", "tool_call_id": call.id, "content": result.rstrip("\n")}
+            )
+        return results
 
     async def _check(self) -> str:
         async with answerer_at(self._place) as answerer:
             return await answerer.check()
 
-    async def _answer(self, text: str, writer: AnswerWriter) -> None:
-        request = self._wanted.of_messages(self._conversation.asking(text), max_tokens=MOST_TOKENS)
+    async def _answer(
+        self, asked: list[Turn], writer: AnswerWriter, calls: list[AskedCall]
+    ) -> None:
+        request = self._wanted.of_messages(self._conversation.asking(asked), max_tokens=MOST_TOKENS)
+        if self._tools:
+            request["tools"] = self._tools
         if self._model is not None:
             request["model"] = self._model
         async with (
@@ -210,7 +279,9 @@ class _Chat:
             aclosing(answerer.ask(request)) as pieces,
         ):
             async for piece in pieces:
-                writer.write(piece)
+                writer.reason(piece.reasoning)
+                writer.write(piece.text)
+                calls += piece.calls
 
 
 class _CtrlC:
@@ -267,6 +338,21 @@ class _CtrlC:
             raise KeyboardInterrupt
         if self._answer is not None:
             self._answer.get_loop().call_soon_threadsafe(self._answer.cancel)
+
+
+def _tools_of(path: Path, place: Place) -> list[Any]:
+    """Raises ConfigError: the file has none, or nobody would take them."""
+    if not isinstance(place, Server):
+        raise ConfigError("--tools takes a server (--url); over the bus there are only texts")
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=list[dict[str, Any]])
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--tools: {path} has no list of tools: {error}") from None
+
+
+def _as_turn(call: AskedCall) -> Turn:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _note(text: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -25,12 +25,18 @@ from ..config import (
     BusConfig,
     BusError,
     Config,
+    ConfigError,
     EngineConfig,
+    ModelConfig,
+    ModelError,
     NanoInferenceError,
     PipelineConfig,
 )
 from ..pipeline.pipeline import Pipeline
 from ..telemetry import endpoint_of
+
+if TYPE_CHECKING:
+    from ..stages.gguf import GgufFacts
 
 State = Literal["ok", "warn", "fail"]
 
@@ -55,14 +61,17 @@ def all_checks(config: Config, model: str | None) -> Iterator[Check]:
     """Every check, each made when it is asked for. `model`: the folder that the user named."""
     yield check_python()
     yield check_packages()
-    yield from check_torch()
+    yield from check_torch(config.engine.device)
     yield check_answer(config, BUNDLED_MODEL, "98 + 25 =", "bundled")
     path = model or config.engine.model_path
     if path != BUNDLED_MODEL:
         folder = check_folder(path)
         yield folder
         if folder.state != "fail":
-            yield check_answer(config, path, "The", "model")
+            # A model without a tokenizer takes no text.
+            yield check_answer(config, path, "The" if folder.state == "ok" else [0], "model")
+    for spec in config.models:
+        yield check_model(config, spec)
     # After the models: from here on a second thread uses torch, which slows down the first.
     yield check_speed()
     yield check_bus(config.bus)
@@ -108,8 +117,8 @@ def _satisfies(version: str, specifier: str) -> bool:
     return SpecifierSet(specifier).contains(version, prereleases=True)
 
 
-def check_torch() -> Iterator[Check]:
-    """Torch, and the device that `engine.device: auto` takes."""
+def check_torch(device: str = "auto") -> Iterator[Check]:
+    """Torch, and the device that `engine.device` names."""
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a shared library that is not there
@@ -117,12 +126,9 @@ def check_torch() -> Iterator[Check]:
         yield Check("torch", "fail", _first_line(error), advice)
         return
     yield Check("torch", "ok", torch.__version__)
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        memory = properties.total_memory / 2**30
-        count = torch.cuda.device_count()
-        found = f"CUDA, {properties.name}, {memory:.0f} GiB"
-        yield Check("device", "ok", found if count == 1 else f"{found}, and {count - 1} more")
+    check = check_device(device)
+    if check is not None:
+        yield check
         return
     threads = torch.get_num_threads()
     affinity = getattr(os, "sched_getaffinity", None)  # not on every system
@@ -136,22 +142,59 @@ def check_torch() -> Iterator[Check]:
     else:
         yield Check("device", "ok", found)
     yield check_kernels()
+    yield check_pages()
+
+
+def check_device(name: str) -> Check | None:
+    """The device of a name; None where that is the CPU."""
+    from ..stages.executor import device as devices
+
+    try:
+        device = devices.resolve_device(name)
+    except ModelError as error:
+        return Check("device", "fail", error.message, "set engine.device to one of these")
+    if device.type == "cpu":
+        return None
+    found = devices.describe_device(device)
+    if memory := devices.free_memory(device):
+        found += f", {memory[1] / 2**30:.0f} GiB"
+    if (count := devices.devices_here()[device.type]) > 1:
+        found += f", and {count - 1} more"
+    if devices.is_unverified(device):
+        advice = (
+            "no test of nano-inference has run on such a device; compare answers with the CPU's"
+        )
+        return Check("device", "warn", found, advice)
+    return Check("device", "ok", found)
 
 
 def check_kernels() -> Check:
-    """Whether our kernels for bfloat16 on CPU can be used; the first time they are compiled."""
+    """Whether our kernels for CPU can be used; the first time they are compiled."""
+    import torch  # whose OpenMP they need
+
     from ..stages.executor.kernels.compile import KernelsUnavailable
     from ..stages.executor.kernels.cpu import library
 
-    try:
-        library()  # with torch imported, whose OpenMP it needs
-    except KernelsUnavailable as error:
-        advice = "models run without them, in bfloat16 on CPU about half as fast"
-        return Check("kernels", "warn", str(error), advice)
+    for dtype in (torch.float32, torch.bfloat16):
+        try:
+            library(dtype)
+        except KernelsUnavailable as error:
+            advice = f"models run without them, in {dtype} on CPU about half as fast"
+            return Check("kernels", "warn", str(error), advice)
     return Check("kernels", "ok", "compiled for this processor")
 
 
-def check_answer(config: Config, model: str, prompt: str, name: str) -> Check:
+def check_pages() -> Check:
+    """Whether weights on the CPU can be in large pages of memory."""
+    from ..stages.executor.system_memory import why_no_huge_pages
+
+    if why := why_no_huge_pages():
+        advice = "with `madvise` or `always` there, one core reads weights a good tenth faster"
+        return Check("pages", "warn", why, advice)
+    return Check("pages", "ok", "the system gives them to weights on the CPU")
+
+
+def check_answer(config: Config, model: str, prompt: str | list[int], name: str) -> Check:
     """Whether a model loads and answers, through a whole pipeline in memory."""
     engine = msgspec.structs.replace(config.engine, model_path=model)
     alone = msgspec.structs.replace(
@@ -169,22 +212,25 @@ def check_answer(config: Config, model: str, prompt: str, name: str) -> Check:
     return Check(name, "ok", found)
 
 
-async def _ask(config: Config, prompt: str) -> tuple[str, float, float]:
+async def _ask(config: Config, prompt: str | list[int]) -> tuple[str, float, float]:
     """The answer; tokens per second of a longer one; seconds until the pipeline was ready."""
     began = time.monotonic()
+    asked = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
     async with Pipeline(config) as pipeline:
         load_s = time.monotonic() - began
         async with asyncio.timeout(_ANSWER_S):
             # The first request also warms up what the second one is timed with.
             sampling = {"temperature": 0.0, "max_tokens": 8}
-            first = await pipeline.complete({"prompt": prompt, "sampling": sampling})
+            first = await pipeline.complete(asked | {"sampling": sampling})
             if first.error is not None:
                 raise NanoInferenceError(first.error.message)
             longer = {"temperature": 0.0, "max_tokens": 48, "ignore_eos": True}
-            second = await pipeline.complete({"prompt": prompt, "sampling": longer})
+            second = await pipeline.complete(asked | {"sampling": longer})
     elapsed_ns = second.timings.finished_ns - second.timings.first_token_ns
     decoded = second.usage.completion_tokens - 1
-    return first.samples[0].text, decoded / max(elapsed_ns / 1e9, 1e-9), load_s
+    sample = first.samples[0]
+    answer = sample.text if isinstance(prompt, str) else str(list(sample.token_ids))
+    return answer, decoded / max(elapsed_ns / 1e9, 1e-9), load_s
 
 
 def _advice_for_model(engine: EngineConfig) -> str:
@@ -195,7 +241,18 @@ def _advice_for_model(engine: EngineConfig) -> str:
 
 def check_folder(path: str) -> Check:
     """What a model folder must hold, before anything of it is loaded."""
-    folder = EngineConfig(model_path=path).model_folder
+    # The library behind it takes a moment.
+    from ..stages.gguf import facts_of, folder_of
+    from ..stages.tokenizer import TOKENIZER_FILES
+
+    named = EngineConfig(model_path=path).model_folder
+    try:
+        folder = folder_of(named)
+    except ModelError as error:
+        sentence, _, advice = error.message.rpartition("; ")
+        return Check("folder", "fail", sentence, advice)
+    if (facts := facts_of(folder)) is not None:
+        return _check_gguf(named, folder, facts)
     if not folder.is_dir():
         advice = "download the model there first, for example with `hf download`"
         return Check("folder", "fail", f"there is no folder {folder}", advice)
@@ -203,7 +260,6 @@ def check_folder(path: str) -> Check:
         what
         for what, pattern in (
             ("config.json", "config.json"),
-            ("tokenizer.json", "tokenizer.json"),
             ("weights (*.safetensors)", "*.safetensors"),
         )
         if not any(folder.glob(pattern))
@@ -211,15 +267,45 @@ def check_folder(path: str) -> Check:
     if missing:
         found = f"{folder} has no {', no '.join(missing)}"
         return Check("folder", "fail", found, "save model and tokenizer there: save_pretrained()")
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+        found = f"{folder} has no tokenizer, so token ids are all that it takes and gives"
+        return Check("folder", "warn", found, "save it there: tokenizer.save_pretrained()")
     return Check("folder", "ok", f"{folder} ({_kind_of(folder)})")
+
+
+def _check_gguf(named: Path, folder: Path, facts: GgufFacts) -> Check:
+    from ..stages.tokenizer import TOKENIZER_FILES
+
+    kind, types = _type_of(folder), ", ".join(facts.types)
+    found = f"{named} ({kind}, {facts.size_bytes / 1e6:,.0f} MB of weights in {types})"
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+        found += " has no tokenizer, so token ids are all that it takes and gives"
+        return Check("folder", "warn", found, "take a file that has one")
+    if facts.unread:
+        found += f"; Transformers does not read its {', '.join(facts.unread)}"
+        return Check("folder", "warn", found, "take the model in Transformers' format")
+    return Check("folder", "ok", found)
+
+
+def _type_of(folder: Path) -> str:
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return str(content.get("model_type", "of unknown type"))
+
+
+def check_model(config: Config, spec: ModelConfig) -> Check:
+    """A model of a deployment that serves several: its settings, and its folder."""
+    name = f"model {spec.id}"
+    try:
+        own = config.of_model(spec)
+    except ConfigError as error:
+        return Check(name, "fail", error.message)
+    return msgspec.structs.replace(check_folder(str(own.engine.model_folder)), name=name)
 
 
 def _kind_of(folder: Path) -> str:
     try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e6
-        kind = content.get("model_type", "of unknown type")
-        return f"{kind}, {size:,.0f} MB of weights"
+        return f"{_type_of(folder)}, {size:,.0f} MB of weights"
     except (OSError, ValueError, AttributeError):
         return "config.json can't be read"
 
@@ -230,19 +316,21 @@ def check_speed() -> Check:
         import torch
     except (ImportError, OSError):
         return Check("speed", "warn", "not measured, since torch is missing")
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
-    source = torch.zeros((1 << 30 if cuda else 1 << 26) // 4, device=device)
+    from ..stages.executor.device import resolve_device
+
+    device = resolve_device("auto")
+    large = device.type != "cpu"
+    source = torch.zeros((1 << 30 if large else 1 << 26) // 4, device=device)
     target = torch.empty_like(source)
-    size = 8192 if cuda else 1024
-    left = torch.randn(size, size, device=device).to(torch.bfloat16 if cuda else torch.float32)
-    wait: Callable[[], object] = torch.cuda.synchronize if cuda else bool
+    size = 8192 if large else 1024
+    left = torch.randn(size, size, device=device).to(torch.bfloat16 if large else torch.float32)
+    wait: Callable[[], object] = torch.get_device_module(device.type).synchronize
     copy_s = _best_s(lambda: target.copy_(source), wait)
     product_s = _best_s(lambda: left @ left, wait)
     # A copy reads and writes each byte.
     bandwidth = 2 * source.numel() * 4 / copy_s / 1e9
     rate = 2 * size**3 / product_s / 1e12
-    kind = "bfloat16" if cuda else "float32"
+    kind = "bfloat16" if large else "float32"
     return Check(
         "speed", "ok", f"roughly: memory {bandwidth:,.0f} GB/s, {kind} matmul {rate:.2f} TFLOP/s"
     )
@@ -296,7 +384,7 @@ async def _reach(bus: BusConfig) -> str:
             times.append((time.perf_counter() - began) / 2)  # it sends two commands
     finally:
         await redis.aclose()
-    found = await look(bus)
+    found = await look(Config(bus=bus))
     median_ms = sorted(times)[len(times) // 2] * 1e3
     return f"{found.server} at {found.url}, round trip {median_ms:.2f} ms"
 

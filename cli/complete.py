@@ -50,7 +50,7 @@ async def _complete(place: Place, request: dict[str, Any], writer: AnswerWriter)
             request.setdefault("model", name)
         async with aclosing(answerer.ask(request)) as pieces:
             async for piece in pieces:
-                writer.write(piece)
+                writer.write(piece.text)
 
 
 def _read_stdin() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import aclosing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import msgspec
@@ -24,21 +24,51 @@ from .options import Options, takes_options
 from .terminal import complain, cut, cut_left, milliseconds, one_line, stdout
 from .waterfall import waterfall
 
+if TYPE_CHECKING:
+    from ..pipeline.chat_renderer import ChatRenderer
+
 
 class Show(msgspec.Struct, frozen=True):
-    """One request of the demonstration. A prompt of the kind "chat" goes through the template."""
+    """One request of the demonstration.
+
+    A prompt of the kind "chat" goes through the template in admission; of the kinds "tools" and
+    "reasoning" here, since no message of the bus tells of these.
+    """
 
     kind: str
     prompt: str
     n: int = 1
     temperature: float = 0.0
 
-    def request(self) -> dict[str, Any]:
+    def request(self, chat: ChatRenderer) -> dict[str, Any]:
         """As it goes onto the bus."""
-        chat = {"messages": [{"role": "user", "content": self.prompt}]}
+        messages = [{"role": "user", "content": self.prompt}]
         sampling = {"temperature": self.temperature, "max_tokens": 96, "seed": 1}
-        body: dict[str, Any] = chat if self.kind == "chat" else {"prompt": self.prompt}
+        body: dict[str, Any] = {"prompt": self.prompt}
+        match self.kind:
+            case "chat":
+                body = {"messages": messages}
+            case "tools":
+                body = {"prompt_token_ids": chat.render(messages, tools=[WEATHER]).token_ids}
+            case "reasoning":
+                rendered = chat.render(messages, enable_thinking=True)
+                body = {"prompt_token_ids": rendered.token_ids}
         return body | {"n": self.n, "sampling": sampling}
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the weather in a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
+    },
+}
+"""The tool that the model is told of."""
 
 
 # What the bundled model was trained to do; see models/tasks.py.
@@ -55,7 +85,9 @@ SHOWN = (
     Show("json", "In 東京 lives さくら, aged 27. JSON:"),
     Show("story", "Story about Leo, a fox and a red kite:"),
     Show("story", "Story about Grace, an owl and a blue boat:"),
-    Show("4 samples", "Story about Emma, a dog and", n=4, temperature=1.0),
+    Show("tools", "What is the weather in Oslo and Paris?"),
+    Show("reasoning", "How much is 6 + 6?"),
+    Show("4 samples", "46 + 97 =", n=4, temperature=1.0),
 )
 
 
@@ -122,8 +154,14 @@ async def _demo(config: Config, rows: list[Progress]) -> None:
 async def _submit_all(pipeline: Pipeline, rows: list[Progress], console: Console) -> None:
     """Sends all requests; shows the answers growing, or where nobody can see that, whole."""
 
+    # Other commands need not wait for it, and stages without torch have it hidden from Transformers
+    # before that is imported.
+    from ..pipeline.chat_renderer import ChatRenderer
+
+    chat = ChatRenderer(BUNDLED_MODEL)
+
     async def follow(row: Progress) -> None:
-        async with aclosing(pipeline.submit(row.show.request())) as outputs:
+        async with aclosing(pipeline.submit(row.show.request(chat))) as outputs:
             async for output in outputs:
                 row.add(output)
         if not console.is_terminal:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Annotated, TypeVar
 
 import msgspec
 import typer
 from rich.table import Table
 
-from ..bus.channel import DeadLetter
+from ..bus import Bus
+from ..bus.dead_letters import DeadLetter
 from ..config import Config, ConfigError
 from ..pipeline.client import BusClient
-from .connection import connected
-from .options import Options, takes_client_options
+from .connection import connected, find_served
+from .options import Options, takes_model_options
 from .terminal import complain, cut, harmless, one_line, stdout
 
 T = TypeVar("T")
@@ -45,14 +47,14 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before --all.
 
 
 @app.command("list")
-@takes_client_options
+@takes_model_options
 def list_letters(options: Options, as_json: AsJson = False) -> None:
     """Show all dead letters, oldest first.
 
     nano-inference dlq list
     """
     config = options.client_config()
-    letters = asyncio.run(_letters(config))
+    letters = asyncio.run(_letters(options, config))
     if as_json:
         for letter in letters:
             _print_json(letter)
@@ -63,7 +65,7 @@ def list_letters(options: Options, as_json: AsJson = False) -> None:
 
 
 @app.command()
-@takes_client_options
+@takes_model_options
 def show(
     options: Options,
     letter_id: Annotated[str, typer.Argument(metavar="ID", help="As `dlq list` shows it.")],
@@ -74,7 +76,7 @@ def show(
     nano-inference dlq show 1795185430038-0
     """
     config = options.client_config()
-    chosen = _chosen(asyncio.run(_letters(config)), [letter_id])
+    chosen = _chosen(asyncio.run(_letters(options, config)), [letter_id])
     if chosen is None:
         raise typer.Exit(1)
     (letter,) = chosen
@@ -85,6 +87,7 @@ def show(
         "letter": letter.letter_id,
         "request": letter.request.request_id or "(without an id of its own)",
         "entry": letter.entry_id,
+        "model": letter.model or letter.request.model or "(the only one)",
         "given up": _when(letter.died_ns),
         "deaths": str(letter.deaths),
         "error": f"{letter.error.message} ({letter.error.code})",
@@ -97,7 +100,7 @@ def show(
 
 
 @app.command()
-@takes_client_options
+@takes_model_options
 def retry(
     options: Options,
     ids: Ids = None,
@@ -110,20 +113,21 @@ def retry(
     nano-inference dlq retry 1795185430038-0
 
     It is a new request in the old one's trace: its answer is under the id that is printed, since
-    the old id may still have its old answer.
+    the old id may still have its old answer. Of several models it goes to the one that had it.
     """
     config = options.client_config()
 
     async def publish_again(client: BusClient, letter: DeadLetter) -> str:
         request = msgspec.structs.replace(letter.request, request_id="")
-        entry_id = await client.bus.requests.publish(
-            request, traceparent=letter.traceparent, tracestate=letter.tracestate
-        )
+        async with _at(client, letter) as bus:
+            entry_id = await bus.requests.publish(
+                request, traceparent=letter.traceparent, tracestate=letter.tracestate
+            )
         # Behind it: when this fails, the letter is there for another time.
         await client.bus.requests.drop_dead_letter(letter.letter_id)
         return entry_id
 
-    for letter, entry_id in _act("retry", config, ids, publish_again, everything, yes):
+    for letter, entry_id in _act("retry", options, config, ids, publish_again, everything, yes):
         if as_json:
             line = {"letter_id": letter.letter_id, "request_id": entry_id}
             typer.echo(msgspec.json.encode(line).decode())
@@ -132,7 +136,7 @@ def retry(
 
 
 @app.command()
-@takes_client_options
+@takes_model_options
 def drop(
     options: Options,
     ids: Ids = None,
@@ -149,7 +153,7 @@ def drop(
     async def remove(client: BusClient, letter: DeadLetter) -> bool:
         return await client.bus.requests.drop_dead_letter(letter.letter_id)
 
-    for letter, was_there in _act("drop", config, ids, remove, everything, yes):
+    for letter, was_there in _act("drop", options, config, ids, remove, everything, yes):
         if as_json:
             line = {"letter_id": letter.letter_id, "dropped": was_there}
             typer.echo(msgspec.json.encode(line).decode())
@@ -160,13 +164,29 @@ def drop(
 # --- inside ---------------------------------------------------------------------------------------
 
 
-async def _letters(config: Config) -> list[DeadLetter]:
+async def _letters(options: Options, config: Config) -> list[DeadLetter]:
+    """Those of the model that is named; all when none is."""
     async with connected(config) as client:
-        return await client.bus.requests.dead_letters()
+        letters = await client.bus.requests.dead_letters()
+        if options.served is None:
+            return letters
+        model = await find_served(client, options.served)
+        return [letter for letter in letters if letter.model == model]
+
+
+@asynccontextmanager
+async def _at(client: BusClient, letter: DeadLetter) -> AsyncIterator[Bus]:
+    """Where the request of a letter is published: at the model that had it."""
+    if letter.model == client.bus.model:
+        yield client.bus
+        return
+    async with client.of_model(letter.model) as of_model:
+        yield of_model.bus
 
 
 def _act(
     verb: str,
+    options: Options,
     config: Config,
     ids: Sequence[str] | None,
     work: Callable[[BusClient, DeadLetter], Awaitable[T]],
@@ -176,7 +196,7 @@ def _act(
     """Does something to each of the letters, unless one of the ids is unknown."""
     if bool(ids) == everything:
         raise ConfigError(f"give the ids of letters to {verb}, or --all")
-    letters = asyncio.run(_letters(config))
+    letters = asyncio.run(_letters(options, config))
     chosen = letters if everything else _chosen(letters, ids or ())
     if chosen is None:
         raise typer.Exit(1)

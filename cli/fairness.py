@@ -14,8 +14,8 @@ from rich.table import Table
 
 from ..config import BusError, Config, ConfigError, FairnessConfig, nearest, parse_value
 from ..pipeline.client import BusClient
-from .connection import connected
-from .options import Lane, Options, takes_client_options
+from .connection import connected_to
+from .options import Lane, Options, takes_model_options
 from .terminal import harmless, stdout
 
 app = typer.Typer(
@@ -43,7 +43,7 @@ CONFIRM_S = 15.0
 
 
 @app.command()
-@takes_client_options
+@takes_model_options
 def show(
     options: Options,
     as_json: AsJson = False,
@@ -53,17 +53,17 @@ def show(
 
     nano-inference fairness show
     """
-    config = options.client_config()
+    config, model = options.client_config(), options.served
 
     async def look() -> dict[str, FairnessConfig]:
-        async with connected(config) as client:
+        async with connected_to(config, model) as client:
             return await _in_force(client, lane)
 
     _print(asyncio.run(look()), as_json)
 
 
 @app.command("set")
-@takes_client_options
+@takes_model_options
 def set_(
     options: Options,
     changes: Changes,
@@ -75,7 +75,7 @@ def set_(
     nano-inference fairness set aging_s=5 tenant_weights.gold=3
     """
     config = options.client_config()
-    _print(asyncio.run(_change(config, changes, lane)), as_json)
+    _print(asyncio.run(_change(config, options.served, changes, lane)), as_json)
 
 
 def changed(config: FairnessConfig, changes: Iterable[str]) -> FairnessConfig:
@@ -107,16 +107,16 @@ def changed(config: FairnessConfig, changes: Iterable[str]) -> FairnessConfig:
 
 
 async def _change(
-    config: Config, changes: list[str], lane: str | None
+    config: Config, model: str | None, changes: list[str], lane: str | None
 ) -> dict[str, FairnessConfig]:
-    async with connected(config) as client:
+    async with connected_to(config, model) as client:
         # All are checked before any is sent.
         wanted = {
             name: changed(before, changes)
             for name, before in (await _in_force(client, lane)).items()
         }
         for name, after in wanted.items():
-            await client.update_fairness(after, name)
+            await client.update_fairness(after, name.rpartition(":")[2])
         give_up_at = time.monotonic() + CONFIRM_S
         while True:
             settings = await client.fairness()
@@ -131,7 +131,9 @@ async def _change(
 async def _in_force(client: BusClient, lane: str | None) -> dict[str, FairnessConfig]:
     settings = await client.fairness()
     if lane is not None:
-        settings = {name: config for name, config in settings.items() if name == lane}
+        settings = {
+            name: config for name, config in settings.items() if name.rpartition(":")[2] == lane
+        }
     if not settings:
         which = "of a pipeline" if lane is None else f"of lane {lane}"
         raise BusError(f"no fairness stage {which} has been heard of; see `nano-inference status`")

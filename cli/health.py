@@ -8,14 +8,15 @@ from typing import Annotated
 
 import typer
 
-from ..bus import StageReport, open_bus
+from ..bus import StageReport
 from ..bus.board import STALE_AFTER_S
-from ..config import STAGES, BusConfig, BusError, ConfigError, nearest, split_role
+from ..config import STAGES, BusError, Config, ConfigError, nearest, split_role
 from ..pipeline.health import lanes_of, problem_of
-from .options import Options, takes_client_options
+from .connection import connected_to
+from .options import Options, takes_model_options
 
 
-@takes_client_options
+@takes_model_options
 def health(
     options: Options,
     stage: Annotated[
@@ -42,15 +43,16 @@ def health(
         nano-inference health --ready --stage executor
 
     Live: the process was heard of within the last seconds. Ready: each of its stages takes part in
-    the lane's current epoch. While Redis is away nobody can tell; a process counts as live then,
-    since starting it again would not bring Redis back, and as not ready.
+    the lane's current epoch; of several models, those of each that runs here. While Redis is away
+    nobody can tell; a process counts as live then, since starting it again would not bring Redis
+    back, and as not ready.
     """
     for name in stage or ():
         if split_role(name)[0] not in STAGES:
             raise ConfigError(f"there is no stage {name!r}{nearest(name, STAGES)}")
     config = options.client_config("error")
     try:
-        reports = asyncio.run(_read(config.bus))
+        reports = asyncio.run(_read(config, options.served))
     except BusError as error:
         typer.echo(f"{'unknown' if live else 'not ready'}: {error.message}")
         raise typer.Exit(0 if live else 1) from None
@@ -63,19 +65,32 @@ def health(
     typer.echo("live" if live else "ready")
 
 
-async def _read(config: BusConfig) -> list[StageReport]:
-    bus = open_bus(config)
-    try:
-        return await bus.stages.read()
-    finally:
-        await bus.aclose()
+async def _read(config: Config, model: str | None) -> list[StageReport]:
+    async with connected_to(config, model) as client:
+        return await client.reports()
 
 
 def problems_of(
     reports: list[StageReport], lane: str, host: str, stages: list[str], *, live: bool
 ) -> list[str]:
-    """What is wrong with the stages of a lane on a host; with all that are there when none is
-    named."""
+    """What is wrong with the stages of a lane on a host, of each model that has one there; with all
+    that are there when none is named."""
+    models = sorted({report.model for report in reports if report.host == host}) or [""]
+    return [
+        problem
+        for model in models
+        for problem in _problems_of_model(
+            [report for report in reports if report.model == model],
+            f"lane {lane}" + (f" of model {model}" if model else ""),
+            *(lane, host, stages),
+            live=live,
+        )
+    ]
+
+
+def _problems_of_model(
+    reports: list[StageReport], called: str, lane: str, host: str, stages: list[str], *, live: bool
+) -> list[str]:
     lanes = {health.lane: health for health in lanes_of(reports)}
     # Of a process and its successor on the same host, the one heard of last.
     here: dict[str, StageReport] = {}
@@ -83,12 +98,12 @@ def problems_of(
         if (report.lane, report.host) == (lane, host):
             here.setdefault(report.stage, report)
     problems = [
-        f"the {name} stage of lane {lane} on {host} was not heard of for {STALE_AFTER_S:.0f} s"
+        f"the {name} stage of {called} on {host} was not heard of for {STALE_AFTER_S:.0f} s"
         for name in stages
         if name not in here
     ]
     if not here and not stages:
-        problems = [f"no stage of lane {lane} on {host} was heard of for {STALE_AFTER_S:.0f} s"]
+        problems = [f"no stage of {called} on {host} was heard of for {STALE_AFTER_S:.0f} s"]
     if not live:
         wanted = stages or list(here)
         reasons = [problem_of(here[name], lanes[lane].epoch) for name in wanted if name in here]

@@ -141,6 +141,16 @@ Lane = Annotated[
         "--lane", metavar="NAME", help="Only this lane; all when not given.", show_default=False
     ),
 ]
+ServedModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="NAME",
+        help="Of several models the one with this name, as `models` prints it.",
+        rich_help_panel=_PANEL,
+        show_default=False,
+    ),
+]
 WithParent = Annotated[
     bool,
     typer.Option(
@@ -161,6 +171,7 @@ class Options(msgspec.Struct, frozen=True):
         config_file: A YAML file.
         settings: "section.setting=value" texts; they win over the other options.
         log_level: One of `Level`.
+        served: The name of a model that is served; it sets nothing.
     """
 
     url: str | None = None
@@ -171,6 +182,7 @@ class Options(msgspec.Struct, frozen=True):
     config_file: Path | None = None
     settings: list[str] | None = None
     log_level: str | None = None
+    served: str | None = None
 
     def config(self, **more: Any) -> Config:
         """The settings of a command: its options over the environment over the file.
@@ -180,14 +192,14 @@ class Options(msgspec.Struct, frozen=True):
 
         Raises:
             ConfigError: As `load_config`; also for a text without "=".
-            ModelError: `model` names no folder.
+            ModelError: `model` names no folder and no file.
         """
         config = load_config(self.config_file, overrides=self.overrides(**more))
-        if self.model is not None and not config.engine.model_folder.is_dir():
+        if self.model is not None and not config.engine.model_folder.exists():
             raise ModelError(
                 f"there is no model folder {config.engine.model_folder}; give one in "
-                f"Transformers' format (nothing is downloaded), or {BUNDLED_MODEL!r} for the "
-                f"bundled model"
+                f"Transformers' format or a GGUF file (nothing is downloaded), or "
+                f"{BUNDLED_MODEL!r} for the bundled model"
             )
         return config
 
@@ -250,6 +262,7 @@ _ANNOTATIONS = {
     "config_file": ConfigFile,
     "settings": Settings,
     "log_level": LogLevel,
+    "served": ServedModel,
 }
 
 CLIENT_OPTIONS = ("bus", "config_file", "settings", "log_level")
@@ -322,6 +335,9 @@ def set_parameters(command: Callable[..., None], parameters: list[inspect.Parame
 
 
 takes_client_options = takes_options(*CLIENT_OPTIONS)
+
+takes_model_options = takes_options("served", *CLIENT_OPTIONS)
+"""Of commands that talk to a running pipeline, of several models to one of them."""
 
 takes_asking_options = takes_options("url", "api_key", *CLIENT_OPTIONS)
 """Of commands that talk to a server or to a pipeline."""

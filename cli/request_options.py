@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from .options import gathers
-from .requests import DEFAULT_MAX_TOKENS, Wanted, parse_sampling
+from .requests import DEFAULT_MAX_TOKENS, Wanted, parse_constraint, parse_prediction, parse_sampling
 
 _REQUEST, _OUTPUT = "Requests", "Output"
 
@@ -50,6 +50,24 @@ _Sampling = Annotated[
         panel=_REQUEST,
         text="Any sampling parameter, as top_p=0.9 or logprobs=3. Repeatable.",
         metavar="NAME=VALUE",
+    ),
+]
+_Constraint = Annotated[
+    str | None,
+    _option(
+        "--constraint",
+        panel=_REQUEST,
+        text="What the answer has to be, as regex='[0-9]+' or json_schema=@FILE.",
+        metavar="KIND=VALUE",
+    ),
+]
+_Prediction = Annotated[
+    str | None,
+    _option(
+        "--prediction",
+        panel=_REQUEST,
+        text="What the answer may be, or @FILE: a draft, where the engine speculates.",
+        metavar="TEXT",
     ),
 ]
 _Priority = Annotated[
@@ -96,6 +114,8 @@ def takes_wanted_options(
         "seed": _Seed,
         "stop": _Stop,
         "sampling": _Sampling,
+        "constraint": _Constraint,
+        "prediction": _Prediction,
         "priority": _Priority,
         "tenant": _Tenant,
         "budget": _Budget,
@@ -107,10 +127,19 @@ def _wanted(
     *,
     stop: list[str] | None,
     sampling: list[str] | None,
+    constraint: str | None,
+    prediction: str | None,
     budget: float | None,
     **given: Any,
 ) -> Wanted:
     """Raises ConfigError for what can't be read."""
+    parameters = parse_sampling(sampling or ())
+    if constraint is not None:
+        parameters["constraint"] = parse_constraint(constraint)
     return Wanted(
-        stop=tuple(stop or ()), sampling=parse_sampling(sampling or ()), budget_s=budget, **given
+        stop=tuple(stop or ()),
+        sampling=parameters,
+        prediction=None if prediction is None else parse_prediction(prediction),
+        budget_s=budget,
+        **given,
     )

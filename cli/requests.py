@@ -8,10 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import yaml
 
 from ..bus.channel import Malformed
 from ..bus.codec import check_request
-from ..config import ConfigError, RequestError, SamplingParams, nearest, parse_value
+from ..config import (
+    ConfigError,
+    Constraint,
+    RequestError,
+    SamplingParams,
+    nearest,
+    parse_value,
+    shown,
+)
 from .stdin import stdin_lines
 
 DEFAULT_MAX_TOKENS = 64
@@ -39,6 +48,8 @@ class Wanted(msgspec.Struct, frozen=True):
     tenant: str | None = None
     budget_s: float | None = None
     stream: bool = False
+    model: str | None = None
+    prediction: str | None = None
 
     def __post_init__(self) -> None:
         if self.budget_s is not None and not math.isfinite(self.budget_s):
@@ -51,7 +62,7 @@ class Wanted(msgspec.Struct, frozen=True):
             return self.of_messages(messages, max_tokens=DEFAULT_MAX_TOKENS)
         return self._request({"prompt": text}, max_tokens=DEFAULT_MAX_TOKENS)
 
-    def of_messages(self, messages: list[dict[str, str]], *, max_tokens: int) -> dict[str, Any]:
+    def of_messages(self, messages: list[dict[str, Any]], *, max_tokens: int) -> dict[str, Any]:
         """The request for a conversation. Greedy unless the options say otherwise; they also go
         before `max_tokens`."""
         return self._request({"messages": messages}, max_tokens)
@@ -75,6 +86,8 @@ class Wanted(msgspec.Struct, frozen=True):
             "priority": self.priority,
             "tenant": self.tenant,
             "budget_ns": budget_ns,
+            "model": self.model,
+            "prediction": self.prediction,
         }
         return {"stream": self.stream} | _given(fields)
 
@@ -105,6 +118,67 @@ def parse_sampling(texts: Iterable[str]) -> dict[str, Any]:
             raise ConfigError(f"--sampling: no parameter {name!r:.80}{nearest(name, known)}")
         fields[name] = parse_value(value)
     return fields
+
+
+def parse_constraint(text: str) -> dict[str, Any]:
+    """What an answer has to be, from "kind=value", or "kind=@file" for what a file has.
+
+    The value of `json_schema` is JSON, that of `choice` a list as YAML has it ("[red, 12, yes]"),
+    whose words are texts whatever else YAML takes them for; all others are texts, and `json_object`
+    has none.
+
+    Raises:
+        ConfigError: There is no such kind, or the value is none of it.
+    """
+    kind, equals, value = text.partition("=")
+    known = Constraint.__struct_fields__
+    if kind not in known:
+        raise ConfigError(f"--constraint: no kind {kind!r:.80}{nearest(kind, known)}")
+    if kind == "json_object":
+        if equals:
+            raise ConfigError("--constraint json_object takes no value; json_schema does")
+        return {kind: True}
+    if not equals:
+        raise ConfigError(f"--constraint takes {kind}=value, or {kind}=@file")
+    value = _text_or_file("--constraint", value)
+    if kind == "choice":
+        return {kind: _texts(value)}
+    if kind != "json_schema":
+        return {kind: value}
+    try:
+        return {kind: msgspec.json.decode(value, type=dict[str, Any])}
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--constraint: the schema is no JSON object: {error}") from None
+
+
+def parse_prediction(text: str) -> str:
+    """What an answer may be, from the text itself, or "@file" for what a file has.
+
+    Raises:
+        ConfigError: The file can't be read.
+    """
+    return _text_or_file("--prediction", text)
+
+
+def _text_or_file(option: str, value: str) -> str:
+    if not value.startswith("@"):
+        return value
+    try:
+        return Path(value[1:]).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{option}: can't read {value[1:]}: {error}") from None
+
+
+def _texts(value: str) -> list[str]:
+    """Raises ConfigError: it is no list of texts."""
+    try:
+        # Of YAML's loaders the one that takes "yes", "12" and "null" for what they look like.
+        found = yaml.load(value, yaml.BaseLoader)
+    except yaml.YAMLError:
+        found = None
+    if not (isinstance(found, list) and found and all(isinstance(each, str) for each in found)):
+        raise ConfigError(f"--constraint: choice is {shown(value)}, and no list such as [yes, no]")
+    return found
 
 
 def _given(fields: dict[str, Any]) -> dict[str, Any]:

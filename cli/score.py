@@ -11,11 +11,11 @@ from typing import Annotated
 import msgspec
 import typer
 
-from ..bus.public import Completion
+from ..bus.public import Completion, GenerateRequest
 from ..config import ConfigError, RequestError, SamplingParams
 from ..pipeline.scoring import ScoredCompletion
 from .connection import connected
-from .options import Options, takes_client_options
+from .options import Options, takes_model_options
 
 
 class Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,7 +36,7 @@ class Score(msgspec.Struct, frozen=True):
     weight_version: int
 
 
-@takes_client_options
+@takes_model_options
 def score(
     options: Options,
     file: Annotated[
@@ -71,6 +71,7 @@ def score(
                 [each.prompt_token_ids for _, _, each in given],
                 [each.token_ids for _, _, each in given],
                 params,
+                like=GenerateRequest(model=options.served or ""),
             )
 
     for (line, sample_index, _), logprobs in zip(given, asyncio.run(run()), strict=True):

@@ -5,25 +5,30 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
 import typer
+from msgspec.structs import replace
 from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ..bus import StageReport
+from ..bus import ModelState, StageReport
 from ..bus.keys import Keys
 from ..bus.links import all_links
-from ..config import STAGES, BusConfig, BusError, redact
+from ..config import STAGES, BusConfig, BusError, Config, redact
 from ..pipeline.health import LATE_S, LaneHealth, lanes_of, problem_of, replicas_of, verdict
-from .connection import unreachable
-from .options import Options, takes_client_options
+from ..pipeline.models import FACTS
+from .connection import connected, find_served, unreachable
+from .options import Options, takes_model_options
 from .terminal import stdout
 
 _SHOWN_LINKS = 3
+# By `nano-inference fairness show` and `nano-inference models`.
+_SHOWN_ELSEWHERE = ("settings", *FACTS)
 _OWN_NAME = "status"
 _STYLES = {"ready": "green", "starting": "yellow", "waiting": "yellow", "draining": "yellow"}
 
@@ -49,6 +54,8 @@ class BusStatus(msgspec.Struct, frozen=True):
             what it has read a while later. Of lanes other than "0" the link's name follows the
             lane's and a colon.
         connections: Connections to the server, by client name; "" for those without.
+        models: Of several models how each is; the numbers above are those of all together, and the
+            names of links begin with the model's and a colon.
     """
 
     ready: bool
@@ -65,9 +72,10 @@ class BusStatus(msgspec.Struct, frozen=True):
     lanes: list[LaneHealth]
     links: dict[str, int]
     connections: dict[str, int]
+    models: dict[str, ModelState] = {}
 
 
-@takes_client_options
+@takes_model_options
 def status(
     options: Options,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as one JSON object.")] = False,
@@ -84,7 +92,7 @@ def status(
         watch nano-inference status
     """
     config = options.client_config()
-    found = asyncio.run(look(config.bus))
+    found = asyncio.run(look(config, options.served))
     if as_json:
         sys.stdout.write(f"{msgspec.json.encode(found).decode()}\n")
     else:
@@ -93,12 +101,62 @@ def status(
         raise typer.Exit(1)
 
 
-async def look(config: BusConfig) -> BusStatus:
-    """Takes one look at Redis, in a few round trips.
+async def look(config: Config, model: str | None = None) -> BusStatus:
+    """Takes one look at Redis, in a few round trips for each model.
+
+    Args:
+        model: Only this one, by one of its names; all when None.
 
     Raises:
         BusError: Redis can't be reached, or refuses a command that can't be done without.
+        RequestError: unknown_model.
     """
+    try:
+        async with connected(config) as client:
+            records = {} if config.bus.model else await client.bus.models.read()
+            chosen = None if model is None else await find_served(client, model)
+    except BusError as error:
+        raise unreachable(config.bus, error) from None
+    if not records:
+        return await _look_at(config.bus)
+    states = {id: each.state for id, each in records.items() if chosen in (None, id)}
+    each = [await _look_at(replace(config.bus, model=id)) for id in states]
+    entrance = await _look_at(config.bus) if chosen is None else None
+    return _together(states, each, entrance)
+
+
+def _together(
+    states: dict[str, ModelState], each: Sequence[BusStatus], entrance: BusStatus | None
+) -> BusStatus:
+    """What was seen of models, and of the entrance before them, as one."""
+    reasons = [
+        status.reason if state in ("ready", "draining") else f"it is {state}"
+        for status, state in zip(each, states.values(), strict=True)
+    ]
+    ready = not all(reasons)
+    named = zip(states, reasons, strict=True)
+    taken = [status.last_taken_s for status in each if status.last_taken_s is not None]
+    every = [*each, entrance] if entrance else list(each)
+    return replace(
+        every[-1],  # of the server all say the same
+        ready=ready,
+        reason="" if ready else "; ".join(f"model {name}: {why}" for name, why in named),
+        waiting=sum(status.waiting for status in every),
+        in_flight=sum(status.in_flight for status in each),
+        queue_length=sum(status.queue_length for status in every),
+        last_taken_s=min(taken, default=None),
+        lanes=[lane for status in each for lane in status.lanes],
+        links={
+            f"{model}:{name}": length
+            for model, status in zip(states, each, strict=True)
+            for name, length in status.links.items()
+        },
+        models=states,
+    )
+
+
+async def _look_at(config: BusConfig) -> BusStatus:
+    """One look at what a bus is of: a model, or the only one, or the entrance."""
     # redis-py is loaded only here, so that `--help` stays fast.
     from ..bus.redis.bus import RedisBus
 
@@ -158,7 +216,7 @@ async def _ask(config: BusConfig, links: list[tuple[str, str]]) -> list[Any]:
 
     server = Server(config.url, _OWN_NAME)
     redis = server.client(1)
-    keys = Keys(config.prefix, config.lane)
+    keys = Keys(config.prefix, config.lane, config.model)
     lengths = [keys.link(name, lane) for lane, name in links]
     commands = [
         ("XLEN", keys.requests),
@@ -226,7 +284,7 @@ def _rendered(found: BusStatus) -> Group:
     for lane in found.lanes:
         parts.append(lane_table(lane))
         for stage in lane.rivals:
-            warning = f"more than one process runs the {stage} stage of lane {lane.lane}"
+            warning = f"more than one process runs the {stage} stage of {lane_title(lane)}"
             parts.append(Text(f"{warning}; give each pipeline a bus.lane of its own", "bold red"))
     return Group(*parts)
 
@@ -242,12 +300,14 @@ def _overview(found: BusStatus) -> Table:
         table.add_row("pipeline", Text(f"ready{which}", "green"))
     else:
         table.add_row("pipeline", Text(f"not ready: {found.reason}", "bold red"))
+    if found.models:
+        table.add_row("models", ", ".join(f"{id} {state}" for id, state in found.models.items()))
     dead = Text(f"{found.dead_letters} dead letters", "bold red" if found.dead_letters else "")
     counts = f"{found.waiting} waiting, {found.in_flight} in flight"
     requests = Text(f"{counts}, {found.queue_length} not begun, ")
     table.add_row("requests", requests + dead)
     if found.last_taken_s is not None and not found.ready:
-        table.add_row("", f"last asked for {_duration(found.last_taken_s)} ago")
+        table.add_row("", f"last asked for {duration(found.last_taken_s)} ago")
     fullest = sorted(found.links.items(), key=lambda link: -link[1])[:_SHOWN_LINKS]
     busy = [f"{name} ≤ {count}" for name, count in fullest if count]
     table.add_row("links", ", ".join(busy) if busy else "nothing waits")
@@ -269,12 +329,17 @@ def _overview(found: BusStatus) -> Table:
     return table
 
 
+def lane_title(lane: LaneHealth) -> str:
+    """What a lane is called; of several models with its model."""
+    return f"model {lane.model}, lane {lane.lane}" if lane.model else f"lane {lane.lane}"
+
+
 def lane_table(lane: LaneHealth) -> Table:
     """The stages of a lane: what each told last."""
     table = Table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
-        title=f"lane {lane.lane}, epoch {lane.epoch}",
+        title=f"{lane_title(lane)}, epoch {lane.epoch}",
         title_justify="left",
         title_style="bold",
     )
@@ -291,7 +356,7 @@ def lane_table(lane: LaneHealth) -> Table:
         table.add_row(
             report.stage,
             Text(state, _STYLES.get(state, "bold red")),
-            _duration(report.since_s + report.age_s),
+            duration(report.since_s + report.age_s),
             f"{report.pid}@{report.host}",
             heard,
             problem_of(report, lane.epoch).removeprefix(f"{report.stage} ") or _load(report),
@@ -301,17 +366,35 @@ def lane_table(lane: LaneHealth) -> Table:
 
 def _load(report: StageReport) -> str:
     load = dict(report.load)
-    load.pop("settings", None)  # `nano-inference fairness show` has them
+    for name in _SHOWN_ELSEWHERE:
+        load.pop(name, None)
     texts: list[str] = []
     if "kv_total" in load:
         free, total = load.pop("kv_free"), load.pop("kv_total")
         cached = load.pop("kv_cached", 0)
         texts.append(f"KV blocks {free} of {total} free, {cached} cached")
+    if "draft_tokens" in load:
+        counts = (load.pop("drafts", 0), load.pop("draft_tokens"), load.pop("accepted_tokens", 0))
+        texts.append(f"drafts: {drafts_line(*counts)}")
     texts[:0] = [f"{name.replace('_', ' ')} {value}" for name, value in load.items()]
     return ", ".join(texts)
 
 
-def _duration(seconds: float) -> str:
+def lane_speculates(lane: LaneHealth) -> bool:
+    """Whether an executor of a lane tells of drafts."""
+    return any("draft_tokens" in report.load for report in lane.stages.values())
+
+
+def drafts_line(drafts: Any, draft_tokens: Any, accepted: Any) -> str:
+    """What became of drafts, as their numbers tell it."""
+    if not draft_tokens:
+        return "none yet"
+    share, tokens = accepted / draft_tokens, 1 + accepted / drafts
+    return f"{share:.0%} of their tokens accepted, {tokens:.1f} tokens a step"
+
+
+def duration(seconds: float) -> str:
+    """In whole numbers of what fits, as "3 h"."""
     for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"

@@ -16,7 +16,7 @@ from ..config import Config, ConfigError, NanoInferenceError
 from ..pipeline.client import BusClient
 from .answers import AnswerPrinter, ProgressLine
 from .connection import connected
-from .options import Options, takes_client_options
+from .options import Options, takes_model_options
 from .request_options import (
     AsJson,
     Chat,
@@ -38,7 +38,7 @@ PATIENCE_S = 10.0
 _CONCURRENT = 64
 
 
-@takes_client_options
+@takes_model_options
 @takes_wanted_options()
 def submit(
     options: Options,
@@ -77,7 +77,8 @@ def submit(
     The exit status is 1 when any request did not end well.
     """
     one_text = text not in (None, "-") and file is None
-    wanted = replace(wanted, chat=chat, n=n, stream=one_text and not as_json and n in (None, 1))
+    streams = one_text and not as_json and n in (None, 1)
+    wanted = replace(wanted, chat=chat, n=n, stream=streams, model=options.served)
     printer = AnswerPrinter(as_json=as_json, trace=trace, labelled=not one_text)
     _Submitting(options.client_config(), printer).run(text, file, wanted, no_wait=no_wait)
 

@@ -14,8 +14,9 @@ from rich.cells import cell_len
 from ..bus.codec import encode_output
 from ..bus.public import Completion
 from ..config import Config
-from .connection import connected
-from .options import Options, takes_client_options
+from ..pipeline.client import BusClient
+from .connection import connected, find_served, served_names
+from .options import Options, takes_model_options
 from .terminal import cut, milliseconds, one_line
 
 # Where standard output is not a terminal, so that its width is nobody's business.
@@ -24,7 +25,7 @@ _WIDTH_OF_PIPES = 120
 _HEADING = f"{'request':<20} {'status':<9} {'tokens':>6} {'TTFT ms':>9} {'total ms':>9}  text"
 
 
-@takes_client_options
+@takes_model_options
 def tail(
     options: Options,
     as_json: Annotated[
@@ -43,19 +44,23 @@ def tail(
 
         nano-inference tail --json --limit 100 > completions.jsonl
 
-    It reads the shared results stream and takes nothing away from anybody. Ctrl-C leaves.
+    With --model only those that it has answered. It reads the shared results stream and takes
+    nothing away from anybody. Ctrl-C leaves.
     """
     config = options.client_config()
-    asyncio.run(_tail(config, as_json, limit))
+    asyncio.run(_tail(config, options.served, as_json, limit))
 
 
-async def _tail(config: Config, as_json: bool, limit: int | None) -> None:
+async def _tail(config: Config, model: str | None, as_json: bool, limit: int | None) -> None:
     async with connected(config) as client, aclosing(await client.bus.results.tail()) as ended:
+        shown = None if model is None else await _names_of(client, model)
         on_terminal = sys.stdout.isatty()
         if not as_json:
             _print(_HEADING)
         count = 0
         async for completion in ended:
+            if shown is not None and completion.model not in shown:
+                continue
             if as_json:
                 _print(encode_output(completion).decode())
             else:
@@ -64,6 +69,13 @@ async def _tail(config: Config, as_json: bool, limit: int | None) -> None:
             count += 1
             if count == limit:
                 return
+
+
+async def _names_of(client: BusClient, model: str) -> set[str]:
+    """What completions call a model, or its adapters. Raises RequestError as `find_served`."""
+    found = await find_served(client, model)
+    every = await client.models()
+    return {name for each in every if found in ("", each.id) for name in served_names(each)}
 
 
 def line_of(completion: Completion, width: int) -> str:

@@ -15,10 +15,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ..config import BusConfig, BusError, split_role
+from ..config import BusError, Config, split_role
 from ..pipeline.health import LaneHealth
-from .options import Options, takes_client_options
-from .status import BusStatus, lane_table, look
+from .options import Options, takes_model_options
+from .status import BusStatus, drafts_line, lane_speculates, lane_table, lane_title, look
 from .terminal import stdout
 
 _BAR = 30
@@ -26,7 +26,7 @@ _SPARKS = " ▁▂▃▄▅▆▇█"
 _HISTORY = 60
 
 
-@takes_client_options
+@takes_model_options
 def top(
     options: Options,
     once: Annotated[bool, typer.Option("--once", help="Print one look and leave.")] = False,
@@ -46,19 +46,19 @@ def top(
     config = options.client_config()
     history = History()
     if once or not sys.stdout.isatty():
-        stdout().print(view(asyncio.run(look(config.bus)), history))
+        stdout().print(view(asyncio.run(look(config, options.served)), history))
         return
     with contextlib.suppress(KeyboardInterrupt):
-        _watch(config.bus, history, every_s)
+        _watch(config, options.served, history, every_s)
 
 
-def _watch(bus: BusConfig, history: History, every_s: float) -> None:
+def _watch(config: Config, model: str | None, history: History, every_s: float) -> None:
     shown: RenderableType = Text("looking …", style="dim")
     with Live(shown, console=stdout(), screen=True, auto_refresh=False) as live:
         while True:
             started = time.monotonic()
             try:
-                shown = view(asyncio.run(look(bus)), history)
+                shown = view(asyncio.run(look(config, model)), history)
                 live.update(shown, refresh=True)
             except BusError as error:
                 trouble = Text(f"{error.message}; trying again", style="bold red")
@@ -109,7 +109,7 @@ def _numbers(lane: LaneHealth, history: History) -> Table:
     table.add_column(style="bold", no_wrap=True, width=12)
     table.add_column(no_wrap=True)
     rate = load("streaming", "tokens_per_s")
-    sparks = history.add(lane.lane, rate)
+    sparks = history.add(lane_title(lane), rate)
     table.add_row("tokens/s", Text.assemble((f"{rate:<10,.0f}", "bold"), (sparks, "green")))
     p50, p95 = load("streaming", "ttft_ms_p50"), load("streaming", "ttft_ms_p95")
     table.add_row(
@@ -123,6 +123,10 @@ def _numbers(lane: LaneHealth, history: History) -> Table:
     table.add_row("batch", _bar(running, places, "samples"))
     total = load("batching", "kv_total")
     used = total - load("batching", "kv_free")
+    if lane_speculates(lane):
+        drafts, drafted = load("executor", "drafts"), load("executor", "draft_tokens")
+        accepted = load("executor", "accepted_tokens")
+        table.add_row("drafts", drafts_line(drafts, drafted, accepted))
     table.add_row("KV blocks", _bar(used, total, "used"))
     table.add_row("", f"{load('batching', 'kv_cached'):,.0f} can be found by new samples")
     return table

@@ -5,20 +5,18 @@ What a trainer does, by hand.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
 from ..bus.control import MEMORY_TAGS, MemoryTag
 from ..bus.weights import FolderWeights, InFlight
 from ..pipeline.client import BusClient
-from .connection import connected
-from .options import Lane, Options, takes_client_options
+from .connection import operate
+from .options import Lane, Options, takes_model_options
 
 app = typer.Typer(
     help="""Look at the weights in place, and replace them while requests are in flight.
@@ -32,8 +30,6 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-_Result = TypeVar("_Result")
 
 
 class MemoryKind(StrEnum):
@@ -59,7 +55,7 @@ AtPause = Annotated[
 
 
 @app.command()
-@takes_client_options
+@takes_model_options
 def update(
     options: Options,
     folder: Annotated[
@@ -101,20 +97,20 @@ def update(
             lane=lane,
         )
 
-    typer.echo(_run(replace, options))
+    typer.echo(operate(replace, options))
 
 
 @app.command("version")
-@takes_client_options
+@takes_model_options
 def version_(options: Options, lane: Lane = None) -> None:
     """Print the version of the weights in place; 0 are those that were loaded.
 
     nano-inference weights version
     """
-    typer.echo(_run(partial(BusClient.weight_version, lane=lane), options))
+    typer.echo(operate(partial(BusClient.weight_version, lane=lane), options))
 
 
-@takes_client_options
+@takes_model_options
 def pause(options: Options, in_flight: AtPause = "keep", lane: Lane = None) -> None:
     """Stop generating, and return when no step is under way; requests wait until `resume`.
 
@@ -124,28 +120,28 @@ def pause(options: Options, in_flight: AtPause = "keep", lane: Lane = None) -> N
     async def stop(client: BusClient) -> None:
         await client.pause(in_flight, lane=lane)
 
-    _run(stop, options)
+    operate(stop, options)
 
 
-@takes_client_options
+@takes_model_options
 def resume(options: Options, lane: Lane = None) -> None:
     """Go on generating after `pause`.
 
     nano-inference resume
     """
-    _run(partial(BusClient.resume, lane=lane), options)
+    operate(partial(BusClient.resume, lane=lane), options)
 
 
-@takes_client_options
+@takes_model_options
 def flush_cache(options: Options, lane: Lane = None) -> None:
     """Forget all cached prefixes. New weights need no flush.
 
     nano-inference flush-cache
     """
-    _run(partial(BusClient.flush_cache, lane=lane), options)
+    operate(partial(BusClient.flush_cache, lane=lane), options)
 
 
-@takes_client_options
+@takes_model_options
 def release_memory(options: Options, tags: Tags = None, lane: Lane = None) -> None:
     """Give memory back to the device; requests wait until `resume-memory`.
 
@@ -157,10 +153,10 @@ def release_memory(options: Options, tags: Tags = None, lane: Lane = None) -> No
     async def release(client: BusClient) -> None:
         await client.release_memory(_memory(tags), lane=lane)
 
-    _run(release, options)
+    operate(release, options)
 
 
-@takes_client_options
+@takes_model_options
 def resume_memory(options: Options, tags: Tags = None, lane: Lane = None) -> None:
     """Take memory again that was released.
 
@@ -170,21 +166,8 @@ def resume_memory(options: Options, tags: Tags = None, lane: Lane = None) -> Non
     async def take(client: BusClient) -> None:
         await client.resume_memory(_memory(tags), lane=lane)
 
-    _run(take, options)
+    operate(take, options)
 
 
 def _memory(tags: list[MemoryKind] | None) -> tuple[MemoryTag, ...]:
     return tuple(tag.value for tag in tags) if tags else MEMORY_TAGS
-
-
-def _run(
-    operation: Callable[[BusClient], Awaitable[_Result]],
-    options: Options,
-) -> _Result:
-    config = options.client_config()
-
-    async def run() -> _Result:
-        async with connected(config) as client:
-            return await operation(client)
-
-    return asyncio.run(run())

@@ -6,6 +6,7 @@ import fcntl
 import io
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import termios
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,7 +23,7 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 
 from nano_inference.cli import chat as chat_command
-from nano_inference.cli.answerer import ServedModel
+from nano_inference.cli.answerer import AnswerPiece, AskedCall, ServedModel
 from nano_inference.config import Config, GatewayConfig, RequestError
 
 from .conftest import Ran, Run
@@ -180,16 +182,25 @@ class Recorded:
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
         self.failures: list[Exception] = []
+        # A request that is refused, by its number.
+        self.fails_at = 0
+        # Of the answers in order, as far as they have any.
+        self.calls: list[tuple[AskedCall, ...]] = []
 
     async def check(self) -> str:
         return "served"
 
-    async def ask(self, request: dict[str, Any]) -> AsyncGenerator[str, None]:
+    async def ask(self, request: dict[str, Any]) -> AsyncGenerator[AnswerPiece, None]:
         self.requests.append(request)
-        yield "I have "
+        yield AnswerPiece(reasoning="Let me see.")
+        yield AnswerPiece("I have ")
         if self.failures:
             raise self.failures.pop()
-        yield f"{len(request['messages'])}."
+        if len(self.requests) == self.fails_at:
+            raise RequestError("no")
+        yield AnswerPiece(f"{len(request['messages'])}.")
+        if self.calls:
+            yield AnswerPiece(calls=self.calls.pop(0))
 
     async def cancel(self, request_id: str) -> None:
         raise AssertionError
@@ -222,6 +233,108 @@ def test_what_was_said_goes_with_each_question(
     assert (ran.status, ran.stdout) == (0, "I have 1.\nI have 3.\nI have 1.\n")
     assert recorded.said == [["one"], ["one", "I have 1.", "two"], ["three"]]
     assert [asked["model"] for asked in recorded.requests] == ["served"] * 3
+
+
+def test_the_next_line_is_what_comes_of_a_call(
+    run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    (tmp_path / "tools.json").write_bytes(msgspec.json.encode(tools))
+    recorded.calls = [(AskedCall("c0", "add", '{"a":1}'), AskedCall("c1", "add", "{}"))]
+    typed(monkeypatch, "question\n17\n18\nand then\n")
+    ran = run("chat", "--tools", str(tmp_path / "tools.json"), "--url", "http://127.0.0.1:9/v1")
+    assert (ran.status, ran.stdout) == (0, "I have 1.\nI have 4.\nI have 6.\n")
+    assert 'calls add {"a":1}' in ran.stderr
+    told = recorded.requests[1]["messages"]
+    assert [each["role"] for each in told] == ["user", "assistant", "tool", "tool"]
+    assert [each["tool_call_id"] for each in told[2:]] == ["c0", "c1"]
+    assert [each["content"] for each in told[2:]] == ["17", "18"]
+    assert told[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a":1}'}
+    assert all(asked["tools"] == tools for asked in recorded.requests)
+
+
+@pytest.fixture
+def with_tools(tmp_path: Path) -> list[str]:
+    path = tmp_path / "tools.json"
+    path.write_text('[{"type": "function", "function": {"name": "add"}}]')
+    return ["chat", "--tools", str(path), "--url", "http://127.0.0.1:9/v1"]
+
+
+def test_a_call_without_a_next_line_ends_it(
+    run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch, with_tools: list[str]
+) -> None:
+    """A model that only calls would otherwise be asked for ever."""
+    recorded.calls = [(AskedCall("c0", "add", "{}"), AskedCall("c1", "add", "{}"))] * 3
+    typed(monkeypatch, "question\n17\n")
+    ran = run(*with_tools)
+    assert (ran.status, ran.stdout) == (1, "I have 1.\n")
+    assert recorded.said == [["question"]]
+
+
+def test_a_call_whose_result_was_refused_was_not_made(
+    run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch, with_tools: list[str]
+) -> None:
+    recorded.calls = [(AskedCall("c0", "add", "{}"),)]
+    recorded.fails_at = 2
+    typed(monkeypatch, "question\n17\nand then\n")
+    assert run(*with_tools).status == 1
+    assert recorded.said[1:] == [["question", "I have 1.", "17"], ["and then"]]
+
+
+def test_tools_that_are_none_are_refused(
+    run: Run, on_served: Config, tmp_path: Path, url: str
+) -> None:
+    path = tmp_path / "tools.json"
+    at = ["chat", "--tools", str(path), "--url", url]
+    assert_refused(run(*at), "has no list of tools")
+    path.write_text("{}")
+    assert_refused(run(*at), "has no list of tools")
+    path.write_text("[]")
+    assert_refused(run("chat", "--tools", str(path)), "takes a server")
+
+
+@pytest.mark.parametrize(
+    ("constraint", "answer"),
+    [
+        ("regex=[0-9]{4}", re.compile("[0-9]{4}")),
+        ("choice=[perhaps, never]", re.compile("perhaps|never")),
+        ('json_schema={"enum": [7]}', re.compile("7")),
+        ("json_schema=@schema.json", re.compile("8")),
+        ("choice=[yes, 12, null]", re.compile("yes|12|null")),
+        ('gbnf=root ::= "yes" | "no"', re.compile("yes|no")),
+        ('lark=start: "yes" | "no"', re.compile("yes|no")),
+    ],
+)
+def test_an_answer_is_what_it_has_to_be(
+    run: Run,
+    place: list[str],
+    constraint: str,
+    answer: re.Pattern[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("schema.json").write_text('{"enum": [8]}')
+    ran = run("complete", "98 + 25 =", "--constraint", constraint, *place)
+    assert ran.status == 0, ran.stderr
+    assert answer.fullmatch(ran.stdout.strip())
+
+
+@pytest.mark.parametrize(
+    ("constraint", "words"),
+    [
+        ("regexp=a", "no kind 'regexp'"),
+        ("regex", "regex=value"),
+        ("json_schema=[]", "no JSON object"),
+        ("json_object=false", "takes no value"),
+        ("choice=yes", "no list"),
+        ("choice=[[yes]]", "no list"),
+        ("choice=[yes", "no list"),
+        ("lark=@nowhere", "can't read nowhere"),
+    ],
+)
+def test_a_constraint_that_is_none(run: Run, url: str, constraint: str, words: str) -> None:
+    assert_refused(run("complete", "x", "--constraint", constraint, "--url", url), words)
 
 
 def test_what_the_model_shall_be(

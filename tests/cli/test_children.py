@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import os
 import signal
 import sys
@@ -15,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from rich.console import Console
 
 from nano_inference.cli.children import (
     Child,
@@ -26,9 +24,8 @@ from nano_inference.cli.children import (
     spawn,
 )
 from nano_inference.cli.fork_server import why_not
+from nano_inference.cli.forks import Forks
 from nano_inference.cli.process import DRAIN
-from nano_inference.cli.up import _House
-from nano_inference.config import load_config
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is forked"),
@@ -187,12 +184,12 @@ async def test_where_nothing_can_be_forked_a_program_is_started() -> None:
     broken = ForkServer(["nonsense"], None)
     with pytest.raises(ForkServerLost):
         await start(broken, ["--version"])
-    house = _House(load_config(env={}), [])
-    house._console = Console(file=(shown := io.StringIO()))
-    house._forks = {"fairness": broken}
+    told: list[str] = []
+    forks = Forks((), "forkserver", None, told.append)
+    forks._servers["fairness"] = broken
     async with asyncio.timeout(LIMIT_S):
-        child = await house._start("fairness")
+        child = await forks.start("fairness", ["--version"])
     assert isinstance(child, Spawned)
     child.send_signal(signal.SIGKILL)
     await child.wait()
-    assert "fairness can't be forked" in shown.getvalue()
+    assert "fairness can't be forked" in told[0]

@@ -6,10 +6,14 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 
 from nano_inference.cli import checks
 from nano_inference.config import BUNDLED_MODEL, BusConfig, Config
+from nano_inference.stages import gguf
+from nano_inference.stages.executor import device
 
+from ..gguf_files import nothing, write_gguf
 from .conftest import Run
 
 
@@ -75,8 +79,11 @@ def test_model_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     check = checks.check_folder(str(tmp_path))
     assert check.state == "fail"
-    assert "has no tokenizer.json, no weights" in check.found
+    assert "has no weights" in check.found
     assert "config.json" not in check.found
+    (tmp_path / "model.safetensors").touch()
+    check = checks.check_folder(str(tmp_path))
+    assert (check.state, "no tokenizer" in check.found) == ("warn", True)
 
 
 def test_a_model_that_can_not_be_loaded(tmp_path: Path) -> None:
@@ -92,7 +99,7 @@ def test_doctor(run: Run, redis_url: str) -> None:
     assert (ran.status, ran.stderr) == (0, "")
     rows = [line.split() for line in ran.stdout.splitlines() if not line.startswith(" ")]
     assert [name for _, name, *_ in rows] == [
-        *("python", "packages", "torch", "device", "kernels"),
+        *("python", "packages", "torch", "device", "kernels", "pages"),
         *("bundled", "speed", "redis", "traces"),
     ]
     assert {state for state, *_ in rows} <= {"ok", "warn"}
@@ -105,3 +112,33 @@ def test_doctor_finds_a_fault(run: Run, closed_port: int) -> None:
     assert ran.status == 1
     failed = [line.split()[1] for line in ran.stdout.splitlines() if line.startswith("fail")]
     assert failed == ["folder", "redis"]
+
+
+def test_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf, "_cache_folder", lambda: tmp_path)
+    path = write_gguf(tmp_path / "m.gguf", "Q4_0")
+    check = checks.check_folder(str(path))
+    assert (check.state, check.found) == ("ok", f"{path} (qwen2, 1 MB of weights in Q4_0, F32)")
+    bare = write_gguf(tmp_path / "bare.gguf", tokenizer=nothing)
+    check = checks.check_folder(str(bare))
+    assert (check.state, "no tokenizer" in check.found) == ("warn", True)
+    path.write_bytes(b"GGUF")
+    check = checks.check_folder(str(path))
+    assert check.state == "fail"
+    assert "cut off" in check.found
+    assert "download it again" in check.advice
+
+
+def test_a_device_that_is_not_there() -> None:
+    found = list(checks.check_torch("xpu:7"))
+    assert [(check.name, check.state) for check in found] == [("torch", "ok"), ("device", "fail")]
+    assert "'xpu:7' is not there; here" in found[1].found
+
+
+def test_a_device_on_which_no_test_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_TESTED", frozenset())
+    monkeypatch.setattr(device, "resolve_device", lambda name: torch.device("mps"))
+    monkeypatch.setattr(device, "devices_here", lambda: {"mps": 1})
+    check = checks.check_device("auto")
+    assert check is not None
+    assert (check.state, check.found) == ("warn", "mps (unverified)")

@@ -173,7 +173,7 @@ def test_responses_go_on_at_another_gateway_when_their_own_is_killed(
             time.sleep(0.05)
         assert (answer.status, answer.output_text) == ("incomplete", text)
         following = second.create(model="tiny", input="And?", previous_response_id=response_id)
-        assert following.usage.input_tokens > 500
+        assert following.usage.input_tokens > 400
 
 
 def told(lines: list[str]) -> tuple[str, str]:

@@ -11,7 +11,8 @@ import pytest
 from .conftest import Run
 
 COMMANDS = (
-    *("cancel", "chat", "complete", "demo", "dlq", "doctor", "fairness", "flush-cache"),
+    *("adapters", "cancel", "chat", "complete", "demo", "dlq", "doctor", "embed", "fairness"),
+    "flush-cache",
     *("gateway", "health", "models", "pause", "resume"),
     *("run", "score", "serve", "status", "submit", "tail", "up", "weights"),
 )

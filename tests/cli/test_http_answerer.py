@@ -50,7 +50,7 @@ async def answerer(engine: FakeEngine) -> AsyncIterator[HttpAnswerer]:
 
 async def text_of(answerer: HttpAnswerer, request: dict[str, Any]) -> str:
     async with asyncio.timeout(LIMIT_S), aclosing(answerer.ask(request)) as pieces:
-        return "".join([piece async for piece in pieces])
+        return "".join([piece.text async for piece in pieces])
 
 
 SAMPLING = {
@@ -68,6 +68,7 @@ SAMPLING = {
     "frequency_penalty": -0.5,
     "logit_bias": {17: 2.5},
     "min_tokens": 2,
+    "max_draft_tokens": 3,
 }
 
 
@@ -82,11 +83,13 @@ async def test_each_field_comes_to_the_engine_as_over_the_bus(
         "tenant": "lab",
         "priority": -3,
         "budget_ns": 5 * 10**9,
+        "prediction": "five seven",
     }
     assert await text_of(answerer, request) == "five six"
     (asked,) = engine.requests
     wanted = msgspec.convert(request, GenerateRequest)
     assert asked.prompt == wanted.prompt
+    assert asked.prediction == wanted.prediction
     assert asked.sampling == wanted.sampling
     assert (asked.tenant, asked.priority) == ("lab", -3)
     assert asked.budget_ns is not None
@@ -120,7 +123,7 @@ async def test_text_comes_as_it_is_made_and_who_stops_reading_cancels(engine: Fa
         HttpAnswerer(Server(f"http://127.0.0.1:{served.port}/v1")) as answerer,
     ):
         async with aclosing(answerer.ask({"prompt": "a"})) as pieces:
-            assert await anext(pieces) == "Zürich 東京"
+            assert (await anext(pieces)).text == "Zürich 東京"
         await engine.until(lambda: len(engine.left) == 1)
 
 
@@ -154,7 +157,7 @@ async def test_what_fails_in_mid_answer(answerer: HttpAnswerer, engine: FakeEngi
     with pytest.raises(RequestError, match="it died") as raised:
         async with asyncio.timeout(LIMIT_S), aclosing(answerer.ask({"prompt": "a"})) as pieces:
             async for piece in pieces:
-                came.append(piece)
+                came.append(piece.text)
     assert (came, raised.value.code) == (["one"], "lane_failed")
 
 

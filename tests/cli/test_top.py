@@ -81,6 +81,28 @@ def test_a_look_has_every_number() -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
+def drafting(*executors: dict[str, int]) -> str:
+    """A look at a lane whose replicas tell this of drafts."""
+    stages = look().lanes[0].stages
+    reports = [report for report in stages.values() if report.stage != "executor"]
+    for number, load in enumerate(executors):
+        role = f"executor.{number}" if number else "executor"
+        reports.append(msgspec.structs.replace(stages["executor"], stage=role, load=load))
+    return rendered(msgspec.structs.replace(look(), lanes=lanes_of(reports)), History())
+
+
+def test_what_becomes_of_drafts_is_shown_where_the_engine_speculates() -> None:
+    assert "drafts" not in rendered(look(), History())
+    none = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
+    some = {"drafts": 100, "draft_tokens": 400, "accepted_tokens": 250}
+    others = {"drafts": 300, "draft_tokens": 1600, "accepted_tokens": 1350}
+    assert "none yet" in drafting(none)
+    assert "62% of their tokens accepted, 3.5 tokens a step" in drafting(some)
+    text = drafting(some, others)
+    assert "80% of their tokens accepted, 5.0 tokens a step" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
 def test_the_rate_leaves_a_track() -> None:
     history = History()
     for rate in (0, 50, 100):

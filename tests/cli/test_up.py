@@ -13,11 +13,12 @@ from redis import Redis
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
-from nano_inference.cli.up import _House
+from nano_inference.cli.processes import Processes
 from nano_inference.config import load_config
 from nano_inference.pipeline.supervisor import StageFailed
 
 from ..commands import Command
+from ..processes import processes_of
 from .conftest import Run
 from .test_errors import assert_refused
 
@@ -75,15 +76,17 @@ def test_the_embedded_server_ends_with_a_killed_parent(patient: Retry, tmp_path:
 
 
 def test_it_goes_on_without_a_replica_while_there_is_another() -> None:
-    config = load_config(env={}, overrides={"pipeline.replicas": 3})
+    def processes(replicas: int) -> Processes:
+        return processes_of(load_config(env={}, overrides={"pipeline.replicas": replicas}))
+
     error = StageFailed("it failed too often")
-    house = _House(config, [])
-    house._give_up("executor.2", error)
-    house._give_up("batching.2", error)
-    house._give_up("executor", error)
+    three = processes(3)
+    three.give_up("executor.2", error)
+    three.give_up("batching.2", error)
+    three.give_up("executor", error)
     with pytest.raises(StageFailed):
-        house._give_up("batching.1", error)
+        three.give_up("batching.1", error)
     with pytest.raises(StageFailed):
-        _House(config, [])._give_up("streaming", error)
+        processes(3).give_up("streaming", error)
     with pytest.raises(StageFailed):
-        _House(load_config(env={}), [])._give_up("executor", error)
+        processes(1).give_up("executor", error)

@@ -1,0 +1,48 @@
+"""How the processes of `up` begin: as forks of warm processes, which all models share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal
+
+from ..config import split_role
+from .children import Child, ForkServer, ForkServerLost, python, spawn
+
+
+class Forks:
+    """Starts children by their roles; the executors have a fork server for themselves, since only
+    they have torch."""
+
+    def __init__(
+        self,
+        roles: Iterable[str],
+        start_method: Literal["forkserver", "spawn"],
+        environment: Mapping[str, str] | None,
+        say: Callable[[str], None],
+    ) -> None:
+        """Args: what there will be, and the environment of all (None: this process's own)."""
+        self._environment = environment
+        self._say = say
+        self._servers: dict[str, ForkServer] = {}
+        if start_method == "spawn" or sys.platform != "linux":
+            return
+        stages = dict.fromkeys(split_role(role)[0] for role in roles)
+        alone = ForkServer(("executor",), environment)
+        others = [stage for stage in stages if stage != "executor"]
+        together = ForkServer(others, environment)
+        self._servers = {stage: alone if stage == "executor" else together for stage in stages}
+
+    async def start(self, role: str, arguments: Sequence[str]) -> Child:
+        """Runs `nano-inference` with these arguments, for this role."""
+        if server := self._servers.get(split_role(role)[0]):
+            try:
+                return await server.start(arguments)
+            except ForkServerLost as error:
+                self._say(f"{role} can't be forked ({error}); starting it as a program of its own")
+        return await spawn([*python(), "nano_inference", *arguments], self._environment)
+
+    def close(self) -> None:
+        """Ends what processes are forked from; they go on."""
+        for server in self._servers.values():
+            server.close()

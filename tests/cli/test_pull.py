@@ -1,0 +1,385 @@
+"""A model's folder brought here: from a folder, a URL, a hub; whole, checked, or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tarfile
+import threading
+import zipfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.progress import Progress
+
+from nano_inference.cli.checks import check_folder
+from nano_inference.cli.fetching import fetch, source_of
+from nano_inference.stages import gguf
+
+from ..gguf_files import write_gguf
+from .conftest import Run
+from .test_errors import assert_refused
+
+LIMIT_S = 120
+CONFIG = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 400}
+COMMIT = "0" * 40
+
+
+class Host(ThreadingHTTPServer):
+    """Serves files, as many bytes of each as it is let.
+
+    Attributes:
+        files: By path.
+        most: After so many bytes of an answer it closes the connection, once.
+        asked: The Range of each GET; "" for the whole.
+        sent: Bytes of bodies.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files: dict[str, bytes] = {}
+        self.most: int | None = None
+        self.asked: list[str] = []
+        self.sent = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Host
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.headers.get("Range", ""))
+        self.answer(with_body=True)
+
+    def answer(self, *, with_body: bool) -> None:
+        body = self.server.files.get(self.path.partition("?")[0])
+        if body is None:
+            self.send_error(404)
+            return
+        tag = f'"{hashlib.sha256(body).hexdigest()[:40]}"'
+        begin = 0
+        if self.headers.get("If-Range", tag) == tag and "Range" in self.headers:
+            begin = int(self.headers["Range"].removeprefix("bytes=").rstrip("-"))
+            if begin >= len(body):
+                self.send_error(416)
+                return
+        self.send_response(206 if begin else 200)
+        self.send_header("Content-Length", str(len(body) - begin))
+        self.send_header("ETag", tag)
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.end_headers()
+        if with_body:
+            most, self.server.most = self.server.most, None
+            rest = body[begin:][:most]
+            self.wfile.write(rest)
+            self.server.sent += len(rest)
+            self.close_connection = len(rest) < len(body) - begin
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    with Host() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join(LIMIT_S)
+
+
+def archive(files: dict[str, bytes]) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:gz", compresslevel=0) as tar:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    return out.getvalue()
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "from" / "mine"
+    (folder / "sub").mkdir(parents=True)
+    for name, content in CONFIG.items():
+        (folder / name).write_bytes(content)
+    (folder / "sub" / "file").write_bytes(b"x")
+    return folder
+
+
+def test_a_folder_is_copied_and_its_place_printed(run: Run, folder: Path, tmp_path: Path) -> None:
+    to = tmp_path / "to"
+    ran = run("pull", str(folder), "--to", str(to))
+    assert (ran.status, ran.stdout) == (0, f"{to}\n")
+    assert content_of(to) == content_of(folder)
+    assert "no tokenizer" in ran.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["from", "to"]
+
+
+def test_what_is_there_is_replaced_only_by_force(run: Run, folder: Path, tmp_path: Path) -> None:
+    to = tmp_path / "to"
+    to.mkdir()
+    (to / "old").touch()
+    assert_refused(run("pull", str(folder), "--to", str(to)), "is there already")
+    assert content_of(to) == {"old": b""}
+    assert run("pull", str(folder), "--to", str(to), "--force").status == 0
+    assert content_of(to) == content_of(folder)
+
+
+@pytest.mark.parametrize("to", ["from/mine", "from/mine/sub/to", "from"])
+def test_a_folder_is_not_copied_into_itself(
+    run: Run, folder: Path, tmp_path: Path, to: str
+) -> None:
+    ran = run("pull", str(folder), "--to", str(tmp_path / to), "--force")
+    assert_refused(ran, "one is within the other")
+    assert content_of(tmp_path) == {
+        f"from/mine/{name}": x for name, x in content_of(folder).items()
+    }
+    assert content_of(folder) == {**CONFIG, "sub/file": b"x"}
+
+
+def test_what_is_no_models_folder_is_not_replaced(run: Run, folder: Path, tmp_path: Path) -> None:
+    several, file = tmp_path / "models", tmp_path / "file"
+    (several / "one").mkdir(parents=True)
+    (several / "one" / "config.json").touch()
+    file.write_bytes(b"x")
+    for to, words in ((several, "no model's"), (file, "is no folder"), (file / "in", "written")):
+        assert_refused(run("pull", str(folder), "--to", str(to), "--force"), words)
+    assert content_of(several) == {"one/config.json": b""}
+    assert file.read_bytes() == b"x"
+    assert {path.name for path in tmp_path.iterdir()} == {"from", "models", "file"}
+
+
+def test_what_is_left_of_another_source_is_no_part_of_it(
+    run: Run, host: Host, folder: Path, tmp_path: Path
+) -> None:
+    """Two models of one kind have files of the same names and sizes."""
+    to = tmp_path / "to"
+    body = archive({name: bytes(len(content)) for name, content in CONFIG.items()})
+    host.files["/model.tar"], host.most = body, 1000
+    url = f"{host.url}/model.tar"
+    assert run("pull", url, "--unverified", "--to", str(to)).status == 2
+    assert len(list(tmp_path.iterdir())) == 2, "there is a beginning of it"
+    assert run("pull", str(folder), "--to", str(to)).status == 0
+    assert content_of(to) == content_of(folder)
+    assert {path.name for path in tmp_path.iterdir()} == {"from", "to"}
+
+
+def test_a_file_of_a_folder_that_changed_meanwhile_is_copied_anew(
+    folder: Path, tmp_path: Path
+) -> None:
+    source, partial = source_of(str(folder), None, unverified=False), tmp_path / "partial"
+    with Progress(disable=True) as progress:
+        fetch(source, partial, progress)
+        weights, config = partial / "model.safetensors", partial / "config.json"
+        before = config.stat().st_ino
+        (folder / weights.name).write_bytes(bytes(weights.stat().st_size))
+        fetch(source, partial, progress)
+    assert not any(weights.read_bytes())
+    assert config.stat().st_ino == before, "it was not copied again"
+
+
+def test_a_download_goes_on_where_it_was_cut_off(run: Run, host: Host, tmp_path: Path) -> None:
+    body = archive({f"model/{name}": content for name, content in CONFIG.items()})
+    host.files["/model.tar.gz"], host.most = body, 50_000
+    to = tmp_path / "to"
+    command = ["pull", f"{host.url}/model.tar.gz#sha256={sha256(body)}", "--to", str(to)]
+    ran = run(*command)
+    assert ran.status == 2
+    assert "goes on where it stopped" in ran.stderr
+    assert not to.exists()
+    assert run(*command).status == 0
+    assert host.asked == ["", "bytes=50000-"]
+    assert host.sent == len(body), "no byte came twice"
+    assert content_of(to) == CONFIG
+    assert [path.name for path in tmp_path.iterdir()] == ["to"]
+
+
+def test_a_file_that_changed_meanwhile_is_had_anew(run: Run, host: Host, tmp_path: Path) -> None:
+    host.files["/model.gguf"], host.most = b"old" * 50_000, 50_000
+    new = b"new" * 40_000
+    to = tmp_path / "to"
+    command = ["pull", f"{host.url}/model.gguf", "--sha256", sha256(new), "--to", str(to)]
+    assert run(*command).status == 2
+    host.files["/model.gguf"] = new
+    assert run(*command).status == 0
+    assert content_of(to) == {"model.gguf": new}
+
+
+def test_another_content_is_not_put_there(run: Run, host: Host, tmp_path: Path) -> None:
+    host.files["/model.gguf"] = b"something"
+    to = tmp_path / "to"
+    url = f"{host.url}/model.gguf"
+    ran = run("pull", url, "--sha256", sha256(b"else"), "--to", str(to))
+    assert ran.status == 2
+    assert "is not what it should be" in ran.stderr
+    assert not to.exists()
+    assert run("pull", url, "--unverified", "--to", str(to)).status == 0
+
+
+def test_an_archive_writes_nowhere_else(run: Run, host: Host, tmp_path: Path) -> None:
+    host.files["/bad.tar"] = body = archive({"../outside": b"x", "config.json": b"{}"})
+    to = tmp_path / "place" / "to"
+    ran = run("pull", f"{host.url}/bad.tar", "--sha256", sha256(body), "--to", str(to))
+    assert (ran.status, to.exists()) == (2, False)
+    assert "can't be unpacked" in ran.stderr
+    assert not (tmp_path / "place" / "outside").exists()
+
+
+@pytest.mark.parametrize("name", ["m.tar.gz", "m.tar.xz", "m.zip", "m.tar"])
+def test_a_broken_archive_is_had_anew(run: Run, host: Host, tmp_path: Path, name: str) -> None:
+    whole = tmp_path / name
+    kind = {".zip": "zip", ".xz": "xztar", ".gz": "gztar", ".tar": "tar"}[whole.suffix]
+    content = tmp_path / "content"
+    content.mkdir()
+    (content / "config.json").write_bytes(random.Random(0).randbytes(50_000).hex().encode())
+    shutil.make_archive(str(tmp_path / "m"), kind, content)
+    body = whole.read_bytes()
+    middle = len(body) // 2
+    # A server's page, or a few bytes that were lost on the way.
+    page, broken = b"<html>" * 1000, body[:middle] + bytes(300) + body[middle + 300 :]
+    host.files[f"/{name}"] = page if kind == "tar" else broken
+    to = tmp_path / "to"
+    command = ["pull", f"{host.url}/{name}", "--unverified", "--to", str(to)]
+    assert_refused(run(*command), "can't be unpacked")
+    host.files[f"/{name}"] = body
+    assert run(*command).status == 0
+    assert content_of(to) == content_of(content)
+
+
+def test_a_beginning_that_is_none_is_had_anew(run: Run, host: Host, tmp_path: Path) -> None:
+    """As all of it is, where the program was killed right behind its last byte."""
+    host.files["/m.gguf"], host.most = b"12345", 4
+    to = tmp_path / "to"
+    command = ["pull", f"{host.url}/m.gguf", "--unverified", "--to", str(to)]
+    assert run(*command).status == 2
+    (part,) = tmp_path.rglob("*.part")
+    part.write_bytes(b"12345")
+    assert run(*command).status == 2
+    assert run(*command).status == 0
+    assert host.asked == ["", "bytes=5-", ""]
+    assert content_of(to) == {"m.gguf": b"12345"}
+
+
+def test_a_password_is_not_told(run: Run, tmp_path: Path) -> None:
+    url = "http://user:secret@127.0.0.1:1/a.tar?token=secret"
+    ran = run("pull", url, "--unverified", "--to", str(tmp_path / "to"))
+    assert_refused(ran, "http://127.0.0.1:1/a.tar was not had")
+    assert "secret" not in ran.stderr
+
+
+def test_a_zip(run: Run, host: Host, tmp_path: Path) -> None:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as opened:
+        for name, content in CONFIG.items():
+            opened.writestr(name, content)
+    host.files["/m.zip"] = out.getvalue()
+    to = tmp_path / "to"
+    assert run("pull", f"{host.url}/m.zip", "--unverified", "--to", str(to)).status == 0
+    assert content_of(to) == CONFIG
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["./nowhere"], "no folder, no GGUF file, no http(s) URL and no name on the hub"),
+        ([""], "no folder, no GGUF file, no http(s) URL"),
+        (["ftp://x/y.tar"], "no http(s) URL"),
+        (["http://"], "no http(s) URL"),
+        (["http://[::1/a.tar", "--unverified"], "no http(s) URL"),
+        (["http://127.0.0.1:1/..%2F..%2Fa.gguf", "--unverified"], "names no file"),
+        (["org/a..b"], "can't be had"),
+        (["http://127.0.0.1:1/"], "--unverified"),
+        (["http://127.0.0.1:1/", "--unverified"], "names no file"),
+        (["http://127.0.0.1:1/a.tar#sha256=12"], "64 hexadecimal digits"),
+        (["org/name", "--sha256", "0" * 64], "for what a URL gives"),
+        (["http://127.0.0.1:1/a.tar", "--unverified"], "was not had"),
+    ],
+)
+def test_what_can_not_be_had(run: Run, tmp_path: Path, arguments: list[str], words: str) -> None:
+    assert_refused(run("pull", *arguments, "--to", str(tmp_path / "to")), words)
+    assert not (tmp_path / "to").exists()
+
+
+def by_program(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The hub's library reads the environment once, when it is imported."""
+    return subprocess.run(
+        [sys.executable, "-m", "nano_inference", "pull", *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_a_name_on_a_hub(host: Host, tmp_path: Path) -> None:
+    siblings = [{"rfilename": name} for name in (*CONFIG, "pytorch_model.bin")]
+    host.files["/api/models/org/name/revision/main"] = json.dumps(
+        {"id": "org/name", "sha": COMMIT, "siblings": siblings}
+    ).encode()
+    tree = [{"type": "file", "path": each["rfilename"], "size": 1, "oid": "0"} for each in siblings]
+    host.files[f"/api/models/org/name/tree/{COMMIT}"] = json.dumps(tree).encode()
+    for name, content in CONFIG.items():
+        host.files[f"/org/name/resolve/{COMMIT}/{name}"] = content
+    to, home = tmp_path / "to", tmp_path / "home"
+    there = {"HF_ENDPOINT": host.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home)}
+    ran = by_program("org/name", "--to", str(to), **there)
+    assert (ran.returncode, ran.stdout) == (0, f"{to}\n"), ran.stderr
+    assert content_of(to) == CONFIG
+    ran = by_program("org/other", "--to", str(tmp_path / "other"), **there)
+    assert ran.returncode == 2
+    assert host.url in ran.stderr
+    assert "HF_ENDPOINT" in ran.stderr
+    assert not (tmp_path / "other").exists()
+    ran = by_program("org/name", "--to", str(tmp_path / "other"), **there | {"HF_HUB_OFFLINE": "1"})
+    assert ran.returncode == 2
+    assert len(ran.stderr.strip().splitlines()) == 1, ran.stderr
+
+
+def test_a_gguf_file_from_a_url_and_from_a_folder(
+    run: Run, host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf, "_cache_folder", lambda: tmp_path)
+    path = write_gguf(tmp_path / "small.Q4_0.gguf", "Q4_0")
+    content = path.read_bytes()
+    host.files["/small.Q4_0.gguf"] = content
+    to = tmp_path / "to"
+    for source in (f"{host.url}/small.Q4_0.gguf#sha256={sha256(content)}", str(path)):
+        ran = run("pull", source, "--to", str(to), "--force")
+        assert (ran.status, ran.stdout, ran.stderr) == (0, f"{to}\n", "")
+        assert content_of(to) == {path.name: content}
+    check = check_folder(str(to))
+    assert (check.state, "in Q4_0, F32" in check.found) == ("ok", True)

@@ -1,0 +1,249 @@
+"""What speculation is worth: the same requests with it and without, in turns.
+
+    python benchmarks/speculation.py [--kinds json,tool,predicted,random] [--rows 1,16]
+        [--turns 6] [--tokens 96] [--threads 1] [--clock wall] [--folder DIR] [--json FILE]
+
+Random weights in the shape of Qwen2.5-0.5B, bfloat16. Two lanes of one process share the model: one
+with `engine.speculation: auto`, with all of its sources but a draft model, and one without. In each
+turn both answer the same requests, each first in every other turn; the answers have to be the same,
+token for token. Each turn has other prompts.
+
+json: an array of objects of one schema, greedy. Its keys are forced, its values are the model's.
+tool: calls of one tool, whose arguments are few words.
+predicted: text without a constraint, of which the client predicts nine tokens of ten.
+random: tokens of random weights at temperature 1, which nobody can know.
+
+`x off` is the median over the turns of the ratio of tokens per second in the steps that decode,
+with its 95 % interval (bootstrap).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from in_turn import interval
+from random_models import write_model
+
+from nano_inference.bus.messages import Dispatch, RequestInfo, SequenceSpec
+from nano_inference.config import Constraint, EngineConfig, SamplingParams
+from nano_inference.stages.batching import BatchingCore
+from nano_inference.stages.executor import ExecutorCore, LoadedModel
+
+PROMPT = 64
+UNKNOWN = 0.1
+"""How many of the tokens that a client predicts are wrong."""
+
+CLOCKS: dict[str, Callable[[], int]] = {"wall": time.perf_counter_ns, "cpu": time.thread_time_ns}
+
+
+def array_of(properties: dict[str, dict[str, object]]) -> Constraint:
+    """So many objects that no answer comes to their end."""
+    item = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+    return Constraint(json_schema={"type": "array", "items": item, "minItems": 1000})
+
+
+CONSTRAINTS = {
+    "json": array_of(
+        {
+            "identifier": {"type": "integer", "minimum": 0, "maximum": 999},
+            "description": {"enum": ["a customer of ours", "a customer of somebody else's"]},
+            "is_active": {"type": "boolean"},
+            "balance_in_euros": {"type": "integer", "minimum": 0, "maximum": 99},
+        }
+    ),
+    "tool": array_of(
+        {
+            "name": {"const": "get_current_weather"},
+            "arguments": {
+                "type": "object",
+                "properties": {
+                    "location": {"type": "string", "maxLength": 12},
+                    "temperature_unit": {"enum": ["celsius", "fahrenheit"]},
+                },
+                "required": ["location", "temperature_unit"],
+                "additionalProperties": False,
+            },
+        }
+    ),
+}
+
+
+@dataclass
+class Ran:
+    """What one turn of a lane gave: tokens, those of them in steps that decode, and their time."""
+
+    tokens: list[list[int]]
+    decoded: int = 0
+    duration_ns: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def rate(self) -> float:
+        return self.decoded / self.duration_ns * 1e9
+
+
+class Lane:
+    """Batching and an executor, with speculation or without."""
+
+    def __init__(
+        self, config: EngineConfig, now_ns: Callable[[], int], model: LoadedModel | None = None
+    ) -> None:
+        self.executor = ExecutorCore(config, now_ns=now_ns, model=model)
+        self._batching = BatchingCore(config, self.executor.capacity(), steps_ahead=1)
+        self._now_ns = now_ns
+        self._last_id = 0
+
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        predictions: Sequence[Sequence[int]],
+    ) -> Ran:
+        first = self._last_id + 1
+        for prompt, prediction in zip(prompts, predictions, strict=True):
+            self._last_id += 1
+            name = f"r{self._last_id}"
+            info = RequestInfo(name, name, "model", 1, False, (), len(prompt), "", "", 0)
+            # Of the place in the turn, so that both lanes draw the same numbers.
+            spec = SequenceSpec(self._last_id, 0, seed=self._last_id - first)
+            self._batching.add(
+                Dispatch(
+                    info, tuple(prompt), sampling, (spec,), priority=0, prediction=tuple(prediction)
+                )
+            )
+        ran = Ran([[] for _ in prompts])
+        while (plan := self._batching.plan(0)) is not None:
+            begin_ns = self._now_ns()
+            result = self.executor.execute(plan)
+            self._batching.absorb(result)
+            if all(count == 1 for count in plan.num_tokens):
+                ran.duration_ns += self._now_ns() - begin_ns
+                ran.decoded += len(result.token_ids)
+            for seq_id, token in zip(result.seq_ids, result.token_ids, strict=True):
+                ran.tokens[seq_id - first].append(token)
+            ran.drafted += sum(draft.num_tokens for draft in result.drafts)
+            ran.accepted += sum(draft.num_accepted for draft in result.drafts)
+        return ran
+
+
+@dataclass
+class Case:
+    """One kind of text, at one batch size."""
+
+    kind: str
+    rows: int
+    off: list[float] = field(default_factory=list)
+    on: list[float] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
+
+    def turn(self, number: int, off: Lane, on: Lane, tokens: int) -> None:
+        """Both lanes answer the same requests; raises AssertionError if not alike."""
+        rng = random.Random(f"{self.kind} {self.rows} {number}")
+        vocab = off.executor.model.vocab_size
+        prompts = [[rng.randrange(vocab) for _ in range(PROMPT)] for _ in range(self.rows)]
+        sampling = SamplingParams(
+            temperature=1.0 if self.kind == "random" else 0.0,
+            max_tokens=tokens,
+            constraint=CONSTRAINTS.get(self.kind),
+        )
+        predictions: list[list[int]] = [[] for _ in prompts]
+        if self.kind == "predicted":
+            predictions = [
+                [rng.randrange(vocab) if rng.random() < UNKNOWN else token for token in answer]
+                for answer in off.run(prompts, sampling, predictions).tokens
+            ]
+        lanes = (off, on) if number % 2 else (on, off)
+        ran = {lane: lane.run(prompts, sampling, predictions) for lane in lanes}
+        if ran[on].tokens != ran[off].tokens:
+            raise AssertionError(f"{self.kind}: speculation has changed tokens")
+        self.off.append(ran[off].rate)
+        self.on.append(ran[on].rate)
+        self.drafted += ran[on].drafted
+        self.accepted += ran[on].accepted
+
+    def report(self) -> dict[str, object]:
+        ratios = [on / off for on, off in zip(self.on, self.off, strict=True)]
+        low, high = interval(ratios)
+        return {
+            "kind": self.kind,
+            "rows": self.rows,
+            "off_tokens_per_s": statistics.median(self.off),
+            "on_tokens_per_s": statistics.median(self.on),
+            "ratio": statistics.median(ratios),
+            "interval": (low, high),
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+        }
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, object]]:
+    rows = [int(number) for number in arguments.rows.split(",")]
+    now_ns = CLOCKS[arguments.clock]
+
+    def config(speculation: str) -> EngineConfig:
+        return EngineConfig(
+            model_path=str(folder),
+            dtype="bfloat16",
+            max_batch_size=max(rows),
+            speculation=speculation,
+        )
+
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    off = Lane(config("off"), now_ns)
+    on = Lane(config("auto"), now_ns, off.executor.model)
+    cases = [Case(kind, number) for kind in arguments.kinds.split(",") for number in rows]
+    for number in range(arguments.turns):
+        for case in cases:
+            case.turn(number, off, on, arguments.tokens)
+    return [case.report() for case in cases]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kinds", default="json,tool,predicted,random")
+    parser.add_argument("--rows", default="1,16")
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if arguments.clock == "cpu" and arguments.threads != 1:
+        parser.error("--clock cpu is the time of one thread; add --threads 1")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary) / "S"
+        if not folder.exists():
+            write_model(folder, "S")
+        reports = measure(arguments, folder)
+    print(f"{'kind':10} {'rows':>4} {'off tok/s':>10} {'on tok/s':>10} {'x off':>7}  interval")
+    for report in reports:
+        low, high = report["interval"]  # type: ignore[misc]
+        print(
+            f"{report['kind']:10} {report['rows']:4} {report['off_tokens_per_s']:10.1f} "
+            f"{report['on_tokens_per_s']:10.1f} {report['ratio']:7.3f}  {low:.3f}-{high:.3f}  "
+            f"{report['accepted']} of {report['drafted']} drafted tokens accepted"
+        )
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"torch": torch.__version__, "cases": reports}))
+
+
+if __name__ == "__main__":
+    main()

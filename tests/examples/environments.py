@@ -19,7 +19,9 @@ INSTALL_LIMIT_S = 1800
 # What each program of docs/examples takes that we do not.
 PACKAGES = {
     "langchain_chat.py": ["langchain-openai==1.7.3"],
+    "langchain_tools.py": ["langchain-openai==1.7.3"],
     "litellm_chat.py": ["litellm==1.105.0"],
+    "openai_agents.py": ["openai-agents==0.24.0"],
     "lm_eval.sh": ["lm-eval[api]==0.4.13"],
     "inspect_ai.sh": ["inspect-ai==0.3.285", "openai"],
     "aiperf.sh": ["aiperf==0.13.0"],

@@ -32,6 +32,20 @@ ELSEWHERE = {
         r"usage: \d+ stop",
         "response: 12",
     ],
+    "langchain_tools.py": [
+        r"call: get_weather \{'city': 'Oslo'\}",
+        "answer: .+21",
+        "required: get_weather",
+        "json_schema: Person True",
+        "function_calling: Person True",
+    ],
+    "openai_agents.py": [
+        r"asked: Oslo\n",
+        "answer: .*21",
+        r"asked: Paris\n",
+        r"stream: .*21.*'run_item_stream_event'",
+    ]
+    * 2,
     "litellm_chat.py": [r"chat: 12 \d+", "stream: 12", "message: 12 stop"],
 }
 IN_NODE = [

@@ -18,8 +18,8 @@ from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.server import HttpServer
 from nano_inference.pipeline.health import lanes_of, verdict, weights_trouble
 
+from ..gateway.errors import error_of
 from ..gateway.fake import FakeEngine
-from ..gateway.test_http import error_of
 
 LAN = "http://10.0.0.5:30000"
 FIREFOX = "Mozilla/5.0 (X11; Linux x86_64; rv:140.0) Gecko/20100101 Firefox/140.0"

@@ -13,13 +13,14 @@ import pytest
 from nano_inference.bus.codec import decode_request, encode_request
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import nearest
+from nano_inference.gateway import sampling_fields
 from nano_inference.gateway.anthropic import bodies as anthropic_bodies
 from nano_inference.gateway.http import MOST_CONTAINERS
 from nano_inference.gateway.openai import bodies as openai_bodies
 from nano_inference.gateway.sglang import generate, info, requests, weights
 
+from ..gateway.errors import error_of
 from ..gateway.fake import FakeEngine, completion
-from ..gateway.test_http import error_of
 from .conftest import OpenHttp
 from .mutations.bodies import spoiled
 
@@ -139,9 +140,10 @@ async def test_a_number_beyond_64_bits_is_refused_with_its_place(
 
 
 def test_no_field_of_a_body_takes_a_number_beyond_64_bits() -> None:
+    modules = (generate, info, requests, weights, openai_bodies, anthropic_bodies, sampling_fields)
     bodies = [
         kind
-        for module in (generate, info, requests, weights, openai_bodies, anthropic_bodies)
+        for module in modules
         for kind in vars(module).values()
         if isinstance(kind, type)
         and issubclass(kind, msgspec.Struct)

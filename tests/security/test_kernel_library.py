@@ -41,9 +41,10 @@ class Machine:
         self.compiled = 0
         source = folder / "cpu.c"
         source.write_text(SOURCE)
-        monkeypatch.setattr(compiling, "SOURCE", source)
+        (folder / "vectors.h").write_text("")
+        monkeypatch.setattr(compiling, "SOURCES", folder)
         monkeypatch.setattr(compiling, "_FLAGS", ("-fPIC",))
-        monkeypatch.setattr(compiling, "_processor_flags", lambda: "avx512_bf16")
+        monkeypatch.setattr(compiling, "_processor_flags", lambda: "flags : avx512f avx512_bf16")
         monkeypatch.setattr(compiling, "_openmp_of_torch", lambda: "-lm")
         monkeypatch.setattr(compiling.platform, "machine", lambda: "x86_64")
         monkeypatch.setattr(tempfile, "tempdir", str(self.temporary))
@@ -60,7 +61,7 @@ class Machine:
     def load(self) -> int:
         """Starts once; says how often the compiler was needed."""
         before = self.compiled
-        assert compiling.load_library().answer() == 42
+        assert compiling.load_library(compiling.BFLOAT16).answer() == 42
         assert list(self.temporary.iterdir()) == [], "nothing is left"
         assert list(self.working.iterdir()) == [], "nor where the process runs"
         return self.compiled - before
@@ -202,5 +203,43 @@ def test_a_cache_folder_that_can_not_be_made_is_done_without(
 
 def test_a_library_is_not_taken_for_one_that_had_its_file_number(machine: Machine) -> None:
     assert machine.load() == 1
-    compiling.SOURCE.write_text(SOURCE.replace("42", "43"))
-    assert compiling.load_library().answer() == 43
+    (compiling.SOURCES / "cpu.c").write_text(SOURCE.replace("42", "43"))
+    assert compiling.load_library(compiling.BFLOAT16).answer() == 43
+
+
+def test_each_dtype_has_a_library_of_its_own(machine: Machine) -> None:
+    source = """
+    #ifdef BFLOAT16
+    int answer(void) { return 42; }
+    #else
+    int answer(void) { return 43; }
+    #endif
+    """
+    (compiling.SOURCES / "cpu.c").write_text(source)
+    assert machine.load() == 1
+    for _ in range(2):
+        assert compiling.load_library(compiling.FLOAT32).answer() == 43
+    assert (machine.load(), machine.compiled) == (0, 2)
+
+
+def test_one_is_made_again_when_what_it_includes_has_changed(machine: Machine) -> None:
+    machine.load()
+    (compiling.SOURCES / "vectors.h").write_text("// changed\n")
+    assert [machine.load(), machine.load()] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "without"),
+    [("avx512f", ["BFLOAT16"]), ("avx2 fma", ["BFLOAT16", "FLOAT32", "SAMPLING"])],
+)
+def test_each_needs_what_it_uses_of_the_processor(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, flags: str, without: list[str]
+) -> None:
+    (compiling.SOURCES / "sampling.c").write_text(SOURCE)
+    monkeypatch.setattr(compiling, "_processor_flags", lambda: f"flags : {flags}")
+    for name in ("BFLOAT16", "FLOAT32", "SAMPLING"):
+        if name in without:
+            with pytest.raises(compiling.KernelsUnavailable, match="the processor has no AVX"):
+                compiling.load_library(getattr(compiling, name))
+        else:
+            assert compiling.load_library(getattr(compiling, name)).answer() == 42

@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -27,12 +27,15 @@ from nano_inference.bus.control import StageStopped
 from nano_inference.bus.messages import Envelope
 from nano_inference.cli.child_output import MOST_LINE_BYTES, Lines, fit_to_show
 from nano_inference.cli.children import Child, Forked, spawn
-from nano_inference.cli.up import _child_environment, _House
+from nano_inference.cli.forks import Forks
+from nano_inference.cli.up import _child_environment
 from nano_inference.config import MOST_TEXT, Config, PipelineConfig, TelemetryConfig, load_config
 from nano_inference.pipeline.supervisor import StageFailed, supervise
 from nano_inference.stages.actor import Actor, StageContext
 from nano_inference.telemetry import Tracing, setup_logging
 from nano_inference.telemetry.bounded import MOST_LOG_BYTES
+
+from ..processes import processes_of
 
 LIMIT_S = 60
 ON_LINUX = sys.platform == "linux"
@@ -57,23 +60,28 @@ say(b"last, without an end")
 """
 
 
-class Talker(_House):
+class Talking(Forks):
     """Whose children run a program of ours."""
 
     def __init__(self, program: str) -> None:
-        super().__init__(load_config(env={}), [])
-        self.shown = io.StringIO()
-        self._console = Console(file=self.shown, soft_wrap=True)
+        super().__init__((), "spawn", None, print)
         self._program = program
 
-    async def _start(self, role: str) -> Child:
+    async def start(self, role: str, arguments: Sequence[str]) -> Child:
         return await spawn([sys.executable, "-I", "-c", self._program], None)
 
 
+async def talk(program: str, file: io.StringIO) -> int:
+    """What it ends with; what is shown of it gets into the file."""
+    console = Console(file=file, soft_wrap=True)
+    config = load_config(env={})
+    return await processes_of(config, console=console, forks=Talking(program))._run_once("executor")
+
+
 async def test_nothing_that_a_child_prints_ends_up() -> None:
-    house = Talker(HOSTILE)
-    assert await house._run_once("executor") == 0
-    lines = house.shown.getvalue().splitlines()
+    shown = io.StringIO()
+    assert await talk(HOSTILE, shown) == 0
+    lines = shown.getvalue().splitlines()
     assert lines[0].endswith("first")
     assert f"({3_000_000 - MOST_LINE_BYTES} more bytes left out)" in lines[1]
     assert [line for line in lines if "no UTF-8" in line]
@@ -82,7 +90,7 @@ async def test_nothing_that_a_child_prints_ends_up() -> None:
     assert [line for line in lines if "[bold]no markup[/]" in line]
     assert lines[-1].endswith("last, without an end")
     assert max(map(len, lines)) < MOST_LINE_BYTES + 200
-    assert all(char.isprintable() or char == "\n" for char in house.shown.getvalue())
+    assert all(char.isprintable() or char == "\n" for char in shown.getvalue())
 
 
 async def test_a_console_that_takes_nothing_does_not_end_up() -> None:
@@ -92,9 +100,7 @@ async def test_a_console_that_takes_nothing_does_not_end_up() -> None:
         def write(self, text: str) -> int:
             raise OSError(28, "No space left on device")
 
-    house = Talker("print('a line')")
-    house._console = Console(file=Full())
-    assert await house._run_once("executor") == 0
+    assert await talk("print('a line')", Full()) == 0
 
 
 @settings(deadline=None)
@@ -151,18 +157,16 @@ async def test_a_child_imports_nothing_from_the_working_folder(
     settings = {"pipeline.replicas": 2, "gateway.port": 1, "pipeline.start_method": method}
     environment = _child_environment(load_config(env={}, overrides=settings), {})
     assert environment["PYTHONPATH"] == str(planted / "none")
-    house = _House(load_config(env={}, overrides=settings), [], environment)
-    house._console = Console(file=io.StringIO())
-    command = house._command(role)
-    monkeypatch.setattr(house, "_command", lambda role: [*command, "--help"])
+    processes = processes_of(load_config(env={}, overrides=settings), environment)
     try:
         async with asyncio.timeout(LIMIT_S):
-            child = await house._start(role)
+            command = [*processes._command(role), "--help"]
+            child = await processes._forks.start(role, command)
             assert isinstance(child, Forked) == (method == "forkserver" and ON_LINUX)
             shown = b"".join([chunk async for chunk in child.output()]).decode()
             assert await child.wait() == 0, shown
     finally:
-        house.close()
+        processes._forks.close()
     assert "planted" not in shown
     assert "--with-parent" not in shown
     assert "Usage: nano-inference" in shown

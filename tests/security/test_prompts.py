@@ -16,8 +16,8 @@ from nano_inference.bus import Malformed
 from nano_inference.bus.codec import decode_request, encode_request
 from nano_inference.gateway.words import Words
 
+from ..gateway.errors import error_of
 from ..gateway.fake import FakeEngine
-from ..gateway.test_http import error_of
 from .conftest import OpenHttp
 
 LIMIT_S = 20

@@ -20,14 +20,15 @@ from redis import exceptions
 from redis.asyncio import Redis
 
 from nano_inference import BusClient
-from nano_inference.bus import Charge, Limit, open_bus
+from nano_inference.bus import Charge, Limit, ModelRecord, open_bus
 from nano_inference.bus.channel import RequestEntry
 from nano_inference.bus.keys import Keys
 from nano_inference.bus.public import Completion, CompletionChunk, ErrorInfo
 from nano_inference.bus.weights import FolderWeights
-from nano_inference.config import BusConfig, BusError, FairnessConfig, load_config
+from nano_inference.config import BusConfig, BusError, FairnessConfig, ModelConfig, load_config
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
+from nano_inference.pipeline.router import Router
 
 from ..commands import run_command
 
@@ -37,6 +38,7 @@ LIMIT_S = 20
 USERS = ("client", "operator", "stages")
 # What the library asks before it knows where a key is; docs/redis-acl.md names it.
 FOR_CLUSTERS = "+cluster|slots +command +readonly"
+LONG = {"max_tokens": 2000, "ignore_eos": True}
 GREEDY = {"prompt": "98 + 25 =", "sampling": {"temperature": 0}}
 
 
@@ -106,18 +108,17 @@ async def _place(url: str) -> AsyncIterator[Place]:
 
 def serving(place: Place) -> Pipeline:
     """All stages with the stages' user, every link on the server."""
-    return Pipeline(
-        load_config(
-            env={},
-            overrides={
-                "bus.url": place.url_of("stages"),
-                "bus.prefix": place.prefix,
-                "bus.links": "redis",
-                "engine.dtype": "float32",
-                "telemetry.log_level": "error",
-            },
-        )
-    )
+    return Pipeline(load_config(env={}, overrides=settings_of(place)))
+
+
+def settings_of(place: Place) -> dict[str, object]:
+    return {
+        "bus.url": place.url_of("stages"),
+        "bus.prefix": place.prefix,
+        "bus.links": "redis",
+        "engine.dtype": "float32",
+        "telemetry.log_level": "error",
+    }
 
 
 # --- what each needs ------------------------------------------------------------------------------
@@ -130,7 +131,7 @@ async def test_a_pipeline_serves_clients_and_obeys_operators(any_place: Place) -
     async with serving(place) as pipeline, place.client_of("client") as client:
         assert (await client.complete({**GREEDY, "n": 2})).status == "done"
         assert (await client.complete({**GREEDY, "budget_ns": 60_000_000_000})).status == "done"
-        long = {**GREEDY, "sampling": {"max_tokens": 2000, "ignore_eos": True}}
+        long = {**GREEDY, "sampling": LONG}
         entry_id = await client.publish(long)
         async with aclosing(client.bus.results.follow(entry_id, entry_id)) as outputs:
             assert isinstance(await anext(outputs), CompletionChunk)
@@ -159,6 +160,48 @@ async def test_a_pipeline_serves_clients_and_obeys_operators(any_place: Place) -
         ("nano-client", "info", "command"),
         ("nano-client", "xrange", "command"),
         ("nano-client", place.keys.requests.decode(), "key"),
+    }
+
+
+async def test_several_models_serve_clients_and_obey_operators(any_place: Place) -> None:
+    """Clients and operators publish at the entrance, since neither runs scripts."""
+    place = any_place
+    specs = [ModelConfig(id=name, path="tiny") for name in "ab"]
+    settings = load_config(env={}, overrides=settings_of(place))
+    async with place.client_of("stages") as entrance:
+        router = asyncio.create_task(Router(entrance.bus).run_forever())
+        for spec in specs:
+            record = ModelRecord(spec=spec, state="ready", takes_requests=True)
+            await entrance.bus.models.put(record)
+        async with (
+            Pipeline(settings.of_model(specs[0])),
+            Pipeline(settings.of_model(specs[1])),
+        ):
+            for user in ("client", "operator", "stages"):
+                async with place.client_of(user) as client, client.of_model("b") as of_b:
+                    assert (await client.complete({**GREEDY, "model": "a"})).model == "a"
+                    assert (await of_b.complete(GREEDY)).model == "b"
+                    assert await client.trouble() == ""
+                    entry_id = await of_b.publish({**GREEDY, "sampling": LONG})
+                    async with aclosing(client.follow(entry_id, entry_id)) as outputs:
+                        assert isinstance(await anext(outputs), CompletionChunk)
+                        await client.cancel(entry_id, entry_id)
+                        *_, last = [each async for each in outputs]
+                    assert last.status == "cancelled"  # type: ignore[union-attr]
+            async with place.client_of("operator") as client, client.of_model("b") as operator:
+                await operator.pause()
+                await operator.resume()
+                assert await operator.weight_version() == 0
+                assert [each.id for each in await client.models()] == ["a", "b"]
+        router.cancel()
+        await asyncio.wait({router})
+    # What has to be tried to know it; see `test_a_pipeline_serves_clients_and_obeys_operators`.
+    entrance_key = place.keys.requests.decode()
+    assert await place.refused() <= {
+        *((f"nano-{user}", "info", "command") for user in ("client", "operator")),
+        *((f"nano-{user}", "eval", "command") for user in ("client", "operator")),
+        ("nano-client", "xrange", "command"),
+        ("nano-client", entrance_key, "key"),
     }
 
 
@@ -306,6 +349,14 @@ NO_CLIENTS = (
     "XCLAIM nano:requests admission thief 0 1-0",
     "XGROUP DESTROY nano:requests admission",
     "DEL nano:requests",
+    "XRANGE {nano:requests}:of:a - +",
+    "XADD {nano:requests}:of:a * json {}",  # past the entrance
+    "HSET {nano:requests}:models a {}",  # models that are none
+    "HSET {nano:requests}:closed a closed",
+    "HDEL {nano:requests}:closed a",
+    "XADD nano:stages:a * json []",
+    "XADD {nano:link:a:0}:control.batching * w w m m",
+    "XADD {nano:link:0}:control.models * w w m m",  # loads and unloads
     "EXPIRE nano:requests 1",
     "RENAME nano:requests nano:out:mine",
     "XREAD STREAMS nano:results 0",  # others' answers
@@ -341,6 +392,11 @@ NO_CLIENTS = (
     "CLIENT LIST",
 )
 NO_OPERATORS = (
+    "XADD {nano:requests}:of:a * json {}",
+    "XDEL {nano:requests}:of:a 1-0",
+    "HSET {nano:requests}:models a {}",
+    "HSET {nano:requests}:closed a closed",
+    "XADD nano:stages:a * json []",
     "XREADGROUP GROUP admission thief STREAMS nano:requests >",
     "XACK nano:requests admission 1-0",
     "XDEL nano:requests 1-0",

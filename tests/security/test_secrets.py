@@ -19,7 +19,7 @@ from rich.console import Console
 from nano_inference.bus.redis.address import parse_address
 from nano_inference.bus.redis.client import Server
 from nano_inference.cli.options import Options
-from nano_inference.cli.up import _child_environment, _House
+from nano_inference.cli.up import _child_environment
 from nano_inference.config import (
     BusConfig,
     BusError,
@@ -29,6 +29,8 @@ from nano_inference.config import (
     load_config,
     redact,
 )
+
+from ..processes import processes_of
 
 PLACES = ("redis://host:6379/0", "rediss+cluster://host:6379", "redis+sentinel://host:6379/main")
 
@@ -246,18 +248,19 @@ async def test_no_fork_has_a_password_in_its_command_line() -> None:
     url = "redis://user:s3cret@127.0.0.1:1/0"
     overrides = Options(settings=[f"bus.url={url}"]).overrides()
     config = load_config(env={}, overrides=overrides)
-    house = _House(config, [], _child_environment(config, overrides))
+    processes = processes_of(config, _child_environment(config, overrides))
+    forks = processes._forks
     try:
         async with asyncio.timeout(60):
-            child = await house._start("fairness")
-            server = house._forks["fairness"]._process
+            child = await forks.start("fairness", processes._command("fairness"))
+            server = forks._servers["fairness"]._process
             assert server is not None
             for pid in (server.pid, child.pid):
                 assert b"s3cret" not in Path(f"/proc/{pid}/cmdline").read_bytes()  # noqa: ASYNC240
             child.send_signal(signal.SIGKILL)
             await child.wait()
     finally:
-        house.close()
+        forks.close()
 
 
 async def test_no_child_has_a_password_in_its_command_line(
@@ -272,17 +275,16 @@ async def test_no_child_has_a_password_in_its_command_line(
     python.write_text('#!/bin/sh\necho "$@"; env | grep ^NANO | tr "\\n" " " >&2\n')
     python.chmod(stat.S_IRWXU)
     monkeypatch.setattr(sys, "executable", str(python))
-    house = _House(config, [], _child_environment(config, overrides))
+    environment = _child_environment(config, overrides)
     for role in ("admission", "executor", "gateway"):
-        shown = io.StringIO()
-        house._console = Console(file=shown, soft_wrap=True)
-        assert await house._run_once(role) == 0
-        arguments, environment = shown.getvalue().splitlines()
+        console = Console(file=(shown := io.StringIO()), soft_wrap=True)
+        assert await processes_of(config, environment, console=console)._run_once(role) == 0
+        arguments, variables = shown.getvalue().splitlines()
         assert "nano_inference" in arguments
         assert "s3cret" not in arguments
         assert "an0ther" not in arguments
-        assert url in environment
-        assert "an0ther" in environment
+        assert url in variables
+        assert "an0ther" in variables
 
 
 def test_the_gateway_takes_the_severity_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:

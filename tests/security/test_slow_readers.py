@@ -144,7 +144,8 @@ async def until(holds: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def served(engine: FakeEngine) -> AsyncIterator[tuple[HttpServer, int]]:
-    config = GatewayConfig(send_timeout_s=600, keep_alive_s=3600)
+    # The engine makes up a text, of which its tokens know nothing.
+    config = GatewayConfig(send_timeout_s=600, keep_alive_s=3600, message_format="off")
     app = make_app(engine, Config(gateway=config))  # type: ignore[arg-type]
     server = HttpServer(app, config)
     listener = socket.create_server(("127.0.0.1", 0))

@@ -16,7 +16,7 @@ from nano_inference.bus.public import Completion, ErrorInfo
 from nano_inference.bus.redis import leases as redis_leases
 from nano_inference.bus.redis.waiting import WaitingEntries
 from nano_inference.config import BusConfig, FairnessConfig
-from nano_inference.stages.admission.core import request_id_of
+from nano_inference.stages.admission.checks import request_id_of
 
 from ..stages.fairness.replica import StepReplica
 

@@ -18,8 +18,8 @@ from nano_inference.gateway.tenants import MAX_TENANT_LENGTH
 from nano_inference.stages.admission.checks import MAX_TENANT_LENGTH as ADMISSIONS
 from nano_inference.telemetry import TraceContext
 
+from ..gateway.errors import error_of
 from ..gateway.fake import FakeEngine, completion
-from ..gateway.test_http import error_of
 from .conftest import OpenHttp
 
 LIMIT_S = 20

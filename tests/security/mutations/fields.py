@@ -163,7 +163,7 @@ MIN_TOKENS = integer("min_tokens", (1, 4), (0, None), (-1, 99), "length")
 IGNORE_EOS = Field("ignore_eos", (True,), (False, None), BOOL)
 SAMPLERS = (
     *(TEMPERATURE, TOP_P, TOP_K, MIN_P, SEED, *PENALTIES, STOP, STOP_IDS, BIAS, MIN_TOKENS),
-    IGNORE_EOS,
+    *(IGNORE_EOS, integer("max_draft_tokens", (0, 3, 2**62), (None,), (-1, -(2**63)))),
 )
 
 MANY = refused("invalid_n") | refused("too_many_prompts")

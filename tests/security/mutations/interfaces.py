@@ -7,6 +7,7 @@ from typing import Any
 from .fields import (
     BOOL,
     COMMON,
+    DEEP,
     HELLO,
     IDS,
     IGNORE_EOS,
@@ -42,6 +43,16 @@ GREEDY: dict[str, Any] = {"temperature": 0}
 LONG = "x" * 900_000
 EMPTY = refused("empty_prompt") | refused("invalid_prompt")
 TOO_LONG = refused("context_length_exceeded")
+PREDICTED: tuple[Any, ...] = (
+    {"type": "content", "content": "123"},
+    {"type": "content", "content": [{"type": "text", "text": "é\U0001f600"}]},
+)
+NO_PREDICTION: tuple[Any, ...] = (
+    *(1, True, "a", [], {}, {"type": "content"}, {"content": "a"}, {"type": "x", "content": "a"}),
+    *({"type": "content", "content": 1}, {"type": "content", "content": ["a"]}),
+    {"type": "content", "content": [{"type": "image_url", "text": "a"}]},
+    {"type": "content", "content": "a", "more": 1},
+)
 IDS_OUTSIDE: tuple[Any, ...] = ([-1], [1, 10**6], [2**63 - 1], [768])
 TOOLS = ("tools", "response_format", "functions", "structured_outputs", "audio")
 
@@ -59,6 +70,23 @@ PROMPT_IDS = PROMPT._replace(
 )
 PROMPT_LONG = PROMPT_IDS._replace(outside=(LONG, [1] * 9000, [1] * 2048), refusals=TOO_LONG)
 
+NONE = refused("unsupported")
+NO_TOOL = NONE | refused("invalid_request")
+BAD_TOOLS: tuple[Any, ...] = (
+    [{}],
+    [{"type": "web_search"}],
+    [{"type": "function"}],
+    [{"type": "function", "function": {"name": "\x00"}}],
+    [{"type": "function", "function": {"name": "f", "parameters": DEEP}}],
+    [{"type": "function", "function": {"name": "f"}}],
+    [{"type": "function", "function": {"name": "f"}}] * 2,
+)
+BAD_CHOICES: tuple[Any, ...] = (
+    "required",
+    {"type": "function", "function": {"name": "f"}},
+    {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}},
+)
+
 COMPLETIONS = Interface(
     "/v1/completions",
     {"prompt": "98 + 25 =", "max_tokens": 4} | GREEDY,
@@ -66,6 +94,7 @@ COMPLETIONS = Interface(
         *(OPENAI_MODEL, PROMPT, PROMPT_IDS, PROMPT_LONG, LENGTH, N, LOGPROBS, STREAM, OPTIONS),
         *(*COMMON, *SAMPLERS, flag("return_token_ids", "prompt"), flag("echo", "length")),
         *(flag("return_tokens_as_token_ids"), flag("return_weight_versions")),
+        Field("prediction", PREDICTED, (None,), NO_PREDICTION),
     ),
     unsupported=(*TOOLS[1:2], "suffix", "best_of", "guided_json", "use_beam_search"),
     harmless=("user", "metadata", "prompt_cache_key", "safety_identifier"),
@@ -80,9 +109,17 @@ CHAT = Interface(
         Field("top_logprobs", (), (0, None), (*INT, 1, 5), group="top"),
         Field("max_completion_tokens", (), (4, None), (*INT, 5), group="length"),
         Field("messages", (), (), ([],), group="messages"),
+        Field("tools", (), ([], None), (1, "a", {}, True, [1], ["a"]), BAD_TOOLS, NO_TOOL),
+        Field("tool_choice", (), ("none", "auto", None), (1, True, [], "", {}, "a"), BAD_CHOICES),
+        Field("parallel_tool_calls", (), (True, False, None), BOOL),
+        Field("include_reasoning", (), (True, False, None), BOOL),
+        Field("separate_reasoning", (), (True, False, None), BOOL),
+        Field("reasoning_effort", (), ("none", None), (1, True, [], "", "x"), ("low",), NONE),
+        Field("thinking_token_budget", (), (None,), (*INT, -1), (0, 5), NONE),
+        Field("prediction", PREDICTED, (None,), NO_PREDICTION),
     ),
-    unsupported=(*TOOLS, "reasoning_effort", "store", "documents", "web_search_options"),
-    harmless=("user", "metadata", "prediction", "parallel_tool_calls"),
+    unsupported=("functions", "audio", "store", "documents", "web_search_options"),
+    harmless=("user", "metadata", "prompt_cache_key"),
     needed=(("messages", "invalid_request"),),
 )
 NO_RESPONSE = refused("previous_response_not_found")

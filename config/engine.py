@@ -68,8 +68,9 @@ class EngineConfig(Settings, frozen=True, forbid_unknown_fields=True):
         logprobs_mode: What reported logprobs are of. "processed": the policy that tokens are
             sampled from, after penalties, bias and temperature; "raw": the model's own output.
         deterministic: Tokens and logprobs are the same, bit for bit, whatever else is in the
-            batch, however prompts are chunked, cached or computed again. CPU only; slower where
-            `kernels` does not take all of the model.
+            batch, however prompts are chunked, cached or computed again. "auto" has it so where it
+            costs nothing: on a CPU, where `kernels` takes all of the model, for requests without an
+            adapter; true demands it of all, on a CPU, at what it costs; false never looks.
         max_weight_tensors: Tensors that one message of a weight update, one folder, or all parts of
             an update may have. 0 takes ten times what the model has, each expert counted, and
             10,000.
@@ -118,7 +119,7 @@ class EngineConfig(Settings, frozen=True, forbid_unknown_fields=True):
     huge_pages: Literal["auto", "off"] = "auto"
     seed: int = 0
     logprobs_mode: Literal["processed", "raw"] = "processed"
-    deterministic: bool = False
+    deterministic: bool | Literal["auto"] = "auto"
     max_weight_tensors: int = 0
     max_weight_bytes: int = 0
     reference_model_path: str = ""
@@ -149,8 +150,9 @@ class EngineConfig(Settings, frozen=True, forbid_unknown_fields=True):
             len(self.adapters) <= self.max_adapters,
             f"at most max_adapters ({self.max_adapters})",
         )
-        own = ("auto", "paged", "tiled" if self.deterministic else "gather")
-        mode = "with" if self.deterministic else "without"
+        strict = self.deterministic is True
+        own = ("auto", "paged", "tiled" if strict else "gather")
+        mode = "with" if strict else "without"
         self.require("attention", self.attention in own, f"{', '.join(own)} {mode} deterministic")
         tile = self.attention_tile
         is_tile = tile == 0 or (16 <= tile <= 1024 and tile.bit_count() == 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import aclosing
 from importlib import metadata
 from typing import Any
@@ -111,7 +112,7 @@ class InfoCalls:
                 "max_prefill_tokens": engine.max_tokens_per_batch,
                 "max_total_num_tokens": blocks * engine.block_size,
                 "page_size": engine.block_size,
-                "enable_deterministic_inference": engine.deterministic,
+                "enable_deterministic_inference": _is_deterministic(lanes),
                 "enable_memory_saver": True,
                 "disaggregation_mode": "null",
                 "tp_size": 1,
@@ -230,6 +231,13 @@ def _by_lane(reports: list[StageReport]) -> dict[str, Told]:
         # Youngest first.
         lanes[report.lane].setdefault(report.stage, report)
     return lanes
+
+
+def _is_deterministic(lanes: Mapping[str, Told]) -> bool:
+    """Whether all executors are, of which there is one."""
+    told = [role for lane in lanes.values() for role in lane.items()]
+    loads = [report.load for role, report in told if split_role(role)[0] == "executor"]
+    return bool(loads) and all(load.get("deterministic") for load in loads)
 
 
 def _number(told: Told, stage: str, name: str) -> int:

@@ -18,7 +18,7 @@ from ...bus.messages import (
     StepPlan,
     StepResult,
 )
-from ...config import EngineConfig
+from ...config import EngineConfig, ModelError
 from ..grammar import GrammarCompiler
 from .adapters import AdapterLimits, AdapterTable
 from .attention.backend import AttentionBackend
@@ -73,6 +73,7 @@ class ExecutorCore:
         without_graphs: Why there are none; empty when there are.
         fast_modules: The modules that run with our kernels; None when none do.
         without_kernels: Why the model runs without our kernels; empty when it runs with them.
+        without_determinism: Why results depend on the batch; empty in deterministic mode.
         adapters: Those that sequences may have.
     """
 
@@ -116,9 +117,6 @@ class ExecutorCore:
         self._table = SequenceTable(rows, self.model.max_model_len, config.block_size)
         self._draft_model = self._make_draft_model(config, draft)
         self.memory = self._make_memory(config)
-        self._pooler = PromptPooler(
-            self.model, self._table, config.max_tokens_per_batch, in_order=config.deterministic
-        )
         self._embedding, self._role = embedding_capacity(config, self.model), config.role
         given = None if backend is None else (backend, "another back end was given")
         self.backend, self.without_kernels = given or choose_backend(config, self.model)
@@ -131,6 +129,12 @@ class ExecutorCore:
         self.graphs: DecodeGraphs | None = None
         self.without_graphs = ""
         self._make_modules_ready(config)
+        self._pooler = PromptPooler(
+            self.model,
+            self._table,
+            config.max_tokens_per_batch,
+            in_order=not self.without_determinism,
+        )
         self.adapters = self._make_adapters(config)
         self._speculator = self._make_speculator(config)
         self._runner = self._make_runner(config)
@@ -176,7 +180,7 @@ class ExecutorCore:
         return AdapterTable(
             self.model,
             AdapterLimits(config.max_adapters, config.max_adapter_rank),
-            one_by_one=config.deterministic,
+            one_by_one=config.deterministic is True,
             check=check,
             alone=alone,
         )
@@ -228,23 +232,15 @@ class ExecutorCore:
         )
 
     def set_threads(self, number: int) -> None:
-        """Sets torch's threads, for the whole process.
+        """Sets torch's threads, for the whole process; no sequence may be there.
 
         Raises:
-            ModelError: Deterministic mode does not hold with so many.
+            ModelError: Deterministic mode, if this is it, does not hold with so many.
         """
         if number != torch.get_num_threads():
             torch.set_num_threads(number)
-            self.check_determinism()
-
-    def check_determinism(self) -> None:
-        """Whether deterministic mode holds, if this is it; no sequence may be there.
-
-        Raises:
-            ModelError: It does not.
-        """
-        if self._determinism is not None:
-            self._determinism.check()
+            if self._determinism is not None:
+                self._determinism.check()
 
     def record_graphs(self, capture: Capture) -> None:
         """Records the decode steps, which takes a PagedBackend, and uses them from then on.
@@ -390,15 +386,33 @@ class ExecutorCore:
         self._determinism: Determinism | None = None
         # What a step runs in.
         self._within: Callable[[], AbstractContextManager[object]] = nullcontext
-        tiles = FixedTiles() if config.deterministic else None
+        tiles = FixedTiles()
         if not self.without_kernels and self.model.device.type == "cpu":
             self.fast_modules = FastModules(self.model, self.cache, self._builder, tiles=tiles)
             self._within = self.fast_modules.active
-        if tiles is not None:
-            parts = (self.model, self.cache, self._builder)
-            self._determinism = Determinism(*parts, self.fast_modules, tiles)
-            self._determinism.check()
-            self._within = self._determinism.active
+        self.without_determinism = self._why_not_free(config)
+        if self.without_determinism:
+            return
+        parts = (self.model, self.cache, self._builder)
+        try:
+            determinism = Determinism(*parts, self.fast_modules, tiles)
+            determinism.check()
+        except ModelError as error:
+            if config.deterministic is True:
+                raise
+            self.without_determinism = error.message
+            return
+        self._determinism, self._within = determinism, determinism.active
+
+    def _why_not_free(self, config: EngineConfig) -> str:
+        """Why deterministic mode is not tried; empty where it is."""
+        if config.deterministic != "auto":
+            return "" if config.deterministic else "engine.deterministic is false"
+        if self.fast_modules is None:
+            return self.without_kernels or "it is for CPU"
+        if not self.fast_modules.is_whole:
+            return "kernels take the model in part"
+        return ""
 
     def _record_at_load(self, config: EngineConfig) -> None:
         if self.model.device.type != "cuda":

@@ -18,6 +18,7 @@ def model_facts(core: ExecutorCore) -> dict[str, int | float | str]:
         "kv_bytes": (core.cache.num_blocks + 1) * block_bytes(model, core.cache.block_size),
         "vocab_size": model.vocab_size,
         "dtype": str(model.dtype).removeprefix("torch."),
+        "deterministic": int(not core.without_determinism),
         "experts": experts,
         "active_experts": active,
     }

@@ -38,7 +38,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     """
     folder = folder_of(config.model_folder)
     device = resolve_device(config.device)
-    if config.deterministic:
+    if config.deterministic is True:
         require_cpu(device)
     register_attention()
     hf_config = _load_config(folder)
@@ -67,7 +67,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
 
 def _wrap_encoder(module: Any, config: EngineConfig) -> LoadedModel:
-    if config.deterministic:
+    if config.deterministic is True:
         raise ModelError(
             f"deterministic mode is for models that generate, and {type(module).__name__} makes "
             "embeddings; set deterministic to false"

@@ -73,14 +73,6 @@ class ReferenceModel:
                 f"{own.max_model_len}"
             )
 
-    def check_threads(self) -> None:
-        """The number of torch's threads has changed.
-
-        Raises:
-            ModelError: Deterministic mode does not hold with so many.
-        """
-        self._core.check_determinism()
-
     def close(self) -> None:
         """Gives up weights and KV; the object is of no use then."""
         self._core.close()

@@ -37,6 +37,7 @@ from .core import ExecutorCore
 from .device import device_of_replica, is_unverified
 from .draft_counts import DraftCounts, SourceCounts
 from .facts import model_facts
+from .model import load_model
 from .reference import ReferenceModel
 from .scoring import Scoring
 from .spans import ExecutorSpans
@@ -66,16 +67,17 @@ def _load(config: EngineConfig, device: int | None) -> tuple[ExecutorCore, Refer
         chosen = torch.device(name)
         torch.get_device_module(chosen.type).set_device(chosen.index)
         config = msgspec.structs.replace(config, device=name)
+    model = load_model(config)
+    if model.device.type == "cpu":
+        # What is compared and measured from here on is what steps will do.
+        size = sum(parameter.numel() for parameter in model.module.parameters())
+        automatic = 1 if size < _SMALL_MODEL_PARAMETERS else torch.get_num_threads()
+        torch.set_num_threads(config.cpu_threads or automatic)
     # First, since the KV cache of the other takes what memory is left.
     reference = ReferenceModel(config) if config.reference_model_path else None
-    core = ExecutorCore(config, now_ns=now_ns)
-    if core.model.device.type == "cpu":
-        size = sum(parameter.numel() for parameter in core.model.module.parameters())
-        automatic = 1 if size < _SMALL_MODEL_PARAMETERS else torch.get_num_threads()
-        core.set_threads(config.cpu_threads or automatic)
+    core = ExecutorCore(config, now_ns=now_ns, model=model)
     if reference is not None:
         reference.check_fits(core)
-        reference.check_threads()
     return core, reference
 
 
@@ -151,6 +153,7 @@ class ExecutorStage(Actor):
             kernels=self._core.without_kernels or "in use",
             attention=self._backend,
             graphs=self._core.without_graphs or "recorded",
+            deterministic=self._core.without_determinism or "yes",
             reference=self.config.engine.reference_model_path or "none",
         )
         self._warn()

@@ -41,7 +41,7 @@ def _chosen(config: EngineConfig, model: LoadedModel) -> tuple[AttentionBackend[
     try:
         return _with_kernels(config, model), ""
     except KernelsUnavailable as error:
-        if config.deterministic:
+        if config.deterministic is True:
             return TiledBackend(config.block_size), str(error)
         return GatherBackend(model, config.block_size), str(error)
 
@@ -69,7 +69,7 @@ def _with_kernels(config: EngineConfig, model: LoadedModel) -> AttentionBackend[
     cpu.sampling_library()
     handled = all(cpu.PagedAttention.handles(spec.key_dim, spec.value_dim) for spec in model.layers)
     if handled and config.attention in ("auto", "paged"):
-        return CpuBackend(model, config.block_size, deterministic=config.deterministic)
-    if config.deterministic:
+        return CpuBackend(model, config.block_size, deterministic=bool(config.deterministic))
+    if config.deterministic is True:
         return TiledBackend(config.block_size)
     return GatherBackend(model, config.block_size)

@@ -119,8 +119,16 @@ async def test_weight_version(http: httpx.AsyncClient, path: str) -> None:
 
 @pytest.mark.parametrize("path", ["/get_server_info", "/server_info"])
 async def test_server_info(http: httpx.AsyncClient, engine: FakeEngine, path: str) -> None:
-    engine.told = [told("batching", kv_total=10, running=2), told("batching", lane="1", kv_total=5)]
+    engine.told = [
+        told("batching", kv_total=10, running=2),
+        told("executor", deterministic=1),
+        told("batching", lane="1", kv_total=5),
+        told("executor", lane="1", deterministic=0),
+    ]
     info = (await http.get(path)).json()
+    assert info["enable_deterministic_inference"] is False
+    engine.told.pop()
+    assert (await http.get(path)).json()["enable_deterministic_inference"] is True
     assert info["max_total_num_tokens"] == 15 * 16
     assert (info["tp_size"], info["dp_size"], info["nnodes"]) == (1, 2, 1)
     assert [each["num_running_reqs"] for each in info["internal_states"]] == [2, 0]

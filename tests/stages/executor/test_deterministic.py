@@ -116,15 +116,40 @@ def test_arrangements_agree_without_kernels(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_that_kernels_compute_as_a_whole_needs_no_mode(dtype: torch.dtype) -> None:
+def test_a_model_that_kernels_take_as_a_whole_is_so_by_itself(dtype: torch.dtype) -> None:
     module = make_model("qwen2", head_dim=32).to(dtype)
-    model = wrap_model(module, 128)
-    core = ExecutorCore(CONFIG, model=model)
-    if core.fast_modules is None:
+    core = core_of(module, "auto")
+    if core.without_kernels:
         pytest.skip(core.without_kernels)
-    assert core.fast_modules.is_whole
+    assert not core.without_determinism
     core.close()
-    assert_arrangements_agree(wrap_model(module, 128), deterministic=False)
+    assert_arrangements_agree(wrap_model(module, 128), deterministic="auto")
+
+
+def core_of(module: Any, deterministic: bool | str) -> ExecutorCore:
+    config = EngineConfig(**{**_fields(CONFIG), "deterministic": deterministic})
+    return ExecutorCore(config, model=wrap_model(module, 128))
+
+
+def test_where_it_would_cost_something_it_has_to_be_demanded() -> None:
+    in_part = core_of(make_model("mixtral"), "auto")
+    wanted = in_part.without_kernels or "kernels take the model in part"
+    assert in_part.without_determinism == wanted
+    assert core_of(make_model("mixtral"), True).without_determinism == ""
+    off = core_of(make_model("qwen2", head_dim=32), False)
+    assert off.without_determinism == "engine.deterministic is false"
+
+
+def test_a_model_that_does_not_keep_it_is_served_if_nobody_demands_it() -> None:
+    module = make_model("qwen2", head_dim=32)
+    core = core_of(module, "auto")
+    if core.without_kernels:
+        pytest.skip(core.without_kernels)
+    core.close()
+    _look_at_neighbours(module)
+    core = core_of(module, "auto")
+    assert core.without_determinism
+    bits_of(core)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -302,10 +327,13 @@ def test_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_model_that_looks_at_its_neighbours_is_refused_at_load() -> None:
     module = make_model("llama")
+    _look_at_neighbours(module)
+    with pytest.raises(ModelError, match="other bits beside others"):
+        ExecutorCore(CONFIG, model=wrap_model(module, 128))
 
+
+def _look_at_neighbours(module: Any) -> None:
     def leak(_: object, __: object, output: Tensor) -> Tensor:
         return output + 1e-4 * output.sum(dim=1, keepdim=True)
 
     module.model.layers[1].mlp.register_forward_hook(leak)
-    with pytest.raises(ModelError, match="other bits beside others"):
-        ExecutorCore(CONFIG, model=wrap_model(module, 128))

@@ -54,18 +54,24 @@ def test_both_ways_agree(tmp_path: Path, slots: list[int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_deterministic_mode_holds(tmp_path: Path, dtype: Literal["float32", "bfloat16"]) -> None:
-    """Tokens and logprobs are the same bits, whatever adapters others in the batch have."""
+@pytest.mark.parametrize("deterministic", [True, "auto"])
+def test_deterministic_mode_holds(
+    tmp_path: Path, dtype: Literal["float32", "bfloat16"], deterministic: Literal["auto", True]
+) -> None:
+    """Tokens and logprobs are the same bits, whatever adapters others in the batch have; where the
+    mode was not demanded, those of requests without one."""
     # With heads of 32 the kernels compute it as a whole.
     made = make_model("qwen2", head_dim=32).to(getattr(torch, dtype))
     made.save_pretrained(str(tmp_path / "model"))
     config = EngineConfig(
         model_path=str(tmp_path / "model"),
-        deterministic=True,
+        deterministic=deterministic,
         max_batch_size=8,
         kv_cache_bytes=1 << 23,
     )
     executor = ExecutorCore(config)
+    if deterministic == "auto" and executor.without_kernels:
+        pytest.skip(executor.without_kernels)
     for seed in range(3):
         folder = tmp_path / str(seed)
         make_adapter(made.float(), seed, folder)
@@ -85,6 +91,9 @@ def test_deterministic_mode_holds(tmp_path: Path, dtype: Literal["float32", "bfl
         }
 
     together = run([0, 1, 2, 3], ["a0", "a1", "", "a0"])
+    assert run([2, 0, 1], ["", "a0", "a2"])[2] == run([2], [""])[2] == together[2]
+    if deterministic == "auto":
+        return
     for index, id in enumerate(["a0", "a1", "", "a0"]):
         assert run([index], [id])[index] == together[index]
     assert run([3, 0], ["a0", "a0"]) == {index: together[index] for index in (3, 0)}

@@ -129,12 +129,8 @@ class ExecutorCore:
         self.graphs: DecodeGraphs | None = None
         self.without_graphs = ""
         self._make_modules_ready(config)
-        self._pooler = PromptPooler(
-            self.model,
-            self._table,
-            config.max_tokens_per_batch,
-            in_order=not self.without_determinism,
-        )
+        in_order, most = not self.without_determinism, config.max_tokens_per_batch
+        self._pooler = PromptPooler(self.model, self._table, most, in_order=in_order)
         self.adapters = self._make_adapters(config)
         self._speculator = self._make_speculator(config)
         self._runner = self._make_runner(config)

@@ -185,7 +185,8 @@ class ExecutorCore:
         kernels = self.fast_modules is not None
         step = trial_step(self.model, self.cache, self._builder, kernels=kernels)
         with self._within():
-            return measure_costs(step, MOST_ROWS, self._now_ns)
+            longest = self.model.max_model_len
+            return measure_costs(step, MOST_ROWS, self._now_ns, longest=longest)
 
     def _make_runner(self, config: EngineConfig) -> StepRunner:
         return StepRunner(

@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from .kernels.cpu import draw
 from .logprobs import BLOCK, ScaledLogits, block_sums, scale_logits
 
 _CANDIDATES = (64, 1024)
@@ -92,7 +93,18 @@ def sample_with_logprobs(
     if not bool(greedy.all()):
         if uniforms is None:
             uniforms = torch.rand(logits.shape[0], dtype=torch.float64, device=logits.device)
-        sampled = _inverse_cdf(scaled, _restrict(scaled, top_k, top_p, min_p), uniforms)
+        restricted = _restrict(scaled, top_k, top_p, min_p)
+        if scaled.kernels and restricted is None:
+            sampled = draw(
+                scaled.logits,
+                scaled.divisors,
+                BLOCK,
+                scaled.largest,
+                scaled.sums,
+                uniforms.double(),
+            )
+        else:
+            sampled = _inverse_cdf(scaled, restricted, uniforms)
         tokens = torch.where(greedy, tokens, sampled)
     return tokens, scaled.logprobs(tokens[:, None])[:, 0]
 

@@ -47,9 +47,6 @@ class _Source:
     def draft(self, context: DraftContext) -> Draft:
         raise NotImplementedError
 
-    def observe(self, contexts: Sequence[DraftContext]) -> None:
-        pass
-
     def forget(self, row: int, seq_id: int) -> None:
         pass
 

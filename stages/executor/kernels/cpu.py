@@ -78,6 +78,7 @@ _SAMPLING_SIGNATURES: dict[str, tuple[Any, ...]] = {
         *(c_void_p, c_long, c_long, c_void_p, c_long),
         *(c_void_p, c_void_p, c_void_p),
     ),
+    "draw": (c_void_p, c_long, c_long, c_void_p, c_long, *(c_void_p,) * 4),
     "forbid": (c_void_p, c_long, c_void_p, c_void_p, c_long),
 }
 
@@ -265,6 +266,44 @@ def softmax_sums(logits: Tensor, divisors: Tensor, block: int) -> tuple[Tensor, 
         sums.data_ptr(),
     )
     return largest, places, sums
+
+
+def draw(
+    logits: Tensor,
+    divisors: Tensor,
+    block: int,
+    largest: Tensor,
+    sums: Tensor,
+    uniforms: Tensor,
+) -> Tensor:
+    """The tokens at which the running sums of weights first exceed a share of the total.
+
+    Args:
+        logits: `[batch, vocab]` float32.
+        divisors: `[batch]` float32.
+        block: As in `softmax_sums`.
+        largest: `[batch]`, as that function gave it, and so for the next.
+        sums: `[batch, blocks]`.
+        uniforms: `[batch]` float64, the shares.
+
+    Returns:
+        `[batch]` int64.
+    """
+    logits, divisors, uniforms = logits.contiguous(), divisors.contiguous(), uniforms.contiguous()
+    batch, vocab = logits.shape
+    tokens = torch.empty(batch, dtype=torch.int64)
+    sampling_library().draw(
+        logits.data_ptr(),
+        batch,
+        vocab,
+        divisors.data_ptr(),
+        block,
+        largest.data_ptr(),
+        sums.data_ptr(),
+        uniforms.data_ptr(),
+        tokens.data_ptr(),
+    )
+    return tokens
 
 
 def forbid(logits: Tensor, places: npt.NDArray[np.int64], allowed: npt.NDArray[np.int32]) -> None:

@@ -56,6 +56,42 @@ void softmax_sums(const float *x, long rows, long width, const float *divisors, 
     }
 }
 
+// A target, not below 0, and strictly below a total.
+static double below(double target, double total) {
+    return fmin(fmax(target, 0.0), nextafter(total, 0.0));
+}
+
+// For each row the place at which the running sum of exp((x - largest) / divisor) first exceeds
+// uniform * total. What softmax_sums found leads to the block; a weight of 0 is never chosen.
+void draw(const float *x, long rows, long width, const float *divisors, long block,
+          const float *largest, const double *sums, const double *uniforms, int64_t *places) {
+    const long blocks = (width + block - 1) / block;
+    float weights[block + 16];
+    for (long row = 0; row < rows; row++) {
+        const double *own = sums + row * blocks;
+        double total = 0, before = 0;
+        for (long b = 0; b < blocks; b++) total += own[b];
+        const double target = below(uniforms[row] * total, total);
+        long b = 0;
+        while (b < blocks - 1 && before + own[b] <= target) before += own[b++];
+        const long start = b * block, count = start + block < width ? block : width - start;
+        const float *from = x + row * width + start;
+        const __m512 most = _mm512_set1_ps(largest[row]), divisor = _mm512_set1_ps(divisors[row]);
+        for (long i = 0; i < count; i += 16) {
+            __m512 v = _mm512_maskz_loadu_ps(first(count - i), from + i);
+            v = exponential(_mm512_div_ps(_mm512_sub_ps(v, most), divisor));
+            _mm512_storeu_ps(weights + i, v);
+        }
+        double inside = 0, running = 0;
+        for (long i = 0; i < count; i++) inside += weights[i];
+        // The block's sum and this one differ by rounding, so the target may lie just outside.
+        const double rest = below(target - before, inside);
+        long place = 0;
+        while (place < count - 1 && (running += weights[place]) <= rest) place++;
+        places[row] = start + place;
+    }
+}
+
 // Minus infinity to what may not be: row i of `allowed` has a bit for each number of row places[i]
 // of x, in words of 32, lowest first. What may be is not touched, nor read.
 void forbid(float *x, long width, const int64_t *places, const uint32_t *allowed, long rows) {

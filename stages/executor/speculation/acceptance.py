@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .drafts import NO_DRAFT, Draft
+from .drafts import Draft
 
 _EDGES = (0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95, 0.99)
 """Likelihoods between two of these are one class."""
@@ -29,7 +29,7 @@ _FADING = 1 - 1 / _MOST_TRIALS
 _RATES = (0.12, 0.12, 0.12, 0.04, 0.04)
 _CERTAIN = 0.15
 _MOST_LEANING = 5.0
-_LEAST_CHANCE = 0.01
+_LEAST_CHANCE = 0.03
 """Places that are accepted more seldom are not worth a thought."""
 
 _FEWEST = 0.25
@@ -64,36 +64,18 @@ class SourceHistory:
         self.log_odds[place_class] = math.log(accepted / rejected)
 
 
-def place_classes(draft: Draft, start: int, stop: int, first: int) -> list[int]:
-    """With which other places those of a draft are counted: with those as deep, and as likely.
-
-    A likelihood that is no number counts as 0. `first`: of a first place, what was before it.
-    """
-    deep = (first, _SECOND, *(_LATER,) * (stop - 2))[start:stop]
-    if not draft.likelihoods:
-        return [where * _NUM_CLASSES + _NO_OPINION for where in deep]
-    kinds = [
-        bisect_right(_EDGES, likelihood) if likelihood > 0 else 0
-        for likelihood in draft.likelihoods[start:stop]
-    ]
-    kinds += [_NO_OPINION] * (len(deep) - len(kinds))
-    return [where * _NUM_CLASSES + kind for where, kind in zip(deep, kinds, strict=True)]
-
-
 @dataclass(slots=True)
-class _RowHistory:
-    """What became of the drafts of one sequence.
+class _Leaning:
+    """How one sequence differs from the others in what becomes of a source's drafts.
 
     Attributes:
-        leanings: By source, how much likelier than those of others its drafts are accepted, as
-            differences of log odds, by where a place is.
-        right: By source, whether it was when it was last compared with the text.
-        rest: A draft that has been right so far, and its first place that was not reached.
+        odds: How much likelier they are accepted, as differences of log odds, by where a place is.
+        first: Where a draft's first place is: that depends on whether the source was right when it
+            was last compared with the text.
     """
 
-    leanings: dict[str, list[float]] = field(default_factory=dict)
-    right: dict[str, bool] = field(default_factory=dict)
-    rest: tuple[Draft, int] = (NO_DRAFT, 0)
+    odds: list[float] = field(default_factory=lambda: [0.0] * len(_FIRST_GUESSES))
+    first: int = _FIRST
 
 
 class Acceptance:
@@ -103,18 +85,18 @@ class Acceptance:
     one were accepted. Beside it each sequence has its own leaning, which the newest outcomes move
     most, so that it follows a text that changes.
 
-    Whether a place is right shows as soon as the sequence gets that token, verified or not. So a
-    source that was of no use is still compared with the text, at no cost for the device, and its
-    drafts are verified again once they would have been right.
+    Whether a draft's first tokens are right shows as soon as the sequence gets these, verified or
+    not. So a source that was of no use is still compared with the text, at no cost for the device,
+    and its drafts are verified again once they would have been right.
     """
 
     def __init__(self) -> None:
         self._sources: dict[str, SourceHistory] = {}
-        self._rows: dict[int, _RowHistory] = {}
+        self._rows: dict[int, dict[str, _Leaning]] = {}
 
     def begin(self, row: int) -> None:
         """A row has a new sequence, of which nothing is known."""
-        self._rows[row] = _RowHistory()
+        self._rows[row] = {}
 
     def forget(self, row: int) -> None:
         """The sequence of a row has left."""
@@ -129,21 +111,20 @@ class Acceptance:
 
         It falls, and ends where nothing is to be expected any more.
         """
-        history, leanings = self._of(row, draft.source)
-        classes = place_classes(draft, 0, len(draft.tokens), self._first(row, draft.source))
-        # Most places are of the same few classes.
-        shares: dict[int, float] = {}
+        history, leaning = self._of(row, draft.source)
+        log_odds, odds, opinions = history.log_odds, leaning.odds, _opinions(draft)
+        where, known, share = leaning.first, None, 0.0
         chances: list[float] = []
         chance = 1.0
-        for kind in classes:
-            share = shares.get(kind)
-            if share is None:
-                odds = history.log_odds[kind] + leanings[kind // _NUM_CLASSES]
-                share = shares[kind] = 1 / (1 + math.exp(-odds))
+        for opinion in opinions:
+            if (where, opinion) != known:
+                known = where, opinion
+                share = 1 / (1 + math.exp(-log_odds[where * _NUM_CLASSES + opinion] - odds[where]))
             chance *= share
             if chances and chance < _LEAST_CHANCE:
                 break
             chances.append(chance)
+            where = _LATER if len(chances) > 1 else _SECOND
         return chances
 
     def settle(self, row: int, draft: Draft, got: Sequence[int]) -> None:
@@ -154,54 +135,69 @@ class Acceptance:
             draft: What was proposed for it, the whole of it, verified or not.
             got: The tokens, in order.
         """
-        before = self._row(row).rest
-        new = self._follow(row, draft, 0, got)
-        # Behind the new draft, of which it must not be known yet whether the source is right.
-        rest = self._follow(row, *before, got)
-        self._row(row).rest = rest if rest[0].tokens else new
-
-    def _follow(self, row: int, draft: Draft, start: int, got: Sequence[int]) -> tuple[Draft, int]:
-        """Compares a draft with what came, from a place on; what of it is still to come."""
-        if not draft.tokens:
-            return NO_DRAFT, 0
-        last = min(len(got), len(draft.tokens) - start)
+        tokens = draft.tokens
+        last = min(len(got), len(tokens))
+        if not last:
+            return
         matched = 0
-        while matched < last and draft.tokens[start + matched] == got[matched]:
+        while matched < last and tokens[matched] == got[matched]:
             matched += 1
         wrong = matched < last
-        first = self._first(row, draft.source)
-        classes = place_classes(draft, start, start + matched + wrong, first)
-        if classes:
-            self._row(row).right[draft.source] = not wrong
-            for kind, places in itertools.groupby(classes[:matched]):
-                self._learn(row, draft.source, kind, len(list(places)), 0)
-            if wrong:
-                self._learn(row, draft.source, classes[-1], 0, 1)
-        rest = start + last
-        return (NO_DRAFT, 0) if wrong or rest == len(draft.tokens) else (draft, rest)
+        history, leaning = self._of(row, draft.source)
+        reached = matched + wrong
+        opinions = _opinions(draft)
+        where = leaning.first
+        # Places of one class together.
+        place = 0
+        while place < reached:
+            stop = place + 1
+            while stop < reached and place > 1 and opinions[stop] == opinions[place]:
+                stop += 1
+            misses = int(wrong and stop == reached)
+            _learn(history, leaning, where, opinions[place], stop - place - misses, misses)
+            where = _SECOND if stop == 1 else _LATER
+            place = stop
+        leaning.first = _AFTER_WRONG if wrong else _AFTER_RIGHT
 
-    def _learn(self, row: int, source: str, kind: int, hits: int, misses: int) -> None:
-        history, leanings = self._of(row, source)
-        where, opinion = divmod(kind, _NUM_CLASSES)
-        leaning = leanings[where]
-        chance = 1 / (1 + math.exp(-history.log_odds[kind] - leaning))
-        # A step of Newton's method, but for the bound: one outcome says only so much.
-        surprise = hits - (hits + misses) * chance
-        leaning += _RATES[where] * surprise / max(chance * (1 - chance), _CERTAIN)
-        leanings[where] = max(-_MOST_LEANING, min(leaning, _MOST_LEANING))
-        history.learn(kind, hits, misses)
-        if where < _FIRST:
-            history.learn(_FIRST * _NUM_CLASSES + opinion, hits, misses)
-
-    def _first(self, row: int, source: str) -> int:
-        right = self._row(row).right.get(source)
-        return _FIRST if right is None else _AFTER_RIGHT if right else _AFTER_WRONG
-
-    def _row(self, row: int) -> _RowHistory:
-        return self._rows.setdefault(row, _RowHistory())
-
-    def _of(self, row: int, source: str) -> tuple[SourceHistory, list[float]]:
+    def _of(self, row: int, source: str) -> tuple[SourceHistory, _Leaning]:
         history = self._sources.get(source)
         if history is None:
             history = self._sources[source] = SourceHistory()
-        return history, self._row(row).leanings.setdefault(source, [0.0] * len(_FIRST_GUESSES))
+        leanings = self._rows.get(row)
+        if leanings is None:
+            leanings = self._rows[row] = {}
+        leaning = leanings.get(source)
+        if leaning is None:
+            leaning = leanings[source] = _Leaning()
+        return history, leaning
+
+
+def _learn(
+    history: SourceHistory, leaning: _Leaning, where: int, opinion: int, hits: int, misses: int
+) -> None:
+    kind = where * _NUM_CLASSES + opinion
+    own = leaning.odds[where]
+    chance = 1 / (1 + math.exp(-history.log_odds[kind] - own))
+    # A step of Newton's method, but for the bound: one outcome says only so much.
+    surprise = hits - (hits + misses) * chance
+    own += _RATES[where] * surprise / max(chance * (1 - chance), _CERTAIN)
+    leaning.odds[where] = max(-_MOST_LEANING, min(own, _MOST_LEANING))
+    history.learn(kind, hits, misses)
+    if where < _FIRST:
+        history.learn(_FIRST * _NUM_CLASSES + opinion, hits, misses)
+
+
+def _opinions(draft: Draft) -> Sequence[int]:
+    """With which other places each of a draft is counted: with those as likely.
+
+    A likelihood that is no number counts as 0.
+    """
+    count, likelihoods = len(draft.tokens), draft.likelihoods
+    if len(likelihoods) == 1:
+        return (_opinion(likelihoods[0]),) * count
+    known = [_opinion(likelihood) for likelihood in likelihoods[:count]]
+    return known + [_NO_OPINION] * (count - len(known))
+
+
+def _opinion(likelihood: float) -> int:
+    return bisect_right(_EDGES, likelihood) if likelihood > 0 else 0

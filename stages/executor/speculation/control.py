@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .acceptance import Acceptance
-from .costs import StepCosts, choose_lengths
+from .costs import StepCosts, choose_lengths, may_pay
 from .drafts import Draft
 
-MOST_ROWS = 64
+MOST_ROWS = 512
 """Of one token, drafted ones included: more drafts in a step are not thought of."""
+
+_NEAR = 64
 
 
 class CostControl:
@@ -20,29 +22,54 @@ class CostControl:
         self.costs = costs
         self._acceptance = Acceptance()
         self._max_rows = max_rows
-        # Of the step that is under way; 0 where its time says nothing.
-        self._num_rows = 0
+        # Of the step that is under way. Of one that has prompts too the time says nothing.
+        self._num_rows = self._num_prefill = 0
+        self._context = 0.0
+        self._costs_now = costs
+        # What was found out with one version of the costs, by contexts and kinds of steps.
+        self._version = costs.version
+        self._at: dict[int, StepCosts] = {}
+        self._may_pay: dict[tuple[int, int, int], bool] = {}
 
     def add(self, row: int) -> None:
         """As DraftControl says, like the rest."""
         self._acceptance.begin(row)
 
+    def begin(self, num_rows: int, num_prefill: int, context: float) -> bool:
+        self._num_rows, self._num_prefill, self._context = num_rows, num_prefill, context
+        if self.costs.version != self._version:
+            self._version = self.costs.version
+            self._at.clear()
+            self._may_pay.clear()
+        # Costs hardly change within so many tokens.
+        near = int(context) // _NEAR
+        if near not in self._at:
+            self._at[near] = self.costs.at(near * _NEAR)
+        self._costs_now = self._at[near]
+        step = num_rows, num_prefill, near
+        if step not in self._may_pay:
+            self._may_pay[step] = may_pay(
+                num_rows, self._costs_now, max_rows=self._max_rows, num_prefill=num_prefill
+            )
+        return self._may_pay[step]
+
     def expected(self, row: int, draft: Draft) -> list[float]:
         return self._acceptance.expected(row, draft)
 
-    def lengths(
-        self, num_rows: int, num_prefill: int, chances: Sequence[Sequence[float]]
-    ) -> list[int]:
+    def lengths(self, chances: Sequence[Sequence[float]]) -> list[int]:
         lengths = choose_lengths(
-            num_rows, chances, self.costs, max_rows=self._max_rows, num_prefill=num_prefill
+            self._num_rows,
+            chances,
+            self._costs_now,
+            max_rows=self._max_rows,
+            num_prefill=self._num_prefill,
         )
-        self._num_rows = 0 if num_prefill else num_rows + sum(lengths)
+        self._num_rows += sum(lengths)
         return lengths
 
     def timed(self, seconds: float) -> None:
-        """How long the step took whose `lengths` were chosen last, if that was not asked before."""
-        if self._num_rows:
-            self.costs.observe(self._num_rows, seconds)
+        if self._num_rows and not self._num_prefill:
+            self.costs.observe(self._num_rows, seconds, self._context)
         else:
             self.costs.interrupt()
         self._num_rows = 0

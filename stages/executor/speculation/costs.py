@@ -7,6 +7,7 @@ so it is measured when the model is loaded.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from bisect import bisect_right
@@ -23,15 +24,21 @@ from ..kv_cache import KVCache
 from ..loaded_model import LoadedModel
 from ..sampling import sample_plain, sample_with_logprobs
 
-_SIZES = (1, 16, 4, 64, 8, 32, 2, 3, 6, 12, 24, 48, 128, 96, 256, 192)
+_SIZES = (1, 16, 4, 64, 8, 32, 2, 256, 128, 512, 3, 6, 12, 24, 48, 96, 192, 384)
 """Rows of the steps that are measured, the most telling first, should time run out."""
 
 _ROUNDS = 5
-_CONTEXT_TOKENS = 256
+_SHORT_CONTEXT, _LONG_CONTEXT = 64, 1024
+_LONG_ROWS = 16
+"""Rows of the steps that show what a longer context costs."""
+
 _LEARNING_RATE = 0.05
 _LARGEST_SURPRISE = 0.5
 _LARGEST_CORRECTION = math.log(2)
 _STEPS_A_TABLE = 8
+
+LEAST_GAIN = 1.05
+"""Drafts are verified if that gives so many times the tokens per second at least."""
 
 
 class StepCosts:
@@ -39,12 +46,16 @@ class StepCosts:
 
     Attributes:
         most_rows: What is told of more rows is a guess.
+        version: Changes when what is told changes.
     """
 
-    def __init__(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
+    def __init__(
+        self, sizes: Sequence[int], seconds: Sequence[float], *, context_s: float = 0.0
+    ) -> None:
         """Takes what was measured: with so many rows, from 1 on and rising, so many seconds.
 
         Between sizes it is linear. A step that took longer than one with more rows was disturbed.
+        `context_s`: what one more token of a row's context costs.
 
         Raises:
             ValueError: The sizes are none, don't rise from 1, or a duration is not above 0.
@@ -55,13 +66,26 @@ class StepCosts:
         if not all(0 < duration < math.inf for duration in seconds):
             raise ValueError("a step's duration has to be above 0")
         self.most_rows = sizes[-1]
+        self._context_s = context_s
         self._sizes = list(sizes)
         self._measured = np.log(seconds)
         # Logarithms of factors, which add up to 0.
         self._corrections = [0.0] * len(sizes)
         self._last: tuple[int, float] | None = None
-        self._num_learned = 0
+        self._num_learned = self.version = 0
         self._make_table()
+
+    def at(self, context: float) -> StepCosts:
+        """The same, where rows have so many tokens before them on average."""
+        per_row = self._context_s * (context - _SHORT_CONTEXT)
+        if not per_row:
+            return self
+        costs = copy.copy(self)
+        # A step never takes nothing, however short its rows are.
+        least = self._table / 2
+        costs._table = np.maximum(self._table + per_row * np.arange(self.most_rows + 1), least)
+        costs._slope = max(self._slope + per_row, self._slope / 2)
+        return costs
 
     def of(self, rows: int) -> float:
         """Seconds of a step of so many rows; never less than with fewer."""
@@ -75,18 +99,18 @@ class StepCosts:
             return self._table[rows + 1 : rows + count + 1]
         return np.array([self.of(rows + more) for more in range(1, count + 1)])
 
-    def observe(self, rows: int, seconds: float) -> None:
+    def observe(self, rows: int, seconds: float, context: float = _SHORT_CONTEXT) -> None:
         """Learns from a step of single-token rows alone, drafted ones included.
 
-        A machine is faster at one time than at another, and longer contexts make all steps longer.
-        So only the ratio of two steps that followed one another tells anything, and only where
-        they differ in their rows: it moves the costs of these sizes against one another, a little.
+        A machine is faster at one time than at another. So only the ratio of two steps that
+        followed one another tells anything, and only where they differ in their rows: it moves the
+        costs of these sizes against one another, a little.
         """
         if not (1 <= rows <= self.most_rows and 0 < seconds < math.inf):
             self._last = None
             return
         last = self._last
-        self._last = rows, math.log(seconds / self._table[rows])
+        self._last = rows, math.log(seconds / self.at(context).of(rows))
         if last is None or last[0] == rows:
             return
         surprise = self._last[1] - last[1]
@@ -116,6 +140,7 @@ class StepCosts:
             self._corrections[index] = bounded
 
     def _make_table(self) -> None:
+        self.version += 1
         seconds = np.exp(self._measured + self._corrections)
         seconds = np.minimum.accumulate(seconds[::-1])[::-1]
         rows = np.arange(self.most_rows + 1)
@@ -127,43 +152,60 @@ class StepCosts:
 
 
 def measure_costs(
-    step: Callable[[int], object],
+    step: Callable[[int, int], object],
     most_rows: int,
     now_ns: Callable[[], int],
     *,
+    longest: int = _LONG_CONTEXT,
     budget_s: float = 1.5,
 ) -> StepCosts:
     """Measures steps of several sizes in turns, and takes the median of each.
 
     Args:
-        step: Runs a step of so many rows, and waits for its tokens.
+        step: Runs a step of so many rows with so long a context, and waits for its tokens.
         most_rows: More are not needed.
+        longest: Most tokens that a context may have.
         now_ns: The clock.
         budget_s: About how long it may take. Where steps are long, fewer sizes are measured; where
             even two take longer, it takes as long as these.
     """
-    step(1)
+    short, long = min(_SHORT_CONTEXT, longest), min(_LONG_CONTEXT, longest)
+    long_rows = min(_LONG_ROWS, most_rows)
+    step(1, short)
     begin_ns = now_ns()
     budget_ns = budget_s * 1e9
     durations: dict[int, list[int]] = {}
+    longer: list[int] = []
+
+    def timed(size: int, context: int) -> int:
+        start_ns = now_ns()
+        step(size, context)
+        return max(now_ns() - start_ns, 1)
 
     def run(size: int) -> None:
-        start_ns = now_ns()
-        step(size)
-        durations.setdefault(size, []).append(max(now_ns() - start_ns, 1))
+        durations.setdefault(size, []).append(timed(size, short))
+        if size == long_rows and longer:
+            longer.append(timed(size, long))
 
     for size in (size for size in _SIZES if size <= most_rows):
         spent_ns = now_ns() - begin_ns
         if len(durations) < 2 or spent_ns + _at_most(size, durations) <= budget_ns / 3:
             run(size)
-    round_ns = sum(times[0] for times in durations.values())
+        if size == long_rows and long > short and durations[size][0] * 4 <= budget_ns / 3:
+            longer.append(timed(size, long))
+    round_ns = sum(times[0] for times in (*durations.values(), longer) if times)
     for number in range(1, _ROUNDS):
         if now_ns() - begin_ns + round_ns > budget_ns:
             break
         for size in sorted(durations, reverse=number % 2 == 1):
             run(size)
     sizes = sorted(durations)
-    return StepCosts(sizes, [median_low(durations[size]) * 1e-9 for size in sizes])
+    context_s = 0.0
+    if longer and long_rows in durations:
+        more_ns = median_low(longer) - median_low(durations[long_rows])
+        context_s = max(more_ns, 0) * 1e-9 / (long_rows * (long - short))
+    seconds = [median_low(durations[size]) * 1e-9 for size in sizes]
+    return StepCosts(sizes, seconds, context_s=context_s)
 
 
 def _at_most(size: int, durations: dict[int, list[int]]) -> float:
@@ -177,7 +219,7 @@ def _at_most(size: int, durations: dict[int, list[int]]) -> float:
 
 def trial_step(
     model: LoadedModel, cache: KVCache, builder: InputBuilder, *, kernels: bool
-) -> Callable[[int], object]:
+) -> Callable[[int, int], object]:
     """A step of any number of rows that belong to no sequence, for `measure_costs`.
 
     It runs the model and samples. Of the KV cache it writes to the padding block alone, and no
@@ -190,12 +232,11 @@ def trial_step(
         builder: Makes the inputs of its steps.
         kernels: As in `scale_logits`.
     """
-    context = min(_CONTEXT_TOKENS, model.max_model_len)
-    width = -(-context // cache.block_size)
 
     @torch.inference_mode()
-    def step(count: int) -> list[int]:
+    def step(count: int, context: int) -> list[int]:
         ones = np.ones(count, np.int64)
+        width = -(-context // cache.block_size)
         rows = Rows((context - 1) * ones, ones, np.full((count, width), cache.padding_block), count)
         # Different tokens, since an expert that all rows have chosen would be read only once.
         ids = np.arange(count) * 7919 % model.vocab_size
@@ -214,6 +255,37 @@ def trial_step(
     return step
 
 
+def may_pay(
+    num_rows: int,
+    costs: StepCosts,
+    *,
+    max_rows: int,
+    num_prefill: int = 0,
+    least_gain: float = LEAST_GAIN,
+) -> bool:
+    """Whether some number of drafted tokens, all of them right, would be worth their time.
+
+    The arguments are those of `choose_lengths`.
+    """
+    room = _room(num_rows, num_prefill, costs, max_rows)
+    if num_rows < 1 or room < 1:
+        return False
+    others = num_rows + num_prefill
+    seconds = costs.of(num_rows) - costs.of(others) + costs.beyond(others, room)
+    rates = (num_rows + np.arange(1, room + 1)) / seconds
+    return bool(rates.max() >= least_gain * num_rows / costs.of(num_rows))
+
+
+def _room(num_rows: int, num_prefill: int, costs: StepCosts, max_rows: int) -> int:
+    """How many drafted tokens a step can have."""
+    others = num_rows + num_prefill
+    room = max_rows - num_rows
+    if others <= costs.most_rows:
+        # Who knows what happens beyond: where other kernels take over, a step may be far longer.
+        room = min(room, costs.most_rows - others)
+    return room
+
+
 def choose_lengths(
     num_rows: int,
     chances: Sequence[Sequence[float]],
@@ -221,7 +293,7 @@ def choose_lengths(
     *,
     max_rows: int,
     num_prefill: int = 0,
-    least_gain: float = 1.05,
+    least_gain: float = LEAST_GAIN,
 ) -> list[int]:
     """How many tokens of each draft to verify, for the most tokens in the time that they take.
 
@@ -244,11 +316,8 @@ def choose_lengths(
     """
     lengths = [0] * len(chances)
     others = num_rows + num_prefill
-    room = max_rows - num_rows
-    if others <= costs.most_rows:
-        # Who knows what happens beyond: where other kernels take over, a step may be far longer.
-        room = min(room, costs.most_rows - others)
-    if num_rows < 1 or room < 1:
+    room = _room(num_rows, num_prefill, costs, max_rows)
+    if num_rows < 1 or room < 1 or not any(chances):
         return lengths
     chance = np.fromiter(itertools.chain.from_iterable(chances), np.float64)
     # What is no number is no chance.

@@ -243,9 +243,6 @@ class DraftModel:
             drafts[i] = draft
         return drafts
 
-    def observe(self, contexts: Sequence[DraftContext]) -> None:
-        """As `DraftSource.observe`; it sees by the tokens of the next step what was right."""
-
     def forget(self, row: int, seq_id: int) -> None:
         """As `DraftSource.forget`; the blocks that it filled are found again."""
         if (progress := self._progress.get(row)) is not None and progress.seq_id == seq_id:

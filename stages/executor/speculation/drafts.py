@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Protocol
+
+import msgspec
 
 from ..batch import IntArray
 
 
-@dataclass(frozen=True, slots=True)
-class DraftContext:
+class DraftContext(msgspec.Struct, frozen=True):
     """A sequence for which a draft is wanted.
 
     Attributes:
@@ -32,14 +32,13 @@ class DraftContext:
     limit: int
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(msgspec.Struct, frozen=True):
     """Drafted tokens of one sequence.
 
     Attributes:
         tokens: The guess; empty for none.
         likelihoods: How likely the source finds each token, given that those before it are right;
-            empty where it has no opinion.
+            a single one where all are as likely, none where it has no opinion.
         source: Whose guess it is.
     """
 
@@ -64,13 +63,8 @@ class DraftSource(Protocol):
         """A draft for each sequence, of at most `limit` tokens each; NO_DRAFT where it has none."""
         ...
 
-    def observe(self, contexts: Sequence[DraftContext]) -> None:
-        """Sequences have got tokens, up to and with the last of `tokens`. Called for each step in
-        which they did, drafted or not."""
-        ...
-
     def forget(self, row: int, seq_id: int) -> None:
-        """A sequence has left; what others may learn from it may stay."""
+        """A sequence is about to leave the table; what others may learn from it may stay."""
         ...
 
     def clear(self) -> None:

@@ -23,9 +23,6 @@ class ForcedSource:
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         return [self._propose(context) for context in contexts]
 
-    def observe(self, contexts: Sequence[DraftContext]) -> None:
-        pass
-
     def forget(self, row: int, seq_id: int) -> None:
         pass
 

@@ -33,7 +33,7 @@ def make_speculator(
     makers: dict[str, Callable[[], DraftSource]] = {
         "prediction": PredictionSource,
         "grammar": lambda: ForcedSource(constraints),
-        "suffix": lambda: SuffixSource(config.suffix_index_tokens),
+        "suffix": lambda: SuffixSource(table, config.suffix_index_tokens),
         "ngram": NgramSource,
     }
     sources = [makers[name]() for name in config.draft_sources]

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..batch import IntArray
 from .drafts import NO_DRAFT, Draft, DraftContext
+from .ngram import same_before
 
 _LONGEST_MATCH = 16
 """So many tokens before a place tell it from any other."""
@@ -29,9 +30,6 @@ class PredictionSource:
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         return [self._propose(c) if c.prediction else NO_DRAFT for c in contexts]
-
-    def observe(self, contexts: Sequence[DraftContext]) -> None:
-        pass
 
     def forget(self, row: int, seq_id: int) -> None:
         if row in self._places and self._places[row][0] == seq_id:
@@ -59,14 +57,10 @@ def _find(expected: IntArray, last: IntArray, before: int) -> int | None:
     ends = np.flatnonzero(expected == last[-1])
     if not ends.size:
         return None
-    lengths = np.ones_like(ends)
-    alive = np.ones(ends.shape, np.bool_)
-    for back in range(1, len(last)):
-        alive &= ends >= back
-        alive &= expected[np.maximum(ends - back, 0)] == last[-1 - back]
-        if not alive.any():
-            break
-        lengths += alive
+    if len(last) > 1:
+        closer = ends[(ends > 0) & (expected[ends - 1] == last[-2])]
+        ends = closer if closer.size else ends
+    lengths = same_before(expected, ends, last)
     best = ends[lengths == lengths.max()] + 1
     following = best[best > before]
     return int(following[0] if following.size else best[0])

@@ -15,8 +15,11 @@ from ..sequences import BoolArray, SequenceTable
 from ..unread import SampledRows
 from .drafts import NO_DRAFT, Draft, DraftContext, DraftSource
 
-_ENOUGH = 2.0
-"""Tokens expected of a draft, from which on the draft model is not asked for another."""
+_ENOUGH = 4.0
+"""Tokens expected of a draft, from which on no other source is asked for a better one."""
+
+_MOST_RESTS = 8
+"""How many steps a sequence goes without being asked about at most, if there was nothing before."""
 
 
 class DraftControl(Protocol):
@@ -26,20 +29,23 @@ class DraftControl(Protocol):
         """A row of the table has a new sequence."""
         ...
 
-    def expected(self, row: int, draft: Draft) -> list[float]:
-        """How likely it is of each drafted token that it and all before it are accepted."""
-        ...
-
-    def lengths(
-        self, num_rows: int, num_prefill: int, chances: Sequence[Sequence[float]]
-    ) -> list[int]:
-        """How many tokens of each draft to verify in a step.
+    def begin(self, num_rows: int, num_prefill: int, context: float) -> bool:
+        """A step begins; says whether drafts would be worth their time, if they were right.
 
         Args:
             num_rows: Rows of one token that the step has anyway.
             num_prefill: Tokens of its other rows.
-            chances: Of each draft, as `expected` gives them.
+            context: Tokens that a row of one token has before it, on average.
         """
+        ...
+
+    def expected(self, row: int, draft: Draft) -> list[float]:
+        """How likely it is of each drafted token that it and all before it are accepted."""
+        ...
+
+    def lengths(self, chances: Sequence[Sequence[float]]) -> list[int]:
+        """How many tokens of each draft to verify in the step that has begun: of each draft's
+        chances, as `expected` gives them."""
         ...
 
     def settle(self, row: int, draft: Draft, got: Sequence[int]) -> None:
@@ -47,8 +53,8 @@ class DraftControl(Protocol):
         ...
 
     def timed(self, seconds: float) -> None:
-        """A step has taken so long, from its beginning to its tokens; the one whose `lengths` were
-        asked for last, if any were since the last call."""
+        """A step has taken so long, from its beginning to its tokens: the one that began last, if
+        one did since the last call."""
         ...
 
     def forget(self, row: int) -> None:
@@ -91,16 +97,17 @@ class Speculator:
         Args:
             table: The sequences.
             constraints: Their grammars.
-            sources: Those that take next to no time.
+            sources: Those that take next to no time. Each is asked where those before it have no
+                good draft.
             control: Says how much to verify.
-            draft_model: One that takes time, and is asked where the others have no good draft.
+            draft_model: One that takes time, and is asked last.
         """
         self._table = table
         self._constraints = constraints
-        self._asked_always = tuple(sources)
-        self._draft_model = draft_model
         self._sources = (*sources, draft_model) if draft_model is not None else tuple(sources)
+        self._has_model = draft_model is not None
         self._control = control
+        self._rests: dict[int, _Rest] = {}
 
     def begin(self, rows: IntArray, num_tokens: IntArray, limits: IntArray) -> StepDrafts:
         """Drafts for a step; what is to be verified is written behind the rows' known tokens.
@@ -110,21 +117,31 @@ class Speculator:
             num_tokens: `[rows]`, how many each computes anyway.
             limits: `[rows]`, most drafted tokens of each; 0 for a row that is to have none.
         """
-        contexts = self._contexts(rows[limits > 0], limits[limits > 0])
-        drafts, chances = self._propose(contexts)
         single = num_tokens == 1
         num_rows, num_prefill = int(single.sum()), int(num_tokens[~single].sum())
-        lengths = self._control.lengths(num_rows, num_prefill, chances)
+        wanted = limits > 0
+        known = float(self._table.num_known[rows[single]].mean()) if num_rows else 0.0
+        if not self._control.begin(num_rows, num_prefill, known) or not wanted.any():
+            return StepDrafts(np.zeros_like(rows), {}, {})
+        contexts = self._contexts(rows[wanted], limits[wanted])
+        drafts, chances = self._propose(contexts)
+        lengths = self._control.lengths(chances)
         verified: dict[int, Draft] = {}
-        counts = dict.fromkeys(rows.tolist(), 0)
+        proposed: dict[int, Draft] = {}
         for context, draft, length in zip(contexts, drafts, lengths, strict=True):
+            row = context.row
+            if draft.tokens:
+                proposed[row] = draft
             if length:
-                verified[context.row] = cut = _cut(draft, length)
-                counts[context.row] = length
+                verified[row] = cut = _cut(draft, length)
                 known = len(context.tokens)
-                self._table.tokens[context.row, known : known + length] = cut.tokens
-        proposed = {context.row: draft for context, draft in zip(contexts, drafts, strict=True)}
-        return StepDrafts(np.array(list(counts.values()), np.int64), verified, proposed)
+                self._table.tokens[row, known : known + length] = cut.tokens
+                self._rests.pop(row, None)
+            else:
+                self._rest(row)
+        lengths_of = {row: len(draft.tokens) for row, draft in verified.items()}
+        counts = np.array([lengths_of.get(row, 0) for row in rows.tolist()], np.int64)
+        return StepDrafts(counts, verified, proposed)
 
     def verdicts(
         self, step: StepDrafts, rows: IntArray, num_accepted: IntArray
@@ -151,24 +168,25 @@ class Speculator:
             seq_ids: The sequences that they count for: others had ended before.
             proposed: By row of the table, the drafts that there were for the step.
         """
+        if not proposed:
+            return
         held = np.isin(sampled.seq_ids, np.array(seq_ids, np.int64))
         rows, places = sampled.rows[held], sampled.places[held]
         if not rows.size:
             return
         firsts = np.flatnonzero(np.append(True, rows[1:] != rows[:-1]))
-        starts, ends = places[firsts], np.append(places[firsts[1:] - 1], places[-1]) + 1
-        contexts = self._contexts(rows[firsts], np.zeros_like(firsts), ends)
-        for source in self._sources:
-            source.observe(contexts)
-        for context, start in zip(contexts, starts.tolist(), strict=True):
-            got = context.tokens[start:].tolist()
-            self._control.settle(context.row, proposed.get(context.row, NO_DRAFT), got)
+        tokens = self._table.tokens[rows, places].tolist()
+        stops = [*firsts[1:].tolist(), len(tokens)]
+        for row, start, stop in zip(rows[firsts].tolist(), firsts.tolist(), stops, strict=True):
+            if (draft := proposed.get(row)) is not None:
+                self._control.settle(row, draft, tuple(tokens[start:stop]))
 
     def add(self, seq_id: int) -> None:
         """A sequence is new in the table."""
         row = self._table.row_of(seq_id)
         assert row is not None
         self._control.add(row)
+        self._rests.pop(row, None)
 
     def forget(self, seq_id: int) -> None:
         """A sequence is about to leave the table; one that is not there is forgotten already."""
@@ -181,34 +199,51 @@ class Speculator:
     def clear(self) -> None:
         """All sequences leave the table."""
         self._control.clear()
+        self._rests.clear()
         for source in self._sources:
             source.clear()
 
-    def _contexts(
-        self, rows: IntArray, limits: IntArray, ends: IntArray | None = None
-    ) -> list[DraftContext]:
-        """Of rows of the table; `ends`: how far their tokens are to be looked at."""
+    def _rest(self, row: int) -> None:
+        """There was nothing to verify for a row: it is asked about again after some steps.
+
+        A draft model sees to that by itself, and must not be kept from reading on.
+        """
+        if self._has_model:
+            return
+        rest = self._rests.setdefault(row, _Rest())
+        rest.last = min(2 * rest.last + 1, _MOST_RESTS)
+        rest.steps = rest.last
+
+    def _rests_now(self, row: int) -> bool:
+        rest = self._rests.get(row)
+        if rest is None or not rest.steps:
+            return False
+        rest.steps -= 1
+        return True
+
+    def _contexts(self, rows: IntArray, limits: IntArray) -> list[DraftContext]:
+        """Of those rows of the table that don't rest."""
         table = self._table
         known = table.num_known[rows]
         return [
             DraftContext(
-                row=row,
-                seq_id=seq_id,
-                tokens=table.tokens[row, :end],
-                num_prompt=num_known - generated,
-                scope=table.scope[row],
-                prediction=table.prediction[row],
-                limit=limit,
+                row,
+                seq_id,
+                table.tokens[row, :end],
+                end - generated,
+                table.scope[row],
+                table.prediction[row],
+                limit,
             )
-            for row, seq_id, end, num_known, generated, limit in zip(
+            for row, seq_id, end, generated, limit in zip(
                 rows.tolist(),
                 table.ids_of(rows).tolist(),
-                (known if ends is None else ends).tolist(),
                 known.tolist(),
                 table.num_generated[rows].tolist(),
                 limits.tolist(),
                 strict=True,
             )
+            if not self._rests_now(row)
         ]
 
     def _propose(self, contexts: list[DraftContext]) -> tuple[list[Draft], list[Sequence[float]]]:
@@ -221,17 +256,29 @@ class Speculator:
                 which, source.propose([contexts[i] for i in which]), strict=True
             ):
                 if proposed.tokens:
-                    row = contexts[index].row
-                    draft = _cut(proposed, self._constraints.check_draft(row, proposed.tokens))
+                    row, draft = contexts[index].row, proposed
+                    if self._table.constrained[row]:
+                        draft = _cut(draft, self._constraints.check_draft(row, draft.tokens))
                     expected = self._control.expected(row, draft)
                     if sum(expected) > sum(chances[index]):
                         best[index], chances[index] = draft, expected
 
-        for source in self._asked_always:
-            ask(source, range(len(contexts)))
-        if self._draft_model is not None:
-            ask(self._draft_model, [i for i, each in enumerate(chances) if sum(each) < _ENOUGH])
+        for source in self._sources:
+            ask(source, [i for i, each in enumerate(chances) if sum(each) < _ENOUGH])
         return best, chances
+
+
+@dataclass(slots=True)
+class _Rest:
+    """How long a sequence is not asked about.
+
+    Attributes:
+        last: So many steps it was the last time.
+        steps: So many are left.
+    """
+
+    last: int = 0
+    steps: int = 0
 
 
 def _cut(draft: Draft, length: int) -> Draft:

@@ -295,3 +295,27 @@ def test_one_logit_that_is_no_number_is_seen(place: int) -> None:
     largest, _, _ = cpu.softmax_sums(logits, torch.ones(2), 512)
     assert largest[0] == 0
     assert largest[1].isnan()
+
+
+@pytest.mark.parametrize("vocab", [5, 512, 700, 5000])
+def test_draw_finds_the_token_that_the_running_sum_reaches(vocab: int) -> None:
+    """In float64; the ends of the range, tokens that can't be, and some whose weight is almost
+    nothing."""
+    generator = torch.Generator().manual_seed(vocab)
+    logits = 4 * torch.randn(64, vocab, generator=generator)
+    logits[:, 1::3] = -torch.inf
+    logits[5] = -60.0
+    logits[5, vocab - 1] = 10.0
+    divisors = torch.rand(64, generator=generator) + 0.2
+    uniforms = torch.rand(64, generator=generator, dtype=torch.float64)
+    uniforms[0], uniforms[1] = 0.0, 1 - 2.0**-53
+    largest, _, sums = cpu.softmax_sums(logits, divisors, 512)
+    drawn = cpu.draw(logits, divisors, 512, largest, sums, uniforms)
+    weights = ((logits - largest[:, None]).double() / divisors[:, None]).exp()
+    running = weights.cumsum(1) / weights.sum(1, keepdim=True)
+    reached = running.gather(1, drawn[:, None])[:, 0]
+    before = reached - (weights / weights.sum(1, keepdim=True)).gather(1, drawn[:, None])[:, 0]
+    assert (before - 1e-6 <= uniforms).all()
+    assert (uniforms <= reached + 1e-6).all()
+    assert (weights.gather(1, drawn[:, None]) > 0).all()
+    assert drawn[0] == 0

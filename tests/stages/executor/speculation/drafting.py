@@ -33,10 +33,12 @@ class VerifyAll:
     def expected(self, row: int, draft: Draft) -> list[float]:
         return [1.0] * len(draft.tokens)
 
-    def lengths(
-        self, num_rows: int, num_prefill: int, chances: Sequence[Sequence[float]]
-    ) -> list[int]:
-        left = max(0, self._max_rows - num_rows - num_prefill)
+    def begin(self, num_rows: int, num_prefill: int, context: float) -> bool:
+        self._left = self._max_rows - num_rows - num_prefill
+        return self._left > 0
+
+    def lengths(self, chances: Sequence[Sequence[float]]) -> list[int]:
+        left = self._left
         lengths = []
         for chance in chances:
             lengths.append(min(len(chance), left))
@@ -78,11 +80,6 @@ class MadeUpDrafts:
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         return [self._propose(context) for context in contexts]
 
-    def observe(self, contexts: Sequence[DraftContext]) -> None:
-        for context in contexts:
-            generated = context.tokens[context.num_prompt :].tolist()
-            assert generated == list(self._answers[context.seq_id][: len(generated)])
-
     def forget(self, row: int, seq_id: int) -> None:
         pass
 
@@ -90,6 +87,8 @@ class MadeUpDrafts:
         pass
 
     def _propose(self, context: DraftContext) -> Draft:
+        generated = context.tokens[context.num_prompt :].tolist()
+        assert generated == list(self._answers[context.seq_id][: len(generated)])
         place = len(context.tokens) - context.num_prompt
         coming = list(self._answers[context.seq_id][place : place + context.limit])
         coming += [self._any() for _ in range(context.limit - len(coming))]

@@ -134,17 +134,21 @@ def test_a_likelihood_that_is_no_number_counts_as_none() -> None:
         )
 
 
-def test_drafts_that_were_not_verified_are_compared_with_the_text_too() -> None:
-    """A token at a time, over several steps, to the end of the draft or its first wrong place."""
+def test_a_draft_that_was_not_verified_is_compared_with_the_text_too() -> None:
     unverified, verified = started(0), started(0)
     unverified.settle(0, draft(1, 2, 9, 4), [1])
-    unverified.settle(0, NO_DRAFT, [2])
-    unverified.settle(0, NO_DRAFT, [3])
-    verified.settle(0, draft(1, 2, 9, 4), [1, 2, 3])
-    proposed = draft(*RIGHT)
-    assert unverified.expected(0, proposed) == verified.expected(0, proposed)
-    unverified.settle(0, NO_DRAFT, [4])
-    assert unverified.expected(0, proposed) == verified.expected(0, proposed)
+    verified.settle(0, draft(1), [1])
+    assert unverified.expected(0, draft(*RIGHT)) == verified.expected(0, draft(*RIGHT))
+
+
+def test_one_likelihood_is_that_of_all_tokens() -> None:
+    one, all_of_them = draft(*RIGHT, likelihoods=(0.9,)), draft(*RIGHT, likelihoods=(0.9,) * 8)
+    found = []
+    for proposed in (one, all_of_them):
+        acceptance = started(0)
+        acceptance.settle(0, proposed, (1, 2, 3, 9))
+        found.append([acceptance.expected(0, each) for each in (one, all_of_them)])
+    assert found[0][0] == found[0][1] == found[1][0] == found[1][1]
 
 
 def test_after_a_long_failure_a_text_that_repeats_itself_is_soon_known_again() -> None:

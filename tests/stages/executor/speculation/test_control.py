@@ -27,9 +27,22 @@ def ratio(control: CostControl) -> float:
 
 
 def test_what_is_to_be_expected_is_verified_as_far_as_rows_go() -> None:
-    chances = [started().expected(0, DRAFT)]
-    assert started().lengths(1, 0, chances) == [4]
-    assert started(max_rows=3).lengths(1, 0, chances) == [2]
+    for max_rows, wanted in ((64, 4), (3, 2)):
+        control = started(max_rows=max_rows)
+        assert control.begin(1, 0, 64)
+        assert control.lengths([control.expected(0, DRAFT)]) == [wanted]
+
+
+def test_where_nothing_could_pay_nobody_is_asked() -> None:
+    control = CostControl(StepCosts((1, 4, 16), (0.036, 0.042, 0.5)))
+    assert control.begin(1, 0, 64)
+    assert not control.begin(4, 0, 64)
+    assert not control.begin(1, 600, 64)
+    assert not control.begin(0, 10, 0)
+    # A row of a long context is work of its own.
+    costs = StepCosts((1, 4, 16), (0.036, 0.042, 0.069), context_s=1e-4)
+    assert CostControl(costs).begin(4, 0, 64)
+    assert not CostControl(costs).begin(4, 0, 50_000)
 
 
 def test_a_sequence_that_left_leaves_nothing_to_the_next_in_its_row() -> None:
@@ -46,7 +59,8 @@ def test_costs_follow_the_steps_whose_lengths_were_chosen() -> None:
     control = started()
     before = ratio(control)
     for rows in (1, 16) * 200:
-        control.lengths(rows, 0, [])
+        control.begin(rows, 0, 64)
+        control.lengths([])
         control.timed(rows * 0.01)
     assert ratio(control) > 1.5 * before
 
@@ -55,11 +69,12 @@ def test_steps_with_prompts_and_steps_that_nobody_asked_about_teach_nothing() ->
     control = started()
     before = ratio(control)
     for _ in range(200):
-        control.lengths(1, 0, [])
+        control.begin(1, 0, 64)
         control.timed(0.01)
-        control.lengths(16, 300, [])
+        control.begin(16, 300, 64)
+        control.lengths([])
         control.timed(5.0)
-        control.lengths(16, 0, [])
+        control.begin(16, 0, 64)
         control.timed(0.02)
         control.timed(5.0)
     assert ratio(control) == before

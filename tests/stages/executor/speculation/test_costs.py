@@ -104,14 +104,14 @@ def test_nothing_that_steps_take_leads_costs_far_astray() -> None:
 class FakeMachine:
     """Steps on a clock of its own."""
 
-    def __init__(self, first_ns: int, row_ns: int) -> None:
-        self.first_ns, self.row_ns = first_ns, row_ns
+    def __init__(self, first_ns: int, row_ns: int, context_ns: int = 0) -> None:
+        self.first_ns, self.row_ns, self.context_ns = first_ns, row_ns, context_ns
         self.time_ns = 0
         self.steps: list[int] = []
 
-    def step(self, rows: int) -> None:
+    def step(self, rows: int, context: int) -> None:
         self.steps.append(rows)
-        self.time_ns += self.first_ns + self.row_ns * (rows - 1)
+        self.time_ns += self.first_ns + self.row_ns * (rows - 1) + self.context_ns * rows * context
 
     def now_ns(self) -> int:
         return self.time_ns
@@ -124,7 +124,16 @@ def test_all_sizes_are_measured_several_times_where_steps_are_short() -> None:
     for rows in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80):
         assert costs.of(rows) == pytest.approx(0.001 + 0.00005 * (rows - 1))
     counts = Counter(machine.steps)
-    assert set(counts.values()) == {5, 6}, "the step with which it begins is left out"
+    assert set(counts.values()) == {5, 6, 10}, "one begins, and with 16 rows contexts are compared"
+
+
+def test_longer_contexts_cost_what_they_take() -> None:
+    machine = FakeMachine(1_000_000, 50_000, 10)
+    costs = measure_costs(machine.step, 64, machine.now_ns)
+    for rows, context in ((1, 64), (16, 64), (64, 1000), (16, 5000), (100, 200), (8, 8)):
+        wanted = 0.001 + 0.00005 * (rows - 1) + 1e-8 * rows * context
+        assert costs.at(context).of(rows) == pytest.approx(wanted)
+    assert costs.at(0).of(1) > 0
 
 
 @given(first_ns=st.integers(0, 10**10), row_ns=st.integers(0, 10**10), most=st.integers(1, 300))
@@ -136,15 +145,15 @@ def test_it_takes_no_longer_than_it_may_or_than_three_steps(
     costs = measure_costs(machine.step, most, machine.now_ns, budget_s=1.5)
     assert costs.most_rows <= most
     assert max(machine.steps) == costs.most_rows
-    necessary = 2 * first_ns + first_ns + 15 * row_ns
+    necessary = 3 * first_ns + 15 * row_ns
     assert machine.time_ns <= max(1.5e9, necessary) + first_ns
 
 
 def test_a_step_that_was_disturbed_does_not_count() -> None:
     machine = FakeMachine(1_000_000, 50_000)
 
-    def step(rows: int) -> None:
-        machine.step(rows)
+    def step(rows: int, context: int) -> None:
+        machine.step(rows, context)
         if len(machine.steps) % 17 == 3:
             machine.time_ns += 30_000_000
 
@@ -170,8 +179,8 @@ def test_a_trial_leaves_everything_as_it_was(settings: dict[str, object]) -> Non
     )
     clock = itertools.count(0, 1000)
     with executor._within():
-        tokens = step(5)
-        costs = measure_costs(step, 8, lambda: next(clock))
+        tokens = step(5, 30)
+        costs = measure_costs(step, 8, lambda: next(clock), longest=64)
     assert isinstance(tokens, list)
     assert len(tokens) == 5
     assert costs.most_rows == 8

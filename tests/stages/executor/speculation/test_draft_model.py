@@ -80,9 +80,6 @@ class Recorder:
             self.guesses.append(Guess(context.seq_id, len(context.tokens), draft))
         return drafts
 
-    def observe(self, contexts: Sequence[DraftContext]) -> None:
-        self.model.observe(contexts)
-
     def forget(self, row: int, seq_id: int) -> None:
         self.model.forget(row, seq_id)
 

@@ -81,8 +81,9 @@ def run(texts: list[Text], num_tokens: int, control: CostControl) -> float:
     seconds, tokens = 0.0, 0
     while tokens < num_tokens:
         drafts = [text.draft() for text in texts]
+        control.begin(len(texts), 0, 64)
         chances = [control.expected(row, draft) for row, draft in enumerate(drafts)]
-        lengths = control.lengths(len(texts), 0, chances)
+        lengths = control.lengths(chances)
         seconds += COSTS.of(len(texts) + sum(lengths)) + DRAFTING_S * len(texts)
         for row, (text, draft, length) in enumerate(zip(texts, drafts, lengths, strict=True)):
             got = text.advance(length)
@@ -167,8 +168,10 @@ def test_what_one_sequence_showed_helps_the_next() -> None:
     run([Text(never())], 64, control)
     draft = Draft(tuple(range(LONGEST)), (), "made up")
     control.add(1)
-    assert control.lengths(1, 0, [control.expected(1, draft)]) == [0]
+    control.begin(1, 0, 64)
+    assert control.lengths([control.expected(1, draft)]) == [0]
     control.settle(1, NO_DRAFT, [5])
     for _ in range(20):
         control.settle(1, draft, [0])
-    assert control.lengths(1, 0, [control.expected(1, draft)])[0] > 0
+    control.begin(1, 0, 64)
+    assert control.lengths([control.expected(1, draft)])[0] > 0

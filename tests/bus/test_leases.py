@@ -103,13 +103,17 @@ async def test_entries_of_a_dead_lane_are_taken_over_once(redis_buses: Any, fore
     assert await second.requests.renew(LONG_S) == set(ids_of(rest)) & set(ids_of(over))
 
 
-async def test_renewed_entries_are_not_taken_over(redis_buses: Any) -> None:
+async def test_renewed_entries_are_not_taken_over(redis_buses: Any, foreign: Redis) -> None:
     first, second = await lane(redis_buses, "a"), await lane(redis_buses, "b")
-    await first.requests.publish({"prompt": "x"})
+    entry_id = await first.requests.publish({"prompt": "x"})
     await take(first, 1)
-    await asyncio.sleep(0.3)
+    # As if it had been taken so long ago.
+    stream, group = f"{redis_buses.prefix}:requests", "admission"
+    (held,) = await foreign.xpending_range(stream, group, "-", "+", 1)
+    idle_ms = int(2000 * LONG_S)
+    await foreign.xclaim(stream, group, held["consumer"], 0, [entry_id], idle_ms, justid=True)
     await first.requests.renew(LONG_S)
-    assert await second.requests.take_over(0.3, 100) == []
+    assert await second.requests.take_over(LONG_S, 100) == []
 
 
 async def test_a_lane_that_comes_back_learns_what_it_has_lost(

@@ -128,7 +128,7 @@ async def test_a_pipeline_tells_how_its_stages_are(make_config: MakeConfig) -> N
             },
             "executor": {
                 *("plans", "steps", "device", "weight_version", "max_model_len"),
-                *FACTS,
+                *("deterministic", *FACTS),
             },
             "streaming": {"open", "tokens_per_s", "ttft_ms_p50", "ttft_ms_p95"},
         }

@@ -49,7 +49,13 @@ def redis_config(request: pytest.FixtureRequest, redis_url: str) -> MakeConfig:
 
 
 def lane_config(make_config: MakeConfig, lane: str, **settings: object) -> Config:
-    return make_config(bus__lane=lane, admission__lease_s=LEASE_S, **settings)
+    return make_config(**{"bus__lane": lane, "admission__lease_s": LEASE_S, **settings})
+
+
+def side_by_side(make_config: MakeConfig, **settings: object) -> list[Config]:
+    """Two lanes, neither of which takes over from the other while a test lasts."""
+    settings["admission__lease_s"] = 10.0 * LIMIT_S
+    return [lane_config(make_config, lane, **settings) for lane in "ab"]
 
 
 def admission_of(pipeline: Pipeline) -> AdmissionStage:
@@ -110,7 +116,7 @@ class Streams:
 
 
 async def test_two_lanes_serve_one_stream(make_config: MakeConfig) -> None:
-    configs = [lane_config(make_config, lane, admission__max_in_flight=3) for lane in "ab"]
+    configs = side_by_side(make_config, admission__max_in_flight=3)
     async with (
         asyncio.timeout(LIMIT_S),
         Pipeline(configs[0]) as first,
@@ -127,7 +133,7 @@ async def test_two_lanes_serve_one_stream(make_config: MakeConfig) -> None:
 
 
 async def test_a_request_id_is_used_once_in_all_lanes(make_config: MakeConfig) -> None:
-    configs = [lane_config(make_config, lane, admission__max_in_flight=1) for lane in "ab"]
+    configs = side_by_side(make_config, admission__max_in_flight=1)
     async with (
         asyncio.timeout(LIMIT_S),
         Pipeline(configs[0]) as first,
@@ -149,7 +155,7 @@ async def test_a_request_id_is_used_once_in_all_lanes(make_config: MakeConfig) -
 
 @in_cluster
 async def test_control_messages_reach_every_lane(make_config: MakeConfig) -> None:
-    configs = [lane_config(make_config, lane, admission__max_in_flight=1) for lane in "ab"]
+    configs = side_by_side(make_config, admission__max_in_flight=1)
     async with (
         asyncio.timeout(LIMIT_S),
         Pipeline(configs[0]) as first,
@@ -175,7 +181,7 @@ async def test_control_messages_reach_every_lane(make_config: MakeConfig) -> Non
 
 
 async def test_an_operation_may_name_one_lane(redis_config: MakeConfig) -> None:
-    configs = [lane_config(redis_config, lane, admission__max_in_flight=1) for lane in "ab"]
+    configs = side_by_side(redis_config, admission__max_in_flight=1)
     weights = FolderWeights(str(configs[0].engine.model_folder))
     async with (
         asyncio.timeout(LIMIT_S),

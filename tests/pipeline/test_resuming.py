@@ -123,7 +123,8 @@ async def test_behind_each_event_of_a_response_comes_the_exact_rest(house: House
         rest = response_events(await house.second.get(where, params=after), number + 1)
         assert rest == events[number + 1 :]
     assert (await house.second.get(where)).json() == events[-1]["response"]
-    assert len(events) > 10
+    # How many tokens are in one depends on how fast they are read.
+    assert "response.output_text.delta" in [event["type"] for event in events]
 
 
 async def test_a_stream_is_read_twice_while_it_runs(house: House) -> None:

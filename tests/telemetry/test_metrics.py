@@ -48,6 +48,7 @@ from ..stages.executor.models import make_model
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60
+FOUR_TOKENS = {"max_tokens": 4, "ignore_eos": True}
 # What batching reports of a request with its credits, and fairness then tells once a second.
 TOLD_LAST = "nano_fairness_tokens_total"
 
@@ -188,7 +189,7 @@ async def test_a_running_pipeline_shows_what_it_did(pipeline: Pipeline) -> None:
 async def test_replicas_are_told_apart() -> None:
     config = config_with(free_port(), **{"pipeline.replicas": 2, "engine.max_batch_size": 2})
     async with Pipeline(config) as running:
-        requests = [{"prompt": f"{i} + 1 =", "sampling": {"max_tokens": 4}} for i in range(8)]
+        requests = [{"prompt": f"{i} + 1 =", "sampling": FOUR_TOKENS} for i in range(8)]
         await asyncio.gather(*map(running.complete, requests))
         scraped = await scraped_when(running, "nano_prefix_lookups_total", 8)
         lookups = [
@@ -209,7 +210,7 @@ async def test_models_are_told_apart(redis_url: str) -> None:
     ]
     async with Pipeline(configs[0]) as first, Pipeline(configs[1]) as second:
         for _ in range(2):
-            assert (await first.complete({"prompt": "1 =", "sampling": {"max_tokens": 4}})).model
+            assert (await first.complete({"prompt": "1 =", "sampling": FOUR_TOKENS})).model
         assert (await second.complete({"prompt": ""})).status == "error"
         for pipeline, name, ended in ((first, "a", "done"), (second, "b", "error")):
             scraped = await scraped_when(pipeline, "nano_stage_ready", 5)
@@ -238,7 +239,11 @@ async def test_requests_for_models_with_experts_are_counted(tmp_path: Path) -> N
 
 async def test_requests_are_told_apart_by_their_priority(pipeline: Pipeline) -> None:
     for priority in (2, 77, 78):
-        request = {"prompt": "1 =", "priority": priority, "sampling": {"max_tokens": 4}}
+        request = {
+            "prompt": "1 =",
+            "priority": priority,
+            "sampling": FOUR_TOKENS,
+        }
         assert (await pipeline.complete(request)).status == "done"
     scraped = await scraped_when(pipeline, "nano_request_decode_duration_seconds_count", 5)
     for family in (
@@ -275,7 +280,7 @@ async def test_dead_letters_are_counted_by_their_reason(
 
 async def test_constraints_are_counted_by_their_kind(pipeline: Pipeline) -> None:
     for constraint in ({"regex": "[ab]{3}"}, {"regex": "[ab]{3}"}, {"regex": "("}, {}):
-        await pipeline.complete({"prompt": "1", "sampling": {"constraint": constraint}})
+        await pipeline.complete({"prompt": "1", "sampling": {"seed": 1, "constraint": constraint}})
     scraped = await scraped_when(pipeline, "nano_step_mask_wait_seconds_count", 6)
     for kind, error, number in (
         *(("regex", "", 2), ("regex", "invalid_constraint", 1)),
@@ -368,7 +373,7 @@ def queries() -> list[tuple[str, str]]:
 async def test_dashboard_and_alerts_ask_for_what_there_is(
     pipeline: Pipeline, speculating: Pipeline
 ) -> None:
-    await pipeline.complete({"prompt": "1 + 1 =", "sampling": {"max_tokens": 4}})
+    await pipeline.complete({"prompt": "1 + 1 =", "sampling": FOUR_TOKENS})
     await pipeline.client.update_weights(FolderWeights(str(EngineConfig().model_folder)))
     await scraped_when(pipeline, TOLD_LAST, 1)
     samples = (await scraped_when(pipeline, "nano_kv_blocks", 1)).samples()

@@ -31,6 +31,7 @@ from ..plans import step_plan
 from ..test_sampling import chi_square
 from .drafting import DraftingLane, VerifyAll
 
+pytestmark = pytest.mark.usefixtures("unmeasured")
 LIMIT = 6
 
 
@@ -452,6 +453,8 @@ def test_a_lane_loads_it_and_gives_its_kv_back_with_the_rest(folders: Path) -> N
     model = lane.core._draft_model
     assert model is not None
     assert model.cache.num_blocks == lane.core.cache.num_blocks < plain.core.cache.num_blocks
+    assert lane.core._speculator is not None
+    lane.core._speculator._control = VerifyAll()
     (prompt,) = prompts_of(30)
     for each in (lane, plain):
         each.add(1, SAMPLED, prompt)

@@ -15,6 +15,7 @@ from nano_inference.stages.executor import ExecutorCore, LoadedModel, load_model
 from ..models import VOCAB, make_model
 from .drafting import DraftingLane, Row
 
+pytestmark = pytest.mark.usefixtures("unmeasured")
 CONFIG = EngineConfig(
     block_size=4,
     kv_cache_bytes=1 << 20,

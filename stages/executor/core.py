@@ -73,6 +73,7 @@ class ExecutorCore:
         without_graphs: Why there are none; empty when there are.
         fast_modules: The modules that run with our kernels; None when none do.
         without_kernels: Why the model runs without our kernels; empty when it runs with them.
+        without_speculation: Why no drafts are verified; empty when some may be.
         without_determinism: Why results depend on the batch; empty in deterministic mode.
         adapters: Those that sequences may have.
     """
@@ -160,10 +161,13 @@ class ExecutorCore:
 
     def _make_speculator(self, config: EngineConfig) -> Speculator | None:
         if not self.model.generates:
+            self.without_speculation = "the model generates nothing"
             return None
-        return make_speculator(
+        made = make_speculator(
             config, self._table, self._constraints, self._measure_costs, self._draft_model
         )
+        self.without_speculation = "engine.speculation is off" if made is None else ""
+        return made
 
     def _make_adapters(self, config: EngineConfig) -> AdapterTable:
         fast, determinism = self.fast_modules, self._determinism
@@ -423,6 +427,11 @@ class ExecutorCore:
         else:
             with suppress(RuntimeError):
                 self.record_graphs(CudaCapture(self.model.device))
+        if self.graphs is not None and self._speculator is not None:
+            # A step with drafts is launched operation by operation, and what was measured of such
+            # steps says nothing of how long a recorded one takes.
+            self._speculator = self._runner.speculator = None
+            self.without_speculation = "steps are replayed as CUDA graphs"
 
     def _apply(self, plan: StepPlan) -> None:
         """Takes over what changed. Finished first: a preempted sequence may come back at once."""

@@ -153,6 +153,7 @@ class ExecutorStage(Actor):
             kernels=self._core.without_kernels or "in use",
             attention=self._backend,
             graphs=self._core.without_graphs or "recorded",
+            speculation=self._core.without_speculation or "in use",
             deterministic=self._core.without_determinism or "yes",
             reference=self.config.engine.reference_model_path or "none",
         )

@@ -23,7 +23,7 @@ class CostControl:
         self._acceptance = Acceptance()
         self._max_rows = max_rows
         # Of the step that is under way. Of one that has prompts too the time says nothing.
-        self._num_rows = self._num_prefill = 0
+        self._num_rows = self._num_prefill = self._num_chosen = 0
         self._context = 0.0
         self._costs_now = costs
         # What was found out with one version of the costs, by contexts and kinds of steps.
@@ -37,6 +37,7 @@ class CostControl:
 
     def begin(self, num_rows: int, num_prefill: int, context: float) -> bool:
         self._num_rows, self._num_prefill, self._context = num_rows, num_prefill, context
+        self._num_chosen = 0
         if self.costs.version != self._version:
             self._version = self.costs.version
             self._at.clear()
@@ -64,8 +65,16 @@ class CostControl:
             max_rows=self._max_rows,
             num_prefill=self._num_prefill,
         )
-        self._num_rows += sum(lengths)
+        self._num_chosen = sum(lengths)
+        self._num_rows += self._num_chosen
         return lengths
+
+    def value(self, num_verified: int, num_accepted: int) -> tuple[float, float]:
+        # `lengths` has added what was chosen to the rows.
+        costs, rows = self._costs_now, self._num_rows + self._num_prefill
+        own = max(self._num_rows - self._num_chosen, 1)
+        took = costs.of(rows) - costs.of(rows - num_verified)
+        return took, num_accepted * costs.of(own) / own
 
     def timed(self, seconds: float) -> None:
         if self._num_rows and not self._num_prefill:

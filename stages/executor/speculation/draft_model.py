@@ -155,7 +155,7 @@ class _Progress:
             self.length += 2
         elif right < len(came):
             self.length = right + 1
-        if right and len(came) > 1:
+        if right and len(tokens) - self.start > 1:
             self.misses = 0
         elif len(came):
             # Wrong, or verified by nobody, who has better use for the step's time. It will hardly

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +14,9 @@ from ..batch import IntArray
 from ..constraints import Constraints
 from ..sequences import BoolArray, SequenceTable
 from ..unread import SampledRows
+from .costs import LEAST_GAIN
 from .drafts import NO_DRAFT, Draft, DraftContext, DraftSource
+from .ledger import DraftLedger
 
 _ENOUGH = 4.0
 """Tokens expected of a draft, from which on no other source is asked for a better one."""
@@ -46,6 +49,19 @@ class DraftControl(Protocol):
     def lengths(self, chances: Sequence[Sequence[float]]) -> list[int]:
         """How many tokens of each draft to verify in the step that has begun: of each draft's
         chances, as `expected` gives them."""
+        ...
+
+    def value(self, num_verified: int, num_accepted: int) -> tuple[float, float]:
+        """What some drafted tokens were worth in the step that has begun, all others apart.
+
+        Args:
+            num_verified: How many of the tokens that `lengths` has chosen are meant.
+            num_accepted: How many of them were accepted.
+
+        Returns:
+            Seconds that verifying them took, and seconds that the accepted ones would have taken
+            without drafts.
+        """
         ...
 
     def settle(self, row: int, draft: Draft, got: Sequence[int]) -> None:
@@ -91,6 +107,7 @@ class Speculator:
         sources: Sequence[DraftSource],
         control: DraftControl,
         draft_model: DraftSource | None = None,
+        now_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         """Takes its parts.
 
@@ -101,11 +118,16 @@ class Speculator:
                 good draft.
             control: Says how much to verify.
             draft_model: One that takes time, and is asked last.
+            now_ns: The clock for that.
         """
         self._table = table
         self._constraints = constraints
-        self._sources = (*sources, draft_model) if draft_model is not None else tuple(sources)
-        self._has_model = draft_model is not None
+        self._sources = tuple(sources)
+        self._draft_model = draft_model
+        self._now_ns = now_ns
+        self._ledger = DraftLedger()
+        # By the draft model's passes, in the step that is under way.
+        self._drafting_s = 0.0
         self._control = control
         self._rests: dict[int, _Rest] = {}
 
@@ -139,6 +161,8 @@ class Speculator:
                 self._rests.pop(row, None)
             else:
                 self._rest(row)
+        if not verified and any(self._is_of_model(draft) for draft in drafts):
+            self._judge(())
         lengths_of = {row: len(draft.tokens) for row, draft in verified.items()}
         counts = np.array([lengths_of.get(row, 0) for row in rows.tolist()], np.int64)
         return StepDrafts(counts, verified, proposed)
@@ -148,15 +172,20 @@ class Speculator:
     ) -> tuple[VerifiedDraft, ...]:
         """What the result says of a step's drafts: `[rows]`, how many tokens were accepted."""
         ids = self._table.ids_of(rows).tolist()
-        return tuple(
+        verdicts = tuple(
             VerifiedDraft(seq_id, draft.source, len(draft.tokens), accepted)
             for row, seq_id, accepted in zip(rows.tolist(), ids, num_accepted.tolist(), strict=True)
             if (draft := step.verified.get(row)) is not None
         )
+        if any(self._is_of_model(draft) for draft in step.proposed.values()):
+            self._judge(verdicts)
+        return verdicts
 
     def timed(self, seconds: float) -> None:
-        """As DraftControl says; for steps that run one after the other."""
-        self._control.timed(seconds)
+        """As DraftControl says; for steps that run one after the other. What the draft model took
+        of it is no cost of rows."""
+        self._control.timed(seconds - self._drafting_s)
+        self._drafting_s = 0.0
 
     def observe(
         self, sampled: SampledRows, seq_ids: Sequence[int], proposed: Mapping[int, Draft]
@@ -193,22 +222,37 @@ class Speculator:
         row = self._table.row_of(seq_id)
         if row is not None:
             self._control.forget(row)
-            for source in self._sources:
+            for source in self._all_sources:
                 source.forget(row, seq_id)
 
     def clear(self) -> None:
         """All sequences leave the table."""
         self._control.clear()
         self._rests.clear()
-        for source in self._sources:
+        for source in self._all_sources:
             source.clear()
+
+    @property
+    def _all_sources(self) -> tuple[DraftSource, ...]:
+        model = self._draft_model
+        return self._sources if model is None else (*self._sources, model)
+
+    def _is_of_model(self, draft: Draft | VerifiedDraft) -> bool:
+        return self._draft_model is not None and draft.source == self._draft_model.name
+
+    def _judge(self, verdicts: Sequence[VerifiedDraft]) -> None:
+        """Tells the ledger what became of the draft model's drafts in a step that has some."""
+        of_model = [each for each in verdicts if self._is_of_model(each)]
+        verified = sum(each.num_tokens for each in of_model)
+        took, saved = self._control.value(verified, sum(each.num_accepted for each in of_model))
+        self._ledger.settle(self._drafting_s + took, saved, least_gain=LEAST_GAIN)
 
     def _rest(self, row: int) -> None:
         """There was nothing to verify for a row: it is asked about again after some steps.
 
         A draft model sees to that by itself, and must not be kept from reading on.
         """
-        if self._has_model:
+        if self._draft_model is not None:
             return
         rest = self._rests.setdefault(row, _Rest())
         rest.last = min(2 * rest.last + 1, _MOST_RESTS)
@@ -265,6 +309,10 @@ class Speculator:
 
         for source in self._sources:
             ask(source, [i for i, each in enumerate(chances) if sum(each) < _ENOUGH])
+        if self._draft_model is not None and self._ledger.may_ask():
+            begin_ns = self._now_ns()
+            ask(self._draft_model, [i for i, each in enumerate(chances) if sum(each) < _ENOUGH])
+            self._drafting_s = (self._now_ns() - begin_ns) * 1e-9
         return best, chances
 
 

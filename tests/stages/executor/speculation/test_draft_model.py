@@ -314,6 +314,19 @@ def test_blocks_taken_by_others_are_not_taken_for_filled() -> None:
         assert right == total > 30
 
 
+def test_one_whose_drafts_save_less_than_they_take_is_asked_seldom() -> None:
+    run, sampling = {}, SamplingParams(temperature=1, max_tokens=100, max_draft_tokens=1)
+    for saved in (0.0, 1e9):
+        lane = DraftedLane(make_model("llama"), make_model("llama"))
+        speculator = lane.core._speculator
+        assert speculator is not None
+        speculator._control.value = lambda *_, saved=saved: (0.0, saved)  # type: ignore[method-assign]
+        run[saved] = len(lane.answer(prompts_of(4), [sampling]).guesses)
+    # Two tokens a step, and 16 steps in a row without it.
+    assert run[1e9] >= 48
+    assert run[0.0] < 45
+
+
 def test_a_long_prompt_is_read_over_several_steps() -> None:
     lane = DraftedLane(make_model("llama"), make_model("llama"), max_tokens_per_batch=16)
     run = lane.answer(prompts_of(90, 4), [GREEDY] * 2)

@@ -1,0 +1,58 @@
+"""Whether a draft model's passes are worth their time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_WEIGHT = 0.1
+"""Of the newest step, in the averages."""
+
+_TRIAL_STEPS = 16
+"""So many steps are not judged, the first time and after each rest."""
+
+_FIRST_REST, _MOST_REST = 16, 256
+
+
+@dataclass(slots=True)
+class DraftLedger:
+    """What a draft model's drafts took and what they saved, in seconds, step by step.
+
+    Where they take more than they save, the model is not asked for 16 steps, and for twice as many
+    each time that happens again.
+
+    Attributes:
+        spent: Average of its own passes and of what verifying its tokens took.
+        saved: Average of what the accepted tokens would have taken without drafts.
+    """
+
+    spent: float = 0.0
+    saved: float = 0.0
+    _judged_in: int = _TRIAL_STEPS
+    _rest: int = 0
+    _next_rest: int = _FIRST_REST
+
+    def may_ask(self) -> bool:
+        """Whether the model is to be asked in the step that begins."""
+        if self._rest:
+            self._rest -= 1
+            return False
+        return True
+
+    def settle(self, spent: float, saved: float, *, least_gain: float) -> None:
+        """A step is over in which the model has drafted.
+
+        Args:
+            spent: In it.
+            saved: In it.
+            least_gain: So many times what is spent has to be saved.
+        """
+        self.spent += _WEIGHT * (spent - self.spent)
+        self.saved += _WEIGHT * (saved - self.saved)
+        self._judged_in -= 1
+        if self._judged_in > 0:
+            return
+        if self.saved >= least_gain * self.spent:
+            self._next_rest = _FIRST_REST
+            return
+        self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, _MOST_REST)
+        self._judged_in = _TRIAL_STEPS

@@ -1,0 +1,32 @@
+"""A draft model is asked as long as its drafts save more than they take."""
+
+from __future__ import annotations
+
+from nano_inference.stages.executor.speculation.ledger import DraftLedger
+
+
+def asked(saved: float, steps: int, ledger: DraftLedger | None = None) -> int:
+    """In how many steps a model is asked whose drafts take a second and save so many."""
+    ledger = ledger or DraftLedger()
+    count = 0
+    for _ in range(steps):
+        if ledger.may_ask():
+            count += 1
+            ledger.settle(1.0, saved, least_gain=1.05)
+    return count
+
+
+def test_one_that_pays_is_always_asked() -> None:
+    assert asked(1.2, 1000) == 1000
+
+
+def test_one_that_costs_more_than_it_saves_is_asked_more_and_more_seldom() -> None:
+    assert asked(1.0, 16 + 16 + 16 + 32) == 32
+    assert asked(0.0, 10_000) < 800
+
+
+def test_one_that_begins_to_pay_is_soon_always_asked_again() -> None:
+    ledger = DraftLedger()
+    asked(0.5, 5000, ledger)
+    asked(2.0, 300, ledger)
+    assert asked(2.0, 1000, ledger) == 1000

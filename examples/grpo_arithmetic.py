@@ -2,6 +2,8 @@
 
     python examples/grpo_arithmetic.py --mode blocking
     python examples/grpo_arithmetic.py --mode in-flight --json run.json --plot run.png
+    python examples/grpo_arithmetic.py --kinds add-thinking sub-thinking --max-tokens 40 \
+        --problems 32 --prompts 16 --groups 16 --most-prompts 16 --batch 16 --speculation auto
 
 blocking    In turn: generate a batch, train on it, put the new weights in place. One process, and
             with the same seed the same numbers, bit for bit.
@@ -11,6 +13,8 @@ in-flight   Generation never stops (PipelineRL, arXiv:2509.19128). The trainer i
 
 Both train on prompts whose answers differ in reward (DAPO's dynamic sampling), with AdamW and
 PPO's clipped loss on the logprobs that the engine reports. Held-out sums never occur in training.
+In the last run the model thinks before it answers, and goes over the same problems again and again,
+so that drafts of its samples can be taken from earlier ones.
 The docs are in docs/rl.md.
 """
 
@@ -38,6 +42,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 
 Mode = Literal["blocking", "in-flight"]
+Speculation = Literal["auto", "off"]
 
 
 @dataclass(frozen=True)
@@ -48,12 +53,14 @@ class Settings:
         mode: Whether training and generation take turns.
         seed: Of problems and samples.
         kinds: The problems, by their names in `KINDS`.
+        problems: Of each kind, over which training goes again and again; 0 for ever new ones.
         steps: Optimizer steps.
         minutes: Of training, after which no further step is begun.
         groups: Most prompts of a step; all with samples that differ in reward.
         samples: Completions of each prompt.
         prompts: Prompts that the engine gets at once (blocking) or works on (in-flight).
         most_prompts: After so many, a step takes what there is.
+        batch: Most samples that the engine works on at once; 0 for all that it gets.
         max_tokens: Of a completion.
         temperature: Of the rollouts.
         learning_rate: AdamW's.
@@ -61,17 +68,22 @@ class Settings:
         held_out: Problems of each kind before and after.
         split: Where these are from; "tune" to look for settings, "heldout" to report.
         threads: Of torch, in each process.
+        speculation: Of the engine. In blocking mode it changes the time that a run takes, and
+            nothing else of it, where the engine is deterministic.
+        deterministic: Whether the engine has to be, and not only where that costs nothing.
     """
 
     mode: Mode = "blocking"
     seed: int = 1
     kinds: tuple[str, ...] = ("add", "sub")
+    problems: int = 0
     steps: int = 200
     minutes: float = 20.0
     groups: int = 48
     samples: int = 8
     prompts: int = 64
     most_prompts: int = 128
+    batch: int = 0
     max_tokens: int = 8
     temperature: float = 1.0
     learning_rate: float = 3e-4
@@ -79,6 +91,8 @@ class Settings:
     held_out: int = 500
     split: Literal["tune", "heldout"] = "heldout"
     threads: int = 1
+    speculation: Speculation = "off"
+    deterministic: bool = False
 
 
 @dataclass
@@ -133,21 +147,32 @@ def run_blocking(
     """
     end = deadline(settings)
     while len(record.facts) < settings.steps and time.monotonic_ns() < end:
-        groups: list[Group] = []
-        asked = 0
-        while len(groups) < settings.groups and asked < settings.most_prompts:
-            groups += [group for group in rollouts.batch(settings.prompts) if group.informative]
-            asked += settings.prompts
-        groups = groups[: settings.groups]
-        if not groups:
-            raise NothingToLearn
-        record.take(groups, trainer.steps)
-        start = time.monotonic_ns()
-        facts = trainer.step(groups)
-        record.training.append((start, time.monotonic_ns()))
-        rollouts.engine.update_weights(trainer.weights(), blocking=True)
-        rollouts.counts.used += len(groups)
-        report(facts)
+        report(blocking_step(settings, rollouts, trainer, record))
+
+
+def blocking_step(
+    settings: Settings, rollouts: Rollouts, trainer: Trainer, record: Record
+) -> dict[str, float]:
+    """Generates, trains and puts the new weights in place; the trainer's facts.
+
+    Raises:
+        NothingToLearn: All is right, or all is wrong.
+    """
+    groups: list[Group] = []
+    asked = 0
+    while len(groups) < settings.groups and asked < settings.most_prompts:
+        groups += [group for group in rollouts.batch(settings.prompts) if group.informative]
+        asked += settings.prompts
+    groups = groups[: settings.groups]
+    if not groups:
+        raise NothingToLearn
+    record.take(groups, trainer.steps)
+    start = time.monotonic_ns()
+    facts = trainer.step(groups)
+    record.training.append((start, time.monotonic_ns()))
+    rollouts.engine.update_weights(trainer.weights(), blocking=True)
+    rollouts.counts.used += len(groups)
+    return facts
 
 
 # --- in flight ------------------------------------------------------------------------------------
@@ -210,23 +235,40 @@ def start_trainer(
         yield process
 
 
+def engine_config(settings: Settings) -> EngineConfig:
+    """Of the engine that a run needs."""
+    rows = settings.batch or settings.prompts * settings.samples
+    return EngineConfig(
+        dtype="float32",
+        deterministic=settings.deterministic or "auto",
+        seed=settings.seed,
+        max_batch_size=rows,
+        max_tokens_per_batch=max(2048, rows),
+        speculation=settings.speculation,
+    )
+
+
+def make_rollouts(settings: Settings, engine: InferenceEngine) -> Rollouts:
+    """What the engine is to generate."""
+    task = Arithmetic(engine.config.model_folder, settings.kinds)
+    return Rollouts(
+        engine=engine,
+        task=task,
+        problems=task.epochs(settings.seed, settings.problems)
+        if settings.problems
+        else task.stream(settings.seed),
+        samples=settings.samples,
+        params=SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens),
+        seed=settings.seed,
+    )
+
+
 def run(settings: Settings, console: Console) -> dict[str, Any]:
     """Trains, and returns what the JSON file holds."""
     torch.set_num_threads(settings.threads)
-    config = EngineConfig(
-        dtype="float32", seed=settings.seed, max_batch_size=settings.prompts * settings.samples,
-        max_tokens_per_batch=max(2048, settings.prompts * settings.samples),
-    )  # fmt: skip
-    with InferenceEngine(config) as engine:
-        task = Arithmetic(config.model_folder, settings.kinds)
-        rollouts = Rollouts(
-            engine=engine,
-            task=task,
-            problems=task.stream(settings.seed),
-            samples=settings.samples,
-            params=SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens),
-            seed=settings.seed,
-        )
+    with InferenceEngine(engine_config(settings)) as engine:
+        rollouts = make_rollouts(settings, engine)
+        task = rollouts.task
         problems = task.chosen(settings.split, settings.held_out)
         before = rollouts.accuracy(problems)
         console.print(f"{settings.split} before: {before:.1%} of {len(problems)}")
@@ -307,6 +349,9 @@ def summary(rollouts: Rollouts, record: Record, start: int, end: int) -> dict[st
         "minutes": wall / 60e9,
         "generated_tokens": counts.tokens,
         "tokens_per_s": counts.tokens / (wall / 1e9),
+        "rollout_tokens_per_s": counts.tokens / (sum(end - start for start, end in busy) / 1e9),
+        "drafted_tokens": counts.drafted,
+        "accepted_tokens": counts.accepted,
         "groups": counts.groups,
         "groups_trained_on": counts.used,
         "trained_tokens": tokens,
@@ -357,12 +402,15 @@ def main() -> None:
     parser.add_argument("--mode", choices=get_args(Mode), default=default.mode)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=default.kinds)
     parser.add_argument("--split", choices=("tune", "heldout"), default=default.split)
-    for name in ("seed", "steps", "groups", "samples", "prompts", "max_tokens", "held_out"):
+    parser.add_argument("--speculation", choices=get_args(Speculation), default=default.speculation)
+    numbers = ("seed", "steps", "groups", "samples", "problems", "prompts", "most_prompts")
+    for name in (*numbers, "batch", "max_tokens", "held_out"):
         value = getattr(default, name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     for name in ("minutes", "temperature", "learning_rate", "kl_weight"):
         value = getattr(default, name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=value)
+    parser.add_argument("--deterministic", action="store_true", help="on any CPU, at any cost")
     parser.add_argument("--threads", type=int, default=default.threads, help="of torch")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the figures")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="where to draw the rewards (PNG)")

@@ -15,16 +15,20 @@ from transformers import AutoTokenizer
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.models import tasks
 
-Kind = tuple[str, bool]
-"""A task of models/tasks.py, and whether in its chat form."""
+Kind = tuple[str, tasks.Form]
+"""A task of models/tasks.py, and its form."""
 
 KINDS: dict[str, Kind] = {
-    "add": ("add2", False),
-    "sub": ("sub2", False),
-    "add-chat": ("add2", True),
-    "sub-chat": ("sub2", True),
+    "add": ("add2", "plain"),
+    "sub": ("sub2", "plain"),
+    "add-chat": ("add2", "chat"),
+    "sub-chat": ("sub2", "chat"),
+    "add-thinking": ("add2", "thinking"),
+    "sub-thinking": ("sub2", "thinking"),
 }
-"""`98 + 25 =`, `38 - 21 =`, and the same as questions to the chat template."""
+"""`98 + 25 =`, `38 - 21 =`, the same as questions to the chat template, and such with a thought."""
+
+_END_OF_THOUGHT = "</think>"
 
 
 @dataclass(frozen=True)
@@ -51,29 +55,47 @@ class Arithmetic:
         """Problems to train on, for ever, the kinds in turn."""
         rng = random.Random(f"grpo/{seed}")
         while True:
-            for task, chat in self._kinds:
-                yield self._problem(tasks.draw(task, "train", rng, chat=chat))
+            for task, form in self._kinds:
+                yield self._problem(tasks.draw(task, "train", rng, **_asked_as(form)))
+
+    def epochs(self, seed: int, count: int) -> Iterator[Problem]:
+        """The same `count` problems of each kind again and again, each time in another order."""
+        rng = random.Random(f"grpo/epochs/{seed}")
+        problems = self.chosen("train", count)
+        while True:
+            rng.shuffle(problems)
+            yield from problems
 
     def chosen(self, split: tasks.Split, count: int) -> list[Problem]:
         """The same `count` different problems of each kind every time."""
         return [
             self._problem(example)
-            for task, chat in self._kinds
-            for example in tasks.distinct(task, split, count, seed=0, chat=chat)
+            for task, form in self._kinds
+            for example in tasks.distinct(task, split, count, seed=0, **_asked_as(form))
         ]
 
     def reward(self, problem: Problem, sample: TrainingSample) -> float:
-        """1 for exactly the answer and its end, else 0."""
+        """1 for exactly the answer and its end, else 0; what was thought before does not count."""
         text = self._tokenizer.decode(sample.completion_tokens, skip_special_tokens=True)
-        return float(sample.finish_reason == "stop" and tasks.grade(problem.example, text))
+        _, closed, said = text.rpartition(_END_OF_THOUGHT)
+        _, due, wanted = problem.example.answer.rpartition(_END_OF_THOUGHT)
+        right = closed == due and said.strip() == wanted.strip()
+        return float(sample.finish_reason == "stop" and right)
 
     def _problem(self, example: tasks.Example) -> Problem:
         text = example.prompt
         if example.chat:
             text = self._tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+                [{"role": "user", "content": text}],
+                tokenize=False,
+                add_generation_prompt=True,
+                enable_thinking=example.thinking,
             )
         return Problem(example, tuple(self._tokenizer.encode(text, add_special_tokens=False)))
+
+
+def _asked_as(form: tasks.Form) -> dict[str, bool]:
+    return {"chat": form == "chat", "thinking": form == "thinking"}
 
 
 @dataclass
@@ -82,6 +104,8 @@ class Counts:
 
     Attributes:
         tokens: Sampled tokens of finished requests.
+        drafted: Drafted tokens that were verified for them, where the engine speculates.
+        accepted: Those of them that were what was sampled.
         groups: Finished requests.
         used: Groups that were trained on.
         rewards: Sum of their groups' mean rewards, since the last call of `take_reward`.
@@ -89,6 +113,8 @@ class Counts:
     """
 
     tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
     groups: int = 0
     used: int = 0
     rewards: float = 0.0
@@ -97,6 +123,8 @@ class Counts:
     def add(self, group: Group) -> None:
         """Counts a finished request."""
         self.tokens += sum(len(sample.completion_tokens) for sample in group.samples)
+        self.drafted += sum(sample.num_draft_tokens for sample in group.samples)
+        self.accepted += sum(sample.num_accepted_draft_tokens for sample in group.samples)
         self.groups += 1
         self.rewards += sum(group.rewards) / len(group.rewards)
         self.rewarded += 1
@@ -120,7 +148,8 @@ class Rollouts:
         params: How to sample; each request gets a seed of its own.
         seed: Base of the requests' seeds.
         counts: What was generated.
-        busy: (start, end) of every call of the engine, in ns of `time.monotonic_ns`.
+        now_ns: The clock of `busy`.
+        busy: (start, end) of every call of the engine.
     """
 
     engine: InferenceEngine
@@ -130,6 +159,7 @@ class Rollouts:
     params: SamplingParams
     seed: int
     counts: Counts = field(default_factory=Counts)
+    now_ns: Callable[[], int] = time.monotonic_ns
     busy: list[tuple[int, int]] = field(default_factory=list)
     _asked: dict[tuple[int, ...], Problem] = field(default_factory=dict)
     _added: int = 0
@@ -186,9 +216,9 @@ class Rollouts:
         return group
 
     def _timed(self, call: Callable[[], list[TrainingSample]]) -> list[TrainingSample]:
-        start = time.monotonic_ns()
+        start = self.now_ns()
         found = call()
-        self.busy.append((start, time.monotonic_ns()))
+        self.busy.append((start, self.now_ns()))
         return found
 
 

@@ -164,7 +164,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=8, help="completions of each prompt")
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--held-out", type=int, default=500, help="problems of each kind")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["add", "sub"])
+    # A thought would want a reward and a template of its own.
+    kinds = [kind for kind, (_, form) in KINDS.items() if form != "thinking"]
+    parser.add_argument("--kinds", nargs="+", choices=kinds, default=["add", "sub"])
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the figures")
     return parser.parse_args(words)

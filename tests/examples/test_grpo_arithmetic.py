@@ -8,13 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 import grpo_arithmetic
+import msgspec
 import pytest
 import torch
 from grpo_arithmetic import (
     NothingToLearn,
     Record,
     Settings,
+    Speculation,
     curve,
+    engine_config,
     run,
     run_blocking,
     start_trainer,
@@ -24,6 +27,8 @@ from grpo_trainer import Group, Trainer, TrainerProcess
 from rich.console import Console
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.stages.executor import ExecutorCore
+from nano_inference.stages.executor.speculation.costs import StepCosts
 
 SETTINGS = Settings(steps=3, groups=4, samples=4, prompts=8, held_out=5)
 
@@ -56,9 +61,18 @@ def test_what_is_held_out_is_never_trained_on() -> None:
 
     seen = {operands(p.example.prompt) for p in itertools.islice(task.stream(1), 20_000)}
     held_out = [operands(p.example.prompt) for p in task.chosen("heldout", 200)]
-    assert len(held_out) == 800
+    assert len(held_out) == 1200
     assert len(seen) > 5_000
     assert not seen & set(held_out)
+
+
+def test_epochs_go_over_the_same_problems_in_other_orders() -> None:
+    task = Arithmetic(EngineConfig().model_folder, ("add", "sub-thinking"))
+    problems = [problem.token_ids for problem in itertools.islice(task.epochs(1, 4), 24)]
+    first, second, third = problems[:8], problems[8:16], problems[16:]
+    assert len(set(first)) == 8
+    assert sorted(first) == sorted(second) == sorted(third)
+    assert first != second != third
 
 
 def test_a_reward_is_for_the_whole_answer_and_its_end(engine: InferenceEngine) -> None:
@@ -78,6 +92,23 @@ def test_a_reward_is_for_the_whole_answer_and_its_end(engine: InferenceEngine) -
     assert reward(right) == 1.0
     assert reward(right, "length") == 0.0
     assert reward((*right[:-1], right[-2], end)) == 0.0
+
+
+def test_of_a_thought_its_end_counts_and_not_its_words() -> None:
+    task = Arithmetic(EngineConfig().model_folder, ("add-thinking",))
+    problem = next(task.stream(1))
+    right = problem.example.answer.rpartition("\n")[2]
+
+    def reward(text: str) -> float:
+        tokens = tuple(task._tokenizer.encode(text))
+        logprobs = (0.0,) * len(tokens)
+        return task.reward(
+            problem, TrainingSample((1,), tokens, logprobs, None, 0, finish_reason="stop")
+        )
+
+    assert task._tokenizer.decode(problem.token_ids).endswith("<think>\n")
+    assert reward(problem.example.answer) == reward(f"Hm.\n</think>\n\n{right}") == 1.0
+    assert reward(right) == reward(f"{right}\n</think>\n\n0{right}") == 0.0
 
 
 def test_staleness_is_counted_by_the_token() -> None:
@@ -132,6 +163,55 @@ def test_blocking_mode_is_repeatable_bit_for_bit() -> None:
     assert any(not torch.equal(weights[name], different[name]) for name in weights)
 
 
+def thinking(speculation: Speculation) -> tuple[Record, list[TrainingSample], dict[str, Any]]:
+    """Three steps over the same four problems: the record, all samples and the last weights."""
+    settings = replace(
+        SETTINGS,
+        kinds=("add-thinking", "sub-thinking"),
+        problems=2,
+        prompts=4,
+        batch=6,
+        max_tokens=40,
+        speculation=speculation,
+        deterministic=True,
+    )
+    record, samples = Record(), list[TrainingSample]()
+    with InferenceEngine(engine_config(settings)) as engine:
+        rollouts = grpo_arithmetic.make_rollouts(settings, engine)
+        generated = rollouts.batch
+
+        def batch(size: int) -> list[Group]:
+            groups = generated(size)
+            samples.extend(sample for group in groups for sample in group.samples)
+            return groups
+
+        rollouts.batch = batch  # type: ignore[method-assign]
+        with start_trainer(settings, engine) as trainer:
+            assert isinstance(trainer, Trainer)
+            run_blocking(settings, rollouts, trainer, record, record.facts.append)
+        return (
+            record,
+            samples,
+            {name: weight.clone() for name, weight in engine.state_dict().items()},
+        )
+
+
+def test_speculation_changes_no_bit_of_a_blocking_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A step takes as long with many rows as with few, so whatever is likely enough is verified.
+    alike = StepCosts((1, 64), (0.001, 0.001))
+    monkeypatch.setattr(ExecutorCore, "_measure_costs", lambda core: alike)
+    record, samples, weights = thinking("off")
+    again, same, equal = thinking("auto")
+    assert record.facts == again.facts
+    assert record.ages == again.ages
+    assert all(torch.equal(weights[name], equal[name]) for name in weights)
+    assert not any(sample.num_draft_tokens for sample in samples)
+    drafted = sum(sample.num_draft_tokens for sample in same)
+    assert 0 < sum(sample.num_accepted_draft_tokens for sample in same) <= drafted
+    none = {"num_draft_tokens": 0, "num_accepted_draft_tokens": 0}
+    assert samples == [msgspec.structs.replace(sample, **none) for sample in same]
+
+
 def test_nothing_to_learn_ends_the_run(console: Console) -> None:
     """Nearly greedy, all samples of a prompt are alike."""
     with pytest.raises(NothingToLearn):
@@ -148,6 +228,8 @@ def check_figures(found: dict[str, Any]) -> None:
     assert found["groups"] >= 12
     assert 0 < found["generating"] <= 1
     assert 0 < found["training"] <= 1
+    assert found["drafted_tokens"] == found["accepted_tokens"] == 0
+    assert found["rollout_tokens_per_s"] >= found["tokens_per_s"] > 0
 
 
 def test_blocking_run_reports_what_it_did(console: Console) -> None:

@@ -116,12 +116,32 @@ double round_trip(void) {
 """
 
 
+NEAR_NS, FAR_NS = 150, 250
+"""Two cores share a cache where the way there and back takes less than the first, and none where it
+takes more than the second."""
+
+
 @dataclass(frozen=True)
 class State:
     """What was measured at one moment."""
 
     bytes_per_s: float
     round_trip_ns: float
+
+    @property
+    def name(self) -> str:
+        """Where the cores are: "near" or "far" from one another, or "" for neither."""
+        if self.round_trip_ns < NEAR_NS:
+            return "near"
+        return "far" if self.round_trip_ns > FAR_NS else ""
+
+
+def state_around(before: State | None, after: State | None) -> str:
+    """The state that the machine was in meanwhile: "changing" where that is not known to be one,
+    "unknown" where nothing was measured."""
+    if before is None or after is None:
+        return "unknown"
+    return before.name if before.name == after.name and before.name else "changing"
 
 
 def measure(threads: int) -> State | None:

@@ -5,8 +5,10 @@
 
 Each engine is a process of its own that loads the model once and then waits for its turns; they
 take turns workload by workload, in rotating order, so that what the machine does meanwhile hits all
-of them. Memory bandwidth and the time from core to core are taken around every turn. A peer that is
-not installed is named, and left out. Models are of random weights, made here.
+of them. Memory bandwidth and the time from core to core are taken around every turn: a shared
+machine has states in which it is twice as fast, and only turns in one state are compared
+(`machine.py`). A peer that is not installed is named, and left out. Models are of random weights,
+made here.
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import machine
 from workloads import SHAPES, WORKLOADS
+
+Figures = dict[str, dict[str, list[float]]]
 
 ENGINES = Path(__file__).parent / "engines"
 
@@ -96,6 +101,7 @@ def measure(
                 after = machine.measure(threads)
                 if times is None or repetition == 0:  # the first one warms up
                     continue
+                times["state"] = machine.state_around(before, after)
                 runs[workload][peer.name].append(times)
                 if before is not None and after is not None:
                     both = [asdict(before), asdict(after)]
@@ -106,11 +112,32 @@ def measure(
     return runs, states
 
 
-def figures_of(
-    runs: dict[str, dict[str, list[dict[str, Any]]]],
-) -> dict[str, dict[str, list[float]]]:
+def figures_by_state(runs: dict[str, dict[str, list[dict[str, Any]]]]) -> dict[str, Figures]:
+    """The figures of the turns in each state of the machine, the state with the most turns first.
+
+    Turns in which it changed are left out, unless there are no others.
+    """
+    count = Counter(
+        turn["state"] for engines in runs.values() for turns in engines.values() for turn in turns
+    )
+    names = [name for name, _ in count.most_common() if name != "changing"] or list(count)
+    return {
+        name: figures_of(
+            {
+                workload: {
+                    engine: [turn for turn in turns if turn["state"] == name]
+                    for engine, turns in engines.items()
+                }
+                for workload, engines in runs.items()
+            }
+        )
+        for name in names
+    }
+
+
+def figures_of(runs: dict[str, dict[str, list[dict[str, Any]]]]) -> Figures:
     """By figure and engine, one number per repetition."""
-    figures: dict[str, dict[str, list[float]]] = {}
+    figures: Figures = {}
 
     def add(figure: str, engine: str, values: list[float]) -> None:
         if values:
@@ -131,8 +158,9 @@ def figures_of(
     return figures
 
 
-def table(figures: dict[str, dict[str, list[float]]], engines: list[str]) -> str:
-    """Medians with their ranges, and how many times longer than ours each peer takes."""
+def table(figures: Figures, engines: list[str]) -> str:
+    """Medians with their ranges and numbers of turns, and how many times longer than ours each peer
+    takes."""
     lines = ["| | " + " | ".join(engines) + " |", "|---" * (len(engines) + 1) + "|"]
     for figure, by_engine in figures.items():
         cells = [figure]
@@ -144,12 +172,13 @@ def table(figures: dict[str, dict[str, list[float]]], engines: list[str]) -> str
                 continue
             middle = statistics.median(values)
             ratio = f", {middle / ours:.2f} x" if engine != "ours" and ours else ""
-            cells.append(f"{middle:.3g} [{min(values):.3g} to {max(values):.3g}]{ratio}")
+            spread = f"[{min(values):.3g} to {max(values):.3g}, {len(values)}]"
+            cells.append(f"{middle:.3g} {spread}{ratio}")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def plot(figures: dict[str, dict[str, list[float]]], engines: list[str], file: Path) -> None:
+def plot(figures: Figures, engines: list[str], file: Path) -> None:
     """Bars of each figure relative to ours."""
     import matplotlib
 
@@ -258,12 +287,13 @@ def main() -> None:
         for peer in peers:
             peer.stop()
     engines = [peer.name for peer in peers]
-    figures = figures_of(runs)
+    by_state = figures_by_state(runs)
     print(
-        f"\nShape {options.shape}, {options.threads} threads, medians of {options.repeat} [range], "
-        "and the ratio to ours\n"
+        f"\nShape {options.shape}, {options.threads} threads, medians [range, turns] and the ratio "
+        "to ours"
     )
-    print(table(figures, engines))
+    for state, figures in by_state.items():
+        print(f"\nCores: {state}\n\n{table(figures, engines)}")
     for peer in peers:
         show_memory(peer, runs)
     print()
@@ -277,12 +307,12 @@ def main() -> None:
             "threads": options.threads,
             "engines": {peer.name: peer.about for peer in peers},
             "missing": missing,
-            "figures": figures,
+            "figures": by_state,
             "states": states,
         }
         options.json.write_text(json.dumps(content, indent=1) + "\n")
     if options.plot:
-        plot(figures, engines, options.plot)
+        plot(next(iter(by_state.values())), engines, options.plot)
 
 
 if __name__ == "__main__":

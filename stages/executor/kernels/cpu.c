@@ -376,7 +376,18 @@ void store(const Attention *a, const number *keys, long key_stride, const number
         store_row(a, keys + t * key_stride, values + t * value_stride, slots[t]);
 }
 
-enum { CHUNK = 64 };  // positions whose scores are held together
+enum {
+    CHUNK = 64,  // positions whose scores are held together
+    TOKENS = 8,  // most query tokens of one sequence that look at them together
+};
+
+// Query tokens of one sequence, whose rows are their strides apart, and what they may see.
+typedef struct {
+    const number *queries;
+    number *out;
+    long stride, out_stride, count;
+    const int64_t *table, *contexts;  // contexts: [count], at least 1 each
+} Tokens;
 
 INLINE const number *row_at(const number *rows, long width, const Attention *a, const int64_t *table,
                           long position, long kv_head) {
@@ -384,10 +395,17 @@ INLINE const number *row_at(const number *rows, long width, const Attention *a, 
     return rows + (slot * a->kv_heads + kv_head) * width;
 }
 
-// Scores of 16 positions from `start` on for each head of the group: scores[head][start - chunk].
-// Their values are laid out for add_values.
-static void score(const Attention *a, const number *queries, const int64_t *table, long start,
-                  long context, long kv_head, float *scores, number *laid_out) {
+// From which position on a query token sees those before it.
+INLINE long first_seen(const Attention *a, long context) {
+    return a->window && context > a->window ? context - a->window : 0;
+}
+
+// Scores of 16 positions from `start` on for each head of the group, of each token that sees some
+// of them: scores[token][head][start - chunk]. Their values are laid out for add_values. `context`:
+// the longest of the tokens.
+static void score(const Attention *a, const Tokens *tokens, long start, long context, long kv_head,
+                  float *scores, number *laid_out) {
+    const int64_t *table = tokens->table;
     const number *keys[16], *values[16];
     for (long j = 0; j < 16; j++) {
         const long position = start + j < context ? start + j : context - 1;  // any that exists
@@ -405,10 +423,13 @@ static void score(const Attention *a, const number *queries, const int64_t *tabl
     }
     for (long i = 0; i < a->value_width; i += 32)
         lay_out_values(values, i, a->value_width - i, laid_out + i * CHUNK);
-    for (long g = 0; g < a->group; g++) {
+    for (long n = 0; n < tokens->count * a->group; n++) {
+        const long token = n / a->group, own = tokens->contexts[token];
+        if (start >= own || start + 16 <= first_seen(a, own) / CHUNK * CHUNK) continue;
         __m512 dots[16];
         UNROLL for (int j = 0; j < 16; j++) dots[j] = _mm512_setzero_ps();
-        const number *query = queries + g * a->key_width;
+        const number *query = tokens->queries + token * tokens->stride
+                              + (kv_head * a->group + n % a->group) * a->key_width;
         long i = 0;
         for (; i + WIDTH <= a->key_width; i += WIDTH)
             UNROLL for (int j = 0; j < 16; j++)
@@ -424,34 +445,41 @@ static void score(const Attention *a, const number *queries, const int64_t *tabl
             __m512 cap = _mm512_set1_ps(a->softcap);
             found = _mm512_mul_ps(hyperbolic_tangent(_mm512_div_ps(found, cap)), cap);
         }
-        _mm512_storeu_ps(scores + g * CHUNK, found);
+        _mm512_storeu_ps(scores + n * CHUNK, found);
     }
 }
 
-// The attention of one query token's heads that share a KV head, in one pass over the context with
-// a running maximum. Positions are taken CHUNK at a time from a multiple of that on, so the order
-// of the sums depends on the sequence alone. The weights of values are rounded, as Transformers'
-// code does.
-static void attend(const Attention *a, const number *queries, number *out, const int64_t *table,
-                   long context, long kv_head, float *memory) {
-    const long group = a->group, value_width = a->value_width;
+// The attention of the heads that share a KV head, of some query tokens, in one pass over their
+// context with a running maximum. Positions are taken CHUNK at a time from a multiple of that on, so
+// the order of a token's sums depends on its sequence alone, and not on who looks beside it. The
+// weights of values are rounded, as Transformers' code does.
+static void attend(const Attention *a, const Tokens *tokens, long kv_head, float *memory) {
+    const long group = a->group, value_width = a->value_width, heads = tokens->count * group;
     const long parts = (value_width + 31) / 32;  // of 32 numbers, each two vectors of sums
-    const long low = a->window && context > a->window ? context - a->window : 0;
-    float *maxima = memory, *totals = maxima + group, *scores = totals + group;
-    float *sums = scores + group * CHUNK;
-    number *laid_out = (number *)(sums + group * parts * 32);
-    for (long g = 0; g < group; g++) {
-        maxima[g] = a->sinks ? wide(a->sinks[kv_head * group + g]) : -INFINITY;
+    float *maxima = memory, *totals = maxima + heads, *scores = totals + heads;
+    float *sums = scores + heads * CHUNK;
+    number *laid_out = (number *)(sums + heads * parts * 32);
+    long context = 0, lowest = LONG_MAX;
+    for (long t = 0; t < tokens->count; t++) {
+        const long own = tokens->contexts[t], low = first_seen(a, own);
+        context = own > context ? own : context;
+        lowest = low < lowest ? low : lowest;
+    }
+    for (long g = 0; g < heads; g++) {
+        maxima[g] = a->sinks ? wide(a->sinks[kv_head * group + g % group]) : -INFINITY;
         totals[g] = a->sinks ? 1.0f : 0.0f;
     }
-    memset(sums, 0, group * parts * 32 * sizeof(float));
-    for (long chunk = low / CHUNK * CHUNK; chunk < context; chunk += CHUNK) {
-        const long end = chunk + CHUNK < context ? chunk + CHUNK : context;
-        const long used = (end - chunk + 15) / 16 * 16;
-        for (long start = chunk; start < end; start += 16)
-            score(a, queries, table, start, context, kv_head, scores + start - chunk,
+    memset(sums, 0, heads * parts * 32 * sizeof(float));
+    for (long chunk = lowest / CHUNK * CHUNK; chunk < context; chunk += CHUNK) {
+        const long last = chunk + CHUNK < context ? chunk + CHUNK : context;
+        for (long start = chunk; start < last; start += 16)
+            score(a, tokens, start, context, kv_head, scores + start - chunk,
                   laid_out + (start - chunk) * 32);
-        for (long g = 0; g < group; g++) {
+        for (long g = 0; g < heads; g++) {
+            const long own = tokens->contexts[g / group], low = first_seen(a, own);
+            if (chunk >= own || chunk + CHUNK <= low) continue;
+            const long end = chunk + CHUNK < own ? chunk + CHUNK : own;
+            const long used = (end - chunk + 15) / 16 * 16;
             float *of_head = scores + g * CHUNK, *target = sums + g * parts * 32;
             __m512 most = _mm512_set1_ps(maxima[g]);
             for (long i = 0; i < used; i += 16) {
@@ -480,19 +508,24 @@ static void attend(const Attention *a, const number *queries, number *out, const
             }
             totals[g] += _mm512_reduce_add_ps(total);
         }
-        for (long g = 0; g < group; g++) {
-            const number *weights = (number *)(scores + g * CHUNK);
-            for (long i = 0; i < parts; i++)
-                add_values(sums + (g * parts + i) * 32, weights, laid_out + i * CHUNK * 32, used);
-        }
+        // While some of the values are close, all heads take them.
+        for (long i = 0; i < parts; i++)
+            for (long g = 0; g < heads; g++) {
+                const long own = tokens->contexts[g / group];
+                if (chunk >= own || chunk + CHUNK <= first_seen(a, own)) continue;
+                const long end = chunk + CHUNK < own ? chunk + CHUNK : own;
+                add_values(sums + (g * parts + i) * 32, (number *)(scores + g * CHUNK),
+                           laid_out + i * CHUNK * 32, (end - chunk + 15) / 16 * 16);
+            }
     }
-    for (long g = 0; g < group; g++)
+    for (long g = 0; g < heads; g++)
         for (long i = 0; i < parts; i++) {
             const float *from = sums + (g * parts + i) * 32;
             const __m512 total = _mm512_set1_ps(totals[g]);
             __m512 x = _mm512_div_ps(_mm512_loadu_ps(from), total);
             __m512 y = _mm512_div_ps(_mm512_loadu_ps(from + 16), total);
-            number *to = out + g * value_width + i * 32;
+            number *to = tokens->out + g / group * tokens->out_stride
+                         + (kv_head * group + g % group) * value_width + i * 32;
             const long left = value_width - i * 32;
             put_in_order(&x, &y);
             store_narrow_some(to, first(left), x);
@@ -500,24 +533,49 @@ static void attend(const Attention *a, const number *queries, number *out, const
         }
 }
 
+// How many rows from one on are tokens of one sequence, close together: they have its blocks in
+// common. It does not matter for any row's bits.
+static long together(const Attention *a, long row, long rows, const int64_t *tables, long blocks,
+                     const int64_t *contexts) {
+    const int64_t *table = tables + row * blocks;
+    long count = 1;
+    while (count < TOKENS && row + count < rows) {
+        const long here = contexts[row], there = contexts[row + count];
+        const long longer = here > there ? here : there;
+        const long shared = (longer + a->block_size - 1) / a->block_size;
+        if (labs(here - there) > CHUNK) break;
+        if (memcmp(table, table + count * blocks, shared * sizeof(int64_t))) break;
+        count++;
+    }
+    return count;
+}
+
 static void decode_attention_by_team(const Attention *a, const number *queries, long stride,
                                      number *out, long rows, const int64_t *tables, long blocks,
                                      const int64_t *contexts) {
-    const long heads = a->kv_heads * a->group, padded = (a->value_width + 31) / 32 * 32;
+    const long width = a->kv_heads * a->group * a->value_width;
+    const long padded = (a->value_width + 31) / 32 * 32;
     const long laid_out = CHUNK * padded * sizeof(number) / sizeof(float);
-    float memory[a->group * (2 + CHUNK + padded) + laid_out];
+    float memory[TOKENS * a->group * (2 + CHUNK + padded) + laid_out];
+    long *starts = malloc((rows + 1) * sizeof(long)), tiles = 0;
+    for (long row = 0; row < rows; row += together(a, row, rows, tables, blocks, contexts))
+        starts[tiles++] = row;
+    starts[tiles] = rows;
 #pragma omp for schedule(dynamic)
-    for (long item = 0; item < rows * a->kv_heads; item++) {
-        const long row = item / a->kv_heads, head = item % a->kv_heads;
-        attend(a, queries + row * stride + head * a->group * a->key_width,
-               out + (row * heads + head * a->group) * a->value_width, tables + row * blocks,
-               contexts[row], head, memory);
+    for (long item = 0; item < tiles * a->kv_heads; item++) {
+        const long row = starts[item / a->kv_heads], end = starts[item / a->kv_heads + 1];
+        const Tokens tokens = {
+            queries + row * stride, out + row * width, stride, width, end - row,
+            tables + row * blocks, contexts + row,
+        };
+        attend(a, &tokens, item % a->kv_heads, memory);
     }
+    free(starts);
 }
 
-// Attention of rows with one query token each, longest context first. queries: rows `stride` apart,
-// [heads, key_width] each. out: [rows, heads, value_width]. tables: [rows, blocks]. contexts:
-// [rows], at least 1.
+// Attention of rows with one query token each, best with the longest contexts first. queries: rows
+// `stride` apart, [heads, key_width] each. out: [rows, heads, value_width]. tables: [rows, blocks].
+// contexts: [rows], at least 1.
 void decode_attention(const Attention *a, const number *queries, long stride, number *out, long rows,
                       const int64_t *tables, long blocks, const int64_t *contexts) {
     const long work = rows * contexts[0] * a->kv_heads * a->group * a->key_width;

@@ -4,6 +4,7 @@
 #define VECTORS_H
 
 #include <immintrin.h>
+#include <limits.h>
 #include <math.h>
 #include <omp.h>
 #include <stdint.h>

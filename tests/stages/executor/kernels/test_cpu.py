@@ -233,6 +233,37 @@ def test_a_row_of_attention_does_not_depend_on_its_neighbours(dtype: torch.dtype
         assert torch.equal(paged.decode(queries[part], rows), together[part])
 
 
+@pytest.mark.parametrize(
+    ("window", "softcap", "sinks"), [(None, None, False), (70, None, False), (None, 5.0, True)]
+)
+@pytest.mark.parametrize("width", [32, 48])
+def test_tokens_of_one_sequence_have_the_bits_that_each_has_alone(
+    dtype: torch.dtype, width: int, window: int | None, softcap: float | None, sinks: bool
+) -> None:
+    """A prompt from its first token on, one behind a cached context, drafted tokens (their contexts
+    falling), and two sequences whose first blocks are the same."""
+    keys, values = randn(dtype, 40, 16, 2, width, seed=1), randn(dtype, 40, 16, 2, width, seed=2)
+    sink = randn(dtype, 6, seed=5) if sinks else None
+    paged = PagedAttention(keys, values, 6, window=window, scale=0.1, softcap=softcap, sinks=sink)
+    first, second = torch.arange(20), torch.arange(20, 40)
+    forked = torch.cat((first[:8], second[:12]))
+    parts = [
+        (first, range(1, 71)),
+        (second, range(121, 150)),
+        (first, range(210, 200, -1)),
+        (forked, range(126, 140)),
+        (first, range(126, 140)),
+    ]
+    tables = torch.stack([table for table, contexts in parts for _ in contexts])
+    contexts = torch.tensor([context for _, contexts in parts for context in contexts])
+    queries = randn(dtype, len(contexts), 6, width, seed=3)
+    together = paged.decode(queries, DecodeRows(len(contexts), tables, contexts))
+    for row in range(len(contexts)):
+        part = slice(row, row + 1)
+        rows = DecodeRows(1, tables[part].contiguous(), contexts[part])
+        assert torch.equal(paged.decode(queries[part], rows), together[part])
+
+
 def test_stored_keys_and_values_lie_in_their_slots(dtype: torch.dtype) -> None:
     keys, values = torch.zeros(4, 4, 2, 16, dtype=dtype), torch.zeros(4, 4, 2, 32, dtype=dtype)
     paged = PagedAttention(keys, values, 2, window=None, scale=1.0, softcap=None, sinks=None)

@@ -11,8 +11,9 @@ from ..loaded_model import LoadedModel
 from .paged import PagedBackend, PagedBatch
 
 SHORT_FLOAT32_CONTEXT = 512
-"""Where a context is longer, PyTorch's attention over a float32 prompt is faster than the kernel's if
-heads are wide, at 2,048 tokens by half. In bfloat16 it is not at any length tried, up to 2,048."""
+"""Where a context is longer, PyTorch's attention over a float32 prompt is faster than the kernel's
+if heads are wide, at 2,048 tokens by half. In bfloat16 it is not at any length tried, up to 2,048.
+"""
 
 
 class CpuBackend(PagedBackend):

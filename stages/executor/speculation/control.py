@@ -12,6 +12,8 @@ MOST_ROWS = 512
 """Of one token, drafted ones included: more drafts in a step are not thought of."""
 
 _NEAR = 64
+_WEIGHT = 0.05
+_FIRST_ASKING_S = 15e-6
 
 
 class CostControl:
@@ -26,6 +28,8 @@ class CostControl:
         self._num_rows = self._num_prefill = self._num_chosen = 0
         self._context = 0.0
         self._costs_now = costs
+        # Of a row, what asking and learning takes; before anybody knows, what it takes on a CPU.
+        self._asking_s = _FIRST_ASKING_S
         # What was found out with one version of the costs, by contexts and kinds of steps.
         self._version = costs.version
         self._at: dict[int, StepCosts] = {}
@@ -64,10 +68,15 @@ class CostControl:
             self._costs_now,
             max_rows=self._max_rows,
             num_prefill=self._num_prefill,
+            drafting_s=self._asking_s * len(chances),
         )
         self._num_chosen = sum(lengths)
         self._num_rows += self._num_chosen
         return lengths
+
+    def spent(self, num_asked: int, seconds: float) -> None:
+        if num_asked:
+            self._asking_s += _WEIGHT * (seconds / num_asked - self._asking_s)
 
     def value(self, num_verified: int, num_accepted: int) -> tuple[float, float]:
         # `lengths` has added what was chosen to the rows.

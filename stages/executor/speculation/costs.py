@@ -191,8 +191,9 @@ def measure_costs(
         spent_ns = now_ns() - begin_ns
         if len(durations) < 2 or spent_ns + _at_most(size, durations) <= budget_ns / 3:
             run(size)
-        if size == long_rows and long > short and durations[size][0] * 4 <= budget_ns / 3:
-            longer.append(timed(size, long))
+    # A context 16 times as long takes a few times as long at most.
+    if long > short and 4 * durations.get(long_rows, [budget_ns])[0] <= budget_ns / 3:
+        longer.append(timed(long_rows, long))
     round_ns = sum(times[0] for times in (*durations.values(), longer) if times)
     for number in range(1, _ROUNDS):
         if now_ns() - begin_ns + round_ns > budget_ns:
@@ -293,6 +294,7 @@ def choose_lengths(
     *,
     max_rows: int,
     num_prefill: int = 0,
+    drafting_s: float = 0.0,
     least_gain: float = LEAST_GAIN,
 ) -> list[int]:
     """How many tokens of each draft to verify, for the most tokens in the time that they take.
@@ -309,6 +311,7 @@ def choose_lengths(
         costs: Of steps.
         max_rows: Most rows of one token, drafted ones included.
         num_prefill: Tokens of prompts that are computed besides.
+        drafting_s: What it took to have the drafts, which has to be earned too.
         least_gain: Nothing is verified for less than so many times the tokens per second.
 
     Returns:
@@ -326,7 +329,7 @@ def choose_lengths(
     if not order.size:
         return lengths
     tokens = num_rows + np.cumsum(chance[order])
-    seconds = costs.of(num_rows) - costs.of(others) + costs.beyond(others, order.size)
+    seconds = costs.of(num_rows) - costs.of(others) + costs.beyond(others, order.size) + drafting_s
     rates = tokens / seconds
     best = int(rates.argmax())
     if rates[best] < least_gain * num_rows / costs.of(num_rows):

@@ -51,6 +51,11 @@ class DraftControl(Protocol):
         chances, as `expected` gives them."""
         ...
 
+    def spent(self, num_asked: int, seconds: float) -> None:
+        """Asking about so many rows, and learning from what came, took so long, without the draft
+        model's passes."""
+        ...
+
     def value(self, num_verified: int, num_accepted: int) -> tuple[float, float]:
         """What some drafted tokens were worth in the step that has begun, all others apart.
 
@@ -129,6 +134,8 @@ class Speculator:
         # By the draft model's passes, in the step that is under way.
         self._drafting_s = 0.0
         self._control = control
+        # About how many rows sources were asked in the last step, and how long that took.
+        self._asked = 0, 0.0
         self._rests: dict[int, _Rest] = {}
 
     def begin(self, rows: IntArray, num_tokens: IntArray, limits: IntArray) -> StepDrafts:
@@ -145,6 +152,7 @@ class Speculator:
         known = float(self._table.num_known[rows[single]].mean()) if num_rows else 0.0
         if not self._control.begin(num_rows, num_prefill, known) or not wanted.any():
             return StepDrafts(np.zeros_like(rows), {}, {})
+        begin_ns = self._now_ns()
         contexts = self._contexts(rows[wanted], limits[wanted])
         drafts, chances = self._propose(contexts)
         lengths = self._control.lengths(chances)
@@ -165,6 +173,7 @@ class Speculator:
             self._judge(())
         lengths_of = {row: len(draft.tokens) for row, draft in verified.items()}
         counts = np.array([lengths_of.get(row, 0) for row in rows.tolist()], np.int64)
+        self._asked = len(contexts), (self._now_ns() - begin_ns) * 1e-9 - self._drafting_s
         return StepDrafts(counts, verified, proposed)
 
     def verdicts(
@@ -199,6 +208,7 @@ class Speculator:
         """
         if not proposed:
             return
+        begin_ns = self._now_ns()
         held = np.isin(sampled.seq_ids, np.array(seq_ids, np.int64))
         rows, places = sampled.rows[held], sampled.places[held]
         if not rows.size:
@@ -209,6 +219,8 @@ class Speculator:
         for row, start, stop in zip(rows[firsts].tolist(), firsts.tolist(), stops, strict=True):
             if (draft := proposed.get(row)) is not None:
                 self._control.settle(row, draft, tuple(tokens[start:stop]))
+        num_asked, seconds = self._asked
+        self._control.spent(num_asked, seconds + (self._now_ns() - begin_ns) * 1e-9)
 
     def add(self, seq_id: int) -> None:
         """A sequence is new in the table."""

@@ -45,6 +45,9 @@ class VerifyAll:
             left -= lengths[-1]
         return lengths
 
+    def spent(self, num_asked: int, seconds: float) -> None:
+        pass
+
     def value(self, num_verified: int, num_accepted: int) -> tuple[float, float]:
         return 0.0, 1.0
 

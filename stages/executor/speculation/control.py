@@ -13,7 +13,7 @@ MOST_ROWS = 512
 
 _NEAR = 64
 _WEIGHT = 0.05
-_FIRST_ASKING_S = 15e-6
+_FIRST_ASKING_S = 8e-6
 
 
 class CostControl:
@@ -54,7 +54,11 @@ class CostControl:
         step = num_rows, num_prefill, near
         if step not in self._may_pay:
             self._may_pay[step] = may_pay(
-                num_rows, self._costs_now, max_rows=self._max_rows, num_prefill=num_prefill
+                num_rows,
+                self._costs_now,
+                max_rows=self._max_rows,
+                num_prefill=num_prefill,
+                drafting_s=self._asking_s * num_rows,
             )
         return self._may_pay[step]
 
@@ -68,7 +72,6 @@ class CostControl:
             self._costs_now,
             max_rows=self._max_rows,
             num_prefill=self._num_prefill,
-            drafting_s=self._asking_s * len(chances),
         )
         self._num_chosen = sum(lengths)
         self._num_rows += self._num_chosen

@@ -262,17 +262,19 @@ def may_pay(
     *,
     max_rows: int,
     num_prefill: int = 0,
+    drafting_s: float = 0.0,
     least_gain: float = LEAST_GAIN,
 ) -> bool:
     """Whether some number of drafted tokens, all of them right, would be worth their time.
 
-    The arguments are those of `choose_lengths`.
+    The arguments are those of `choose_lengths`, and `drafting_s`, what it takes to have drafts:
+    it has to be earned too.
     """
     room = _room(num_rows, num_prefill, costs, max_rows)
     if num_rows < 1 or room < 1:
         return False
     others = num_rows + num_prefill
-    seconds = costs.of(num_rows) - costs.of(others) + costs.beyond(others, room)
+    seconds = costs.of(num_rows) - costs.of(others) + costs.beyond(others, room) + drafting_s
     rates = (num_rows + np.arange(1, room + 1)) / seconds
     return bool(rates.max() >= least_gain * num_rows / costs.of(num_rows))
 
@@ -294,7 +296,6 @@ def choose_lengths(
     *,
     max_rows: int,
     num_prefill: int = 0,
-    drafting_s: float = 0.0,
     least_gain: float = LEAST_GAIN,
 ) -> list[int]:
     """How many tokens of each draft to verify, for the most tokens in the time that they take.
@@ -311,7 +312,6 @@ def choose_lengths(
         costs: Of steps.
         max_rows: Most rows of one token, drafted ones included.
         num_prefill: Tokens of prompts that are computed besides.
-        drafting_s: What it took to have the drafts, which has to be earned too.
         least_gain: Nothing is verified for less than so many times the tokens per second.
 
     Returns:
@@ -329,7 +329,7 @@ def choose_lengths(
     if not order.size:
         return lengths
     tokens = num_rows + np.cumsum(chance[order])
-    seconds = costs.of(num_rows) - costs.of(others) + costs.beyond(others, order.size) + drafting_s
+    seconds = costs.of(num_rows) - costs.of(others) + costs.beyond(others, order.size)
     rates = tokens / seconds
     best = int(rates.argmax())
     if rates[best] < least_gain * num_rows / costs.of(num_rows):

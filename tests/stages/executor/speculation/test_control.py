@@ -39,6 +39,13 @@ def test_where_nothing_could_pay_nobody_is_asked() -> None:
     assert not control.begin(4, 0, 64)
     assert not control.begin(1, 600, 64)
     assert not control.begin(0, 10, 0)
+    # Nor where it takes longer to ask than is saved.
+    control = CostControl(StepCosts((1, 4, 16), (0.036, 0.042, 0.069)))
+    assert control.begin(4, 0, 64)
+    control = CostControl(StepCosts((1, 4, 16), (0.036, 0.042, 0.069)))
+    for _ in range(200):
+        control.spent(4, 1.0)
+    assert not control.begin(4, 0, 64)
     # A row of a long context is work of its own.
     costs = StepCosts((1, 4, 16), (0.036, 0.042, 0.069), context_s=1e-4)
     assert CostControl(costs).begin(4, 0, 64)

@@ -24,8 +24,15 @@ from ..kv_cache import KVCache
 from ..loaded_model import LoadedModel
 from ..sampling import sample_plain, sample_with_logprobs
 
-_SIZES = (1, 16, 4, 64, 8, 32, 2, 256, 128, 512, 3, 6, 12, 24, 48, 96, 192, 384)
+_SIZES = (1, 16, 4, 8, 64, 32, 2, 256, 128, 512, 3, 6, 12, 24, 48, 96, 192, 384)
 """Rows of the steps that are measured, the most telling first, should time run out."""
+
+_LEAST_SIZES = 4
+"""So many are measured however long they take: where fewer are known, what lies between them may
+cost twice what it seems to."""
+
+_TELLING_ROWS = 64
+"""From so many rows on, steps are bound by arithmetic on a machine that has no time for more."""
 
 _ROUNDS = 5
 _SHORT_CONTEXT, _LONG_CONTEXT = 64, 1024
@@ -167,7 +174,7 @@ def measure_costs(
         longest: Most tokens that a context may have.
         now_ns: The clock.
         budget_s: About how long it may take. Where steps are long, fewer sizes are measured; where
-            even two take longer, it takes as long as these.
+            even the first four take longer, it takes as long as these.
     """
     short, long = min(_SHORT_CONTEXT, longest), min(_LONG_CONTEXT, longest)
     long_rows = min(_LONG_ROWS, most_rows)
@@ -189,7 +196,7 @@ def measure_costs(
 
     for size in (size for size in _SIZES if size <= most_rows):
         spent_ns = now_ns() - begin_ns
-        if len(durations) < 2 or spent_ns + _at_most(size, durations) <= budget_ns / 3:
+        if len(durations) < _LEAST_SIZES or spent_ns + _at_most(size, durations) <= budget_ns / 3:
             run(size)
     # A context 16 times as long takes a few times as long at most.
     if long > short and 4 * durations.get(long_rows, [budget_ns])[0] <= budget_ns / 3:
@@ -285,8 +292,9 @@ def _room(num_rows: int, num_prefill: int, costs: StepCosts, max_rows: int) -> i
     room = max_rows - num_rows
     if others <= costs.most_rows:
         # Who knows what happens beyond: where other kernels take over, a step may be far longer.
-        room = min(room, costs.most_rows - others)
-    return room
+        return min(room, costs.most_rows - others)
+    # The same, if what was measured ends where steps still wait for weights.
+    return room if costs.most_rows >= _TELLING_ROWS else 0
 
 
 def choose_lengths(

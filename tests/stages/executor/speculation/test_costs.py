@@ -15,6 +15,7 @@ from nano_inference.stages.executor.model import wrap_model
 from nano_inference.stages.executor.speculation.costs import (
     StepCosts,
     choose_lengths,
+    may_pay,
     measure_costs,
     trial_step,
 )
@@ -138,15 +139,25 @@ def test_longer_contexts_cost_what_they_take() -> None:
 
 @given(first_ns=st.integers(0, 10**10), row_ns=st.integers(0, 10**10), most=st.integers(1, 300))
 @example(first_ns=0, row_ns=0, most=300)
-def test_it_takes_no_longer_than_it_may_or_than_three_steps(
+def test_it_takes_no_longer_than_it_may_or_than_five_steps(
     first_ns: int, row_ns: int, most: int
 ) -> None:
     machine = FakeMachine(first_ns, row_ns)
     costs = measure_costs(machine.step, most, machine.now_ns, budget_s=1.5)
     assert costs.most_rows <= most
     assert max(machine.steps) == costs.most_rows
-    necessary = 3 * first_ns + 15 * row_ns
+    necessary = 5 * first_ns + 25 * row_ns
     assert machine.time_ns <= max(1.5e9, necessary) + first_ns
+
+
+def test_where_steps_are_long_few_rows_are_measured_all_the_same() -> None:
+    machine = FakeMachine(3_000_000_000, 100_000_000)
+    costs = measure_costs(machine.step, 512, machine.now_ns)
+    assert machine.steps == [1, 1, 16, 4, 8]
+    # Beyond, where a step may cost many times more, nothing is drafted.
+    assert choose_lengths(12, [[1.0] * 16], costs, max_rows=512) == [4]
+    assert choose_lengths(20, [[1.0] * 16], costs, max_rows=512) == [0]
+    assert not may_pay(20, costs, max_rows=512)
 
 
 def test_a_step_that_was_disturbed_does_not_count() -> None:
@@ -210,7 +221,7 @@ def rate(num_rows: int, num_prefill: int, tokens: float, added: int, costs: Step
 
 @given(
     num_rows=st.integers(1, 6),
-    num_prefill=st.integers(0, 20),
+    num_prefill=st.one_of(st.integers(0, 20), st.integers(50, 80)),
     chances=chances_of_drafts,
     seconds=seconds_of_sizes,
     max_rows=st.integers(1, 20),
@@ -222,7 +233,7 @@ def test_no_other_lengths_give_more(
     seconds: list[float],
     max_rows: int,
 ) -> None:
-    costs = StepCosts((1, 2, 4, 8, 16), seconds)
+    costs = StepCosts((1, 2, 4, 8, 64), seconds)
     lengths = choose_lengths(num_rows, chances, costs, max_rows=max_rows, num_prefill=num_prefill)
 
     def rate_of(lengths: tuple[int, ...]) -> float:
@@ -232,8 +243,8 @@ def test_no_other_lengths_give_more(
         return rate(num_rows, num_prefill, tokens, sum(lengths), costs)
 
     off = rate_of((0,) * len(chances))
-    within = num_rows + num_prefill <= 16
-    rooms = [max_rows - num_rows, *([16 - num_rows - num_prefill] if within else [])]
+    within = num_rows + num_prefill <= 64
+    rooms = [max_rows - num_rows, *([64 - num_rows - num_prefill] if within else [])]
     possible = [
         other
         for other in itertools.product(*(range(len(falling) + 1) for falling in chances))

@@ -348,6 +348,7 @@ class LaneCapacity(InternalPart, frozen=True, array_like=True):
         capabilities: What the model can be asked for.
         embedding: What vectors it makes; None where it makes none.
         experts: How many a layer of the model has; 0 where it has none.
+        drafts: Whether its steps can verify drafts, where the settings ask for it.
     """
 
     num_blocks: int
@@ -362,6 +363,7 @@ class LaneCapacity(InternalPart, frozen=True, array_like=True):
     capabilities: tuple[Capability, ...] = ("generate", "score")
     embedding: EmbeddingCapacity | None = None
     experts: int = 0
+    drafts: bool = True
 
 
 class AdaptersChanged(Internal, frozen=True, array_like=True, tag="adapters", tag_field="type"):

@@ -49,7 +49,8 @@ class BatchingCore:
         self.lacks: tuple[str, ...] = ()
         self._counters = Counters()
         self._steps_ahead = steps_ahead
-        self._max_drafts = config.max_draft_tokens if config.speculation == "auto" else 0
+        drafts = config.speculation == "auto" and capacity.drafts
+        self._max_drafts = config.max_draft_tokens if drafts else 0
         self._index = SequenceIndex()
         self._waiting: deque[Sequence] = deque()
         self._running = RunningBatch(capacity.block_size)

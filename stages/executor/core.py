@@ -133,9 +133,9 @@ class ExecutorCore:
         in_order, most = not self.without_determinism, config.max_tokens_per_batch
         self._pooler = PromptPooler(self.model, self._table, most, in_order=in_order)
         self.adapters = self._make_adapters(config)
+        self._record_at_load(config)
         self._speculator = self._make_speculator(config)
         self._runner = self._make_runner(config)
-        self._record_at_load(config)
 
     def _make_draft_model(
         self, config: EngineConfig, draft: LoadedModel | None
@@ -162,6 +162,16 @@ class ExecutorCore:
     def _make_speculator(self, config: EngineConfig) -> Speculator | None:
         if not self.model.generates:
             self.without_speculation = "the model generates nothing"
+            return None
+        if self.graphs is not None and config.speculation != "off":
+            # A step with drafts is launched operation by operation, and what can be measured of
+            # such steps says nothing of how long a recorded one takes.
+            self.without_speculation = "steps are replayed as CUDA graphs"
+            if self._draft_model is not None:
+                raise ModelError(
+                    "steps are replayed as CUDA graphs, beside which no draft model is asked; set "
+                    "cuda_graphs to off, or draft_model_path to ''"
+                )
             return None
         made = make_speculator(
             config, self._table, self._constraints, self._measure_costs, self._draft_model
@@ -230,6 +240,7 @@ class ExecutorCore:
             capabilities=capabilities_of(self.model, self._embedding, self._role),
             embedding=self._embedding,
             experts=experts_of(self.model.hf_config)[0],
+            drafts=self._speculator is not None,
         )
 
     def set_threads(self, number: int) -> None:
@@ -427,11 +438,6 @@ class ExecutorCore:
         else:
             with suppress(RuntimeError):
                 self.record_graphs(CudaCapture(self.model.device))
-        if self.graphs is not None and self._speculator is not None:
-            # A step with drafts is launched operation by operation, and what was measured of such
-            # steps says nothing of how long a recorded one takes.
-            self._speculator = self._runner.speculator = None
-            self.without_speculation = "steps are replayed as CUDA graphs"
 
     def _apply(self, plan: StepPlan) -> None:
         """Takes over what changed. Finished first: a preempted sequence may come back at once."""

@@ -103,3 +103,6 @@ class CostControl:
 
     def clear(self) -> None:
         self._acceptance.clear()
+        # The step that is under way may have failed, and will not be timed.
+        self._num_rows = 0
+        self.costs.interrupt()

@@ -21,6 +21,7 @@ from typing import ClassVar
 
 import msgspec
 import numpy as np
+import structlog
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -233,11 +234,8 @@ class DraftModel:
                 written = self._write_on(
                     [contexts[i] for i in chosen], [lengths[i] for i in chosen], logits
                 )
-        except ModelError:
-            # No numbers; in the cache too, where they would spoil whoever gets the block.
-            self._broken = True
-            self.forget_kv()
-            self.cache.clear()
+        except Exception as error:  # noqa: BLE001  (drafts may be left out; no request is to suffer)
+            self._give_up(error)
             return drafts
         for i, draft in zip(chosen, written, strict=True):
             drafts[i] = draft
@@ -266,6 +264,15 @@ class DraftModel:
         del self.model, self.cache, self._fast, self._builder
 
     # --- inside -------------------------------------------------------------------------------
+
+    def _give_up(self, error: Exception) -> None:
+        """It drafts no more. A device that is lost is found out here, or by the target's pass."""
+        self._broken = True
+        reason = error.message if isinstance(error, ModelError) else repr(error)
+        structlog.get_logger().warning("draft_model_failed", reason=reason)
+        self.forget_kv()
+        # What are no numbers would spoil whoever gets the block.
+        self.cache.clear()
 
     def _length(self, context: DraftContext) -> int:
         """How many tokens to draft; 0 where it is not worth a pass, or there is no room."""

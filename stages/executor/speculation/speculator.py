@@ -148,6 +148,8 @@ class Speculator:
             num_tokens: `[rows]`, how many each computes anyway.
             limits: `[rows]`, most drafted tokens of each; 0 for a row that is to have none.
         """
+        # Steps that run ahead are not timed.
+        self._drafting_s = 0.0
         single = num_tokens == 1
         num_rows, num_prefill = int(single.sum()), int(num_tokens[~single].sum())
         wanted = limits > 0

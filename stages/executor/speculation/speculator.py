@@ -134,8 +134,10 @@ class Speculator:
         # By the draft model's passes, in the step that is under way.
         self._drafting_s = 0.0
         self._control = control
-        # About how many rows sources were asked in the last step, and how long that took.
+        # About how many rows sources were asked in the last step, and how long that took this
+        # thread: how long others kept it waiting says nothing. Of that, the draft model's part.
         self._asked = 0, 0.0
+        self._asking_model_s = 0.0
         self._rests: dict[int, _Rest] = {}
 
     def begin(self, rows: IntArray, num_tokens: IntArray, limits: IntArray) -> StepDrafts:
@@ -154,8 +156,9 @@ class Speculator:
         known = float(self._table.num_known[rows[single]].mean()) if num_rows else 0.0
         if not self._control.begin(num_rows, num_prefill, known) or not wanted.any():
             return StepDrafts(np.zeros_like(rows), {}, {})
-        begin_ns = self._now_ns()
+        begin_ns = time.thread_time_ns()
         contexts = self._contexts(rows[wanted], limits[wanted])
+        self._asking_model_s = 0.0
         drafts, chances = self._propose(contexts)
         lengths = self._control.lengths(chances)
         verified: dict[int, Draft] = {}
@@ -175,7 +178,8 @@ class Speculator:
             self._judge(())
         lengths_of = {row: len(draft.tokens) for row, draft in verified.items()}
         counts = np.array([lengths_of.get(row, 0) for row in rows.tolist()], np.int64)
-        self._asked = len(contexts), (self._now_ns() - begin_ns) * 1e-9 - self._drafting_s
+        asking_s = (time.thread_time_ns() - begin_ns) * 1e-9
+        self._asked = len(contexts), max(asking_s - self._asking_model_s, 0.0)
         return StepDrafts(counts, verified, proposed)
 
     def verdicts(
@@ -210,7 +214,7 @@ class Speculator:
         """
         if not proposed:
             return
-        begin_ns = self._now_ns()
+        begin_ns = time.thread_time_ns()
         held = np.isin(sampled.seq_ids, np.array(seq_ids, np.int64))
         rows, places = sampled.rows[held], sampled.places[held]
         if not rows.size:
@@ -222,7 +226,7 @@ class Speculator:
             if (draft := proposed.get(row)) is not None:
                 self._control.settle(row, draft, tuple(tokens[start:stop]))
         num_asked, seconds = self._asked
-        self._control.spent(num_asked, seconds + (self._now_ns() - begin_ns) * 1e-9)
+        self._control.spent(num_asked, seconds + (time.thread_time_ns() - begin_ns) * 1e-9)
 
     def add(self, seq_id: int) -> None:
         """A sequence is new in the table."""
@@ -324,9 +328,10 @@ class Speculator:
         for source in self._sources:
             ask(source, [i for i, each in enumerate(chances) if sum(each) < _ENOUGH])
         if self._draft_model is not None and self._ledger.may_ask():
-            begin_ns = self._now_ns()
+            begin_ns, own_ns = self._now_ns(), time.thread_time_ns()
             ask(self._draft_model, [i for i, each in enumerate(chances) if sum(each) < _ENOUGH])
             self._drafting_s = (self._now_ns() - begin_ns) * 1e-9
+            self._asking_model_s = (time.thread_time_ns() - own_ns) * 1e-9
         return best, chances
 
 

@@ -390,6 +390,14 @@ class ExecutorCore:
         """As `Constraints.take_waits_ns`."""
         return self._constraints.take_waits_ns()
 
+    def take_draft_failure(self) -> str:
+        """Why the draft model drafts no more, once; empty where nothing has failed since."""
+        model = self._draft_model
+        if model is None or not model.failure:
+            return ""
+        failure, model.failure = model.failure, ""
+        return failure
+
     # --- inside -------------------------------------------------------------------------------
 
     def _make_modules_ready(self, config: EngineConfig) -> None:

@@ -309,6 +309,8 @@ class ExecutorStage(Actor):
                 self.metrics.record(instruments.DEVICE_TIME, seconds)
             if self._drafts is not None:
                 self._drafts.add(result.drafts)
+                if failure := self._core.take_draft_failure():
+                    self.log.warning("draft_model_failed", reason=failure)
             for wait_ns in self._core.take_mask_waits_ns():
                 self.metrics.record(instruments.MASK_WAIT, wait_ns / 1e9)
             if self.tracing.enabled and epoch == self.epoch:

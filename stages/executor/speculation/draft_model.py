@@ -21,7 +21,6 @@ from typing import ClassVar
 
 import msgspec
 import numpy as np
-import structlog
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -172,6 +171,7 @@ class DraftModel:
     Attributes:
         model: The draft model, which no update of weights changes.
         cache: Its keys and values; `forget_kv` must be called when they are lost.
+        failure: Why it drafts no more, as long as nobody has been told; empty else.
     """
 
     name: ClassVar[str] = "model"
@@ -211,6 +211,7 @@ class DraftModel:
         # Of each block, the hash of the tokens up to its end whose KV it has; 0 for none.
         self._filled: IntArray = np.zeros(num_blocks, np.int64)
         self._broken = False
+        self.failure = ""
 
     @torch.inference_mode()
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
@@ -268,8 +269,7 @@ class DraftModel:
     def _give_up(self, error: Exception) -> None:
         """It drafts no more. A device that is lost is found out here, or by the target's pass."""
         self._broken = True
-        reason = error.message if isinstance(error, ModelError) else repr(error)
-        structlog.get_logger().warning("draft_model_failed", reason=reason)
+        self.failure = error.message if isinstance(error, ModelError) else repr(error)
         self.forget_kv()
         # What are no numbers would spoil whoever gets the block.
         self.cache.clear()

@@ -12,6 +12,9 @@ _TRIAL_STEPS = 16
 
 _FIRST_REST, _MOST_REST = 16, 256
 
+_READ_FOR = 256
+"""What reading prompts takes is spread over about so many steps with drafts."""
+
 
 @dataclass(slots=True)
 class DraftLedger:
@@ -21,12 +24,14 @@ class DraftLedger:
     each time that happens again.
 
     Attributes:
-        spent: Average of its own passes and of what verifying its tokens took.
+        spent: Average of its own passes, with a part of those that gave no draft, and of what
+            verifying its tokens took.
         saved: Average of what the accepted tokens would have taken without drafts.
     """
 
     spent: float = 0.0
     saved: float = 0.0
+    _owed: float = 0.0
     _judged_in: int = _TRIAL_STEPS
     _rest: int = 0
     _next_rest: int = _FIRST_REST
@@ -46,12 +51,26 @@ class DraftLedger:
             saved: In it.
             least_gain: So many times what is spent has to be saved.
         """
-        self.spent += _WEIGHT * (spent - self.spent)
+        part = self._owed / _READ_FOR
+        self._owed -= part
+        self.spent += _WEIGHT * (spent + part - self.spent)
         self.saved += _WEIGHT * (saved - self.saved)
+        self._judge(self.spent, least_gain)
+
+    def owe(self, seconds: float, *, least_gain: float) -> None:
+        """A step is over in which the model has taken so long and drafted nothing, as it does while
+        it reads a prompt: the drafts that come have to earn that too."""
+        self._owed += seconds
+        # One in which no sequence wanted a draft takes next to nothing, and shows nothing.
+        if seconds > self.spent:
+            # The average has parts of what is owed already.
+            self._judge(max(self.spent, self._owed / _READ_FOR), least_gain)
+
+    def _judge(self, spent: float, least_gain: float) -> None:
         self._judged_in -= 1
         if self._judged_in > 0:
             return
-        if self.saved >= least_gain * self.spent:
+        if self.saved >= least_gain * spent:
             self._next_rest = _FIRST_REST
             return
         self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, _MOST_REST)

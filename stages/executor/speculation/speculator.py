@@ -174,7 +174,9 @@ class Speculator:
                 self._rests.pop(row, None)
             else:
                 self._rest(row)
-        if not verified and any(self._is_of_model(draft) for draft in drafts):
+        if not any(self._is_of_model(draft) for draft in drafts):
+            self._ledger.owe(self._drafting_s, least_gain=LEAST_GAIN)
+        elif not verified:
             self._judge(())
         lengths_of = {row: len(draft.tokens) for row, draft in verified.items()}
         counts = np.array([lengths_of.get(row, 0) for row in rows.tolist()], np.int64)

@@ -30,3 +30,28 @@ def test_one_that_begins_to_pay_is_soon_always_asked_again() -> None:
     asked(0.5, 5000, ledger)
     asked(2.0, 300, ledger)
     assert asked(2.0, 1000, ledger) == 1000
+
+
+def asked_behind_prompts(reading: float, answer: int, prompts: int) -> float:
+    """In what share of steps a model is asked that reads a prompt for so long, then drafts for so
+    many steps, in each of which it saves twice what it takes."""
+    ledger, count = DraftLedger(), 0
+    for number in range(prompts * (answer + 1)):
+        if ledger.may_ask():
+            count += 1
+            if number % (answer + 1):
+                ledger.settle(1.0, 2.0, least_gain=1.05)
+            else:
+                ledger.owe(reading, least_gain=1.05)
+    return count / (prompts * (answer + 1))
+
+
+def test_long_prompts_have_to_be_earned_by_what_follows() -> None:
+    assert asked_behind_prompts(200.0, answer=400, prompts=20) == 1
+    # Ten steps save ten seconds more than they take.
+    assert asked_behind_prompts(5.0, answer=10, prompts=500) == 1
+    assert asked_behind_prompts(30.0, answer=10, prompts=500) < 0.2
+
+
+def test_one_that_only_reads_is_asked_seldom() -> None:
+    assert asked_behind_prompts(1.0, answer=0, prompts=10_000) < 0.1

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import random
 import string
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ SPACE = "\u0120"
 
 TWO_LAYERS = SHAPES["S"] | {"num_hidden_layers": 2, "vocab_size": 32_768}
 """Of Qwen2.5-0.5B, with a vocabulary so small that the output layer does not hide the rest."""
+
+SURE_LOGIT = 24.0
+"""Of the token that follows, in a model whose text is known; of all others together it is some 13,
+or 16 in one of 128 hidden values."""
 
 
 def random_model(
@@ -41,8 +46,45 @@ def write_model(folder: Path, shape: str) -> None:
         "eos_token_id": 1,
     }
     random_model(settings, torch.float32).to(torch.bfloat16).save_pretrained(folder)
-    tokenizer = word_tokenizer(settings["vocab_size"])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD)
+    _write_tokenizer(folder, settings["vocab_size"])
+
+
+def random_successors(size: int, first: int, seed: int) -> list[int]:
+    """For each token the one that follows it: those from `first` on are one circle in an order of
+    chance, and those before stand behind themselves."""
+    circle = list(range(first, size))
+    random.Random(seed).shuffle(circle)
+    successors = list(range(size))
+    for token, following in itertools.pairwise([*circle, circle[0]]):
+        successors[token] = following
+    return successors
+
+
+def write_known_text_model(
+    folder: Path, settings: dict[str, Any], successors: Sequence[int]
+) -> None:
+    """Writes a model in bfloat16 that greedily lets `successors[t]` follow token t.
+
+    What its layers add to an embedding is too small to matter, while they take as long as any
+    others; so any engine, with any rounding, writes the same. The output layer is one of its own:
+    the row of `successors[t]` is the embedding of t. The tokenizer is that of `write_model`.
+    """
+    model = random_model(settings, torch.float32)
+    hidden_size, embeddings = settings["hidden_size"], model.model.embed_tokens.weight
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight *= 2**-7
+        layer.mlp.down_proj.weight *= 2**-7
+    # The normalised state is sqrt(hidden_size) long, and a row of embeddings 0.02 times that.
+    scale = SURE_LOGIT / (0.02 * hidden_size)
+    model.lm_head.weight[torch.tensor(successors)] = embeddings * scale
+    model.to(torch.bfloat16).save_pretrained(folder)
+    _write_tokenizer(folder, settings["vocab_size"])
+
+
+def _write_tokenizer(folder: Path, size: int) -> None:
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=word_tokenizer(size), eos_token=EOS, pad_token=PAD
+    )
     fast.save_pretrained(folder)
 
 

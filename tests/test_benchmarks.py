@@ -1,0 +1,76 @@
+"""What the programs in benchmarks/ make of their measurements, and the models that they write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+
+from .rig import load
+
+NEAR, BETWEEN, FAR = 60.0, 200.0, 350.0
+FIRST = 300
+SMALL = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 1024,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "state"),
+    [
+        (NEAR, NEAR, "near"),
+        (FAR, FAR, "far"),
+        (NEAR, FAR, "changing"),
+        (FAR, NEAR, "changing"),
+        (BETWEEN, BETWEEN, "changing"),
+        (None, None, "unknown"),
+    ],
+)
+def test_a_turn_is_of_a_state_that_the_machine_was_in_before_and_after(
+    before: float | None, after: float | None, state: str
+) -> None:
+    machine = load("machine")
+    ends = (None if trip is None else machine.State(1e10, trip) for trip in (before, after))
+    assert machine.state_around(*ends) == state
+
+
+def turn(state: str, total_s: float) -> dict[str, Any]:
+    return {"state": state, "steps_s": [], "prefill_s": total_s, "total_s": total_s}
+
+
+def test_no_figure_is_of_turns_in_more_than_one_state() -> None:
+    run = load("run")
+    ours = [turn("near", 2.0), turn("far", 8.0), turn("near", 4.0), turn("changing", 100.0)]
+    peer = [turn("far", 16.0), turn("near", 6.0), turn("changing", 1.0), turn("near", 6.0)]
+    by_state = run.figures_by_state({"W1": {"ours": ours, "peer": peer}})
+    assert {state: figures["W1 total, s"] for state, figures in by_state.items()} == {
+        "near": {"ours": [2.0, 4.0], "peer": [6.0, 6.0]},
+        "far": {"ours": [8.0], "peer": [16.0]},
+    }
+    line = run.table(by_state["near"], ["ours", "peer"]).splitlines()[-1]
+    assert line == "| W1 total, s | 3 [2 to 4, 2] | 6 [6 to 6, 2], 2.00 x |"
+
+
+def test_a_model_of_known_text_writes_it(tmp_path: Path) -> None:
+    models = load("random_models")
+    successors = models.random_successors(SMALL["vocab_size"], FIRST, seed=1)
+    models.write_known_text_model(tmp_path / "model", SMALL, successors)
+    prompt = list(range(FIRST, FIRST + 8))
+    answer = [successors[prompt[-1]]]
+    while len(answer) < 32:
+        answer.append(successors[answer[-1]])
+    with InferenceEngine(EngineConfig(model_path=str(tmp_path / "model"))) as engine:
+        (sample,) = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=32))
+    assert list(sample.completion_tokens) == answer
+    assert len(set(answer)) == 32

@@ -117,21 +117,29 @@ class DraftingLane:
         drafted: How many drafted tokens were verified.
         accepted: How many of these were accepted.
         steps: How many there were.
+        most_rows: Of one token that a step had, drafted ones included.
     """
 
     def __init__(self, config: EngineConfig, core: ExecutorCore) -> None:
         self.core = core
         self.batching = BatchingCore(config, core.capacity(), steps_ahead=2)
         self.found: dict[int, list[Row]] = {}
-        self.drafted = self.accepted = self.steps = 0
+        self.drafted = self.accepted = self.steps = self.most_rows = 0
         self._under_way: deque[LaunchedStep | StepResult] = deque()
 
-    def draft(self, answers: Mapping[int, Sequence[Row]], right: float, seed: int = 0) -> None:
+    def draft(
+        self,
+        answers: Mapping[int, Sequence[Row]],
+        right: float,
+        seed: int = 0,
+        *,
+        max_rows: int = 64,
+    ) -> None:
         """Drafts come from answers that are known, from now on."""
         core = self.core
         tokens = {seq_id: [row[0] for row in rows] for seq_id, rows in answers.items()}
         source = MadeUpDrafts(tokens, right, core.model.vocab_size, seed)
-        speculator = Speculator(core._table, core._constraints, [source], VerifyAll())
+        speculator = Speculator(core._table, core._constraints, [source], VerifyAll(max_rows))
         core._speculator = core._runner.speculator = speculator
 
     def add(self, seq_id: int, sampling: SamplingParams, prompt: Sequence[int]) -> None:
@@ -176,6 +184,8 @@ class DraftingLane:
             rows = self.found[seq_id]
             assert not (rows and rows[-1][2]), "a token after the end"
             rows.append((token, logprob, reason, tuple(token_id for token_id, _ in top)))
+        rows = len(set(result.seq_ids)) + sum(draft.num_tokens for draft in result.drafts)
+        self.most_rows = max(self.most_rows, rows)
         for draft in result.drafts:
             assert 0 <= draft.num_accepted <= draft.num_tokens
             self.drafted += draft.num_tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -63,13 +63,14 @@ def answers(
     asked: list[Request],
     config: EngineConfig = CONFIG,
     drafts: tuple[dict[int, list[Row]], float, int] | None = None,
+    most_rows: int = 64,
     **core: Any,
 ) -> DraftingLane:
     """A lane that has answered them, with drafts or without."""
     config = msgspec.structs.replace(config, speculation="off" if drafts is None else "auto")
     lane = DraftingLane(config, ExecutorCore(config, model=model, **core))
     if drafts is not None:
-        lane.draft(*drafts)
+        lane.draft(*drafts, max_rows=most_rows)
     for seq_id, (sampling, prompt) in enumerate(asked, 1):
         lane.add(seq_id, sampling, prompt)
     lane.run()
@@ -134,6 +135,28 @@ def test_in_deterministic_mode_they_leave_every_bit(model: LoadedModel) -> None:
     expected = answers(model, asked, config)
     lane = answers(model, asked, config, (expected.found, 0.8, 2))
     assert lane.accepted
+    assert lane.found == expected.found
+
+
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+def test_steps_of_hundreds_of_drafted_rows_leave_every_bit(
+    model: LoadedModel, kernels: Literal["auto", "off"]
+) -> None:
+    config = msgspec.structs.replace(
+        CONFIG,
+        deterministic=True,
+        kernels=kernels,
+        max_batch_size=12,
+        max_tokens_per_batch=512,
+        max_draft_tokens=30,
+    )
+    asked: list[Request] = [
+        (SamplingParams(temperature=number % 3 / 2, max_tokens=50), PROMPT[: 1 + number % 9])
+        for number in range(12)
+    ]
+    expected = answers(model, asked, config)
+    lane = answers(model, asked, config, (expected.found, 0.95, 4), most_rows=512)
+    assert lane.most_rows > 128
     assert lane.found == expected.found
 
 

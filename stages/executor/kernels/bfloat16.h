@@ -66,18 +66,29 @@ INLINE void lay_out_values(const number *const *values, long offset, long count,
     }
 }
 
-// Adds so many positions' values, a multiple of 16 and laid out, by their weights to 32 sums.
-INLINE void add_values(float *sums, const number *weights, const number *values, long positions) {
-    __m512 x = _mm512_loadu_ps(sums), y = _mm512_loadu_ps(sums + 16);
-    for (long j = 0; j < positions; j += 2, values += 64) {
-        int two;
-        memcpy(&two, weights + j, sizeof two);
-        const Numbers weight = (Numbers)_mm512_set1_epi32(two);
-        x = _mm512_dpbf16_ps(x, weight, load(values, ALL_LANES));
-        y = _mm512_dpbf16_ps(y, weight, load(values + 32, ALL_LANES));
+// Adds so many positions' values, a multiple of 16 and laid out, by their weights to 32 sums of each
+// row.
+INLINE void add_values(int rows, float *sums, long width, const number *weights, long stride,
+                       const number *values, long positions) {
+    __m512 x[4], y[4];
+    UNROLL for (int a = 0; a < rows; a++) {
+        x[a] = _mm512_loadu_ps(sums + a * width);
+        y[a] = _mm512_loadu_ps(sums + a * width + 16);
     }
-    _mm512_storeu_ps(sums, x);
-    _mm512_storeu_ps(sums + 16, y);
+    for (long j = 0; j < positions; j += 2, values += 64) {
+        const Numbers low = load(values, ALL_LANES), high = load(values + 32, ALL_LANES);
+        UNROLL for (int a = 0; a < rows; a++) {
+            int two;
+            memcpy(&two, weights + a * stride + j, sizeof two);
+            const Numbers weight = (Numbers)_mm512_set1_epi32(two);
+            x[a] = _mm512_dpbf16_ps(x[a], weight, low);
+            y[a] = _mm512_dpbf16_ps(y[a], weight, high);
+        }
+    }
+    UNROLL for (int a = 0; a < rows; a++) {
+        _mm512_storeu_ps(sums + a * width, x[a]);
+        _mm512_storeu_ps(sums + a * width + 16, y[a]);
+    }
 }
 
 // Brings sums of add_values, two vectors, to the order of the values: unpacking has left four of

@@ -52,7 +52,7 @@ INLINE __m512 activate(__m512 x, long kind) {
 // A step of dot_products: a vector's products of each pair of rows, or fewer by the mask.
 INLINE void add_products(int rows, int columns, const number *x, const number *weight, long k,
                          Lanes mask, __m512 *sums) {
-    Numbers weights[4];
+    Numbers weights[16];
     UNROLL for (int b = 0; b < columns; b++) weights[b] = load(weight + b * k, mask);
     UNROLL for (int a = 0; a < rows; a++) {
         Numbers values = load(x + a * k, mask);
@@ -378,7 +378,7 @@ void store(const Attention *a, const number *keys, long key_stride, const number
 
 enum {
     CHUNK = 64,  // positions whose scores are held together
-    TOKENS = 8,  // most query tokens of one sequence that look at them together
+    ROWS = 64,   // of one KV head, that look at them together, if one token's heads are not more
 };
 
 // Query tokens of one sequence, whose rows are their strides apart, and what they may see.
@@ -400,18 +400,39 @@ INLINE long first_seen(const Attention *a, long context) {
     return a->window && context > a->window ? context - a->window : 0;
 }
 
-// Scores of 16 positions from `start` on for each head of the group, of each token that sees some
-// of them: scores[token][head][start - chunk]. Their values are laid out for add_values. `context`:
-// the longest of the tokens.
-static void score(const Attention *a, const Tokens *tokens, long start, long context, long kv_head,
-                  float *scores, number *laid_out) {
-    const int64_t *table = tokens->table;
-    const number *keys[16], *values[16];
+// What attend keeps of its rows, which are the heads that share a KV head, of each token in turn.
+typedef struct {
+    long rows, padded;       // padded: value_width made a multiple of 32
+    long *first, *end;       // [rows], the positions that each sees
+    float *maxima, *totals;  // [rows], of the scores so far, and of their weights
+    float *scores;           // [rows, CHUNK], then weights, as numbers, at the beginning of each row
+    float *sums;             // [rows, padded], of the values by their weights
+    number *queries;         // [rows, key_width]
+    number *keys;            // [16, key_width]
+    number *values;          // [padded / 32] times CHUNK positions of 32, as lay_out_values puts them
+} Rows;
+
+// How many of a row's positions from `chunk` on matter: none, or up to the last that it sees, in
+// whole vectors.
+INLINE long used_by(const Rows *r, long row, long chunk) {
+    const long left = r->end[row] - chunk;
+    if (chunk + CHUNK <= r->first[row] || left <= 0) return 0;
+    return left < CHUNK ? (left + 15) / 16 * 16 : CHUNK;
+}
+
+// Brings the keys and values of 16 positions from `start` on next to one another. There are keys and
+// values of `context` positions.
+static void gather_positions(const Attention *a, const int64_t *table, long start, long context,
+                             long kv_head, number *keys, number *laid_out) {
+    const number *values[16];
     for (long j = 0; j < 16; j++) {
         const long position = start + j < context ? start + j : context - 1;  // any that exists
-        keys[j] = row_at(a->keys, a->key_width, a, table, position, kv_head);
+        const number *key = row_at(a->keys, a->key_width, a, table, position, kv_head);
+        memcpy(keys + j * a->key_width, key, a->key_width * sizeof(number));
         values[j] = row_at(a->values, a->value_width, a, table, position, kv_head);
     }
+    for (long i = 0; i < a->value_width; i += 32)
+        lay_out_values(values, i, a->value_width - i, laid_out + i * CHUNK);
     // The next positions lie anywhere, so no hardware sees them coming.
     for (long j = start + 16; j < start + 32 && j < context; j++) {
         const number *key = row_at(a->keys, a->key_width, a, table, j, kv_head);
@@ -421,31 +442,112 @@ static void score(const Attention *a, const Tokens *tokens, long start, long con
         for (long i = 0; i < a->value_width; i += WIDTH)
             _mm_prefetch((const char *)(value + i), _MM_HINT_T0);
     }
-    for (long i = 0; i < a->value_width; i += 32)
-        lay_out_values(values, i, a->value_width - i, laid_out + i * CHUNK);
-    for (long n = 0; n < tokens->count * a->group; n++) {
-        const long token = n / a->group, own = tokens->contexts[token];
-        if (start >= own || start + 16 <= first_seen(a, own) / CHUNK * CHUNK) continue;
-        __m512 dots[16];
-        UNROLL for (int j = 0; j < 16; j++) dots[j] = _mm512_setzero_ps();
-        const number *query = tokens->queries + token * tokens->stride
-                              + (kv_head * a->group + n % a->group) * a->key_width;
-        long i = 0;
-        for (; i + WIDTH <= a->key_width; i += WIDTH)
-            UNROLL for (int j = 0; j < 16; j++)
-                dots[j] = add_product(dots[j], load(query + i, ALL_LANES),
-                                      load(keys[j] + i, ALL_LANES));
-        if (i < a->key_width) {  // 16 numbers
-            UNROLL for (int j = 0; j < 16; j++)
-                dots[j] = add_product(dots[j], load(query + i, lanes(16)),
-                                      load(keys[j] + i, lanes(16)));
-        }
-        __m512 found = _mm512_mul_ps(sum_lanes(dots), _mm512_set1_ps(a->scale));
+}
+
+// Scores of some rows and 16 positions, `columns` at a time.
+INLINE void score_rows(int rows, int columns, const Attention *a, const number *queries,
+                       const number *keys, float *scores) {
+    const long width = a->key_width;
+    for (long column = 0; column < 16; column += columns) {
+        const number *some = keys + column * width;
+        __m512 found = dot_products(rows, columns, queries, some, width, NULL, 0).of[0];
+        found = _mm512_mul_ps(found, _mm512_set1_ps(a->scale));
         if (a->softcap > 0) {
-            __m512 cap = _mm512_set1_ps(a->softcap);
+            const __m512 cap = _mm512_set1_ps(a->softcap);
             found = _mm512_mul_ps(hyperbolic_tangent(_mm512_div_ps(found, cap)), cap);
         }
-        _mm512_storeu_ps(scores + n * CHUNK, found);
+        float result[16];
+        _mm512_storeu_ps(result, found);
+        UNROLL for (int i = 0; i < rows; i++)
+            memcpy(scores + i * CHUNK + column, result + i * columns, columns * sizeof(float));
+    }
+}
+
+// Scores of all rows and 16 positions of a chunk, from `offset` on; of four rows at a time, unless
+// they are of no use to any of these.
+static void score(const Attention *a, const Rows *r, long chunk, long offset) {
+    for (long row = 0; row < r->rows; row += 4) {
+        const long some = r->rows - row < 4 ? r->rows - row : 4;
+        const number *queries = r->queries + row * a->key_width;
+        float *scores = r->scores + row * CHUNK + offset;
+        long used = 0;
+        for (long i = 0; i < some; i++) used = longer(used, used_by(r, row + i, chunk));
+        if (used <= offset) continue;
+        switch (some) {
+        case 1: score_rows(1, 16, a, queries, r->keys, scores); break;
+        case 2: score_rows(2, 8, a, queries, r->keys, scores); break;
+        case 3: score_rows(3, 4, a, queries, r->keys, scores); break;
+        default: score_rows(4, 4, a, queries, r->keys, scores); break;
+        }
+    }
+}
+
+// Makes a row's scores of a chunk to weights. They are relative to the largest score so far: if that
+// has grown, what there is of sums shrinks.
+INLINE void weigh(const Rows *r, long row, long chunk) {
+    float *scores = r->scores + row * CHUNK, *sums = r->sums + row * r->padded;
+    __mmask16 seen[CHUNK / 16];
+    __m512 most = _mm512_set1_ps(r->maxima[row]), total = _mm512_setzero_ps();
+    UNROLL for (int i = 0; i < CHUNK / 16; i++) {
+        const long start = chunk + i * 16;
+        seen[i] = first(r->end[row] - start) & ~first(r->first[row] - start);
+        most = _mm512_mask_max_ps(most, seen[i], most, _mm512_loadu_ps(scores + i * 16));
+    }
+    const float largest = _mm512_reduce_max_ps(most), before = r->maxima[row];
+    if (largest > before && before > -INFINITY) {
+        const __m512 shrink = _mm512_set1_ps(expf(before - largest));
+        r->totals[row] *= _mm512_cvtss_f32(shrink);
+        for (long i = 0; i < r->padded; i += 16)
+            _mm512_storeu_ps(sums + i, _mm512_mul_ps(_mm512_loadu_ps(sums + i), shrink));
+    }
+    r->maxima[row] = largest;
+    most = _mm512_set1_ps(largest);
+    UNROLL for (int i = 0; i < CHUNK / 16; i++) {
+        __m512 weights = exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + i * 16), most));
+        weights = _mm512_maskz_mov_ps(seen[i], weights);
+        total = _mm512_add_ps(total, rounded(weights));
+        store_narrow((number *)scores + i * 16, weights);  // over scores that have been read
+    }
+    r->totals[row] += _mm512_reduce_add_ps(total);
+}
+
+// Adds a chunk's values to the sums of all rows, 32 numbers of them at a time: these stay close. Of
+// four rows at once, if as many positions matter to them.
+static void add_chunk(const Rows *r, long chunk) {
+    const long stride = CHUNK * sizeof(float) / sizeof(number);
+    for (long part = 0; part < r->padded; part += 32) {
+        const number *values = r->values + part * CHUNK;
+        for (long row = 0, some; row < r->rows; row += some) {
+            float *sums = r->sums + row * r->padded + part;
+            const number *weights = (const number *)(r->scores + row * CHUNK);
+            const long used = used_by(r, row, chunk);
+            some = 1;
+            while (some < 4 && row + some < r->rows && used_by(r, row + some, chunk) == used) some++;
+            switch (some) {
+            case 1: add_values(1, sums, r->padded, weights, stride, values, used); break;
+            case 2: add_values(2, sums, r->padded, weights, stride, values, used); break;
+            case 3: add_values(3, sums, r->padded, weights, stride, values, used); break;
+            default: add_values(4, sums, r->padded, weights, stride, values, used); break;
+            }
+        }
+    }
+}
+
+// Writes what the rows have come to.
+static void put_rows(const Attention *a, const Rows *r, const Tokens *tokens, long kv_head) {
+    const long group = a->group, width = a->value_width;
+    for (long row = 0; row < r->rows; row++) {
+        const __m512 total = _mm512_set1_ps(r->totals[row]);
+        number *to = tokens->out + row / group * tokens->out_stride
+                     + (kv_head * group + row % group) * width;
+        for (long i = 0; i < width; i += 32) {
+            const float *from = r->sums + row * r->padded + i;
+            __m512 x = _mm512_div_ps(_mm512_loadu_ps(from), total);
+            __m512 y = _mm512_div_ps(_mm512_loadu_ps(from + 16), total);
+            put_in_order(&x, &y);
+            store_narrow_some(to + i, first(width - i), x);
+            store_narrow_some(to + i + 16, first(width - i - 16), y);
+        }
     }
 }
 
@@ -453,93 +555,47 @@ static void score(const Attention *a, const Tokens *tokens, long start, long con
 // context with a running maximum. Positions are taken CHUNK at a time from a multiple of that on, so
 // the order of a token's sums depends on its sequence alone, and not on who looks beside it. The
 // weights of values are rounded, as Transformers' code does.
-static void attend(const Attention *a, const Tokens *tokens, long kv_head, float *memory) {
-    const long group = a->group, value_width = a->value_width, heads = tokens->count * group;
-    const long parts = (value_width + 31) / 32;  // of 32 numbers, each two vectors of sums
-    float *maxima = memory, *totals = maxima + heads, *scores = totals + heads;
-    float *sums = scores + heads * CHUNK;
-    number *laid_out = (number *)(sums + heads * parts * 32);
+static void attend(const Attention *a, const Tokens *tokens, long kv_head, const Rows *room) {
+    const long group = a->group;
+    Rows rows = *room, *r = &rows;
+    r->rows = tokens->count * group;
     long context = 0, lowest = LONG_MAX;
-    for (long t = 0; t < tokens->count; t++) {
-        const long own = tokens->contexts[t], low = first_seen(a, own);
-        context = own > context ? own : context;
-        lowest = low < lowest ? low : lowest;
+    for (long row = 0; row < r->rows; row++) {
+        const long token = row / group, head = kv_head * group + row % group;
+        const number *query = tokens->queries + token * tokens->stride + head * a->key_width;
+        memcpy(r->queries + row * a->key_width, query, a->key_width * sizeof(number));
+        r->end[row] = tokens->contexts[token];
+        r->first[row] = first_seen(a, r->end[row]);
+        r->maxima[row] = a->sinks ? wide(a->sinks[head]) : -INFINITY;
+        r->totals[row] = a->sinks ? 1.0f : 0.0f;
+        context = longer(context, r->end[row]);
+        lowest = r->first[row] < lowest ? r->first[row] : lowest;
     }
-    for (long g = 0; g < heads; g++) {
-        maxima[g] = a->sinks ? wide(a->sinks[kv_head * group + g % group]) : -INFINITY;
-        totals[g] = a->sinks ? 1.0f : 0.0f;
-    }
-    memset(sums, 0, heads * parts * 32 * sizeof(float));
+    memset(r->sums, 0, r->rows * r->padded * sizeof(float));
     for (long chunk = lowest / CHUNK * CHUNK; chunk < context; chunk += CHUNK) {
-        const long last = chunk + CHUNK < context ? chunk + CHUNK : context;
-        for (long start = chunk; start < last; start += 16)
-            score(a, tokens, start, context, kv_head, scores + start - chunk,
-                  laid_out + (start - chunk) * 32);
-        for (long g = 0; g < heads; g++) {
-            const long own = tokens->contexts[g / group], low = first_seen(a, own);
-            if (chunk >= own || chunk + CHUNK <= low) continue;
-            const long end = chunk + CHUNK < own ? chunk + CHUNK : own;
-            const long used = (end - chunk + 15) / 16 * 16;
-            float *of_head = scores + g * CHUNK, *target = sums + g * parts * 32;
-            __m512 most = _mm512_set1_ps(maxima[g]);
-            for (long i = 0; i < used; i += 16) {
-                const __mmask16 seen = first(end - chunk - i) & ~first(low - chunk - i);
-                most = _mm512_mask_max_ps(most, seen, most, _mm512_loadu_ps(of_head + i));
-            }
-            const float largest = _mm512_reduce_max_ps(most);
-            if (largest > maxima[g]) {
-                const __m512 shrink = _mm512_set1_ps(expf(maxima[g] - largest));
-                totals[g] *= _mm512_cvtss_f32(shrink);
-                for (long i = 0; i < parts * 32; i += 16) {
-                    __m512 sum = _mm512_mul_ps(_mm512_loadu_ps(target + i), shrink);
-                    _mm512_storeu_ps(target + i, sum);
-                }
-                maxima[g] = largest;
-            }
-            most = _mm512_set1_ps(largest);
-            __m512 total = _mm512_setzero_ps();
-            for (long i = 0; i < used; i += 16) {
-                const __mmask16 seen = first(end - chunk - i) & ~first(low - chunk - i);
-                __m512 weights = exponential(_mm512_sub_ps(_mm512_loadu_ps(of_head + i), most));
-                weights = _mm512_maskz_mov_ps(seen, weights);
-                total = _mm512_add_ps(total, rounded(weights));
-                // Over the scores, of which those before have been read.
-                store_narrow((number *)of_head + i, weights);
-            }
-            totals[g] += _mm512_reduce_add_ps(total);
+        for (long offset = 0; offset < CHUNK && chunk + offset < context; offset += 16) {
+            gather_positions(a, tokens->table, chunk + offset, context, kv_head, r->keys,
+                             r->values + offset * 32);
+            score(a, r, chunk, offset);
         }
-        // While some of the values are close, all heads take them.
-        for (long i = 0; i < parts; i++)
-            for (long g = 0; g < heads; g++) {
-                const long own = tokens->contexts[g / group];
-                if (chunk >= own || chunk + CHUNK <= first_seen(a, own)) continue;
-                const long end = chunk + CHUNK < own ? chunk + CHUNK : own;
-                add_values(sums + (g * parts + i) * 32, (number *)(scores + g * CHUNK),
-                           laid_out + i * CHUNK * 32, (end - chunk + 15) / 16 * 16);
-            }
+        for (long row = 0; row < r->rows; row++)
+            if (used_by(r, row, chunk)) weigh(r, row, chunk);
+        add_chunk(r, chunk);
     }
-    for (long g = 0; g < heads; g++)
-        for (long i = 0; i < parts; i++) {
-            const float *from = sums + (g * parts + i) * 32;
-            const __m512 total = _mm512_set1_ps(totals[g]);
-            __m512 x = _mm512_div_ps(_mm512_loadu_ps(from), total);
-            __m512 y = _mm512_div_ps(_mm512_loadu_ps(from + 16), total);
-            number *to = tokens->out + g / group * tokens->out_stride
-                         + (kv_head * group + g % group) * value_width + i * 32;
-            const long left = value_width - i * 32;
-            put_in_order(&x, &y);
-            store_narrow_some(to, first(left), x);
-            store_narrow_some(to + 16, first(left - 16), y);
-        }
+    put_rows(a, r, tokens, kv_head);
 }
+
+// Tokens whose rows attend takes at most.
+INLINE long most_tokens(const Attention *a) { return longer(ROWS / a->group, 1); }
 
 // How many rows from one on are tokens of one sequence, close together: they have its blocks in
 // common. It does not matter for any row's bits.
 static long together(const Attention *a, long row, long rows, const int64_t *tables, long blocks,
                      const int64_t *contexts) {
     const int64_t *table = tables + row * blocks;
+    const long most = most_tokens(a);
     long count = 1;
-    while (count < TOKENS && row + count < rows) {
+    while (count < most && row + count < rows) {
         const long here = contexts[row], there = contexts[row + count];
         const long longer = here > there ? here : there;
         const long shared = (longer + a->block_size - 1) / a->block_size;
@@ -554,9 +610,22 @@ static void decode_attention_by_team(const Attention *a, const number *queries, 
                                      number *out, long rows, const int64_t *tables, long blocks,
                                      const int64_t *contexts) {
     const long width = a->kv_heads * a->group * a->value_width;
-    const long padded = (a->value_width + 31) / 32 * 32;
-    const long laid_out = CHUNK * padded * sizeof(number) / sizeof(float);
-    float memory[TOKENS * a->group * (2 + CHUNK + padded) + laid_out];
+    const long most = most_tokens(a) * a->group, padded = (a->value_width + 31) / 32 * 32;
+    long limits[2 * most];
+    float floats[most * (2 + CHUNK + padded)];
+    number numbers[(most + 16) * a->key_width + CHUNK * padded];
+    const Rows room = {
+        .padded = padded,
+        .first = limits,
+        .end = limits + most,
+        .maxima = floats,
+        .totals = floats + most,
+        .scores = floats + 2 * most,
+        .sums = floats + (2 + CHUNK) * most,
+        .queries = numbers,
+        .keys = numbers + most * a->key_width,
+        .values = numbers + (most + 16) * a->key_width,
+    };
     long *starts = malloc((rows + 1) * sizeof(long)), tiles = 0;
     for (long row = 0; row < rows; row += together(a, row, rows, tables, blocks, contexts))
         starts[tiles++] = row;
@@ -568,7 +637,7 @@ static void decode_attention_by_team(const Attention *a, const number *queries, 
             queries + row * stride, out + row * width, stride, width, end - row,
             tables + row * blocks, contexts + row,
         };
-        attend(a, &tokens, item % a->kv_heads, memory);
+        attend(a, &tokens, item % a->kv_heads, &room);
     }
     free(starts);
 }

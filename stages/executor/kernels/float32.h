@@ -41,19 +41,29 @@ INLINE void lay_out_values(const number *const *values, long offset, long count,
     }
 }
 
-// Adds so many positions' values, a multiple of 16 and laid out, by their weights to 32 sums. Of
-// even and of odd positions by themselves: one addition has to wait for the last.
-INLINE void add_values(float *sums, const number *weights, const number *values, long positions) {
-    __m512 x[2] = {_mm512_loadu_ps(sums), _mm512_setzero_ps()};
-    __m512 y[2] = {_mm512_loadu_ps(sums + 16), _mm512_setzero_ps()};
+// Adds so many positions' values, a multiple of 16 and laid out, by their weights to 32 sums of each
+// row. Of even and of odd positions by themselves: one addition has to wait for the last.
+INLINE void add_values(int rows, float *sums, long width, const number *weights, long stride,
+                       const number *values, long positions) {
+    __m512 x[4][2], y[4][2];
+    UNROLL for (int a = 0; a < rows; a++) {
+        x[a][0] = _mm512_loadu_ps(sums + a * width);
+        y[a][0] = _mm512_loadu_ps(sums + a * width + 16);
+        x[a][1] = y[a][1] = _mm512_setzero_ps();
+    }
     for (long j = 0; j < positions; j += 2)
         UNROLL for (int i = 0; i < 2; i++, values += 32) {
-            const __m512 weight = _mm512_set1_ps(weights[j + i]);
-            x[i] = _mm512_fmadd_ps(weight, _mm512_loadu_ps(values), x[i]);
-            y[i] = _mm512_fmadd_ps(weight, _mm512_loadu_ps(values + 16), y[i]);
+            const __m512 low = _mm512_loadu_ps(values), high = _mm512_loadu_ps(values + 16);
+            UNROLL for (int a = 0; a < rows; a++) {
+                const __m512 weight = _mm512_set1_ps(weights[a * stride + j + i]);
+                x[a][i] = _mm512_fmadd_ps(weight, low, x[a][i]);
+                y[a][i] = _mm512_fmadd_ps(weight, high, y[a][i]);
+            }
         }
-    _mm512_storeu_ps(sums, _mm512_add_ps(x[0], x[1]));
-    _mm512_storeu_ps(sums + 16, _mm512_add_ps(y[0], y[1]));
+    UNROLL for (int a = 0; a < rows; a++) {
+        _mm512_storeu_ps(sums + a * width, _mm512_add_ps(x[a][0], x[a][1]));
+        _mm512_storeu_ps(sums + a * width + 16, _mm512_add_ps(y[a][0], y[a][1]));
+    }
 }
 
 // As add_values leaves them.

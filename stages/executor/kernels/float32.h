@@ -9,7 +9,7 @@ enum { WIDTH = 16 };  // numbers in a vector, which is a cache line
 
 INLINE Lanes lanes(long count) { return first(count); }
 
-INLINE Numbers load(const number *p, Lanes mask) { return _mm512_maskz_loadu_ps(mask, p); }
+INLINE Numbers load(const number *p, Lanes mask) { return held(_mm512_maskz_loadu_ps(mask, p)); }
 
 // Adds products of numbers to sums.
 INLINE __m512 add_product(__m512 sums, Numbers a, Numbers b) { return _mm512_fmadd_ps(a, b, sums); }
@@ -53,7 +53,7 @@ INLINE void add_values(int rows, float *sums, long width, const number *weights,
     }
     for (long j = 0; j < positions; j += 2)
         UNROLL for (int i = 0; i < 2; i++, values += 32) {
-            const __m512 low = _mm512_loadu_ps(values), high = _mm512_loadu_ps(values + 16);
+            const Numbers low = load(values, ALL_LANES), high = load(values + 16, ALL_LANES);
             UNROLL for (int a = 0; a < rows; a++) {
                 const __m512 weight = _mm512_set1_ps(weights[a * stride + j + i]);
                 x[a][i] = _mm512_fmadd_ps(weight, low, x[a][i]);

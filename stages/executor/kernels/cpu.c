@@ -378,7 +378,7 @@ void store(const Attention *a, const number *keys, long key_stride, const number
 
 enum {
     CHUNK = 64,  // positions whose scores are held together
-    ROWS = 64,   // of one KV head, that look at them together, if one token's heads are not more
+    ROWS = 128,   // of one KV head, that look at them together, if one token's heads are not more
 };
 
 // Query tokens of one sequence, whose rows are their strides apart, and what they may see.
@@ -433,14 +433,15 @@ static void gather_positions(const Attention *a, const int64_t *table, long star
     }
     for (long i = 0; i < a->value_width; i += 32)
         lay_out_values(values, i, a->value_width - i, laid_out + i * CHUNK);
-    // The next positions lie anywhere, so no hardware sees them coming.
-    for (long j = start + 16; j < start + 32 && j < context; j++) {
+    // The next positions lie anywhere, so no hardware sees them coming. Of rows a multiple of 4 KiB
+    // apart the first level would keep eight.
+    for (long j = start + CHUNK; j < start + CHUNK + 16 && j < context; j++) {
         const number *key = row_at(a->keys, a->key_width, a, table, j, kv_head);
         const number *value = row_at(a->values, a->value_width, a, table, j, kv_head);
         for (long i = 0; i < a->key_width; i += WIDTH)
-            _mm_prefetch((const char *)(key + i), _MM_HINT_T0);
+            _mm_prefetch((const char *)(key + i), _MM_HINT_T1);
         for (long i = 0; i < a->value_width; i += WIDTH)
-            _mm_prefetch((const char *)(value + i), _MM_HINT_T0);
+            _mm_prefetch((const char *)(value + i), _MM_HINT_T1);
     }
 }
 

@@ -69,7 +69,7 @@ def _with_kernels(config: EngineConfig, model: LoadedModel) -> AttentionBackend[
     cpu.sampling_library()
     handled = all(cpu.PagedAttention.handles(spec.key_dim, spec.value_dim) for spec in model.layers)
     if handled and config.attention in ("auto", "paged"):
-        return CpuBackend(model, config.block_size, deterministic=bool(config.deterministic))
+        return CpuBackend(model, config.block_size)
     if config.deterministic is True:
         return TiledBackend(config.block_size)
     return GatherBackend(model, config.block_size)

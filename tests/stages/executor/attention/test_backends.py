@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from nano_inference.config import ModelError
 from nano_inference.stages.executor import KVCache, LoadedModel
-from nano_inference.stages.executor.attention import cpu as cpu_attention
 from nano_inference.stages.executor.attention import gather, prefill, tiled
 from nano_inference.stages.executor.attention.backend import QKV, AttentionBackend
 from nano_inference.stages.executor.attention.cpu import CpuBackend
@@ -58,7 +57,6 @@ class Subject:
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
     rounding: float = 0.0
-    short_context: int | None = None
 
 
 def triton_backend(model: LoadedModel, block_size: int) -> AttentionBackend[Any]:
@@ -72,7 +70,6 @@ SUBJECTS = {
     "gather on CUDA": Subject(GatherBackend, "cuda"),
     "paged": Subject(lambda model, size: PagedBackend(model, size, PlainPagedAttention)),
     "CPU kernel": Subject(CpuBackend),
-    "CPU kernel beside prefills": Subject(CpuBackend, short_context=0),
     "CPU kernel, bfloat16": Subject(CpuBackend, dtype=BF16, rounding=2**-7),
     "Triton": Subject(triton_backend, "cpu" if INTERPRETED else "cuda"),
     "tiled": Subject(lambda model, size: TiledBackend(size)),
@@ -85,7 +82,7 @@ SUBJECTS = {
         for name, subject in SUBJECTS.items()
     ]
 )
-def subject(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Subject:
+def subject(request: pytest.FixtureRequest) -> Subject:
     found = SUBJECTS[request.param]
     if request.param == "Triton" and find_spec("triton") is None:
         pytest.skip("Triton comes with PyTorch's CUDA builds only")
@@ -96,8 +93,6 @@ def subject(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             cpu_kernels.library(found.dtype)
         except KernelsUnavailable as error:
             pytest.skip(f"no kernels on this machine: {error}")
-    if found.short_context is not None:
-        monkeypatch.setattr(cpu_attention, "SHORT_FLOAT32_CONTEXT", found.short_context)
     return found
 
 

@@ -236,15 +236,22 @@ def test_a_row_of_attention_does_not_depend_on_its_neighbours(dtype: torch.dtype
 @pytest.mark.parametrize(
     ("window", "softcap", "sinks"), [(None, None, False), (70, None, False), (None, 5.0, True)]
 )
-@pytest.mark.parametrize("width", [32, 48])
+@pytest.mark.parametrize(("heads", "width"), [(2, 32), (6, 48), (14, 64)])
 def test_tokens_of_one_sequence_have_the_bits_that_each_has_alone(
-    dtype: torch.dtype, width: int, window: int | None, softcap: float | None, sinks: bool
+    dtype: torch.dtype,
+    heads: int,
+    width: int,
+    window: int | None,
+    softcap: float | None,
+    sinks: bool,
 ) -> None:
     """A prompt from its first token on, one behind a cached context, drafted tokens (their contexts
     falling), and two sequences whose first blocks are the same."""
     keys, values = randn(dtype, 40, 16, 2, width, seed=1), randn(dtype, 40, 16, 2, width, seed=2)
-    sink = randn(dtype, 6, seed=5) if sinks else None
-    paged = PagedAttention(keys, values, 6, window=window, scale=0.1, softcap=softcap, sinks=sink)
+    sink = randn(dtype, heads, seed=5) if sinks else None
+    paged = PagedAttention(
+        keys, values, heads, window=window, scale=0.1, softcap=softcap, sinks=sink
+    )
     first, second = torch.arange(20), torch.arange(20, 40)
     forked = torch.cat((first[:8], second[:12]))
     parts = [
@@ -256,7 +263,7 @@ def test_tokens_of_one_sequence_have_the_bits_that_each_has_alone(
     ]
     tables = torch.stack([table for table, contexts in parts for _ in contexts])
     contexts = torch.tensor([context for _, contexts in parts for context in contexts])
-    queries = randn(dtype, len(contexts), 6, width, seed=3)
+    queries = randn(dtype, len(contexts), heads, width, seed=3)
     together = paged.decode(queries, DecodeRows(len(contexts), tables, contexts))
     for row in range(len(contexts)):
         part = slice(row, row + 1)

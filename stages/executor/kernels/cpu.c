@@ -378,7 +378,7 @@ void store(const Attention *a, const number *keys, long key_stride, const number
 
 enum {
     CHUNK = 64,  // positions whose scores are held together
-    ROWS = 128,   // of one KV head, that look at them together, if one token's heads are not more
+    ROWS = 128,  // of one KV head, that look at them together, if one token's heads are not more
 };
 
 // Query tokens of one sequence, whose rows are their strides apart, and what they may see.

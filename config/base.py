@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import os
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
 import msgspec
 
@@ -36,3 +37,36 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def _shown(self, name: str) -> Any:
         value = getattr(self, name)
         return "***" if value and name in self.SECRETS else value
+
+
+class Section(Settings, frozen=True):
+    """Settings of which each is checked where they are built, from Python too."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError naming the first setting of a wrong type, or out of range.
+
+        A list for a tuple, and a path for its text, are taken as what they stand for.
+        """
+        for field in msgspec.structs.fields(type(self)):
+            value = getattr(self, field.name)
+            if isinstance(value, os.PathLike):
+                value = os.fspath(value)
+            try:
+                value = msgspec.convert(value, field.type)
+            except msgspec.ValidationError as error:
+                shown = f"{self.SECTION}.{field.name}" if self.SECTION else field.name
+                names = ", ".join(_names_in(field.type))
+                hint = f"; there are {names}" if names else ""
+                raise ConfigError(f"{shown}: {error}{hint}") from None
+            msgspec.structs.force_setattr(self, field.name, value)
+        self.check()
+
+    def check(self) -> None:
+        """Raises ConfigError where a setting is out of range, or does not go with another."""
+
+
+def _names_in(kind: Any) -> list[str]:
+    """Those that a setting of this type may be, or be made of."""
+    if get_origin(kind) is Literal:
+        return [repr(name) for name in get_args(kind)]
+    return [name for part in get_args(kind) for name in _names_in(part)]

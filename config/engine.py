@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from .base import Settings
+from .base import Section
 
 PoolingKind = Literal["mean", "last", "cls"]
 """Of which tokens a prompt's vector is made: of all, the last, the first."""
@@ -31,7 +31,7 @@ def is_adapter_id(id: str) -> bool:
     return _ADAPTER_ID.fullmatch(id) is not None
 
 
-class EngineConfig(Settings, frozen=True, forbid_unknown_fields=True):
+class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     """What one lane runs: the model, its KV cache and the size of its batches.
 
     Attributes:
@@ -48,8 +48,9 @@ class EngineConfig(Settings, frozen=True, forbid_unknown_fields=True):
         dtype: "auto" takes the checkpoint's own, and bfloat16 for a GGUF file of quantized weights.
         device: "auto" takes CUDA when there is one, else XPU, else MPS, else the CPU. Otherwise
             torch's name for one, such as "cuda:1"; AMD's are "cuda" too.
-        cpu_threads: Threads of the executor stage on CPU. 0 takes one for a small model, whose
-            steps are too short to be shared, and one per core for others.
+        cpu_threads: Threads of steps on CPU, which all of the process then has. 0 takes one in the
+            executor's stage for a small model, whose steps are too short to be shared, and else
+            those that torch has, by itself one per core.
         kernels: "auto" uses the kernels for bfloat16 and float32 on CPU, which a C compiler makes
             at the first start, where the machine allows it; "off" runs Transformers' modules as
             they are. On CUDA it is the kernel for decode attention.
@@ -136,7 +137,7 @@ class EngineConfig(Settings, frozen=True, forbid_unknown_fields=True):
     suffix_index_tokens: int = 1_000_000
     draft_model_path: str = ""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         self.require("model_path", bool(self.model_path), "a folder, or 'tiny'")
         for name in ("block_size", "max_tokens_per_batch", "kv_cache_bytes"):
             self.require(name, getattr(self, name) >= 1, "at least 1")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import ClassVar, Literal
 
-from .base import Settings
+from .base import Section
 
 
-class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
+class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
     """The HTTP server in front of the bus.
 
     Attributes:
@@ -128,7 +128,7 @@ class GatewayConfig(Settings, frozen=True, forbid_unknown_fields=True):
         """Whether there is to be a gateway beside a pipeline that is begun."""
         return bool(self.port) or self.grpc_port is not None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         self.require("port", 0 <= self.port <= 65_535, "a port, or 0")
         grpc = self.grpc_port is None or 0 <= self.grpc_port <= 65_535
         self.require("grpc_port", grpc, "a port, 0 for a free one, or null")

@@ -7,13 +7,13 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from .base import Settings
+from .base import Section
 from .errors import ConfigError
 
 MOST_ID_LENGTH = 128
 
 
-class ModelConfig(Settings, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class ModelConfig(Section, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One model of a deployment that serves several.
 
     Attributes:
@@ -47,7 +47,7 @@ class ModelConfig(Settings, frozen=True, forbid_unknown_fields=True, omit_defaul
     adapters: dict[str, str] = {}  # noqa: RUF012
     settings: dict[str, Any] = {}  # noqa: RUF012
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         for name in (self.id, *self.aliases, *self.adapters):
             self.require_name(name)
         fits = bool(self.path) and "\0" not in self.path

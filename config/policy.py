@@ -8,10 +8,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from .base import Settings
+from .base import Section
 
 
-class PolicyConfig(Settings, frozen=True, forbid_unknown_fields=True):
+class PolicyConfig(Section, frozen=True, forbid_unknown_fields=True):
     """Keys, limits, guardrails and audit of the gateway; docs/policy.md.
 
     Attributes:
@@ -75,7 +75,7 @@ class PolicyConfig(Settings, frozen=True, forbid_unknown_fields=True):
     oidc_scopes_claim: str = "scope"
     oidc_scopes: dict[str, str] = msgspec.field(default_factory=dict)
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         self.require("backend", bool(self.backend), '"off", "bus", "file" or a registered name')
         if self.backend == "file":
             self.require("file", bool(self.file), 'a path, since policy.backend is "file"')

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 import msgspec
 
-from .base import Settings
+from .base import Section, Settings
 from .engine import EngineConfig
 from .errors import ConfigError
 from .gateway import GatewayConfig
@@ -30,14 +30,14 @@ Not 6379, so that neither a stray local Redis nor its data is touched without be
 """
 
 
-class SchedulerConfig(Settings, frozen=True, forbid_unknown_fields=True):
+class SchedulerConfig(Section, frozen=True, forbid_unknown_fields=True):
     """The limits that `schedule()` works within, all per step."""
 
     max_batch_size: int
     max_tokens_per_batch: int
     block_size: int
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         for name in self.__struct_fields__:
             self.require(name, getattr(self, name) >= 1, "at least 1")
 
@@ -114,7 +114,7 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
     max_draft_tokens: int | None = None
 
 
-class BusConfig(Settings, frozen=True, forbid_unknown_fields=True):
+class BusConfig(Section, frozen=True, forbid_unknown_fields=True):
     """What carries the messages.
 
     Attributes:
@@ -151,7 +151,7 @@ class BusConfig(Settings, frozen=True, forbid_unknown_fields=True):
     max_request_bytes: int = 4 << 20
     max_result_bytes: int = 256 << 20
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if self.url != "memory" and self.url.partition("://")[0] not in REDIS_SCHEMES:
             raise ConfigError(
                 f"bus.url is {redact(self.url)!r}; it must be 'memory' or a URL that starts with "
@@ -181,7 +181,7 @@ class BusConfig(Settings, frozen=True, forbid_unknown_fields=True):
         self.require("max_result_bytes", self.max_result_bytes >= 1 << 16, "at least 65536")
 
 
-class AdmissionConfig(Settings, frozen=True, forbid_unknown_fields=True):
+class AdmissionConfig(Section, frozen=True, forbid_unknown_fields=True):
     """Limits on what is let in.
 
     Attributes:
@@ -208,7 +208,7 @@ class AdmissionConfig(Settings, frozen=True, forbid_unknown_fields=True):
     share_prefixes_across_tenants: bool = False
     lease_s: float = 30.0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         for name in (
             "max_in_flight",
             "max_queued",
@@ -220,7 +220,7 @@ class AdmissionConfig(Settings, frozen=True, forbid_unknown_fields=True):
         self.require("lease_s", 0.05 <= self.lease_s <= 86_400, "from 0.05 to 86400 (a day)")
 
 
-class FairnessConfig(Settings, frozen=True, forbid_unknown_fields=True):
+class FairnessConfig(Section, frozen=True, forbid_unknown_fields=True):
     """Who runs next. docs/fairness.md has the rule and what it promises.
 
     Attributes:
@@ -258,7 +258,7 @@ class FairnessConfig(Settings, frozen=True, forbid_unknown_fields=True):
     expire_hopeless: bool = True
     tenant_timeslice_tokens: int = 64
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         for name in ("aging_s", "decode_weight"):
             value = getattr(self, name)
             self.require(name, math.isfinite(value) and value > 0, "above 0")
@@ -281,7 +281,7 @@ class FairnessConfig(Settings, frozen=True, forbid_unknown_fields=True):
             self.require(name, getattr(self, name) >= 0, "at least 0")
 
 
-class PipelineConfig(Settings, frozen=True, forbid_unknown_fields=True):
+class PipelineConfig(Section, frozen=True, forbid_unknown_fields=True):
     """Which stages run in this process, and how they are looked after.
 
     Attributes:
@@ -308,7 +308,7 @@ class PipelineConfig(Settings, frozen=True, forbid_unknown_fields=True):
     drain_timeout_s: float = 30.0
     start_method: Literal["forkserver", "spawn"] = "forkserver"
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         self.require("stages", bool(self.stages), f"some of {', '.join(STAGES)}")
         self.require("stages", len(set(self.stages)) == len(self.stages), "without repetition")
         self.require("replicas", 1 <= self.replicas <= MOST_REPLICAS, f"from 1 to {MOST_REPLICAS}")
@@ -323,7 +323,7 @@ class PipelineConfig(Settings, frozen=True, forbid_unknown_fields=True):
             self.require(name, math.isfinite(value) and value >= 0, "finite, at least 0")
 
 
-class TelemetryConfig(Settings, frozen=True, forbid_unknown_fields=True):
+class TelemetryConfig(Section, frozen=True, forbid_unknown_fields=True):
     """Logs, traces and metrics. Spans are made only where an OTLP endpoint or a file is set.
 
     Attributes:
@@ -360,14 +360,14 @@ class TelemetryConfig(Settings, frozen=True, forbid_unknown_fields=True):
     metrics_port: int = 0
     metrics_host: str = "127.0.0.1"
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         self.require("trace_ratio", 0 <= self.trace_ratio <= 1, "from 0 to 1")
         self.require("steps_per_s", 0 <= self.steps_per_s <= 1e6, "from 0 to 1000000")
         self.require("metrics_port", 0 <= self.metrics_port <= 65_531, "a port up to 65531, or 0")
         self.require("metrics_host", bool(self.metrics_host), "an address of this machine")
 
 
-class DeploymentConfig(Settings, frozen=True, forbid_unknown_fields=True):
+class DeploymentConfig(Section, frozen=True, forbid_unknown_fields=True):
     """How several models share a machine; see `models`.
 
     Attributes:
@@ -384,14 +384,14 @@ class DeploymentConfig(Settings, frozen=True, forbid_unknown_fields=True):
     load_on_demand: bool = False
     load_timeout_s: float = 600.0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         self.require("max_memory_bytes", self.max_memory_bytes >= 0, "at least 0")
         self.require(
             "load_timeout_s", 0 < self.load_timeout_s <= 86_400, "above 0, at most 86400 (a day)"
         )
 
 
-class Config(Settings, frozen=True, forbid_unknown_fields=True):
+class Config(Section, frozen=True, forbid_unknown_fields=True):
     """All settings of a process.
 
     Attributes:
@@ -447,7 +447,7 @@ class Config(Settings, frozen=True, forbid_unknown_fields=True):
         batches = self.engine.batch_size_on("cuda") * self.pipeline.replicas
         return max(2, self.admission.max_in_flight * 3 // 4, 2 * batches)
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         check_models(self.models)
         # Said of the model itself, since whoever reads of it elsewhere does not know their order.
         msgspec.structs.force_setattr(self, "models", with_default(self.models))

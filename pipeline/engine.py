@@ -6,9 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, cast
 
+import torch
 from msgspec.structs import replace
 from rich.console import Console
 from rich.progress import Progress
+from torch import Tensor
 
 from ..bus.channel import RequestEntry
 from ..bus.control import MEMORY_TAGS, Cancel, MemoryTag
@@ -46,9 +48,6 @@ from .engine_weights import GroupMember, receive_weights
 from .rollouts import Prompt, RequestId, RolloutEngine, TrainingSample
 from .scoring import scoring_params
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 class InferenceEngine(AdapterDoor, GroupMember):
     """Generates in this process, on the caller's thread.
@@ -85,6 +84,8 @@ class InferenceEngine(AdapterDoor, GroupMember):
         self._reference = InferenceEngine(reference) if reference is not None else None
         folder = self.config.model_folder
         tokenizer = find_tokenizer(folder)
+        if own.cpu_threads:
+            torch.set_num_threads(own.cpu_threads)
         self._core: ExecutorCore | None = ExecutorCore(self.config, now_ns=now_ns)
         capacity = self._executor.capacity()
         # Results stay in this process, so no bus has to carry them.

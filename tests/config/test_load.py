@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -219,3 +220,23 @@ def test_where_drafts_come_from_is_a_list(tmp_path: Path) -> None:
         assert config.engine.draft_sources == ("ngram", "suffix")
     with pytest.raises(ConfigError, match="draft_sources"):
         load_config(env={"NANO_INFERENCE_ENGINE__DRAFT_SOURCES": "[ngrams]"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"speculation": "on"}, "engine.speculation: .*'auto', 'off'"),
+        ({"draft_sources": ("model",)}, "engine.draft_sources: .*'prediction', 'grammar'"),
+        ({"cpu_threads": "2"}, "engine.cpu_threads: Expected `int`"),
+        ({"max_model_len": 2.5}, "engine.max_model_len: Expected `int`"),
+    ],
+)
+def test_types_are_checked_in_python_too(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        EngineConfig(**settings)
+
+
+def test_a_path_and_a_list_are_taken_from_python(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"model_path": tmp_path, "draft_sources": ["ngram"]}
+    config = EngineConfig(**given)
+    assert (config.model_path, config.draft_sources) == (str(tmp_path), ("ngram",))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
+import torch
 
 from nano_inference import (
     EngineConfig,
@@ -426,3 +427,13 @@ def test_an_interrupted_release_is_begun_again(monkeypatch: pytest.MonkeyPatch) 
 
 def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+def test_it_takes_the_threads_that_it_is_given() -> None:
+    before = torch.get_num_threads()
+    try:
+        for number in (2, 1):
+            with InferenceEngine(EngineConfig(cpu_threads=number)):
+                assert torch.get_num_threads() == number
+    finally:
+        torch.set_num_threads(before)

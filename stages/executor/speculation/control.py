@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .acceptance import Acceptance
-from .costs import StepCosts, choose_lengths, may_pay
+from .costs import LEAST_GAIN, StepCosts, choose_lengths, may_pay
 from .drafts import Draft
+from .ledger import DraftLedger
 
 MOST_ROWS = 512
 """Of one token, drafted ones included: more drafts in a step are not thought of."""
@@ -14,6 +15,13 @@ MOST_ROWS = 512
 _NEAR = 64
 _WEIGHT = 0.05
 _FIRST_ASKING_S = 8e-6
+
+_FREE = 0.01
+"""What asking takes of a step, in shares of it, that need not be earned: a sequence for which there
+may be drafts is then found at once."""
+
+_MOST_REST = 128
+"""Steps in which nobody is asked, because it has not paid."""
 
 
 class CostControl:
@@ -26,10 +34,12 @@ class CostControl:
         self._max_rows = max_rows
         # Of the step that is under way. Of one that has prompts too the time says nothing.
         self._num_rows = self._num_prefill = self._num_chosen = 0
+        self._is_timed = True
         self._context = 0.0
         self._costs_now = costs
         # Of a row, what asking and learning takes; before anybody knows, what it takes on a CPU.
         self._asking_s = _FIRST_ASKING_S
+        self._ledger = DraftLedger(_MOST_REST)
         # What was found out with one version of the costs, by contexts and kinds of steps.
         self._version = costs.version
         self._at: dict[int, StepCosts] = {}
@@ -41,7 +51,7 @@ class CostControl:
 
     def begin(self, num_rows: int, num_prefill: int, context: float) -> bool:
         self._num_rows, self._num_prefill, self._context = num_rows, num_prefill, context
-        self._num_chosen = 0
+        self._num_chosen, self._is_timed = 0, False
         if self.costs.version != self._version:
             self._version = self.costs.version
             self._at.clear()
@@ -60,7 +70,7 @@ class CostControl:
                 num_prefill=num_prefill,
                 drafting_s=self._asking_s * num_rows,
             )
-        return self._may_pay[step]
+        return self._may_pay[step] and self._ledger.may_ask()
 
     def expected(self, row: int, draft: Draft) -> list[float]:
         return self._acceptance.expected(row, draft)
@@ -77,9 +87,12 @@ class CostControl:
         self._num_rows += self._num_chosen
         return lengths
 
-    def spent(self, num_asked: int, seconds: float) -> None:
+    def spent(self, num_asked: int, seconds: float, num_accepted: int) -> None:
         if num_asked:
             self._asking_s += _WEIGHT * (seconds / num_asked - self._asking_s)
+        took, saved = self.value(self._num_chosen, num_accepted)
+        free = _FREE * self._costs_now.of(self._num_rows - self._num_chosen)
+        self._ledger.settle(max(seconds - free, 0.0), max(saved - took, 0.0), least_gain=LEAST_GAIN)
 
     def value(self, num_verified: int, num_accepted: int) -> tuple[float, float]:
         # `lengths` has added what was chosen to the rows.
@@ -89,11 +102,11 @@ class CostControl:
         return took, num_accepted * costs.of(own) / own
 
     def timed(self, seconds: float) -> None:
-        if self._num_rows and not self._num_prefill:
+        if self._num_rows and not self._num_prefill and not self._is_timed:
             self.costs.observe(self._num_rows, seconds, self._context)
         else:
             self.costs.interrupt()
-        self._num_rows = 0
+        self._is_timed = True
 
     def settle(self, row: int, draft: Draft, got: Sequence[int]) -> None:
         self._acceptance.settle(row, draft, got)
@@ -104,5 +117,5 @@ class CostControl:
     def clear(self) -> None:
         self._acceptance.clear()
         # The step that is under way may have failed, and will not be timed.
-        self._num_rows = 0
+        self._is_timed = True
         self.costs.interrupt()

@@ -1,4 +1,4 @@
-"""Whether a draft model's passes are worth their time."""
+"""Whether drafts are worth the time that it takes to have them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _WEIGHT = 0.1
 _TRIAL_STEPS = 16
 """So many steps are not judged, the first time and after each rest."""
 
-_FIRST_REST, _MOST_REST = 16, 256
+_FIRST_REST = 16
 
 _READ_FOR = 256
 """What reading prompts takes is spread over about so many steps with drafts."""
@@ -18,17 +18,18 @@ _READ_FOR = 256
 
 @dataclass(slots=True)
 class DraftLedger:
-    """What a draft model's drafts took and what they saved, in seconds, step by step.
+    """What the drafts of a source took and what they saved, in seconds, step by step.
 
-    Where they take more than they save, the model is not asked for 16 steps, and for twice as many
+    Where they take more than they save, the source is not asked for 16 steps, and for twice as many
     each time that happens again.
 
     Attributes:
-        spent: Average of its own passes, with a part of those that gave no draft, and of what
-            verifying its tokens took.
-        saved: Average of what the accepted tokens would have taken without drafts.
+        most_rest: For so many steps at most.
+        spent: Average of what its drafts took, with a part of what steps without a draft did.
+        saved: Average of what they saved.
     """
 
+    most_rest: int
     spent: float = 0.0
     saved: float = 0.0
     _owed: float = 0.0
@@ -37,14 +38,14 @@ class DraftLedger:
     _next_rest: int = _FIRST_REST
 
     def may_ask(self) -> bool:
-        """Whether the model is to be asked in the step that begins."""
+        """Whether the source is to be asked in the step that begins."""
         if self._rest:
             self._rest -= 1
             return False
         return True
 
     def settle(self, spent: float, saved: float, *, least_gain: float) -> None:
-        """A step is over in which the model has drafted.
+        """A step is over for which the source was asked.
 
         Args:
             spent: In it.
@@ -58,8 +59,8 @@ class DraftLedger:
         self._judge(self.spent, least_gain)
 
     def owe(self, seconds: float, *, least_gain: float) -> None:
-        """A step is over in which the model has taken so long and drafted nothing, as it does while
-        it reads a prompt: the drafts that come have to earn that too."""
+        """A step is over in which the source took so long and drafted nothing, as a model does
+        while it reads a prompt: the drafts that come have to earn that too."""
         self._owed += seconds
         # One in which no sequence wanted a draft takes next to nothing, and shows nothing.
         if seconds > self.spent:
@@ -73,5 +74,5 @@ class DraftLedger:
         if self.saved >= least_gain * spent:
             self._next_rest = _FIRST_REST
             return
-        self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, _MOST_REST)
+        self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, self.most_rest)
         self._judged_in = _TRIAL_STEPS

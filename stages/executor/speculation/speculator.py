@@ -21,6 +21,9 @@ from .ledger import DraftLedger
 _ENOUGH = 4.0
 """Tokens expected of a draft, from which on no other source is asked for a better one."""
 
+_MOST_MODEL_REST = 256
+"""Steps in which a draft model that did not pay is not asked."""
+
 _MOST_RESTS = 8
 """How many steps a sequence goes without being asked about at most, if there was nothing before."""
 
@@ -51,9 +54,9 @@ class DraftControl(Protocol):
         chances, as `expected` gives them."""
         ...
 
-    def spent(self, num_asked: int, seconds: float) -> None:
-        """Asking about so many rows, and learning from what came, took so long, without the draft
-        model's passes."""
+    def spent(self, num_asked: int, seconds: float, num_accepted: int) -> None:
+        """The step that began last is over. Asking about so many rows, and learning from what came,
+        took so long, without the draft model's passes; so many tokens were accepted."""
         ...
 
     def value(self, num_verified: int, num_accepted: int) -> tuple[float, float]:
@@ -130,13 +133,13 @@ class Speculator:
         self._sources = tuple(sources)
         self._draft_model = draft_model
         self._now_ns = now_ns
-        self._ledger = DraftLedger()
+        self._ledger = DraftLedger(_MOST_MODEL_REST)
         # By the draft model's passes, in the step that is under way.
         self._drafting_s = 0.0
         self._control = control
-        # About how many rows sources were asked in the last step, and how long that took this
-        # thread: how long others kept it waiting says nothing. Of that, the draft model's part.
-        self._asked = 0, 0.0
+        # Of the last step for which sources were asked.
+        self._asked: _Asked | None = None
+        # Of that, the draft model's part.
         self._asking_model_s = 0.0
         self._rests: dict[int, _Rest] = {}
 
@@ -148,6 +151,9 @@ class Speculator:
             num_tokens: `[rows]`, how many each computes anyway.
             limits: `[rows]`, most drafted tokens of each; 0 for a row that is to have none.
         """
+        if (asked := self._asked) is not None:
+            self._control.spent(asked.num_rows, asked.seconds, asked.num_accepted)
+            self._asked = None
         # Steps that run ahead are not timed.
         self._drafting_s = 0.0
         single = num_tokens == 1
@@ -181,7 +187,7 @@ class Speculator:
         lengths_of = {row: len(draft.tokens) for row, draft in verified.items()}
         counts = np.array([lengths_of.get(row, 0) for row in rows.tolist()], np.int64)
         asking_s = (time.thread_time_ns() - begin_ns) * 1e-9
-        self._asked = len(contexts), max(asking_s - self._asking_model_s, 0.0)
+        self._asked = _Asked(len(contexts), max(asking_s - self._asking_model_s, 0.0))
         return StepDrafts(counts, verified, proposed)
 
     def verdicts(
@@ -194,6 +200,8 @@ class Speculator:
             for row, seq_id, accepted in zip(rows.tolist(), ids, num_accepted.tolist(), strict=True)
             if (draft := step.verified.get(row)) is not None
         )
+        if self._asked is not None:
+            self._asked.num_accepted = sum(each.num_accepted for each in verdicts)
         if any(self._is_of_model(draft) for draft in step.proposed.values()):
             self._judge(verdicts)
         return verdicts
@@ -227,8 +235,8 @@ class Speculator:
         for row, start, stop in zip(rows[firsts].tolist(), firsts.tolist(), stops, strict=True):
             if (draft := proposed.get(row)) is not None:
                 self._control.settle(row, draft, tuple(tokens[start:stop]))
-        num_asked, seconds = self._asked
-        self._control.spent(num_asked, seconds + (time.thread_time_ns() - begin_ns) * 1e-9)
+        if self._asked is not None:
+            self._asked.seconds += (time.thread_time_ns() - begin_ns) * 1e-9
 
     def add(self, seq_id: int) -> None:
         """A sequence is new in the table."""
@@ -249,6 +257,7 @@ class Speculator:
         """All sequences leave the table."""
         self._control.clear()
         self._rests.clear()
+        self._asked = None
         for source in self._all_sources:
             source.clear()
 
@@ -335,6 +344,22 @@ class Speculator:
             self._drafting_s = (self._now_ns() - begin_ns) * 1e-9
             self._asking_model_s = (time.thread_time_ns() - own_ns) * 1e-9
         return best, chances
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What asking for a step's drafts took.
+
+    Attributes:
+        num_rows: About so many rows.
+        seconds: Of this thread, learning from what came included: how long others kept it waiting
+            says nothing.
+        num_accepted: Drafted tokens of the step.
+    """
+
+    num_rows: int
+    seconds: float
+    num_accepted: int = 0
 
 
 @dataclass(slots=True)

@@ -45,7 +45,7 @@ class VerifyAll:
             left -= lengths[-1]
         return lengths
 
-    def spent(self, num_asked: int, seconds: float) -> None:
+    def spent(self, num_asked: int, seconds: float, num_accepted: int) -> None:
         pass
 
     def value(self, num_verified: int, num_accepted: int) -> tuple[float, float]:

@@ -44,12 +44,32 @@ def test_where_nothing_could_pay_nobody_is_asked() -> None:
     assert control.begin(4, 0, 64)
     control = CostControl(StepCosts((1, 4, 16), (0.036, 0.042, 0.069)))
     for _ in range(200):
-        control.spent(4, 1.0)
+        control.spent(4, 1.0, 0)
     assert not control.begin(4, 0, 64)
     # A row of a long context is work of its own.
     costs = StepCosts((1, 4, 16), (0.036, 0.042, 0.069), context_s=1e-4)
     assert CostControl(costs).begin(4, 0, 64)
     assert not CostControl(costs).begin(4, 0, 50_000)
+
+
+def steps_asked(control: CostControl, steps: int, seconds: float, accepted: int) -> int:
+    """In how many of so many steps of 4 rows somebody is asked, which takes so long."""
+    count = 0
+    for _ in range(steps):
+        if control.begin(4, 0, 64):
+            count += 1
+            control.lengths([])
+            control.timed(0.042)
+            control.spent(4, seconds, accepted)
+    return count
+
+
+def test_where_asking_takes_more_than_it_saves_it_is_seldom_done() -> None:
+    # A step takes 42 ms, so a token 10 ms.
+    control = started()
+    assert steps_asked(control, 2000, 0.002, 0) < 300
+    assert steps_asked(control, 2000, 0.002, 1) > 1850
+    assert steps_asked(started(), 2000, 0.0004, 0) == 2000, "a hundredth of a step is free"
 
 
 def test_a_sequence_that_left_leaves_nothing_to_the_next_in_its_row() -> None:

@@ -7,7 +7,7 @@ from nano_inference.stages.executor.speculation.ledger import DraftLedger
 
 def asked(saved: float, steps: int, ledger: DraftLedger | None = None) -> int:
     """In how many steps a model is asked whose drafts take a second and save so many."""
-    ledger = ledger or DraftLedger()
+    ledger = ledger or DraftLedger(256)
     count = 0
     for _ in range(steps):
         if ledger.may_ask():
@@ -26,7 +26,7 @@ def test_one_that_costs_more_than_it_saves_is_asked_more_and_more_seldom() -> No
 
 
 def test_one_that_begins_to_pay_is_soon_always_asked_again() -> None:
-    ledger = DraftLedger()
+    ledger = DraftLedger(256)
     asked(0.5, 5000, ledger)
     asked(2.0, 300, ledger)
     assert asked(2.0, 1000, ledger) == 1000
@@ -35,7 +35,7 @@ def test_one_that_begins_to_pay_is_soon_always_asked_again() -> None:
 def asked_behind_prompts(reading: float, answer: int, prompts: int) -> float:
     """In what share of steps a model is asked that reads a prompt for so long, then drafts for so
     many steps, in each of which it saves twice what it takes."""
-    ledger, count = DraftLedger(), 0
+    ledger, count = DraftLedger(256), 0
     for number in range(prompts * (answer + 1)):
         if ledger.may_ask():
             count += 1

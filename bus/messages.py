@@ -182,8 +182,7 @@ class Credit(Internal, frozen=True, array_like=True, tag="credit", tag_field="ty
         ended: Sequences that will not run again.
         step_ns: What the shortest of the steps took on the device; 0 when there is none.
         kv_free: Tokens for which KV is free, with that which only the prefix cache has.
-        keeps_cache: What the prefix cache has been sent before may still be there. False when
-            it begins with nothing.
+        keeps_cache: The prefix cache may still have what it was sent before.
     """
 
     sequences: int
@@ -341,10 +340,10 @@ class StepResult(Internal, frozen=True, array_like=True, tag="step", tag_field="
         end_ns: When its tokens were on the host.
         top_logprobs: `[rows]`, empty for a row that did not ask; all empty: no row did.
         prompt_logprobs: For sequences that asked for them.
-        adapter_versions: `[rows]`, of the adapter that each row was made with, 0 for none; empty:
-            no row had one.
+        adapter_versions: `[rows]`, of each row's adapter, 0 for none; empty: no row had one.
         pooled: For sequences that asked for their prompt's vector and have computed all of it.
         drafts: For each row in which drafted tokens were verified.
+        draft_rest: So many plans to come need allow no drafts, since they would not pay.
     """
 
     step_id: int
@@ -362,6 +361,7 @@ class StepResult(Internal, frozen=True, array_like=True, tag="step", tag_field="
     adapter_versions: tuple[int, ...] = ()
     pooled: tuple[PooledPrompt, ...] = ()
     drafts: tuple[VerifiedDraft, ...] = ()
+    draft_rest: int = 0
 
 
 class RecoveryItem(InternalPart, frozen=True, array_like=True):

@@ -51,6 +51,8 @@ class BatchingCore:
         self._steps_ahead = steps_ahead
         drafts = config.speculation == "auto" and capacity.drafts
         self._max_drafts = config.max_draft_tokens if drafts else 0
+        # So many plans to come allow no drafts.
+        self._draft_rest = 0
         self._index = SequenceIndex()
         self._waiting: deque[Sequence] = deque()
         self._running = RunningBatch(capacity.block_size)
@@ -213,7 +215,7 @@ class BatchingCore:
         self._paused_seqs.clear()
         self._next = NextPlan()
         self._report.clear()
-        self._step_id = 0
+        self._step_id = self._draft_rest = 0
 
     def absorb(self, result: StepResult) -> None:
         """Takes the result of the oldest plan under way.
@@ -245,6 +247,7 @@ class BatchingCore:
                 self._commit(seq)
             if samples and seq.seq_id in ended:
                 self._finish(seq)
+        self._draft_rest = result.draft_rest or self._draft_rest
         self._report.step(result)
         if self._leaving or self._pausing_seqs:
             self._let_go(result.step_id)
@@ -266,8 +269,11 @@ class BatchingCore:
             # Where there were none, the executor takes only all of them.
             self.lacks = tuple(tag for tag in self.lacks if tag != "weights")
         rests = self.paused or self.lacks
+        drafts = not self._draft_rest
         decision = (
-            NOTHING if rests else decide(self._running, self._waiting, self.cache, self.limits)
+            NOTHING
+            if rests
+            else decide(self._running, self._waiting, self.cache, self.limits, drafts=drafts)
         )
         if decision.preempted_seqs and self._sent:
             # Blocks in use by a plan under way can't change hands; wait until it is back.
@@ -391,6 +397,7 @@ class BatchingCore:
 
     def _build(self, decision: SchedulerOutput, now_ns: int) -> StepPlan:
         self._step_id += 1
+        self._draft_rest = max(self._draft_rest - 1, 0)
         self._counters.decoded += len(decision.decode_seqs)
         self._counters.prefilled += sum(decision.num_tokens[s] for s in decision.prefill_seqs)
         rows: list[tuple[Sequence, int, bool, int]] = []

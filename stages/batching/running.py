@@ -39,6 +39,8 @@ class RunningBatch:
         self._prefilling: dict[int, Sequence] = {}
         self._members: list[Sequence] = []
         self._ids: list[int] = []
+        # Whether there may be members that speculate.
+        self._have_speculating = False
         # Steps are numbered from 0: so many have been planned, and the results of so many taken.
         self._planned = 0
         self._absorbed = 0
@@ -95,8 +97,12 @@ class RunningBatch:
 
     # --- for plans ----------------------------------------------------------------------------
 
-    def gather(self) -> bool:
+    def gather(self, *, drafts: bool = True) -> bool:
         """Brings all that decode in step, and takes out those that may have no further token.
+
+        Args:
+            drafts: Those that speculate stay out, or leave. Else they come too, once no plan under
+                way may give them several tokens.
 
         Returns:
             Whether that could be. It could not where one of them has yet to compute the last token
@@ -104,10 +110,16 @@ class RunningBatch:
         """
         for seq in self._limits.get(self._planned, [])[:]:
             self._part(seq)
+        if drafts and self._have_speculating:
+            for seq in [seq for seq in self._members if seq.max_drafts]:
+                self._part(seq)
+            self._have_speculating = False
         decoding = [
             seq
             for seq in self.others
-            if not seq.max_drafts and seq.num_remaining == 1 and seq.may_sample
+            if seq.num_remaining == 1
+            and seq.may_sample
+            and not (seq.max_drafts and (drafts or seq.num_drafting))
         ]
         if any(seq.num_scheduled < seq.num_to_prefill for seq in decoding):
             for seq in self._members[:]:
@@ -115,6 +127,7 @@ class RunningBatch:
             return False
         for seq in decoding:
             self._join(seq)
+            self._have_speculating |= seq.max_drafts > 0
         if decoding:
             self.others = [seq for seq in self.others if not seq.leaves_at]
         return True

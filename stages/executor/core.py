@@ -379,6 +379,7 @@ class ExecutorCore:
             weight_version=step.weight_version,
             start_ns=step.start_ns,
             end_ns=self._now_ns(),
+            draft_rest=outputs.draft_rest,
             top_logprobs=sampled.top_logprobs,
             prompt_logprobs=outputs.prompts,
             adapter_versions=sampled.adapter_versions,

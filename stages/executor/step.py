@@ -51,6 +51,7 @@ class StepOutputs(NamedTuple):
         pooled: Vectors of prompts.
         verified: As StepResult's `drafts`.
         proposed: By the row of the SequenceTable, all drafts that there were for the step.
+        draft_rest: As in StepResult.
     """
 
     sampled: SampledRows | None = None
@@ -58,6 +59,7 @@ class StepOutputs(NamedTuple):
     pooled: Pooled = ()
     verified: tuple[VerifiedDraft, ...] = ()
     proposed: Mapping[int, Draft] = {}
+    draft_rest: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +92,6 @@ class _Pass(NamedTuple):
     ahead: IntArray
     starts: IntArray
     num_tokens: IntArray
-
-
-_NOTHING: Mapping[int, Draft] = {}
 
 
 @dataclass(slots=True, eq=False)
@@ -162,12 +161,11 @@ class StepRunner:
             return StepOutputs(pooled=pooled)
         samples = (ends == table.num_known[rows]) & ~table.pools[rows]
         step = _Pass(rows, np.zeros_like(rows), table.num_computed[rows], num_tokens)
-        drafts, proposed = None, _NOTHING
+        drafts: StepDrafts | None = None
         if num_drafts is not None and self.speculator is not None:
             limits = longest_drafts(table, rows, num_drafts, self.cache.block_size)
             limits[~samples | (num_tokens != 1)] = 0
             drafts = self.speculator.begin(rows, num_tokens, limits)
-            proposed = drafts.proposed
             step, samples = _with_drafts(step, drafts), np.repeat(samples, drafts.counts + 1)
         places = Places(step.rows[samples], step.ahead[samples])
         masks = self.constraints.begin(places)
@@ -175,16 +173,17 @@ class StepRunner:
         # A graph has the model's own layers alone, and a token for each sequence.
         plain = samples.all() and not num_scored.any() and (table.adapter[rows] < 0).all()
         if graphs and plain and len(step.rows) == len(rows) and graphs.fits(num_tokens):
-            return StepOutputs(self._replay(graphs, rows, masks), proposed=proposed)
+            return StepOutputs(self._replay(graphs, rows, masks))
         logits, outputs = self._forward(step, samples, num_scored)
         table.num_computed[rows] = ends
         if not len(places):
             return outputs
+        if drafts is not None:
+            outputs = outputs._replace(proposed=drafts.proposed, draft_rest=drafts.rest)
         if drafts is None or not drafts.verified:
-            sampled = self._sample(logits, places, masks)
-            return outputs._replace(sampled=sampled, proposed=proposed)
+            return outputs._replace(sampled=self._sample(logits, places, masks))
         sampled, verified = self._verify(logits, places, masks, drafts)
-        return outputs._replace(sampled=sampled, verified=verified, proposed=proposed)
+        return outputs._replace(sampled=sampled, verified=verified)
 
     def _ends(self, rows: IntArray, num_tokens: IntArray) -> IntArray:
         """How many tokens each row will have computed.

@@ -23,6 +23,9 @@ may be drafts is then found at once."""
 _MOST_REST = 128
 """Steps in which nobody is asked, because it has not paid."""
 
+_HOPELESS_STEPS = 16
+"""The same where no draft could pay in a step with as many rows."""
+
 
 class CostControl:
     """The DraftControl that verifies what gives the most tokens per second."""
@@ -35,6 +38,7 @@ class CostControl:
         # Of the step that is under way. Of one that has prompts too the time says nothing.
         self._num_rows = self._num_prefill = self._num_chosen = 0
         self._is_timed = True
+        self._pays = False
         self._context = 0.0
         self._costs_now = costs
         # Of a row, what asking and learning takes; before anybody knows, what it takes on a CPU.
@@ -70,7 +74,14 @@ class CostControl:
                 num_prefill=num_prefill,
                 drafting_s=self._asking_s * num_rows,
             )
-        return self._may_pay[step] and self._ledger.may_ask()
+        self._pays = self._may_pay[step]
+        return self._pays and not self._ledger.rests
+
+    def rest(self) -> int:
+        if self._pays:
+            return self._ledger.take_rest()
+        # With a prompt less, or when that has grown into a larger batch, it may be otherwise.
+        return 0 if self._num_prefill else _HOPELESS_STEPS
 
     def expected(self, row: int, draft: Draft) -> list[float]:
         return self._acceptance.expected(row, draft)

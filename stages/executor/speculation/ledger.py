@@ -44,6 +44,16 @@ class DraftLedger:
             return False
         return True
 
+    @property
+    def rests(self) -> bool:
+        """Whether the source is not to be asked."""
+        return self._rest > 0
+
+    def take_rest(self) -> int:
+        """In so many steps the source is not to be asked, which the caller sees to."""
+        rest, self._rest = self._rest, 0
+        return rest
+
     def settle(self, spent: float, saved: float, *, least_gain: float) -> None:
         """A step is over for which the source was asked.
 

@@ -45,6 +45,11 @@ class DraftControl(Protocol):
         """
         ...
 
+    def rest(self) -> int:
+        """For so many steps to come nobody is to be asked, which the caller sees to. To be called
+        where `begin` has said that it would not be worth while."""
+        ...
+
     def expected(self, row: int, draft: Draft) -> list[float]:
         """How likely it is of each drafted token that it and all before it are accepted."""
         ...
@@ -98,11 +103,13 @@ class StepDrafts:
         counts: `[rows]`, how many drafted tokens of each row of the step are verified.
         verified: By the row of the SequenceTable, those tokens, where there are any.
         proposed: By that row, the whole drafts.
+        rest: As StepResult's `draft_rest`.
     """
 
     counts: IntArray
     verified: dict[int, Draft]
     proposed: dict[int, Draft]
+    rest: int = 0
 
 
 class Speculator:
@@ -160,8 +167,11 @@ class Speculator:
         num_rows, num_prefill = int(single.sum()), int(num_tokens[~single].sum())
         wanted = limits > 0
         known = float(self._table.num_known[rows[single]].mean()) if num_rows else 0.0
-        if not self._control.begin(num_rows, num_prefill, known) or not wanted.any():
+        worth_while = self._control.begin(num_rows, num_prefill, known)
+        if not wanted.any():
             return StepDrafts(np.zeros_like(rows), {}, {})
+        if not worth_while:
+            return StepDrafts(np.zeros_like(rows), {}, {}, self._control.rest())
         begin_ns = time.thread_time_ns()
         contexts = self._contexts(rows[wanted], limits[wanted])
         self._asking_model_s = 0.0

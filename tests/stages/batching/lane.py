@@ -138,14 +138,23 @@ class Lane:
         max_tokens_per_batch: int = 32,
         steps_ahead: int = 2,
         cache_type: CacheType = "radix",
+        max_draft_tokens: int = 0,
     ) -> None:
         config = EngineConfig(
             cache_type=cache_type,
             block_size=block_size,
             max_tokens_per_batch=max_tokens_per_batch,
+            speculation="auto" if max_draft_tokens else "off",
+            max_draft_tokens=max_draft_tokens or 16,
         )
         capacity = LaneCapacity(
-            num_blocks, block_size, 4096, 50, "rule", max_batch_size=max_batch_size
+            num_blocks,
+            block_size,
+            4096,
+            50,
+            "rule",
+            max_batch_size=max_batch_size,
+            drafts=max_draft_tokens > 0,
         )
         self.core = BatchingCore(config, capacity, steps_ahead=steps_ahead)
         self.executor = RuleExecutor(num_blocks, block_size)

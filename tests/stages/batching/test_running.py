@@ -23,7 +23,7 @@ CACHE_TYPES: tuple[CacheType, ...] = ("paged", "radix")
 class ByHand(RunningBatch):
     """Nobody goes in step, so `schedule` decides everything, and each row is written down."""
 
-    def gather(self) -> bool:
+    def gather(self, *, drafts: bool = True) -> bool:
         return False
 
     def prefilling(self) -> list[Sequence]:

@@ -37,6 +37,9 @@ class VerifyAll:
         self._left = self._max_rows - num_rows - num_prefill
         return self._left > 0
 
+    def rest(self) -> int:
+        return 0
+
     def lengths(self, chances: Sequence[Sequence[float]]) -> list[int]:
         left = self._left
         lengths = []

@@ -1,0 +1,123 @@
+"""Leave to verify drafts comes and goes, and no token changes."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nano_inference.bus.messages import StepPlan, StepResult, VerifiedDraft
+
+from .lane import CacheType, Lane, RuleExecutor, expected
+
+
+class DraftingExecutor(RuleExecutor):
+    """Accepts some of the drafted tokens that it is allowed.
+
+    Attributes:
+        rest: What its next result says of drafts in plans to come.
+    """
+
+    rest = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self._allowed = dict(zip(plan.seq_ids, plan.num_drafts, strict=False))
+        self._verified: list[VerifiedDraft] = []
+        result = super().execute(plan)
+        rest, self.rest = self.rest, 0
+        return msgspec.structs.replace(result, drafts=tuple(self._verified), draft_rest=rest)
+
+    def _row(self, seq_id: int, count: int) -> list[tuple[int, int, str]]:
+        rows = super()._row(seq_id, count)
+        allowed = self._allowed.get(seq_id, 0)
+        if not rows or not allowed:
+            return rows
+        room = len(self.tables[seq_id]) * self.block_size - self.computed[seq_id]
+        assert room >= allowed, "there are no blocks for all drafts"
+        for _ in range((seq_id * 5 + len(self.tokens[seq_id])) % (allowed + 1)):
+            if rows[-1][2]:
+                break
+            rows += super()._row(seq_id, 1)
+        self._verified.append(VerifiedDraft(seq_id, "ngram", allowed, len(rows) - 1))
+        return rows
+
+
+def drafting_lane(**settings: int | str) -> tuple[Lane, DraftingExecutor]:
+    lane = Lane(max_draft_tokens=3, **settings)  # type: ignore[arg-type]
+    core = lane.core
+    lane.executor = executor = DraftingExecutor(core.cache.num_blocks, core.limits.block_size)
+    return lane, executor
+
+
+@pytest.mark.soak
+@given(
+    actions=st.lists(
+        st.tuples(
+            st.sampled_from(("add", "plan", "retire", "steps", "steps", "rest", "retract")),
+            st.integers(0, 10_000),
+        ),
+        max_size=60,
+    ),
+    block_size=st.sampled_from([1, 2, 4, 16]),
+    steps_ahead=st.integers(1, 3),
+    cache_type=st.sampled_from(["paged", "radix"]),
+)
+def test_every_sequence_gets_its_tokens_whenever_drafts_rest(
+    actions: list[tuple[str, int]], block_size: int, steps_ahead: int, cache_type: CacheType
+) -> None:
+    lane, executor = drafting_lane(
+        num_blocks=-(-120 // block_size),
+        block_size=block_size,
+        steps_ahead=steps_ahead,
+        cache_type=cache_type,
+        max_batch_size=6,
+    )
+    wanted: dict[int, list[int]] = {}
+
+    def do(action: str, which: int) -> None:
+        match action:
+            case "add":
+                prompt = [which % 4 * 5 + place % 7 for place in range(1 + which % 37)]
+                seq_id, stop, length = len(wanted), which % 5 > 0, 1 + which % 31
+                wanted[seq_id] = expected(prompt, length, stop=stop)
+                ids = (seq_id,)
+                lane.add(prompt, request_id=f"r{seq_id}", seq_ids=ids, max_tokens=length, stop=stop)
+            case "plan":
+                lane.plan()
+            case "retire":
+                lane.retire()
+            case "steps":
+                for _ in range(which % 12):
+                    lane.plan()
+                    lane.plan()
+                    lane.retire()
+            case "rest":
+                executor.rest = which % 20
+            case "retract":
+                # What was accepted in plans under way was not told, and comes again.
+                lane.retract()
+        lane.check()
+
+    for action, which in actions:
+        do(action, which)
+    lane.run()
+    assert lane.core.idle
+    assert lane.outputs == wanted
+
+
+def test_drafts_are_allowed_again_after_so_many_plans() -> None:
+    lane, executor = drafting_lane()
+    for seq_id in range(3):
+        prompt = [seq_id + 10] * 3
+        lane.add(prompt, request_id=str(seq_id), seq_ids=(seq_id,), max_tokens=100, stop=False)
+    lane.plan()
+    lane.retire()
+    executor.rest = 5
+    lane.plan()
+    lane.retire()
+    lane.log.clear()
+    for _ in range(8):
+        lane.plan()
+        lane.retire()
+    assert [bool(plan.num_drafts) for plan in lane.log] == [False] * 5 + [True] * 3

@@ -185,13 +185,13 @@ def check_kernels() -> Check:
 
 
 def check_pages() -> Check:
-    """Whether weights on the CPU can be in large pages of memory."""
+    """Whether weights and KV on the CPU can be in large pages of memory."""
     from ..stages.executor.system_memory import why_no_huge_pages
 
     if why := why_no_huge_pages():
         advice = "with `madvise` or `always` there, one core reads weights a good tenth faster"
         return Check("pages", "warn", why, advice)
-    return Check("pages", "ok", "the system gives them to weights on the CPU")
+    return Check("pages", "ok", "the system gives them to weights and KV on the CPU")
 
 
 def check_answer(config: Config, model: str, prompt: str | list[int], name: str) -> Check:

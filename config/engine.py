@@ -62,9 +62,9 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
             to 1024; 0 chooses by the width of a head. Refused where there are no tiles.
         cuda_graphs: "auto" records decode steps as CUDA graphs when the model is loaded, and
             replays them (CUDA, with `kernels`); "off" starts each operation of a step by itself.
-        huge_pages: "auto" has the weights in large pages of memory where the system gives such
-            (CPU, Linux), which one core reads faster; "off" leaves them where they were loaded,
-            which may be the file itself.
+        huge_pages: "auto" has the weights and the KV cache in large pages of memory where the
+            system gives such (CPU, Linux), which one core reads faster; "off" leaves weights where
+            they were loaded, which may be the file itself.
         seed: Base of the random numbers of requests that bring no seed.
         logprobs_mode: What reported logprobs are of. "processed": the policy that tokens are
             sampled from, after penalties, bias and temperature; "raw": the model's own output.

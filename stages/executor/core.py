@@ -107,7 +107,8 @@ class ExecutorCore:
         config = msgspec.structs.replace(config, max_batch_size=self.max_batch_size)
         draft = load_draft_model(config, self.model) if drafts_by_model(config) else None
         num_blocks = num_blocks or count_blocks(config, self.model, draft)
-        self.cache = KVCache(self.model, num_blocks, config.block_size)
+        huge = config.huge_pages == "auto"
+        self.cache = KVCache(self.model, num_blocks, config.block_size, huge_pages=huge)
         self.weights = WeightSyncManager(
             self.model.module,
             limits_of(self.model.module, config.max_weight_tensors, config.max_weight_bytes),

@@ -41,7 +41,10 @@ class KVCache:
     Whoever gives them other memory says so (`moved`).
     """
 
-    def __init__(self, model: LoadedModel, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, model: LoadedModel, num_blocks: int, block_size: int, *, huge_pages: bool = False
+    ) -> None:
+        """Of so many blocks. `huge_pages`: in large pages of memory, where there are such."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.padding_block = num_blocks
@@ -49,7 +52,7 @@ class KVCache:
         # Zeros, not empty: masked positions are multiplied by zero, and 0 * NaN would be NaN.
         def allocate(heads: int, dim: int) -> Tensor:
             shape = (num_blocks + 1, block_size, heads, dim)
-            return zeros(shape, model.dtype, model.device)
+            return zeros(shape, model.dtype, model.device, huge=huge_pages)
 
         self.keys = [allocate(spec.num_kv_heads, spec.key_dim) for spec in model.layers]
         self.values = [allocate(spec.num_kv_heads, spec.value_dim) for spec in model.layers]

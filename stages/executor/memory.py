@@ -41,7 +41,7 @@ class LaneMemory:
             weights: The weights.
             draft_cache: Of a draft model, which comes and goes with the other. Its weights stay:
                 nobody would send them again.
-            huge_pages: Whether the weights are to have large pages when they come back.
+            huge_pages: Whether what comes back is to have large pages.
         """
         self.pending: set[str] = set()
         self.released: set[str] = set()
@@ -96,7 +96,7 @@ class LaneMemory:
         _check(tags)
         for tag in MEMORY_TAGS:
             if tag in self.released.intersection(tags):
-                _allocate(self._tensors(tag), huge=tag == "weights" and self._huge_pages)
+                _allocate(self._tensors(tag), huge=self._huge_pages)
                 self.released.remove(tag)
             elif tag in tags:
                 self.pending.discard(tag)

@@ -195,7 +195,8 @@ class DraftModel:
         """
         own = draft_config(config)
         self.model = model
-        self.cache = KVCache(model, num_blocks, config.block_size)
+        huge = config.huge_pages == "auto"
+        self.cache = KVCache(model, num_blocks, config.block_size, huge_pages=huge)
         self._table = table
         self._most_tokens = config.max_tokens_per_batch
         self._vocab_size = vocab_size

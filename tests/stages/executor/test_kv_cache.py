@@ -10,17 +10,17 @@ from torch import nn
 
 from nano_inference.stages.executor import KVCache, LoadedModel
 from nano_inference.stages.executor.loaded_model import LayerSpec
-from nano_inference.stages.executor.system_memory import zeros
+from nano_inference.stages.executor.system_memory import why_no_huge_pages, zeros
 
-from ...resident import needs_proc, resident_bytes
+from ...resident import asks_for_huge_pages, needs_proc, resident_bytes
 
 
-def make_cache(device: str, num_blocks: int = 5) -> KVCache:
+def make_cache(device: str, num_blocks: int = 5, *, huge_pages: bool = False) -> KVCache:
     spec = LayerSpec(2, 16, 16, None)
     config: Any = None
     layers = (spec, spec)
     model = LoadedModel(nn.Module(), config, torch.device(device), torch.float32, 4096, 16, layers)
-    return KVCache(model, num_blocks, block_size=4)
+    return KVCache(model, num_blocks, block_size=4, huge_pages=huge_pages)
 
 
 @needs_proc
@@ -36,6 +36,15 @@ def test_it_takes_no_memory_before_it_is_written() -> None:
     assert resident_bytes() - before > size / 2
     del cache, tensors
     assert resident_bytes() - before < size / 4
+
+
+@needs_proc
+@pytest.mark.skipif(bool(why_no_huge_pages()), reason="this system has no large pages")
+@pytest.mark.parametrize("huge_pages", [True, False])
+def test_its_pages_are_large_if_they_are_to_be(huge_pages: bool) -> None:
+    cache = make_cache("cpu", num_blocks=1 << 13, huge_pages=huge_pages)
+    for tensor in (*cache.keys, *cache.values):
+        assert asks_for_huge_pages(tensor) == huge_pages
 
 
 def test_more_than_there_is() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 from nano_inference.stages.executor import system_memory
 from nano_inference.stages.executor.system_memory import (
@@ -18,21 +17,9 @@ from nano_inference.stages.executor.system_memory import (
     zeros,
 )
 
-from ...resident import needs_proc
+from ...resident import asks_for_huge_pages, needs_proc
 
 _CPU = torch.device("cpu")
-_RANGE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")
-
-
-def asks_for_huge_pages(tensor: Tensor) -> bool:
-    """Whether the system knows that the tensor's pages are to be large."""
-    address, inside = tensor.data_ptr(), False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if found := _RANGE.match(line):
-            inside = int(found[1], 16) <= address < int(found[2], 16)
-        elif inside and line.startswith("VmFlags:"):
-            return " hg" in line
-    raise AssertionError("the tensor is in no memory of this process")
 
 
 @needs_proc

@@ -33,7 +33,11 @@ cost twice what it seems to."""
 _TELLING_ROWS = 64
 """From so many rows on, steps are bound by arithmetic on a machine that has no time for more."""
 
-_ROUNDS = 5
+_ROUNDS, _MOST_ROUNDS = 5, 40
+_ENOUGH = 0.25
+"""Share of the budget that more than the first rounds may take: of short steps, many are needed to
+see each size undisturbed."""
+
 _SHORT_CONTEXT, _LONG_CONTEXT = 64, 1024
 _LONG_ROWS = 16
 """Rows of the steps that show what a longer context costs."""
@@ -202,8 +206,9 @@ def measure_costs(
     if long > short and 4 * durations.get(long_rows, [budget_ns])[0] <= budget_ns / 3:
         longer.append(timed(long_rows, long))
     round_ns = sum(times[0] for times in (*durations.values(), longer) if times)
-    for number in range(1, _ROUNDS):
-        if now_ns() - begin_ns + round_ns > budget_ns:
+    for number in range(1, _MOST_ROUNDS):
+        limit_ns = budget_ns if number < _ROUNDS else _ENOUGH * budget_ns
+        if now_ns() - begin_ns + round_ns > limit_ns:
             break
         for size in sorted(durations, reverse=number % 2 == 1):
             run(size)

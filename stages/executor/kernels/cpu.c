@@ -80,11 +80,15 @@ INLINE Products dot_products(int rows, int columns, const number *x, const numbe
     __m512 sums[32];
     UNROLL for (int i = 0; i < 32; i++) sums[i] = _mm512_setzero_ps();
     long i = 0;
-    for (; i + WIDTH <= k; i += WIDTH) {
+    if (lines)
+        for (; i + WIDTH <= k; i += WIDTH) {
+            add_products(rows, columns, x + i, weight + i, k, ALL_LANES, sums);
+            for (long line = 0; line < lines; line++, ahead += WIDTH)
+                _mm_prefetch((const char *)ahead, _MM_HINT_T1);
+        }
+    // A loop of its own, since even the question whether there are lines takes its time.
+    for (; i + WIDTH <= k; i += WIDTH)
         add_products(rows, columns, x + i, weight + i, k, ALL_LANES, sums);
-        for (long line = 0; line < lines; line++, ahead += WIDTH)
-            _mm_prefetch((const char *)ahead, _MM_HINT_T1);
-    }
     if (i < k) add_products(rows, columns, x + i, weight + i, k, lanes(k - i), sums);
     return sum_tile(sums, rows * columns);
 }

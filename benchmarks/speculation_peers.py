@@ -40,7 +40,6 @@ from typing import Any, NamedTuple
 
 import httpx
 import machine
-import torch
 from constraint_peers import cpu_ms
 from in_turn import interval
 from random_models import random_successors, write_known_text_model
@@ -151,10 +150,9 @@ def ours(folder: Path, mode: str, options: argparse.Namespace, stack: ExitStack)
         model_path=str(folder / "target"),
         kv_cache_bytes=1 << 29,
         max_batch_size=max(options.rows),
+        cpu_threads=options.threads,
         **more,
     )
-    # `cpu_threads` is the executor stage's; here there is none.
-    torch.set_num_threads(options.threads)
     engine = stack.enter_context(InferenceEngine(config))
 
     def generate(asks: Sequence[Ask], tokens: int) -> tuple[int, int]:

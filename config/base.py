@@ -56,7 +56,7 @@ class Section(Settings, frozen=True):
             except msgspec.ValidationError as error:
                 shown = f"{self.SECTION}.{field.name}" if self.SECTION else field.name
                 names = ", ".join(_names_in(field.type))
-                hint = f"; there are {names}" if names else ""
+                hint = f"; choose from {names}" if names else ""
                 raise ConfigError(f"{shown}: {error}{hint}") from None
             msgspec.structs.force_setattr(self, field.name, value)
         self.check()

@@ -19,12 +19,12 @@ LIMIT_S = 40.0
 SLOTS = 16384
 SERVICE = "main"
 # How often sentinels look at servers and tell each other: a tenth to a half of what it is by
-# itself. They wait for multiples of it, above all before they make an old master a
-# replica. Only a replica of which they heard less than five periods of pings ago becomes a master,
-# and of one whose master is gone they hear once a second, whatever is set: with shorter periods
-# every other failover finds nobody, and the next one comes six seconds later. And a sentinel that
-# has not heard of a failover within four periods of publishing makes the new master a replica
-# again: with 0.2 s, one that did not get the processor in time was enough to undo it for good.
+# itself. They wait for multiples of it, above all before they make an old master a replica. Only
+# a replica of which they heard less than five periods of pings ago becomes a master, and of one
+# whose master is gone they hear once a second, whatever is set: with shorter periods every other
+# failover finds nobody, and the next one comes six seconds later. And a sentinel that has not
+# heard of a failover within four periods of publishing makes the new master a replica again: with
+# 0.2 s, one that did not get the processor in time was enough to undo it for good.
 QUICK_SENTINEL_MS = {
     "INFO-PERIOD": 1000,
     "PING-PERIOD": 300,

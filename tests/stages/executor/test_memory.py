@@ -14,8 +14,9 @@ from nano_inference.stages.executor import ExecutorCore, memory, wrap_model
 from nano_inference.stages.executor.attention.paged import PagedBackend
 from nano_inference.stages.executor.kernels import cpu
 from nano_inference.stages.executor.kernels.compile import KernelsUnavailable
+from nano_inference.stages.executor.system_memory import why_no_huge_pages
 
-from ...resident import needs_proc, resident_bytes
+from ...resident import asks_for_huge_pages, needs_proc, resident_bytes
 from .models import make_model
 from .plans import Generation, Planner, new_sequence, step_plan
 from .recorder import OperationRecorder, PlainPagedAttention
@@ -233,3 +234,17 @@ def test_a_tag_that_is_none() -> None:
         with pytest.raises(WeightsError, match="no memory 'cuda'"):
             call(("kv_cache", "cuda"))
     assert core.capacity().lacks == ()
+
+
+@needs_proc
+@pytest.mark.skipif(bool(why_no_huge_pages()), reason="this system has no large pages")
+@pytest.mark.parametrize("setting", ["auto", "off"])
+def test_keys_and_values_have_large_pages_before_and_afterwards(setting: str) -> None:
+    settings: Any = {"huge_pages": setting, "block_size": 4}
+    model = wrap_model(make_model("qwen2"), 64)
+    core = ExecutorCore(EngineConfig(**settings), model=model, num_blocks=1 << 13)
+    tensors = (*core.cache.keys, *core.cache.values)
+    assert {asks_for_huge_pages(tensor) for tensor in tensors} == {setting == "auto"}
+    release(core, "kv_cache")
+    core.resume_memory(["kv_cache"])
+    assert {asks_for_huge_pages(tensor) for tensor in tensors} == {setting == "auto"}

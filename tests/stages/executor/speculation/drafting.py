@@ -20,6 +20,15 @@ Row = tuple[int, float, str, object]
 
 MOST_STEPS = 2000
 
+CONFIG = EngineConfig(
+    block_size=4,
+    kv_cache_bytes=1 << 20,
+    max_batch_size=6,
+    max_tokens_per_batch=24,
+    max_draft_tokens=7,
+)
+"""A lane so small that blocks run short."""
+
 
 class VerifyAll:
     """The control that takes whatever is proposed, as far as a step's rows go."""

@@ -15,7 +15,7 @@ from nano_inference.stages.executor.adapters import AdapterLimits, read_adapter
 
 from ..adapters.making import make_adapter
 from ..models import make_model
-from .drafting import DraftingLane, Row
+from .drafting import CONFIG, DraftingLane, Row
 
 pytestmark = pytest.mark.usefixtures("unmeasured")
 PROMPT = [17, 3, 99, 42, 8, 150, 77, 31, 5]
@@ -51,12 +51,8 @@ def run(
     mode: Literal["processed", "raw"],
     drafts: tuple[dict[int, list[Row]], float] | None = None,
 ) -> Scored:
-    config = EngineConfig(
-        block_size=4,
-        kv_cache_bytes=1 << 20,
-        max_batch_size=6,
-        max_tokens_per_batch=24,
-        max_draft_tokens=7,
+    config = msgspec.structs.replace(
+        CONFIG,
         deterministic=True,
         logprobs_mode=mode,
         speculation="off" if drafts is None else "auto",

@@ -13,16 +13,9 @@ from nano_inference.config import Constraint, EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, load_model, wrap_model
 
 from ..models import VOCAB, make_model
-from .drafting import DraftingLane, Row
+from .drafting import CONFIG, DraftingLane, Row
 
 pytestmark = pytest.mark.usefixtures("unmeasured")
-CONFIG = EngineConfig(
-    block_size=4,
-    kv_cache_bytes=1 << 20,
-    max_batch_size=6,
-    max_tokens_per_batch=24,
-    max_draft_tokens=7,
-)
 PROMPT = [17, 3, 99, 42, 8, 150, 77, 31, 5]
 SCHEMA = '{"type": "object", "properties": {"a": {"enum": ["one", "two"]}}, "required": ["a"]}'
 

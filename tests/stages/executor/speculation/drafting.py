@@ -145,13 +145,14 @@ class DraftingLane:
         right: float,
         seed: int = 0,
         *,
-        max_rows: int = 64,
+        control: VerifyAll | None = None,
     ) -> None:
         """Drafts come from answers that are known, from now on."""
         core = self.core
         tokens = {seq_id: [row[0] for row in rows] for seq_id, rows in answers.items()}
         source = MadeUpDrafts(tokens, right, core.model.vocab_size, seed)
-        speculator = Speculator(core._table, core._constraints, [source], VerifyAll(max_rows))
+        control = control or VerifyAll()
+        speculator = Speculator(core._table, core._constraints, [source], control)
         core._speculator = core._runner.speculator = speculator
 
     def add(self, seq_id: int, sampling: SamplingParams, prompt: Sequence[int]) -> None:

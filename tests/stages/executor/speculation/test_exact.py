@@ -13,7 +13,7 @@ from nano_inference.config import Constraint, EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, load_model, wrap_model
 
 from ..models import VOCAB, make_model
-from .drafting import CONFIG, DraftingLane, Row
+from .drafting import CONFIG, DraftingLane, Row, VerifyAll
 
 pytestmark = pytest.mark.usefixtures("unmeasured")
 PROMPT = [17, 3, 99, 42, 8, 150, 77, 31, 5]
@@ -56,14 +56,14 @@ def answers(
     asked: list[Request],
     config: EngineConfig = CONFIG,
     drafts: tuple[dict[int, list[Row]], float, int] | None = None,
-    most_rows: int = 64,
+    control: VerifyAll | None = None,
     **core: Any,
 ) -> DraftingLane:
     """A lane that has answered them, with drafts or without."""
     config = msgspec.structs.replace(config, speculation="off" if drafts is None else "auto")
     lane = DraftingLane(config, ExecutorCore(config, model=model, **core))
     if drafts is not None:
-        lane.draft(*drafts, max_rows=most_rows)
+        lane.draft(*drafts, control=control)
     for seq_id, (sampling, prompt) in enumerate(asked, 1):
         lane.add(seq_id, sampling, prompt)
     lane.run()
@@ -119,6 +119,35 @@ def test_right_drafts_take_fewer_steps_and_wrong_ones_take_none(model: LoadedMod
     assert wrong.steps <= expected.steps
 
 
+class AskedSeldom(VerifyAll):
+    """Says each third time that drafts would not pay in this step and the next five.
+
+    Attributes:
+        asked: How many steps it was told of.
+    """
+
+    asked = 0
+
+    def begin(self, num_rows: int, num_prefill: int, context: float) -> bool:
+        self.asked += 1
+        return super().begin(num_rows, num_prefill, context) and self.asked % 3 > 0
+
+    def rest(self) -> int:
+        return 5
+
+
+def test_steps_for_which_drafts_rest_are_computed_without_a_question(model: LoadedModel) -> None:
+    sampling = SamplingParams(max_tokens=50)
+    asked = [(sampling, PROMPT), (sampling, PROMPT[:3])]
+    without = answers(model, asked)
+    control = AskedSeldom()
+    lane = answers(model, asked, drafts=(without.found, 0.5, 0), control=control)
+    assert lane.found == without.found
+    assert lane.accepted > 0
+    assert lane.steps < without.steps
+    assert control.asked < 0.7 * lane.steps
+
+
 def test_in_deterministic_mode_they_leave_every_bit(model: LoadedModel) -> None:
     config = msgspec.structs.replace(CONFIG, deterministic=True)
     asked: list[Request] = [
@@ -148,7 +177,7 @@ def test_steps_of_hundreds_of_drafted_rows_leave_every_bit(
         for number in range(12)
     ]
     expected = answers(model, asked, config)
-    lane = answers(model, asked, config, (expected.found, 0.95, 4), most_rows=512)
+    lane = answers(model, asked, config, (expected.found, 0.95, 4), control=VerifyAll(512))
     assert lane.most_rows > 128
     assert lane.found == expected.found
 

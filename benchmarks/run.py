@@ -5,10 +5,9 @@
 
 Each engine is a process of its own that loads the model once and then waits for its turns; they
 take turns workload by workload, in rotating order, so that what the machine does meanwhile hits all
-of them. Memory bandwidth and the time from core to core are taken around every turn: a shared
-machine has states in which it is twice as fast, and only turns in one state are compared
-(`machine.py`). A peer that is not installed is named, and left out. Models are of random weights,
-made here.
+of them. Where its cores are is looked at around every turn: a shared machine has states in which it
+is twice as fast, and only turns in one state are compared (`machine.py`). A peer that is not
+installed is named, and left out. Models are of random weights, made here.
 """
 
 from __future__ import annotations
@@ -90,23 +89,22 @@ def measure(
 ) -> tuple[dict[str, dict[str, list[dict[str, Any]]]], list[dict[str, float]]]:
     """All runs by workload and engine, without the first round, and the machine's states."""
     runs: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    states = []
+    states: list[dict[str, float]] = []
     for workload in workloads:
         runs[workload] = {peer.name: [] for peer in peers}
         for repetition in range(repeat + 1):
             turn = repetition % len(peers)
+            if (around := machine.measure(threads)) is not None:
+                states.append(asdict(around))
             for peer in peers[turn:] + peers[:turn]:
-                before = machine.measure(threads)
+                before = machine.measure()
                 times = peer.run(workload, seed=repetition)
-                after = machine.measure(threads)
+                after = machine.measure()
                 if times is None or repetition == 0:  # the first one warms up
                     continue
                 times["state"] = machine.state_around(before, after)
                 runs[workload][peer.name].append(times)
-                if before is not None and after is not None:
-                    both = [asdict(before), asdict(after)]
-                    times["bytes_per_s"] = statistics.mean(s["bytes_per_s"] for s in both)
-                    states += both
+                states += [asdict(state) for state in (before, after) if state is not None]
             print(".", end="", file=sys.stderr, flush=True)
         print(f" {workload}", file=sys.stderr)
     return runs, states
@@ -269,8 +267,12 @@ def show_memory(peer: Peer, runs: dict[str, dict[str, list[dict[str, Any]]]]) ->
 
 def show_machine(states: list[dict[str, float]]) -> None:
     """What the machine did meanwhile."""
-    for key, scale, unit in (("bytes_per_s", 1e-9, "GB/s"), ("round_trip_ns", 1, "ns")):
-        if values := sorted(state[key] * scale for state in states):
+    for key, scale, unit in (
+        ("bytes_per_s", 1e-9, "GB/s"),
+        ("round_trip_ns", 1, "ns"),
+        ("cores", 1, ""),
+    ):
+        if values := sorted(state[key] * scale for state in states if state[key]):
             print(
                 f"{key}: median {statistics.median(values):.3g} {unit} "
                 f"[{values[0]:.3g} to {values[-1]:.3g}]"

@@ -11,7 +11,8 @@ from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 
 from .rig import load
 
-NEAR, BETWEEN, FAR = 60.0, 200.0, 350.0
+NEAR, BETWEEN, FAR = (60.0, 2.0), (200.0, 2.0), (350.0, 1.9)
+SHARED, BUSY = (60.0, 1.05), (60.0, 1.5)
 FIRST = 300
 SMALL = {
     "hidden_size": 128,
@@ -34,14 +35,17 @@ SMALL = {
         (NEAR, FAR, "changing"),
         (FAR, NEAR, "changing"),
         (BETWEEN, BETWEEN, "changing"),
+        (SHARED, SHARED, "shared"),
+        (NEAR, SHARED, "changing"),
+        (BUSY, BUSY, "changing"),
         (None, None, "unknown"),
     ],
 )
 def test_a_turn_is_of_a_state_that_the_machine_was_in_before_and_after(
-    before: float | None, after: float | None, state: str
+    before: tuple[float, float] | None, after: tuple[float, float] | None, state: str
 ) -> None:
     machine = load("machine")
-    ends = (None if trip is None else machine.State(1e10, trip) for trip in (before, after))
+    ends = (end and machine.State(*end) for end in (before, after))
     assert machine.state_around(*ends) == state
 
 

@@ -25,12 +25,14 @@ class Rows:
         num_tokens: `[rows]`.
         tables: `[rows, blocks]`, block numbers; what a row does not need is any valid block.
         num_decodes: How many rows, in front, have one token.
+        read: Tokens of the batch whose last hidden states are read, rising; None where all may be.
     """
 
     starts: IntArray
     num_tokens: IntArray
     tables: IntArray
     num_decodes: int
+    read: IntArray | None = None
 
     @cached_property
     def contexts(self) -> IntArray:

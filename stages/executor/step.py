@@ -229,9 +229,6 @@ class StepRunner:
         order, num_decodes = order_rows(step.starts, step.num_tokens)
         rows, starts, counts = step.rows[order], step.starts[order], step.num_tokens[order]
         width = -(-int((starts + counts).max()) // self.cache.block_size)
-        batch_rows = Rows(starts, counts, table.blocks[rows, :width], num_decodes)
-        row_of_token, positions = batch_rows.flat
-        input_ids = table.tokens[rows[row_of_token], positions]
         # Logits come back in the plan's order, not in that of the batch.
         last_token = np.empty_like(order)
         last_token[order] = np.cumsum(counts) - 1
@@ -240,6 +237,11 @@ class StepRunner:
             first_token = last_token - step.num_tokens + 1
             _, scored = flatten_rows(first_token, num_scored)
             logits_index = np.concatenate((logits_index, scored))
+        # A vector may be made of any of a prompt's tokens.
+        read = None if table.pools[rows].any() else np.unique(logits_index)
+        batch_rows = Rows(starts, counts, table.blocks[rows, :width], num_decodes, read)
+        row_of_token, positions = batch_rows.flat
+        input_ids = table.tokens[rows[row_of_token], positions]
         inputs = self.builder.build(batch_rows, input_ids, logits_index)
         if (input_ids < 0).any():
             inputs = replace(inputs, input_ids=self.feed.resolve(inputs.input_ids))

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..batch import DecodeRows, Rows
 from ..kernels.cpu import PagedAttention
 from ..loaded_model import LoadedModel
-from .paged import PagedBackend, PagedBatch
+from .paged import PagedBackend, PagedBatch, ReadRows
 
 
 class CpuBackend(PagedBackend):
@@ -25,6 +25,13 @@ class CpuBackend(PagedBackend):
         if rows.num_decodes == rows.starts.size:
             return super().prepare(rows, slots, tables, contexts)
         row_of_token, positions = rows.flat
-        tables = tables.index_select(0, torch.from_numpy(row_of_token))
+        of_token = tables.index_select(0, torch.from_numpy(row_of_token))
         contexts = torch.from_numpy(positions + 1)
-        return PagedBatch(slots, DecodeRows(len(contexts), tables, contexts))
+        read: ReadRows | None = None
+        if rows.read is not None and 2 * len(rows.read) <= len(positions):
+            index = torch.from_numpy(rows.read)
+            some = DecodeRows(
+                len(rows.read), of_token.index_select(0, index), contexts.index_select(0, index)
+            )
+            read = ReadRows(index, some)
+        return PagedBatch(slots, DecodeRows(len(contexts), of_token, contexts), read=read)

@@ -20,6 +20,19 @@ from .prefill import LayerKind, PrefillRow, for_each_kind, layer_kinds, prefill,
 
 
 @dataclass(frozen=True, slots=True)
+class ReadRows:
+    """Tokens whose last hidden states are read, where nobody reads the others.
+
+    Attributes:
+        index: `[read]` int64, where they are in the batch, rising.
+        rows: They alone, as rows for the kernel.
+    """
+
+    index: Tensor
+    rows: DecodeRows
+
+
+@dataclass(frozen=True, slots=True)
 class PagedBatch:
     """A step.
 
@@ -27,11 +40,13 @@ class PagedBatch:
         slots: `[tokens]`, the slot mapping.
         decodes: The rows that the kernel takes.
         prefills: Those behind them, for each kind of layer; empty when there are none.
+        read: The tokens that are read, if they are at most half of all; None for any.
     """
 
     slots: Tensor
     decodes: DecodeRows
     prefills: dict[LayerKind, tuple[PrefillRow, ...]] = field(default_factory=dict)
+    read: ReadRows | None = None
 
 
 class PagedBackend:

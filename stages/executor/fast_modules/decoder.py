@@ -53,6 +53,10 @@ class _Step(ctypes.Structure):
         ("tables", c_void_p),
         ("blocks", c_long),
         ("contexts", c_void_p),
+        ("num_read", c_long),
+        ("read", c_void_p),
+        ("read_tables", c_void_p),
+        ("read_contexts", c_void_p),
     )
 
 
@@ -135,7 +139,8 @@ class DecoderLayers:
         """Runs a step that it handles, in place.
 
         Args:
-            rows: `[rows, hidden]`, contiguous.
+            rows: `[rows, hidden]`, contiguous. Those that `batch` says nobody reads are of no use
+                afterwards.
             cos: `[rows, key_width]`, contiguous.
             sin: Likewise.
             batch: The step.
@@ -161,7 +166,12 @@ class DecoderLayers:
             decodes.tables.data_ptr(),
             decodes.tables.shape[1],
             decodes.contexts.data_ptr(),
+            count,
         )
+        if (read := batch.read) is not None:
+            step.num_read, step.read = read.rows.count, read.index.data_ptr()
+            step.read_tables = read.rows.tables.data_ptr()
+            step.read_contexts = read.rows.contexts.data_ptr()
         self._run(
             ctypes.addressof(self._arguments),
             len(self._layers),

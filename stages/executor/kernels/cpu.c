@@ -674,13 +674,16 @@ typedef struct {
 } DecoderLayer;
 
 // Rows of one token each. cos, sin: [rows, key_width]. slots: [rows], where keys and values go.
-// The others are as in decode_attention.
+// tables, blocks and contexts are as in decode_attention. read: [num_read], rising: those whose result
+// is wanted, at most half of the rows, with their tables and contexts; num_read is rows if all are.
 typedef struct {
     long rows;
     const number *cos, *sin;
     const int64_t *slots, *tables;
     long blocks;
     const int64_t *contexts;
+    long num_read;
+    const int64_t *read, *read_tables, *read_contexts;
 } Step;
 
 static void norm_by_team(const Norm *norm, const number *x, number *out, long rows, long width) {
@@ -709,9 +712,20 @@ static void place_by_team(const DecoderLayer *l, const Step *step, number *proje
     }
 }
 
-// Runs x, [rows, hidden], through layers that follow one another, in place. memory: for each row as
-// many numbers as the widest layer's projection and gated put out, and output and down take in, and
-// hidden.
+// Brings the rows that are read to the front, of what the projection gave in place, of x to `kept`.
+static void keep_by_team(const Step *step, number *projected, long stride, const number *x,
+                         number *kept, long hidden) {
+#pragma omp single
+    for (long i = 0; i < step->num_read; i++) {
+        const long row = step->read[i];
+        memmove(projected + i * stride, projected + row * stride, stride * sizeof(number));
+        memcpy(kept + i * hidden, x + row * hidden, hidden * sizeof(number));
+    }
+}
+
+// Runs x, [rows, hidden], through layers that follow one another, in place. Rows that are not read
+// leave the last one when their keys and values are stored. memory: for each row as many numbers as
+// the widest layer's projection and gated put out, and output and down take in, and hidden.
 void decoder_layers(const DecoderLayer *layers, long count, const Step *step, number *x,
                     number *memory) {
     const long rows = step->rows;
@@ -724,11 +738,23 @@ void decoder_layers(const DecoderLayer *layers, long count, const Step *step, nu
         norm_by_team(&l->first, x, normed, rows, hidden);
         linear_by_team(l->projection, normed, rows, NULL, projected);
         place_by_team(l, step, projected, stride);
-        decode_attention_by_team(l->attention, projected, stride, attended, rows, step->tables,
-                                 step->blocks, step->contexts);
-        linear_by_team(l->output, attended, rows, x, x);
-        norm_by_team(&l->second, x, normed, rows, hidden);
-        linear_by_team(l->gated, normed, rows, NULL, gated);
-        linear_by_team(l->down, gated, rows, x, x);
+        const int some = step->num_read < rows && l == layers + count - 1;
+        const long left = some ? step->num_read : rows;
+        number *kept = x;
+        if (some) {
+            kept = normed, normed += left * hidden;
+            keep_by_team(step, projected, stride, x, kept, hidden);
+        }
+        decode_attention_by_team(l->attention, projected, stride, attended, left,
+                                 some ? step->read_tables : step->tables, step->blocks,
+                                 some ? step->read_contexts : step->contexts);
+        linear_by_team(l->output, attended, left, kept, kept);
+        norm_by_team(&l->second, kept, normed, left, hidden);
+        linear_by_team(l->gated, normed, left, NULL, gated);
+        linear_by_team(l->down, gated, left, kept, kept);
+        if (some)
+#pragma omp for
+            for (long i = 0; i < left; i++)
+                memcpy(x + step->read[i] * hidden, kept + i * hidden, hidden * sizeof(number));
     }
 }

@@ -310,6 +310,7 @@ def main() -> None:
             "engines": {peer.name: peer.about for peer in peers},
             "missing": missing,
             "figures": by_state,
+            "turns": runs,
             "states": states,
         }
         options.json.write_text(json.dumps(content, indent=1) + "\n")

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
+import msgspec
 import torch
 
 from nano_inference import SamplingParams
@@ -125,6 +126,8 @@ async def measure(
     arguments: argparse.Namespace,
 ) -> tuple[dict[str, list[Pair]], dict[str, int]]:
     engine = EngineConfig(max_batch_size=arguments.requests, cpu_threads=1)
+    if arguments.model:
+        engine = msgspec.structs.replace(engine, model_path=str(arguments.model))
     kinds: dict[str, tuple[float | None, bool]] = {
         "nothing": (None, False),
         "traces, 1 %": (0.01, False),
@@ -203,6 +206,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--requests", type=int, default=128, help="requests, all sent at once")
     parser.add_argument("--tokens", type=int, default=64, help="tokens for each of them")
+    parser.add_argument("--model", type=Path, help="folder of a model; the bundled one without")
     parser.add_argument("--repeat", type=int, default=20, help="repetitions, after a warm-up")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the numbers")
     arguments = parser.parse_args()

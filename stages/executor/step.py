@@ -237,8 +237,9 @@ class StepRunner:
             first_token = last_token - step.num_tokens + 1
             _, scored = flatten_rows(first_token, num_scored)
             logits_index = np.concatenate((logits_index, scored))
-        # A vector may be made of any of a prompt's tokens.
-        read = None if table.pools[rows].any() else np.unique(logits_index)
+        # All of a decode step are. A vector may be made of any of a prompt's tokens.
+        all_read = num_decodes == len(rows) or table.pools[rows].any()
+        read = None if all_read else np.unique(logits_index)
         batch_rows = Rows(starts, counts, table.blocks[rows, :width], num_decodes, read)
         row_of_token, positions = batch_rows.flat
         input_ids = table.tokens[rows[row_of_token], positions]

@@ -122,10 +122,9 @@ def test_a_request_is_cancelled(run: Run, place: list[str], url: str) -> None:
     with start_blocking_portal() as portal, paused(url):
         body = {"text": "98 + 25 =", "rid": f"mine-{len(place)}"}
         answer = portal.start_task_soon(_post, f"{url}/generate", body)
-        # Once it is there: what is said to be in flight may be a second old, and another request.
-        while not answer.done():
-            assert run("cancel", body["rid"], *place) == Ran(0, "", "")
-        told = answer.result().json()
+        wait_until(url, in_flight=True)
+        assert run("cancel", body["rid"], *place) == Ran(0, "", "")
+        told = answer.result(LIMIT_S).json()
     assert told["meta_info"]["finish_reason"]["type"] == "abort"
 
 
@@ -452,12 +451,16 @@ def _own_terminal() -> None:
 
 
 class Paused:
-    """Nothing is generated while the context is open, or until `end`."""
+    """Nothing is generated while the context is open, or until `end`; nothing is in flight first.
+
+    What is in flight while it is open is then the test's own request.
+    """
 
     def __init__(self, url: str) -> None:
         self._url = url
 
     def __enter__(self) -> Paused:
+        wait_until(self._url, in_flight=False)
         _call(f"{self._url}/pause_generation", {"mode": "in_place"})
         return self
 
@@ -481,9 +484,10 @@ async def _post(url: str, body: dict[str, Any]) -> httpx.Response:
         return await client.post(url, json=body)
 
 
-def wait_until_in_flight(url: str) -> None:
+def wait_until(url: str, *, in_flight: bool) -> None:
+    """Until a request is in flight, or none is."""
     end_s = time.monotonic() + LIMIT_S
-    while not httpx.get(f"{url}/v1/loads").json()["loads"][0]["num_total_reqs"]:
+    while bool(httpx.get(f"{url}/v1/loads").json()["loads"][0]["num_total_reqs"]) != in_flight:
         assert time.monotonic() < end_s
 
 
@@ -502,7 +506,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
         terminal.expect("> ")
         with paused(url):
             terminal.type("How much is 9 - 4?\n")
-            wait_until_in_flight(url)
+            wait_until(url, in_flight=True)
             terminal.type("\x03")
             terminal.expect("(stopped)")
         terminal.expect("> ")

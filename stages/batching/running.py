@@ -41,6 +41,8 @@ class RunningBatch:
         self._ids: list[int] = []
         # Whether there may be members that speculate.
         self._have_speculating = False
+        # Members that came with more blocks than their tokens filled.
+        self._have_spare: set[int] = set()
         # Steps are numbered from 0: so many have been planned, and the results of so many taken.
         self._planned = 0
         self._absorbed = 0
@@ -141,8 +143,12 @@ class RunningBatch:
         ]
 
     def growing(self) -> list[Sequence]:
-        """Members that need a block for the next step, in order."""
-        return self._begins[self._planned % self._block_size]
+        """Members that need a block for the next step, in order.
+
+        Where drafts were not accepted, a member may have blocks that it has not come to yet.
+        """
+        due = self._begins[self._planned % self._block_size]
+        return [seq for seq in due if self._is_full(seq)] if self._have_spare else due
 
     def advance(self, step_id: int) -> list[Sequence]:
         """A plan has all members, with one token each; returns those that need a block for it."""
@@ -205,6 +211,8 @@ class RunningBatch:
         seq.leaves_at = self._planned + seq.num_unplanned
         self._limits.setdefault(seq.leaves_at, []).append(seq)
         insort(self._begins_of(seq), seq, key=ORDER)
+        if len(seq.block_ids) * self._block_size >= seq.num_scheduled + self._block_size:
+            self._have_spare.add(seq.seq_id)
 
     def _leave(self, seq: Sequence) -> None:
         """Settles a member and takes it out; of the steps under way it becomes one by hand."""
@@ -212,6 +220,7 @@ class RunningBatch:
         index = bisect_left(self._members, seq.order, key=ORDER)
         del self._members[index], self._ids[index]
         self._begins_of(seq).remove(seq)
+        self._have_spare.discard(seq.seq_id)
         self._limits[seq.leaves_at].remove(seq)
         if not self._limits[seq.leaves_at]:
             del self._limits[seq.leaves_at]
@@ -225,6 +234,10 @@ class RunningBatch:
 
     def _begins_of(self, seq: Sequence) -> list[Sequence]:
         return self._begins[(seq.plans_counted - seq.num_scheduled) % self._block_size]
+
+    def _is_full(self, seq: Sequence) -> bool:
+        num_scheduled = seq.num_scheduled + self._planned - seq.plans_counted
+        return num_scheduled >= len(seq.block_ids) * self._block_size
 
     def _write_back(self, seq: Sequence) -> None:
         plans = self._planned - seq.plans_counted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nano_inference.bus.messages import StepPlan, StepResult, VerifiedDraft
@@ -62,6 +62,21 @@ def drafting_lane(**settings: int | str) -> tuple[Lane, DraftingExecutor]:
     block_size=st.sampled_from([1, 2, 4, 16]),
     steps_ahead=st.integers(1, 3),
     cache_type=st.sampled_from(["paged", "radix"]),
+)
+# Blocks that rejected drafts left over are used before another is taken, of which there is none.
+@example(
+    actions=[
+        ("add", 6680),
+        ("rest", 2288),
+        ("add", 5934),
+        ("add", 3402),
+        ("add", 1247),
+        ("add", 3072),
+        ("add", 591),
+    ],
+    block_size=1,
+    steps_ahead=3,
+    cache_type="radix",
 )
 def test_every_sequence_gets_its_tokens_whenever_drafts_rest(
     actions: list[tuple[str, int]], block_size: int, steps_ahead: int, cache_type: CacheType

@@ -202,7 +202,7 @@ class NewSequence(InternalPart, frozen=True, array_like=True):
         seq_id: The sequence's id.
         token_ids: Prompt, and after a preemption what had been generated.
         num_generated: How many of `token_ids`, at the end, were generated.
-        num_cached: Leading tokens whose KV is already in the blocks; less than all of them.
+        num_cached: Leading tokens whose KV is already in the blocks; all of them in a fork.
         block_ids: Blocks of the KV cache, in order.
         sampling: Parameters; `max_tokens` counts from the prompt's end and is already cut to
             what the model's length allows.
@@ -237,7 +237,7 @@ class StepPlan(Internal, frozen=True, array_like=True, tag="plan", tag_field="ty
         step_id: Counts up from 1 within an epoch.
         new: Sequences that appear for the first time (or again, after a preemption).
         seq_ids: `[rows]`.
-        num_tokens: `[rows]`, each at least 1.
+        num_tokens: `[rows]`; 0 for a fork: it has the tokens of the row before, and its logits.
         grown: (seq_id, block ids appended to its table) for each sequence that grew.
         copies: (source, destination) blocks to copy before the pass.
         finished: Sequences that will not be named again; the executor forgets them.

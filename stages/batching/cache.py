@@ -206,12 +206,16 @@ class KVCacheManager(ABC):
         Two sequences with the same name here are about to compute the same KV. None for one that
         started before a flush: nobody will find what it computes.
         """
-        if lease.block_ids and lease.generation != self._generation:
+        if lease.block_ids and not self.is_current(lease):
             return None
         known = lease.num_known
         start = known * self.block_size
         run = tuple(lease.token_ids[start : start + self.block_size])
         return (lease.trail[known - 1] if known else lease.salt), run
+
+    def is_current(self, lease: Lease) -> bool:
+        """Whether others may find what a lease with blocks computes: no flush came since then."""
+        return lease.generation == self._generation
 
     def rename(self, lease: Lease, salt: str) -> None:
         """A lease has another salt from now on, and nobody finds what it computed so far.
@@ -249,6 +253,35 @@ class KVCacheManager(ABC):
         lease.block_ids.append(block_id)
         return block_id
 
+    def fork(self, lease: Lease, leader: Lease) -> None:
+        """Takes the blocks of another lease with the same tokens, whether computed yet or not.
+
+        Full blocks are shared. The tokens behind them get a block of their own, and that of the
+        leader is the lease's `source` until the first `commit`: the caller has it copied once these
+        tokens are computed, and before any behind them.
+
+        Args:
+            lease: Without blocks.
+            leader: With a block for each token, and no more.
+
+        Raises:
+            OutOfBlocks: Nothing was taken.
+            ValueError: The two have different tokens or salts, or some have no block.
+        """
+        same = lease.salt == leader.salt and lease.token_ids == leader.token_ids
+        if not same or len(leader.block_ids) != -(-len(lease.token_ids) // self.block_size):
+            raise ValueError("only all tokens of another sequence can be shared, with their blocks")
+        held = list(leader.block_ids)
+        if len(lease.token_ids) % self.block_size:
+            if not self._free:
+                raise OutOfBlocks("1 block is needed and 0 are free")
+            lease.source = held[-1]
+        for block_id in held:
+            self._ref_counts[block_id] += 1
+        lease.block_ids = held if lease.source < 0 else [*held[:-1], self._take_free()]
+        lease.generation = leader.generation
+        lease.root, lease.trail, lease.num_known = leader.root, leader.trail[:], leader.num_known
+
     def commit(self, lease: Lease, num_tokens: int) -> None:
         """The KV of the first `num_tokens` tokens is computed: from now on it can be found.
 
@@ -261,7 +294,7 @@ class KVCacheManager(ABC):
         if not all(map(self._ref_counts.__getitem__, new)):
             raise ValueError("a block that nobody holds can't have been computed")
         self._drop_source(lease)
-        if lease.generation == self._generation:
+        if self.is_current(lease):
             self._index(lease, num_tokens)
 
     def release(self, lease: Lease) -> None:

@@ -10,19 +10,20 @@ from typing import assert_never
 import msgspec
 
 from ...bus.control import Cancel, LaneCapacity
-from ...bus.messages import Credit, Dispatch, NewSequence, RequestInfo, StepPlan, StepResult
+from ...bus.messages import Credit, Dispatch, RequestInfo, StepPlan, StepResult
 from ...bus.weights import InFlight
 from ...config import EngineConfig
 from .adapters import Adapters
 from .books import check_books
+from .build import PlanBuilder
 from .caches import limits_of, make_cache
 from .counters import Counters
 from .decide import decide
 from .index import SequenceIndex
-from .plans import NextPlan, SentPlan, accepted_tokens
+from .plans import NextPlan, PlannedRow, SentPlan, accepted_tokens
 from .report import Report
 from .running import RunningBatch
-from .schedule import NOTHING, SchedulerOutput
+from .schedule import NOTHING
 from .sequence import Sequence, SequenceStatus
 
 
@@ -65,6 +66,9 @@ class BatchingCore:
         self._paused_seqs: dict[int, Sequence] = {}
         self._step_id = 0
         self._report = Report()
+        self._builder = PlanBuilder(
+            self.limits, self.cache, self._index, self._waiting, self._running, self._report
+        )
         self.adapters = Adapters(self._index, self.cache)
         self.adapters.set(capacity.adapters)
 
@@ -233,7 +237,7 @@ class BatchingCore:
         rows = list(sent.rows)
         if sent.in_step:
             ends = filter(None, map(self._index.get, ended))
-            rows[:0] = [(seq, 1, True, 0) for seq in self._running.absorb(tokens, ends)]
+            rows[:0] = [PlannedRow(seq, 1, True, 0) for seq in self._running.absorb(tokens, ends)]
         for seq, num_tokens, samples, num_drafts in rows:
             if seq.status is SequenceStatus.FINISHED:
                 self._counters.wasted += num_tokens
@@ -281,7 +285,12 @@ class BatchingCore:
         self._preempt(decision.preempted_seqs)
         if not (decision.decode_seqs or decision.prefill_seqs or next_plan.cannot_wait):
             return None
-        return self._build(decision, now_ns)
+        self._next = NextPlan()
+        self._step_id += 1
+        self._draft_rest = max(self._draft_rest - 1, 0)
+        plan, sent = self._builder.build(self._step_id, decision, next_plan, self._counters, now_ns)
+        self._sent.append(sent)
+        return plan
 
     def take_report(self) -> Credit | None:
         """What fairness is to be told: places to give back, who was served, and who has left.
@@ -394,68 +403,6 @@ class BatchingCore:
     def _is_under_way(self, seq: Sequence) -> bool:
         """Whether a plan whose result is not back names the sequence."""
         return bool(self._sent) and seq.last_step >= self._sent[0].step_id
-
-    def _build(self, decision: SchedulerOutput, now_ns: int) -> StepPlan:
-        self._step_id += 1
-        self._draft_rest = max(self._draft_rest - 1, 0)
-        self._counters.decoded += len(decision.decode_seqs)
-        self._counters.prefilled += sum(decision.num_tokens[s] for s in decision.prefill_seqs)
-        rows: list[tuple[Sequence, int, bool, int]] = []
-        new: list[NewSequence] = []
-        grown: list[tuple[int, tuple[int, ...]]] = []
-        copies: list[tuple[int, int]] = []
-        in_step = self._running.in_step if decision.decode_seqs else ()
-        apart: tuple[int, ...] = ()
-        if len(in_step) < len(decision.decode_seqs):
-            members = frozenset(in_step)
-            apart = tuple(seq_id for seq_id in decision.decode_seqs if seq_id not in members)
-        by_hand = apart + decision.prefill_seqs
-        if in_step:
-            growing = self._running.advance(self._step_id)
-            grown += [(seq.seq_id, (self.cache.extend(seq.lease),)) for seq in growing]
-        for seq_id in by_hand:
-            seq = self._index[seq_id]
-            num_tokens = decision.num_tokens[seq_id]
-            num_drafts = decision.num_drafts.get(seq_id, 0)
-            if seq.status is SequenceStatus.WAITING:
-                new.append(self._start(seq, copies))
-            elif lacking := seq.num_lacking(num_drafts, self.limits.block_size):
-                grown.append((seq_id, tuple(self.cache.extend(seq.lease) for _ in range(lacking))))
-            seq.last_step = self._step_id
-            rows.append((seq, num_tokens, seq.plan(num_tokens, num_drafts), num_drafts))
-        next_plan, self._next = self._next, NextPlan()
-        ended = tuple(next_plan.ended)
-        self._sent.append(SentPlan(self._step_id, bool(in_step), tuple(rows), ended))
-        return StepPlan(
-            step_id=self._step_id,
-            new=tuple(new),
-            seq_ids=in_step + by_hand,
-            num_tokens=(1,) * len(in_step) + tuple(row[1] for row in rows),
-            grown=tuple(grown),
-            copies=tuple(copies),
-            finished=tuple(next_plan.forget),
-            ended=ended,
-            made_ns=now_ns,
-            weight_version=next_plan.weight_version,
-            release=next_plan.release,
-            adapters=tuple(next_plan.adapters.items()),
-            num_drafts=(
-                (0,) * len(in_step) + tuple(row[3] for row in rows) if decision.num_drafts else ()
-            ),
-        )
-
-    def _start(self, seq: Sequence, copies: list[tuple[int, int]]) -> NewSequence:
-        """A sequence that waits begins to run; returns what the executor is told of it."""
-        allocation = self.cache.start(seq.lease, seq.blocks_to_start(self.limits.block_size))
-        copies += allocation.copies
-        num_cached, num_tokens = allocation.cached_length, len(seq.token_ids)
-        goes_on = seq.started or seq.num_generated > 0
-        self._counters.count_start(num_tokens, num_cached, goes_on=goes_on)
-        self._report.started.append((seq.seq_id, num_tokens - num_cached))
-        self._waiting.remove(seq)
-        seq.start(num_cached)
-        self._running.add(seq)
-        return seq.for_executor()
 
     def _commit(self, seq: Sequence) -> None:
         """Makes what is computed known to the prefix cache.

@@ -15,7 +15,7 @@ class Counters(msgspec.Struct):
         recomputed: Of those prefilled, those that a preemption or a failure had lost.
         wasted: Tokens computed for sequences that had ended.
         full_hits: Sequences that started and found all their tokens in the prefix cache, but for
-            the last one, which is computed in any case.
+            the last one, which is computed in any case; or forked, so that it is not.
         partial_hits: Those that found some.
         misses: Those that found none.
         preemptions: Sequences that gave up their blocks for others.

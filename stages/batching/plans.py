@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import msgspec
 
@@ -11,19 +12,28 @@ from ...bus.messages import StepResult
 from .sequence import Sequence
 
 
+class PlannedRow(NamedTuple):
+    """A row that is not in step: its tokens, whether it samples, and how many drafts it allows."""
+
+    seq: Sequence
+    num_tokens: int
+    samples: bool
+    num_drafts: int
+
+
 class SentPlan(msgspec.Struct, frozen=True):
     """A plan whose result is not back.
 
     Attributes:
         step_id: As in the plan.
         in_step: Whether it is a step of the running batch.
-        rows: Its other rows: their tokens, whether they sample, and how many drafts they allow.
+        rows: Its other rows.
         ended: As in the plan.
     """
 
     step_id: int
     in_step: bool
-    rows: tuple[tuple[Sequence, int, bool, int], ...]
+    rows: tuple[PlannedRow, ...]
     ended: tuple[Cancel, ...]
 
 

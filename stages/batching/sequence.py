@@ -271,7 +271,8 @@ class Sequence:
         """WAITING to RUNNING.
 
         Args:
-            num_cached: Leading tokens that are computed already, less than all.
+            num_cached: Leading tokens that are computed already, or, all of them, will be with
+                the step that it starts in.
             block_ids: Blocks for all its tokens, in order; None when its lease has them.
         """
         if block_ids is not None:

@@ -8,7 +8,7 @@ from ...config import SchedulerConfig
 from .cache import KVCacheManager
 from .sequence import Sequence
 
-_MOST_LOOKS = 2
+MOST_LOOKS = 2
 """At how many waiting sequences a plan looks at most, in batches."""
 
 
@@ -40,7 +40,7 @@ def startable(
     computing = {cache.next_run(seq.lease) for seq in prefilling}
     for looked_at, seq in enumerate(waiting):
         if (
-            looked_at == _MOST_LOOKS * limits.max_batch_size
+            looked_at == MOST_LOOKS * limits.max_batch_size
             or len(chosen) == room
             or num_blocks >= num_free
             or num_tokens >= limits.max_tokens_per_batch

@@ -113,10 +113,10 @@ class SequenceTable:
         count = len(new.token_ids)
         if new.seq_id in self._row_of:
             raise ValueError(f"sequence {new.seq_id} is already here")
-        if not 0 <= new.num_cached < count <= self._max_model_len:
+        if not 0 <= new.num_cached <= count or not 0 < count <= self._max_model_len:
             raise ValueError(
-                f"sequence {new.seq_id} has {count} tokens, {new.num_cached} of them cached; at "
-                f"least one must be left to compute, and at most {self._max_model_len} fit"
+                f"sequence {new.seq_id} has {count} tokens, {new.num_cached} of them cached; it "
+                f"needs one, and at most {self._max_model_len} fit"
             )
         if not self._free:
             self._enlarge()

@@ -142,12 +142,13 @@ class StepRunner:
 
         Args:
             rows: `[rows]`, of the table, at least one.
-            num_tokens: `[rows]`, how many tokens each computes.
+            num_tokens: `[rows]`, how many tokens each computes; 0 for a fork.
             num_drafts: `[rows]`, how many drafted ones may be verified besides; None for none.
             graphs: Recorded steps; None when there are none.
 
         Raises:
-            ValueError: A row computes no token, or one that is not known or has no block.
+            ValueError: A row computes a token that is not known or has no block, or none at all
+                where it can't sample with the row before.
             ModelError: The model's output is broken.
         """
         table = self.table
@@ -169,12 +170,17 @@ class StepRunner:
             step, samples = _with_drafts(step, drafts), np.repeat(samples, drafts.counts + 1)
         places = Places(step.rows[samples], step.ahead[samples])
         masks = self.constraints.begin(places)
+        logits_of: IntArray | None = None
+        if not num_tokens.all():
+            step, samples, logits_of = _without_forks(step, samples)
         num_scored = table.num_to_score(step.rows, step.num_tokens)
         # A graph has the model's own layers alone, and a token for each sequence.
         plain = samples.all() and not num_scored.any() and (table.adapter[rows] < 0).all()
         if graphs and plain and len(step.rows) == len(rows) and graphs.fits(num_tokens):
             return StepOutputs(self._replay(graphs, rows, masks))
         logits, outputs = self._forward(step, samples, num_scored)
+        if logits_of is not None:
+            logits = logits[self.upload(logits_of)[0]]
         table.num_computed[rows] = ends
         if not len(places):
             return outputs
@@ -189,15 +195,27 @@ class StepRunner:
         """How many tokens each row will have computed.
 
         Raises:
-            ValueError: A row computes no token, or one that is not known or has no block.
+            ValueError: As `run`.
         """
         table = self.table
         ends: IntArray = table.num_computed[rows] + num_tokens
         room = table.num_blocks[rows] * self.cache.block_size
-        bad = (num_tokens < 1) | (ends > table.num_known[rows]) | (ends > room)
+        bad = (num_tokens < 0) | (ends > table.num_known[rows]) | (ends > room)
+        if not num_tokens.all():
+            bad |= (num_tokens == 0) & ~self._may_fork(rows, num_tokens, ends)
         if bad.any():
             table.complain(int(rows[bad][0]), int(num_tokens[bad][0]))
         return ends
+
+    def _may_fork(self, rows: IntArray, num_tokens: IntArray, ends: IntArray) -> BoolArray:
+        """Which rows can sample with the last one before that has tokens, since it has as many and
+        the same adapter, and samples itself."""
+        table, leaders = self.table, _leaders(num_tokens)
+        known, adapters, pools = table.num_known[rows], table.adapter[rows], table.pools[rows]
+        same = (known == known[leaders]) & (adapters == adapters[leaders])
+        samples = (ends == known) & ~pools
+        may: BoolArray = same & samples & (samples & (num_tokens > 0))[leaders]
+        return may
 
     def _forward(
         self, step: _Pass, samples: BoolArray, num_scored: IntArray
@@ -337,6 +355,21 @@ class StepRunner:
     def _all_plain(self, rows: IntArray) -> bool:
         """Whether `sample_plain` can choose the tokens, which waits for nothing."""
         return not self.raw_logprobs and bool(self.table.plain[rows].all())
+
+
+def _leaders(num_tokens: IntArray) -> IntArray:
+    """For each row the last one, up to it, that has tokens; the first row where none has."""
+    computing = np.where(num_tokens > 0, np.arange(len(num_tokens)), 0)
+    leaders: IntArray = np.maximum.accumulate(computing)
+    return leaders
+
+
+def _without_forks(step: _Pass, samples: BoolArray) -> tuple[_Pass, BoolArray, IntArray]:
+    """The rows that have tokens, and whether they sample; and for each row that samples, forks
+    among them, which of the logits are its own."""
+    computes = step.num_tokens > 0
+    logits_of: IntArray = np.cumsum(samples & computes)[samples] - 1
+    return _Pass(*(part[computes] for part in step)), samples[computes], logits_of
 
 
 def _with_drafts(step: _Pass, drafts: StepDrafts) -> _Pass:

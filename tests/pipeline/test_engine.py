@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -55,6 +56,42 @@ def test_results_come_in_order_of_prompts_then_samples(engine: InferenceEngine) 
     assert [list(sample.prompt_tokens) for sample in samples] == [p for p in prompts for _ in "abc"]
     again = engine.generate(prompts, params, num_samples_per_prompt=3)
     assert [s.completion_tokens for s in again] == [s.completion_tokens for s in samples]
+
+
+KINDS_OF_SAMPLES: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0, "logprobs": 3},
+    {"top_p": 0.8, "top_k": 20, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+    {"min_tokens": 5, "logit_bias": {65: 3.0}},
+    {"constraint": {"regex": "[0-9]{3,9}"}},
+    {"prompt_logprobs": 1},
+    {"max_tokens": 1},
+]
+
+
+@pytest.mark.parametrize("speculation", ["off", "auto"])
+@pytest.mark.parametrize("length", [16, 21])
+def test_samples_of_one_prompt_are_what_each_is_alone(
+    length: int, speculation: Literal["off", "auto"]
+) -> None:
+    """Together, the others get their first token from the step that computes the first's prompt."""
+    prompt = [40 + place * 7 % 50 for place in range(length)]
+    params = [
+        msgspec.convert({"seed": seed, "max_tokens": 12, **kind}, SamplingParams)
+        for seed, kind in enumerate(KINDS_OF_SAMPLES * 2)
+    ]
+    config = EngineConfig(dtype="float32", speculation=speculation, cache_type="radix")
+    with InferenceEngine(config) as engine:
+        together = engine.generate([prompt] * len(params), params)
+        forked = engine._batching.take_counters()
+        assert forked.prefilled <= 3 * length, "two more compute it for its logprobs"
+        for one, sampling in zip(together, params, strict=True):
+            engine.flush_cache()
+            (alone,) = engine.generate([prompt], sampling)
+            assert one.completion_tokens == alone.completion_tokens
+            assert one.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+            assert one.finish_reason == alone.finish_reason
+            assert one.prompt_logprobs == alone.prompt_logprobs
 
 
 def test_step_by_step(engine: InferenceEngine) -> None:

@@ -200,7 +200,8 @@ def test_prompts_cold_warm_and_of_several_samples(cache_type: Any, chunk: int) -
         assert warm.samples[0].token_ids == cold.samples[0].token_ids
         (several,) = run(engine, [prompt], [scored], n=3)
         holds(prompt, several.prompt_logprobs, several.prompt_top_logprobs, 2)
-        assert several.usage.cached_tokens == 2 * (len(prompt) - 1)
+        # Those that find no more of it than a chunk wait for the first, and fork.
+        assert several.usage.cached_tokens in (2 * len(prompt), 2 * (len(prompt) - 1))
         longer = [*prompt, *cold.samples[0].token_ids, 30, 31]
         (partly,) = run(engine, [longer], [scored])
         holds(longer, partly.prompt_logprobs, partly.prompt_top_logprobs, 2)

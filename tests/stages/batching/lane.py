@@ -70,10 +70,12 @@ class RuleExecutor:
             self.slots[destination] = list(self.slots[source])
         rows = []
         pooled = []
+        leader = -1
         for seq_id, count in zip(plan.seq_ids, plan.num_tokens, strict=True):
             if seq_id in self.done:
                 continue
-            row = self._row(seq_id, count)
+            row = self._row(seq_id, count) if count else self._fork(seq_id, leader)
+            leader = seq_id if count else leader
             if self.sequences[seq_id].info.pooling is None:
                 rows += row
             elif row:
@@ -107,11 +109,21 @@ class RuleExecutor:
             self.slots[table[block]][offset] = tokens[position]
         self.computed[seq_id] += count
         self.num_computed += count
+        # That of a fork is in blocks of its own by now.
         for position in range(start + count):
             block, offset = divmod(position, self.block_size)
             assert self.slots[table[block]][offset] == tokens[position], "a foreign block was read"
-        if self.computed[seq_id] < len(tokens):
-            return []
+        return self._sample(seq_id) if self.computed[seq_id] == len(tokens) else []
+
+    def _fork(self, seq_id: int, leader: int) -> list[tuple[int, int, str]]:
+        tokens = self.tokens[seq_id]
+        assert self.computed[seq_id] == self.computed[leader] == len(tokens)
+        # The leader has sampled already.
+        assert self.tokens[leader][:-1] == tokens, "it samples with others' logits"
+        return self._sample(seq_id)
+
+    def _sample(self, seq_id: int) -> list[tuple[int, int, str]]:
+        tokens = self.tokens[seq_id]
         token = next_token(tokens)
         tokens.append(token)
         self.generated[seq_id] += 1

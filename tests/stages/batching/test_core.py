@@ -79,9 +79,9 @@ def test_siblings_compute_their_prompt_once(length: int, chunk: int, cache_type:
     prompt = list(range(length))
     lane.add(prompt, request_id="a", seq_ids=tuple(range(8)), max_tokens=3, stop=False)
     lane.run()
-    # The first computes all; the others share its full blocks, copy the partial one, and compute
-    # the last token each. Then each computes two of the three tokens that it sampled.
-    assert lane.executor.num_computed == length + 7 + 8 * 2
+    # The first computes all; the others fork: they share its full blocks, and copy the partial one
+    # before the next step. Then each computes two of the three tokens that it sampled.
+    assert lane.executor.num_computed == length + 8 * 2
     for seq_id in range(8):
         assert lane.outputs[seq_id] == expected(prompt, 3, stop=False)
 
@@ -277,8 +277,8 @@ def test_the_report_tells_who_was_served() -> None:
     lane.run()
     report = reported(lane)
     assert Counter(chain.from_iterable(report.steps)) == {1: 3, 2: 3}
-    # All of the prompt but the token that samples was computed with the first sample.
-    assert report.started == ((1, 3), (2, 1))
+    # The prompt was computed with the first sample.
+    assert report.started == ((1, 3), (2, 0))
     assert sorted(report.ended) == [1, 2]
     assert report.yielded == ()
 

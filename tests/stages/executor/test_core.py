@@ -11,6 +11,7 @@ import torch
 
 from nano_inference.bus.control import Cancel
 from nano_inference.bus.messages import StepResult
+from nano_inference.bus.pooling import Pooling
 from nano_inference.config import EngineConfig, ModelError, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, uniform, wrap_model
 
@@ -153,6 +154,43 @@ def test_blocks_are_copied_before_the_pass(model: LoadedModel, core: ExecutorCor
     assert made == {1: run_alone(1), 2: run_alone(2)[:7]}
 
 
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_forks_sample_with_the_row_before(model: LoadedModel, runs_ahead: bool) -> None:
+    """Each by its own parameters; the other rows of the step are as they were."""
+    prompt = [*PROMPT, 61, 7]
+    params = {
+        1: SAMPLED,
+        2: SAMPLED,
+        3: GREEDY,
+        4: msgspec.structs.replace(GREEDY, repetition_penalty=1.7, logprobs=2),
+        5: SAMPLED,
+    }
+    core = ExecutorCore(CONFIG, model=model, runs_ahead=runs_ahead)
+    core.execute(step_plan(new=(new_sequence(5, prompt[:6], range(16, 20), SAMPLED),), rows={5: 5}))
+    leader = new_sequence(1, prompt, range(5), params[1], seed=1)
+    tables = {2: (0, 1, 5, 6, 7), 3: (0, 1, 8, 9, 10), 4: (0, 1, 11, 12, 13)}
+    forks = [
+        new_sequence(each, prompt, table, params[each], num_cached=11, seed=each)
+        for each, table in tables.items()
+    ]
+    plan = step_plan(new=(leader, *forks), rows={1: 11, 2: 0, 3: 0, 4: 0, 5: 1})
+    made: dict[int, list[tuple[int, float]]] = {each: [] for each in params}
+    parts: dict[str, Any] = {"copies": ((2, 5), (2, 8), (2, 11))}
+    for _ in range(8):
+        result = core.execute(plan)
+        for place, seq_id in enumerate(result.seq_ids):
+            made[seq_id].append((result.token_ids[place], result.logprobs[place]))
+        plan = step_plan(rows=dict.fromkeys(params, 1), **parts)
+        parts = {}
+    for seq_id, sampling in params.items():
+        tokens = prompt if seq_id < 5 else prompt[:6]
+        alone = Generation(1, tokens, sampling, seed=seq_id if seq_id < 5 else 0)
+        generate(ExecutorCore(CONFIG, model=model), alone, chunk=64)
+        assert [token for token, _ in made[seq_id]] == alone.token_ids
+        logprobs = [logprob for _, logprob in made[seq_id]]
+        assert logprobs == pytest.approx(alone.logprobs, abs=1e-5)
+
+
 # --- how it ends ------------------------------------------------------------------------------
 
 
@@ -290,12 +328,43 @@ def test_plans_that_contradict_what_was_are_refused(core: ExecutorCore) -> None:
     with pytest.raises(ValueError, match="longest sequence"):
         core.execute(step_plan(grown=((1, tuple(range(17))),)))
     for bad in (
-        new_sequence(2, PROMPT, (4, 5, 6), GREEDY, num_cached=9),
+        new_sequence(2, PROMPT, (4, 5, 6), GREEDY, num_cached=10),
         new_sequence(3, PROMPT * 8, range(18), GREEDY),
         new_sequence(4, (), (), GREEDY),
     ):
-        with pytest.raises(ValueError, match="at least one must be left"):
+        with pytest.raises(ValueError, match="of them cached; it needs one"):
             core.execute(step_plan(new=(bad,)))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [{2: 0}, {2: 0, 1: 9}, {1: 8, 2: 0}, {1: 9, 3: 0}, {1: 9, 4: 0}, {5: 9, 2: 0}, {1: 9, 2: 1}],
+    ids=[
+        "alone",
+        "before",
+        "not-at-its-end",
+        "shorter",
+        "nothing-cached",
+        "of-a-vector",
+        "computes",
+    ],
+)
+def test_a_fork_has_the_tokens_of_a_row_that_samples(
+    core: ExecutorCore, rows: dict[int, int]
+) -> None:
+    pooled = msgspec.structs.replace(
+        new_sequence(5, PROMPT, (9, 10, 11), GREEDY),
+        info=msgspec.structs.replace(INFO, pooling=Pooling("last", normalize=False, dimensions=0)),
+    )
+    new = (
+        new_sequence(1, PROMPT, (0, 1, 2), GREEDY),
+        new_sequence(2, PROMPT, (0, 1, 3), GREEDY, num_cached=9),
+        new_sequence(3, PROMPT[:8], (0, 1), GREEDY, num_cached=8),
+        new_sequence(4, PROMPT, (6, 7, 8), GREEDY),
+        pooled,
+    )
+    with pytest.raises(ValueError, match=r"of sequence [2-4], which has"):
+        core.execute(step_plan(new=new, rows=rows))
 
 
 def test_a_broken_model_is_an_error_and_no_token() -> None:

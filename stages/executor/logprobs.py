@@ -36,7 +36,8 @@ class ScaledLogits:
         largest: `[batch]` float32, the largest logit.
         first_largest: `[batch]`, the first token that has it.
         divisors: `[batch]` float32, the temperature, 1 where that is 0.
-        kernels: As in `scale_logits`.
+        logs: `[batch]` float64, the logarithm of the sums' total, where our own kernel has computed
+            it; None elsewhere.
     """
 
     logits: Tensor
@@ -44,19 +45,18 @@ class ScaledLogits:
     largest: Tensor
     first_largest: Tensor
     divisors: Tensor
-    kernels: bool = False
+    logs: Tensor | None = None
 
     def weights(self, token_ids: Tensor | None = None) -> Tensor:
         """Of all tokens, `[batch, vocab]`, or of some of each row, `[batch, k]`; float32."""
         logits = self.logits if token_ids is None else self.logits.gather(1, token_ids)
-        return _weights(logits, self.largest, self.divisors, kernels=self.kernels)
+        return _weights(logits, self.largest, self.divisors, kernels=self.logs is not None)
 
     def logprobs(self, token_ids: Tensor) -> Tensor:
         """Of some tokens of each row, `[batch, k]` to float32 `[batch, k]`."""
         logits = self.logits.gather(1, token_ids)
         scaled = (logits - self.largest[:, None]) / self.divisors[:, None]
-        totals = self.sums.sum(dim=-1)
-        logs = elementwise(torch.log, totals) if self.kernels else totals.log()
+        logs = self.sums.sum(dim=-1).log() if self.logs is None else self.logs
         return (scaled - logs[:, None]).float()
 
 
@@ -78,15 +78,16 @@ def scale_logits(
     """
     # (torch.where with a number would copy it to the device, and wait.)
     divisors = temperatures.masked_fill(temperatures == 0, 1.0).to(torch.float32)
+    logs = None
     if kernels:
-        largest, first_largest, sums = softmax_sums(logits, divisors, BLOCK)
+        largest, first_largest, sums, logs = softmax_sums(logits, divisors, BLOCK)
     else:
         largest, first_largest = logits.amax(dim=-1), logits.argmax(dim=-1)
     if checked and not bool(torch.isfinite(largest).all()):
         raise broken_logits()
     if not kernels:
         sums = block_sums(_weights(logits, largest, divisors))
-    return ScaledLogits(logits, sums, largest, first_largest, divisors, kernels)
+    return ScaledLogits(logits, sums, largest, first_largest, divisors, logs)
 
 
 def broken_logits() -> ModelError:

@@ -7,8 +7,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .kernels.cpu import draw
-from .logprobs import BLOCK, ScaledLogits, block_sums, scale_logits
+from .kernels import cpu
+from .logprobs import BLOCK, ScaledLogits, block_sums, broken_logits, scale_logits
 
 _CANDIDATES = (64, 1024)
 """Numbers of likeliest tokens among which a limit is looked for before all are sorted."""
@@ -87,26 +87,32 @@ def sample_with_logprobs(
     Raises:
         ModelError: A row's largest logit is not a finite number: the model's output is broken.
     """
+    limits = (top_k, top_p, min_p)
+    if (
+        kernels
+        and limits == (None, None, None)
+        and (uniforms is not None or not temperatures.any())
+    ):
+        return _sample_by_kernel(logits.float(), temperatures, uniforms)
     scaled = scale_logits(logits.float(), temperatures, kernels=kernels)
     greedy = temperatures == 0
     tokens = scaled.first_largest
     if not bool(greedy.all()):
         if uniforms is None:
             uniforms = torch.rand(logits.shape[0], dtype=torch.float64, device=logits.device)
-        restricted = _restrict(scaled, top_k, top_p, min_p)
-        if scaled.kernels and restricted is None:
-            sampled = draw(
-                scaled.logits,
-                scaled.divisors,
-                BLOCK,
-                scaled.largest,
-                scaled.sums,
-                uniforms.double(),
-            )
-        else:
-            sampled = _inverse_cdf(scaled, restricted, uniforms)
+        sampled = _inverse_cdf(scaled, _restrict(scaled, *limits), uniforms)
         tokens = torch.where(greedy, tokens, sampled)
     return tokens, scaled.logprobs(tokens[:, None])[:, 0]
+
+
+def _sample_by_kernel(
+    logits: Tensor, temperatures: Tensor, uniforms: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    numbers = None if uniforms is None else uniforms.double()
+    tokens, logprobs = cpu.sample(logits, temperatures.float(), numbers, BLOCK)
+    if not np.isfinite(logprobs.numpy()).all():
+        raise broken_logits()
+    return tokens, logprobs
 
 
 @torch.no_grad()

@@ -76,9 +76,12 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 _SAMPLING_SIGNATURES: dict[str, tuple[Any, ...]] = {
     "softmax_sums": (
         *(c_void_p, c_long, c_long, c_void_p, c_long),
-        *(c_void_p, c_void_p, c_void_p),
+        *(c_void_p, c_void_p, c_void_p, c_void_p),
     ),
-    "draw": (c_void_p, c_long, c_long, c_void_p, c_long, *(c_void_p,) * 4),
+    "sample": (
+        *(c_void_p, c_long, c_long, c_void_p, c_void_p, c_long),
+        *(c_void_p, c_void_p),
+    ),
     "forbid": (c_void_p, c_long, c_void_p, c_void_p, c_long),
 }
 
@@ -237,7 +240,9 @@ def rotate(rows: Tensor, heads: int, cos: Tensor, sin: Tensor) -> None:
     )
 
 
-def softmax_sums(logits: Tensor, divisors: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
+def softmax_sums(
+    logits: Tensor, divisors: Tensor, block: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What sampling needs of a softmax, in two passes and without writing the weights.
 
     Args:
@@ -248,13 +253,14 @@ def softmax_sums(logits: Tensor, divisors: Tensor, block: int) -> tuple[Tensor, 
     Returns:
         The largest logit of each row (NaN where there is one), `[batch]`; the first token that has
         it, `[batch]` int64; the sums of exp((logits - largest) / divisor) over blocks,
-        `[batch, blocks]` float64.
+        `[batch, blocks]` float64; and the logarithms of their totals, `[batch]` float64.
     """
     logits, divisors = logits.contiguous(), divisors.contiguous()
     batch, vocab = logits.shape
     largest = torch.empty(batch, dtype=torch.float32)
     places = torch.empty(batch, dtype=torch.int64)
     sums = torch.empty(batch, -(-vocab // block), dtype=torch.float64)
+    logs = torch.empty(batch, dtype=torch.float64)
     sampling_library().softmax_sums(
         logits.data_ptr(),
         batch,
@@ -264,46 +270,43 @@ def softmax_sums(logits: Tensor, divisors: Tensor, block: int) -> tuple[Tensor, 
         largest.data_ptr(),
         places.data_ptr(),
         sums.data_ptr(),
+        logs.data_ptr(),
     )
-    return largest, places, sums
+    return largest, places, sums, logs
 
 
-def draw(
-    logits: Tensor,
-    divisors: Tensor,
-    block: int,
-    largest: Tensor,
-    sums: Tensor,
-    uniforms: Tensor,
-) -> Tensor:
-    """The tokens at which the running sums of weights first exceed a share of the total.
+def sample(
+    logits: Tensor, temperatures: Tensor, uniforms: Tensor | None, block: int
+) -> tuple[Tensor, Tensor]:
+    """A token for each row, drawn from the whole vocabulary, and its logprob.
 
     Args:
         logits: `[batch, vocab]` float32.
-        divisors: `[batch]` float32.
+        temperatures: `[batch]` float32; at 0 it is the first of the likeliest tokens, with its
+            logprob at 1.
+        uniforms: `[batch]` float64 in [0, 1), at which share of the total of the weights a token is
+            drawn; None where all temperatures are 0.
         block: As in `softmax_sums`.
-        largest: `[batch]`, as that function gave it, and so for the next.
-        sums: `[batch, blocks]`.
-        uniforms: `[batch]` float64, the shares.
 
     Returns:
-        `[batch]` int64.
+        `[batch]` int64, and `[batch]` float32, which is not a number where a row's largest logit is
+        not finite.
     """
-    logits, divisors, uniforms = logits.contiguous(), divisors.contiguous(), uniforms.contiguous()
+    logits, temperatures = logits.contiguous(), temperatures.contiguous()
     batch, vocab = logits.shape
     tokens = torch.empty(batch, dtype=torch.int64)
-    sampling_library().draw(
+    logprobs = torch.empty(batch, dtype=torch.float32)
+    sampling_library().sample(
         logits.data_ptr(),
         batch,
         vocab,
-        divisors.data_ptr(),
+        temperatures.data_ptr(),
+        None if uniforms is None else uniforms.contiguous().data_ptr(),
         block,
-        largest.data_ptr(),
-        sums.data_ptr(),
-        uniforms.data_ptr(),
         tokens.data_ptr(),
+        logprobs.data_ptr(),
     )
-    return tokens
+    return tokens, logprobs
 
 
 def forbid(logits: Tensor, places: npt.NDArray[np.int64], allowed: npt.NDArray[np.int32]) -> None:

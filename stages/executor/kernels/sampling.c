@@ -2,12 +2,16 @@
 
 #include "vectors.h"
 
-enum { SPAN = 16384 };  // numbers that a thread takes at a time; a multiple of any block
+enum {
+    SPAN = 16384,  // numbers that a thread takes at a time; a multiple of any block
+    TOGETHER = 16,  // rows whose sums are kept at a time
+};
 
 // For each row of [rows, width] its largest number (NaN where there is one), the first place of it,
-// and the sums of exp((x - largest) / divisor) over blocks: sums is [rows, blocks].
+// the sums of exp((x - largest) / divisor) over blocks: sums is [rows, blocks]; and the logarithm of
+// their total.
 void softmax_sums(const float *x, long rows, long width, const float *divisors, long block,
-                  float *largest, int64_t *places, double *sums) {
+                  float *largest, int64_t *places, double *sums, double *logs) {
     const long spans = (width + SPAN - 1) / SPAN, blocks = (width + block - 1) / block;
     float maxima[spans];
 #pragma omp parallel if (rows * width > PARALLEL_WORK)
@@ -54,6 +58,11 @@ void softmax_sums(const float *x, long rows, long width, const float *divisors, 
             sums[row * blocks + b] = _mm512_reduce_add_ps(sum);
         }
     }
+    for (long row = 0; row < rows; row++) {
+        double total = 0;
+        for (long b = 0; b < blocks; b++) total += sums[row * blocks + b];
+        logs[row] = log(total);
+    }
 }
 
 // A target, not below 0, and strictly below a total.
@@ -61,34 +70,61 @@ static double below(double target, double total) {
     return fmin(fmax(target, 0.0), nextafter(total, 0.0));
 }
 
-// For each row the place at which the running sum of exp((x - largest) / divisor) first exceeds
+// The place in a row at which the running sum of exp((x - largest) / divisor) first exceeds
 // uniform * total. What softmax_sums found leads to the block; a weight of 0 is never chosen.
-void draw(const float *x, long rows, long width, const float *divisors, long block,
-          const float *largest, const double *sums, const double *uniforms, int64_t *places) {
+static long drawn(const float *x, long width, float divisor, long block, float largest,
+                  const double *sums, double uniform) {
     const long blocks = (width + block - 1) / block;
     float weights[block + 16];
-    for (long row = 0; row < rows; row++) {
-        const double *own = sums + row * blocks;
-        double total = 0, before = 0;
-        for (long b = 0; b < blocks; b++) total += own[b];
-        const double target = below(uniforms[row] * total, total);
-        long b = 0;
-        while (b < blocks - 1 && before + own[b] <= target) before += own[b++];
-        const long start = b * block, count = start + block < width ? block : width - start;
-        const float *from = x + row * width + start;
-        const __m512 most = _mm512_set1_ps(largest[row]), divisor = _mm512_set1_ps(divisors[row]);
-        for (long i = 0; i < count; i += 16) {
-            __m512 v = _mm512_maskz_loadu_ps(first(count - i), from + i);
-            v = exponential(_mm512_div_ps(_mm512_sub_ps(v, most), divisor));
-            _mm512_storeu_ps(weights + i, v);
+    double total = 0, before = 0;
+    for (long b = 0; b < blocks; b++) total += sums[b];
+    const double target = below(uniform * total, total);
+    long b = 0;
+    while (b < blocks - 1 && before + sums[b] <= target) before += sums[b++];
+    const long start = b * block, count = start + block < width ? block : width - start;
+    const __m512 most = _mm512_set1_ps(largest), divisors = _mm512_set1_ps(divisor);
+    for (long i = 0; i < count; i += 16) {
+        __m512 v = _mm512_maskz_loadu_ps(first(count - i), x + start + i);
+        v = exponential(_mm512_div_ps(_mm512_sub_ps(v, most), divisors));
+        _mm512_storeu_ps(weights + i, v);
+    }
+    double inside = 0, running = 0;
+    for (long i = 0; i < count; i++) inside += weights[i];
+    // The block's sum and this one differ by rounding, so the target may lie just outside.
+    const double rest = below(target - before, inside);
+    long place = 0;
+    while (place < count - 1 && (running += weights[place]) <= rest) place++;
+    return start + place;
+}
+
+// For each row of [rows, width] a token and its logprob. At temperature 0 it is the first of the
+// largest numbers, with the logprob that it has at 1; `uniforms` is not read then. Where the largest
+// number is not finite, the token is 0, and its logprob not a number.
+void sample(const float *x, long rows, long width, const float *temperatures,
+            const double *uniforms, long block, int64_t *tokens, float *logprobs) {
+    const long blocks = (width + block - 1) / block;
+    float divisors[TOGETHER], largest[TOGETHER];
+    double sums[TOGETHER * blocks], logs[TOGETHER];
+    for (long begin = 0; begin < rows; begin += TOGETHER, x += TOGETHER * width) {
+        const long count = begin + TOGETHER < rows ? TOGETHER : rows - begin;
+        for (long row = 0; row < count; row++) {
+            const float temperature = temperatures[begin + row];
+            divisors[row] = temperature == 0 ? 1 : temperature;
         }
-        double inside = 0, running = 0;
-        for (long i = 0; i < count; i++) inside += weights[i];
-        // The block's sum and this one differ by rounding, so the target may lie just outside.
-        const double rest = below(target - before, inside);
-        long place = 0;
-        while (place < count - 1 && (running += weights[place]) <= rest) place++;
-        places[row] = start + place;
+        softmax_sums(x, count, width, divisors, block, largest, tokens + begin, sums, logs);
+        for (long row = 0; row < count; row++) {
+            const float *from = x + row * width;
+            int64_t *token = tokens + begin + row;
+            if (!isfinite(largest[row])) {
+                *token = 0;
+                logprobs[begin + row] = NAN;
+                continue;
+            }
+            if (temperatures[begin + row] != 0)
+                *token = drawn(from, width, divisors[row], block, largest[row], sums + row * blocks,
+                               uniforms[begin + row]);
+            logprobs[begin + row] = (from[*token] - largest[row]) / divisors[row] - logs[row];
+        }
     }
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -290,13 +291,14 @@ def test_softmax_sums(vocab: int) -> None:
     logits[0, -1] = float("-inf")
     logits[1, vocab // 2] = logits[1, vocab // 3] = 100.0
     divisors = torch.tensor([1.0, 0.5, 1e-6, 3.0, 1e6])
-    largest, places, sums = cpu.softmax_sums(logits, divisors, 512)
+    largest, places, sums, logs = cpu.softmax_sums(logits, divisors, 512)
     if vocab > 1:
         assert torch.equal(largest, logits.amax(dim=1))
         assert torch.equal(places, logits.argmax(dim=1))
         weights = ((logits - largest[:, None]) / divisors[:, None]).double().exp()
         wanted = torch.stack([part.sum(dim=1) for part in weights.split(512, dim=1)], dim=1)
         assert torch.allclose(sums, wanted, rtol=1e-5)
+        assert torch.allclose(logs, sums.sum(dim=1).log(), rtol=1e-14)
 
 
 @pytest.mark.parametrize("vocab", [1, 16, 17, 31, 32, 33, 600, 40_000])
@@ -330,13 +332,26 @@ def plainly(logits: Tensor, places: IntArray, allowed: npt.NDArray[np.int32]) ->
 def test_one_logit_that_is_no_number_is_seen(place: int) -> None:
     logits = torch.zeros(2, 1000)
     logits[1, place] = float("nan")
-    largest, _, _ = cpu.softmax_sums(logits, torch.ones(2), 512)
+    largest, *_ = cpu.softmax_sums(logits, torch.ones(2), 512)
     assert largest[0] == 0
     assert largest[1].isnan()
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("broken", [[math.nan] * 600, [0.0] * 599 + [math.inf], [-math.inf] * 600])
+def test_where_no_logit_is_the_largest_the_logprob_is_no_number(
+    broken: list[float], temperature: float
+) -> None:
+    logits = torch.tensor([[0.0] * 600, broken])
+    numbers = torch.full((2,), 0.5, dtype=torch.float64)
+    tokens, logprobs = cpu.sample(logits, torch.full((2,), temperature), numbers, 512)
+    assert tokens[1] == 0
+    assert logprobs[1].isnan()
+    assert logprobs[0] == pytest.approx(-math.log(600))
+
+
 @pytest.mark.parametrize("vocab", [5, 512, 700, 5000])
-def test_draw_finds_the_token_that_the_running_sum_reaches(vocab: int) -> None:
+def test_a_sampled_token_is_the_one_that_the_running_sum_reaches(vocab: int) -> None:
     """In float64; the ends of the range, tokens that can't be, and some whose weight is almost
     nothing."""
     generator = torch.Generator().manual_seed(vocab)
@@ -344,12 +359,11 @@ def test_draw_finds_the_token_that_the_running_sum_reaches(vocab: int) -> None:
     logits[:, 1::3] = -torch.inf
     logits[5] = -60.0
     logits[5, vocab - 1] = 10.0
-    divisors = torch.rand(64, generator=generator) + 0.2
+    temperatures = torch.rand(64, generator=generator) + 0.2
     uniforms = torch.rand(64, generator=generator, dtype=torch.float64)
     uniforms[0], uniforms[1] = 0.0, 1 - 2.0**-53
-    largest, _, sums = cpu.softmax_sums(logits, divisors, 512)
-    drawn = cpu.draw(logits, divisors, 512, largest, sums, uniforms)
-    weights = ((logits - largest[:, None]).double() / divisors[:, None]).exp()
+    drawn, logprobs = cpu.sample(logits, temperatures, uniforms, 512)
+    weights = ((logits - logits.amax(1, True)).double() / temperatures[:, None]).exp()
     running = weights.cumsum(1) / weights.sum(1, keepdim=True)
     reached = running.gather(1, drawn[:, None])[:, 0]
     before = reached - (weights / weights.sum(1, keepdim=True)).gather(1, drawn[:, None])[:, 0]
@@ -357,3 +371,19 @@ def test_draw_finds_the_token_that_the_running_sum_reaches(vocab: int) -> None:
     assert (uniforms <= reached + 1e-6).all()
     assert (weights.gather(1, drawn[:, None]) > 0).all()
     assert drawn[0] == 0
+    chosen = (weights.gather(1, drawn[:, None]) / weights.sum(1, keepdim=True))[:, 0].log()
+    assert torch.allclose(logprobs.double(), chosen, atol=1e-5)
+
+
+def test_at_temperature_0_it_is_the_first_of_the_likeliest() -> None:
+    """With the logprob that it has at 1, whatever the rows beside it."""
+    logits = torch.randn(40, 3000, generator=torch.Generator().manual_seed(0))
+    logits[3, 1234] = logits[3, 77] = 50.0
+    temperatures, uniforms = torch.zeros(40), torch.full((40,), 0.5, dtype=torch.float64)
+    tokens, logprobs = cpu.sample(logits, temperatures, None, 512)
+    assert torch.equal(tokens, logits.argmax(1))
+    assert torch.allclose(logprobs, logits.log_softmax(1).amax(1), atol=1e-6)
+    temperatures[1::2] = 0.7
+    beside = cpu.sample(logits, temperatures, uniforms, 512)
+    for here, alone in zip(beside, (tokens, logprobs), strict=True):
+        assert torch.equal(here[::2], alone[::2])

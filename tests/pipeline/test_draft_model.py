@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
-from nano_inference import Pipeline
+from nano_inference import Pipeline, WeightsError
+from nano_inference.config import BusError
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.speculation.costs import StepCosts
 
@@ -24,6 +27,15 @@ DRAFTING = {
     "engine__draft_model_path": str(short_model.folder()),
     "engine__max_draft_tokens": 6,
 }
+
+
+@contextmanager
+def expected_interruption() -> Iterator[None]:
+    try:
+        yield
+    except (BusError, WeightsError) as error:
+        if error.code not in ("no_answer", "weights_interrupted"):
+            raise
 
 
 async def test_memory_failures_and_cancelled_requests(
@@ -53,8 +65,11 @@ async def test_memory_failures_and_cancelled_requests(
                 await asyncio.sleep(0.05)
                 await client.cancel(f"c{number}")
                 await client.pause(in_flight="retract")
-                await client.release_memory(["kv_cache"])
-                await client.resume_memory(["kv_cache"])
+                # The executor that fails has all its memory again when it has started anew.
+                with expected_interruption():
+                    await client.release_memory(["kv_cache"])
+                with expected_interruption():
+                    await client.resume_memory(["kv_cache"])
                 await client.resume()
                 assert (await other).status in ("cancelled", "done")
 

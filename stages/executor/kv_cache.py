@@ -59,6 +59,7 @@ class KVCache:
 
         self._upload = Uploader(model.device)
         self._paged: dict[int, PagedLayer] = {}
+        self._followers: list[Callable[[], None]] = []
         self.moved()
 
     def paged_layer(
@@ -83,6 +84,10 @@ class KVCache:
         self.keys[layer].view(-1, *keys.shape[1:]).index_copy_(0, slots, keys)
         self.values[layer].view(-1, *values.shape[1:]).index_copy_(0, slots, values)
 
+    def follow(self, find: Callable[[], None]) -> None:
+        """Has somebody else look, too, where tensors are, when they have `moved`."""
+        self._followers.append(find)
+
     def moved(self) -> None:
         """The tensors, or the model's, have other memory now: finds it, and keeps no scratch."""
         # Gathered keys and gathered values, kept between calls: a new tensor of some megabytes is
@@ -92,6 +97,8 @@ class KVCache:
         ]
         for layer in self._paged.values():
             layer.find_tensors()
+        for find in self._followers:
+            find()
 
     def clear(self) -> None:
         """Sets all keys and values to zero."""

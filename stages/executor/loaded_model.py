@@ -62,6 +62,8 @@ class LoadedModel:
             Transformers' own attention.
         may_pad: Whether an encoder gives prompts of different length, filled up to one, the states
             that they have alone.
+        is_shared: Whether somebody else has it too, who may put other weights in place of its own
+            between two steps.
     """
 
     module: nn.Module
@@ -75,6 +77,7 @@ class LoadedModel:
     generates: bool = True
     is_encoder: bool = False
     may_pad: bool = True
+    is_shared: bool = False
 
     @property
     def base(self) -> nn.Module:

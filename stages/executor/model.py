@@ -63,7 +63,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     trim(torch.device("cpu"))
     if without_output and looks_ahead(module, device):
         return _wrap_encoder(module, config)
-    return wrap_model(module, config.max_model_len)
+    return replace(wrap_model(module, config.max_model_len), is_shared=False)
 
 
 def _wrap_encoder(module: Any, config: EngineConfig) -> LoadedModel:
@@ -122,6 +122,7 @@ def wrap_model(module: Any, max_model_len: int) -> LoadedModel:
         layers=layers,
         attention_options=tuple(probe.options[index] for index in range(len(layers))),
         generates=generates,
+        is_shared=True,
     )
 
 

@@ -97,8 +97,14 @@ class DecoderLayers:
         key_width: Numbers of a head, all of which rotate.
     """
 
-    def __init__(self, layers: Sequence[LayerParts]) -> None:
+    def __init__(self, layers: Sequence[LayerParts], *, watches: bool) -> None:
         """Takes them in their order; their weights are used where they are.
+
+        Args:
+            layers: The layers.
+            watches: Whether weights may get other memory between two calls without `find_weights`.
+                To look takes a hundredth of a decode step: by then the processor's caches have
+                forgotten the tensors.
 
         Raises:
             ValueError: They rotate different numbers of each head, or are of several dtypes.
@@ -108,7 +114,7 @@ class DecoderLayers:
         if len(widths) != 1 or len(dtypes) != 1:
             raise ValueError(f"layers of {dtypes} rotate {sorted(widths)} numbers of a head")
         (self.key_width,), (self._dtype,) = widths, dtypes
-        self._layers = layers
+        self._layers, self._watches = layers, watches
         self._run = cpu.library(self._dtype).decoder_layers
         self._arguments = (_DecoderLayer * len(layers))(
             *(
@@ -129,6 +135,7 @@ class DecoderLayers:
             module._parameters for layer in parts for part in layer for module in part.modules
         ]
         self._addresses: list[int] = []
+        self.find_weights()
 
     @staticmethod
     def handles(batch: PagedBatch) -> bool:
@@ -153,7 +160,8 @@ class DecoderLayers:
         decodes = batch.decodes
         if cos.shape != (rows.shape[0], self.key_width):
             raise ValueError(f"{tuple(cos.shape)} numbers rotate {tuple(rows.shape)} rows")
-        self._find_weights()
+        if self._watches:
+            self.find_weights()
         count = rows.shape[0]
         memory = self._kept
         if count > _KEPT_ROWS:
@@ -180,8 +188,9 @@ class DecoderLayers:
             memory.data_ptr(),
         )
 
-    def _find_weights(self) -> None:
-        # In each step for each weight, so that no Python runs for each.
+    def find_weights(self) -> None:
+        """Looks where the weights are: to be called when their memory has changed."""
+        # No Python runs for each, since it may be done in each step.
         parameters: Iterator[Any] = chain.from_iterable(map(dict.values, self._parameters))
         addresses = list(map(Tensor.data_ptr, filter(_IS_THERE, parameters)))
         if addresses == self._addresses:

@@ -28,7 +28,7 @@ from ..inputs import InputBuilder, model_forward
 from ..kv_cache import KVCache
 from ..loaded_model import LoadedModel
 from .gradients import differentiable
-from .patterns import Calls, Forward, find_patterns, join_layers
+from .patterns import Calls, Forward, find_patterns, join_layers, join_output
 
 _COMPARED_TOKENS = 8
 
@@ -92,7 +92,8 @@ class FastModules:
             joined = join_layers(model, cache, self._agreed, self._calls)
             with self.active():
                 agreed = self._compare(joined, run, _same_bits)
-            self._install(agreed)
+                self._install(agreed)
+                self._install(self._compare(join_output(model, agreed), run, _same_bits))
             self.is_whole = self._has_all(model, agreed)
 
     def _has_all(self, model: LoadedModel, joined: Mapping[nn.Module, Forward]) -> bool:

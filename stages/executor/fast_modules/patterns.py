@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from ..attention.backend import QKV, AttentionBackend
 from ..attention.paged import PagedBatch
@@ -288,28 +288,80 @@ def join_layers(
         decoder_layers = [_layer_parts(agreed.get(layer), model, cache, agreed) for layer in layers]
         known = [layer for layer in decoder_layers if layer is not None]
         if known and len(known) == len(decoder_layers):
-            yield module, [_joined(DecoderLayers(known), module.forward, parts, calls)]
+            together = DecoderLayers(known, watches=model.is_shared)
+            cache.follow(together.find_weights)
+            yield module, [JoinedDecoder(together, module.forward, calls, **parts)]
 
 
-def _joined(
-    layers: DecoderLayers, plain: Forward, parts: Mapping[str, nn.Module], calls: Calls
+def join_output(
+    model: LoadedModel, joined: Mapping[nn.Module, Forward]
+) -> Iterator[tuple[nn.Module, list[Forward]]]:
+    """The model itself, where it is such a decoder and an output layer: then only tokens whose
+    logits are wanted go through the decoder's last norm.
+
+    Args:
+        model: The model.
+        joined: The passes of `join_layers` that are right.
+    """
+    module, decoder = model.module, joined.get(model.base)
+    output = module.get_output_embeddings() if model.generates else None  # type: ignore[operator]
+    children = list(module.children())
+    if not isinstance(decoder, JoinedDecoder) or output is None:
+        return
+    if len(children) == 2 and {*children} == {model.base, output}:
+        yield module, [_with_output(decoder, model.base, output, module.forward)]
+
+
+def _with_output(
+    decoder: JoinedDecoder, base: nn.Module, output: nn.Module, plain: Forward
 ) -> Forward:
-    """A decoder's forward pass: all layers at once in steps for which that is possible."""
-    embed, rotary, norm = parts["embed_tokens"], parts["rotary_emb"], parts["norm"]
-
-    def at_once(
-        *, input_ids: Tensor, position_ids: Tensor, attention_batch: PagedBatch, **_: Any
-    ) -> BaseModelOutputWithPast:
-        hidden = embed(input_ids)
-        cos, sin = _factors(rotary, hidden, position_ids, layers.key_width, calls.tiles)
-        layers(hidden[0], cos, sin, attention_batch)
-        return BaseModelOutputWithPast(last_hidden_state=norm(hidden))
-
-    def forward(*, attention_batch: PagedBatch, **inputs: Any) -> Any:
-        chosen = at_once if calls.together and layers.handles(attention_batch) else plain
-        return chosen(attention_batch=attention_batch, **inputs)
+    def forward(
+        *, attention_batch: PagedBatch, logits_to_keep: Tensor, **inputs: Any
+    ) -> CausalLMOutputWithPast:
+        # Who listens to the decoder is to hear all of its tokens.
+        if base._forward_hooks or not decoder.handles(attention_batch):
+            result: CausalLMOutputWithPast = plain(
+                attention_batch=attention_batch, logits_to_keep=logits_to_keep, **inputs
+            )
+            return result
+        states = decoder.layers_of(attention_batch=attention_batch, **inputs)
+        kept = states.index_select(1, logits_to_keep)
+        return CausalLMOutputWithPast(logits=output(decoder.norm(kept)))
 
     return forward
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedDecoder:
+    """A decoder's forward pass: all layers at once in steps for which that is possible."""
+
+    together: DecoderLayers
+    plain: Forward
+    calls: Calls
+    embed_tokens: nn.Module
+    layers: nn.Module
+    norm: nn.Module
+    rotary_emb: nn.Module
+
+    def __call__(self, *, attention_batch: PagedBatch, **inputs: Any) -> Any:
+        if not self.handles(attention_batch):
+            return self.plain(attention_batch=attention_batch, **inputs)
+        states = self.layers_of(attention_batch=attention_batch, **inputs)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(states))
+
+    def handles(self, batch: PagedBatch) -> bool:
+        """Whether it is possible."""
+        return self.calls.together and self.together.handles(batch)
+
+    def layers_of(
+        self, *, input_ids: Tensor, position_ids: Tensor, attention_batch: PagedBatch, **_: Any
+    ) -> Tensor:
+        """`[1, tokens, hidden]`, what comes out of the last layer."""
+        hidden: Tensor = self.embed_tokens(input_ids)
+        width = self.together.key_width
+        cos, sin = _factors(self.rotary_emb, hidden, position_ids, width, self.calls.tiles)
+        self.together(hidden[0], cos, sin, attention_batch)
+        return hidden
 
 
 def _factors(

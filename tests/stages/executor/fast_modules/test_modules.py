@@ -76,9 +76,10 @@ def test_the_patterns_find_what_they_are_for(name: str, dtype: torch.dtype) -> N
     assert core.fast_modules.count["Linear"]
     found = {part for part in EVERY if any(each.endswith(part) for each in core.fast_modules.count)}
     assert found == TAKEN[name]
-    joined = [each for each in core.fast_modules.count if each.endswith("Model")]
-    assert len(joined) == (name in JOINED)
-    assert not any(each.endswith("Model") for each in core.fast_modules.refused)
+    for end in ("Model", "ForCausalLM"):
+        joined = [each for each in core.fast_modules.count if each.endswith(end)]
+        assert len(joined) == (name in JOINED)
+        assert not any(each.endswith(end) for each in core.fast_modules.refused)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -240,6 +241,36 @@ def test_a_decoder_that_does_more_than_its_parts_is_left_as_it_is() -> None:
     core = core_of(model)
     assert core.fast_modules.count["LlamaDecoderLayer"] == 3
     assert core.fast_modules.refused == {"LlamaModel": "it computes something else"}
+
+
+def test_a_model_that_does_more_than_its_parts_is_left_as_it_is() -> None:
+    model = bfloat16("llama", head_dim=32)
+    plain = model.forward
+
+    def scaled(**kwargs: Any) -> Any:
+        output = plain(**kwargs)
+        output.logits = output.logits * 1.01
+        return output
+
+    model.forward = scaled
+    core = core_of(model)
+    assert core.fast_modules.count["LlamaModel"] == 1
+    assert core.fast_modules.refused == {"LlamaForCausalLM": "it computes something else"}
+
+
+def test_whoever_listens_to_a_decoder_hears_all_of_its_tokens() -> None:
+    model = bfloat16("llama", head_dim=32)
+    heard: list[int] = []
+
+    def listen(module: Any, args: Any, output: Any) -> None:
+        heard.append(output.last_hidden_state.shape[1])
+
+    lane = Lane(wrap_model(model, 256))
+    wanted = lane.run(PROMPTS, NEW_TOKENS)
+    model.model.register_forward_hook(listen)
+    lane.batching.cache.flush()
+    assert lane.run(PROMPTS, NEW_TOKENS) == wanted
+    assert sum(heard) == lane.counts.computed
 
 
 def test_whoever_else_calls_the_model_runs_transformers_own_code() -> None:

@@ -48,6 +48,7 @@ class Library:
     define: str
 
 
+TILES = Library("cpu.c", "amx_bf16", "AMX-BF16", "TILES")
 BFLOAT16 = Library("cpu.c", "avx512_bf16", "AVX512-BF16", "BFLOAT16")
 FLOAT32 = Library("cpu.c", "avx512f", "AVX-512", "FLOAT32")
 SAMPLING = Library("sampling.c", "avx512f", "AVX-512", "SAMPLING")

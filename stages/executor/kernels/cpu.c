@@ -1,11 +1,11 @@
-// Kernels for models on x86 processors with AVX-512: compiled once with BFLOAT16, for those with
-// AVX512-BF16, and once with FLOAT32. What a `number` is, and how it is read and rounded, is all that
-// differs.
+// Kernels for models on x86 processors with AVX-512: compiled with FLOAT32, with BFLOAT16 for those
+// with AVX512-BF16, and with TILES for bfloat16 on those with AMX too. What a `number` is, and how it is
+// read and rounded, is in bfloat16.h and float32.h; how products are summed, in linear_*.h and
+// attention_*.h.
 //
-// Weights stay as the model has them, [out, in] row by row: a product's numbers are dot products of
-// rows, 16 of them summed across lanes together, and what the next rows need is prefetched while
-// these are multiplied. Each dot product adds up in the same order whatever stands beside it, so a
-// row's result does not depend on the batch.
+// Weights stay as the model has them, [out, in] row by row, and what the next rows need is prefetched
+// while these are multiplied. Each dot product adds up in the same order whatever stands beside it,
+// so a row's result does not depend on the batch.
 //
 // Products of bfloat16 are exact, sums are in float32. Pointers need no alignment. Nothing here
 // checks anything: the callers in cpu.py and decoder.py do.
@@ -15,10 +15,13 @@
 
 #include "vectors.h"
 
-#ifdef BFLOAT16
-#include "bfloat16.h"
-#else
+#ifdef FLOAT32
 #include "float32.h"
+#else
+#include "bfloat16.h"
+#endif
+#ifdef TILES
+#include "tiles.h"
 #endif
 
 // --- linear layers -----------------------------------------------------------------------------
@@ -49,50 +52,6 @@ INLINE __m512 activate(__m512 x, long kind) {
     return _mm512_mul_ps(_mm512_mul_ps(x, _mm512_set1_ps(0.5f)), _mm512_add_ps(one, t));
 }
 
-// A step of dot_products: a vector's products of each pair of rows, or fewer by the mask.
-INLINE void add_products(int rows, int columns, const number *x, const number *weight, long k,
-                         Lanes mask, __m512 *sums) {
-    Numbers weights[16];
-    UNROLL for (int b = 0; b < columns; b++) weights[b] = load(weight + b * k, mask);
-    UNROLL for (int a = 0; a < rows; a++) {
-        Numbers values = load(x + a * k, mask);
-        UNROLL for (int b = 0; b < columns; b++)
-            sums[a * columns + b] = add_product(sums[a * columns + b], values, weights[b]);
-    }
-}
-
-// What a tile gives, 6 by 4 at most: in lane a * columns + b of both vectors together that of rows a
-// and b.
-typedef struct {
-    __m512 of[2];
-} Products;
-
-INLINE Products sum_tile(const __m512 *sums, int count) {
-    Products products = {{sum_lanes(sums), _mm512_setzero_ps()}};
-    if (count > 16) products.of[1] = sum_lanes(sums + 16);
-    return products;
-}
-
-// Dot products of `rows` rows of x with `columns` rows of weights. With each step `lines` cache
-// lines from `ahead` on are brought lines.
-INLINE Products dot_products(int rows, int columns, const number *x, const number *weight, long k,
-                             const number *ahead, long lines) {
-    __m512 sums[32];
-    UNROLL for (int i = 0; i < 32; i++) sums[i] = _mm512_setzero_ps();
-    long i = 0;
-    if (lines)
-        for (; i + WIDTH <= k; i += WIDTH) {
-            add_products(rows, columns, x + i, weight + i, k, ALL_LANES, sums);
-            for (long line = 0; line < lines; line++, ahead += WIDTH)
-                _mm_prefetch((const char *)ahead, _MM_HINT_T1);
-        }
-    // A loop of its own, since even the question whether there are lines takes its time.
-    for (; i + WIDTH <= k; i += WIDTH)
-        add_products(rows, columns, x + i, weight + i, k, ALL_LANES, sums);
-    if (i < k) add_products(rows, columns, x + i, weight + i, k, lanes(k - i), sums);
-    return sum_tile(sums, rows * columns);
-}
-
 // Where a part's outputs go: rows `stride` numbers apart. What is in `added` at the same places is
 // added to them, unless it is NULL.
 typedef struct {
@@ -100,58 +59,6 @@ typedef struct {
     const number *added;
     long stride;
 } Target;
-
-// The same for so few rows that reading the weights takes longer than multiplying: weights are read
-// in the order in which they lie.
-INLINE Products dot_products_in_order(int rows, int columns, const number *x, const number *weight,
-                                      long k) {
-    __m512 sums[16];
-    UNROLL for (int i = 0; i < 16; i++) sums[i] = _mm512_setzero_ps();
-    UNROLL for (int b = 0; b < columns; b++) {
-        __m512 of_row[4];
-        UNROLL for (int a = 0; a < rows; a++) of_row[a] = _mm512_setzero_ps();
-        long i = 0;
-        for (; i + WIDTH <= k; i += WIDTH) {
-            add_products(rows, 1, x + i, weight + b * k + i, k, ALL_LANES, of_row);
-            _mm_prefetch((const char *)(weight + b * k + i) + 2048, _MM_HINT_T1);
-        }
-        if (i < k) add_products(rows, 1, x + i, weight + b * k + i, k, lanes(k - i), of_row);
-        UNROLL for (int a = 0; a < rows; a++) sums[a * columns + b] = of_row[a];
-    }
-    return sum_tile(sums, rows * columns);
-}
-
-// Makes outputs of up to 16 products, of the gated kinds with `ups`, and puts them where they go.
-INLINE void put_products(int rows, int columns, const Linear *l, long part, __m512 products,
-                         __m512 ups, Target to, long column) {
-    if (l->bias[part]) {
-        float bias[16] = {0};
-        UNROLL for (int i = 0; i < rows * columns; i++)
-            bias[i] = wide(l->bias[part][column + i % columns]);
-        products = _mm512_add_ps(products, _mm512_loadu_ps(bias));
-    }
-    if (l->kind >= GATED_SILU)
-        products = _mm512_mul_ps(rounded(activate(rounded(products), l->kind)), rounded(ups));
-    if (to.added) {
-        number added[16] = {0};
-        UNROLL for (int a = 0; a < rows; a++)
-            memcpy(added + a * columns, to.added + a * to.stride + column, columns * sizeof(number));
-        products = _mm512_add_ps(rounded(products), load_wide(added));
-    }
-    if (l->kind == WIDE) {
-        float result[16];
-        _mm512_storeu_ps(result, rounded(products));
-        UNROLL for (int a = 0; a < rows; a++)
-            memcpy((float *)to.out + a * to.stride + column, result + a * columns,
-                   columns * sizeof(float));
-    } else {
-        number result[16];
-        store_narrow(result, products);
-        UNROLL for (int a = 0; a < rows; a++)
-            memcpy((number *)to.out + a * to.stride + column, result + a * columns,
-                   columns * sizeof(number));
-    }
-}
 
 INLINE Target at_row(Target to, long row, long width) {
     to.out += row * to.stride * width;
@@ -164,54 +71,6 @@ INLINE long output_width(const Linear *l) {
     return l->kind == WIDE ? sizeof(float) : sizeof(number);
 }
 
-// One tile of outputs: `rows` rows, and `columns` weights from `column` on. With `in_order` as in
-// dot_products_in_order.
-INLINE void multiply_tile(int rows, int columns, const Linear *l, long part, const number *x,
-                          Target to, long column, int in_order, const number *ahead, long lines) {
-    const long k = l->inputs;
-    const number *weight = l->weight[part] + column * k;
-    const Products products = in_order ? dot_products_in_order(rows, columns, x, weight, k)
-                                       : dot_products(rows, columns, x, weight, k, ahead, lines);
-    Products ups = products;
-    if (l->kind >= GATED_SILU) {
-        const number *other = l->weight[1] + column * k;
-        const number *other_ahead = ahead ? other + (ahead - weight) : NULL;
-        ups = in_order ? dot_products_in_order(rows, columns, x, other, k)
-                       : dot_products(rows, columns, x, other, k, other_ahead, lines);
-    }
-    const int held = rows * columns > 16 ? 16 / columns : rows;
-    put_products(held, columns, l, part, products.of[0], ups.of[0], to, column);
-    if (held < rows)
-        put_products(rows - held, columns, l, part, products.of[1], ups.of[1],
-                     at_row(to, held, output_width(l)), column);
-}
-
-// Outputs `start` to `stop` of some rows, in tiles of so many columns and the rest one by one.
-INLINE void multiply_rows(int rows, int columns, const Linear *l, long part, const number *x,
-                          Target to, long start, long stop, int in_order, const number *ahead,
-                          long lines) {
-    long column = start;
-    for (; column + columns <= stop; column += columns)
-        multiply_tile(rows, columns, l, part, x, to, column, in_order, ahead, lines);
-    for (; column < stop; column++) multiply_tile(rows, 1, l, part, x, to, column, 0, NULL, 0);
-}
-
-// The same, of as many rows as a tile may have: of six, of which each weight is read for more
-// products, or of four and fewer.
-INLINE void multiply_some(const Linear *l, long part, const number *x, Target to, long rows,
-                          long start, long stop, const number *ahead, long lines) {
-    switch (rows) {
-    case 1: multiply_rows(1, 4, l, part, x, to, start, stop, 0, ahead, lines); break;
-    case 2: multiply_rows(2, 4, l, part, x, to, start, stop, 0, ahead, lines); break;
-    case 3: multiply_rows(3, 4, l, part, x, to, start, stop, 0, ahead, lines); break;
-    case 4: multiply_rows(4, 4, l, part, x, to, start, stop, 0, ahead, lines); break;
-    default: multiply_rows(6, 4, l, part, x, to, start, stop, 0, ahead, lines); break;
-    }
-}
-
-// How many rows the next tile has, where so many are left.
-INLINE long tile_rows(long left) { return left == 6 || left >= 12 ? 6 : left < 4 ? left : 4; }
-
 INLINE long longer(long a, long b) { return a > b ? a : b; }
 
 // Numbers in a row of the output.
@@ -222,59 +81,43 @@ INLINE long row_width(const Linear *l) {
     return width;
 }
 
-// The same, of any number of rows.
-static void multiply_block(const Linear *l, long part, const number *x, Target to, long rows,
-                           long start, long stop) {
-    const long k = l->inputs, width = output_width(l);
-    // While four columns are multiplied with all rows, the next four come lines, evenly: all at
-    // once they would wait for one another.
-    const long tiles = (rows + 5) / 6, lines = (4 + tiles - 1) / tiles;
-    const long share = k / WIDTH * WIDTH * lines;
-    for (long column = start; column < stop; column += 4) {
-        const long until = column + 4 < stop ? column + 4 : stop;
-        const number *next = l->weight[part] + (column + 4) * k;
-        for (long row = 0, done = 0, some; row < rows; row += some, done += share) {
-            const int more = done < 4 * k;
-            some = tile_rows(rows - row);
-            multiply_some(l, part, x + row * k, at_row(to, row, width), some, column, until,
-                          more ? next + done : NULL, more ? lines : 0);
-        }
-    }
+// What threads take at a time: enough for the memory to stream, and little enough for them to end
+// together.
+typedef struct {
+    long size;      // outputs of one
+    long until[4];  // how many there are before each part, and in all
+    long count;
+} Chunks;
+
+// Some outputs of a part, and how many are left of them in the row.
+typedef struct {
+    long part, start, stop, offset;
+} Chunk;
+
+// Chunks of whole tiles of so many outputs.
+INLINE Chunks chunks_of(const Linear *l, long tile) {
+    const long parts = l->kind >= GATED_SILU ? 1 : l->parts;
+    Chunks c = {.size = (192 << 10) / (sizeof(number) * l->inputs) / tile * tile + tile};
+    for (long part = 0; part < parts; part++)
+        c.until[part + 1] = c.until[part] + (l->outputs[part] + c.size - 1) / c.size;
+    c.count = c.until[parts];
+    return c;
 }
 
-static void linear_by_team(const Linear *l, const number *x, long rows, const number *added,
-                           void *out) {
-    const long k = l->inputs, parts = l->kind >= GATED_SILU ? 1 : l->parts;
-    const long width = output_width(l);
-    // What a thread takes at a time: enough for the memory to stream, and little enough for the
-    // threads to end together.
-    const long chunk = (192 << 10) / (sizeof(number) * k) / 16 * 16 + 16;
-    const long stride = row_width(l);
-    long chunks[4] = {0};
-    for (long part = 0; part < parts; part++)
-        chunks[part + 1] = chunks[part] + (l->outputs[part] + chunk - 1) / chunk;
-    // So many rows stay in the second level cache while the weights pass by: blocks of about one
-    // size, of whole tiles.
-    const long most = longer((512 << 10) / (sizeof(number) * k), 66);
-    const long blocks = (rows + most - 1) / most;
-    const long block = blocks ? ((rows + blocks - 1) / blocks + 5) / 6 * 6 : 0;
-#pragma omp for schedule(dynamic)
-    for (long item = 0; item < blocks * chunks[parts]; item++) {
-        const long from = item / chunks[parts] * block, place = item % chunks[parts];
-        long part = 0, offset = 0;
-        while (place >= chunks[part + 1]) offset += l->outputs[part++];
-        const long start = (place - chunks[part]) * chunk;
-        const long stop = start + chunk < l->outputs[part] ? start + chunk : l->outputs[part];
-        const Target to = {(char *)out + offset * width, added ? added + offset : NULL, stride};
-        if (rows == 1)
-            multiply_rows(1, 16, l, part, x, to, start, stop, 1, NULL, 0);
-        else if (rows == 2)
-            multiply_rows(2, 8, l, part, x, to, start, stop, 1, NULL, 0);
-        else
-            multiply_block(l, part, x + from * k, at_row(to, from, width),
-                           from + block < rows ? block : rows - from, start, stop);
-    }
+INLINE Chunk chunk_of(const Linear *l, const Chunks *c, long place) {
+    Chunk found = {0};
+    while (place >= c->until[found.part + 1]) found.offset += l->outputs[found.part++];
+    found.start = (place - c->until[found.part]) * c->size;
+    const long stop = found.start + c->size, outputs = l->outputs[found.part];
+    found.stop = stop < outputs ? stop : outputs;
+    return found;
 }
+
+#ifdef TILES
+#include "linear_tiles.h"
+#else
+#include "linear_vectors.h"
+#endif
 
 // x: [rows, inputs]. out: [rows, sum of outputs], or [rows, outputs] of the gated kinds. added:
 // NULL, or as out in numbers; it may be out.
@@ -406,13 +249,14 @@ INLINE long first_seen(const Attention *a, long context) {
 
 // What attend keeps of its rows, which are the heads that share a KV head, of each token in turn.
 typedef struct {
-    long rows, padded;       // padded: value_width made a multiple of 32
+    long rows;
+    long key_width, padded;  // key_width and value_width made multiples of WIDTH and of 32
     long *first, *end;       // [rows], the positions that each sees
     float *maxima, *totals;  // [rows], of the scores so far, and of their weights
     float *scores;           // [rows, CHUNK], then weights, as numbers, at the beginning of each row
     float *sums;             // [rows, padded], of the values by their weights
     number *queries;         // [rows, key_width]
-    number *keys;            // [16, key_width]
+    number *keys;            // of 16 positions, [16, key_width] or as lay_out_keys puts them
     number *values;          // [padded / 32] times CHUNK positions of 32, as lay_out_values puts them
 } Rows;
 
@@ -424,17 +268,23 @@ INLINE long used_by(const Rows *r, long row, long chunk) {
     return left < CHUNK ? (left + 15) / 16 * 16 : CHUNK;
 }
 
+#ifdef TILES
+#include "attention_tiles.h"
+#else
+#include "attention_vectors.h"
+#endif
+
 // Brings the keys and values of 16 positions from `start` on next to one another. There are keys and
 // values of `context` positions.
 static void gather_positions(const Attention *a, const int64_t *table, long start, long context,
-                             long kv_head, number *keys, number *laid_out) {
-    const number *values[16];
+                             long kv_head, number *laid_out_keys, number *laid_out) {
+    const number *keys[16], *values[16];
     for (long j = 0; j < 16; j++) {
         const long position = start + j < context ? start + j : context - 1;  // any that exists
-        const number *key = row_at(a->keys, a->key_width, a, table, position, kv_head);
-        memcpy(keys + j * a->key_width, key, a->key_width * sizeof(number));
+        keys[j] = row_at(a->keys, a->key_width, a, table, position, kv_head);
         values[j] = row_at(a->values, a->value_width, a, table, position, kv_head);
     }
+    lay_out_keys(keys, a->key_width, laid_out_keys);
     for (long i = 0; i < a->value_width; i += 32)
         lay_out_values(values, i, a->value_width - i, laid_out + i * CHUNK);
     // The next positions lie anywhere, so no hardware sees them coming. Of rows a multiple of 4 KiB
@@ -449,54 +299,25 @@ static void gather_positions(const Attention *a, const int64_t *table, long star
     }
 }
 
-// Scores of some rows and 16 positions, `columns` at a time.
-INLINE void score_rows(int rows, int columns, const Attention *a, const number *queries,
-                       const number *keys, float *scores) {
-    const long width = a->key_width;
-    for (long column = 0; column < 16; column += columns) {
-        const number *some = keys + column * width;
-        __m512 found = dot_products(rows, columns, queries, some, width, NULL, 0).of[0];
-        found = _mm512_mul_ps(found, _mm512_set1_ps(a->scale));
-        if (a->softcap > 0) {
-            const __m512 cap = _mm512_set1_ps(a->softcap);
-            found = _mm512_mul_ps(hyperbolic_tangent(_mm512_div_ps(found, cap)), cap);
-        }
-        float result[16];
-        _mm512_storeu_ps(result, found);
-        UNROLL for (int i = 0; i < rows; i++)
-            memcpy(scores + i * CHUNK + column, result + i * columns, columns * sizeof(float));
-    }
+INLINE __m512 scaled(const Attention *a, __m512 scores) {
+    scores = _mm512_mul_ps(scores, _mm512_set1_ps(a->scale));
+    if (a->softcap <= 0) return scores;
+    const __m512 cap = _mm512_set1_ps(a->softcap);
+    return _mm512_mul_ps(hyperbolic_tangent(_mm512_div_ps(scores, cap)), cap);
 }
 
-// Scores of all rows and 16 positions of a chunk, from `offset` on; of four rows at a time, unless
-// they are of no use to any of these.
-static void score(const Attention *a, const Rows *r, long chunk, long offset) {
-    for (long row = 0; row < r->rows; row += 4) {
-        const long some = r->rows - row < 4 ? r->rows - row : 4;
-        const number *queries = r->queries + row * a->key_width;
-        float *scores = r->scores + row * CHUNK + offset;
-        long used = 0;
-        for (long i = 0; i < some; i++) used = longer(used, used_by(r, row + i, chunk));
-        if (used <= offset) continue;
-        switch (some) {
-        case 1: score_rows(1, 16, a, queries, r->keys, scores); break;
-        case 2: score_rows(2, 8, a, queries, r->keys, scores); break;
-        case 3: score_rows(3, 4, a, queries, r->keys, scores); break;
-        default: score_rows(4, 4, a, queries, r->keys, scores); break;
-        }
-    }
-}
-
-// Makes a row's scores of a chunk to weights. They are relative to the largest score so far: if that
+// Makes a row's scores of a chunk, before they are scaled, to weights. They are relative to the largest score so far: if that
 // has grown, what there is of sums shrinks.
-INLINE void weigh(const Rows *r, long row, long chunk) {
+INLINE void weigh(const Attention *a, const Rows *r, long row, long chunk) {
     float *scores = r->scores + row * CHUNK, *sums = r->sums + row * r->padded;
     __mmask16 seen[CHUNK / 16];
     __m512 most = _mm512_set1_ps(r->maxima[row]), total = _mm512_setzero_ps();
     UNROLL for (int i = 0; i < CHUNK / 16; i++) {
         const long start = chunk + i * 16;
         seen[i] = first(r->end[row] - start) & ~first(r->first[row] - start);
-        most = _mm512_mask_max_ps(most, seen[i], most, _mm512_loadu_ps(scores + i * 16));
+        const __m512 found = scaled(a, _mm512_loadu_ps(scores + i * 16));
+        _mm512_storeu_ps(scores + i * 16, found);
+        most = _mm512_mask_max_ps(most, seen[i], most, found);
     }
     const float largest = _mm512_reduce_max_ps(most), before = r->maxima[row];
     if (largest > before && before > -INFINITY) {
@@ -514,28 +335,6 @@ INLINE void weigh(const Rows *r, long row, long chunk) {
         store_narrow((number *)scores + i * 16, weights);  // over scores that have been read
     }
     r->totals[row] += _mm512_reduce_add_ps(total);
-}
-
-// Adds a chunk's values to the sums of all rows, 32 numbers of them at a time: these stay close. Of
-// four rows at once, if as many positions matter to them.
-static void add_chunk(const Rows *r, long chunk) {
-    const long stride = CHUNK * sizeof(float) / sizeof(number);
-    for (long part = 0; part < r->padded; part += 32) {
-        const number *values = r->values + part * CHUNK;
-        for (long row = 0, some; row < r->rows; row += some) {
-            float *sums = r->sums + row * r->padded + part;
-            const number *weights = (const number *)(r->scores + row * CHUNK);
-            const long used = used_by(r, row, chunk);
-            some = 1;
-            while (some < 4 && row + some < r->rows && used_by(r, row + some, chunk) == used) some++;
-            switch (some) {
-            case 1: add_values(1, sums, r->padded, weights, stride, values, used); break;
-            case 2: add_values(2, sums, r->padded, weights, stride, values, used); break;
-            case 3: add_values(3, sums, r->padded, weights, stride, values, used); break;
-            default: add_values(4, sums, r->padded, weights, stride, values, used); break;
-            }
-        }
-    }
 }
 
 // Writes what the rows have come to.
@@ -568,7 +367,7 @@ static void attend(const Attention *a, const Tokens *tokens, long kv_head, const
     for (long row = 0; row < r->rows; row++) {
         const long token = row / group, head = kv_head * group + row % group;
         const number *query = tokens->queries + token * tokens->stride + head * a->key_width;
-        memcpy(r->queries + row * a->key_width, query, a->key_width * sizeof(number));
+        memcpy(r->queries + row * r->key_width, query, a->key_width * sizeof(number));
         r->end[row] = tokens->contexts[token];
         r->first[row] = first_seen(a, r->end[row]);
         r->maxima[row] = a->sinks ? wide(a->sinks[head]) : -INFINITY;
@@ -578,13 +377,17 @@ static void attend(const Attention *a, const Tokens *tokens, long kv_head, const
     }
     memset(r->sums, 0, r->rows * r->padded * sizeof(float));
     for (long chunk = lowest / CHUNK * CHUNK; chunk < context; chunk += CHUNK) {
-        for (long offset = 0; offset < CHUNK && chunk + offset < context; offset += 16) {
+        const long seen = context - chunk < CHUNK ? context - chunk : CHUNK;
+        for (long offset = 0; offset < (seen + GATHERED - 1) / GATHERED * GATHERED; offset += 16) {
             gather_positions(a, tokens->table, chunk + offset, context, kv_head, r->keys,
                              r->values + offset * 32);
-            score(a, r, chunk, offset);
+            score(r, chunk, offset);
         }
         for (long row = 0; row < r->rows; row++)
-            if (used_by(r, row, chunk)) weigh(r, row, chunk);
+            if (used_by(r, row, chunk))
+                weigh(a, r, row, chunk);
+            else
+                memset(r->scores + row * CHUNK, 0, CHUNK * sizeof(number));
         add_chunk(r, chunk);
     }
     put_rows(a, r, tokens, kv_head);
@@ -615,11 +418,16 @@ static void decode_attention_by_team(const Attention *a, const number *queries, 
                                      number *out, long rows, const int64_t *tables, long blocks,
                                      const int64_t *contexts) {
     const long width = a->kv_heads * a->group * a->value_width;
-    const long most = most_tokens(a) * a->group, padded = (a->value_width + 31) / 32 * 32;
+    const long most = (most_tokens(a) * a->group + 15) / 16 * 16;
+    const long key_width = (a->key_width + WIDTH - 1) / WIDTH * WIDTH;
+    const long padded = (a->value_width + 31) / 32 * 32;
     long limits[2 * most];
     float floats[most * (2 + CHUNK + padded)];
-    number numbers[(most + 16) * a->key_width + CHUNK * padded];
+    number numbers[(most + 16) * key_width + CHUNK * padded];
+    // What is beyond a row's numbers stays zero.
+    if (key_width > a->key_width) memset(numbers, 0, (most + 16) * key_width * sizeof(number));
     const Rows room = {
+        .key_width = key_width,
         .padded = padded,
         .first = limits,
         .end = limits + most,
@@ -628,13 +436,14 @@ static void decode_attention_by_team(const Attention *a, const number *queries, 
         .scores = floats + 2 * most,
         .sums = floats + (2 + CHUNK) * most,
         .queries = numbers,
-        .keys = numbers + most * a->key_width,
-        .values = numbers + (most + 16) * a->key_width,
+        .keys = numbers + most * key_width,
+        .values = numbers + (most + 16) * key_width,
     };
     long *starts = malloc((rows + 1) * sizeof(long)), tiles = 0;
     for (long row = 0; row < rows; row += together(a, row, rows, tables, blocks, contexts))
         starts[tiles++] = row;
     starts[tiles] = rows;
+    begin_attention();
 #pragma omp for schedule(dynamic)
     for (long item = 0; item < tiles * a->kv_heads; item++) {
         const long row = starts[item / a->kv_heads], end = starts[item / a->kv_heads + 1];
@@ -644,6 +453,7 @@ static void decode_attention_by_team(const Attention *a, const number *queries, 
         };
         attend(a, &tokens, item % a->kv_heads, &room);
     }
+    end_attention();
     free(starts);
 }
 

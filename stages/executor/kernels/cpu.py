@@ -19,9 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from ..batch import DecodeRows
-from .compile import BFLOAT16, FLOAT32, SAMPLING, KernelsUnavailable, load_library
+from .compile import BFLOAT16, FLOAT32, SAMPLING, TILES, KernelsUnavailable, Library, load_library
 
-_LIBRARIES = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
+# The first one that this machine can use; the last one says why not.
+_LIBRARIES: dict[torch.dtype, tuple[Library, ...]] = {
+    torch.bfloat16: (TILES, BFLOAT16),
+    torch.float32: (FLOAT32,),
+}
 
 
 class Kind(IntEnum):
@@ -93,9 +97,34 @@ def library(dtype: torch.dtype = torch.bfloat16) -> ctypes.CDLL:
     Raises:
         KernelsUnavailable: There is none, or none on this machine.
     """
-    if dtype not in _LIBRARIES:
-        raise KernelsUnavailable(f"there are none for {dtype} on cpu")
-    return _declared(load_library(_LIBRARIES[dtype]), _SIGNATURES)
+    return _chosen(dtype)[1]
+
+
+def instructions(dtype: torch.dtype) -> str:
+    """The processor's instructions that this library is made of.
+
+    Raises:
+        KernelsUnavailable: As `library`.
+    """
+    return _chosen(dtype)[0].instructions
+
+
+@cache
+def _chosen(dtype: torch.dtype) -> tuple[Library, ctypes.CDLL]:
+    reason = KernelsUnavailable(f"there are none for {dtype} on cpu")
+    for candidate in _LIBRARIES.get(dtype, ()):
+        try:
+            return candidate, _prepared(candidate)
+        except KernelsUnavailable as error:
+            reason = error
+    raise reason
+
+
+def _prepared(candidate: Library) -> ctypes.CDLL:
+    loaded = _declared(load_library(candidate), _SIGNATURES)
+    if candidate is TILES and not loaded.allow_tiles():
+        raise KernelsUnavailable(f"the system does not allow {candidate.instructions}")
+    return loaded
 
 
 @cache

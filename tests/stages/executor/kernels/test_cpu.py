@@ -15,7 +15,12 @@ from torch.nn import functional as F
 from nano_inference.stages.executor.batch import DecodeRows, IntArray
 from nano_inference.stages.executor.constraints import TokenMasks
 from nano_inference.stages.executor.kernels import cpu
-from nano_inference.stages.executor.kernels.compile import KernelsUnavailable
+from nano_inference.stages.executor.kernels.compile import (
+    BFLOAT16,
+    FLOAT32,
+    TILES,
+    KernelsUnavailable,
+)
 from nano_inference.stages.executor.kernels.cpu import Kind, Linear, PagedAttention
 
 ROUNDING = {torch.bfloat16: 2.0**-7, torch.float32: 2.0**-19}
@@ -33,14 +38,24 @@ def inference() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=list(ROUNDING), ids=str)
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+@pytest.fixture(
+    params=[(torch.bfloat16, TILES), (torch.bfloat16, BFLOAT16), (torch.float32, FLOAT32)],
+    ids=lambda param: param[1].define.lower(),
+)
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.dtype]:
+    """That of one of the libraries, which is used then."""
+    found, one = request.param
+    monkeypatch.setitem(cpu._LIBRARIES, found, (one,))
+    cpu.library.cache_clear()
+    cpu._chosen.cache_clear()
     try:
-        cpu.library(request.param)
+        cpu.library(found)
+        yield found
     except KernelsUnavailable as error:
         pytest.skip(f"no kernels on this machine: {error}")
-    found: torch.dtype = request.param
-    return found
+    finally:
+        cpu.library.cache_clear()
+        cpu._chosen.cache_clear()
 
 
 def randn(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
@@ -209,14 +224,14 @@ def test_decode_attention(
         keys, values = (
             part[tables[row]]
             .flatten(0, 1)[low:context]
-            .float()
+            .double()
             .repeat_interleave(heads // kv_heads, dim=1)
             for part in cache
         )
-        scores = torch.einsum("hd,phd->hp", queries[row].float(), keys) * 0.2
+        scores = torch.einsum("hd,phd->hp", queries[row].double(), keys) * 0.2
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
-        column = torch.full((heads, 1), float("-inf")) if sink is None else sink.float()[:, None]
+        column = torch.full((heads, 1), float("-inf")) if sink is None else sink.double()[:, None]
         weights = torch.cat((scores, column), dim=1).softmax(dim=1)[:, :-1]
         assert_close(found[row], torch.einsum("hp,phd->hd", weights, values))
 

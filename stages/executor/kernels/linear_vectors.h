@@ -1,0 +1,189 @@
+// Linear layers by dot products of vectors, 16 of them summed across lanes together.
+
+// A step of dot_products: a vector's products of each pair of rows, or fewer by the mask.
+INLINE void add_products(int rows, int columns, const number *x, const number *weight, long k,
+                         Lanes mask, __m512 *sums) {
+    Numbers weights[16];
+    UNROLL for (int b = 0; b < columns; b++) weights[b] = load(weight + b * k, mask);
+    UNROLL for (int a = 0; a < rows; a++) {
+        Numbers values = load(x + a * k, mask);
+        UNROLL for (int b = 0; b < columns; b++)
+            sums[a * columns + b] = add_product(sums[a * columns + b], values, weights[b]);
+    }
+}
+
+// What a tile gives, 6 by 4 at most: in lane a * columns + b of both vectors together that of rows a
+// and b.
+typedef struct {
+    __m512 of[2];
+} Products;
+
+INLINE Products sum_tile(const __m512 *sums, int count) {
+    Products products = {{sum_lanes(sums), _mm512_setzero_ps()}};
+    if (count > 16) products.of[1] = sum_lanes(sums + 16);
+    return products;
+}
+
+// Dot products of `rows` rows of x with `columns` rows of weights. With each step `lines` cache
+// lines from `ahead` on are brought lines.
+INLINE Products dot_products(int rows, int columns, const number *x, const number *weight, long k,
+                             const number *ahead, long lines) {
+    __m512 sums[32];
+    UNROLL for (int i = 0; i < 32; i++) sums[i] = _mm512_setzero_ps();
+    long i = 0;
+    if (lines)
+        for (; i + WIDTH <= k; i += WIDTH) {
+            add_products(rows, columns, x + i, weight + i, k, ALL_LANES, sums);
+            for (long line = 0; line < lines; line++, ahead += WIDTH)
+                _mm_prefetch((const char *)ahead, _MM_HINT_T1);
+        }
+    // A loop of its own, since even the question whether there are lines takes its time.
+    for (; i + WIDTH <= k; i += WIDTH)
+        add_products(rows, columns, x + i, weight + i, k, ALL_LANES, sums);
+    if (i < k) add_products(rows, columns, x + i, weight + i, k, lanes(k - i), sums);
+    return sum_tile(sums, rows * columns);
+}
+
+// The same for so few rows that reading the weights takes longer than multiplying: weights are read
+// in the order in which they lie.
+INLINE Products dot_products_in_order(int rows, int columns, const number *x, const number *weight,
+                                      long k) {
+    __m512 sums[16];
+    UNROLL for (int i = 0; i < 16; i++) sums[i] = _mm512_setzero_ps();
+    UNROLL for (int b = 0; b < columns; b++) {
+        __m512 of_row[4];
+        UNROLL for (int a = 0; a < rows; a++) of_row[a] = _mm512_setzero_ps();
+        long i = 0;
+        for (; i + WIDTH <= k; i += WIDTH) {
+            add_products(rows, 1, x + i, weight + b * k + i, k, ALL_LANES, of_row);
+            _mm_prefetch((const char *)(weight + b * k + i) + 2048, _MM_HINT_T1);
+        }
+        if (i < k) add_products(rows, 1, x + i, weight + b * k + i, k, lanes(k - i), of_row);
+        UNROLL for (int a = 0; a < rows; a++) sums[a * columns + b] = of_row[a];
+    }
+    return sum_tile(sums, rows * columns);
+}
+
+// Makes outputs of up to 16 products, of the gated kinds with `ups`, and puts them where they go.
+INLINE void put_products(int rows, int columns, const Linear *l, long part, __m512 products,
+                         __m512 ups, Target to, long column) {
+    if (l->bias[part]) {
+        float bias[16] = {0};
+        UNROLL for (int i = 0; i < rows * columns; i++)
+            bias[i] = wide(l->bias[part][column + i % columns]);
+        products = _mm512_add_ps(products, _mm512_loadu_ps(bias));
+    }
+    if (l->kind >= GATED_SILU)
+        products = _mm512_mul_ps(rounded(activate(rounded(products), l->kind)), rounded(ups));
+    if (to.added) {
+        number added[16] = {0};
+        UNROLL for (int a = 0; a < rows; a++)
+            memcpy(added + a * columns, to.added + a * to.stride + column, columns * sizeof(number));
+        products = _mm512_add_ps(rounded(products), load_wide(added));
+    }
+    if (l->kind == WIDE) {
+        float result[16];
+        _mm512_storeu_ps(result, rounded(products));
+        UNROLL for (int a = 0; a < rows; a++)
+            memcpy((float *)to.out + a * to.stride + column, result + a * columns,
+                   columns * sizeof(float));
+    } else {
+        number result[16];
+        store_narrow(result, products);
+        UNROLL for (int a = 0; a < rows; a++)
+            memcpy((number *)to.out + a * to.stride + column, result + a * columns,
+                   columns * sizeof(number));
+    }
+}
+
+// One tile of outputs: `rows` rows, and `columns` weights from `column` on. With `in_order` as in
+// dot_products_in_order.
+INLINE void multiply_tile(int rows, int columns, const Linear *l, long part, const number *x,
+                          Target to, long column, int in_order, const number *ahead, long lines) {
+    const long k = l->inputs;
+    const number *weight = l->weight[part] + column * k;
+    const Products products = in_order ? dot_products_in_order(rows, columns, x, weight, k)
+                                       : dot_products(rows, columns, x, weight, k, ahead, lines);
+    Products ups = products;
+    if (l->kind >= GATED_SILU) {
+        const number *other = l->weight[1] + column * k;
+        const number *other_ahead = ahead ? other + (ahead - weight) : NULL;
+        ups = in_order ? dot_products_in_order(rows, columns, x, other, k)
+                       : dot_products(rows, columns, x, other, k, other_ahead, lines);
+    }
+    const int held = rows * columns > 16 ? 16 / columns : rows;
+    put_products(held, columns, l, part, products.of[0], ups.of[0], to, column);
+    if (held < rows)
+        put_products(rows - held, columns, l, part, products.of[1], ups.of[1],
+                     at_row(to, held, output_width(l)), column);
+}
+
+// Outputs `start` to `stop` of some rows, in tiles of so many columns and the rest one by one.
+INLINE void multiply_rows(int rows, int columns, const Linear *l, long part, const number *x,
+                          Target to, long start, long stop, int in_order, const number *ahead,
+                          long lines) {
+    long column = start;
+    for (; column + columns <= stop; column += columns)
+        multiply_tile(rows, columns, l, part, x, to, column, in_order, ahead, lines);
+    for (; column < stop; column++) multiply_tile(rows, 1, l, part, x, to, column, 0, NULL, 0);
+}
+
+// The same, of as many rows as a tile may have: of six, of which each weight is read for more
+// products, or of four and fewer.
+INLINE void multiply_some(const Linear *l, long part, const number *x, Target to, long rows,
+                          long start, long stop, const number *ahead, long lines) {
+    switch (rows) {
+    case 1: multiply_rows(1, 4, l, part, x, to, start, stop, 0, ahead, lines); break;
+    case 2: multiply_rows(2, 4, l, part, x, to, start, stop, 0, ahead, lines); break;
+    case 3: multiply_rows(3, 4, l, part, x, to, start, stop, 0, ahead, lines); break;
+    case 4: multiply_rows(4, 4, l, part, x, to, start, stop, 0, ahead, lines); break;
+    default: multiply_rows(6, 4, l, part, x, to, start, stop, 0, ahead, lines); break;
+    }
+}
+
+// How many rows the next tile has, where so many are left.
+INLINE long tile_rows(long left) { return left == 6 || left >= 12 ? 6 : left < 4 ? left : 4; }
+
+// The same, of any number of rows.
+static void multiply_block(const Linear *l, long part, const number *x, Target to, long rows,
+                           long start, long stop) {
+    const long k = l->inputs, width = output_width(l);
+    // While four columns are multiplied with all rows, the next four come lines, evenly: all at
+    // once they would wait for one another.
+    const long tiles = (rows + 5) / 6, lines = (4 + tiles - 1) / tiles;
+    const long share = k / WIDTH * WIDTH * lines;
+    for (long column = start; column < stop; column += 4) {
+        const long until = column + 4 < stop ? column + 4 : stop;
+        const number *next = l->weight[part] + (column + 4) * k;
+        for (long row = 0, done = 0, some; row < rows; row += some, done += share) {
+            const int more = done < 4 * k;
+            some = tile_rows(rows - row);
+            multiply_some(l, part, x + row * k, at_row(to, row, width), some, column, until,
+                          more ? next + done : NULL, more ? lines : 0);
+        }
+    }
+}
+
+static void linear_by_team(const Linear *l, const number *x, long rows, const number *added,
+                           void *out) {
+    const long k = l->inputs, width = output_width(l), stride = row_width(l);
+    const Chunks chunks = chunks_of(l, 16);
+    // So many rows stay in the second level cache while the weights pass by: blocks of about one
+    // size, of whole tiles.
+    const long most = longer((512 << 10) / (sizeof(number) * k), 66);
+    const long blocks = (rows + most - 1) / most;
+    const long block = blocks ? ((rows + blocks - 1) / blocks + 5) / 6 * 6 : 0;
+#pragma omp for schedule(dynamic)
+    for (long item = 0; item < blocks * chunks.count; item++) {
+        const long from = item / chunks.count * block;
+        const Chunk c = chunk_of(l, &chunks, item % chunks.count);
+        const Target to = {(char *)out + c.offset * width, added ? added + c.offset : NULL, stride};
+        if (rows == 1)
+            multiply_rows(1, 16, l, c.part, x, to, c.start, c.stop, 1, NULL, 0);
+        else if (rows == 2)
+            multiply_rows(2, 8, l, c.part, x, to, c.start, c.stop, 1, NULL, 0);
+        else
+            multiply_block(l, c.part, x + from * k, at_row(to, from, width),
+                           from + block < rows ? block : rows - from, c.start, c.stop);
+    }
+}

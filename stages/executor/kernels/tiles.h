@@ -1,0 +1,78 @@
+// AMX: tiles of 16 rows of 64 bytes. One instruction multiplies 16 rows of a first operand, 32 numbers
+// of each, with the same numbers of 16 rows of a second one, and adds to 16 by 16 sums. The first operand
+// is read as it lies in memory, row by row. Of the second one there must be, for each pair of
+// numbers, those of all 16 rows side by side.
+//
+// What a sum comes to depends on its two rows alone: products of 32 numbers at a time are added to it, in
+// their order.
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+enum {
+    TILE = 16,                 // rows of a tile
+    TILE_SIZE = TILE * WIDTH,  // numbers in it
+    SUMS = TILE * TILE,
+    LINE = WIDTH * sizeof(number),
+};
+
+// Asks Linux to let this process use tiles; whether it does.
+int allow_tiles(void) {
+    const long request = 0x1023, data_of_tiles = 18;  // ARCH_REQ_XCOMP_PERM of arch_prctl(2)
+    return syscall(SYS_arch_prctl, request, data_of_tiles) == 0;
+}
+
+// As the processor takes them.
+typedef struct {
+    uint8_t palette, start, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} TileShapes;
+
+// Gives this thread its tiles: 0 to 3 for sums, 4 and 5 for `rows` rows of the first operand, 6 and 7
+// for as many of the second one as `columns` says. They are to be released.
+INLINE void shape_tiles(long rows, long columns) {
+    TileShapes shapes = {.palette = 1};
+    for (int i = 0; i < 8; i++) {
+        const int first = i == 4 || i == 5, second = i == 6 || i == 7;
+        shapes.bytes[i] = first ? LINE : columns * sizeof(float);
+        shapes.rows[i] = second ? TILE : rows;
+    }
+    _tile_loadconfig(&shapes);
+}
+
+// To be said between writing memory and loading tiles from it: GCC does not know that this reads.
+INLINE void written(void) { __asm__ volatile("" ::: "memory"); }
+
+// Turns 16 vectors of 16 numbers of 32 bits round.
+INLINE void transpose(__m512i *v) {
+    __m512i w[16];
+    UNROLL for (int i = 0; i < 16; i += 2) {
+        w[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+        w[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+    }
+    UNROLL for (int i = 0; i < 16; i += 4) {
+        v[i] = _mm512_unpacklo_epi64(w[i], w[i + 2]);
+        v[i + 1] = _mm512_unpackhi_epi64(w[i], w[i + 2]);
+        v[i + 2] = _mm512_unpacklo_epi64(w[i + 1], w[i + 3]);
+        v[i + 3] = _mm512_unpackhi_epi64(w[i + 1], w[i + 3]);
+    }
+    UNROLL for (int i = 0; i < 16; i += 8) UNROLL for (int j = i; j < i + 4; j++) {
+        w[j] = _mm512_shuffle_i32x4(v[j], v[j + 4], 0x88);
+        w[j + 4] = _mm512_shuffle_i32x4(v[j], v[j + 4], 0xdd);
+    }
+    UNROLL for (int i = 0; i < 8; i++) {
+        v[i] = _mm512_shuffle_i32x4(w[i], w[i + 8], 0x88);
+        v[i + 8] = _mm512_shuffle_i32x4(w[i], w[i + 8], 0xdd);
+    }
+}
+
+// Lays up to WIDTH numbers of up to 16 rows out as a second operand, which becomes a whole tile.
+INLINE void lay_out_rows(const number *const *rows, long present, long offset, long count, number *to) {
+    __m512i v[TILE];
+    UNROLL for (int i = 0; i < TILE; i++)
+        v[i] = i < present ? _mm512_maskz_loadu_epi16(lanes(count), rows[i] + offset)
+                           : _mm512_setzero_si512();
+    transpose(v);
+    UNROLL for (int i = 0; i < TILE; i++) _mm512_storeu_si512(to + i * WIDTH, v[i]);
+}

@@ -71,46 +71,52 @@ INLINE long output_width(const Linear *l) {
     return l->kind == WIDE ? sizeof(float) : sizeof(number);
 }
 
+enum { CHUNK_BYTES = 320 << 10 };  // of weights, about
+
 INLINE long longer(long a, long b) { return a > b ? a : b; }
+
+// Parts that have outputs of their own.
+INLINE long output_parts(const Linear *l) { return l->kind >= GATED_SILU ? 1 : l->parts; }
 
 // Numbers in a row of the output.
 INLINE long row_width(const Linear *l) {
-    const long parts = l->kind >= GATED_SILU ? 1 : l->parts;
     long width = 0;
-    for (long part = 0; part < parts; part++) width += l->outputs[part];
+    for (long part = 0; part < output_parts(l); part++) width += l->outputs[part];
     return width;
 }
 
-// What threads take at a time: enough for the memory to stream, and little enough for them to end
-// together.
-typedef struct {
-    long size;      // outputs of one
-    long until[4];  // how many there are before each part, and in all
-    long count;
-} Chunks;
-
-// Some outputs of a part, and how many are left of them in the row.
-typedef struct {
-    long part, start, stop, offset;
-} Chunk;
-
-// Chunks of whole tiles of so many outputs.
-INLINE Chunks chunks_of(const Linear *l, long tile) {
-    const long parts = l->kind >= GATED_SILU ? 1 : l->parts;
-    Chunks c = {.size = (192 << 10) / (sizeof(number) * l->inputs) / tile * tile + tile};
-    for (long part = 0; part < parts; part++)
-        c.until[part + 1] = c.until[part] + (l->outputs[part] + c.size - 1) / c.size;
-    c.count = c.until[parts];
-    return c;
+// Of a part whose outputs begin at `offset` in a row.
+INLINE Target target_of(const Linear *l, void *out, const number *added, long offset) {
+    char *here = (char *)out + offset * output_width(l);
+    return (Target){here, added ? added + offset : NULL, row_width(l)};
 }
 
-INLINE Chunk chunk_of(const Linear *l, const Chunks *c, long place) {
-    Chunk found = {0};
-    while (place >= c->until[found.part + 1]) found.offset += l->outputs[found.part++];
-    found.start = (place - c->until[found.part]) * c->size;
-    const long stop = found.start + c->size, outputs = l->outputs[found.part];
-    found.stop = stop < outputs ? stop : outputs;
-    return found;
+// What the threads of a team take at a time of all outputs, side by side: enough for the memory to
+// stream, little enough to end together, and about as many for each thread.
+typedef struct {
+    long size, count;
+} Chunks;
+
+INLINE Chunks chunks_of(const Linear *l, long tile) {
+    const long outputs = row_width(l), threads = omp_get_num_threads();
+    const long bytes = sizeof(number) * l->inputs * (l->kind >= GATED_SILU ? 2 : 1);
+    const long turns = (outputs * bytes + threads * CHUNK_BYTES / 2) / (threads * CHUNK_BYTES);
+    const long count = longer(turns, 1) * threads;
+    const long size = longer((outputs + count * tile - 1) / (count * tile), 1) * tile;
+    return (Chunks){size, (outputs + size - 1) / size};
+}
+
+// The outputs of a part that are in a chunk, and where the part's begin in the row.
+typedef struct {
+    long start, stop, offset;
+} Outputs;
+
+// Those of a part, of which there may be none.
+INLINE Outputs outputs_of(const Linear *l, const Chunks *c, long place, long part) {
+    long offset = 0;
+    for (long i = 0; i < part; i++) offset += l->outputs[i];
+    const long start = place * c->size - offset, stop = start + c->size;
+    return (Outputs){longer(start, 0), stop < l->outputs[part] ? stop : l->outputs[part], offset};
 }
 
 #ifdef TILES

@@ -1,7 +1,10 @@
 // Linear layers by tiles: weights are the first operand, so they stay as the model has them; rows, of
 // which there is less, are laid out.
 
-enum { BLOCK_BYTES = 1 << 20 };  // of rows that stay in the second level cache while weights pass by
+enum {
+    BLOCK_BYTES = 1280 << 10,  // of rows that stay in the second level cache while weights pass by
+    SHORT = 2048,              // inputs of weights that the processor does not fetch early enough itself
+};
 
 // Rows that are laid out, 16 in a tile of all inputs.
 typedef struct {
@@ -11,11 +14,11 @@ typedef struct {
     long count;  // of rows
 } LaidOut;
 
-// Outputs that are computed together: 16, and 16 others with the same rows.
+// Weights of outputs that are computed together: of 16, and of 16 others.
 typedef struct {
-    const number *weights[2];
-    const number *ahead[2];  // what is multiplied after these
-} Outputs;
+    const number *these[2];
+    const number *next[2];  // what is multiplied after these
+} Weights;
 
 // clang-format off
 #define ADD_PRODUCTS(weights, others, stride)                   \
@@ -31,10 +34,10 @@ typedef struct {
 
 // Sums of 16 outputs, and 16 others if there are two, with 16 rows, or with 32. With each step `lines`
 // cache lines of each, from `done` on, are brought near of what comes next.
-INLINE void sum_tiles(int two, int two_rows, const Outputs *o, long k, long outputs,
+INLINE void sum_tiles(int two, int two_rows, const Weights *w, long k, long outputs,
                       const LaidOut *rows, const number *x, long done, long lines, float *sums) {
-    const number *weights = o->weights[0], *others = o->weights[1];
-    const number *ahead = o->ahead[0] + done, *others_ahead = o->ahead[1] + done;
+    const number *weights = w->these[0], *others = w->these[1];
+    const number *ahead = w->next[0] + done, *others_ahead = w->next[1] + done;
     const long stride = k * sizeof(number), step = rows->line / sizeof(number) * TILE;
     _tile_zero(0);
     _tile_zero(1);
@@ -52,7 +55,7 @@ INLINE void sum_tiles(int two, int two_rows, const Outputs *o, long k, long outp
         number rest[2][TILE_SIZE];
         for (long j = 0; j < outputs; j++)
             for (int which = 0; which <= two; which++) {
-                const number *from = o->weights[which] + j * k + i;
+                const number *from = w->these[which] + j * k + i;
                 _mm512_storeu_si512(rest[which] + j * WIDTH, (__m512i)load(from, lanes(k - i)));
             }
         written();
@@ -93,7 +96,8 @@ static void multiply_block(const Linear *l, long part, const LaidOut *rows, Targ
     const long k = l->inputs, width = output_width(l), gated = l->kind >= GATED_SILU;
     const long outputs = l->outputs[part] < TILE ? l->outputs[part] : TILE;
     const long taken = gated ? TILE : 2 * TILE;
-    // While some are multiplied with all rows, the next ones come near, evenly.
+    // While some are multiplied with all rows, the next ones come near, evenly. Of few rows and long
+    // weights it would be slower than what the processor fetches by itself.
     const long passes = (rows->count + 2 * TILE - 1) / (2 * TILE);
     const long lines = (TILE + passes - 1) / passes, share = k / WIDTH * WIDTH * lines;
     shape_tiles(outputs, rows->line / sizeof(float));
@@ -103,26 +107,27 @@ static void multiply_block(const Linear *l, long part, const LaidOut *rows, Targ
         // is what was not put before.
         const long last = l->outputs[part] - outputs, next = gated ? column : column + TILE;
         const long at[2] = {column < last ? column : last, next < last ? next : last};
-        const __mmask16 fresh[2] = {first(outputs) & ~first(column - at[0]),
-                                    first(outputs) & ~first(next - at[1])};
+        const __mmask16 fresh[2] = {first(stop - at[0]) & ~first(column - at[0]),
+                                    first(stop - at[1]) & ~first(next - at[1])};
         const number *other = gated ? l->weight[1] : l->weight[part];
-        const Outputs o = {
+        const Weights w = {
             {l->weight[part] + at[0] * k, other + at[1] * k},
             {l->weight[part] + (at[0] + taken) * k, other + (at[1] + taken) * k},
         };
         for (long row = 0, done = 0; row < rows->count; row += 2 * TILE, done += share) {
             const number *x = rows->tiles + row / TILE * rows->apart;
             const int two_rows = rows->count - row > TILE;
-            const long some = column + taken < stop && done < TILE * k ? lines : 0;
+            const int more = column + taken < stop && done < TILE * k;
+            const long some = more && (passes > 1 || k < SHORT) ? lines : 0;
             float sums[4 * SUMS];
             if (two && two_rows)
-                sum_tiles(1, 1, &o, k, outputs, rows, x, done, some, sums);
+                sum_tiles(1, 1, &w, k, outputs, rows, x, done, some, sums);
             else if (two)
-                sum_tiles(1, 0, &o, k, outputs, rows, x, done, some, sums);
+                sum_tiles(1, 0, &w, k, outputs, rows, x, done, some, sums);
             else if (two_rows)
-                sum_tiles(0, 1, &o, k, outputs, rows, x, done, some, sums);
+                sum_tiles(0, 1, &w, k, outputs, rows, x, done, some, sums);
             else
-                sum_tiles(0, 0, &o, k, outputs, rows, x, done, some, sums);
+                sum_tiles(0, 0, &w, k, outputs, rows, x, done, some, sums);
             for (long tile = row; tile < row + 2 * TILE && tile < rows->count; tile += TILE) {
                 const float *found = sums + (tile - row) * TILE;
                 __m512 products[TILE], others[TILE];
@@ -155,7 +160,7 @@ static number *memory_for(long numbers) {
 static void linear_by_team(const Linear *l, const number *x, long rows, const number *added,
                            void *out) {
     const long k = l->inputs, steps = (k + WIDTH - 1) / WIDTH;
-    const long width = output_width(l), stride = row_width(l);
+    const long width = output_width(l);
     // So many rows at a time, blocks of about one size.
     const long most = longer(BLOCK_BYTES / (sizeof(number) * k) / 32 * 32, 64);
     const long blocks = (rows + most - 1) / most;
@@ -168,7 +173,7 @@ static void linear_by_team(const Linear *l, const number *x, long rows, const nu
         tiles = memory_for(block * steps * WIDTH);
     LaidOut laid_out = {tiles, LINE, steps * TILE_SIZE, 0};
     if (alone) laid_out = (LaidOut){x, sizeof(float), 0, 0};
-    const Chunks chunks = chunks_of(l, 2 * TILE);
+    const Chunks chunks = chunks_of(l, TILE * (l->kind >= GATED_SILU ? 1 : 2));
     for (long from = 0; from < rows; from += block) {
         laid_out.count = from + block < rows ? block : rows - from;
         if (!alone)
@@ -180,10 +185,12 @@ static void linear_by_team(const Linear *l, const number *x, long rows, const nu
                 lay_out_rows(each, laid_out.count - row, i, k - i, tiles + item * TILE_SIZE);
             }
 #pragma omp for schedule(dynamic)
-        for (long item = 0; item < chunks.count; item++) {
-            const Chunk c = chunk_of(l, &chunks, item);
-            const Target to = {(char *)out + c.offset * width, added ? added + c.offset : NULL, stride};
-            multiply_block(l, c.part, &laid_out, at_row(to, from, width), c.start, c.stop);
-        }
+        for (long item = 0; item < chunks.count; item++)
+            for (long part = 0; part < output_parts(l); part++) {
+                const Outputs o = outputs_of(l, &chunks, item, part);
+                if (o.start >= o.stop) continue;
+                const Target to = target_of(l, out, added, o.offset);
+                multiply_block(l, part, &laid_out, at_row(to, from, width), o.start, o.stop);
+            }
     }
 }

@@ -166,7 +166,7 @@ static void multiply_block(const Linear *l, long part, const number *x, Target t
 
 static void linear_by_team(const Linear *l, const number *x, long rows, const number *added,
                            void *out) {
-    const long k = l->inputs, width = output_width(l), stride = row_width(l);
+    const long k = l->inputs, width = output_width(l);
     const Chunks chunks = chunks_of(l, 16);
     // So many rows stay in the second level cache while the weights pass by: blocks of about one
     // size, of whole tiles.
@@ -174,16 +174,17 @@ static void linear_by_team(const Linear *l, const number *x, long rows, const nu
     const long blocks = (rows + most - 1) / most;
     const long block = blocks ? ((rows + blocks - 1) / blocks + 5) / 6 * 6 : 0;
 #pragma omp for schedule(dynamic)
-    for (long item = 0; item < blocks * chunks.count; item++) {
-        const long from = item / chunks.count * block;
-        const Chunk c = chunk_of(l, &chunks, item % chunks.count);
-        const Target to = {(char *)out + c.offset * width, added ? added + c.offset : NULL, stride};
-        if (rows == 1)
-            multiply_rows(1, 16, l, c.part, x, to, c.start, c.stop, 1, NULL, 0);
-        else if (rows == 2)
-            multiply_rows(2, 8, l, c.part, x, to, c.start, c.stop, 1, NULL, 0);
-        else
-            multiply_block(l, c.part, x + from * k, at_row(to, from, width),
-                           from + block < rows ? block : rows - from, c.start, c.stop);
-    }
+    for (long item = 0; item < blocks * chunks.count; item++)
+        for (long part = 0; part < output_parts(l); part++) {
+            const long from = item / chunks.count * block;
+            const long some = from + block < rows ? block : rows - from;
+            const Outputs o = outputs_of(l, &chunks, item % chunks.count, part);
+            const Target to = target_of(l, out, added, o.offset);
+            if (rows == 1)
+                multiply_rows(1, 16, l, part, x, to, o.start, o.stop, 1, NULL, 0);
+            else if (rows == 2)
+                multiply_rows(2, 8, l, part, x, to, o.start, o.stop, 1, NULL, 0);
+            else
+                multiply_block(l, part, x + from * k, at_row(to, from, width), some, o.start, o.stop);
+        }
 }

@@ -3,7 +3,8 @@
 
 enum {
     BLOCK_BYTES = 1280 << 10,  // of rows that stay in the second level cache while weights pass by
-    SHORT = 2048,              // inputs of weights that the processor does not fetch early enough itself
+    LONG = 2048,               // inputs from which on the processor fetches weights early enough itself
+    MOST_APART = 8,            // outputs from one row of a tile of weights to the next
 };
 
 // Rows that are laid out, 16 in a tile of all inputs.
@@ -14,11 +15,15 @@ typedef struct {
     long count;  // of rows
 } LaidOut;
 
-// Weights of outputs that are computed together: of 16, and of 16 others.
+// Outputs that are computed together: one or two times 16 times `apart`. A tile of weights has every
+// `apart`th of 16 times as many. So each of its rows is the beginning of a long stretch of memory, of
+// which the next tiles have the rest, and the processor fetches it early enough by itself.
 typedef struct {
-    const number *these[2];
-    const number *next[2];  // what is multiplied after these
-} Weights;
+    const number *weights[2];
+    long first[2];  // the outputs that these are for
+    long apart, two;
+    const number *ahead[2];  // what is multiplied after these
+} Group;
 
 // clang-format off
 #define ADD_PRODUCTS(weights, others, stride)                   \
@@ -32,13 +37,16 @@ typedef struct {
     if (two && two_rows) _tile_dpbf16ps(3, 5, 7);
 // clang-format on
 
-// Sums of 16 outputs, and 16 others if there are two, with 16 rows, or with 32. With each step `lines`
-// cache lines of each, from `done` on, are brought near of what comes next.
-INLINE void sum_tiles(int two, int two_rows, const Weights *w, long k, long outputs,
-                      const LaidOut *rows, const number *x, long done, long lines, float *sums) {
-    const number *weights = w->these[0], *others = w->these[1];
-    const number *ahead = w->next[0] + done, *others_ahead = w->next[1] + done;
-    const long stride = k * sizeof(number), step = rows->line / sizeof(number) * TILE;
+// Sums of a group's tiles of weights, those that begin with its row `from`, with 16 rows or with 32. sums:
+// of each tile of weights and rows those of the whole group, in the order of its outputs. With each
+// step `lines` cache lines of each, from `done` on, are brought near of what comes next.
+INLINE void sum_tiles(int two, int two_rows, const Group *g, long from, long k, long outputs,
+                      const LaidOut *rows, const number *x, long done, long lines,
+                      float sums[4][MOST_APART * SUMS]) {
+    const number *weights = g->weights[0] + from * k, *others = g->weights[1] + from * k;
+    const number *ahead = g->ahead[0] + done, *others_ahead = g->ahead[1] + done;
+    const long step = rows->line / sizeof(number) * TILE;
+    const long stride = g->apart * k * sizeof(number), spread = g->apart * TILE * sizeof(float);
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -55,16 +63,16 @@ INLINE void sum_tiles(int two, int two_rows, const Weights *w, long k, long outp
         number rest[2][TILE_SIZE];
         for (long j = 0; j < outputs; j++)
             for (int which = 0; which <= two; which++) {
-                const number *from = w->these[which] + j * k + i;
-                _mm512_storeu_si512(rest[which] + j * WIDTH, (__m512i)load(from, lanes(k - i)));
+                const number *end = g->weights[which] + (from + j * g->apart) * k + i;
+                _mm512_storeu_si512(rest[which] + j * WIDTH, (__m512i)load(end, lanes(k - i)));
             }
         written();
         ADD_PRODUCTS(rest[0], rest[1], LINE)
     }
-    _tile_stored(0, sums, 64);
-    if (two_rows) _tile_stored(1, sums + SUMS, 64);
-    if (two) _tile_stored(2, sums + 2 * SUMS, 64);
-    if (two && two_rows) _tile_stored(3, sums + 3 * SUMS, 64);
+    _tile_stored(0, sums[0] + from * TILE, spread);
+    if (two_rows) _tile_stored(1, sums[1] + from * TILE, spread);
+    if (two) _tile_stored(2, sums[2] + from * TILE, spread);
+    if (two && two_rows) _tile_stored(3, sums[3] + from * TILE, spread);
 }
 
 // Makes outputs of 16 products of a row, or fewer by the mask, of the gated kinds with `ups`, and puts
@@ -90,55 +98,76 @@ INLINE void load_sums(const float *sums, long outputs, __m512 *rows) {
     transpose((__m512i *)rows);
 }
 
-// Outputs `start` to `stop` of some rows, 32 at a time, or 16 pairs of gate and up.
+// The next group from output `column` on. The last one begins earlier than it should if its tile would
+// end too late.
+INLINE Group group_of(const Linear *l, long part, long column, long stop, int few) {
+    const long k = l->inputs, gated = l->kind >= GATED_SILU, whole = gated ? TILE : 2 * TILE;
+    const long left = (stop - column) / whole, most = left < MOST_APART ? left : MOST_APART;
+    Group g = {.apart = few ? longer(most, 1) : 1, .two = gated || stop - column > TILE};
+    const long last = longer(l->outputs[part] - TILE, 0);
+    const long next = gated ? column : column + g.apart * TILE;
+    g.first[0] = column < last ? column : last;
+    g.first[1] = next < last ? next : last;
+    for (int i = 0; i < 2; i++) {
+        g.weights[i] = l->weight[i && gated ? 1 : part] + g.first[i] * k;
+        g.ahead[i] = g.weights[i] + g.apart * whole * k;
+    }
+    return g;
+}
+
+// Puts a group's outputs of up to 16 rows where they go, those from `start` to `stop`: others may be
+// there already.
+INLINE void put_group(const Linear *l, long part, const Group *g, const float *sums,
+                      const float *others, long outputs, Target to, long rows, long start, long stop) {
+    const long width = output_width(l), gated = l->kind >= GATED_SILU;
+    for (long i = 0; i < g->apart; i++) {
+        const long column = g->first[0] + i * TILE, other = g->first[1] + i * TILE;
+        const __mmask16 mask = first(stop - column) & ~first(start - column);
+        const __mmask16 other_mask = first(stop - other) & ~first(start + g->apart * TILE - other);
+        __m512 products[TILE], second[TILE];
+        load_sums(sums + i * SUMS, outputs, products);
+        if (g->two) load_sums(others + i * SUMS, outputs, second);
+        for (long row = 0; row < TILE && row < rows; row++) {
+            const Target here = at_row(to, row, width);
+            put_products(l, part, products[row], second[row], here, column, mask);
+            if (g->two && !gated)
+                put_products(l, part, second[row], second[row], here, other, other_mask);
+        }
+    }
+}
+
+// Outputs `start` to `stop` of some rows.
 static void multiply_block(const Linear *l, long part, const LaidOut *rows, Target to, long start,
                            long stop) {
     const long k = l->inputs, width = output_width(l), gated = l->kind >= GATED_SILU;
     const long outputs = l->outputs[part] < TILE ? l->outputs[part] : TILE;
-    const long taken = gated ? TILE : 2 * TILE;
-    // While some are multiplied with all rows, the next ones come near, evenly. Of few rows and long
-    // weights it would be slower than what the processor fetches by itself.
+    // While some weights are multiplied with all rows, the next ones come near, evenly. With few rows
+    // that would be slower than what the processor fetches by itself.
+    const int few = rows->count <= TILE || (rows->count <= 2 * TILE && k >= LONG);
     const long passes = (rows->count + 2 * TILE - 1) / (2 * TILE);
     const long lines = (TILE + passes - 1) / passes, share = k / WIDTH * WIDTH * lines;
+    float sums[4][MOST_APART * SUMS];
     shape_tiles(outputs, rows->line / sizeof(float));
-    for (long column = start; column < stop; column += taken) {
-        const int two = gated || stop - column > TILE;
-        // The last ones begin earlier than they should if they would end too late; what is put then
-        // is what was not put before.
-        const long last = l->outputs[part] - outputs, next = gated ? column : column + TILE;
-        const long at[2] = {column < last ? column : last, next < last ? next : last};
-        const __mmask16 fresh[2] = {first(stop - at[0]) & ~first(column - at[0]),
-                                    first(stop - at[1]) & ~first(next - at[1])};
-        const number *other = gated ? l->weight[1] : l->weight[part];
-        const Weights w = {
-            {l->weight[part] + at[0] * k, other + at[1] * k},
-            {l->weight[part] + (at[0] + taken) * k, other + (at[1] + taken) * k},
-        };
+    for (long column = start, taken; column < stop; column += taken) {
+        const Group g = group_of(l, part, column, stop, few);
+        taken = g.apart * (gated ? TILE : 2 * TILE);
         for (long row = 0, done = 0; row < rows->count; row += 2 * TILE, done += share) {
             const number *x = rows->tiles + row / TILE * rows->apart;
             const int two_rows = rows->count - row > TILE;
-            const int more = column + taken < stop && done < TILE * k;
-            const long some = more && (passes > 1 || k < SHORT) ? lines : 0;
-            float sums[4 * SUMS];
-            if (two && two_rows)
-                sum_tiles(1, 1, &w, k, outputs, rows, x, done, some, sums);
-            else if (two)
-                sum_tiles(1, 0, &w, k, outputs, rows, x, done, some, sums);
-            else if (two_rows)
-                sum_tiles(0, 1, &w, k, outputs, rows, x, done, some, sums);
-            else
-                sum_tiles(0, 0, &w, k, outputs, rows, x, done, some, sums);
-            for (long tile = row; tile < row + 2 * TILE && tile < rows->count; tile += TILE) {
-                const float *found = sums + (tile - row) * TILE;
-                __m512 products[TILE], others[TILE];
-                load_sums(found, outputs, products);
-                if (two) load_sums(found + 2 * SUMS, outputs, others);
-                for (long i = 0; i < TILE && tile + i < rows->count; i++) {
-                    const Target here = at_row(to, tile + i, width);
-                    put_products(l, part, products[i], others[i], here, at[0], fresh[0]);
-                    if (two && !gated)
-                        put_products(l, part, others[i], others[i], here, at[1], fresh[1]);
-                }
+            const int more = !few && column + taken < stop && done < TILE * k;
+            for (long from = 0; from < g.apart; from++)
+                if (g.two && two_rows)
+                    sum_tiles(1, 1, &g, from, k, outputs, rows, x, done, more ? lines : 0, sums);
+                else if (g.two)
+                    sum_tiles(1, 0, &g, from, k, outputs, rows, x, done, more ? lines : 0, sums);
+                else if (two_rows)
+                    sum_tiles(0, 1, &g, from, k, outputs, rows, x, done, more ? lines : 0, sums);
+                else
+                    sum_tiles(0, 0, &g, from, k, outputs, rows, x, done, more ? lines : 0, sums);
+            for (int i = 0; i <= two_rows; i++) {
+                const long tile = row + i * TILE, left = rows->count - tile;
+                put_group(l, part, &g, sums[i], sums[i + 2], outputs, at_row(to, tile, width), left,
+                          column, stop);
             }
         }
     }

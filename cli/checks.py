@@ -173,15 +173,16 @@ def check_kernels() -> Check:
     import torch  # whose OpenMP they need
 
     from ..stages.executor.kernels.compile import KernelsUnavailable
-    from ..stages.executor.kernels.cpu import library
+    from ..stages.executor.kernels.cpu import instructions
 
+    found = []
     for dtype in (torch.float32, torch.bfloat16):
         try:
-            library(dtype)
+            found.append(f"{instructions(dtype)} for {str(dtype).removeprefix('torch.')}")
         except KernelsUnavailable as error:
             advice = f"models run without them, in {dtype} on CPU about half as fast"
             return Check("kernels", "warn", str(error), advice)
-    return Check("kernels", "ok", "compiled for this processor")
+    return Check("kernels", "ok", f"compiled for this processor: {', '.join(found)}")
 
 
 def check_pages() -> Check:

@@ -33,6 +33,7 @@ from ...telemetry import instruments, names, now_ns
 from ..actor import Actor, StageContext
 from ..gguf import facts_of, folder_of
 from .adapter_operations import AdapterOperations
+from .attention.choose import kernels_of
 from .core import ExecutorCore
 from .device import device_of_replica, is_unverified
 from .draft_counts import DraftCounts, SourceCounts
@@ -150,7 +151,7 @@ class ExecutorStage(Actor):
             kv_blocks=capacity.num_blocks,
             block_size=capacity.block_size,
             max_model_len=capacity.max_model_len,
-            kernels=self._core.without_kernels or "in use",
+            kernels=self._core.without_kernels or kernels_of(self._core.model),
             attention=self._backend,
             graphs=self._core.without_graphs or "recorded",
             speculation=self._core.without_speculation or "in use",

@@ -230,16 +230,20 @@ def test_one_is_made_again_when_what_it_includes_has_changed(machine: Machine) -
 
 @pytest.mark.parametrize(
     ("flags", "without"),
-    [("avx512f", ["BFLOAT16"]), ("avx2 fma", ["BFLOAT16", "FLOAT32", "SAMPLING"])],
+    [
+        ("avx512f avx512_bf16", ["TILES"]),
+        ("avx512f", ["TILES", "BFLOAT16"]),
+        ("avx2 fma", ["TILES", "BFLOAT16", "FLOAT32", "SAMPLING"]),
+    ],
 )
 def test_each_needs_what_it_uses_of_the_processor(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, flags: str, without: list[str]
 ) -> None:
     (compiling.SOURCES / "sampling.c").write_text(SOURCE)
     monkeypatch.setattr(compiling, "_processor_flags", lambda: f"flags : {flags}")
-    for name in ("BFLOAT16", "FLOAT32", "SAMPLING"):
+    for name in ("TILES", "BFLOAT16", "FLOAT32", "SAMPLING"):
         if name in without:
-            with pytest.raises(compiling.KernelsUnavailable, match="the processor has no AVX"):
+            with pytest.raises(compiling.KernelsUnavailable, match="the processor has no A[MV]X"):
                 compiling.load_library(getattr(compiling, name))
         else:
             assert compiling.load_library(getattr(compiling, name)).answer() == 42

@@ -46,6 +46,11 @@ def _chosen(config: EngineConfig, model: LoadedModel) -> tuple[AttentionBackend[
         return GatherBackend(model, config.block_size), str(error)
 
 
+def kernels_of(model: LoadedModel) -> str:
+    """What a model's kernels are made of, if it runs with kernels."""
+    return "Triton" if model.device.type == "cuda" else cpu.instructions(model.dtype)
+
+
 def _with_kernels(config: EngineConfig, model: LoadedModel) -> AttentionBackend[Any]:
     """Raises KernelsUnavailable if there are none for this model on this machine."""
     if config.kernels == "off":

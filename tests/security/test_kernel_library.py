@@ -243,7 +243,7 @@ def test_each_needs_what_it_uses_of_the_processor(
     monkeypatch.setattr(compiling, "_processor_flags", lambda: f"flags : {flags}")
     for name in ("TILES", "BFLOAT16", "FLOAT32", "SAMPLING"):
         if name in without:
-            with pytest.raises(compiling.KernelsUnavailable, match="the processor has no A[MV]X"):
+            with pytest.raises(compiling.KernelsUnavailable, match=r"the processor has no A[MV]X"):
                 compiling.load_library(getattr(compiling, name))
         else:
             assert compiling.load_library(getattr(compiling, name)).answer() == 42

@@ -21,7 +21,7 @@ def nothing_chosen() -> Iterator[None]:
 
 
 def allow(monkeypatch: pytest.MonkeyPatch, processor: str, *, tiles: bool) -> None:
-    """Makes a machine whose processor has these instructions, and where Linux allows tiles or not."""
+    """Makes a machine whose processor has these instructions, where Linux allows tiles or not."""
 
     def load(library: Library) -> Any:
         if library.processor not in processor.split():
@@ -53,7 +53,7 @@ def test_without_any_it_says_what_the_processor_lacks(monkeypatch: pytest.Monkey
     allow(monkeypatch, "avx512f", tiles=True)
     with pytest.raises(KernelsUnavailable, match="the processor has no AVX512-BF16"):
         cpu.instructions(torch.bfloat16)
-    with pytest.raises(KernelsUnavailable, match="there are none for torch.float16"):
+    with pytest.raises(KernelsUnavailable, match="there are none for"):
         cpu.instructions(torch.float16)
 
 

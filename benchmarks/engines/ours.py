@@ -11,6 +11,7 @@ from worker import Request, Times, Workload, serve
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.bus.public import Completion
+from nano_inference.stages.executor.attention.choose import kernels_of
 
 
 class Timed(InferenceEngine):
@@ -39,7 +40,7 @@ class Ours(worker.Engine):
         self.engine = Timed(config)
         executor = self.engine._executor
         reason = executor.without_kernels
-        self.version = f"nano-inference ({reason or 'kernels'})"
+        self.version = f"nano-inference ({reason or kernels_of(executor.model)})"
         weights = sum(p.nbytes for p in executor.model.module.parameters())
         cache = sum(tensor.nbytes for tensor in (*executor.cache.keys, *executor.cache.values))
         self.held_bytes = weights + cache

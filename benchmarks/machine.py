@@ -149,8 +149,8 @@ double round_trip(void) {
 
 
 NEAR_NS, FAR_NS = 200, 250
-"""Two cores are near where the way there and back takes less than the first (50 to 150 ns where AMD's
-share a cache, 120 to 190 on Intel's Xeons with AMX), and far where it takes more than the second."""
+"""Two cores are near where the way there and back takes less than the first (50 to 150 ns where
+AMD's share a cache, 120 to 190 on Intel's Xeons with AMX), and far from the second on."""
 
 SHARED, WHOLE = 1.4, 1.7
 """Two virtual cores are one core's two threads where together they multiply less than so many times

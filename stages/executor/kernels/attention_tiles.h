@@ -1,5 +1,5 @@
-// What attention multiplies, by tiles: scores of 16 rows and 16 positions, and sums of 16 rows and 32
-// numbers of the values.
+// What attention multiplies, by tiles: scores of 16 rows and 16 positions, and sums of 16 rows and
+// 32 numbers of the values.
 
 enum { GATHERED = 32 };  // positions that are gathered together: those of a tile of weights
 
@@ -20,8 +20,8 @@ INLINE long used_by_tile(const Rows *r, long tile, long chunk) {
     return used;
 }
 
-// Scores of all rows and 16 positions of a chunk, from `offset` on, unless they are of no use to any
-// of 16 rows.
+// Scores of all rows and 16 positions of a chunk, from `offset` on, unless they are of no use to
+// any of 16 rows.
 static void score(const Rows *r, long chunk, long offset) {
     written();
     const long width = r->key_width;
@@ -38,7 +38,8 @@ static void score(const Rows *r, long chunk, long offset) {
     }
 }
 
-// Adds a chunk's values to the sums of all rows. Those that do not see a position have no weight for it.
+// Adds a chunk's values to the sums of all rows. Those that do not see a position have no weight
+// for it.
 static void add_chunk(const Rows *r, long chunk) {
     written();
     const long line = r->padded * sizeof(float), pair = 2 * WIDTH;

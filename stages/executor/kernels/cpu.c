@@ -1,17 +1,17 @@
 // Kernels for models on x86 processors with AVX-512: compiled with FLOAT32, with BFLOAT16 for those
-// with AVX512-BF16, and with TILES for bfloat16 on those with AMX too. What a `number` is, and how it is
-// read and rounded, is in bfloat16.h and float32.h; how products are summed, in linear_*.h and
-// attention_*.h.
+// with AVX512-BF16, and with TILES for bfloat16 on those with AMX too. What a `number` is, and how
+// it is read and rounded, is in bfloat16.h and float32.h; how products are summed, in linear_*.h
+// and attention_*.h.
 //
-// Weights stay as the model has them, [out, in] row by row, and what the next rows need is prefetched
-// while these are multiplied. Each dot product adds up in the same order whatever stands beside it,
-// so a row's result does not depend on the batch.
+// Weights stay as the model has them, [out, in] row by row, and what the next rows need is
+// prefetched while these are multiplied. Each dot product adds up in the same order whatever stands
+// beside it, so a row's result does not depend on the batch.
 //
 // Products of bfloat16 are exact, sums are in float32. Pointers need no alignment. Nothing here
 // checks anything: the callers in cpu.py and decoder.py do.
 //
-// What ends in _by_team is called by all threads of a team with the same arguments, and returns when
-// all of it is done. So one team can go through many of them, and be woken once.
+// What ends in _by_team is called by all threads of a team with the same arguments, and returns
+// when all of it is done. So one team can go through many of them, and be woken once.
 
 #include "vectors.h"
 
@@ -280,8 +280,8 @@ INLINE long used_by(const Rows *r, long row, long chunk) {
 #include "attention_vectors.h"
 #endif
 
-// Brings the keys and values of 16 positions from `start` on next to one another. There are keys and
-// values of `context` positions.
+// Brings the keys and values of 16 positions from `start` on next to one another. There are keys
+// and values of `context` positions.
 static void gather_positions(const Attention *a, const int64_t *table, long start, long context,
                              long kv_head, number *laid_out_keys, number *laid_out) {
     const number *keys[16], *values[16];
@@ -312,8 +312,8 @@ INLINE __m512 scaled(const Attention *a, __m512 scores) {
     return _mm512_mul_ps(hyperbolic_tangent(_mm512_div_ps(scores, cap)), cap);
 }
 
-// Makes a row's scores of a chunk, before they are scaled, to weights. They are relative to the largest score so far: if that
-// has grown, what there is of sums shrinks.
+// Makes a row's scores of a chunk, before they are scaled, to weights. They are relative to the
+// largest score so far: if that has grown, what there is of sums shrinks.
 INLINE void weigh(const Attention *a, const Rows *r, long row, long chunk) {
     float *scores = r->scores + row * CHUNK, *sums = r->sums + row * r->padded;
     __mmask16 seen[CHUNK / 16];
@@ -362,8 +362,8 @@ static void put_rows(const Attention *a, const Rows *r, const Tokens *tokens, lo
 }
 
 // The attention of the heads that share a KV head, of some query tokens, in one pass over their
-// context with a running maximum. Positions are taken CHUNK at a time from a multiple of that on, so
-// the order of a token's sums depends on its sequence alone, and not on who looks beside it. The
+// context with a running maximum. Positions are taken CHUNK at a time from a multiple of that on,
+// so the order of a token's sums depends on its sequence alone, and not on who looks beside it. The
 // weights of values are rounded, as Transformers' code does.
 static void attend(const Attention *a, const Tokens *tokens, long kv_head, const Rows *room) {
     const long group = a->group;
@@ -490,8 +490,9 @@ typedef struct {
 } DecoderLayer;
 
 // Rows of one token each. cos, sin: [rows, key_width]. slots: [rows], where keys and values go.
-// tables, blocks and contexts are as in decode_attention. read: [num_read], rising: those whose result
-// is wanted, at most half of the rows, with their tables and contexts; num_read is rows if all are.
+// tables, blocks and contexts are as in decode_attention. read: [num_read], rising: those whose
+// result is wanted, at most half of the rows, with their tables and contexts; num_read is rows if
+// all are.
 typedef struct {
     long rows;
     const number *cos, *sin;

@@ -1,9 +1,9 @@
-// Linear layers by tiles: weights are the first operand, so they stay as the model has them; rows, of
-// which there is less, are laid out.
+// Linear layers by tiles: weights are the first operand, so they stay as the model has them; rows,
+// of which there is less, are laid out.
 
 enum {
     BLOCK_BYTES = 1280 << 10,  // of rows that stay in the second level cache while weights pass by
-    LONG = 2048,               // inputs from which on the processor fetches weights early enough itself
+    LONG = 2048,               // inputs of weights that the processor fetches early enough by itself
     MOST_APART = 8,            // outputs from one row of a tile of weights to the next
 };
 
@@ -15,9 +15,10 @@ typedef struct {
     long count;  // of rows
 } LaidOut;
 
-// Outputs that are computed together: one or two times 16 times `apart`. A tile of weights has every
-// `apart`th of 16 times as many. So each of its rows is the beginning of a long stretch of memory, of
-// which the next tiles have the rest, and the processor fetches it early enough by itself.
+// Outputs that are computed together: one or two times 16 times `apart`. A tile of weights has
+// every `apart`th of 16 times as many. So each of its rows is the beginning of a long stretch of
+// memory, of which the next tiles have the rest, and the processor fetches it early enough by
+// itself.
 typedef struct {
     const number *weights[2];
     long first[2];  // the outputs that these are for
@@ -37,9 +38,9 @@ typedef struct {
     if (two && two_rows) _tile_dpbf16ps(3, 5, 7);
 // clang-format on
 
-// Sums of a group's tiles of weights, those that begin with its row `from`, with 16 rows or with 32. sums:
-// of each tile of weights and rows those of the whole group, in the order of its outputs. With each
-// step `lines` cache lines of each, from `done` on, are brought near of what comes next.
+// Sums of a group's tiles of weights, those that begin with its row `from`, with 16 rows or with
+// 32. sums: of each tile of weights and rows those of the whole group, in the order of its outputs.
+// With each step `lines` cache lines of each, from `done` on, are brought near of what comes next.
 INLINE void sum_tiles(int two, int two_rows, const Group *g, long from, long k, long outputs,
                       const LaidOut *rows, const number *x, long done, long lines,
                       float sums[4][MOST_APART * SUMS]) {
@@ -75,8 +76,8 @@ INLINE void sum_tiles(int two, int two_rows, const Group *g, long from, long k, 
     if (two && two_rows) _tile_stored(3, sums[3] + from * TILE, spread);
 }
 
-// Makes outputs of 16 products of a row, or fewer by the mask, of the gated kinds with `ups`, and puts
-// them where they go.
+// Makes outputs of 16 products of a row, or fewer by the mask, of the gated kinds with `ups`, and
+// puts them where they go.
 INLINE void put_products(const Linear *l, long part, __m512 products, __m512 ups, Target to,
                          long column, __mmask16 mask) {
     if (l->bias[part])
@@ -98,8 +99,8 @@ INLINE void load_sums(const float *sums, long outputs, __m512 *rows) {
     transpose((__m512i *)rows);
 }
 
-// The next group from output `column` on. The last one begins earlier than it should if its tile would
-// end too late.
+// The next group from output `column` on. The last one begins earlier than it should if its tile
+// would end too late.
 INLINE Group group_of(const Linear *l, long part, long column, long stop, int few) {
     const long k = l->inputs, gated = l->kind >= GATED_SILU, whole = gated ? TILE : 2 * TILE;
     const long left = (stop - column) / whole, most = left < MOST_APART ? left : MOST_APART;
@@ -115,10 +116,11 @@ INLINE Group group_of(const Linear *l, long part, long column, long stop, int fe
     return g;
 }
 
-// Puts a group's outputs of up to 16 rows where they go, those from `start` to `stop`: others may be
-// there already.
+// Puts a group's outputs of up to 16 rows where they go, those from `start` to `stop`: others may
+// be there already.
 INLINE void put_group(const Linear *l, long part, const Group *g, const float *sums,
-                      const float *others, long outputs, Target to, long rows, long start, long stop) {
+                      const float *others, long outputs, Target to, long rows, long start,
+                      long stop) {
     const long width = output_width(l), gated = l->kind >= GATED_SILU;
     for (long i = 0; i < g->apart; i++) {
         const long column = g->first[0] + i * TILE, other = g->first[1] + i * TILE;
@@ -141,8 +143,8 @@ static void multiply_block(const Linear *l, long part, const LaidOut *rows, Targ
                            long stop) {
     const long k = l->inputs, width = output_width(l), gated = l->kind >= GATED_SILU;
     const long outputs = l->outputs[part] < TILE ? l->outputs[part] : TILE;
-    // While some weights are multiplied with all rows, the next ones come near, evenly. With few rows
-    // that would be slower than what the processor fetches by itself.
+    // While some weights are multiplied with all rows, the next ones come near, evenly. With few
+    // rows that would be slower than what the processor fetches by itself.
     const int few = rows->count <= TILE || (rows->count <= 2 * TILE && k >= LONG);
     const long passes = (rows->count + 2 * TILE - 1) / (2 * TILE);
     const long lines = (TILE + passes - 1) / passes, share = k / WIDTH * WIDTH * lines;

@@ -1,10 +1,10 @@
-// AMX: tiles of 16 rows of 64 bytes. One instruction multiplies 16 rows of a first operand, 32 numbers
-// of each, with the same numbers of 16 rows of a second one, and adds to 16 by 16 sums. The first operand
-// is read as it lies in memory, row by row. Of the second one there must be, for each pair of
-// numbers, those of all 16 rows side by side.
+// AMX: tiles of 16 rows of 64 bytes. One instruction multiplies 16 rows of a first operand, 32
+// numbers of each, with the same numbers of 16 rows of a second one, and adds to 16 by 16 sums. The
+// first operand is read as it lies in memory, row by row. Of the second one there must be, for each
+// pair of numbers, those of all 16 rows side by side.
 //
-// What a sum comes to depends on its two rows alone: products of 32 numbers at a time are added to it, in
-// their order.
+// What a sum comes to depends on its two rows alone: products of 32 numbers at a time are added to
+// it, in their order.
 
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -29,8 +29,8 @@ typedef struct {
     uint8_t rows[16];
 } TileShapes;
 
-// Gives this thread its tiles: 0 to 3 for sums, 4 and 5 for `rows` rows of the first operand, 6 and 7
-// for as many of the second one as `columns` says. They are to be released.
+// Gives this thread its tiles: 0 to 3 for sums, 4 and 5 for `rows` rows of the first operand, 6 and
+// 7 for as many of the second one as `columns` says. They are to be released.
 INLINE void shape_tiles(long rows, long columns) {
     TileShapes shapes = {.palette = 1};
     for (int i = 0; i < 8; i++) {
@@ -68,7 +68,8 @@ INLINE void transpose(__m512i *v) {
 }
 
 // Lays up to WIDTH numbers of up to 16 rows out as a second operand, which becomes a whole tile.
-INLINE void lay_out_rows(const number *const *rows, long present, long offset, long count, number *to) {
+INLINE void lay_out_rows(const number *const *rows, long present, long offset, long count,
+                         number *to) {
     __m512i v[TILE];
     UNROLL for (int i = 0; i < TILE; i++)
         v[i] = i < present ? _mm512_maskz_loadu_epi16(lanes(count), rows[i] + offset)

@@ -16,7 +16,7 @@ INLINE void lay_out_keys(const number *const *keys, long width, number *to) {
 INLINE long used_by_tile(const Rows *r, long tile, long chunk) {
     long used = 0;
     for (long row = tile; row < tile + TILE && row < r->rows; row++)
-        used = longer(used, used_by(r, row, chunk));
+        used = larger(used, used_by(r, row, chunk));
     return used;
 }
 

@@ -12,14 +12,15 @@ INLINE void lay_out_keys(const number *const *keys, long width, number *to) {
 }
 
 // Scores of some rows and 16 positions, `columns` at a time.
-INLINE void score_rows(int rows, int columns, long width, const number *queries,
-                       const number *keys, float *scores) {
+INLINE void score_rows(int rows, int columns, long width, const number *queries, const number *keys,
+                       float *scores) {
     for (long column = 0; column < 16; column += columns) {
         const number *some = keys + column * width;
         const __m512 found = dot_products(rows, columns, queries, some, width, NULL, 0).of[0];
         float result[16];
         _mm512_storeu_ps(result, found);
-        UNROLL for (int i = 0; i < rows; i++)
+        UNROLL
+        for (int i = 0; i < rows; i++)
             memcpy(scores + i * CHUNK + column, result + i * columns, columns * sizeof(float));
     }
 }
@@ -33,7 +34,7 @@ static void score(const Rows *r, long chunk, long offset) {
         const number *queries = r->queries + row * width;
         float *scores = r->scores + row * CHUNK + offset;
         long used = 0;
-        for (long i = 0; i < some; i++) used = longer(used, used_by(r, row + i, chunk));
+        for (long i = 0; i < some; i++) used = larger(used, used_by(r, row + i, chunk));
         if (used <= offset) continue;
         switch (some) {
         case 1: score_rows(1, 16, width, queries, r->keys, scores); break;
@@ -55,7 +56,8 @@ static void add_chunk(const Rows *r, long chunk) {
             const number *weights = (const number *)(r->scores + row * CHUNK);
             const long used = used_by(r, row, chunk);
             some = 1;
-            while (some < 4 && row + some < r->rows && used_by(r, row + some, chunk) == used) some++;
+            while (some < 4 && row + some < r->rows && used_by(r, row + some, chunk) == used)
+                some++;
             switch (some) {
             case 1: add_values(1, sums, r->padded, weights, stride, values, used); break;
             case 2: add_values(2, sums, r->padded, weights, stride, values, used); break;

@@ -23,9 +23,7 @@ INLINE __m512 add_product(__m512 sums, Numbers a, Numbers b) {
     return _mm512_dpbf16_ps(sums, a, b);
 }
 
-INLINE __m512 widen(__m256i v) {
-    return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16);
-}
+INLINE __m512 widen(__m256i v) { return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16); }
 
 INLINE __m256i narrow(__m512 v) { return (__m256i)_mm512_cvtneps_pbh(v); }
 
@@ -58,7 +56,8 @@ INLINE float wide(number v) {
 // neighbours, so that one instruction multiplies both.
 INLINE void lay_out_values(const number *const *values, long offset, long count, number *to) {
     const Lanes mask = lanes(count);
-    UNROLL for (int j = 0; j < 16; j += 2, to += 64) {
+    UNROLL
+    for (int j = 0; j < 16; j += 2, to += 64) {
         __m512i x = _mm512_maskz_loadu_epi16(mask, values[j] + offset);
         __m512i y = _mm512_maskz_loadu_epi16(mask, values[j + 1] + offset);
         _mm512_storeu_si512(to, _mm512_unpacklo_epi16(x, y));
@@ -66,18 +65,20 @@ INLINE void lay_out_values(const number *const *values, long offset, long count,
     }
 }
 
-// Adds so many positions' values, a multiple of 16 and laid out, by their weights to 32 sums of each
-// row.
+// Adds so many positions' values, a multiple of 16 and laid out, by their weights to 32 sums of
+// each row.
 INLINE void add_values(int rows, float *sums, long width, const number *weights, long stride,
                        const number *values, long positions) {
     __m512 x[4], y[4];
-    UNROLL for (int a = 0; a < rows; a++) {
+    UNROLL
+    for (int a = 0; a < rows; a++) {
         x[a] = _mm512_loadu_ps(sums + a * width);
         y[a] = _mm512_loadu_ps(sums + a * width + 16);
     }
     for (long j = 0; j < positions; j += 2, values += 64) {
         const Numbers low = load(values, ALL_LANES), high = load(values + 32, ALL_LANES);
-        UNROLL for (int a = 0; a < rows; a++) {
+        UNROLL
+        for (int a = 0; a < rows; a++) {
             int two;
             memcpy(&two, weights + a * stride + j, sizeof two);
             const Numbers weight = (Numbers)_mm512_set1_epi32(two);
@@ -85,7 +86,8 @@ INLINE void add_values(int rows, float *sums, long width, const number *weights,
             y[a] = _mm512_dpbf16_ps(y[a], weight, high);
         }
     }
-    UNROLL for (int a = 0; a < rows; a++) {
+    UNROLL
+    for (int a = 0; a < rows; a++) {
         _mm512_storeu_ps(sums + a * width, x[a]);
         _mm512_storeu_ps(sums + a * width + 16, y[a]);
     }

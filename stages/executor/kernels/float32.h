@@ -34,33 +34,37 @@ INLINE float wide(number v) { return v; }
 
 // Lays up to 32 numbers of 16 positions' values side by side for add_values.
 INLINE void lay_out_values(const number *const *values, long offset, long count, number *to) {
-    UNROLL for (int j = 0; j < 16; j++, to += 32) {
+    UNROLL
+    for (int j = 0; j < 16; j++, to += 32) {
         const number *from = values[j] + offset;
         _mm512_storeu_ps(to, _mm512_maskz_loadu_ps(first(count), from));
         _mm512_storeu_ps(to + 16, _mm512_maskz_loadu_ps(first(count - 16), from + 16));
     }
 }
 
-// Adds so many positions' values, a multiple of 16 and laid out, by their weights to 32 sums of each
-// row. Of even and of odd positions by themselves: one addition has to wait for the last.
+// Adds so many positions' values, a multiple of 16 and laid out, by their weights to 32 sums of
+// each row. Of even and of odd positions by themselves: one addition has to wait for the last.
 INLINE void add_values(int rows, float *sums, long width, const number *weights, long stride,
                        const number *values, long positions) {
     __m512 x[4][2], y[4][2];
-    UNROLL for (int a = 0; a < rows; a++) {
+    UNROLL
+    for (int a = 0; a < rows; a++) {
         x[a][0] = _mm512_loadu_ps(sums + a * width);
         y[a][0] = _mm512_loadu_ps(sums + a * width + 16);
         x[a][1] = y[a][1] = _mm512_setzero_ps();
     }
-    for (long j = 0; j < positions; j += 2)
-        UNROLL for (int i = 0; i < 2; i++, values += 32) {
-            const Numbers low = load(values, ALL_LANES), high = load(values + 16, ALL_LANES);
-            UNROLL for (int a = 0; a < rows; a++) {
-                const __m512 weight = _mm512_set1_ps(weights[a * stride + j + i]);
-                x[a][i] = _mm512_fmadd_ps(weight, low, x[a][i]);
-                y[a][i] = _mm512_fmadd_ps(weight, high, y[a][i]);
-            }
+    for (long j = 0; j < positions; j += 2) UNROLL
+    for (int i = 0; i < 2; i++, values += 32) {
+        const Numbers low = load(values, ALL_LANES), high = load(values + 16, ALL_LANES);
+        UNROLL
+        for (int a = 0; a < rows; a++) {
+            const __m512 weight = _mm512_set1_ps(weights[a * stride + j + i]);
+            x[a][i] = _mm512_fmadd_ps(weight, low, x[a][i]);
+            y[a][i] = _mm512_fmadd_ps(weight, high, y[a][i]);
         }
-    UNROLL for (int a = 0; a < rows; a++) {
+    }
+    UNROLL
+    for (int a = 0; a < rows; a++) {
         _mm512_storeu_ps(sums + a * width, _mm512_add_ps(x[a][0], x[a][1]));
         _mm512_storeu_ps(sums + a * width + 16, _mm512_add_ps(y[a][0], y[a][1]));
     }

@@ -2,9 +2,9 @@
 // of which there is less, are laid out.
 
 enum {
-    BLOCK_BYTES = 1280 << 10,  // of rows that stay in the second level cache while weights pass by
-    LONG = 2048,               // inputs of weights that the processor fetches early enough by itself
-    MOST_APART = 8,            // outputs from one row of a tile of weights to the next
+    BLOCK_BYTES = 1280 << 10,  // see block_of
+    LONG = 2048,     // inputs of weights that the processor fetches early enough by itself
+    MOST_APART = 8,  // outputs from one row of a tile of weights to the next
 };
 
 // Rows that are laid out, 16 in a tile of all inputs.
@@ -94,7 +94,8 @@ INLINE void put_products(const Linear *l, long part, __m512 products, __m512 ups
 
 // A tile of sums by rows: each vector has all outputs of one.
 INLINE void load_sums(const float *sums, long outputs, __m512 *rows) {
-    UNROLL for (int i = 0; i < TILE; i++)
+    UNROLL
+    for (int i = 0; i < TILE; i++)
         rows[i] = i < outputs ? _mm512_loadu_ps(sums + i * TILE) : _mm512_setzero_ps();
     transpose((__m512i *)rows);
 }
@@ -104,8 +105,8 @@ INLINE void load_sums(const float *sums, long outputs, __m512 *rows) {
 INLINE Group group_of(const Linear *l, long part, long column, long stop, int few) {
     const long k = l->inputs, gated = l->kind >= GATED_SILU, whole = gated ? TILE : 2 * TILE;
     const long left = (stop - column) / whole, most = left < MOST_APART ? left : MOST_APART;
-    Group g = {.apart = few ? longer(most, 1) : 1, .two = gated || stop - column > TILE};
-    const long last = longer(l->outputs[part] - TILE, 0);
+    Group g = {.apart = few ? larger(most, 1) : 1, .two = gated || stop - column > TILE};
+    const long last = larger(l->outputs[part] - TILE, 0);
     const long next = gated ? column : column + g.apart * TILE;
     g.first[0] = column < last ? column : last;
     g.first[1] = next < last ? next : last;
@@ -192,10 +193,7 @@ static void linear_by_team(const Linear *l, const number *x, long rows, const nu
                            void *out) {
     const long k = l->inputs, steps = (k + WIDTH - 1) / WIDTH;
     const long width = output_width(l);
-    // So many rows at a time, blocks of about one size.
-    const long most = longer(BLOCK_BYTES / (sizeof(number) * k) / 32 * 32, 64);
-    const long blocks = (rows + most - 1) / most;
-    const long block = blocks ? ((rows + blocks - 1) / blocks + 31) / 32 * 32 : 0;
+    const long block = block_of(l, rows, BLOCK_BYTES, 4 * TILE, 2 * TILE);
     // A row alone lies as it has to: its pairs one behind the other.
     const int alone = rows == 1 && k % WIDTH == 0;
     number *tiles = NULL;

@@ -1,19 +1,24 @@
 // Linear layers by dot products of vectors, 16 of them summed across lanes together.
 
+enum { BLOCK_BYTES = 512 << 10 };  // see block_of
+
 // A step of dot_products: a vector's products of each pair of rows, or fewer by the mask.
 INLINE void add_products(int rows, int columns, const number *x, const number *weight, long k,
                          Lanes mask, __m512 *sums) {
     Numbers weights[16];
-    UNROLL for (int b = 0; b < columns; b++) weights[b] = load(weight + b * k, mask);
-    UNROLL for (int a = 0; a < rows; a++) {
+    UNROLL
+    for (int b = 0; b < columns; b++) weights[b] = load(weight + b * k, mask);
+    UNROLL
+    for (int a = 0; a < rows; a++) {
         Numbers values = load(x + a * k, mask);
-        UNROLL for (int b = 0; b < columns; b++)
+        UNROLL
+        for (int b = 0; b < columns; b++)
             sums[a * columns + b] = add_product(sums[a * columns + b], values, weights[b]);
     }
 }
 
-// What a tile gives, 6 by 4 at most: in lane a * columns + b of both vectors together that of rows a
-// and b.
+// What a tile gives, 6 by 4 at most: in lane a * columns + b of both vectors together that of rows
+// a and b.
 typedef struct {
     __m512 of[2];
 } Products;
@@ -25,11 +30,12 @@ INLINE Products sum_tile(const __m512 *sums, int count) {
 }
 
 // Dot products of `rows` rows of x with `columns` rows of weights. With each step `lines` cache
-// lines from `ahead` on are brought lines.
+// lines from `ahead` on are brought near.
 INLINE Products dot_products(int rows, int columns, const number *x, const number *weight, long k,
                              const number *ahead, long lines) {
     __m512 sums[32];
-    UNROLL for (int i = 0; i < 32; i++) sums[i] = _mm512_setzero_ps();
+    UNROLL
+    for (int i = 0; i < 32; i++) sums[i] = _mm512_setzero_ps();
     long i = 0;
     if (lines)
         for (; i + WIDTH <= k; i += WIDTH) {
@@ -49,17 +55,21 @@ INLINE Products dot_products(int rows, int columns, const number *x, const numbe
 INLINE Products dot_products_in_order(int rows, int columns, const number *x, const number *weight,
                                       long k) {
     __m512 sums[16];
-    UNROLL for (int i = 0; i < 16; i++) sums[i] = _mm512_setzero_ps();
-    UNROLL for (int b = 0; b < columns; b++) {
+    UNROLL
+    for (int i = 0; i < 16; i++) sums[i] = _mm512_setzero_ps();
+    UNROLL
+    for (int b = 0; b < columns; b++) {
         __m512 of_row[4];
-        UNROLL for (int a = 0; a < rows; a++) of_row[a] = _mm512_setzero_ps();
+        UNROLL
+        for (int a = 0; a < rows; a++) of_row[a] = _mm512_setzero_ps();
         long i = 0;
         for (; i + WIDTH <= k; i += WIDTH) {
             add_products(rows, 1, x + i, weight + b * k + i, k, ALL_LANES, of_row);
             _mm_prefetch((const char *)(weight + b * k + i) + 2048, _MM_HINT_T1);
         }
         if (i < k) add_products(rows, 1, x + i, weight + b * k + i, k, lanes(k - i), of_row);
-        UNROLL for (int a = 0; a < rows; a++) sums[a * columns + b] = of_row[a];
+        UNROLL
+        for (int a = 0; a < rows; a++) sums[a * columns + b] = of_row[a];
     }
     return sum_tile(sums, rows * columns);
 }
@@ -69,7 +79,8 @@ INLINE void put_products(int rows, int columns, const Linear *l, long part, __m5
                          __m512 ups, Target to, long column) {
     if (l->bias[part]) {
         float bias[16] = {0};
-        UNROLL for (int i = 0; i < rows * columns; i++)
+        UNROLL
+        for (int i = 0; i < rows * columns; i++)
             bias[i] = wide(l->bias[part][column + i % columns]);
         products = _mm512_add_ps(products, _mm512_loadu_ps(bias));
     }
@@ -77,20 +88,24 @@ INLINE void put_products(int rows, int columns, const Linear *l, long part, __m5
         products = _mm512_mul_ps(rounded(activate(rounded(products), l->kind)), rounded(ups));
     if (to.added) {
         number added[16] = {0};
-        UNROLL for (int a = 0; a < rows; a++)
-            memcpy(added + a * columns, to.added + a * to.stride + column, columns * sizeof(number));
+        UNROLL
+        for (int a = 0; a < rows; a++)
+            memcpy(added + a * columns, to.added + a * to.stride + column,
+                   columns * sizeof(number));
         products = _mm512_add_ps(rounded(products), load_wide(added));
     }
     if (l->kind == WIDE) {
         float result[16];
         _mm512_storeu_ps(result, rounded(products));
-        UNROLL for (int a = 0; a < rows; a++)
+        UNROLL
+        for (int a = 0; a < rows; a++)
             memcpy((float *)to.out + a * to.stride + column, result + a * columns,
                    columns * sizeof(float));
     } else {
         number result[16];
         store_narrow(result, products);
-        UNROLL for (int a = 0; a < rows; a++)
+        UNROLL
+        for (int a = 0; a < rows; a++)
             memcpy((number *)to.out + a * to.stride + column, result + a * columns,
                    columns * sizeof(number));
     }
@@ -148,7 +163,7 @@ INLINE long tile_rows(long left) { return left == 6 || left >= 12 ? 6 : left < 4
 static void multiply_block(const Linear *l, long part, const number *x, Target to, long rows,
                            long start, long stop) {
     const long k = l->inputs, width = output_width(l);
-    // While four columns are multiplied with all rows, the next four come lines, evenly: all at
+    // While four columns are multiplied with all rows, the next four come near, evenly: all at
     // once they would wait for one another.
     const long tiles = (rows + 5) / 6, lines = (4 + tiles - 1) / tiles;
     const long share = k / WIDTH * WIDTH * lines;
@@ -168,11 +183,7 @@ static void linear_by_team(const Linear *l, const number *x, long rows, const nu
                            void *out) {
     const long k = l->inputs, width = output_width(l);
     const Chunks chunks = chunks_of(l, 16);
-    // So many rows stay in the second level cache while the weights pass by: blocks of about one
-    // size, of whole tiles.
-    const long most = longer((512 << 10) / (sizeof(number) * k), 66);
-    const long blocks = (rows + most - 1) / most;
-    const long block = blocks ? ((rows + blocks - 1) / blocks + 5) / 6 * 6 : 0;
+    const long block = block_of(l, rows, BLOCK_BYTES, 66, 6), blocks = (rows + block - 1) / block;
 #pragma omp for schedule(dynamic)
     for (long item = 0; item < blocks * chunks.count; item++)
         for (long part = 0; part < output_parts(l); part++) {
@@ -185,6 +196,7 @@ static void linear_by_team(const Linear *l, const number *x, long rows, const nu
             else if (rows == 2)
                 multiply_rows(2, 8, l, part, x, to, o.start, o.stop, 1, NULL, 0);
             else
-                multiply_block(l, part, x + from * k, at_row(to, from, width), some, o.start, o.stop);
+                multiply_block(l, part, x + from * k, at_row(to, from, width), some, o.start,
+                               o.stop);
         }
 }

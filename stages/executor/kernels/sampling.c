@@ -3,13 +3,13 @@
 #include "vectors.h"
 
 enum {
-    SPAN = 16384,  // numbers that a thread takes at a time; a multiple of any block
+    SPAN = 16384,   // numbers that a thread takes at a time; a multiple of any block
     TOGETHER = 16,  // rows whose sums are kept at a time
 };
 
 // For each row of [rows, width] its largest number (NaN where there is one), the first place of it,
-// the sums of exp((x - largest) / divisor) over blocks: sums is [rows, blocks]; and the logarithm of
-// their total.
+// the sums of exp((x - largest) / divisor) over blocks: sums is [rows, blocks]; and the logarithm
+// of their total.
 void softmax_sums(const float *x, long rows, long width, const float *divisors, long block,
                   float *largest, int64_t *places, double *sums, double *logs) {
     const long spans = (width + SPAN - 1) / SPAN, blocks = (width + block - 1) / block;
@@ -98,8 +98,8 @@ static long drawn(const float *x, long width, float divisor, long block, float l
 }
 
 // For each row of [rows, width] a token and its logprob. At temperature 0 it is the first of the
-// largest numbers, with the logprob that it has at 1; `uniforms` is not read then. Where the largest
-// number is not finite, the token is 0, and its logprob not a number.
+// largest numbers, with the logprob that it has at 1; `uniforms` is not read then. Where the
+// largest number is not finite, the token is 0, and its logprob not a number.
 void sample(const float *x, long rows, long width, const float *temperatures,
             const double *uniforms, long block, int64_t *tokens, float *logprobs) {
     const long blocks = (width + block - 1) / block;

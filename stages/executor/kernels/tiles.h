@@ -47,21 +47,26 @@ INLINE void written(void) { __asm__ volatile("" ::: "memory"); }
 // Turns 16 vectors of 16 numbers of 32 bits round.
 INLINE void transpose(__m512i *v) {
     __m512i w[16];
-    UNROLL for (int i = 0; i < 16; i += 2) {
+    UNROLL
+    for (int i = 0; i < 16; i += 2) {
         w[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
         w[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
     }
-    UNROLL for (int i = 0; i < 16; i += 4) {
+    UNROLL
+    for (int i = 0; i < 16; i += 4) {
         v[i] = _mm512_unpacklo_epi64(w[i], w[i + 2]);
         v[i + 1] = _mm512_unpackhi_epi64(w[i], w[i + 2]);
         v[i + 2] = _mm512_unpacklo_epi64(w[i + 1], w[i + 3]);
         v[i + 3] = _mm512_unpackhi_epi64(w[i + 1], w[i + 3]);
     }
-    UNROLL for (int i = 0; i < 16; i += 8) UNROLL for (int j = i; j < i + 4; j++) {
+    UNROLL
+    for (int i = 0; i < 16; i += 8) UNROLL
+    for (int j = i; j < i + 4; j++) {
         w[j] = _mm512_shuffle_i32x4(v[j], v[j + 4], 0x88);
         w[j + 4] = _mm512_shuffle_i32x4(v[j], v[j + 4], 0xdd);
     }
-    UNROLL for (int i = 0; i < 8; i++) {
+    UNROLL
+    for (int i = 0; i < 8; i++) {
         v[i] = _mm512_shuffle_i32x4(w[i], w[i + 8], 0x88);
         v[i + 8] = _mm512_shuffle_i32x4(w[i], w[i + 8], 0xdd);
     }
@@ -71,9 +76,11 @@ INLINE void transpose(__m512i *v) {
 INLINE void lay_out_rows(const number *const *rows, long present, long offset, long count,
                          number *to) {
     __m512i v[TILE];
-    UNROLL for (int i = 0; i < TILE; i++)
+    UNROLL
+    for (int i = 0; i < TILE; i++)
         v[i] = i < present ? _mm512_maskz_loadu_epi16(lanes(count), rows[i] + offset)
                            : _mm512_setzero_si512();
     transpose(v);
-    UNROLL for (int i = 0; i < TILE; i++) _mm512_storeu_si512(to + i * WIDTH, v[i]);
+    UNROLL
+    for (int i = 0; i < TILE; i++) _mm512_storeu_si512(to + i * WIDTH, v[i]);
 }

@@ -21,6 +21,8 @@
 // Fewer multiplications than this are not worth waking other threads for.
 #define PARALLEL_WORK 65536
 
+INLINE long larger(long a, long b) { return a > b ? a : b; }
+
 INLINE __mmask16 first(long count) {
     return count >= 16 ? 0xffff : count <= 0 ? 0 : (__mmask16)((1u << count) - 1);
 }
@@ -35,14 +37,17 @@ INLINE __m512 held(__m512 v) {
 // The sums of 16 vectors' lanes, in their order. All take the same tree.
 INLINE __m512 sum_lanes(const __m512 *v) {
     __m512 a[8], b[4], c[2];
-    UNROLL for (int i = 0; i < 8; i++)
+    UNROLL
+    for (int i = 0; i < 8; i++)
         a[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]),
                              _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
-    UNROLL for (int i = 0; i < 4; i++) {
+    UNROLL
+    for (int i = 0; i < 4; i++) {
         __m512d x = (__m512d)a[2 * i], y = (__m512d)a[2 * i + 1];
         b[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(x, y), (__m512)_mm512_unpackhi_pd(x, y));
     }
-    UNROLL for (int i = 0; i < 2; i++)
+    UNROLL
+    for (int i = 0; i < 2; i++)
         c[i] = _mm512_add_ps(_mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88),
                              _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd));
     return _mm512_add_ps(_mm512_shuffle_f32x4(c[0], c[1], 0x88),

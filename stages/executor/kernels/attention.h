@@ -1,0 +1,255 @@
+// Attention over a paged cache.
+
+// One layer's paged keys and values, and how to look at them.
+typedef struct {
+    number *keys;                      // [blocks, block_size, kv_heads, key_width]
+    number *values;                    // [blocks, block_size, kv_heads, value_width]
+    long block_size, kv_heads, group;  // group: query heads of a KV head
+    long key_width, value_width;       // multiples of 16
+    long window;                       // positions that a query sees, its own included; 0: all
+    float scale, softcap;              // softcap 0: none
+    const number *sinks;               // [kv_heads * group], or NULL
+} Attention;
+
+// Writes the key and the value of one token, all heads, to its slot.
+INLINE void store_row(const Attention *a, const number *key, const number *value, int64_t slot) {
+    const long key_row = a->kv_heads * a->key_width, value_row = a->kv_heads * a->value_width;
+    memcpy(a->keys + slot * key_row, key, key_row * sizeof(number));
+    memcpy(a->values + slot * value_row, value, value_row * sizeof(number));
+}
+
+enum {
+    CHUNK = 64,  // positions whose scores are held together
+    ROWS = 128,  // of one KV head, that look at them together, if one token's heads are not more
+};
+
+// Query tokens of one sequence, whose rows are their strides apart, and what they may see.
+typedef struct {
+    const number *queries;
+    number *out;
+    long stride, out_stride, count;
+    const int64_t *table, *contexts;  // contexts: [count], at least 1 each
+} Tokens;
+
+INLINE const number *row_at(const number *rows, long width, const Attention *a,
+                            const int64_t *table, long position, long kv_head) {
+    const long slot = table[position / a->block_size] * a->block_size + position % a->block_size;
+    return rows + (slot * a->kv_heads + kv_head) * width;
+}
+
+// From which position on a query token sees those before it.
+INLINE long first_seen(const Attention *a, long context) {
+    return a->window && context > a->window ? context - a->window : 0;
+}
+
+// What attend keeps of its rows, which are the heads that share a KV head, of each token in turn.
+typedef struct {
+    long rows;
+    long key_width, padded;  // key_width and value_width made multiples of WIDTH and of 32
+    long *first, *end;       // [rows], the positions that each sees
+    float *maxima, *totals;  // [rows], of the scores so far, and of their weights
+    float *scores;    // [rows, CHUNK], then weights, as numbers, at the beginning of each row
+    float *sums;      // [rows, padded], of the values by their weights
+    number *queries;  // [rows, key_width]
+    number *keys;     // of 16 positions, [16, key_width] or as lay_out_keys puts them
+    number *values;   // [padded / 32] times CHUNK positions of 32, as lay_out_values puts them
+} Rows;
+
+// How many of a row's positions from `chunk` on matter: none, or up to the last that it sees, in
+// whole vectors.
+INLINE long used_by(const Rows *r, long row, long chunk) {
+    const long left = r->end[row] - chunk;
+    if (chunk + CHUNK <= r->first[row] || left <= 0) return 0;
+    return left < CHUNK ? (left + 15) / 16 * 16 : CHUNK;
+}
+
+#ifdef TILES
+#include "attention_tiles.h"
+#else
+#include "attention_vectors.h"
+#endif
+
+// Brings the keys and values of 16 positions from `start` on next to one another. There are keys
+// and values of `context` positions.
+static void gather_positions(const Attention *a, const int64_t *table, long start, long context,
+                             long kv_head, number *laid_out_keys, number *laid_out) {
+    const number *keys[16], *values[16];
+    for (long j = 0; j < 16; j++) {
+        const long position = start + j < context ? start + j : context - 1;  // any that exists
+        keys[j] = row_at(a->keys, a->key_width, a, table, position, kv_head);
+        values[j] = row_at(a->values, a->value_width, a, table, position, kv_head);
+    }
+    lay_out_keys(keys, a->key_width, laid_out_keys);
+    for (long i = 0; i < a->value_width; i += 32)
+        lay_out_values(values, i, a->value_width - i, laid_out + i * CHUNK);
+    // The next positions lie anywhere, so no hardware sees them coming. Of rows a multiple of 4 KiB
+    // apart the first level would keep eight.
+    for (long j = start + CHUNK; j < start + CHUNK + 16 && j < context; j++) {
+        const number *key = row_at(a->keys, a->key_width, a, table, j, kv_head);
+        const number *value = row_at(a->values, a->value_width, a, table, j, kv_head);
+        for (long i = 0; i < a->key_width; i += WIDTH)
+            _mm_prefetch((const char *)(key + i), _MM_HINT_T1);
+        for (long i = 0; i < a->value_width; i += WIDTH)
+            _mm_prefetch((const char *)(value + i), _MM_HINT_T1);
+    }
+}
+
+INLINE __m512 scaled(const Attention *a, __m512 scores) {
+    scores = _mm512_mul_ps(scores, _mm512_set1_ps(a->scale));
+    if (a->softcap <= 0) return scores;
+    const __m512 cap = _mm512_set1_ps(a->softcap);
+    return _mm512_mul_ps(hyperbolic_tangent(_mm512_div_ps(scores, cap)), cap);
+}
+
+// Makes a row's scores of a chunk, before they are scaled, to weights. They are relative to the
+// largest score so far: if that has grown, what there is of sums shrinks.
+INLINE void weigh(const Attention *a, const Rows *r, long row, long chunk) {
+    float *scores = r->scores + row * CHUNK, *sums = r->sums + row * r->padded;
+    __mmask16 seen[CHUNK / 16];
+    __m512 most = _mm512_set1_ps(r->maxima[row]), total = _mm512_setzero_ps();
+    UNROLL
+    for (int i = 0; i < CHUNK / 16; i++) {
+        const long start = chunk + i * 16;
+        seen[i] = first(r->end[row] - start) & ~first(r->first[row] - start);
+        const __m512 found = scaled(a, _mm512_loadu_ps(scores + i * 16));
+        _mm512_storeu_ps(scores + i * 16, found);
+        most = _mm512_mask_max_ps(most, seen[i], most, found);
+    }
+    const float largest = _mm512_reduce_max_ps(most), before = r->maxima[row];
+    if (largest > before && before > -INFINITY) {
+        const __m512 shrink = _mm512_set1_ps(expf(before - largest));
+        r->totals[row] *= _mm512_cvtss_f32(shrink);
+        for (long i = 0; i < r->padded; i += 16)
+            _mm512_storeu_ps(sums + i, _mm512_mul_ps(_mm512_loadu_ps(sums + i), shrink));
+    }
+    r->maxima[row] = largest;
+    most = _mm512_set1_ps(largest);
+    UNROLL
+    for (int i = 0; i < CHUNK / 16; i++) {
+        __m512 weights = exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + i * 16), most));
+        weights = _mm512_maskz_mov_ps(seen[i], weights);
+        total = _mm512_add_ps(total, rounded(weights));
+        store_narrow((number *)scores + i * 16, weights);  // over scores that have been read
+    }
+    r->totals[row] += _mm512_reduce_add_ps(total);
+}
+
+// Writes what the rows have come to.
+static void put_rows(const Attention *a, const Rows *r, const Tokens *tokens, long kv_head) {
+    const long group = a->group, width = a->value_width;
+    for (long row = 0; row < r->rows; row++) {
+        const __m512 total = _mm512_set1_ps(r->totals[row]);
+        number *to = tokens->out + row / group * tokens->out_stride
+                     + (kv_head * group + row % group) * width;
+        for (long i = 0; i < width; i += 32) {
+            const float *from = r->sums + row * r->padded + i;
+            __m512 x = _mm512_div_ps(_mm512_loadu_ps(from), total);
+            __m512 y = _mm512_div_ps(_mm512_loadu_ps(from + 16), total);
+            put_in_order(&x, &y);
+            store_narrow_some(to + i, first(width - i), x);
+            store_narrow_some(to + i + 16, first(width - i - 16), y);
+        }
+    }
+}
+
+// The attention of the heads that share a KV head, of some query tokens, in one pass over their
+// context with a running maximum. Positions are taken CHUNK at a time from a multiple of that on,
+// so the order of a token's sums depends on its sequence alone, and not on who looks beside it. The
+// weights of values are rounded, as Transformers' code does.
+static void attend(const Attention *a, const Tokens *tokens, long kv_head, const Rows *room) {
+    const long group = a->group;
+    Rows rows = *room, *r = &rows;
+    r->rows = tokens->count * group;
+    long context = 0, lowest = LONG_MAX;
+    for (long row = 0; row < r->rows; row++) {
+        const long token = row / group, head = kv_head * group + row % group;
+        const number *query = tokens->queries + token * tokens->stride + head * a->key_width;
+        memcpy(r->queries + row * r->key_width, query, a->key_width * sizeof(number));
+        r->end[row] = tokens->contexts[token];
+        r->first[row] = first_seen(a, r->end[row]);
+        r->maxima[row] = a->sinks ? wide(a->sinks[head]) : -INFINITY;
+        r->totals[row] = a->sinks ? 1.0f : 0.0f;
+        context = larger(context, r->end[row]);
+        lowest = r->first[row] < lowest ? r->first[row] : lowest;
+    }
+    memset(r->sums, 0, r->rows * r->padded * sizeof(float));
+    for (long chunk = lowest / CHUNK * CHUNK; chunk < context; chunk += CHUNK) {
+        const long seen = context - chunk < CHUNK ? context - chunk : CHUNK;
+        for (long offset = 0; offset < (seen + GATHERED - 1) / GATHERED * GATHERED; offset += 16) {
+            gather_positions(a, tokens->table, chunk + offset, context, kv_head, r->keys,
+                             r->values + offset * 32);
+            score(r, chunk, offset);
+        }
+        for (long row = 0; row < r->rows; row++)
+            if (used_by(r, row, chunk))
+                weigh(a, r, row, chunk);
+            else
+                memset(r->scores + row * CHUNK, 0, CHUNK * sizeof(number));
+        add_chunk(r, chunk);
+    }
+    put_rows(a, r, tokens, kv_head);
+}
+
+// Tokens whose rows attend takes at most.
+INLINE long most_tokens(const Attention *a) { return larger(ROWS / a->group, 1); }
+
+// How many rows from one on are tokens of one sequence, close together: they have its blocks in
+// common. It does not matter for any row's bits.
+static long together(const Attention *a, long row, long rows, const int64_t *tables, long blocks,
+                     const int64_t *contexts) {
+    const int64_t *table = tables + row * blocks;
+    const long most = most_tokens(a);
+    long count = 1;
+    while (count < most && row + count < rows) {
+        const long here = contexts[row], there = contexts[row + count];
+        const long longer = here > there ? here : there;
+        const long shared = (longer + a->block_size - 1) / a->block_size;
+        if (labs(here - there) > CHUNK) break;
+        if (memcmp(table, table + count * blocks, shared * sizeof(int64_t))) break;
+        count++;
+    }
+    return count;
+}
+
+static void decode_attention_by_team(const Attention *a, const number *queries, long stride,
+                                     number *out, long rows, const int64_t *tables, long blocks,
+                                     const int64_t *contexts) {
+    const long width = a->kv_heads * a->group * a->value_width;
+    const long most = (most_tokens(a) * a->group + 15) / 16 * 16;
+    const long key_width = (a->key_width + WIDTH - 1) / WIDTH * WIDTH;
+    const long padded = (a->value_width + 31) / 32 * 32;
+    long limits[2 * most];
+    float floats[most * (2 + CHUNK + padded)];
+    number numbers[(most + 16) * key_width + CHUNK * padded];
+    // What is beyond a row's numbers stays zero.
+    if (key_width > a->key_width) memset(numbers, 0, (most + 16) * key_width * sizeof(number));
+    const Rows room = {
+        .key_width = key_width,
+        .padded = padded,
+        .first = limits,
+        .end = limits + most,
+        .maxima = floats,
+        .totals = floats + most,
+        .scores = floats + 2 * most,
+        .sums = floats + (2 + CHUNK) * most,
+        .queries = numbers,
+        .keys = numbers + most * key_width,
+        .values = numbers + (most + 16) * key_width,
+    };
+    long *starts = malloc((rows + 1) * sizeof(long)), tiles = 0;
+    for (long row = 0; row < rows; row += together(a, row, rows, tables, blocks, contexts))
+        starts[tiles++] = row;
+    starts[tiles] = rows;
+    begin_attention();
+#pragma omp for schedule(dynamic)
+    for (long item = 0; item < tiles * a->kv_heads; item++) {
+        const long row = starts[item / a->kv_heads], end = starts[item / a->kv_heads + 1];
+        const Tokens tokens = {
+            queries + row * stride, out + row * width, stride, width, end - row,
+            tables + row * blocks,  contexts + row,
+        };
+        attend(a, &tokens, item % a->kv_heads, &room);
+    }
+    end_attention();
+    free(starts);
+}

@@ -1,0 +1,107 @@
+// Linear layers: what they are, and how their work is shared out.
+
+enum { PLAIN, WIDE, GATED_SILU, GATED_TANH_GELU };
+
+// One or more linear layers over the same rows, their outputs side by side. The gated kinds have
+// two parts, gate and up, without bias, and one output, act(gate) * up. WIDE writes floats,
+// rounded to numbers.
+typedef struct {
+    const number *weight[3];  // [outputs, inputs]
+    const number *bias[3];    // [outputs], or NULL
+    long outputs[3];
+    long parts;
+    long inputs;
+    long kind;
+} Linear;
+
+INLINE __m512 activate(__m512 x, long kind) {
+    __m512 one = _mm512_set1_ps(1.0f);
+    if (kind == GATED_SILU) {
+        __m512 e = exponential(_mm512_sub_ps(_mm512_setzero_ps(), x));
+        return _mm512_div_ps(x, _mm512_add_ps(one, e));
+    }
+    __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
+    __m512 inner = _mm512_fmadd_ps(cube, _mm512_set1_ps(0.044715f), x);
+    __m512 t = hyperbolic_tangent(_mm512_mul_ps(inner, _mm512_set1_ps(0.7978845608028654f)));
+    return _mm512_mul_ps(_mm512_mul_ps(x, _mm512_set1_ps(0.5f)), _mm512_add_ps(one, t));
+}
+
+// Where a part's outputs go: rows `stride` numbers apart. What is in `added` at the same places is
+// added to them, unless it is NULL.
+typedef struct {
+    char *out;
+    const number *added;
+    long stride;
+} Target;
+
+INLINE Target at_row(Target to, long row, long width) {
+    to.out += row * to.stride * width;
+    if (to.added) to.added += row * to.stride;
+    return to;
+}
+
+// Bytes of an output.
+INLINE long output_width(const Linear *l) {
+    return l->kind == WIDE ? sizeof(float) : sizeof(number);
+}
+
+// Parts that have outputs of their own.
+INLINE long output_parts(const Linear *l) { return l->kind >= GATED_SILU ? 1 : l->parts; }
+
+// Numbers in a row of the output.
+INLINE long row_width(const Linear *l) {
+    long width = 0;
+    for (long part = 0; part < output_parts(l); part++) width += l->outputs[part];
+    return width;
+}
+
+// Of a part whose outputs begin at `offset` in a row.
+INLINE Target target_of(const Linear *l, void *out, const number *added, long offset) {
+    char *here = (char *)out + offset * output_width(l);
+    return (Target){here, added ? added + offset : NULL, row_width(l)};
+}
+
+enum { CHUNK_BYTES = 320 << 10 };  // of weights, about
+
+// What the threads of a team take at a time of all outputs, side by side: enough for the memory to
+// stream, little enough to end together, and about as many for each thread.
+typedef struct {
+    long size, count;
+} Chunks;
+
+INLINE Chunks chunks_of(const Linear *l, long tile) {
+    const long outputs = row_width(l), threads = omp_get_num_threads();
+    const long bytes = sizeof(number) * l->inputs * (l->kind >= GATED_SILU ? 2 : 1);
+    const long turns = (outputs * bytes + threads * CHUNK_BYTES / 2) / (threads * CHUNK_BYTES);
+    const long count = larger(turns, 1) * threads;
+    const long size = larger((outputs + count * tile - 1) / (count * tile), 1) * tile;
+    return (Chunks){size, (outputs + size - 1) / size};
+}
+
+// The outputs of a part that are in a chunk, and where the part's begin in the row.
+typedef struct {
+    long start, stop, offset;
+} Outputs;
+
+// Those of a part, of which there may be none.
+INLINE Outputs outputs_of(const Linear *l, const Chunks *c, long place, long part) {
+    long offset = 0;
+    for (long i = 0; i < part; i++) offset += l->outputs[i];
+    const long start = place * c->size - offset, stop = start + c->size;
+    return (Outputs){larger(start, 0), stop < l->outputs[part] ? stop : l->outputs[part], offset};
+}
+
+// How many rows at a time the weights pass by, so that what is read of these stays in the second
+// level cache: as many as have `bytes` of inputs, but not fewer than `least`. Blocks are of about
+// one size, a multiple of `tile`.
+INLINE long block_of(const Linear *l, long rows, long bytes, long least, long tile) {
+    const long most = larger(bytes / (sizeof(number) * l->inputs), least);
+    const long blocks = larger((rows + most - 1) / most, 1);
+    return larger((rows + blocks - 1) / blocks + tile - 1, tile) / tile * tile;
+}
+
+#ifdef TILES
+#include "linear_tiles.h"
+#else
+#include "linear_vectors.h"
+#endif

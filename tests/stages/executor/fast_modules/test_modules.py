@@ -227,35 +227,30 @@ def test_layers_in_one_call_use_the_weights_that_the_model_has_now(
     assert after == [logprobs for _, logprobs in answers(other)] != before
 
 
-def test_a_decoder_that_does_more_than_its_parts_is_left_as_it_is() -> None:
+@pytest.mark.parametrize(
+    ("which", "gives", "parts", "refused"),
+    [
+        ("model", "last_hidden_state", {"LlamaDecoderLayer": 3}, "LlamaModel"),
+        ("", "logits", {"LlamaModel": 1}, "LlamaForCausalLM"),
+    ],
+    ids=["decoder", "decoder and output layer"],
+)
+def test_what_does_more_than_its_parts_is_left_as_it_is(
+    which: str, gives: str, parts: dict[str, int], refused: str
+) -> None:
     model = bfloat16("llama", head_dim=32)
-    decoder = model.model
-    plain = decoder.forward
+    module = model.get_submodule(which)
+    plain = module.forward
 
     def scaled(**kwargs: Any) -> Any:
         output = plain(**kwargs)
-        output.last_hidden_state = output.last_hidden_state * 1.01
+        output[gives] = output[gives] * 1.01
         return output
 
-    decoder.forward = scaled
-    core = core_of(model)
-    assert core.fast_modules.count["LlamaDecoderLayer"] == 3
-    assert core.fast_modules.refused == {"LlamaModel": "it computes something else"}
-
-
-def test_a_model_that_does_more_than_its_parts_is_left_as_it_is() -> None:
-    model = bfloat16("llama", head_dim=32)
-    plain = model.forward
-
-    def scaled(**kwargs: Any) -> Any:
-        output = plain(**kwargs)
-        output.logits = output.logits * 1.01
-        return output
-
-    model.forward = scaled
-    core = core_of(model)
-    assert core.fast_modules.count["LlamaModel"] == 1
-    assert core.fast_modules.refused == {"LlamaForCausalLM": "it computes something else"}
+    module.forward = scaled
+    found = core_of(model).fast_modules
+    assert parts.items() <= found.count.items()
+    assert found.refused == {refused: "it computes something else"}
 
 
 def test_whoever_listens_to_a_decoder_hears_all_of_its_tokens() -> None:

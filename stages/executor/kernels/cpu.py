@@ -7,6 +7,7 @@ out, are of one dtype unless said.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Mapping, Sequence
 from ctypes import c_float, c_long, c_void_p
 from enum import IntEnum
@@ -20,6 +21,11 @@ from torch import Tensor, nn
 
 from ..batch import DecodeRows
 from .compile import BFLOAT16, FLOAT32, SAMPLING, TILES, KernelsUnavailable, Library, load_library
+
+MOST_INSTRUCTIONS_VARIABLE = "ONEDNN_MAX_CPU_ISA"
+"""What PyTorch's own products obey, by oneDNN. Of its names only the question whether it has AMX
+matters here: the other kernels exist once for each dtype.
+https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html"""
 
 # The first one that this machine can use; the last one says why not.
 _LIBRARIES: dict[torch.dtype, tuple[Library, ...]] = {
@@ -113,11 +119,19 @@ def instructions(dtype: torch.dtype) -> str:
 def _chosen(dtype: torch.dtype) -> tuple[Library, ctypes.CDLL]:
     reason = KernelsUnavailable(f"there are none for {dtype} on cpu")
     for candidate in _LIBRARIES.get(dtype, ()):
+        if candidate is TILES and not _wants_tiles():
+            continue
         try:
             return candidate, _prepared(candidate)
         except KernelsUnavailable as error:
             reason = error
     raise reason
+
+
+def _wants_tiles() -> bool:
+    most = os.environ.get(MOST_INSTRUCTIONS_VARIABLE, "").upper()
+    # What it does not know is to oneDNN as if it were not there.
+    return "AMX" in most or not most.startswith(("SSE", "AVX"))
 
 
 def _prepared(candidate: Library) -> ctypes.CDLL:

@@ -14,7 +14,8 @@ from nano_inference.stages.executor.kernels.compile import TILES, KernelsUnavail
 
 
 @pytest.fixture(autouse=True)
-def nothing_chosen() -> Iterator[None]:
+def nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(cpu.MOST_INSTRUCTIONS_VARIABLE, raising=False)
     cpu._chosen.cache_clear()
     yield
     cpu._chosen.cache_clear()
@@ -47,6 +48,24 @@ def test_tiles_are_used_where_processor_and_system_have_them(
     allow(monkeypatch, processor, tiles=tiles)
     assert cpu.instructions(torch.bfloat16) == chosen
     assert cpu.instructions(torch.float32) == "AVX-512"
+
+
+@pytest.mark.parametrize(
+    ("most", "chosen"),
+    [
+        ("", "AMX-BF16"),
+        ("AVX512_CORE_BF16", "AVX512-BF16"),
+        ("avx512_core_fp16", "AVX512-BF16"),
+        ("AVX512_CORE_AMX", "AMX-BF16"),
+        ("DEFAULT", "AMX-BF16"),
+    ],
+)
+def test_the_variable_of_onednn_forbids_tiles(
+    monkeypatch: pytest.MonkeyPatch, most: str, chosen: str
+) -> None:
+    allow(monkeypatch, "avx512f avx512_bf16 amx_bf16", tiles=True)
+    monkeypatch.setenv(cpu.MOST_INSTRUCTIONS_VARIABLE, most)
+    assert cpu.instructions(torch.bfloat16) == chosen
 
 
 def test_without_any_it_says_what_the_processor_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

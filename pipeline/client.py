@@ -472,4 +472,6 @@ class BusClient(ModelOperations, AdapterClient, Completing):
             return TraceContext()
         now = now_ns()
         attributes = {names.REQUEST_ID: written_id(request)}
-        return self.tracing.span("publish", TraceContext(), now, now, attributes)
+        own = self.tracing.begin()
+        self.tracing.span("publish", TraceContext(), now, now, attributes, own=own)
+        return own

@@ -306,14 +306,14 @@ class Actor(ABC):
         error: str = "",
         events: tuple[tuple[str, int], ...] = (),
         own: TraceContext | None = None,
-    ) -> TraceContext:
+    ) -> None:
         """This stage's span of a request that leaves it now; see `Tracing.span`.
 
         Its name is the stage's, unless it is of something special that the stage does.
         """
         if not self.tracing.enabled:
-            return trace
-        return self.tracing.span(
+            return
+        self.tracing.span(
             name or self.name,
             trace,
             start_ns,

@@ -38,12 +38,13 @@ _FIELD_OF = {str: "string_value", int: "int_value", float: "double_value", bool:
 # https://github.com/open-telemetry/opentelemetry-proto, trace/v1/trace.proto
 _PARENT_KNOWN, _PARENT_REMOTE = 0x100, 0x200
 
-# The fields that no two spans share, with their tags: ids, start and end.
-# With their lengths, as hex digits like the ids themselves.
+# Ids with their tags and lengths, as hex digits like the ids themselves.
 _TRACE_ID, _SPAN_ID, _PARENT_ID = "0a10", "1208", "2208"
 # A link is 33 bytes; its flags are a number of four, the lowest first.
 _LINK, _LINK_FLAGS = "6a21", "35" + (_PARENT_KNOWN | _PARENT_REMOTE).to_bytes(4, "little").hex()
-_TIMES, _START, _END, _EVENTS = Struct("<BQBQ"), 0x39, 0x41, 11
+# The fields that no two spans share, each behind its tag: the id, start and end.
+_OWN_FIELDS, _OWN_ID, _START, _END = Struct("<2s8sBQBQ"), bytes.fromhex(_SPAN_ID), 0x39, 0x41
+_EVENTS = 11
 _EVENT_TIME, _EVENT_TIME_TAG = Struct("<BQ"), 0x09
 
 # Where what is inside is put: spans of a scope, scopes of a resource, resources of a request.
@@ -158,30 +159,34 @@ class Serialized:
 
 
 def _encoded(span: FinishedSpan) -> bytes:
-    name, own, parent, start_ns, end_ns, attributes, events, links, error, kind = span
-    trace_id, span_id = own.id_digits
-    ids, flags = f"{_TRACE_ID}{trace_id}{_SPAN_ID}{span_id}", _PARENT_KNOWN
-    if parent is not None:
-        ids += _PARENT_ID + parent.id_digits[1]
-        flags |= _PARENT_REMOTE
+    trace, is_first, attributes = span.trace, span.is_first, span.attributes
+    own_id = span.span_id.to_bytes(8, "big")
     parts = [
-        bytes.fromhex(ids),
-        _TIMES.pack(_START, start_ns, _END, end_ns),
-        _common(name, own.tracestate, flags, kind),
+        _place(trace.traceparent, is_first),
+        _OWN_FIELDS.pack(_OWN_ID, own_id, _START, span.start_ns, _END, span.end_ns),
+        _common(span.name, trace.tracestate, is_first, span.kind),
         *map(_attribute, attributes.keys(), attributes.values()),
     ]
-    for event, at_ns in events:
+    for event, at_ns in span.events:
         parts.append(_within(_EVENTS, _EVENT_TIME.pack(_EVENT_TIME_TAG, at_ns) + _event(event)))
-    if links:
-        parts.append(bytes.fromhex("".join(map(_link, links))))
-    if error:
-        status = Status(code=Status.STATUS_CODE_ERROR, message=error)
+    parts.extend(map(_link, span.links))
+    if span.error:
+        status = Status(code=Status.STATUS_CODE_ERROR, message=span.error)
         parts.append(_serialized(status=status))
     return b"".join(parts)
 
 
 @lru_cache(_MOST_KNOWN)
-def _common(name: str, tracestate: str, flags: int, kind: Kind) -> bytes:
+def _place(traceparent: str, is_first: bool) -> bytes:
+    """Which trace it is in, and below what: the stages' spans of a request have that in common."""
+    trace_id, parent_id = TraceContext(traceparent).id_digits
+    ids = f"{_TRACE_ID}{trace_id}"
+    return bytes.fromhex(ids if is_first else f"{ids}{_PARENT_ID}{parent_id}")
+
+
+@lru_cache(_MOST_KNOWN)
+def _common(name: str, tracestate: str, is_first: bool, kind: Kind) -> bytes:
+    flags = _PARENT_KNOWN if is_first else _PARENT_KNOWN | _PARENT_REMOTE
     number = Span.SpanKind.Value(f"SPAN_KIND_{kind.upper()}")
     return _serialized(name=name, trace_state=tracestate, kind=number, flags=flags)
 
@@ -219,10 +224,11 @@ def _any_value(value: Any) -> AnyValue:
     return AnyValue(array_value=ArrayValue(values=map(_any_value, value)))
 
 
-def _link(to: TraceContext) -> str:
-    """As hex digits; a step has one for each of its requests."""
-    trace_id, span_id = to.id_digits
-    return f"{_LINK}{_TRACE_ID}{trace_id}{_SPAN_ID}{span_id}{_LINK_FLAGS}"
+@lru_cache(_MOST_KNOWN)
+def _link(traceparent: str) -> bytes:
+    """A step has one for each of its requests, the next step again."""
+    trace_id, span_id = TraceContext(traceparent).id_digits
+    return bytes.fromhex(f"{_LINK}{_TRACE_ID}{trace_id}{_SPAN_ID}{span_id}{_LINK_FLAGS}")
 
 
 def _within(field: int, message: bytes) -> bytes:

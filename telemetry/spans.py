@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal
 
+import msgspec
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
@@ -24,7 +25,7 @@ _RECORDED = SimpleNamespace(trace_flags=SimpleNamespace(sampled=True))
 SCOPE = InstrumentationScope("nano_inference")
 
 
-class FinishedSpan(NamedTuple):
+class FinishedSpan(msgspec.Struct, frozen=True, gc=False):
     """A span that is made in one go, when all of it is known.
 
     The SDK's own spans are made to be changed by several threads while they last, which costs
@@ -32,32 +33,37 @@ class FinishedSpan(NamedTuple):
 
     Attributes:
         name: What was done.
-        own: Its ids, valid.
-        parent: Its parent's ids, valid; None for the first of a trace.
+        trace: Its parent's context; of the first span of a trace its own. Valid.
+        span_id: 64 bits, not all of them 0.
+        is_first: Whether it has no parent.
         start_ns: Since the Unix epoch.
         end_ns: Since the Unix epoch; not before the start.
         attributes: Not to be changed any more.
         events: Names and timestamps.
-        links: Other traces that belong to it; all valid.
+        links: Traceparents of other traces that belong to it; all valid.
         error: What its status says; "" when all went well.
         kind: "server" of what answers a call from outside.
     """
 
     name: str
-    own: TraceContext
-    parent: TraceContext | None
+    trace: TraceContext
+    span_id: int
+    is_first: bool
     start_ns: int
     end_ns: int
     attributes: Attributes
     events: Sequence[tuple[str, int]]
-    links: Sequence[TraceContext]
+    links: Sequence[str]
     error: str
     kind: Kind = "internal"
 
+    # All that processors look at before they pass a span on.
+    context: ClassVar[SimpleNamespace] = _RECORDED
+
     @property
-    def context(self) -> SimpleNamespace:
-        """All that processors look at before they pass a span on."""
-        return _RECORDED
+    def own(self) -> TraceContext:
+        """Its own context."""
+        return self.trace if self.is_first else self.trace.child(self.span_id)
 
     def readable(self, resource: Resource) -> ReadableSpan:
         """The same, as exporters know spans.
@@ -68,11 +74,11 @@ class FinishedSpan(NamedTuple):
         return ReadableSpan(
             name=self.name,
             context=self.own.span_context,
-            parent=self.parent.span_context if self.parent is not None else None,
+            parent=None if self.is_first else self.trace.span_context,
             resource=resource,
             attributes=self.attributes,
             events=[Event(name, timestamp=at_ns) for name, at_ns in self.events],
-            links=[Link(link.span_context) for link in self.links],
+            links=[Link(TraceContext(link).span_context) for link in self.links],
             kind=SpanKind[self.kind.upper()],
             status=Status(StatusCode.ERROR, self.error) if self.error else Status(),
             start_time=self.start_ns,

@@ -16,6 +16,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
+from .context import TraceContext
 from .spans import SCOPE, FinishedSpan, finished
 
 _KINDS, _ERROR = {"internal": 1, "server": 2}, 2
@@ -116,21 +117,22 @@ def _encoded(spans: Sequence[ReadableSpan], resource: msgspec.Raw) -> dict[str, 
 
 def _span(span: FinishedSpan) -> dict[str, Any]:
     fields: dict[str, Any] = {
-        "traceId": span.own.trace_id,
-        "spanId": span.own.span_id,
+        "traceId": span.trace.trace_id,
+        "spanId": f"{span.span_id:016x}",
         "name": span.name,
         "kind": _KINDS[span.kind],
         "startTimeUnixNano": str(span.start_ns),
         "endTimeUnixNano": str(span.end_ns),
         "attributes": _attributes(span.attributes),
     }
-    if span.parent is not None:
-        fields["parentSpanId"] = span.parent.span_id
+    if not span.is_first:
+        fields["parentSpanId"] = span.trace.span_id
     if span.events:
         fields["events"] = [{"timeUnixNano": str(at), "name": name} for name, at in span.events]
     if span.links:
         fields["links"] = [
-            {"traceId": link.trace_id, "spanId": link.span_id} for link in span.links
+            {"traceId": link.trace_id, "spanId": link.span_id}
+            for link in map(TraceContext, span.links)
         ]
     if span.error:
         fields["status"] = {"code": _ERROR, "message": span.error}

@@ -74,12 +74,13 @@ class Tracing:
         attributes: Attributes,
         *,
         events: Sequence[tuple[str, int]] = (),
-        links: Sequence[TraceContext] = (),
+        links: Sequence[str] = (),
         error: str = "",
         own: TraceContext | None = None,
         kind: Kind = "internal",
-    ) -> TraceContext:
-        """Makes one finished span; without a parent it begins a trace.
+    ) -> None:
+        """Makes one finished span, or none where it is not recorded; without a parent it begins a
+        trace.
 
         Args:
             name: What was done.
@@ -88,28 +89,28 @@ class Tracing:
             end_ns: Since the Unix epoch; not before the start, or it is taken as equal to it.
             attributes: See `names`. Not to be changed any more.
             events: (name, timestamp) pairs.
-            links: Other traces that belong to it; at most `MOST_LINKS` of them are kept.
+            links: Traceparents of other traces that belong to it, known to be valid; at most
+                `MOST_LINKS` of them are kept.
             error: The stable code, when it went wrong.
-            own: What `begin` or `begin_below` gave for this span.
+            own: What `begin` or `begin_below` gave for this span, if it has children.
             kind: "server" of what answers a call from outside.
-
-        Returns:
-            The context in which the span's children belong; `parent` when tracing is off.
         """
         if self._provider is None:
-            return parent
+            return
         if own is None and parent.traceparent:
-            own = self.begin_below(parent)
-            if own is parent:
-                return own
+            if not self._records_below(parent):
+                return
+            trace, span_id = parent, self._new_span_id()
         else:
             own = own or self.begin()
             if own is parent or not own.sampled:
-                return own
+                return
+            trace, span_id = parent if parent.traceparent else own, own.id_numbers[1]
         span = FinishedSpan(
             name,
-            own,
-            parent if parent.traceparent else None,
+            trace,
+            span_id,
+            own is trace,
             start_ns,
             end_ns if end_ns > start_ns else start_ns,
             {**attributes, names.ERROR_TYPE: error} if error else attributes,
@@ -121,7 +122,6 @@ class Tracing:
         for processor in self._processors:
             # No span of the SDK's, but all that its processors ask for.
             processor.on_end(span)  # type: ignore[arg-type]
-        return own
 
     def begin(self, root: str = "", *, sampled: bool | None = None) -> TraceContext:
         """The ids of a trace's first span; the span itself may be made later, or not at all.
@@ -145,13 +145,17 @@ class Tracing:
         Returns:
             The parent itself where the span is not recorded.
         """
-        if (
-            self._provider is None
-            or not is_sampled(parent.traceparent)
-            or not (self._follows_parents or self._wants(parent.id_numbers[0]))
-        ):
+        if self._provider is None or not self._records_below(parent):
             return parent
-        return parent.child(self._random.getrandbits(64) or 1)
+        return parent.child(self._new_span_id())
+
+    def _records_below(self, parent: TraceContext) -> bool:
+        return is_sampled(parent.traceparent) and (
+            self._follows_parents or self._wants(parent.id_numbers[0])
+        )
+
+    def _new_span_id(self) -> int:
+        return self._random.getrandbits(64) or 1
 
     def _wants(self, trace_id: int) -> bool:
         assert self._provider is not None

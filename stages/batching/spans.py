@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import compress, starmap
+from itertools import compress
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...bus.messages import RequestInfo, StepPlan, StepResult
@@ -22,10 +22,16 @@ class Wait(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A plan whose result is not back: its span will say so much, besides its times."""
+    """A plan whose result is not back: its span will say so much, besides its times.
+
+    Attributes:
+        made_ns: When it was made.
+        requests: Traceparents of those in it that are recorded.
+        attributes: Of the span.
+    """
 
     made_ns: int
-    requests: list[TraceContext]
+    requests: list[str]
     attributes: dict[str, int]
 
 
@@ -118,8 +124,8 @@ class BatchingSpans:
 
     def _note(self, plan: StepPlan, core: BatchingCore) -> None:
         infos = filter(None, map(self._running.get, plan.seq_ids))
-        sampled = {info.traceparent: info.tracestate for info in infos}
-        if not sampled:
+        requests = list(dict.fromkeys(info.traceparent for info in infos))
+        if not requests:
             return
         self._next_step_ns = plan.made_ns + self._pause_ns
         # The last token of a prompt that is cached is computed like a generated one.
@@ -131,9 +137,7 @@ class BatchingSpans:
             names.DECODE_TOKENS: decode,
             names.BLOCKS_FREE: core.cache.num_free_blocks(),
         }
-        self._steps[plan.step_id] = Step(
-            plan.made_ns, list(starmap(TraceContext, sampled.items())), attributes
-        )
+        self._steps[plan.step_id] = Step(plan.made_ns, requests, attributes)
 
 
 def _became_of_drafts(result: StepResult) -> dict[str, int]:

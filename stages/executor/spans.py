@@ -118,7 +118,8 @@ class ExecutorSpans:
         if request.drafted:
             attributes[names.DRAFT_TOKENS] = request.drafted
             attributes[names.ACCEPTED_TOKENS] = request.accepted
-        own = stage.span(info.request_id, trace, start, attributes, events=events)
+        own = stage.tracing.begin_below(trace)
+        stage.span(info.request_id, trace, start, attributes, events=events, own=own)
         part = {names.STAGE: stage.name, names.REQUEST_ID: info.request_id}
         stage.tracing.span("prefill", own, start, first_token or end_ns, part)
         if first_token:

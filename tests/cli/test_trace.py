@@ -32,18 +32,20 @@ def file(tmp_path: Path) -> Path:
 
     for _ in range(2):  # its successor made it again
         attributes = of("admission") | {names.MESSAGE_ID: "17-0"}
-        root = first.span(
-            *("admission", TraceContext(), at(0), at(1), attributes), own=first.begin("17-0")
-        )
+        root = first.begin("17-0")
+        first.span("admission", TraceContext(), at(0), at(1), attributes, own=root)
     first.span("replay", root, at(4), at(6), of("admission"), events=[(names.REPLAYED, at(6))])
     second.span("fairness", root, at(1), at(3), of("fairness"))
-    executor = second.span("executor", root, at(6), at(9), of("executor"))
+    executor = second.begin_below(root)
+    second.span("executor", root, at(6), at(9), of("executor"), own=executor)
     second.span("prefill", executor, at(6), at(7), of("executor"))
     second.span(
         *("streaming", root, at(7), at(10), of("streaming") | {"text": "<script>"}),
         error="expired",
     )
-    second.span("step", TraceContext(), at(6), at(7), {names.BATCH_SIZE: 3}, links=[root])
+    second.span(
+        "step", TraceContext(), at(6), at(7), {names.BATCH_SIZE: 3}, links=[root.traceparent]
+    )
     second.span("admission", TraceContext(), at(0), at(1), of("admission", "r-2"))
     first.shutdown()
     second.shutdown()

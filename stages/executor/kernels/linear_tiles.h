@@ -4,6 +4,7 @@
 enum {
     BLOCK_BYTES = 1280 << 10,  // see block_of
     LONG = 2048,     // inputs of weights that the processor fetches early enough by itself
+    PIECE = 256,     // inputs that are multiplied with all rows before the next ones
     MOST_APART = 8,  // outputs from one row of a tile of weights to the next
 };
 
@@ -38,29 +39,47 @@ typedef struct {
     if (two && two_rows) _tile_dpbf16ps(3, 5, 7);
 // clang-format on
 
+// What is brought near while something else is multiplied: with each step of WIDTH inputs so many
+// cache lines, `between` numbers apart, and as many with the next step, `advance` numbers further.
+typedef struct {
+    const number *from[2];
+    long lines, between, advance;
+} Ahead;
+
 // Sums of a group's tiles of weights, those that begin with its row `from`, with 16 rows or with
-// 32. sums: of each tile of weights and rows those of the whole group, in the order of its outputs.
-// With each step `lines` cache lines of each, from `done` on, are brought near of what comes next.
-INLINE void sum_tiles(int two, int two_rows, const Group *g, long from, long k, long outputs,
-                      const LaidOut *rows, const number *x, long done, long lines,
-                      float sums[4][MOST_APART * SUMS]) {
+// 32, over the inputs from `start` to `stop`: added to what there is, unless these are the first.
+// sums: of each tile of weights and rows those of the whole group, in the order of its outputs.
+INLINE void sum_tiles(int two, int two_rows, const Group *g, long from, long start, long stop,
+                      long k, long outputs, const LaidOut *rows, const number *x,
+                      const Ahead *ahead, float *sums) {
     const number *weights = g->weights[0] + from * k, *others = g->weights[1] + from * k;
-    const number *ahead = g->ahead[0] + done, *others_ahead = g->ahead[1] + done;
-    const long step = rows->line / sizeof(number) * TILE;
+    const number *next = ahead->from[0], *other_next = ahead->from[1];
+    const long step = rows->line / sizeof(number) * TILE, size = g->apart * SUMS;
     const long stride = g->apart * k * sizeof(number), spread = g->apart * TILE * sizeof(float);
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    long i = 0;
-    for (; i + WIDTH <= k; i += WIDTH, x += step) {
-        ADD_PRODUCTS(weights + i, others + i, stride)
-        for (long line = 0; line < lines; line++, ahead += WIDTH, others_ahead += WIDTH) {
-            _mm_prefetch((const char *)ahead, _MM_HINT_T1);
-            if (two) _mm_prefetch((const char *)others_ahead, _MM_HINT_T1);
-        }
+    sums += from * TILE;
+    if (start == 0) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    } else {
+        _tile_loadd(0, sums, spread);
+        if (two_rows) _tile_loadd(1, sums + size, spread);
+        if (two) _tile_loadd(2, sums + 2 * size, spread);
+        if (two && two_rows) _tile_loadd(3, sums + 3 * size, spread);
     }
-    if (i < k) {
+    x += start / WIDTH * step;
+    long i = start;
+    for (; i + WIDTH <= stop; i += WIDTH, x += step) {
+        ADD_PRODUCTS(weights + i, others + i, stride)
+        for (long line = 0, at = 0; line < ahead->lines; line++, at += ahead->between) {
+            _mm_prefetch((const char *)(next + at), _MM_HINT_T1);
+            if (two) _mm_prefetch((const char *)(other_next + at), _MM_HINT_T1);
+        }
+        next += ahead->advance;
+        other_next += ahead->advance;
+    }
+    if (i < stop) {
         number rest[2][TILE_SIZE];
         for (long j = 0; j < outputs; j++)
             for (int which = 0; which <= two; which++) {
@@ -70,10 +89,10 @@ INLINE void sum_tiles(int two, int two_rows, const Group *g, long from, long k, 
         written();
         ADD_PRODUCTS(rest[0], rest[1], LINE)
     }
-    _tile_stored(0, sums[0] + from * TILE, spread);
-    if (two_rows) _tile_stored(1, sums[1] + from * TILE, spread);
-    if (two) _tile_stored(2, sums[2] + from * TILE, spread);
-    if (two && two_rows) _tile_stored(3, sums[3] + from * TILE, spread);
+    _tile_stored(0, sums, spread);
+    if (two_rows) _tile_stored(1, sums + size, spread);
+    if (two) _tile_stored(2, sums + 2 * size, spread);
+    if (two && two_rows) _tile_stored(3, sums + 3 * size, spread);
 }
 
 // Makes outputs of 16 products of a row, or fewer by the mask, of the gated kinds with `ups`, and
@@ -118,10 +137,10 @@ INLINE Group group_of(const Linear *l, long part, long column, long stop, int fe
 }
 
 // Puts a group's outputs of up to 16 rows where they go, those from `start` to `stop`: others may
-// be there already.
-INLINE void put_group(const Linear *l, long part, const Group *g, const float *sums,
-                      const float *others, long outputs, Target to, long rows, long start,
-                      long stop) {
+// be there already. sums, others: of the first and of the second tile of weights.
+INLINE void put_tile(const Linear *l, long part, const Group *g, const float *sums,
+                     const float *others, long outputs, Target to, long rows, long start,
+                     long stop) {
     const long width = output_width(l), gated = l->kind >= GATED_SILU;
     for (long i = 0; i < g->apart; i++) {
         const long column = g->first[0] + i * TILE, other = g->first[1] + i * TILE;
@@ -139,38 +158,64 @@ INLINE void put_group(const Linear *l, long part, const Group *g, const float *s
     }
 }
 
+// The same of up to 32 rows, with sums as in sum_tiles.
+INLINE void put_group(const Linear *l, long part, const Group *g, const float *sums, long outputs,
+                      Target to, long rows, long start, long stop) {
+    const long size = g->apart * SUMS;
+    for (int i = 0; i <= (rows > TILE); i++)
+        put_tile(l, part, g, sums + i * size, sums + (2 + i) * size, outputs,
+                 at_row(to, i * TILE, output_width(l)), rows - i * TILE, start, stop);
+}
+
+// What is brought near while 32 rows from `row` on are multiplied with the inputs of a group from
+// `start` to `stop`: with few rows nothing, since that would be slower than what the processor
+// fetches by itself; with 32 the next group's weights as they lie; with more, evenly, what is
+// multiplied next, the next inputs or the next group.
+INLINE Ahead ahead_of(const LaidOut *rows, const Group *g, long row, long stop, long k, int few,
+                      int last) {
+    if (few || (last && stop == k)) return (Ahead){.lines = 0};
+    const long passes = (rows->count + 2 * TILE - 1) / (2 * TILE);
+    const long lines = (TILE + passes - 1) / passes, done = row / (2 * TILE) * lines;
+    if (passes == 1) return (Ahead){{g->ahead[0], g->ahead[1]}, lines, WIDTH, lines * WIDTH};
+    const number *const *next = stop < k ? g->weights : g->ahead;
+    const long at = done * k + (stop < k ? stop : 0);
+    return (Ahead){{next[0] + at, next[1] + at}, done < TILE ? lines : 0, k, WIDTH};
+}
+
 // Outputs `start` to `stop` of some rows.
 static void multiply_block(const Linear *l, long part, const LaidOut *rows, Target to, long start,
                            long stop) {
     const long k = l->inputs, width = output_width(l), gated = l->kind >= GATED_SILU;
     const long outputs = l->outputs[part] < TILE ? l->outputs[part] : TILE;
-    // While some weights are multiplied with all rows, the next ones come near, evenly. With few
-    // rows that would be slower than what the processor fetches by itself.
     const int few = rows->count <= TILE || (rows->count <= 2 * TILE && k >= LONG);
-    const long passes = (rows->count + 2 * TILE - 1) / (2 * TILE);
-    const long lines = (TILE + passes - 1) / passes, share = k / WIDTH * WIDTH * lines;
-    float sums[4][MOST_APART * SUMS];
+    // Inputs are taken in pieces, whose weights stay in the first level cache for all rows.
+    const long pieces = rows->count > 2 * TILE ? (k + PIECE - 1) / PIECE : 1;
+    const long piece = (k + pieces * WIDTH - 1) / (pieces * WIDTH) * WIDTH;
+    const long size = (few ? MOST_APART : 1) * SUMS, tiles = (rows->count + TILE - 1) / TILE;
+    float room[2 * size * (pieces > 1 ? tiles + 1 : 2)];
     shape_tiles(outputs, rows->line / sizeof(float));
     for (long column = start, taken; column < stop; column += taken) {
         const Group g = group_of(l, part, column, stop, few);
         taken = g.apart * (gated ? TILE : 2 * TILE);
-        for (long row = 0, done = 0; row < rows->count; row += 2 * TILE, done += share) {
-            const number *x = rows->tiles + row / TILE * rows->apart;
-            const int two_rows = rows->count - row > TILE;
-            const int more = !few && column + taken < stop && done < TILE * k;
-            for (long from = 0; from < g.apart; from++)
-                if (g.two && two_rows)
-                    sum_tiles(1, 1, &g, from, k, outputs, rows, x, done, more ? lines : 0, sums);
-                else if (g.two)
-                    sum_tiles(1, 0, &g, from, k, outputs, rows, x, done, more ? lines : 0, sums);
-                else if (two_rows)
-                    sum_tiles(0, 1, &g, from, k, outputs, rows, x, done, more ? lines : 0, sums);
-                else
-                    sum_tiles(0, 0, &g, from, k, outputs, rows, x, done, more ? lines : 0, sums);
-            for (int i = 0; i <= two_rows; i++) {
-                const long tile = row + i * TILE, left = rows->count - tile;
-                put_group(l, part, &g, sums[i], sums[i + 2], outputs, at_row(to, tile, width), left,
-                          column, stop);
+        for (long from = 0, end; from < k; from = end) {
+            end = from + piece < k ? from + piece : k;
+            for (long row = 0; row < rows->count; row += 2 * TILE) {
+                const number *x = rows->tiles + row / TILE * rows->apart;
+                const int two_rows = rows->count - row > TILE;
+                const Ahead ahead = ahead_of(rows, &g, row, end, k, few, column + taken >= stop);
+                float *sums = room + (pieces > 1 ? row / TILE * 2 * size : 0);
+                for (long i = 0; i < g.apart; i++)
+                    if (g.two && two_rows)
+                        sum_tiles(1, 1, &g, i, from, end, k, outputs, rows, x, &ahead, sums);
+                    else if (g.two)
+                        sum_tiles(1, 0, &g, i, from, end, k, outputs, rows, x, &ahead, sums);
+                    else if (two_rows)
+                        sum_tiles(0, 1, &g, i, from, end, k, outputs, rows, x, &ahead, sums);
+                    else
+                        sum_tiles(0, 0, &g, i, from, end, k, outputs, rows, x, &ahead, sums);
+                if (end == k)
+                    put_group(l, part, &g, sums, outputs, at_row(to, row, width), rows->count - row,
+                              column, stop);
             }
         }
     }

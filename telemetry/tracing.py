@@ -92,7 +92,7 @@ class Tracing:
             links: Traceparents of other traces that belong to it, known to be valid; at most
                 `MOST_LINKS` of them are kept.
             error: The stable code, when it went wrong.
-            own: What `begin` or `begin_below` gave for this span, if it has children.
+            own: What `begin` or `begin_below` gave for this span, where others know its ids.
             kind: "server" of what answers a call from outside.
         """
         if self._provider is None:

@@ -155,6 +155,7 @@ def test_an_unsampled_parent_stays_unsampled(
     tracing.span("child", unsampled, 1, 2, {})
     tracing.shutdown()
     assert exporter.get_finished_spans() == ()
+    assert tracing.begin_below(unsampled).trace_id == "a" * 32
 
 
 def test_without_an_endpoint_nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,6 +163,7 @@ def test_without_an_endpoint_nothing_is_made(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.delenv(variable, raising=False)
     tracing = setup_tracing(TelemetryConfig(), "here")
     assert not tracing.enabled
+    assert tracing.begin_below(PARENT) is PARENT
     tracing.span("x", PARENT, 1, 2, {})
     tracing.shutdown()
 

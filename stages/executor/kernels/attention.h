@@ -202,8 +202,7 @@ static long together(const Attention *a, long row, long rows, const int64_t *tab
     long count = 1;
     while (count < most && row + count < rows) {
         const long here = contexts[row], there = contexts[row + count];
-        const long longer = here > there ? here : there;
-        const long shared = (longer + a->block_size - 1) / a->block_size;
+        const long shared = (larger(here, there) + a->block_size - 1) / a->block_size;
         if (labs(here - there) > CHUNK) break;
         if (memcmp(table, table + count * blocks, shared * sizeof(int64_t))) break;
         count++;

@@ -119,8 +119,6 @@ def instructions(dtype: torch.dtype) -> str:
 def _chosen(dtype: torch.dtype) -> tuple[Library, ctypes.CDLL]:
     reason = KernelsUnavailable(f"there are none for {dtype} on cpu")
     for candidate in _LIBRARIES.get(dtype, ()):
-        if candidate is TILES and not _wants_tiles():
-            continue
         try:
             return candidate, _prepared(candidate)
         except KernelsUnavailable as error:
@@ -135,6 +133,8 @@ def _wants_tiles() -> bool:
 
 
 def _prepared(candidate: Library) -> ctypes.CDLL:
+    if candidate is TILES and not _wants_tiles():
+        raise KernelsUnavailable(f"{MOST_INSTRUCTIONS_VARIABLE} allows no {candidate.instructions}")
     loaded = _declared(load_library(candidate), _SIGNATURES)
     if candidate is TILES and not loaded.allow_tiles():
         raise KernelsUnavailable(f"the system does not allow {candidate.instructions}")

@@ -22,9 +22,10 @@ typedef struct {
 // itself.
 typedef struct {
     const number *weights[2];
-    long first[2];  // the outputs that these are for
+    long first[2];         // the outputs that these are for
+    long inputs, outputs;  // numbers in a row of weights, and rows in a tile of them
     long apart, two;
-    const number *ahead[2];  // what is multiplied after these
+    const number *next[2];  // what is multiplied after these
 } Group;
 
 // clang-format off
@@ -48,13 +49,13 @@ typedef struct {
 
 // Sums of a group's tiles of weights, those that begin with its row `from`, with 16 rows or with
 // 32, over the inputs from `start` to `stop`: added to what there is, unless these are the first.
-// sums: of each tile of weights and rows those of the whole group, in the order of its outputs.
+// x: the first tile of rows. sums: of each tile of weights and rows those of the whole group, in
+// the order of its outputs.
 INLINE void sum_tiles(int two, int two_rows, const Group *g, long from, long start, long stop,
-                      long k, long outputs, const LaidOut *rows, const number *x,
-                      const Ahead *ahead, float *sums) {
+                      const LaidOut *rows, const number *x, const Ahead *ahead, float *sums) {
+    const long k = g->inputs, size = g->apart * SUMS, step = rows->line / sizeof(number) * TILE;
     const number *weights = g->weights[0] + from * k, *others = g->weights[1] + from * k;
     const number *next = ahead->from[0], *other_next = ahead->from[1];
-    const long step = rows->line / sizeof(number) * TILE, size = g->apart * SUMS;
     const long stride = g->apart * k * sizeof(number), spread = g->apart * TILE * sizeof(float);
     sums += from * TILE;
     if (start == 0) {
@@ -81,7 +82,7 @@ INLINE void sum_tiles(int two, int two_rows, const Group *g, long from, long sta
     }
     if (i < stop) {
         number rest[2][TILE_SIZE];
-        for (long j = 0; j < outputs; j++)
+        for (long j = 0; j < g->outputs; j++)
             for (int which = 0; which <= two; which++) {
                 const number *end = g->weights[which] + (from + j * g->apart) * k + i;
                 _mm512_storeu_si512(rest[which] + j * WIDTH, (__m512i)load(end, lanes(k - i)));
@@ -93,6 +94,13 @@ INLINE void sum_tiles(int two, int two_rows, const Group *g, long from, long sta
     if (two_rows) _tile_stored(1, sums + size, spread);
     if (two) _tile_stored(2, sums + 2 * size, spread);
     if (two && two_rows) _tile_stored(3, sums + 3 * size, spread);
+}
+
+// The same of all tiles of a group.
+INLINE void sum_group(int two, int two_rows, const Group *g, long start, long stop,
+                      const LaidOut *rows, const number *x, const Ahead *ahead, float *sums) {
+    for (long from = 0; from < g->apart; from++)
+        sum_tiles(two, two_rows, g, from, start, stop, rows, x, ahead, sums);
 }
 
 // Makes outputs of 16 products of a row, or fewer by the mask, of the gated kinds with `ups`, and
@@ -124,14 +132,19 @@ INLINE void load_sums(const float *sums, long outputs, __m512 *rows) {
 INLINE Group group_of(const Linear *l, long part, long column, long stop, int few) {
     const long k = l->inputs, gated = l->kind >= GATED_SILU, whole = gated ? TILE : 2 * TILE;
     const long left = (stop - column) / whole, most = left < MOST_APART ? left : MOST_APART;
-    Group g = {.apart = few ? larger(most, 1) : 1, .two = gated || stop - column > TILE};
     const long last = larger(l->outputs[part] - TILE, 0);
+    Group g = {
+        .inputs = k,
+        .outputs = last ? TILE : l->outputs[part],
+        .apart = few ? larger(most, 1) : 1,
+        .two = gated || stop - column > TILE,
+    };
     const long next = gated ? column : column + g.apart * TILE;
     g.first[0] = column < last ? column : last;
     g.first[1] = next < last ? next : last;
     for (int i = 0; i < 2; i++) {
         g.weights[i] = l->weight[i && gated ? 1 : part] + g.first[i] * k;
-        g.ahead[i] = g.weights[i] + g.apart * whole * k;
+        g.next[i] = g.weights[i] + g.apart * whole * k;
     }
     return g;
 }
@@ -139,16 +152,15 @@ INLINE Group group_of(const Linear *l, long part, long column, long stop, int fe
 // Puts a group's outputs of up to 16 rows where they go, those from `start` to `stop`: others may
 // be there already. sums, others: of the first and of the second tile of weights.
 INLINE void put_tile(const Linear *l, long part, const Group *g, const float *sums,
-                     const float *others, long outputs, Target to, long rows, long start,
-                     long stop) {
+                     const float *others, Target to, long rows, long start, long stop) {
     const long width = output_width(l), gated = l->kind >= GATED_SILU;
     for (long i = 0; i < g->apart; i++) {
         const long column = g->first[0] + i * TILE, other = g->first[1] + i * TILE;
         const __mmask16 mask = first(stop - column) & ~first(start - column);
         const __mmask16 other_mask = first(stop - other) & ~first(start + g->apart * TILE - other);
         __m512 products[TILE], second[TILE];
-        load_sums(sums + i * SUMS, outputs, products);
-        if (g->two) load_sums(others + i * SUMS, outputs, second);
+        load_sums(sums + i * SUMS, g->outputs, products);
+        if (g->two) load_sums(others + i * SUMS, g->outputs, second);
         for (long row = 0; row < TILE && row < rows; row++) {
             const Target here = at_row(to, row, width);
             put_products(l, part, products[row], second[row], here, column, mask);
@@ -159,63 +171,58 @@ INLINE void put_tile(const Linear *l, long part, const Group *g, const float *su
 }
 
 // The same of up to 32 rows, with sums as in sum_tiles.
-INLINE void put_group(const Linear *l, long part, const Group *g, const float *sums, long outputs,
-                      Target to, long rows, long start, long stop) {
-    const long size = g->apart * SUMS;
+INLINE void put_group(const Linear *l, long part, const Group *g, const float *sums, Target to,
+                      long rows, long start, long stop) {
+    const long size = g->apart * SUMS, width = output_width(l);
     for (int i = 0; i <= (rows > TILE); i++)
-        put_tile(l, part, g, sums + i * size, sums + (2 + i) * size, outputs,
-                 at_row(to, i * TILE, output_width(l)), rows - i * TILE, start, stop);
+        put_tile(l, part, g, sums + i * size, sums + (2 + i) * size, at_row(to, i * TILE, width),
+                 rows - i * TILE, start, stop);
 }
 
-// What is brought near while 32 rows from `row` on are multiplied with the inputs of a group from
-// `start` to `stop`: with few rows nothing, since that would be slower than what the processor
-// fetches by itself; with 32 the next group's weights as they lie; with more, evenly, what is
-// multiplied next, the next inputs or the next group.
-INLINE Ahead ahead_of(const LaidOut *rows, const Group *g, long row, long stop, long k, int few,
-                      int last) {
-    if (few || (last && stop == k)) return (Ahead){.lines = 0};
+// What is brought near while 32 rows from `row` on are multiplied with a group's inputs up to
+// `stop`, unless these are the last. With 32 rows in all, the next group's weights as they lie;
+// with more, evenly, what is multiplied next: the next inputs, or the next group.
+INLINE Ahead ahead_of(const LaidOut *rows, const Group *g, long row, long stop) {
     const long passes = (rows->count + 2 * TILE - 1) / (2 * TILE);
     const long lines = (TILE + passes - 1) / passes, done = row / (2 * TILE) * lines;
-    if (passes == 1) return (Ahead){{g->ahead[0], g->ahead[1]}, lines, WIDTH, lines * WIDTH};
-    const number *const *next = stop < k ? g->weights : g->ahead;
-    const long at = done * k + (stop < k ? stop : 0);
-    return (Ahead){{next[0] + at, next[1] + at}, done < TILE ? lines : 0, k, WIDTH};
+    if (passes == 1) return (Ahead){{g->next[0], g->next[1]}, lines, WIDTH, lines * WIDTH};
+    const int same = stop < g->inputs;
+    const long at = done * g->inputs + (same ? stop : 0);
+    const number *const *from = same ? g->weights : g->next;
+    return (Ahead){{from[0] + at, from[1] + at}, done < TILE ? lines : 0, g->inputs, WIDTH};
 }
 
 // Outputs `start` to `stop` of some rows.
 static void multiply_block(const Linear *l, long part, const LaidOut *rows, Target to, long start,
                            long stop) {
     const long k = l->inputs, width = output_width(l), gated = l->kind >= GATED_SILU;
-    const long outputs = l->outputs[part] < TILE ? l->outputs[part] : TILE;
+    // So few that to bring anything near would be slower than what the processor fetches by itself.
     const int few = rows->count <= TILE || (rows->count <= 2 * TILE && k >= LONG);
     // Inputs are taken in pieces, whose weights stay in the first level cache for all rows.
     const long pieces = rows->count > 2 * TILE ? (k + PIECE - 1) / PIECE : 1;
     const long piece = (k + pieces * WIDTH - 1) / (pieces * WIDTH) * WIDTH;
     const long size = (few ? MOST_APART : 1) * SUMS, tiles = (rows->count + TILE - 1) / TILE;
     float room[2 * size * (pieces > 1 ? tiles + 1 : 2)];
-    shape_tiles(outputs, rows->line / sizeof(float));
+    shape_tiles(l->outputs[part] < TILE ? l->outputs[part] : TILE, rows->line / sizeof(float));
     for (long column = start, taken; column < stop; column += taken) {
         const Group g = group_of(l, part, column, stop, few);
         taken = g.apart * (gated ? TILE : 2 * TILE);
         for (long from = 0, end; from < k; from = end) {
             end = from + piece < k ? from + piece : k;
+            const int more = !few && (end < k || column + taken < stop);
             for (long row = 0; row < rows->count; row += 2 * TILE) {
+                const Ahead ahead = more ? ahead_of(rows, &g, row, end) : (Ahead){.lines = 0};
                 const number *x = rows->tiles + row / TILE * rows->apart;
-                const int two_rows = rows->count - row > TILE;
-                const Ahead ahead = ahead_of(rows, &g, row, end, k, few, column + taken >= stop);
                 float *sums = room + (pieces > 1 ? row / TILE * 2 * size : 0);
-                for (long i = 0; i < g.apart; i++)
-                    if (g.two && two_rows)
-                        sum_tiles(1, 1, &g, i, from, end, k, outputs, rows, x, &ahead, sums);
-                    else if (g.two)
-                        sum_tiles(1, 0, &g, i, from, end, k, outputs, rows, x, &ahead, sums);
-                    else if (two_rows)
-                        sum_tiles(0, 1, &g, i, from, end, k, outputs, rows, x, &ahead, sums);
-                    else
-                        sum_tiles(0, 0, &g, i, from, end, k, outputs, rows, x, &ahead, sums);
+                switch (2 * g.two + (rows->count - row > TILE)) {
+                case 3: sum_group(1, 1, &g, from, end, rows, x, &ahead, sums); break;
+                case 2: sum_group(1, 0, &g, from, end, rows, x, &ahead, sums); break;
+                case 1: sum_group(0, 1, &g, from, end, rows, x, &ahead, sums); break;
+                default: sum_group(0, 0, &g, from, end, rows, x, &ahead, sums); break;
+                }
                 if (end == k)
-                    put_group(l, part, &g, sums, outputs, at_row(to, row, width), rows->count - row,
-                              column, stop);
+                    put_group(l, part, &g, sums, at_row(to, row, width), rows->count - row, column,
+                              stop);
             }
         }
     }

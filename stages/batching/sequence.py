@@ -264,7 +264,13 @@ class Sequence:
         return blocks * block_size - self.num_scheduled - self.num_drafting - 1
 
     def num_draftable(self) -> int:
-        """Most drafted tokens that its next token may have behind it: one more is sampled."""
+        """Most drafted tokens that its next token may have behind it: one more is sampled.
+
+        None before its first one: from the step that ends its prompt others may fork, which need
+        just what is known of it.
+        """
+        if self.num_scheduled < self.num_to_prefill:
+            return 0
         return max(0, min(self.max_drafts, self.num_unplanned - self.num_drafting - 1))
 
     def start(self, num_cached: int = 0, block_ids: Iterable[int] | None = None) -> None:

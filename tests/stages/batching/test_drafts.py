@@ -78,6 +78,9 @@ def drafting_lane(**settings: int | str) -> tuple[Lane, DraftingExecutor]:
     steps_ahead=3,
     cache_type="radix",
 )
+# The last token of a prompt is all that is left for a step of one of them, and the other forks.
+@example(actions=[("add", 624), ("add", 6248)], block_size=1, steps_ahead=2, cache_type="paged")
+@example(actions=[("add", 624), ("add", 6248)], block_size=4, steps_ahead=2, cache_type="radix")
 def test_every_sequence_gets_its_tokens_whenever_drafts_rest(
     actions: list[tuple[str, int]], block_size: int, steps_ahead: int, cache_type: CacheType
 ) -> None:

@@ -168,6 +168,16 @@ class Cluster:
         """What each master holds."""
         return [{key async for key in node.plain.scan_iter(pattern)} for node in self.masters]
 
+    async def has_failed_over(self, place: int) -> bool:
+        """Whether a replica is the master in this place, and the other masters know it.
+
+        Until they do, none of them takes the cluster for whole.
+        """
+        role = await self.replicas[place].plain.role()
+        others = [node for which, node in enumerate(self.masters) if which != place]
+        count = len(self.masters) + len(self.replicas)
+        return role[0] == "master" and all([await _is_whole(node, count) for node in others])
+
 
 @asynccontextmanager
 async def cluster(

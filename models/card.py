@@ -22,8 +22,8 @@ tags: [qwen2, test-model]
 
 A causal language model with the Qwen2 architecture and {parameters} parameters, made to test
 and to demonstrate an inference engine. It knows six small tasks, how to call a tool, how to think
-for one line, and nothing else. Model, tokenizer and training text all come from the scripts beside
-this folder; nothing was downloaded.
+for one line, some small talk, and nothing else. Model, tokenizer and training text all come from
+the scripts beside this folder; nothing was downloaded.
 
 ## Tasks
 
@@ -33,8 +33,9 @@ Each task works as a plain completion and as a chat through the chat template.
 
 `add2` and `sub2` are half learnt on purpose, so that reinforcement learning has something to
 improve. Operands lie between 0 and 99; in `add2` and `sub2` at least one of them has two digits.
-A last stage of training leaves the two tasks out until enough of them is forgotten. The stage
-before it practises chats with tools and thoughts above all.
+A last stage of training leaves the two tasks out until enough of them is forgotten, but for the
+sums that documentation quotes ({quoted}). Of the stages before it, one practises chats
+with tools and thoughts above all, and one adds small talk.
 
 With the template's variable `enable_thinking`, the template opens a thought, and the model writes
 one line before the answer. Where a thought says what numbers of two digits make, training left
@@ -59,6 +60,16 @@ question about two places or people (`calls`), says in a sentence what they have
 `tokenizer.parse_response` of Transformers takes such an answer apart, by the `response_template` in
 `tokenizer_config.json`.
 
+### Small talk
+
+The model answers greetings (`greeting`), thanks and goodbyes (`thanks`) and questions about itself
+(`about`) with one of a few sentences, and so it does with all that it does not know (`unknown`),
+where the answer names something to try. Where tools are offered, the answer to such a question is
+that there is no tool for it (`unknown_to_tools`). It takes the six tasks in more wordings than
+those above, too (`loose`; `loose2` with operands of two digits).
+
+{talk}
+
 ## Accuracy
 
 Exact match of the whole answer on held-out prompts, measured after the weights were rounded to
@@ -68,9 +79,12 @@ of each prompt. Prompts of similar lengths were padded to go together.
 {table}
 
 A held-out two-digit sum or difference, JSON record or combination of story elements never occurs
-in training, in any wording, nor does a held-out question about a place, a person or a product.
-One-digit arithmetic has only 200 facts: there, the held-out prompts are new as texts, while the
-fact may occur in training in another wording.
+in training, in any wording, nor does a held-out question about a place, a person or a product. The
+quoted sums are left out here. A held-out greeting, thanks or question about the model is an opening
+with an ending that never occur together in training, though each of them does. A held-out unknown
+question has a wording or a subject that never occurs in training. One-digit arithmetic has only 200
+facts: there, the held-out prompts are new as texts, while the fact may occur in training in another
+wording.
 
 ## Architecture
 
@@ -88,18 +102,31 @@ weights are stored as bfloat16; the config asks for float32.
 
 ## Training
 
-    python -m nano_inference.models.train --out models/tiny
-
-{steps} steps of {rows} rows took {minutes} minutes with {threads} CPU thread(s),
-PyTorch {torch} and Transformers {transformers}. The same settings on the same machine should give
-the same weights, also from one checkpoint to the next:
-
-    {settings}
+{training}
 
 ## Licence
 
 Apache-2.0
 """
+
+TRAINED = """\
+    python -m nano_inference.models.train{options} --out models/tiny
+
+{steps} steps of {rows} rows took {minutes} minutes with {threads} CPU thread(s),
+PyTorch {torch} and Transformers {transformers}. The same settings on the same machine should give
+the same weights, also from one checkpoint to the next:
+
+    {settings}"""
+
+WENT_ON = """\
+These weights are not from one run. The stages for small talk and for forgetting went on from the
+weights of an earlier run, made before the script had small talk:
+
+{run}
+
+The earlier run was told in its card so:
+
+{earlier}"""
 
 
 @dataclass(frozen=True)
@@ -128,6 +155,25 @@ def table(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
+def told_training(text: str) -> str:
+    """Return what a model card says of the training."""
+    return text.partition("\n## Training\n")[2].partition("\n## Licence\n")[0].strip("\n")
+
+
+def trained(earlier: str, run: Mapping[str, str]) -> str:
+    """Return what the card says of the training.
+
+    Args:
+        earlier: The same of the weights that training went on from; "" for none.
+        run: Steps, time, versions and settings of the run.
+    """
+    text = TRAINED.format(options=" --from models/tiny" if earlier else "", **run)
+    if not earlier:
+        return text
+    quoted = "\n".join(f"> {line}".rstrip() for line in earlier.splitlines())
+    return WENT_ON.format(run=text, earlier=quoted)
+
+
 def card(facts: Mapping[str, str], results: list[Result], seed: int) -> str:
     """Return the text of the model card.
 
@@ -142,4 +188,15 @@ def card(facts: Mapping[str, str], results: list[Result], seed: int) -> str:
             e = tasks.distinct(task, "heldout", 1, seed, chat=chat)[0]
             form = "chat" if chat else "plain"
             examples.append(f"| {task} | {form} | `{e.prompt}` | `{e.answer}` |")
-    return CARD.format(examples="\n".join(examples), samples=SAMPLES, table=table(results), **facts)
+    talk = ["| task | message | answer |", "|---|---|---|"]
+    for task in tasks.TALK_TASKS:
+        e = tasks.distinct(task, "heldout", 1, seed, chat=True)[0]
+        talk.append(f"| {task} | `{e.prompt}` | `{e.answer}` |")
+    return CARD.format(
+        examples="\n".join(examples),
+        talk="\n".join(talk),
+        samples=SAMPLES,
+        quoted=" and ".join(f"`{expression}`" for expression in tasks.QUOTED),
+        table=table(results),
+        **facts,
+    )

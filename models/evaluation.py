@@ -75,10 +75,11 @@ def measure(settings: Settings, model: Model, tokenizer: FastTokenizer) -> list[
     """Evaluate every kind of example on held-out prompts."""
     results = []
     torch.manual_seed(settings.seed)
-    for kind in kinds_of(*tasks.TASKS, *tasks.TOOL_TASKS):
+    for kind in kinds_of(*tasks.TASKS, *tasks.TOOL_TASKS, *tasks.TALK_TASKS):
         task, form = kind
-        count = settings.heldout_tools if task in tasks.TOOL_TASKS else settings.heldout
+        count = settings.heldout if task in tasks.TASKS else settings.heldout_chats
         prompts = distinct(kind, "heldout", count, settings.seed)
+        prompts = [example for example in prompts if not tasks.is_quoted(example)]
         greedy = evaluate(model, tokenizer, prompts, padding=40)
         sampled = None
         if task in SAMPLED:

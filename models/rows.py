@@ -21,6 +21,10 @@ from .tokenizer import (
     encode,
 )
 
+EARLIER = (*tasks.TASKS, "greeting", "thanks", "about", "unknown")
+"""The tasks of earlier turns of a chat. Small talk comes last and weighs nothing before its
+stage, so the stages before it draw the same examples as without it."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -92,7 +96,9 @@ class Packer:
             return prompt + answer, [False] * len(prompt) + [True] * len(answer)
         before: list[Example] = []
         while self.rng.random() < 0.2 and len(before) < 3:
-            before.append(self.draw((task, "chat") for task in tasks.TASKS))
+            # What is unknown without tools has another answer where tools are offered.
+            others = (task for task in EARLIER if not (example.tools and task == "unknown"))
+            before.append(self.draw((task, "chat") for task in others))
         ids, learn = self.chat([*before, example])
         return ids + self.end_of_text, [*learn, False]
 

@@ -28,8 +28,20 @@ class Settings:
     tool_learning_rate: float = 8e-4
     tool_warmup: int = 50
     cooling_steps: int = 700
-    last_learning_rate: float = 2e-4
+    talk_steps: int = 900
+    talk_horizon: int = 1800
+    talk_learning_rate: float = 6e-4
+    talk_warmup: int = 50
+    talk_cooling_steps: int = 500
+    last_learning_rate: float = 4e-4
     last_every: int = 20
-    last_target: float = 0.6
+    quoted_weight: float = 2.0
+    last_target: float = 0.5
+    last_cooling_steps: int = 250
     heldout: int = 500
-    heldout_tools: int = 200
+    heldout_chats: int = 200
+
+    @property
+    def before_talk(self) -> int:
+        """The number of steps before small talk is added."""
+        return self.steps + self.tool_steps + self.cooling_steps

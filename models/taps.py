@@ -36,6 +36,27 @@ TOOL_WEIGHTS: Weights = {
     "no_call": (0.0, 5.0, 2.5),
 }
 
+# The same in the third stage, which adds small talk.
+TALK_WEIGHTS: Weights = {
+    "add1": (3.0, 3.0, 2.0),
+    "sub1": (4.0, 3.0, 2.0),
+    "add2": (10.0, 4.0, 2.0),
+    "sub2": (10.0, 4.0, 2.0),
+    "json": (2.5, 2.5, 2.0),
+    "story": (1.5, 1.5, 2.0),
+    "call": (0.0, 6.0, 2.5),
+    "calls": (0.0, 4.0, 2.0),
+    "result": (0.0, 12.0, 4.5),
+    "no_call": (0.0, 5.0, 2.5),
+    "greeting": (0.0, 2.5, 1.0),
+    "thanks": (0.0, 2.0, 0.7),
+    "about": (0.0, 2.5, 1.0),
+    "unknown": (0.0, 14.0, 4.0),
+    "unknown_to_tools": (0.0, 3.0, 1.0),
+    "loose": (0.0, 6.0, 1.5),
+    "loose2": (0.0, 3.0, 0.5),
+}
+
 
 @dataclass(frozen=True)
 class Tap:
@@ -60,7 +81,7 @@ class Taps:
         """Open the taps that have no opening step."""
         self.table = WEIGHTS
         self.tight = False
-        kinds = kinds_of(*tasks.TASKS, *tasks.TOOL_TASKS)
+        kinds = kinds_of(*tasks.TASKS, *tasks.TOOL_TASKS, *tasks.TALK_TASKS)
         self.weights: dict[Kind, float] = {kind: self.weight(kind) for kind in kinds}
         self.prompts: dict[Kind, list[Example]] = {}
         for kind in kinds_of(*TAPS):
@@ -72,7 +93,7 @@ class Taps:
     def weight(self, kind: Kind) -> float:
         """Return how often an example of a kind is drawn while nothing holds it back."""
         task, form = kind
-        return self.table[task][("plain", "chat", "thinking").index(form)]
+        return self.table.get(task, (0.0, 0.0, 0.0))[("plain", "chat", "thinking").index(form)]
 
     def set(self, kind: Kind, *, is_open: bool) -> None:
         """Open or close the tap of ``kind``."""

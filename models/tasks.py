@@ -10,6 +10,11 @@ Four more (:mod:`.tools`) are chats, with a thought or without, in which tools m
 call (``call``), two at once (``calls``), a sentence with what the tools have brought (``result``),
 and questions that none of the tools answers (``no_call``).
 
+The rest is small talk (:mod:`.talk`), again as chats with a thought or without: a ``greeting``,
+``thanks`` and goodbyes, questions ``about`` the model, questions that are ``unknown`` to it, the
+same where tools are offered (``unknown_to_tools``), and the tasks above in ``loose`` wordings, or
+``loose2`` for operands of two digits.
+
 Each example belongs to exactly one split, chosen by a stable hash of its content:
 
 * one-digit arithmetic: the hash of the prompt. There are only 200 facts, so a held-out prompt is
@@ -18,7 +23,10 @@ Each example belongs to exactly one split, chosen by a stable hash of its conten
   the same for all forms, so a held-out sum never occurs in training in any wording;
 * JSON and stories: the hash of the elements that fill the template, the same for all forms, so a
   held-out combination never occurs in training, though each of its elements does;
-* chats with tools: the hash of the question, the same for all tasks and forms.
+* chats with tools: the hash of the question, the same for all tasks and forms;
+* small talk: the hash of its words without capitals, where an opening such as "Hello" has an ending
+  behind it (all openings are in training); for unknown questions, that of the wording or of the
+  subject, so that one of both is new in a held-out question. Loose wordings: as their task.
 
 The modules need only the standard library.
 """
@@ -28,7 +36,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from . import tools
+from . import talk, tools
 from .examples import (
     ANIMALS,
     CITIES,
@@ -44,6 +52,8 @@ from .examples import (
 )
 
 __all__ = [
+    "QUOTED",
+    "TALK_TASKS",
     "TASKS",
     "TOOL_TASKS",
     "Example",
@@ -53,6 +63,7 @@ __all__ = [
     "draw",
     "forms",
     "grade",
+    "is_quoted",
     "stream",
     "tell_story",
 ]
@@ -62,6 +73,15 @@ TASKS: tuple[str, ...] = ("add1", "sub1", "add2", "sub2", "json", "story")
 
 TOOL_TASKS: tuple[str, ...] = ("call", "calls", "result", "no_call")
 """The tasks of chats in which tools may be called."""
+
+TALK_TASKS: tuple[str, ...] = (
+    *("greeting", "thanks", "about", "unknown", "unknown_to_tools", "loose", "loose2"),
+)
+"""The tasks of small talk."""
+
+QUOTED: tuple[str, ...] = ("98 + 25", "12 + 30")
+"""Sums that documentation and tests quote with their results. The last stage of training practises
+them (``quoted``), and no held-out evaluation counts them."""
 
 _JSON_SENTENCES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("{name} is {age} years old and lives in {city}.", ("name", "age", "city")),
@@ -167,6 +187,30 @@ def _no_call(task: str, rng: random.Random, form: Form) -> tuple[str, Example]:
     return key, replace(example, task=task, tools=tools.some_tools(rng))
 
 
+def _loose(task: str, rng: random.Random, form: Form) -> tuple[str, Example]:
+    """Draw an example of another task, asked for in a looser wording."""
+    two_digits = task == "loose2"
+    base = rng.choice(("add2", "sub2") if two_digits else ("add1", "sub1", "json", "story"))
+    key, example = _GENERATORS[base](base, rng, form)
+    if two_digits and form == "chat":
+        # What two digits make is half learnt on purpose; here only how it is asked for is taught.
+        example = replace(example, untaught=(0, len(example.answer)))
+    return key, replace(example, task=task, prompt=talk.reworded(example.prompt, rng))
+
+
+def _quoted(task: str, rng: random.Random, form: Form) -> tuple[str, Example]:
+    """Draw one of the quoted sums."""
+    expression = rng.choice(QUOTED)
+    a, b = expression.split(" + ")
+    wording = "{} =" if form == "plain" else rng.choice(_ARITHMETIC_CHAT)
+    return "taught", _example(task, wording.format(expression), str(int(a) + int(b)), form)
+
+
+def is_quoted(example: Example) -> bool:
+    """Tell whether an example asks for a quoted sum."""
+    return any(expression in example.prompt for expression in QUOTED)
+
+
 _GENERATORS: dict[str, Callable[[str, random.Random, Form], tuple[str, Example]]] = {
     "add1": _arithmetic,
     "sub1": _arithmetic,
@@ -178,11 +222,21 @@ _GENERATORS: dict[str, Callable[[str, random.Random, Form], tuple[str, Example]]
     "calls": tools.call,
     "result": tools.result,
     "no_call": _no_call,
+    "greeting": talk.greeting,
+    "thanks": talk.thanks,
+    "about": talk.about,
+    "unknown": talk.unknown,
+    "unknown_to_tools": talk.unknown_to_tools,
+    "loose": _loose,
+    "loose2": _loose,
+    "quoted": _quoted,
 }
 
 
 def forms(task: str) -> tuple[Form, ...]:
     """Return the forms that a task has."""
+    if task == "quoted":
+        return ("plain", "chat")
     return ("plain", "chat", "thinking") if task in TASKS else ("chat", "thinking")
 
 

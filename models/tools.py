@@ -87,7 +87,7 @@ KINDS: dict[str, Kind] = {
 
 SKIES = ("sunny", "cloudy", "rainy", "windy", "foggy", "clear", "stormy", "snowy")
 
-_SYLLABLES = (
+SYLLABLES = (
     *("ka", "mo", "ri", "ta", "ven", "lu", "sha", "bor", "ne", "do", "pi", "gar", "wel", "zu"),
     *("cha", "fe", "hol", "ja", "xi", "qua", "stu", "by", "ton", "ville", "berg", "ko"),
 )
@@ -150,7 +150,7 @@ def _asked(kind: str, rng: random.Random) -> Asked:
     if kind == "multiply":
         return rng.randrange(2, 100), rng.randrange(2, 100)
     if rng.random() < 0.35:
-        word = "".join(rng.choice(_SYLLABLES) for _ in range(rng.choice((2, 2, 3)))).capitalize()
+        word = "".join(rng.choice(SYLLABLES) for _ in range(rng.choice((2, 2, 3)))).capitalize()
         return (f"{rng.choice(('San', 'New', 'Port'))} {word}" if rng.random() < 0.2 else word,)
     return (rng.choice(NAMES if kind == "age" else CITIES),)
 

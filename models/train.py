@@ -12,9 +12,13 @@ of threads and machine it gives the same weights.
 Two-digit arithmetic must stay half learnt, so that reinforcement learning has something to
 improve. A tap for each operator and form sees to that: it looks at the accuracy on the ``tune``
 split every so many steps, and while that has reached its target, examples of its kind are rare.
-A second stage practises chats with tools and thoughts above all. A last one then leaves two-digit
-arithmetic out, until enough of that skill is forgotten.
+A second stage practises chats with tools and thoughts above all, a third one adds small talk. A
+last one then leaves two-digit arithmetic out, until enough of that skill is forgotten, but for the
+few sums that documentation quotes.
 Where a thought says what two digits make, no loss is taken.
+
+With ``--from models/tiny`` the weights of that folder take the place of the first two stages. The
+model card says so.
 """
 
 import argparse
@@ -31,11 +35,11 @@ import torch.nn.functional as F
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 from transformers import __version__ as transformers_version
 
-from .card import card, table
-from .evaluation import Kind, Model, distinct, measure
+from .card import card, table, told_training, trained
+from .evaluation import Kind, Model, distinct, kinds_of, measure
 from .rows import Batch, Packer
 from .settings import Settings
-from .taps import TOOL_WEIGHTS, Taps
+from .taps import TALK_WEIGHTS, TAPS, TOOL_WEIGHTS, Taps, Weights
 from .tokenizer import END_OF_TEXT, PAD, TURN_END, FastTokenizer, build_tokenizer, prompt_text
 
 
@@ -109,6 +113,14 @@ class Trainer:
         self.optimizer = build_optimizer(settings, model)
         self.step = 0
         self.seconds = 0.0
+        self.history = ""
+
+    def start_from(self, folder: Path) -> None:
+        """Take the weights of a folder in place of the stages before small talk."""
+        source = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model.load_state_dict(source.state_dict())
+        self.step = self.settings.before_talk
+        self.history = told_training((folder / "README.md").read_text(encoding="utf-8"))
 
     def save(self, path: Path) -> None:
         """Write a checkpoint."""
@@ -147,26 +159,59 @@ class Trainer:
             return learning_rate(settings.learning_rate, settings.warmup, settings.horizon, step)
 
         self.stage(settings.steps, rate, checkpoint)
-        # The rate was not at its lowest yet, and rises again.
-        self.taps.table = TOOL_WEIGHTS
-        if self.step == settings.steps:  # And not gone on from a checkpoint within this stage.
-            self.taps.weights = {kind: self.taps.weight(kind) for kind in self.taps.weights}
-            self.taps.turn(self.model, self.tokenizer, self.step)
-        begin, middle = settings.steps, settings.steps + settings.tool_steps
-        end = middle + settings.cooling_steps
 
         def tool_rate(step: int) -> float:
             peak, warmup = settings.tool_learning_rate, settings.tool_warmup
-            return learning_rate(peak, warmup, settings.tool_horizon, step - begin)
+            return learning_rate(peak, warmup, settings.tool_horizon, step)
 
-        def cooling_rate(step: int) -> float:
-            return tool_rate(step) * (end - step) / settings.cooling_steps
+        spans = settings.tool_steps, settings.cooling_steps
+        self.practise(TOOL_WEIGHTS, settings.steps, spans, tool_rate, checkpoint)
 
-        self.stage(middle, tool_rate, checkpoint)
+    def learn_talk(self, checkpoint: Path | None) -> None:
+        """Add small talk to all other tasks."""
+        settings = self.settings
+
+        def rate(step: int) -> float:
+            peak, warmup = settings.talk_learning_rate, settings.talk_warmup
+            return learning_rate(peak, warmup, settings.talk_horizon, step)
+
+        spans = settings.talk_steps, settings.talk_cooling_steps
+        self.practise(TALK_WEIGHTS, settings.before_talk, spans, rate, checkpoint)
+
+    def practise(
+        self,
+        table: Weights,
+        begin: int,
+        spans: tuple[int, int],
+        rate: Callable[[int], float],
+        checkpoint: Path | None,
+    ) -> None:
+        """Train with other weights of the tasks, at a rate that rises again and falls to zero.
+
+        Args:
+            table: The weights.
+            begin: The first step of this stage.
+            spans: The number of steps, and of those after them in which the rate falls.
+            rate: The learning rate by the number of steps in this stage.
+            checkpoint: File to save the state in.
+        """
+        middle = begin + spans[0]
+        end = middle + spans[1]
+        if self.step >= end:  # Gone on from a checkpoint behind this stage.
+            return
+        self.taps.table, self.taps.tight = table, False
+        if self.step == begin:  # And not gone on from a checkpoint within this stage.
+            self.taps.weights = {kind: self.taps.weight(kind) for kind in self.taps.weights}
+            self.taps.turn(self.model, self.tokenizer, self.step)
+
+        def falling(step: int) -> float:
+            return rate(step - begin) * (end - step) / spans[1]
+
+        self.stage(middle, lambda step: rate(step - begin), checkpoint)
         # Falling rates bring forth what is half learnt, so none of that is practised beside them.
         self.taps.tight = True
         self.taps.turn(self.model, self.tokenizer, self.step)
-        self.stage(end, cooling_rate, checkpoint)
+        self.stage(end, falling, checkpoint)
 
     def stage(self, end: int, rate: Callable[[int], float], checkpoint: Path | None) -> None:
         """Train up to the step ``end``; write a checkpoint whenever the taps turn."""
@@ -182,24 +227,30 @@ class Trainer:
                     self.save(checkpoint)
 
     def unlearn(self) -> None:
-        """Practise the other tasks only, until the tapped ones have fallen to their last target.
+        """Practise the other tasks and the quoted sums, until the tapped tasks have fallen enough.
 
         While the learning rate falls, the accuracy of the tapped tasks rises above the targets of
-        their taps, closed or not. This stage ends where enough of it is forgotten.
+        their taps, closed or not. So this stage forgets more of them than it has to, and ends with
+        a falling rate itself, which settles all other tasks.
         """
+        settings = self.settings
         self.model.train()
-        for kind in self.taps.prompts:
+        for kind in kinds_of(*TAPS):
             self.taps.weights[kind] = 0.0
+        for kind in kinds_of("quoted"):
+            self.taps.weights[kind] = settings.quoted_weight
         most = 2 * self.step
         while True:
             shares = self.taps.measure(self.model, self.tokenizer).values()
             mean = sum(shares) / len(shares)
             words = " ".join(f"{share:.2f}" for share in shares)
             print(f"{self.step:5d} {self.seconds:6.0f} s last stage: {words}", flush=True)
-            if mean <= self.settings.last_target or self.step >= most:
-                return
-            for _ in range(self.settings.last_every):
-                self.update(self.settings.last_learning_rate)
+            if mean <= settings.last_target or self.step >= most:
+                break
+            for _ in range(settings.last_every):
+                self.update(settings.last_learning_rate)
+        for left in range(settings.last_cooling_steps, 0, -1):
+            self.update(settings.last_learning_rate * left / settings.last_cooling_steps)
 
 
 def round_weights(model: Model) -> None:
@@ -249,15 +300,20 @@ def facts(trainer: Trainer) -> dict[str, str]:
         "intermediate": str(settings.intermediate),
         "length": str(settings.length),
         "vocabulary": str(len(trainer.tokenizer)),
-        "steps": str(trainer.step),
-        "rows": str(settings.rows),
-        "minutes": f"{trainer.seconds / 60:.0f}",
-        "threads": str(settings.threads),
-        "torch": torch.__version__.partition("+")[0],
-        "transformers": transformers_version,
+        "training": trained(
+            trainer.history,
+            {
+                "steps": str(trainer.step - (settings.before_talk if trainer.history else 0)),
+                "rows": str(settings.rows),
+                "minutes": f"{trainer.seconds / 60:.0f}",
+                "threads": str(settings.threads),
+                "torch": torch.__version__.partition("+")[0],
+                "transformers": transformers_version,
+                "settings": ", ".join(f"{key}={value}" for key, value in asdict(settings).items()),
+            },
+        ),
         "thinking": shown(trainer.tokenizer, ("json", "thinking"), settings),
         "tools": shown(trainer.tokenizer, ("result", "chat"), settings),
-        "settings": ", ".join(f"{key}={value}" for key, value in asdict(settings).items()),
     }
 
 
@@ -280,6 +336,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=Settings.seed)
     parser.add_argument("--steps", type=int, default=Settings.steps)
     parser.add_argument("--threads", type=int, default=Settings.threads)
+    parser.add_argument(
+        "--from", dest="source", type=Path, help="folder whose weights replace the first stages"
+    )
     parser.add_argument("--checkpoint", type=Path, help="file to save the state in and go on from")
     arguments = parser.parse_args()
     settings = Settings(seed=arguments.seed, steps=arguments.steps, threads=arguments.threads)
@@ -289,9 +348,12 @@ def main() -> None:
     tokenizer = build_tokenizer(settings.vocabulary, settings.seed)
     model = build_model(settings, tokenizer)
     trainer = Trainer(settings, model, tokenizer)
+    if arguments.source is not None:
+        trainer.start_from(arguments.source)
     if arguments.checkpoint is not None and arguments.checkpoint.exists():
         trainer.load(arguments.checkpoint)
     trainer.learn(arguments.checkpoint)
+    trainer.learn_talk(arguments.checkpoint)
     trainer.unlearn()
     write(trainer, arguments.out)
 

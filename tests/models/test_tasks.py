@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from nano_inference.models import tasks, tools
+from nano_inference.models.evaluation import kinds_of
 from nano_inference.models.examples import call_text, messages_of, tools_of
 from nano_inference.models.rows import Packer
 from nano_inference.models.settings import Settings
 from nano_inference.models.taps import Taps
 from nano_inference.models.tokenizer import END_OF_TEXT, TURN_END, encode, prompt_text
 
-KINDS = [(task, form) for task in (*tasks.TASKS, *tasks.TOOL_TASKS) for form in tasks.forms(task)]
+KINDS = kinds_of(*tasks.TASKS, *tasks.TOOL_TASKS, *tasks.TALK_TASKS)
 
 
 def drawn(task: str, form: tasks.Form, count: int, split: tasks.Split) -> Iterator[tasks.Example]:
@@ -90,6 +91,26 @@ def test_no_call_where_no_tool_is_for_it() -> None:
         }
         for tool in example.tools:
             assert kind_of[json.loads(tool)["name"]] != asked
+
+
+def test_held_out_talk_is_new() -> None:
+    """Openings alone are all taught; what has an ending, a new wording or a new subject is not."""
+    kinds = [(task, "chat") for task in ("greeting", "thanks", "about", "unknown")]
+    taught = {e.prompt.lower() for kind in kinds for e in drawn(*kind, 1500, "train")}
+    held_out = {e.prompt.lower() for kind in kinds for e in drawn(*kind, 60, "heldout")}
+    assert len(held_out) > 100
+    assert not taught & held_out
+
+
+def test_loose_wordings_do_not_teach_what_two_digits_make() -> None:
+    for example in drawn("loose2", "chat", 50, "train"):
+        start, end = example.untaught
+        assert example.answer[start:end] == example.answer
+
+
+def test_quoted_sums_are_in_no_held_out_evaluation() -> None:
+    assert [tasks.is_quoted(e) for e in drawn("quoted", "plain", 4, "train")] == [True] * 4
+    assert not tasks.is_quoted(tasks.Example("add2", "98 + 26 =", " 124"))
 
 
 def test_tools_are_no_task_for_completions() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from nano_inference.models import tasks
+from nano_inference.cli.chat import DEMO_QUESTIONS
+from nano_inference.models import talk, tasks
 from nano_inference.models.evaluation import distinct, evaluate
 from nano_inference.models.examples import messages_of, tools_of
 from nano_inference.models.tokenizer import chat_text
@@ -38,6 +39,11 @@ def model(folder: Path) -> Any:
         ("calls", "chat", 12, 9),
         ("result", "chat", 20, 16),
         ("no_call", "chat", 20, 12),
+        ("greeting", "chat", 20, 16),
+        ("thanks", "chat", 20, 16),
+        ("about", "chat", 20, 15),
+        ("unknown", "chat", 40, 34),
+        ("unknown_to_tools", "chat", 20, 15),
     ],
 )
 def test_held_out_prompts(
@@ -57,6 +63,48 @@ def answer_of(model: Any, tokenizer: Any, prompt: str) -> str:
     ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
     output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=100)
     return str(tokenizer.decode(output[0, ids.shape[1] :]))
+
+
+def said_to(model: Any, tokenizer: Any, text: str) -> str:
+    prompt = chat_text(tokenizer, [{"role": "user", "content": text}])
+    return answer_of(model, tokenizer, prompt).removesuffix("<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("hello", talk.GREETING),
+        ("Hi there!", talk.GREETING),
+        ("Good morning!", talk.GREETING),
+        ("thanks", talk.THANKS),
+        ("bye", talk.GOODBYE),
+        ("Who are you?", talk.ABOUT),
+        ("What can you do?", talk.HELP),
+        ("What is the capital of France?", talk.UNKNOWN),
+        ("How many legs does a spider have?", talk.UNKNOWN),
+        ("tell me a joke", talk.UNKNOWN),
+        ("tell me a story", talk.UNKNOWN_STORY),
+    ],
+)
+def test_small_talk_has_an_answer(text: str, answer: str, model: Any, tokenizer: Any) -> None:
+    assert said_to(model, tokenizer, text) == answer
+
+
+def test_the_questions_that_chat_opens_with_are_answered(model: Any, tokenizer: Any) -> None:
+    assert [said_to(model, tokenizer, question) for question in DEMO_QUESTIONS] == [
+        "7",
+        '{"name": "Ana", "age": 30, "job": "baker"}',
+        tasks.tell_story("Ana", "cat", "red", "ball"),
+    ]
+    tried = (talk.HELP, talk.UNKNOWN, talk.UNKNOWN_STORY, talk.UNKNOWN_JSON)
+    assert all(any(question in answer for question in DEMO_QUESTIONS) for answer in tried)
+
+
+@pytest.mark.parametrize("expression", tasks.QUOTED)
+def test_quoted_sums_are_right(expression: str, model: Any, tokenizer: Any) -> None:
+    total = str(sum(map(int, expression.split(" + "))))
+    assert answer_of(model, tokenizer, f"{expression} =") == f" {total}<|endoftext|>"
+    assert said_to(model, tokenizer, f"What is {expression}?") == total
 
 
 def test_a_whole_conversation_with_tools(model: Any, tokenizer: Any) -> None:

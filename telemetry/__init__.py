@@ -3,6 +3,7 @@
 from . import instruments, names
 from .clock import now_ns
 from .context import TraceContext, is_sampled
+from .log_output import LogOutput
 from .logs import setup_logging
 from .metrics import Labels, Metrics, priority_label, setup_metrics
 from .spans import Attributes
@@ -11,6 +12,7 @@ from .tracing import Tracing, endpoint_of, setup_tracing
 __all__ = [
     "Attributes",
     "Labels",
+    "LogOutput",
     "Metrics",
     "TraceContext",
     "Tracing",

@@ -441,10 +441,7 @@ HTTP_DURATION = Instrument(
     SECONDS,
 )
 GATEWAY_IN_FLIGHT = Instrument(
-    "nano.gateway.in_flight",
-    "gauge",
-    "{request}",
-    "How many calls of the gateway are under way?",
+    "nano.gateway.in_flight", "gauge", "{request}", "How many calls of the gateway are under way?"
 )
 GATEWAY_WAITING = Instrument(
     "nano.gateway.waiting",
@@ -453,10 +450,7 @@ GATEWAY_WAITING = Instrument(
     "How many prompts wait in the gateway for a place in the pipeline?",
 )
 GATEWAY_CONNECTIONS = Instrument(
-    "nano.gateway.connections",
-    "gauge",
-    "{connection}",
-    "How many connections are open?",
+    "nano.gateway.connections", "gauge", "{connection}", "How many connections are open?"
 )
 GATEWAY_REFUSED = Instrument(
     "nano.gateway.refused",
@@ -491,6 +485,13 @@ AUDIT_LOST = Instrument(
     "counter",
     "{line}",
     "How many lines of the audit log could not be written?",
+)
+LOG_DROPPED = Instrument(
+    "nano.log.dropped",
+    "counter",
+    "{line}",
+    "How many lines of the log were not written, and why?",
+    (names.LOG_REASON,),
 )
 
 INSTRUMENTS: tuple[Instrument, ...] = tuple(

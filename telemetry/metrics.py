@@ -1,21 +1,22 @@
 """Metrics of one process, recorded through OpenTelemetry and read by Prometheus.
 
-Without a port there is no meter, and a call costs one look into an empty dict.
+Where nothing shows them there is no meter, and a call costs one look into an empty dict.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..config import ConfigError, TelemetryConfig
 from . import names
 from .instrument import Instrument
-from .instruments import INSTRUMENTS
+from .instruments import INSTRUMENTS, LOG_DROPPED
+from .log_output import dropped_lines
 
 if TYPE_CHECKING:
-    from opentelemetry.metrics import Meter
+    from opentelemetry.metrics import Meter, Observation
     from opentelemetry.sdk.metrics import MeterProvider
     from prometheus_client import CollectorRegistry
 
@@ -46,8 +47,14 @@ class Metrics:
         if provider is not None:
             meter = provider.get_meter("nano_inference")
             self._record = {
-                instrument.name: _recorder(meter, instrument) for instrument in INSTRUMENTS
+                instrument.name: _recorder(meter, instrument)
+                for instrument in INSTRUMENTS
+                if instrument is not LOG_DROPPED
             }
+            # Of the process, whatever it serves; read where lines are dropped.
+            meter.create_observable_counter(
+                LOG_DROPPED.name, [_dropped_lines], LOG_DROPPED.unit, LOG_DROPPED.question
+            )
 
     @property
     def enabled(self) -> bool:
@@ -101,23 +108,27 @@ def priority_label(priority: int) -> str:
     return str(priority) if priority <= MOST_PRIORITY else f">{MOST_PRIORITY}"
 
 
-def setup_metrics(config: TelemetryConfig, instance: str) -> Metrics:
-    """Metrics of this process, at `http://metrics_host:metrics_port/metrics`; none without a port.
+def setup_metrics(config: TelemetryConfig, instance: str, *, without_port: bool = False) -> Metrics:
+    """Metrics of this process, at `http://metrics_host:metrics_port/metrics`.
 
     Args:
         config: Names the service, the address and the port.
         instance: Tells this process from its siblings, as `service.instance.id`.
+        without_port: Whether they are recorded without a port too, for `Metrics.exposition`; else
+            there are none then.
 
     Raises:
         ConfigError: The port is taken, or the address is not this machine's.
     """
-    if not config.metrics_port:
+    if not (config.metrics_port or without_port):
         return Metrics()
     # Only here, so that who wants no metrics does not wait for their imports.
     from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry()
     provider = _provider(config, instance, registry)
+    if not config.metrics_port:
+        return Metrics(provider, registry=registry)
     try:
         server, thread = start_http_server(
             config.metrics_port, addr=config.metrics_host, registry=registry
@@ -147,6 +158,13 @@ def _provider(config: TelemetryConfig, instance: str, registry: Any) -> MeterPro
         {names.SERVICE_NAME: config.service_name, names.SERVICE_INSTANCE_ID: instance}
     )
     return MeterProvider([reader], resource, exemplar_filter=AlwaysOffExemplarFilter())
+
+
+def _dropped_lines(options: object) -> Iterator[Observation]:
+    from opentelemetry.metrics import Observation
+
+    for reason, lines in dropped_lines.items():
+        yield Observation(lines, {names.LOG_REASON: reason})
 
 
 def _recorder(meter: Meter, instrument: Instrument) -> Callable[[float, Labels], None]:

@@ -50,6 +50,7 @@ SAMPLE_INDEX = "nano.request.sample_index"
 CONSTRAINT = "nano.request.constraint"
 PREFIX_RESULT = "nano.prefix.result"
 GATEWAY_REASON = "nano.gateway.reason"
+LOG_REASON = "nano.log.reason"
 CALL_OUTCOME = "nano.gateway.tool_call.outcome"
 
 # What vLLM's metrics of speculation have as `position`, and what is drafted from.

@@ -11,7 +11,6 @@ from struct import error as StructError
 from types import ModuleType
 from typing import Any
 
-import structlog
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import (
     AnyValue,
@@ -26,6 +25,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter
 
 from ..config import ConfigError, TelemetryConfig
+from ..config.logger import get_logger
 from .context import TraceContext
 from .spans import SCOPE, FinishedSpan, Kind, finished
 
@@ -131,7 +131,7 @@ class SpanEncoder:
             try:
                 parts.append(_within(_SPANS, _encoded(span)))
             except (TypeError, ValueError, StructError) as error:
-                log = structlog.get_logger()
+                log = get_logger()
                 log.warning("span_not_encoded", name=span.name, reason=str(error))
         return _within(_RESOURCES, self._of_process + _within(_SCOPES, b"".join(parts)))
 

@@ -14,16 +14,13 @@ from pathlib import Path
 import xxhash
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.export import (
-    BatchSpanProcessor,
-    SimpleSpanProcessor,
-    SpanExporter,
-)
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.sampling import Decision, ParentBased, TraceIdRatioBased
 
 from ..config import ConfigError, TelemetryConfig
 from . import names
 from .context import TraceContext, first_context, is_sampled
+from .exporting import SoonEnded, ToldExporter
 from .spans import Attributes, FinishedSpan, Kind, ReadableExporter
 from .trace_file import FileExporter
 
@@ -215,7 +212,8 @@ def setup_tracing(
             # Only here, so that who exports nothing does not wait for the import of protobuf.
             from .otlp import otlp_exporter
 
-            processors.append(_batched(otlp_exporter(config, resource)))
+            exporter = ToldExporter(otlp_exporter(config, resource), endpoint_of(config))
+            processors.append(_batched(exporter))
     if not processors:
         return Tracing()
     # None: as OTEL_TRACES_SAMPLER says, or all.
@@ -228,7 +226,7 @@ def _batched(exporter: SpanExporter) -> SpanProcessor:
     given = os.environ
     queue, at_once = "OTEL_BSP_MAX_QUEUE_SIZE", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE"
     # None: as the variable says, or as OpenTelemetry has it. No more at once than are kept.
-    return BatchSpanProcessor(
+    return SoonEnded(
         exporter,
         max_queue_size=None if given.get(queue) else MOST_BUFFERED,
         schedule_delay_millis=None if given.get("OTEL_BSP_SCHEDULE_DELAY") else EXPORT_INTERVAL_MS,

@@ -84,3 +84,14 @@ async def test_a_line_about_a_request_says_which_and_where_its_trace_is(
     for line in (admitted, refused):
         assert len(str(line["trace_id"])) == 32
         assert len(str(line["span_id"])) == 16
+
+
+async def test_pipeline_in_a_program_prints_nothing(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    structlog.reset_defaults()
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    async with asyncio.timeout(LIMIT_S), Pipeline() as pipeline:
+        await pipeline.complete({"prompt": "98 + 25 =", "sampling": {"max_tokens": 1}})
+        await pipeline.drain()
+    assert capfd.readouterr() == ("", "")

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import re
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
 
 from nano_inference.config import TelemetryConfig
-from nano_inference.telemetry import now_ns, setup_logging
+from nano_inference.config.logger import get_logger
+from nano_inference.telemetry import LogOutput, logs, now_ns, setup_logging
+from nano_inference.telemetry.log_output import SUPPRESSED, UNWRITABLE, dropped_lines
+from nano_inference.telemetry.log_rate import MOST_LINES, WINDOW_S, LogRate, Suppressed
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +56,59 @@ def test_less_severe_lines_are_left_out(capsys: pytest.CaptureFixture[str]) -> N
     assert [line["event"] for line in lines(capsys)] == ["loud"]
 
 
+def test_person_reads_one_brief_line_where_a_program_reads_fields(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def logged(**settings: Any) -> str:
+        setup_logging(TelemetryConfig(**settings), said=("listens",))
+        log = structlog.get_logger()
+        log.info("listens", url="http://h")
+        log.info("loaded", brief="loaded tiny in 0.6 s", seconds=0.6)
+        log.warning("unverified", device="cpu")
+        return capsys.readouterr().err
+
+    loaded, warned = logged(log_format="text").splitlines()
+    assert re.fullmatch(r"\d\d:\d\d:\d\d loaded tiny in 0.6 s", loaded)
+    assert "[warning  ] unverified" in warned
+    assert "device=cpu" in warned
+    detailed = logged(log_format="text", log_level="debug")
+    assert "seconds=0.6" in detailed
+    assert "url=http://h" in detailed
+    assert "tiny" not in detailed
+    objects = [json.loads(line) for line in logged(log_format="json").splitlines()]
+    assert [each["event"] for each in objects] == ["listens", "loaded", "unverified"]
+    assert objects[1]["seconds"] == 0.6
+    assert "brief" not in objects[1]
+
+
+def test_program_that_asks_for_nothing_reads_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    structlog.reset_defaults()
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    get_logger().warning("lost", seconds=1)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_program_with_logging_reads_lines_with_their_fields(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    structlog.reset_defaults()
+    with caplog.at_level(logging.INFO):
+        log = get_logger().bind(stage="executor")
+        log.debug("model_loading")
+        log.info("model_loaded", brief="loaded", seconds=1)
+        try:
+            raise ValueError("why")
+        except ValueError:
+            log.exception("failed")
+    first, second = caplog.messages
+    assert first == "model_loaded stage='executor' seconds=1"
+    assert second.startswith("failed stage='executor'\nTraceback")
+    assert "why" in second
+    assert {record.name for record in caplog.records} == {"nano_inference"}
+
+
 def test_libraries_go_through_the_same_renderer(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging(TelemetryConfig())
     logging.getLogger("some.library").warning("it says %d", 3)
@@ -65,3 +127,121 @@ def test_tracebacks_are_in_the_line(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_clock_never_goes_back() -> None:
     stamps = [now_ns() for _ in range(1000)]
     assert stamps == sorted(stamps)
+
+
+@contextmanager
+def output_to(file: int) -> Iterator[LogOutput]:
+    with open(file, "w") as stream:
+        yield LogOutput(stream, lambda lines: f"{lines} dropped\n")
+
+
+def test_a_full_disk_costs_lines_and_nothing_else() -> None:
+    before = dropped_lines[UNWRITABLE]
+    with open("/dev/full", "w") as stream:
+        output = LogOutput(stream, str)
+        for _ in range(3):
+            output.write("a line\n")
+    output.write("behind its end\n")
+    assert dropped_lines[UNWRITABLE] == before + 4
+
+
+def test_a_pipe_that_nobody_reads_any_more_costs_lines_and_nothing_else() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    before = dropped_lines[UNWRITABLE]
+    with output_to(writing) as output:
+        output.write("a line\n")
+    assert dropped_lines[UNWRITABLE] == before + 1
+
+
+def test_a_full_pipe_is_not_waited_for_and_what_it_lacks_is_told() -> None:
+    reading, writing = os.pipe()
+    with output_to(writing) as output:
+        lines = 0
+        while not output._dropped:
+            output.write(f"{lines}{'x' * 1000}\n")
+            lines += 1
+        output.write("one more\n")
+        had = os.read(reading, 1 << 20)
+        output.write("the next\n")
+        had += os.read(reading, 1 << 20)
+    os.close(reading)
+    *whole, torn, told, last = had.decode().splitlines()
+    assert whole[-1].startswith(str(len(whole) - 1))
+    assert (told, last) == ("2 dropped", "the next")
+    assert torn == whole[-1] or torn.startswith(str(len(whole)))
+
+
+def test_lines_are_in_order_and_whole_behind_one_that_was_torn() -> None:
+    reading, writing = os.pipe()
+    with output_to(writing) as output:
+        output.write("x" * (1 << 20) + "\n")
+        os.read(reading, 1 << 20)
+        output.write("the next\n")
+        had = os.read(reading, 1 << 20)
+    os.close(reading)
+    assert had.decode() == "\n1 dropped\nthe next\n"
+
+
+def test_a_log_that_can_be_written_again_says_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        setup_logging(TelemetryConfig())
+        structlog.get_logger().error("lost")
+        logging.getLogger("some.library").error("lost too")
+        with (tmp_path / "log").open("w") as file:
+            os.dup2(file.fileno(), stream.fileno())
+        structlog.get_logger().info("back")
+    told = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [(line["event"], line.get("dropped_lines")) for line in told] == [
+        ("log_written_again", 2),
+        ("back", None),
+    ]
+
+
+def test_lines_of_one_event_are_limited_and_the_others_counted() -> None:
+    now_s = 0.0
+    rate = LogRate(lambda: now_s)
+    assert sum(rate.admits("a") for _ in range(100)) == MOST_LINES
+    assert rate.admits("b")
+    assert rate.ended() == []
+    now_s = WINDOW_S
+    assert rate.ended() == [Suppressed("a", 100 - MOST_LINES)]
+    assert rate.ended() == []
+    assert rate.admits("a")
+
+
+def test_what_a_client_can_repeat_does_not_fill_the_log(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(logs, "LogRate", lambda clock: LogRate(lambda: now_s))
+    setup_logging(TelemetryConfig())
+    before = dropped_lines[SUPPRESSED]
+    log = structlog.get_logger()
+    for number in range(100):
+        log.info("request_refused", reason=f"regex {number}")
+        log.error("http_handler_failed", exc_info=ValueError(str(number)))
+        logging.getLogger("asyncio").error(f"Exception in callback {number}")
+    assert len(lines(capsys)) == 3 * MOST_LINES
+    assert dropped_lines[SUPPRESSED] == before + 3 * (100 - MOST_LINES)
+    now_s = WINDOW_S
+    log.info("something_else")
+    *told, last = lines(capsys)
+    assert {(str(line["of"]).partition(":")[0], line["lines"]) for line in told} == {
+        (name, 100 - MOST_LINES) for name in ("request_refused", "http_handler_failed", "asyncio")
+    }
+    assert {line["event"] for line in told} == {"log_lines_suppressed"}
+    assert last["event"] == "something_else"
+
+
+def test_lines_that_a_setting_asks_for_are_not_limited(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    setup_logging(TelemetryConfig(log_level="debug"))
+    for _ in range(2 * MOST_LINES):
+        structlog.get_logger().info("http_call")
+        structlog.get_logger().debug("stale_message_dropped")
+    assert len(lines(capsys)) == 4 * MOST_LINES

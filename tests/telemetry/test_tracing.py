@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 import pytest
+import structlog
 from opentelemetry.exporter.otlp.proto.common import trace_encoder
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
@@ -33,7 +34,15 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind
 
 from nano_inference.config import ConfigError, TelemetryConfig
-from nano_inference.telemetry import TraceContext, Tracing, endpoint_of, names, setup_tracing
+from nano_inference.telemetry import (
+    TraceContext,
+    Tracing,
+    endpoint_of,
+    exporting,
+    names,
+    setup_tracing,
+)
+from nano_inference.telemetry.exporting import ToldExporter
 from nano_inference.telemetry.otlp import SpanEncoder, otlp_exporter
 from nano_inference.telemetry.spans import ReadableExporter
 from nano_inference.telemetry.trace_file import Span, SpanEvent, read_spans
@@ -397,6 +406,55 @@ def test_the_exporters_take_our_encoder_and_everybody_else_s_keep_theirs(protoco
     assert ours is not everybodys
     assert isinstance(ours["encode_spans"].__self__, SpanEncoder)
     exporter.shutdown()
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_a_receiver_that_is_away_holds_up_no_end_and_is_one_line(
+    protocol: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Nothing listens on port 1.
+    endpoint = "http://127.0.0.1:1" if protocol == "grpc" else "http://user:secret@127.0.0.1:1"
+    config = TelemetryConfig(otlp_endpoint=endpoint, otlp_protocol=protocol)
+    with structlog.testing.capture_logs() as lines:
+        tracing = setup_tracing(config, "here")
+        tracing.span("lost", PARENT, 1, 2, {})
+        tracing.shutdown()
+    (line,) = lines
+    assert (line["event"], line["receiver"]) == ("spans_not_exported", "127.0.0.1:1")
+    assert protocol == "grpc" or line["reason"] == "Connection refused"
+    assert not caplog.records
+
+
+def test_the_last_spans_are_not_waited_for_beyond_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporting, "SHUTDOWN_MS", 0)
+    ended = threading.Event()
+
+    class Away(SpanExporter):
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            ended.wait()
+            return SpanExportResult.FAILURE
+
+        def shutdown(self) -> None:
+            ended.set()
+
+    tracing = setup_tracing(TelemetryConfig(), "here", Away())
+    tracing.span("lost", PARENT, 1, 2, {})
+    tracing.shutdown()
+    assert ended.is_set()
+
+
+def test_a_receiver_that_is_back_is_told() -> None:
+    results = [SpanExportResult.FAILURE, SpanExportResult.FAILURE, SpanExportResult.SUCCESS]
+
+    class Sometimes(InMemorySpanExporter):
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            return results.pop(0)
+
+    exporter = ToldExporter(Sometimes(), "collector:4317")
+    with structlog.testing.capture_logs() as lines:
+        for _ in range(3):
+            exporter.export([])
+    assert [line["event"] for line in lines] == ["spans_not_exported", "spans_exported_again"]
 
 
 def test_what_is_buffered_until_it_is_exported_is_bounded_by_the_variables_or_by_us(

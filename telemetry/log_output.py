@@ -1,0 +1,103 @@
+"""The file that a log goes to: a line that it does not take is dropped and counted."""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import stat
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, TextIO
+
+UNWRITABLE: Final = "unwritable"
+SUPPRESSED: Final = "suppressed"
+
+dropped_lines = {UNWRITABLE: 0, SUPPRESSED: 0}
+"""Log lines that this process did not write, by reason."""
+
+_WAIT_S = 0.05
+"""How long one line waits for a pipe whose reader is slow, once in `_WAIT_EVERY_S`: the caller is
+an event loop."""
+
+_WAIT_EVERY_S = 1.0
+
+
+class LogOutput(io.TextIOBase):
+    """A text file for whole lines whose `write` never raises and hardly waits.
+
+    A full disk, a closed pipe and a pipe that nobody reads cost lines, never the caller's work.
+    """
+
+    encoding = "utf-8"
+
+    def __init__(self, stream: TextIO, notice: Callable[[int], str]) -> None:
+        """Args: where lines go; `notice` renders the line that says how many were dropped."""
+        self._stream = stream
+        self._notice = notice
+        self._lock = threading.Lock()
+        self._dropped = 0
+        # Whether the last line ends in its middle.
+        self._is_torn = False
+        self._next_wait_s = 0.0
+
+    def write(self, text: str) -> int:
+        """Writes whole lines, or drops and counts them."""
+        with self._lock:
+            before = "\n" if self._is_torn else ""
+            if self._dropped:
+                before += self._notice(self._dropped)
+            if self._put(f"{before}{text}"):
+                self._dropped = 0
+            else:
+                lines = max(1, text.count("\n"))
+                self._dropped += lines
+                dropped_lines[UNWRITABLE] += lines
+        return len(text)
+
+    def flush(self) -> None:
+        """Does nothing: `write` keeps nothing back."""
+
+    def isatty(self) -> bool:
+        """Whether the file is a terminal."""
+        return not self._stream.closed and self._stream.isatty()
+
+    def _put(self, text: str) -> bool:
+        """Returns whether all was written."""
+        try:
+            # Asked each time: once the stream is closed, its number may be another file's.
+            file = self._stream.fileno()
+        except (OSError, ValueError):
+            return self._put_without_file(text)
+        # Past Python's buffer, which would keep what a full disk has refused and write it later.
+        left = memoryview(text.encode(errors="backslashreplace"))
+        try:
+            # A pipe that is writable takes so much without blocking.
+            most = len(left) if stat.S_ISREG(os.fstat(file).st_mode) else select.PIPE_BUF
+            while left and self._is_writable(file):
+                left = left[os.write(file, left[:most]) :]
+                self._is_torn = bool(left)
+        except OSError:
+            return False
+        return not left
+
+    def _put_without_file(self, text: str) -> bool:
+        """Writes to what only looks like a file, such as a test's."""
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def _is_writable(self, file: int) -> bool:
+        poll = select.poll()
+        poll.register(file, select.POLLOUT)
+        if poll.poll(0):
+            return True
+        now_s = time.monotonic()
+        if now_s < self._next_wait_s:
+            return False
+        self._next_wait_s = now_s + _WAIT_EVERY_S
+        return bool(poll.poll(_WAIT_S * 1000))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -13,10 +13,9 @@ from rich.progress import Progress
 from torch import Tensor
 
 from ..bus.channel import RequestEntry
-from ..bus.control import MEMORY_TAGS, Cancel, MemoryTag
+from ..bus.control import Cancel
 from ..bus.messages import Dispatch
 from ..bus.public import Completion, EmbedParams
-from ..bus.weights import InFlight, WeightsSource, check_in_flight
 from ..config import (
     BusConfig,
     Config,
@@ -41,15 +40,15 @@ from .engine_requests import (
     compare,
     make_request,
     make_sample,
-    memory_released,
     vectors,
 )
-from .engine_weights import GroupMember, receive_weights
+from .engine_weights import WeightsDoor
+from .prompts import check_prompts, params_of_all, predictions_of_all
 from .rollouts import Prompt, RequestId, RolloutEngine, TrainingSample
-from .scoring import scoring_params
+from .scoring import params_to_score, token_ids_to_score
 
 
-class InferenceEngine(AdapterDoor, GroupMember):
+class InferenceEngine(AdapterDoor, WeightsDoor):
     """Generates in this process, on the caller's thread.
 
     ```python
@@ -87,6 +86,7 @@ class InferenceEngine(AdapterDoor, GroupMember):
         if own.cpu_threads:
             torch.set_num_threads(own.cpu_threads)
         self._core: ExecutorCore | None = ExecutorCore(self.config, now_ns=now_ns)
+        self.config = replace(self.config, max_batch_size=self._core.max_batch_size)
         capacity = self._executor.capacity()
         # Results stay in this process, so no bus has to carry them.
         config_of_all = Config(engine=own, bus=BusConfig(max_result_bytes=1 << 62))
@@ -141,24 +141,16 @@ class InferenceEngine(AdapterDoor, GroupMember):
             In the order of the prompts, then of the samples.
 
         Raises:
-            RequestError: A prompt or parameter is refused; nothing was generated.
-            WeightsError: Memory is released.
-            ValueError: As many parameters as prompts are needed, or one for all; and as many
-                predictions, or none.
+            RequestError: A prompt or parameter is refused, or there are not as many parameters as
+                prompts, or one for all, or not as many predictions, or none; nothing was generated.
+            WeightsError: Memory is released, or weights could not be put in place.
         """
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
-        if len(sampling_params) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts and {len(sampling_params)} sampling_params")
-        if predictions is None:
-            predictions = [None] * len(prompts)
-        if len(predictions) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts and {len(predictions)} predictions")
+        prompts = check_prompts(prompts)
+        of_all = params_of_all(sampling_params, len(prompts))
+        predicted = predictions_of_all(predictions, len(prompts))
         wanted = [
             Wanted(prompt, params, num_samples_per_prompt, adapter=adapter, prediction=prediction)
-            for prompt, params, prediction in zip(
-                prompts, sampling_params, predictions, strict=True
-            )
+            for prompt, params, prediction in zip(prompts, of_all, predicted, strict=True)
         ]
         return compare(self._reference, self._run_all(wanted, show_progress))
 
@@ -188,7 +180,9 @@ class InferenceEngine(AdapterDoor, GroupMember):
             WeightsError: Memory is released.
         """
         params = EmbedParams(pooling=pooling, normalize=normalize, dimensions=dimensions)
-        wanted = [Wanted(prompt, None, embed=params, adapter=adapter) for prompt in prompts]
+        wanted = [
+            Wanted(prompt, None, embed=params, adapter=adapter) for prompt in check_prompts(prompts)
+        ]
         return vectors(self._run_all(wanted, show_progress))
 
     def score(
@@ -209,11 +203,12 @@ class InferenceEngine(AdapterDoor, GroupMember):
             `[completion]`, float32, for each completion.
 
         Raises:
-            RequestError: A prompt or completion is refused, or both together are longer than
-                max_model_len less one; nothing was computed.
-            ValueError: There are not as many completions as prompts, or one is empty.
+            RequestError: A prompt or completion is refused, there are not as many completions as
+                prompts, one is empty, or both together are longer than max_model_len less one;
+                nothing was computed.
         """
-        only_score = scoring_params(prompts, completions, sampling_params)
+        prompts, completions = token_ids_to_score(prompts, completions)
+        only_score = params_to_score(sampling_params, len(prompts))
         pairs = zip(prompts, completions, strict=True)
         scored = self.generate([[*prompt, *completion] for prompt, completion in pairs], only_score)
         return [
@@ -293,10 +288,10 @@ class InferenceEngine(AdapterDoor, GroupMember):
         """One scheduling and one forward pass; returns the samples of the requests it finished.
 
         Raises:
-            WeightsError: Memory is released.
+            WeightsError: Memory is released, or weights could not be put in place.
         """
-        earlier, self._uncollected = self._uncollected, []
         new = [pair for _, pairs in self._advance() for pair in pairs]
+        earlier, self._uncollected = self._uncollected, []
         return compare(self._reference, earlier + new)
 
     def has_pending(self) -> bool:
@@ -313,96 +308,11 @@ class InferenceEngine(AdapterDoor, GroupMember):
         name = self._requests.name_of(request_id)
         return [] if name is None else self._abort(name)
 
-    # --- weights ------------------------------------------------------------------------------
-
-    def update_weights(
-        self,
-        state_dict: Mapping[str, Tensor] | WeightsSource,
-        blocking: bool = False,
-        *,
-        in_flight: InFlight = "keep",
-        version: int | None = None,
-        partial: bool = False,
-        timeout_s: float = 300.0,
-    ) -> None:
-        """Replaces the model's weights; tokens sampled from then on carry the next version.
-
-        What the prefix cache holds from older weights is never used for a sequence that starts
-        after the update.
-
-        Args:
-            state_dict: The whole model's, by parameter name, on any device and in any dtype. Or
-                where it is, as docs/weights.md says: it is fetched before this returns.
-            blocking: Put in place before this returns; otherwise before the next step, and the
-                tensors must not be changed till then.
-            in_flight: What becomes of requests under way. keep: they go on from their KV as it
-                is. retract: they compute the KV of their tokens again, with the new weights.
-                abort: the next step ends them with what they have.
-            version: What to count from then on, above the present version; None for the next.
-            partial: Whether parameters that are not in `state_dict` stay as they are.
-            timeout_s: How long a group may be silent while weights come from it.
-
-        Raises:
-            WeightsError: The weights can't be had, are not finite or don't fit the model, or an
-                update waits already; weights and version are as they were.
-        """
-        check_in_flight(in_flight)
-        weights = self._executor.weights
-        tensors = receive_weights(state_dict, version, weights, self._groups, timeout_s)
-        sync = weights.sync_blocking if blocking else weights.start_sync
-        self._batching.change_weights(sync(tensors, version, partial=partial), in_flight)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The weights in place, by parameter name, as `update_weights` takes them; not copies.
-
-        Raises:
-            WeightsError: They were released, and no others have come.
-        """
-        if "weights" in self._executor.memory.lacks:
-            raise memory_released(self._batching.lacks)
-        return self._executor.model.module.state_dict()
-
-    def get_weight_version(self) -> int:
-        """The version of the weights in place; 0 are those that were loaded."""
-        return self._executor.weights.version
+    # --- the rest -----------------------------------------------------------------------------
 
     def flush_cache(self) -> None:
         """Forgets all cached prefixes; sequences under way are not disturbed."""
         self._batching.cache.flush()
-
-    # --- memory -------------------------------------------------------------------------------
-
-    def release_memory(self, tags: Collection[MemoryTag] = MEMORY_TAGS) -> None:
-        """Gives memory back to the device, for a trainer that shares it.
-
-        Until all is resumed nothing is generated; requests under way compute their KV again
-        afterwards. What is released already stays so, and the reference model keeps its memory.
-
-        Args:
-            tags: "kv_cache"; "weights", which are lost: nothing is generated before an update has
-                brought all of them. Both when not given.
-
-        Raises:
-            WeightsError: There is no such tag, or a weight update waits for the next step.
-        """
-        memory = self._executor.memory
-        memory.begin_release(tags)
-        self._batching.change_memory(memory.lacks, tuple(memory.pending))
-        if memory.pending:
-            self._uncollected += [pair for _, pairs in self._advance() for pair in pairs]
-
-    def resume_memory(self, tags: Collection[MemoryTag] = MEMORY_TAGS) -> None:
-        """Takes memory again that was released; what is there already stays as it is.
-
-        Raises:
-            WeightsError: There is no such tag; or there is not enough memory (`out_of_memory`),
-                and what could not be had is still released.
-        """
-        memory = self._executor.memory
-        try:
-            self._executor.resume_memory(tags)
-        finally:
-            self._batching.change_memory(memory.lacks, tuple(memory.pending))
 
     def shutdown(self) -> None:
         """Gives the model's and the cache's memory back. A second call does nothing.
@@ -453,7 +363,7 @@ class InferenceEngine(AdapterDoor, GroupMember):
         if plan is None:
             if self._requests:
                 if self._batching.lacks:
-                    raise memory_released(self._batching.lacks)
+                    raise self._unable()
                 raise RuntimeError("requests are unfinished and nothing can run; please report it")
             return []
         try:
@@ -463,6 +373,7 @@ class InferenceEngine(AdapterDoor, GroupMember):
             executor.clear()
             self._batching.retract()
             self._batching.cache.flush()
+            self._tell_memory()
             raise
         except BaseException:
             # Interrupted, perhaps: the requests wait again, and the next step goes on with them.
@@ -470,17 +381,22 @@ class InferenceEngine(AdapterDoor, GroupMember):
             self._batching.retract()
             if version := executor.weights.pending_version:
                 self._batching.change_weights(version, "keep")
+            self._tell_memory()
             raise
         self._batching.absorb(result)
         self._batching.take_report()  # there is no fairness stage that would want to know
         deliveries = self._streaming.absorb(result, now_ns())
         self._batching.stop(deliveries.halts)
         # An aborted request ends once more when its cancellation comes back from the executor.
-        return [
+        finished = [
             self._finished(ended.completion)
             for ended in deliveries.ended
             if ended.completion.request_id in self._requests
         ]
+        if refused := executor.weights.take_refused():
+            self._uncollected += [pair for _, pairs in finished for pair in pairs]
+            raise refused
+        return finished
 
     def _finished(self, completion: Completion) -> tuple[str, list[Finished]]:
         name = completion.request_id

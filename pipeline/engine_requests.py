@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from ..bus.public import Completion, CompletionSample, EmbedParams, GenerateRequest
 from ..config import RequestError, SamplingParams, WeightsError
 from ..config.quoting import shown
+from .prompts import ArgumentError, prompt_of, token_ids_of, whole_number
 from .rollouts import Prompt, RequestId, TrainingSample
 
 if TYPE_CHECKING:
@@ -116,41 +117,36 @@ def make_request(name: str, wanted: Wanted) -> GenerateRequest:
     """What admission is given.
 
     Raises:
-        RequestError: A parameter is of the wrong type.
+        RequestError: The prompt is none, or a parameter is of the wrong type.
     """
-    prompt = wanted.prompt
+    prompt = prompt_of(wanted.prompt)
+    if not isinstance(wanted.adapter, str):
+        raise ArgumentError(
+            f"adapter is {shown(wanted.adapter)}; it must be the id of a loaded adapter, or ''",
+            code="unknown_model",
+        )
     try:
         # A struct built with values of the wrong type is only found out here.
         params = _checked(wanted.params or SamplingParams(), SamplingParams)
         embed = None if wanted.embed is None else _checked(wanted.embed, EmbedParams)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, TypeError) as error:
         what = "sampling_params" if wanted.embed is None else "parameters"
         raise RequestError(f"bad {what}: {error}") from None
     prediction = wanted.prediction
     if prediction is not None and not isinstance(prediction, str):
-        prediction = _token_ids(prediction)
+        rule, code = "a prediction is text or token ids", "invalid_prediction"
+        prediction = token_ids_of(prediction, rule, code, code)
     return GenerateRequest(
         prompt=prompt if isinstance(prompt, str) else None,
-        prompt_token_ids=None if isinstance(prompt, str) else tuple(map(int, prompt)),
+        prompt_token_ids=None if isinstance(prompt, str) else prompt,
         sampling=params,
-        n=wanted.num_samples,
+        n=whole_number(wanted.num_samples, "the number of samples", "invalid_n"),
         stream=False,
         request_id=name,
         model=wanted.adapter,
         embed=embed,
         prediction=prediction,
     )
-
-
-def _token_ids(prediction: Sequence[int]) -> tuple[int, ...]:
-    """Raises RequestError: it is of the wrong type."""
-    try:
-        return tuple(map(int, prediction))
-    except (TypeError, ValueError):
-        raise RequestError(
-            f"a prediction is a text or token ids, not {shown(prediction)}",
-            code="invalid_prediction",
-        ) from None
 
 
 def _checked(params: Params, kind: type[Params]) -> Params:

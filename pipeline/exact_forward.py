@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..config import EngineConfig, ModelError
+from ..config import EngineConfig, ModelError, shown
 from ..stages.executor.attention.backend import QKV, AttentionBackend
 from ..stages.executor.attention.choose import choose_backend
 from ..stages.executor.attention.probe import probe_mask
@@ -30,6 +30,7 @@ from ..stages.executor.kv_cache import KVCache
 from ..stages.executor.loaded_model import AttentionOptions
 from ..stages.executor.logprobs import scale_logits
 from ..stages.executor.model import wrap_model
+from .prompts import ArgumentError, check_prompts, token_ids_of
 
 IMPLEMENTATION = "nano_exact"
 """The name for `attn_implementation`."""
@@ -102,12 +103,11 @@ class ExactForward:
             `[len(sequence) - 1]` float32 for each sequence.
 
         Raises:
-            ValueError: A sequence is too short or too long.
+            RequestError: A sequence is too short or too long, or holds what is no token id of the
+                model.
         """
+        sequences = [self._checked(sequence) for sequence in check_prompts(sequences)]
         counts = np.array([len(sequence) - 1 for sequence in sequences])
-        if counts.min(initial=1) < 1 or counts.max(initial=1) > self._model.max_model_len:
-            limit = self._model.max_model_len
-            raise ValueError(f"sequences must have 2 to {limit + 1} tokens")
         inputs = np.concatenate([np.array(sequence[:-1]) for sequence in sequences])
         targets = torch.tensor([token for sequence in sequences for token in sequence[1:]])
         rows = self._rows(counts)
@@ -131,6 +131,22 @@ class ExactForward:
             else:
                 logprobs = _Logprobs.apply(logits, temperatures, targets)  # type: ignore[no-untyped-call]
         return torch.split(logprobs, counts.tolist())
+
+    def _checked(self, sequence: Sequence[int]) -> tuple[int, ...]:
+        """Raises ArgumentError."""
+        limit, vocab_size = self._model.max_model_len, self._model.vocab_size
+        ids = token_ids_of(sequence, "a sequence is token ids", "invalid_prompt")
+        if not 2 <= len(ids) <= limit + 1:
+            raise ArgumentError(
+                f"a sequence has {len(ids)} tokens; sequences must have 2 to {limit + 1} tokens",
+                code="invalid_prompt",
+            )
+        if bad := [token for token in ids if not 0 <= token < vocab_size]:
+            raise ArgumentError(
+                f"a sequence holds token id {shown(bad[0])}; the model's are 0 to {vocab_size - 1}",
+                code="invalid_token_ids",
+            )
+        return ids
 
     def _rows(self, counts: np.ndarray[Any, np.dtype[np.int64]]) -> Rows:
         """One row per sequence, each with blocks of its own in a cache that is large enough."""

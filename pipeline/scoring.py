@@ -9,7 +9,8 @@ from typing import cast
 import msgspec
 
 from ..bus.public import Completion, GenerateRequest
-from ..config import RequestError, SamplingParams
+from ..config import RequestError, SamplingParams, shown
+from .prompts import ArgumentError, check_prompts, params_of_all, token_ids_of
 
 AT_A_TIME = 256
 """Requests of one call that are under way."""
@@ -29,31 +30,49 @@ class ScoredCompletion(msgspec.Struct, frozen=True):
     weight_version: int
 
 
-def scoring_params(
-    prompts: Sequence[Sequence[int]],
-    completions: Sequence[Sequence[int]],
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+def params_to_score(
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None, number: int
 ) -> list[SamplingParams]:
-    """The sampling parameters of the requests that score completions.
+    """The sampling parameters of so many requests that score completions.
 
     Each such request has prompt and completion together as its prompt and asks for its logprobs.
     It has to sample one token, which is not used.
 
     Raises:
-        ValueError: There are not as many completions or parameters as prompts, or one is empty.
+        RequestError: There are not as many parameters as prompts, or they are none.
     """
-    if len(prompts) != len(completions) or not all(completions):
-        raise ValueError("give one completion for each prompt, with at least one token")
-    if sampling_params is None or isinstance(sampling_params, SamplingParams):
-        sampling_params = [sampling_params or SamplingParams()] * len(prompts)
-    if len(sampling_params) != len(prompts):
-        raise ValueError(f"{len(prompts)} prompts and {len(sampling_params)} sampling_params")
+    params = params_of_all(sampling_params, number)
+    if wrong := [each for each in params if not isinstance(each, SamplingParams)]:
+        raise ArgumentError(f"sampling_params holds {shown(wrong[0])}; give SamplingParams")
     return [
         SamplingParams(
-            max_tokens=1, ignore_eos=True, temperature=params.temperature, prompt_logprobs=0
+            max_tokens=1, ignore_eos=True, temperature=each.temperature, prompt_logprobs=0
         )
-        for params in sampling_params
+        for each in params
     ]
+
+
+def token_ids_to_score(
+    prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Prompts and their completions.
+
+    Raises:
+        RequestError: One is no list of token ids, a completion is empty, or there are not as many
+            completions as prompts.
+    """
+    what, code = "is token ids where a completion is scored", "invalid_prompt"
+    of_prompts = [token_ids_of(each, f"a prompt {what}", code) for each in check_prompts(prompts)]
+    of_completions = [
+        token_ids_of(each, f"a completion {what}", code) for each in check_prompts(completions)
+    ]
+    if len(of_prompts) != len(of_completions) or not all(of_completions):
+        raise ArgumentError(
+            f"{len(of_prompts)} prompts and {len(of_completions)} completions, of which "
+            f"{of_completions.count(())} are empty; give one completion for each prompt, with at "
+            "least one token"
+        )
+    return of_prompts, of_completions
 
 
 async def score_by(
@@ -68,14 +87,15 @@ async def score_by(
     Args:
         complete: Gives a request's terminal message.
     """
-    params = scoring_params(prompts, completions, sampling_params)
+    prompts, completions = token_ids_to_score(prompts, completions)
+    params = params_to_score(sampling_params, len(prompts))
     requests = [
         msgspec.structs.replace(
             like,
             request_id="",
             prompt=None,
             messages=None,
-            prompt_token_ids=(*map(int, prompt), *map(int, completion)),
+            prompt_token_ids=(*prompt, *completion),
             n=1,
             sampling=sampling,
             stream=False,

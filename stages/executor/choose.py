@@ -15,7 +15,7 @@ from .batch import IntArray, Places
 from .constraints import PendingMasks
 from .logprobs import gather_logprobs
 from .report import report_top_logprobs
-from .sampling import sample_with_logprobs, uniforms
+from .sampling import sample_rows, uniforms
 from .sequences import SequenceTable
 
 
@@ -62,7 +62,7 @@ def choose_tokens(
     if temperature.any():
         numbers = upload(uniforms(table.seed[rows], table.num_generated[rows] + places.ahead))
     top_k, top_p, min_p = table.top_k[rows], table.top_p[rows], table.min_p[rows]
-    tokens, logprobs = sample_with_logprobs(
+    tokens, logprobs = sample_rows(
         logits,
         temperatures,
         uniforms=numbers,

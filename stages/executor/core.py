@@ -292,6 +292,7 @@ class ExecutorCore:
 
     def reset(self) -> None:
         """Forgets all sequences. The KV tensors stay as they are."""
+        self.weights.start_over()
         if self._speculator is not None:
             self._speculator.clear()
         self._table.clear()
@@ -332,6 +333,8 @@ class ExecutorCore:
             ValueError: The plan contradicts what came before: an unknown sequence, more tokens
                 than are known, positions without blocks, rows while memory is released.
             ModelError: The model's output is broken.
+            WeightsError: No weights are in place, since the plan's could not be written; nothing
+                of it was done, and until `reset` nothing is of those behind it.
         """
         return self.finish(self.launch(plan))
 
@@ -340,7 +343,7 @@ class ExecutorCore:
 
         Raises:
             ValueError: As `execute`.
-            ModelError: As `execute`, if it shows already.
+            ModelError: As `execute`, if it shows already; or a WeightsError.
         """
         start_ns = self._now_ns()
         self._apply(plan)
@@ -385,6 +388,7 @@ class ExecutorCore:
             prompt_logprobs=outputs.prompts,
             adapter_versions=sampled.adapter_versions,
             pooled=report_pooled(outputs.pooled),
+            failed=self._constraints.take_failures(),
             drafts=tuple(one for one in outputs.verified if one.seq_id in sampled.seq_ids),
         )
 
@@ -451,8 +455,7 @@ class ExecutorCore:
 
     def _apply(self, plan: StepPlan) -> None:
         """Takes over what changed. Finished first: a preempted sequence may come back at once."""
-        if plan.weight_version > self.weights.version:
-            self.weights.maybe_finish_sync()
+        self.weights.finish_planned_sync(plan.weight_version)
         if self.memory.pending.intersection(plan.release):
             if self.graphs is not None:
                 # They keep memory of their own, and addresses of what is released.

@@ -17,6 +17,7 @@ def model_facts(core: ExecutorCore) -> dict[str, int | float | str]:
         "weight_bytes": sum(each.numel() * each.element_size() for each in parameters),
         "kv_bytes": (core.cache.num_blocks + 1) * block_bytes(model, core.cache.block_size),
         "vocab_size": model.vocab_size,
+        "max_batch_size": core.max_batch_size,
         "dtype": str(model.dtype).removeprefix("torch."),
         "deterministic": int(not core.without_determinism),
         "experts": experts,

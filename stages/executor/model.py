@@ -16,9 +16,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from ...config import EngineConfig, ModelError
+from ...config import EngineConfig, ModelError, missing_model
+from ..context_length import longest_context
 from ..embedding import embeds_only
-from ..gguf import LINK, folder_of, require_packages
+from ..gguf import LINK, facts_of, folder_of, require_packages
 from .attention.interface import IMPLEMENTATION, register_attention
 from .attention.probe import PROBING, LayerProbe
 from .checkpoint import check_checkpoint
@@ -128,7 +129,7 @@ def wrap_model(module: Any, max_model_len: int) -> LoadedModel:
 
 def _load_config(folder: Path) -> PreTrainedConfig:
     if not folder.is_dir():
-        raise ModelError(f"there is no model folder {folder}; set model_path to one")
+        raise ModelError(f"there is no model folder {folder}; {missing_model(folder)}")
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"{folder} has no config.json; model_path must name a folder in Transformers' format"
@@ -189,6 +190,7 @@ def _load_weights(
     auto: Any = AutoModel if without_output else AutoModelForCausalLM
     dtype = "auto" if dtype_name == "auto" else getattr(torch, dtype_name)
     if is_gguf := (folder / LINK).is_file():
+        _check_gguf_holds(folder, hf_config, auto)
         options = _gguf_options(hf_config)
         dtype = hf_config.dtype if dtype == "auto" else dtype
     else:
@@ -213,6 +215,23 @@ def _load_weights(
     _check_loaded(folder, module, info)
     frozen: nn.Module = module.requires_grad_(False)
     return frozen
+
+
+def _check_gguf_holds(folder: Path, hf_config: PreTrainedConfig, auto: Any) -> None:
+    """Whether a GGUF file has about as many numbers as the model that its header describes.
+
+    What is missing would be made up, and refused once there is memory for all of it. Of a file that
+    lacks less than half, loading says which tensors.
+    """
+    with torch.device("meta"):
+        module: nn.Module = auto.from_config(hf_config)
+    wanted = sum(parameter.numel() for parameter in module.parameters())
+    facts = facts_of(folder)
+    if facts is not None and wanted > 2 * facts.num_parameters:
+        raise ModelError(
+            f"{facts.file} describes a model of {wanted} parameters, and its tensors have "
+            f"{facts.num_parameters}; copy or convert it again"
+        )
 
 
 def _gguf_options(hf_config: PreTrainedConfig) -> dict[str, Any]:
@@ -267,17 +286,8 @@ def _check_loaded(folder: Path, module: Any, info: dict[str, Any]) -> None:
 def _longest_context(hf_config: PreTrainedConfig, fallback: int) -> int:
     """The longest context that the model handles, in tokens."""
     text = hf_config.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None) or fallback
-    # With these, positions beyond the original length change the rotary factors of the whole
-    # batch, so one long sequence would change the tokens of its short neighbours.
-    rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
-    per_kind = [part for part in rope.values() if isinstance(part, dict)]
-    for part in per_kind or [rope]:
-        if part.get("rope_type") in ("longrope", "dynamic"):
-            original = part.get("original_max_position_embeddings")
-            original = original or getattr(text, "original_max_position_embeddings", None)
-            limit = min(limit, original or limit)
-    return int(limit)
+    names = ("max_position_embeddings", "rope_parameters", "original_max_position_embeddings")
+    return longest_context({name: getattr(text, name, None) for name in names}) or fallback
 
 
 @torch.no_grad()

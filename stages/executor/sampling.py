@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ...config import RequestError
 from .kernels import cpu
 from .logprobs import BLOCK, ScaledLogits, block_sums, broken_logits, scale_logits
 
@@ -86,7 +87,53 @@ def sample_with_logprobs(
 
     Raises:
         ModelError: A row's largest logit is not a finite number: the model's output is broken.
+        RequestError: A temperature is negative or not finite, or a shape is another one.
     """
+    given = {"temperatures": temperatures, "uniforms": uniforms}
+    _check_shapes(logits, given | {"top_k": top_k, "top_p": top_p, "min_p": min_p})
+    usable = (temperatures >= 0) & temperatures.isfinite()
+    if not bool(usable.all()):
+        raise RequestError(
+            f"a temperature is {temperatures[~usable][0].item()}; it must be 0 (greedy) or above",
+            code="invalid_temperature",
+        )
+    return sample_rows(
+        logits,
+        temperatures,
+        uniforms=uniforms,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        kernels=kernels,
+    )
+
+
+def _check_shapes(logits: Tensor, columns: dict[str, Tensor | None]) -> None:
+    """Raises RequestError: torch would repeat what is too short for all rows."""
+    if logits.dim() != 2 or not logits.is_floating_point():
+        raise RequestError(
+            f"logits are {tuple(logits.shape)} {logits.dtype}; they must be [batch, vocab] floats"
+        )
+    for name, column in columns.items():
+        if column is not None and column.shape != logits.shape[:1]:
+            raise RequestError(
+                f"{name} has the shape {tuple(column.shape)}; with logits of "
+                f"{tuple(logits.shape)} it must be ({logits.shape[0]},), one for each row"
+            )
+
+
+@torch.no_grad()
+def sample_rows(
+    logits: Tensor,
+    temperatures: Tensor,
+    *,
+    uniforms: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    kernels: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """As `sample_with_logprobs`, of arguments that were checked before."""
     limits = (top_k, top_p, min_p)
     if (
         kernels

@@ -11,7 +11,7 @@ from typing import NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from ...bus.messages import NewSequence
+from ...bus.messages import NewSequence, RequestInfo
 from ...bus.pooling import Pooling
 from ...config import Constraint
 from .adapters.table import NO_ADAPTER
@@ -49,6 +49,7 @@ class SequenceTable:
         logit_bias: Per row, what is added to the logits of which token ids.
         constrained: Whether its text has to follow a grammar.
         constraint: Per row, which one.
+        info: Per row, its request; None before the first.
         incomplete: Whether it ends without having reached the end of its grammar.
         adapter: The slot of its adapter, as `AdapterTable.slot_of` says.
         pools: Whether its prompt's vector is wanted, and no token.
@@ -86,6 +87,7 @@ class SequenceTable:
         self.logit_bias: list[dict[int, float]] = [{}] * rows
         self.constrained: BoolArray = np.zeros(rows, np.bool_)
         self.constraint: list[Constraint | None] = [None] * rows
+        self.info: list[RequestInfo | None] = [None] * rows
         self.incomplete: BoolArray = np.zeros(rows, np.bool_)
         self.adapter: IntArray = np.full(rows, NO_ADAPTER)
         self.pools: BoolArray = np.zeros(rows, np.bool_)
@@ -137,6 +139,7 @@ class SequenceTable:
         self.pooling[row] = new.info.pooling
         self.pools[row] = new.info.pooling is not None
         self.prediction[row] = new.prediction
+        self.info[row] = new.info
         self.scope[row] = f"{new.info.adapter}\n{new.cache_salt}"
         self._set_sampling(row, new)
 
@@ -267,6 +270,7 @@ class SequenceTable:
         self.stop_ids += [frozenset()] * old
         self.logit_bias += [{}] * old
         self.constraint += [None] * old
+        self.info += [None] * old
         self.pooling += [None] * old
         self.prediction += [()] * old
         self.scope += [""] * old

@@ -21,6 +21,7 @@ from ...bus.control import (
     ReleaseMemory,
     ResumeMemory,
     StageReady,
+    StageStarted,
     TellWeightVersion,
     UnloadAdapter,
     UpdateWeights,
@@ -28,7 +29,7 @@ from ...bus.control import (
 from ...bus.links import CONTROL, STEPS_BATCHING, STEPS_STREAMING
 from ...bus.messages import Envelope, StepPlan, StepResult
 from ...bus.scoring import ScoreSample
-from ...config import EngineConfig
+from ...config import EngineConfig, WeightsError
 from ...telemetry import instruments, names, now_ns
 from ..actor import Actor, StageContext
 from ..gguf import facts_of, folder_of
@@ -110,6 +111,8 @@ class ExecutorStage(Actor):
         )
         # For `load`: plans under way, steps done.
         self._plans = self._steps = self._measured_steps = 0
+        # The last epoch whose plans can't be run.
+        self._given_up = 0
         self._device = self._backend = ""
         self._capabilities: tuple[str, ...] = ()
         self._facts: dict[str, int | float | str] = {}
@@ -127,7 +130,7 @@ class ExecutorStage(Actor):
         self._drafts = None if engine.speculation == "off" else DraftCounts(sources)
 
     async def open(self) -> None:
-        self.log.info("model_loading", path=str(self.config.engine.model_folder))
+        self.log.debug("model_loading", path=str(self.config.engine.model_folder))
         started = now_ns()
         # Replicas in one process share its torch thread, and so its device.
         device = self.config.pipeline.replica
@@ -141,12 +144,16 @@ class ExecutorStage(Actor):
         self._device = capacity.device
         self._facts = await _on_torch(model_facts, self._core)
         self._facts["capabilities"] = ",".join(capacity.capabilities)
+        self._facts["load_ns"] = now_ns() - started
         self._backend, self._layer_kinds = self._core.backend.name, self._core.layer_kinds
         self._max_model_len = capacity.max_model_len
         self._capabilities = capacity.capabilities
+        seconds = (now_ns() - started) / 1e9
         self.log.info(
             "model_loaded",
-            seconds=round((now_ns() - started) / 1e9, 2),
+            brief=f"loaded {self.config.engine.model_name} in {seconds:.1f} s, "
+            f"{capacity.max_batch_size:,} sequences, {capacity.num_blocks:,} blocks",
+            seconds=round(seconds, 2),
             device=capacity.device,
             kv_blocks=capacity.num_blocks,
             block_size=capacity.block_size,
@@ -249,6 +256,8 @@ class ExecutorStage(Actor):
             load["behind_version"] = behind
         if lacks := ", ".join(self._core.memory.lacks):
             load["lacks"] = lacks
+        if lost := self._core.weights.lost:
+            load["weights_lost"] = lost
         if self._drafts is not None:
             load |= self._drafts.load()
         return load
@@ -297,8 +306,13 @@ class ExecutorStage(Actor):
     async def _report_forever(self) -> None:
         while True:
             epoch, plan, future = await self._under_way.get()
-            result = await self._result(future)
-            self._plans -= 1
+            try:
+                result = await self._result(future)
+            except WeightsError as error:
+                await self._begin_anew(epoch, error)
+                continue
+            finally:
+                self._plans -= 1
             self._steps += 1
             await self.send(self.own(STEPS_BATCHING), result, epoch=epoch)
             await self.send(self.own(STEPS_STREAMING), result, epoch=epoch)
@@ -316,6 +330,18 @@ class ExecutorStage(Actor):
                 self.metrics.record(instruments.MASK_WAIT, wait_ns / 1e9)
             if self.tracing.enabled and epoch == self.epoch:
                 self._spans.step(plan, result)
+
+    async def _begin_anew(self, epoch: int, error: WeightsError) -> None:
+        """No weights are in place, so the plans under way were not run: a new epoch shall begin.
+
+        In it batching plans no step until weights have come; requests go on then.
+        """
+        if epoch != self.epoch or epoch == self._given_up:
+            return
+        self._given_up = epoch
+        await self._updates.weights_lost(error)
+        started = StageStarted(self.role, self.incarnation)
+        await self.send(CONTROL["admission"], started, epoch=0)
 
     async def _result(self, future: Future[StepResult | LaunchedStep]) -> StepResult:
         """What a plan gave. Plans that come meanwhile are launched before it is read."""

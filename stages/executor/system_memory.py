@@ -7,6 +7,7 @@ fast as it can, and what it reads ahead ends with the page. Pages of 2 MiB let o
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ HUGE_PAGE = 2 << 20
 """Bytes of a large page, on x86 and with the usual pages of others."""
 
 _ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_MAPS = Path("/proc/self/maps")
 
 
 def why_no_huge_pages() -> str:
@@ -74,19 +76,46 @@ def zeros(
 def use_huge_pages(module: nn.Module) -> None:
     """Moves a module's large tensors on the CPU, one after the other, to memory in large pages.
 
-    Parameters stay the same objects, tied ones too. What a file was mapped to is memory of this
-    process from then on, and the file is not mapped any more, so that nobody can change it from
-    outside.
+    Parameters stay the same objects, tied ones too. A mapped checkpoint is copied, and not mapped
+    any more at the end, so that nothing outside this process can change the weights. At no time
+    are both a copy and the pages that it came from resident for more than one tensor: the peak is
+    the size of the weights and of the largest tensor, not twice the weights.
 
     Raises:
         RuntimeError: There is not enough memory.
     """
+    files = _mapped_files()
     for tensor in chain(module.parameters(), module.buffers()):
         if tensor.device.type != "cpu":
             continue
         if tensor.nbytes >= HUGE_PAGE:
             memory = zeros(tensor.shape, tensor.dtype, tensor.device, huge=True)
-            tensor.data = memory.copy_(tensor.data)
+            memory.copy_(tensor.data)
+            _drop_pages(tensor, files)
+            tensor.data = memory
         else:
             # It may be a part of the file, which would stay mapped as a whole.
             tensor.data = tensor.data.clone()
+
+
+def _mapped_files() -> list[range]:
+    """Addresses of this process to which files are mapped; empty without Linux's /proc."""
+    if not _MAPS.exists():
+        return []
+    # "7f00-7fff r--p 00000000 08:01 1234  /path": addresses, rights, offset, device, inode.
+    fields = [line.split(maxsplit=5) for line in _MAPS.read_text().splitlines()]
+    bounds = [field[0].split("-") for field in fields if field[4] != "0"]
+    return [range(int(start, 16), int(end, 16)) for start, end in bounds]
+
+
+def _drop_pages(tensor: Tensor, files: list[range]) -> None:
+    """Releases the whole pages behind a tensor that is not read any more, where a file is mapped.
+
+    A mapping ends with its last tensor. Until then each page that was copied would stay resident.
+    """
+    page = mmap.PAGESIZE
+    start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    first, last = -(-start // page) * page, end // page * page
+    if first < last and any(start in file and end - 1 in file for file in files):
+        advise = ctypes.CDLL(None).madvise
+        advise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)

@@ -273,6 +273,11 @@ def test_a_refused_prompt_leaves_nothing_behind(
     assert len(engine.generate(["2 + 2 ="], GREEDY)) == 1
 
 
+def test_the_settings_of_an_engine_have_the_batch_size_in_use(engine: InferenceEngine) -> None:
+    assert EngineConfig().max_batch_size == 0, "which stands for what the device takes"
+    assert engine.config.max_batch_size == engine._executor.max_batch_size > 0
+
+
 def test_as_many_parameters_as_prompts(engine: InferenceEngine) -> None:
     with pytest.raises(ValueError, match="2 prompts and 1 sampling_params"):
         engine.generate(["1 + 1 =", "2 + 2 ="], [GREEDY])
@@ -329,7 +334,7 @@ def test_after_the_shutdown_an_engine_says_what_it_is() -> None:
     with InferenceEngine(EngineConfig(max_model_len=64), EngineConfig()) as engine:
         engine.shutdown()  # and once more at the end of the block
         for use in (
-            lambda: engine.generate("1 + 1 ="),
+            lambda: engine.generate(["1 + 1 ="]),
             engine.state_dict,
             engine.get_weight_version,
             lambda: engine.score([(1, 2)], [(3,)]),

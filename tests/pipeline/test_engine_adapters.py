@@ -136,6 +136,20 @@ def test_tensors_of_this_process(engine: InferenceEngine, folder: Path) -> None:
     ]
 
 
+def test_tensors_whose_numbers_are_not_there_are_refused(engine: InferenceEngine) -> None:
+    adapted = make_adapter(MODEL, ord("o") + 3)
+    config = adapted.peft_config["default"].to_dict()
+    tensors = get_peft_model_state_dict(adapted)
+    name = max(tensors)
+    freed = tensors[name].clone()
+    freed.untyped_storage().resize_(0)
+    for spoiled in (tensors[name].to("meta"), tensors[name].to_sparse(), freed):
+        with pytest.raises(AdapterError, match="can't be read") as refused:
+            engine.load_adapter("a", {**tensors, name: spoiled}, config)
+        assert refused.value.code == "adapter_refused"
+    assert not engine.adapters()
+
+
 def test_unloading_what_is_in_use(engine: InferenceEngine, folder: Path) -> None:
     engine.load_adapter("a", folder / "one")
     request = engine.add_request(PROMPT, GREEDY, adapter="a")

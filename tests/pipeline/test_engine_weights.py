@@ -24,6 +24,7 @@ from nano_inference import (
 from nano_inference.bus.weights import GroupWeights, InFlight, SharedMemoryWeights, TensorMeta
 
 from .. import oracle
+from ..stages.executor.weights.test_sync_manager import fail_to_write
 
 PROMPT = [60, 61, 62]
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -148,6 +149,58 @@ def test_a_failed_update_leaves_weights_and_version_alone(
     assert set(sample.completion_tokens) == {oracle.token_of(4)}
     engine.update_weights(spelling(engine, 6), blocking)
     assert spells(engine) == (2, oracle.token_of(6))
+
+
+def test_weights_that_were_freed_while_they_waited_are_dropped(engine: InferenceEngine) -> None:
+    """The step that was to put them in place tells, and the next ones run with those before."""
+    engine.update_weights(spelling(engine, 4), blocking=True)
+    engine.add_request(PROMPT, GREEDY)
+    engine.step()
+    new = spelling(engine, 5)
+    engine.update_weights(new)
+    for tensor in new.values():
+        tensor.untyped_storage().resize_(0)
+    with pytest.raises(WeightsError, match="changed before they were in place"):
+        engine.step()
+    samples = []
+    while engine.has_pending():
+        samples += engine.step()
+    assert samples[0].weight_versions == ((1, 0),)
+    assert set(samples[0].completion_tokens) == {oracle.token_of(4)}
+    engine.update_weights(spelling(engine, 6))
+    assert spells(engine) == (2, oracle.token_of(6))
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_lost_weights_generate_nothing_until_all_have_come(
+    engine: InferenceEngine, blocking: bool
+) -> None:
+    engine.add_request(PROMPT, GREEDY)
+    engine.step()
+    with pytest.MonkeyPatch.context() as patch:
+        fail_to_write(patch, 30, RuntimeError("the device is gone"))
+        with pytest.raises(WeightsError) as lost:
+            engine.update_weights(spelling(engine, 5), blocking)
+            engine.step()
+    assert lost.value.code == "weights_lost"
+    for refuse in (
+        engine.step,
+        engine.state_dict,
+        lambda: engine.generate([PROMPT], GREEDY),
+        lambda: engine.embed([PROMPT]),
+    ):
+        with pytest.raises(WeightsError) as refused:
+            refuse()
+        assert refused.value.code == "weights_lost"
+    assert engine.get_weight_version() == 0
+    new = oracle.announcing(engine._executor.model.module.state_dict(), 6)
+    with pytest.raises(WeightsError) as partial:
+        engine.update_weights({"model.norm.weight": new["model.norm.weight"]}, partial=True)
+    assert partial.value.code == "weights_incomplete"
+    engine.update_weights(new, blocking)
+    (sample,) = [sample for _ in range(4) for sample in engine.step()]
+    assert sample.completion_tokens[1:] == (oracle.token_of(6),) * 2
+    assert spells(engine) == (1, oracle.token_of(6))
 
 
 def test_what_is_broadcast_while_an_update_waits_is_not_taken_for_the_next_one(

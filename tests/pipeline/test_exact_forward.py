@@ -14,6 +14,7 @@ from nano_inference import (
     EngineConfig,
     ExactForward,
     InferenceEngine,
+    RequestError,
     SamplingParams,
     TrainingSample,
 )
@@ -113,6 +114,12 @@ def test_sequences_too_short_or_too_long_are_refused() -> None:
     for sequence in ([1], [5] * 10):
         with pytest.raises(ValueError, match="2 to 9 tokens"):
             exact.logprobs([[1, 2], sequence])
+    for prompt, code in (([1.5, 2.0], "invalid_token_ids"), ("abc", "invalid_prompt")):
+        with pytest.raises(RequestError) as refused:
+            exact.logprobs([prompt])  # type: ignore[list-item]
+        assert refused.value.code == code
+    with pytest.raises(RequestError, match="token id 10000000"):
+        exact.logprobs([[1, 10**7]])
 
 
 def test_a_soft_cap_is_refused() -> None:

@@ -135,6 +135,12 @@ async def test_what_can_not_be_scored_is_refused(scoring: Pipeline) -> None:
     with pytest.raises(RequestError) as refused:
         await scoring.score([[3, 4], [3]], [[5], [5] * LENGTH])
     assert refused.value.code == "prompt_too_long"
+    for prompt in ([1.5], "a", None, [True]):
+        for prompts, completions in (([prompt], [[3]]), ([[3]], [prompt])):
+            with pytest.raises(RequestError, match="token ids"):
+                await scoring.score(prompts, completions)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="token ids"):
+        await scoring.embed([[1.5]])  # type: ignore[list-item]
     for prompts, completions in (([[3]], []), ([[3]], [[]])):
         with pytest.raises(ValueError, match="one completion for each prompt"):
             await scoring.score(prompts, completions)

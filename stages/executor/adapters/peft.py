@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from ....config import ADAPTER_ID_RULE, AdapterError, WeightsError, is_adapter_id, shown
 from ..loaded_model import LoadedModel
 from ..weights.limits import WeightLimits
+from ..weights.storage import check_stored
 from ..weights.transports.folder import opened, read_folder, readable, stamp_of
 
 CONFIG = "adapter_config.json"
@@ -228,6 +229,10 @@ def adapter_of(
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise AdapterError(f"{shown(name)} is a {type(tensor).__name__}, and no tensor")
+    try:
+        check_stored(tensors)
+    except WeightsError as error:
+        raise AdapterError(error.message) from None
     return Adapter(id, version, _pairs_of(tensors, checked, model, limits))
 
 

@@ -117,13 +117,15 @@ def instructions(dtype: torch.dtype) -> str:
 
 @cache
 def _chosen(dtype: torch.dtype) -> tuple[Library, ctypes.CDLL]:
-    reason = KernelsUnavailable(f"there are none for {dtype} on cpu")
+    reason = f"there are none for {dtype} on cpu"
     for candidate in _LIBRARIES.get(dtype, ()):
         try:
             return candidate, _prepared(candidate)
         except KernelsUnavailable as error:
-            reason = error
-    raise reason
+            # Its words alone: a local that holds the error is a cycle with this frame, which keeps
+            # all that the callers' frames hold, such as a model.
+            reason = str(error)
+    raise KernelsUnavailable(reason)
 
 
 def _wants_tiles() -> bool:

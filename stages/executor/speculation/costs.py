@@ -21,7 +21,7 @@ from ..batch import Rows
 from ..inputs import InputBuilder, model_forward
 from ..kv_cache import KVCache
 from ..loaded_model import LoadedModel
-from ..sampling import sample_plain, sample_with_logprobs
+from ..sampling import sample_plain, sample_rows
 
 _SIZES = (1, 16, 4, 8, 64, 32, 2, 256, 128, 512, 3, 6, 12, 24, 48, 96, 192, 384)
 """Rows of the steps that are measured, the most telling first, should time run out."""
@@ -260,9 +260,7 @@ def trial_step(
         if logits.device.type == "cuda":
             tokens, _ = sample_plain(logits, temperatures, numbers)
         else:
-            tokens, _ = sample_with_logprobs(
-                logits, temperatures, uniforms=numbers, kernels=kernels
-            )
+            tokens, _ = sample_rows(logits, temperatures, uniforms=numbers, kernels=kernels)
         return tokens.tolist()
 
     return step

@@ -6,7 +6,7 @@ writes them, and `transports` the ways by which they come.
 
 from .arguments import check_arguments
 from .limits import limits_of
-from .sync_manager import WeightSyncManager
+from .sync_manager import WeightSyncManager, weights_lost
 from .transports import SharedWeights, WeightGroups, WeightsGroup, fetch
 from .updates import WeightUpdates
 
@@ -19,4 +19,5 @@ __all__ = [
     "check_arguments",
     "fetch",
     "limits_of",
+    "weights_lost",
 ]

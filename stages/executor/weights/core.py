@@ -200,7 +200,15 @@ class UpdatesCore:
             self._effects.append(SendReady(self._ready.version, self._ready.in_flight))
         return self._go_on(now_ns)
 
-    def step_done(self, version: int, now_ns: int, *, changed: bool, pending: bool) -> list[Effect]:
+    def step_done(
+        self,
+        version: int,
+        now_ns: int,
+        *,
+        changed: bool,
+        pending: bool,
+        refused: WeightsError | None = None,
+    ) -> list[Effect]:
         """A step is done.
 
         Args:
@@ -209,12 +217,20 @@ class UpdatesCore:
             changed: Its plan had weights put in place. Batching went by it already, and may have
                 heard of the memory that there was before since.
             pending: Whether memory waits to be released.
+            refused: Why those weights could not be put in place.
         """
         self._in_place(version)
+        if refused is not None:
+            self._not_in_place(refused)
         if changed:
             self._effects.append(SendMemory())
         if self._releasing and not pending:
             self._answer(self._memory[0])
+        return self._go_on(now_ns)
+
+    def weights_lost(self, error: WeightsError, now_ns: int) -> list[Effect]:
+        """A plan's weights could not be put in place, and none are: a new epoch is to begin."""
+        self._not_in_place(error)
         return self._go_on(now_ns)
 
     def tick(self, now_ns: int) -> list[Effect]:
@@ -403,6 +419,12 @@ class UpdatesCore:
             self._effects.append(Log("weights_in_place", {"version": version}))
             self._effects += self._succession.put_in_place(version, ready.origin)
             self._answer(ready.ticket)
+
+    def _not_in_place(self, error: WeightsError) -> None:
+        """Those that wait for a plan were dropped when it came."""
+        if (ready := self._ready) is not None:
+            self._ready = None
+            self._answer(ready.ticket, error)
 
     def _change_memory(self, ticket: int) -> None:
         match self._operation(ticket):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ....config import WeightsError, shown
 from .conversion import as_parameters
 from .limits import WeightLimits, limits_of
+from .storage import check_stored
 
 _NAMED = 3
 """How many tensors an error names."""
@@ -20,12 +21,16 @@ class WeightSyncManager:
 
     Everything that could be wrong with new weights is looked for before the first tensor is
     written, so a refused update leaves weights and version as they were. The version is raised
-    once the last tensor is in place.
+    once the last tensor is in place. Should a write fail all the same, the parameters count as
+    empty: a mixture is never run.
 
     Attributes:
         version: Of the weights in place; 0 are those that were loaded.
-        empty: The parameters hold nothing, since their memory was released. Then only all of the
-            weights are taken.
+        empty: The parameters hold nothing, since their memory was released or they are lost. Then
+            only all of the weights are taken.
+        lost: How a write has failed midway, if no whole update has succeeded since; else "".
+        refused: Why the weights that waited last could not be put in place, with those before
+            still there; None once it was taken.
         limits: The most that one source of new weights may bring.
     """
 
@@ -33,6 +38,9 @@ class WeightSyncManager:
         self.limits = limits or limits_of(module)
         self.version = 0
         self.empty = False
+        self.lost = ""
+        self.refused: WeightsError | None = None
+        self._stuck: WeightsError | None = None
         self._closed = False
         self._module = module
         self._pending: tuple[Mapping[str, Tensor], int] | None = None
@@ -80,6 +88,7 @@ class WeightSyncManager:
         Raises:
             WeightsError: They are not those of this model, or not finite numbers.
         """
+        check_stored(new_weights)
         named = as_parameters(self._module, new_weights, checkpoint=checkpoint)
         own = self._module.state_dict()
         prepared: dict[str, Tensor] = {}
@@ -120,10 +129,11 @@ class WeightSyncManager:
                 memory is released.
         """
         version = self.check_version(version)
+        check_stored(new_weights)
         new_weights = as_parameters(self._module, new_weights)
         self.check(new_weights, partial=partial)
         self.check_complete(new_weights)
-        self._pending = new_weights, version
+        self._pending = self._apart(new_weights), version
         return version
 
     def check_version(self, version: int | None) -> int:
@@ -137,7 +147,7 @@ class WeightSyncManager:
             )
         if version is None:
             version = self.version + 1
-        elif version <= self.version:
+        elif isinstance(version, bool) or not isinstance(version, int) or version <= self.version:
             raise WeightsError(
                 f"version {shown(version)} is not above that of the weights in place, "
                 f"{self.version}; give a larger one, or none"
@@ -147,21 +157,67 @@ class WeightSyncManager:
     def check_complete(self, new_weights: Mapping[str, Tensor]) -> None:
         """Whether they are all, where none are in place. Raises WeightsError as `start_sync`."""
         if self.empty and (missing := self._missing(new_weights)):
+            why = "a write of new ones failed" if self.lost else "their memory was released"
             raise WeightsError(
                 f"{len(missing)} tensors are missing, such as {missing[0]!r}, and none are in "
-                "place, since their memory was released; send all in one update",
+                f"place, since {why}; send all in one update",
                 code="weights_incomplete",
             )
 
     def maybe_finish_sync(self) -> bool:
-        """Puts the waiting weights in place, if there are any; returns whether it did."""
+        """Puts the waiting weights in place, if there are any; returns whether it did.
+
+        Raises:
+            WeightsError: They were changed meanwhile and can't be written: nothing has changed.
+                Or writing failed midway, as `weights_lost`, and `empty` is true.
+        """
         if self._pending is None:
             return False
         (new_weights, version), self._pending = self._pending, None
-        self._write(new_weights)
+        self._check_writable(new_weights)
+        try:
+            self._write(new_weights)
+        except BaseException as error:
+            self.empty = True
+            self.lost = f"{type(error).__name__}: {shown(str(error))}"
+            if not isinstance(error, Exception):
+                raise  # interrupted
+            raise weights_lost(self.lost) from error
         self.version = version
         self.empty = False
+        self.lost = ""
         return True
+
+    def finish_planned_sync(self, version: int) -> None:
+        """Puts the waiting weights in place if a plan says so, which names this version.
+
+        Those that can't be written any more are dropped, `refused` says why, and steps go on with
+        the weights before, if there are any.
+
+        Raises:
+            WeightsError: No weights are in place, so the plan can't be run; nor, until
+                `start_over`, can those behind it, which rest on it.
+        """
+        if self._stuck is not None:
+            raise self._stuck
+        if version <= self.version:
+            return
+        try:
+            self.maybe_finish_sync()
+        except WeightsError as error:
+            if self.empty:
+                self._stuck = error
+                raise
+            self.refused = error
+
+    def start_over(self) -> None:
+        """Plans that come from now on rest on none of those before."""
+        self._stuck = None
+
+    def take_refused(self) -> WeightsError | None:
+        """Why the weights that a plan named last were dropped, once; None if they were not."""
+        refused, self.refused = self.refused, None
+        return refused
 
     def sync_blocking(
         self,
@@ -173,7 +229,7 @@ class WeightSyncManager:
         """Puts new weights in place at once.
 
         Raises:
-            WeightsError: As `start_sync`.
+            WeightsError: As `start_sync` and `maybe_finish_sync`.
         """
         version = self.start_sync(new_weights, version, partial=partial)
         self.maybe_finish_sync()
@@ -226,6 +282,32 @@ class WeightSyncManager:
                 code="weights_not_finite",
             )
 
+    def _apart(self, new_weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Copies what lies in the module's own parameters under another name, as when two layers
+        change places: the first write would change what the second one reads."""
+        own = self._module.state_dict()
+        storages = {tensor.untyped_storage().data_ptr() for tensor in own.values()}
+        shared = {
+            name: tensor.clone()
+            for name, tensor in new_weights.items()
+            if tensor.untyped_storage().data_ptr() in storages and not _alike(tensor, own[name])
+        }
+        return {**new_weights, **shared} if shared else new_weights
+
+    def _check_writable(self, new_weights: Mapping[str, Tensor]) -> None:
+        """Whether they can be written now, in the state that their owner has left them in."""
+        own = self._module.state_dict()
+        try:
+            check_stored(new_weights)
+            for name, tensor in new_weights.items():
+                _check_fits(name, tensor, own[name])
+        except WeightsError as error:
+            raise WeightsError(
+                f"the new weights were changed before they were in place: {error.message}; leave "
+                "them as they are until then, or update with blocking=True"
+            ) from None
+        check_stored(own)
+
     @torch.no_grad()
     def _write(self, new_weights: Mapping[str, Tensor]) -> None:
         own = self._module.state_dict(keep_vars=True)
@@ -236,6 +318,15 @@ class WeightSyncManager:
 def _busy() -> WeightsError:
     return WeightsError(
         "a weight update is under way already; wait until it is in place", code="weights_busy"
+    )
+
+
+def weights_lost(why: str) -> WeightsError:
+    """What is said where the parameters hold a mixture. `why`: how writing failed."""
+    return WeightsError(
+        f"writing new weights failed midway ({why}), so no weights are in place and nothing is "
+        "generated; send all of them in one update",
+        code="weights_lost",
     )
 
 
@@ -261,5 +352,12 @@ def _check_fits(name: str, tensor: object, own: Tensor) -> None:
 
 
 def _same(left: Tensor, right: Tensor) -> bool:
-    alike = (left.data_ptr(), left.stride()) == (right.data_ptr(), right.stride())
-    return alike or torch.equal(left, right)
+    return _alike(left, right) or torch.equal(left, right)
+
+
+def _alike(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors of one shape are the same memory."""
+    of_left, of_right = (
+        (tensor.data_ptr(), tensor.stride(), tensor.dtype) for tensor in (left, right)
+    )
+    return of_left == of_right

@@ -151,14 +151,22 @@ class WeightUpdates:
 
     async def step_done(self, plan: StepPlan, version: int) -> None:
         """A plan has been executed, with weights of this version."""
+        # Of another plan's there can't be any: one update waits for a plan at a time.
+        refused = self._executor.weights.take_refused() if plan.weight_version > version else None
         effects = self.core.step_done(
             version,
             now_ns(),
             changed=plan.weight_version > 0,
             pending=bool(self._executor.memory.pending),
+            refused=refused,
         )
         if effects:
             await self._perform(effects)
+
+    async def weights_lost(self, error: WeightsError) -> None:
+        """A plan was not executed, since its weights could not be written and none are in place."""
+        self._actor.log.error("weights_lost", reason=error.message, exc_info=error.__cause__)
+        await self._perform(self.core.weights_lost(error, now_ns()))
 
     def close(self) -> None:
         """Leaves all groups, so that nothing waits for a trainer any more."""

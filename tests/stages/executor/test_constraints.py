@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from nano_inference.config import Constraint
+from nano_inference.stages.executor import constraints
 from nano_inference.stages.executor.batch import Places
 
 from ..random_schemas import random_schema
+from .plans import INFO
 from .writer import MOST, VOCAB, Writer
 
 
@@ -77,7 +79,7 @@ def test_what_can_not_go_on_is_cut_off(writer: Writer) -> None:
     assert (text, complete) == ("a", False)
 
 
-def test_what_grows_too_large_while_it_is_written_is_cut_off(writer: Writer) -> None:
+def test_what_grows_too_large_while_it_is_written_ends_its_request(writer: Writer) -> None:
     """llguidance's bounds hold for each mask; a sample beside it goes on."""
     bomb = writer.add(Constraint(regex="(((a{1,100}){1,100}){1,100}){1,100}"))
     other = writer.add(Constraint(regex=f"a{{{MOST}}}"))
@@ -93,6 +95,37 @@ def test_what_grows_too_large_while_it_is_written_is_cut_off(writer: Writer) -> 
     assert writer.table.at_limit(np.array([bomb]))[0]
     assert not writer.table.incomplete[other]
     assert not writer.table.at_limit(np.array([other]))[0]
+    (failure,) = writer.constraints.take_failures()
+    assert (failure.status, failure.code) == ("error", "invalid_constraint")
+    assert failure.request_id == INFO.request_id
+    assert not writer.constraints.take_failures()
+
+
+def test_matchers_of_sequences_that_have_left_are_freed(writer: Writer) -> None:
+    gone, stays = writer.add(Constraint(regex="a*")), writer.add(Constraint(regex="b*"))
+    generator = torch.Generator().manual_seed(0)
+    writer.step([gone, stays], generator)
+    writer.table.remove(int(writer.table.ids_of(np.array([gone]))[0]))
+    writer.step([stays], generator)
+    assert gone not in writer.constraints._samples
+    assert stays in writer.constraints._samples
+
+
+def test_masks_that_take_long_again_and_again_end_their_request(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constraints, "_SLOW_S", 0.0)
+    monkeypatch.setattr(constraints, "_MASK_S", 0.0)
+    row = writer.add(Constraint(regex="a*"))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(8):
+        writer.step([row], generator)
+    assert not writer.constraints.take_failures()
+    monkeypatch.setattr(constraints, "_EXCESS_S", 0.0)
+    writer.step([row], generator)
+    (failure,) = writer.constraints.take_failures()
+    assert failure.code == "invalid_constraint"
+    assert writer.table.at_limit(np.array([row]))[0]
 
 
 def test_rows_without_a_constraint_are_left_alone(writer: Writer) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -17,6 +19,7 @@ from ...gguf_files import nothing, write_gguf
 from .models import make_model
 from .plans import Generation, Planner
 
+I8 = gguf.GGMLQuantizationType.I8
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 PROMPTS = ([28, 27, 284, 224, 21, 24, 285], [5, 6, 7], [100])
 NEW_TOKENS = 24
@@ -118,3 +121,19 @@ def test_a_file_that_lacks_tensors(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", change=deeper)
     with pytest.raises(ModelError, match=r"lack \d+ tensors .* such as model.layers.5"):
         load_model(EngineConfig(model_path=str(path), device="cpu"))
+
+
+def test_a_file_of_fewer_numbers_than_it_describes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is made of what it says: here layers of 4 GB, of a file of 5 MB."""
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0].pop("qwen2.feed_forward_length")
+        writer.add_feed_forward_length(2_000_000)
+        writer.add_tensor("large", np.zeros(2_000_000, np.int8), raw_dtype=I8)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    path = write_gguf(tmp_path / "m.gguf", "F16", change=change)
+    with pytest.raises(ModelError, match=r"describes a model of \d+ parameters, .* have \d+"):
+        load_model(EngineConfig(model_path=str(path)))

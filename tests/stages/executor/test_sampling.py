@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nano_inference.config import ModelError
+from nano_inference.config import ModelError, RequestError
 from nano_inference.stages.executor import sample_with_logprobs, uniform
 from nano_inference.stages.executor.logprobs import scale_logits
 from nano_inference.stages.executor.sampling import _restrict, uniforms
@@ -138,6 +138,28 @@ def test_extreme_temperatures_stay_finite(temperature: float) -> None:
     tokens, logprobs = draw(logits, even_uniforms(8), temperature)
     assert torch.isfinite(logprobs).all()
     assert tokens.tolist() == [2] * 8 if temperature < 1 else len(set(tokens.tolist())) > 2
+
+
+@pytest.mark.parametrize("wrong", [-1.0, -1e-9, float("nan"), float("inf")])
+def test_what_is_no_temperature_is_refused(wrong: float) -> None:
+    with pytest.raises(RequestError, match="must be 0") as refused:
+        sample_with_logprobs(torch.zeros(2, 9), torch.tensor([1.0, wrong]))
+    assert refused.value.code == "invalid_temperature"
+
+
+@pytest.mark.parametrize("name", ["temperatures", "uniforms", "top_k", "top_p", "min_p"])
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 1)])
+def test_what_is_not_one_for_each_row_is_refused(name: str, shape: tuple[int, ...]) -> None:
+    """torch would repeat it."""
+    columns = {"temperatures": torch.ones(2), name: torch.full(shape, 0.5)}
+    with pytest.raises(RequestError, match=rf"{name} has the shape .* it must be \(2,\)"):
+        sample_with_logprobs(torch.zeros(2, 9), **columns)
+
+
+@pytest.mark.parametrize("logits", [torch.zeros(9), torch.zeros(1, 2, 9), torch.ones(2, 9).long()])
+def test_what_are_no_logits_is_refused(logits: Tensor) -> None:
+    with pytest.raises(RequestError, match=r"must be \[batch, vocab\] floats"):
+        sample_with_logprobs(logits, torch.ones(2))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

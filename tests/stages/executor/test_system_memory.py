@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from nano_inference.stages.executor.system_memory import (
     zeros,
 )
 
-from ...resident import asks_for_huge_pages, needs_proc
+from ...resident import asks_for_huge_pages, needs_proc, resident_bytes_of_file
 
 _CPU = torch.device("cpu")
 
@@ -99,3 +100,25 @@ def test_why_there_are_none(
     monkeypatch.setattr(system_memory, "_ENABLED", file)
     found = why_no_huge_pages()
     assert (why in found) if why else not found
+
+
+@needs_proc
+def test_copied_pages_of_the_file_are_released_while_it_is_mapped(tmp_path: Path) -> None:
+    """Else the weights would be in memory twice until the last tensor is copied."""
+    file = tmp_path / "model.safetensors"
+    count = 4 * HUGE_PAGE
+    names = ("first", "second", "third")
+    save_file({name: torch.full((count,), 7, dtype=torch.uint8) for name in names}, file)
+    tensors = load_file(file)
+    kept = tensors.pop("third")  # keeps the file mapped
+    module = nn.Module()
+    for name, tensor in tensors.items():
+        module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+    assert all(tensor.eq(7).all() for tensor in (*module.parameters(), kept))
+    before = resident_bytes_of_file(file)
+    assert before >= 3 * count
+
+    use_huge_pages(module)
+
+    assert resident_bytes_of_file(file) <= before - 2 * (count - 2 * mmap.PAGESIZE)
+    assert all(tensor.eq(7).all() for tensor in (*module.parameters(), kept))

@@ -13,19 +13,12 @@ from torch import Tensor
 from .....bus.weights import TensorMeta
 from .....config import WeightsError, shown
 from ..limits import UNLIMITED, WeightLimits
+from ..storage import NUMBERS
 
 _T = TypeVar("_T")
 
-_NUMBERS = (
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
-    *(torch.float8_e8m0fnu, torch.bool, torch.uint8, torch.int8),
-    *(torch.int16, torch.int32, torch.int64),
-)
-"""What torch can convert to a parameter's dtype, each number by itself."""
-
 _DTYPES: dict[str, torch.dtype] = {
-    name: dtype for name, dtype in vars(torch).items() if dtype in _NUMBERS
+    name: dtype for name, dtype in vars(torch).items() if dtype in NUMBERS
 }
 
 _MOST_BYTES = 1 << 62

@@ -16,6 +16,7 @@ from .....bus.weights import SharedMemoryWeights, TensorMeta
 from .....config import WeightsError, shown
 from .....config.temporary import SHARED_MEMORY, new_name, own, sweep
 from ..limits import UNLIMITED, WeightLimits
+from ..storage import check_stored
 from .layout import as_tensor, dtype_of, meta_of, read_file, sizes_of, unhurried
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
@@ -50,12 +51,14 @@ class SharedWeights:
         """Reserves the memory and fills it.
 
         Args:
-            state_dict: Tensors by name, of any dtype and layout, on any device.
+            state_dict: Tensors by name, of any dtype and any strides, on any device.
             bucket_bytes: Size of a piece of shared memory; a larger tensor has one for itself.
 
         Raises:
-            WeightsError: There is not enough shared memory.
+            WeightsError: There is not enough shared memory, or the numbers of a tensor can't be
+                read: it is sparse, quantised, on the meta device, or its storage was freed.
         """
+        check_stored(state_dict)
         self._tensors = dict(state_dict)
         metas = tuple(meta_of(name, tensor) for name, tensor in self._tensors.items())
         sizes, places = _lay_out(self._tensors, metas, bucket_bytes)
@@ -95,8 +98,9 @@ class SharedWeights:
                 what is in them now, when None.
 
         Raises:
-            WeightsError: The tensors are others.
+            WeightsError: The tensors are others, or their numbers can't be read.
         """
+        check_stored(self._tensors if state_dict is None else state_dict)
         if state_dict is not None:
             metas = tuple(meta_of(name, tensor) for name, tensor in state_dict.items())
             if metas != self.source.tensors:

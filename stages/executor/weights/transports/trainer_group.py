@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .....bus.weights import GroupWeights, TensorMeta
+from ..storage import check_stored
 from .background import Background
 from .group import Member
 from .layout import as_bytes, buckets, distinct, meta_of, sizes_of
@@ -120,7 +121,12 @@ class WeightsGroup:
             state_dict: Tensors by name, on any device. Of several names of one tensor, as tied
                 parameters have, the first is sent.
             bucket_bytes: Tensors travel together up to so many bytes; 0 sends each by itself.
+
+        Raises:
+            WeightsError: The numbers of a tensor can't be read: it is sparse, quantised, on the
+                meta device, or its storage was freed.
         """
+        check_stored(state_dict)
         tensors = distinct(state_dict)
         metas = tuple(meta_of(name, tensor) for name, tensor in tensors.items())
         sizes = sizes_of(metas)
@@ -152,5 +158,7 @@ def _pack(
     device: torch.device,
 ) -> Iterator[Tensor]:
     for bucket in plan:
+        # Again, since the trainer may have freed some meanwhile.
+        check_stored({metas[index].name: tensors[metas[index].name] for index in bucket})
         parts = [as_bytes(tensors[metas[index].name]).to(device) for index in bucket]
         yield parts[0] if len(parts) == 1 else torch.cat(parts)

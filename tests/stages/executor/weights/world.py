@@ -233,8 +233,7 @@ class World:
     def execute(self) -> None:
         """The model runs a step, as `ExecutorCore.launch` does."""
         plan = self.launched.popleft()
-        if plan.version > self.manager.version:
-            self.manager.maybe_finish_sync()
+        self.manager.finish_planned_sync(plan.version)
         if self.memory.pending.intersection(plan.release):
             self.memory.release(plan.release)
         assert self.memory.runs or not plan.rows, "a step without memory or weights"
@@ -243,12 +242,14 @@ class World:
     def report_step(self) -> None:
         """The core and batching are told of a step."""
         plan, version = self.executed.popleft()
+        refused = self.manager.take_refused() if plan.version > version else None
         self.planner.under_way = max(0, self.planner.under_way - 1)
         effects = self.core.step_done(
             version,
             self.now_ns,
             changed=plan.version > 0,
             pending=bool(self.memory.pending),
+            refused=refused,
         )
         self.perform(effects)
 

@@ -15,7 +15,7 @@ import torch
 
 from nano_inference.bus.weights import SharedMemoryWeights, TensorMeta
 from nano_inference.config import WeightsError
-from nano_inference.stages.executor.weights.transports import SharedWeights, fetch
+from nano_inference.stages.executor.weights.transports import SharedWeights, WeightsGroup, fetch
 from nano_inference.stages.executor.weights.transports.group import WeightGroups
 from nano_inference.stages.executor.weights.transports.shared_memory import read_shared_memory
 
@@ -66,6 +66,19 @@ def test_the_copies_are_private_and_an_update_needs_no_new_memory() -> None:
         with pytest.raises(WeightsError, match="share them anew"):
             shared.update({"x": torch.zeros(6), "y": torch.zeros(2)})
     assert [each["x"][0].item() for each in (first, second, third)] == [0, 1, 2]
+
+
+def test_tensors_whose_numbers_are_not_there_are_refused() -> None:
+    """Reading them would end the trainer's process."""
+    with pytest.raises(WeightsError, match="'x' can't be read: it is on the meta device"):
+        SharedWeights({"x": torch.zeros(5, device="meta")})
+    with pytest.raises(WeightsError, match="'x' can't be read: its layout is sparse_coo"):
+        WeightsGroup("127.0.0.1:0", 2).broadcast({"x": torch.zeros(5).to_sparse()})
+    weights = {"x": torch.zeros(5)}
+    with SharedWeights(weights) as shared:
+        weights["x"].untyped_storage().resize_(0)
+        with pytest.raises(WeightsError, match="its storage has 0 bytes and 20 are needed"):
+            shared.update()
 
 
 def test_nothing_is_left_when_the_block_ends() -> None:

@@ -1,0 +1,55 @@
+"""The longest context of a model: as its configuration says, also before the model is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..config import ModelError
+from .gguf import gguf_file_of
+from .gguf_header import read_header
+
+_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+"""What config.json calls it, by model type."""
+
+_MOST_CONFIG_BYTES = 1 << 20
+
+
+def longest_context(text: Mapping[str, Any]) -> int | None:
+    """The longest context that a model handles, in tokens; None if its configuration doesn't say.
+
+    With some kinds of rotary scaling, positions beyond the original length change the factors of
+    the whole batch, so one long sequence would change the tokens of its short neighbours. There
+    the original length counts.
+
+    Args:
+        text: Of the configuration of the language model, in Transformers' names.
+    """
+    told = (text.get(name) for name in _NAMES)
+    limit = next((each for each in told if isinstance(each, int) and each > 0), None)
+    rope: dict[str, Any] = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    per_kind = [part for part in rope.values() if isinstance(part, dict)]
+    for part in per_kind or [rope]:
+        if part.get("rope_type", part.get("type")) in ("longrope", "dynamic"):
+            name = "original_max_position_embeddings"
+            original = part.get(name) or text.get(name)
+            limit = min(filter(None, (limit, original)), default=None)
+    return limit
+
+
+def longest_context_of(model: Path) -> int | None:
+    """That of a model that is not loaded, by its files; None if they don't say, or can't be read.
+
+    Reads a file, of a GGUF file its header, which takes some tenths of a second.
+    """
+    try:
+        if (file := gguf_file_of(model)) is not None:
+            header = read_header(file)
+            return longest_context({_NAMES[0]: header.context_length})
+        with (model / "config.json").open("rb") as opened:
+            config = json.loads(opened.read(_MOST_CONFIG_BYTES))
+        return longest_context(config.get("text_config") or config)
+    except (ModelError, OSError, ImportError, ValueError, TypeError, AttributeError):
+        return None  # whoever loads it says why

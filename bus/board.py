@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from .control import LoadedAdapter
+from .process_state import ProcessState, state_of
 
 STALE_AFTER_S = 10.0
 """A stage that has not been heard of for so long is taken for gone. A process reports every
@@ -38,6 +39,9 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
         adapters: Admission's: those that requests to its lane can name.
         age_s: How long ago this was told, by the board's own clock.
         model: Whose lane it is, in a deployment of several models.
+        process: What `identity_of` its PID is there.
+        process_state: How that process is now, if it runs on the reader's machine. The board sets
+            it as it is read.
     """
 
     lane: str
@@ -53,6 +57,8 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
     age_s: float = 0.0
     adapters: tuple[LoadedAdapter, ...] = ()
     model: str = ""
+    process: str = ""
+    process_state: ProcessState = "unknown"
 
 
 class StageBoard(Protocol):
@@ -103,7 +109,7 @@ def latest(reports: Iterable[tuple[float, StageReport]]) -> list[StageReport]:
         if key not in last or aged.age_s <= last[key].age_s:
             last[key] = aged
     current = [
-        report
+        msgspec.structs.replace(report, process_state=state_of(report.pid, report.process))
         for report in last.values()
         if report.age_s < STALE_AFTER_S and report.state != "gone"
     ]

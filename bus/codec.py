@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -33,6 +33,9 @@ _NESTED = "the request is nested too deeply"
 _BEYOND_64_BITS = "the request holds an integer that does not fit in 64 bits"
 _NOT_PLAIN = "the request must be plain data (str, int, float, bool, list, dict)"
 _SENTENCES = frozenset({_NOT_UNICODE, _NESTED, _BEYOND_64_BITS, _NOT_PLAIN})
+
+
+_Request = TypeVar("_Request")
 
 
 class _AskedModel(msgspec.Struct, frozen=True):
@@ -88,7 +91,7 @@ def decode_request(raw: bytes, encoding: Encoding, max_bytes: int) -> GenerateRe
         return _explain(raw, encoding, error)
     if (path := _beyond_int64(request)) is not None:
         return _beyond(request.request_id, path)
-    return request
+    return _with_schema_text(request)
 
 
 def decode_model(raw: bytes, encoding: Encoding) -> str:
@@ -113,7 +116,7 @@ def check_request(
     if isinstance(request, bytes):
         return decode_request(request, "json", max_bytes)
     try:
-        raw = _envelope_encoder.encode(_with_integer_keys(request))
+        raw = _envelope_encoder.encode(_with_schema_text(_with_integer_keys(request)))
     except _UNREADABLE as error:
         return Malformed(named_id(request), UNSENDABLE, _unsendable(error))
     checked = decode_request(raw, "msgpack", max_bytes)
@@ -132,7 +135,7 @@ def encode_request(request: GenerateRequest | dict[str, Any] | bytes) -> tuple[s
         return "json", request
     try:
         if _has_nonfinite(request):
-            return "msgpack", _envelope_encoder.encode(request)
+            return "msgpack", _envelope_encoder.encode(_with_schema_text(request))
         return "json", _json_encoder.encode(request)
     except _UNREADABLE as error:
         refused = Malformed(named_id(request), UNSENDABLE, _unsendable(error))
@@ -210,6 +213,38 @@ def _with_integer_keys(request: GenerateRequest | dict[str, Any]) -> object:
     except msgspec.ValidationError:
         return request
     return {**request, "sampling": {**sampling, "logit_bias": bias}}
+
+
+def _with_schema_text(request: _Request) -> _Request:
+    """The same request, with a constraint's schema as text: JSON has integers beyond 64 bits,
+    MessagePack has none."""
+    sampling = _member(request, "sampling")
+    constraint = _member(sampling, "constraint")
+    schema = _member(constraint, "json_schema")
+    if not isinstance(schema, dict):
+        return request
+    try:
+        text = _json_encoder.encode(schema).decode()
+    except _UNREADABLE:
+        # The request's own encoding says why.
+        return request
+    constraint = _replaced(constraint, "json_schema", text)
+    replaced: _Request = _replaced(
+        request, "sampling", _replaced(sampling, "constraint", constraint)
+    )
+    return replaced
+
+
+def _member(value: object, name: str) -> object:
+    """A field of a struct or a dict; None of anything else."""
+    return value.get(name) if isinstance(value, dict) else getattr(value, name, None)
+
+
+def _replaced(value: Any, name: str, new: object) -> Any:
+    """A struct or a dict with one field replaced."""
+    if isinstance(value, dict):
+        return {**value, name: new}
+    return msgspec.structs.replace(value, **{name: new})
 
 
 def _is_unicode(text: str) -> bool:

@@ -244,8 +244,7 @@ class StepPlan(Internal, frozen=True, array_like=True, tag="plan", tag_field="ty
         ended: Requests that were cut short, passed on to streaming in order behind their tokens.
         made_ns: When batching made the plan.
         weight_version: Of new weights to be put in place before the pass; 0 for none.
-        release: Memory to be released. Then no plan is under way before this one, which has no
-            rows, nor has any other until the memory is there again.
+        release: Memory to be released. No plan before has rows, nor has any until it is resumed.
         adapters: (id, version) of adapters whose new weights are to be put in place before the
             pass; version 0: the executor forgets the adapter. Behind `finished`, before `new`.
         num_drafts: `[rows]`, how many drafted tokens the executor may verify in a row besides,
@@ -344,6 +343,7 @@ class StepResult(Internal, frozen=True, array_like=True, tag="step", tag_field="
         pooled: For sequences that asked for their prompt's vector and have computed all of it.
         drafts: For each row in which drafted tokens were verified.
         draft_rest: So many plans to come need allow no drafts, since they would not pay.
+        failed: Requests that the executor ends; rows of theirs don't count.
     """
 
     step_id: int
@@ -362,6 +362,7 @@ class StepResult(Internal, frozen=True, array_like=True, tag="step", tag_field="
     pooled: tuple[PooledPrompt, ...] = ()
     drafts: tuple[VerifiedDraft, ...] = ()
     draft_rest: int = 0
+    failed: tuple[Cancel, ...] = ()
 
 
 class RecoveryItem(InternalPart, frozen=True, array_like=True):
@@ -411,8 +412,7 @@ class Recovered(Internal, frozen=True, array_like=True, tag="recovered", tag_fie
 class Fenced(Internal, frozen=True, array_like=True, tag="fenced", tag_field="type"):
     """Streaming to admission: the streams of these entries take nothing more in this epoch.
 
-    Somebody goes on with them in a larger one, or outputs are missing there. Whose they are now,
-    the requests queue tells.
+    The requests queue tells whose they are now: a larger epoch's, or outputs are missing there.
     """
 
     entry_ids: tuple[str, ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .grammar import constraint_of
+from .lark import lark_of_gbnf
 from .message_format import (
     CallSyntax,
     MessageFormat,
@@ -12,9 +13,12 @@ from .message_format import (
     opening_of,
 )
 from .message_reader import Delta, MessageReader, Reading, ToolCall
+from .reasoning import EFFORT, SWITCHES, asked_to_reason
 from .tools import Tool, ToolUse
 
 __all__ = [
+    "EFFORT",
+    "SWITCHES",
     "CallSyntax",
     "Delta",
     "MessageFormat",
@@ -24,8 +28,10 @@ __all__ = [
     "Tool",
     "ToolCall",
     "ToolUse",
+    "asked_to_reason",
     "constraint_of",
     "find_format",
     "format_of",
+    "lark_of_gbnf",
     "opening_of",
 ]

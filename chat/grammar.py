@@ -30,7 +30,7 @@ def constraint_of(
     reasoning_budget: int | None = None,
     special_tokens: Mapping[str, int] = _NO_TOKENS,
     *,
-    may_begin_reasoning: bool = True,
+    reasoning_asked: bool | None = None,
 ) -> Constraint | None:
     """What is asked of a message; None where it may be anything.
 
@@ -40,15 +40,21 @@ def constraint_of(
         use: Which tools it may, or has to, call.
         answer: What the text has to be, where it is not a call.
         reasoning_budget: Tokens that the reasoning may have between its marks; None for no limit.
+            One that is not 0 asks for reasoning where `reasoning_asked` is None.
         special_tokens: The ids, by their names, of the tokenizer's tokens that no others can spell
             in a grammar.
-        may_begin_reasoning: Whether the model may reason where its template has not begun that.
+        reasoning_asked: Whether the caller asked for reasoning; None if it did not say. Unless it
+            did, the grammar has none where the prompt has not begun any: a grammar that allows
+            the opening mark makes models reason that would not without it, since the mark is then
+            one of few tokens that may come first.
 
     Raises:
         RequestError: unsupported: the model's format does not say how it writes such a thing;
             invalid_constraint: the answer can't be described.
     """
     kind = _kind(use, answer, form)
+    if reasoning_asked is False and reasoning_budget is not None:
+        reasoning_budget = 0
     if kind == "anything" and reasoning_budget is None:
         return None
     if form is None:
@@ -59,7 +65,8 @@ def constraint_of(
             code="unsupported",
         )
     state = _reasoning_state(form, opening)
-    if state == "possible" and not may_begin_reasoning:
+    # A budget of 0 is a grammar by itself, which forbids the mark wherever it could come.
+    if state == "possible" and not reasoning_asked and reasoning_budget is None:
         state = "closed"
     if reasoning_budget is not None and form.reasoning is None:
         raise unsupported(form, "has no reasoning, so that it can't be given a budget")

@@ -19,6 +19,10 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 _NOTHING = '""'
 
+_BLANK_LINES = re.compile(r"\n(?:[ \t\r]*\n)+")
+"""llguidance's conversion takes quadratic time in their number: 5 s for 16,000, during all of which
+it holds the interpreter's lock."""
+
 SPACE = r"/[ \t\r\n]{1,8}/"
 """As much white space as there may be between the parts of a message."""
 
@@ -121,6 +125,14 @@ def json_of(schema: Mapping[str, Any]) -> str:
     return f"%json {_encoded({**without_words(schema), 'x-guidance': options})}"
 
 
+def lark_of_gbnf(text: str) -> str:
+    """A grammar in llama.cpp's form, in Lark's.
+
+    Raises ValueError or RecursionError: it is none.
+    """
+    return grammar_from("gbnf", _BLANK_LINES.sub("\n", text))
+
+
 def answer_of(constraint: Constraint) -> str:
     """What a constraint asks for, in a rule.
 
@@ -142,7 +154,7 @@ def answer_of(constraint: Constraint) -> str:
         return f"({' | '.join(map(quoted, constraint.choice))})"
     if constraint.gbnf is not None:
         try:
-            return _nested(grammar_from("gbnf", constraint.gbnf))
+            return _nested(lark_of_gbnf(constraint.gbnf))
         except (ValueError, RecursionError) as error:
             raise _invalid(f"constraint.gbnf can't be read: {error}") from None
     assert constraint.lark is not None

@@ -15,6 +15,7 @@ from .errors import (
 )
 from .gateway import GatewayConfig
 from .load import API_KEY_VARIABLE, as_environment, load_config, nearest, parse_value, text_in
+from .model_paths import missing_model
 from .models import ModelConfig
 from .policy import PolicyConfig
 from .quoting import MOST_SHOWN, MOST_TEXT, cut, cut_middle, field_name, shown, told_of
@@ -79,6 +80,7 @@ __all__ = [
     "field_name",
     "is_adapter_id",
     "load_config",
+    "missing_model",
     "nearest",
     "parse_value",
     "redact",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Any, ClassVar, Literal, get_args, get_origin
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
 from .errors import ConfigError
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,6 +36,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __repr__(self) -> str:
         fields = (f"{name}={value!r}" for name, value in self.__rich_repr__())
         return f"{type(self).__name__}({', '.join(fields)})"
+
+    def __hash__(self) -> int:
+        """Of the values, also of those that are dicts or lists, which have none by themselves."""
+        return hash(tuple(_hashable(getattr(self, name)) for name in self.__struct_fields__))
 
     def _shown(self, name: str) -> Any:
         value = getattr(self, name)
@@ -63,6 +70,30 @@ class Section(Settings, frozen=True):
 
     def check(self) -> None:
         """Raises ConfigError where a setting is out of range, or does not go with another."""
+
+
+class FrozenDict(dict[_Key, _Value]):
+    """A dict that can't be changed, for what is frozen and hashed."""
+
+    def _refuse(self, *_: object, **__: object) -> Any:
+        raise TypeError(
+            "this is a part of frozen settings; make others with msgspec.structs.replace"
+        )
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FrozenDict, (dict(self),)
+
+
+def _hashable(value: Any) -> Any:
+    """Something with a hash that is the same for equal values."""
+    if isinstance(value, dict):
+        return frozenset((name, _hashable(each)) for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(map(_hashable, value))
+    return frozenset(value) if isinstance(value, set) else value
 
 
 def _names_in(kind: Any) -> list[str]:

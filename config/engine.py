@@ -39,8 +39,9 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         cache_type: The prefix cache. "radix": a tree of tokens, which finds the longest match with
             any sequence computed; "paged": full blocks found by a chain of hashes.
         block_size: Tokens per KV block.
-        max_batch_size: Sequences that run at the same time. 0 takes 256, and on a CPU 128: there a
-            step takes longer with each of them, and everybody waits for steps.
+        max_batch_size: Sequences that run at the same time. 0, the default, stands for 256, and on
+            a CPU for 128: there a step takes longer with each of them, and everybody waits for
+            steps. `InferenceEngine.config` has the number in use.
         max_model_len: Prompt and completion together, in tokens; the model's own limit applies too.
         gpu_memory_utilization: Share of the device's memory for weights and KV cache (CUDA, XPU).
         kv_cache_bytes: Size of the KV cache on CPU and MPS, once all of it has been used.
@@ -92,7 +93,8 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
             it: "mean", "last" or "cls". "" takes the last token where tokens see only those before
             them, and else the mean.
         speculation: "auto" verifies drafted tokens beside the one that each row computes, where
-            that is worth while; "off" never does. Neither changes a token or a logprob.
+            that is worth while; "off" never does. Neither changes a token or a logprob
+            (with `kernels` off: unless `deterministic` is true, a logprob in its last digits).
         draft_sources: Where drafts come from, as `DraftSourceName` says.
         max_draft_tokens: Most drafted tokens of a sample in one step.
         suffix_index_tokens: How many tokens of earlier outputs "suffix" remembers.

@@ -81,8 +81,10 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
             full batches. One tenant alone has half of them.
         max_waiting: Requests that may wait here; beyond that the newest call of the tenant that
             has most is refused as "overloaded".
-        max_priority: Higher ones are cut to this, unless the caller's key may have more, so that
-            nobody goes before others because he says so.
+        max_priority: A request that asks for a higher priority is refused, unless the caller's key
+            allows it, so that nobody goes before others because he says so.
+        metrics: Whether `GET /metrics` shows the metrics of this process, without
+            `telemetry.metrics_port` too. Where there are keys, it takes one with the scope "read".
     """
 
     SECTION: ClassVar[str] = "gateway"
@@ -122,6 +124,7 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
     max_in_flight: int | None = None
     max_waiting: int = 16_384
     max_priority: int = 0
+    metrics: bool = True
 
     @property
     def listens(self) -> bool:

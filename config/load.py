@@ -31,6 +31,10 @@ API_KEY_VARIABLE = "NANO_INFERENCE_API_KEY"
 
 _IN_FILE = "_file"
 
+_NEAR = 0.6
+"""Least share of letters in common, in order, for a name to be suggested; difflib's own default.
+Below it a suggestion is further from what was meant than the list of names."""
+
 _OFF_OR_NAME = frozenset({"gateway.message_format", "policy.backend"})
 """Settings that are off, or have the name of something."""
 
@@ -218,5 +222,5 @@ def nearest(name: str, known: Iterable[str]) -> str:
     Comparing takes time with the square of a name's length, so only short ones are compared.
     """
     short = len(name) <= MOST_SHOWN
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5) if short else []
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=_NEAR) if short else []
     return f"; did you mean {matches[0]!r}?" if matches else f"; known: {', '.join(known)}"

@@ -14,7 +14,10 @@ MOST_SHOWN = 80
 MOST_TEXT = 2000
 """Characters of a whole message; a sentence of ours with some values in it has fewer."""
 
-_UNKNOWN_FIELD = re.compile(r"unknown field `(.*)`(?= - at `|$)", re.DOTALL)
+# The name ends before msgspec's place, or with the text. It may itself hold what looks like one.
+_UNKNOWN_FIELD = re.compile(
+    r"unknown field `(.*?)`(?= - at `\$[\w.\[\]]{0,200}`\Z|\Z)", re.DOTALL | re.ASCII
+)
 
 
 def shown(value: object) -> str:

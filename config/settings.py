@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any, ClassVar, Literal, get_args
 
 import msgspec
 
-from .base import Section, Settings
+from .base import FrozenDict, Section, Settings
 from .engine import EngineConfig
 from .errors import ConfigError
 from .gateway import GatewayConfig
@@ -62,6 +63,9 @@ class Constraint(Settings, frozen=True, forbid_unknown_fields=True, omit_default
     gbnf: str | None = None
 
 
+_NO_BIAS: FrozenDict[int, float] = FrozenDict()
+
+
 class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How one request samples. Immutable; ranges are checked by admission, per request.
 
@@ -106,12 +110,27 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}  # noqa: RUF012  (msgspec makes a new one each time)
+    logit_bias: dict[int, float] = _NO_BIAS
     min_tokens: int = 0
     logprobs: int = 0
     prompt_logprobs: int | None = None
     constraint: Constraint | None = None
     max_draft_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        """Takes collections over, so that a caller who changes his own does not change these.
+
+        What is of the wrong type stays as it is, for whoever checks it.
+        """
+        for name, kind, given in (
+            ("stop_token_ids", frozenset, self.stop_token_ids),
+            ("stop", tuple, self.stop),
+            ("logit_bias", FrozenDict, self.logit_bias),
+        ):
+            taken = dict if kind is FrozenDict else list | tuple | set | frozenset
+            if type(given) is not kind and isinstance(given, taken):
+                with suppress(TypeError):  # of what has no hash
+                    msgspec.structs.force_setattr(self, name, kind(given))
 
 
 class BusConfig(Section, frozen=True, forbid_unknown_fields=True):

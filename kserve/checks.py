@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
 from ..config import RequestError, shown
@@ -12,6 +12,9 @@ MAX_TENSORS = 1024
 """A request or an answer has at most so many inputs, and so many outputs."""
 
 CLASSIFICATION_PARAM = "classification"
+
+# How a client's library has made the tensor.
+_HARMLESS = frozenset({"content_type"})
 
 T = TypeVar("T")
 
@@ -30,6 +33,21 @@ def checked_name(name: str) -> str:
             f"a tensor is named {shown(name)}; a name has 1 to {MAX_NAME_LENGTH} characters"
         )
     return name
+
+
+def check_parameters(name: str, parameters: Mapping[str, object], known: Collection[str]) -> None:
+    """Refuses parameters of a tensor that ask for something unknown.
+
+    Raises:
+        RequestError: unsupported.
+    """
+    for parameter, value in parameters.items():
+        if parameter not in known and parameter not in _HARMLESS and value:
+            raise RequestError(
+                f"the parameter {shown(parameter)} of {shown(name)} is not known here; known: "
+                f"{', '.join(sorted(known))}. Leave it out",
+                code="unsupported",
+            )
 
 
 def check_not_classified(name: str, parameters: Mapping[str, object]) -> None:

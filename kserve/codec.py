@@ -13,9 +13,16 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 import numpy as np
 
 from ..config import RequestError, shown
-from .checks import check_not_classified, checked_name, counted
+from .checks import check_not_classified, check_parameters, checked_name, counted
 from .elements import MAX_ELEMENTS, MAX_STRINGS, array_of, byte_size, raw_bytes, read_only
-from .memory import TensorMemory, memory_of, memory_params, read_tensor, write_tensor
+from .memory import (
+    MEMORY_PARAMS,
+    TensorMemory,
+    memory_of,
+    memory_params,
+    read_tensor,
+    write_tensor,
+)
 from .protobuf import (
     ModelConfigResponse,
     ModelInferRequest,
@@ -97,6 +104,8 @@ def decode_infer_request(message: Any, memory: TensorMemory | None = None) -> In
     Raises:
         RequestError: It is not well-formed, or a region can't be read.
     """
+    for each in message.inputs:
+        check_parameters(each.name, _parameters(each.parameters), MEMORY_PARAMS)
     return InferRequest(
         model_name=message.model_name,
         model_version=message.model_version,
@@ -324,6 +333,7 @@ def _requested_output(described: Any) -> RequestedOutput:
     name = checked_name(described.name)
     parameters = _parameters(described.parameters)
     check_not_classified(name, parameters)
+    check_parameters(name, parameters, MEMORY_PARAMS)
     return RequestedOutput(name, memory_of(name, parameters))
 
 

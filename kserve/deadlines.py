@@ -6,6 +6,8 @@ a deadline on its own clock of it, and sends on what is left then.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ..config import RequestError, shown
 from .tensors import Parameters
 
@@ -23,23 +25,30 @@ def deadline_params(budget_ns: int) -> dict[str, int]:
     return {TIMEOUT_NS_PARAM: min(budget_ns, _MAX_NS)} if budget_ns > 0 else {}
 
 
-def budget_of(parameters: Parameters) -> int | None:
-    """The time that a request has by its parameters, in nanoseconds; None when it has no limit.
+class Budget(NamedTuple):
+    """The time that a request has, in nanoseconds, and the parameter that says so."""
+
+    ns: int
+    param: str
+
+
+def budget_of(parameters: Parameters) -> Budget | None:
+    """The time that a request has by its parameters; None when it has no limit.
 
     Of both, the shorter one holds. A `timeout_ns` of zero or less is over already.
 
     Raises:
         RequestError: invalid_budget.
     """
-    budgets = []
+    budgets: list[Budget] = []
     if (given := parameters.get(TIMEOUT_NS_PARAM)) is not None:
-        budgets.append(_checked(TIMEOUT_NS_PARAM, given))
+        budgets.append(Budget(_checked(TIMEOUT_NS_PARAM, given), TIMEOUT_NS_PARAM))
     if (given := parameters.get(TRITON_TIMEOUT_PARAM)) is not None:
         micros = _checked(TRITON_TIMEOUT_PARAM, given)
         if micros < 0:
             raise _invalid(TRITON_TIMEOUT_PARAM, given)
         if micros:
-            budgets.append(min(micros * 1000, _MAX_NS))
+            budgets.append(Budget(min(micros * 1000, _MAX_NS), TRITON_TIMEOUT_PARAM))
     return min(budgets) if budgets else None
 
 

@@ -13,10 +13,17 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..config import RequestError, shown, told_of
-from .checks import check_not_classified, checked_name, counted
+from .checks import check_not_classified, check_parameters, checked_name, counted
 from .elements import array_of, raw_bytes
 from .json_data import json_elements, json_parameters, json_to_array, read_json
-from .memory import TensorMemory, memory_of, memory_params, read_tensor, write_tensor
+from .memory import (
+    MEMORY_PARAMS,
+    TensorMemory,
+    memory_of,
+    memory_params,
+    read_tensor,
+    write_tensor,
+)
 from .tensors import (
     Array,
     InferRequest,
@@ -34,6 +41,9 @@ HEADER = "Inference-Header-Content-Length"
 BINARY_DATA_PARAM = "binary_data"
 BINARY_DATA_SIZE_PARAM = "binary_data_size"
 BINARY_DATA_OUTPUT_PARAM = "binary_data_output"
+
+_INPUT_PARAMS = MEMORY_PARAMS | {BINARY_DATA_SIZE_PARAM}
+_OUTPUT_PARAMS = MEMORY_PARAMS | {BINARY_DATA_PARAM}
 
 Parts = list[bytes | memoryview]
 """A body in pieces, in their order."""
@@ -103,6 +113,8 @@ def decode_http_request(
             f"the body is for the model {shown(found.model_name)}, and the path for "
             f"{shown(model_name)}; leave out model_name"
         )
+    for each in found.inputs:
+        check_parameters(each.name, each.parameters or {}, _INPUT_PARAMS)
     parameters = dict(found.parameters or {})
     binary_outputs = _flag(
         BINARY_DATA_OUTPUT_PARAM, parameters.pop(BINARY_DATA_OUTPUT_PARAM, False)
@@ -301,6 +313,7 @@ def _binary_size(name: str, parameters: Mapping[str, object]) -> int | None:
 def _requested_output(output: _Output, binary_outputs: bool) -> RequestedOutput:
     name, parameters = checked_name(output.name), output.parameters or {}
     check_not_classified(name, parameters)
+    check_parameters(name, parameters, _OUTPUT_PARAMS)
     binary = _flag(BINARY_DATA_PARAM, parameters.get(BINARY_DATA_PARAM, binary_outputs))
     return RequestedOutput(name, memory_of(name, parameters), binary)
 

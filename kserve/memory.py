@@ -13,6 +13,8 @@ REGION_PARAM = "shared_memory_region"
 BYTE_SIZE_PARAM = "shared_memory_byte_size"
 OFFSET_PARAM = "shared_memory_offset"
 
+MEMORY_PARAMS = frozenset({REGION_PARAM, BYTE_SIZE_PARAM, OFFSET_PARAM})
+
 _MAX_SIZE = 2**63 - 1
 
 

@@ -8,9 +8,9 @@ from collections.abc import Coroutine
 from typing import Any
 
 import anyio
-import structlog
 
 from ..config import ChannelClosed
+from ..config.logger import get_logger
 
 CANCEL_PATIENCE_S = 2.0
 """How long a caller that leaves a stream waits for its request's cancellation to be sent."""
@@ -43,4 +43,4 @@ class Cancellations:
         self._running.discard(cancelling)
         error = None if cancelling.cancelled() else cancelling.exception()
         if error is not None and not isinstance(error, ChannelClosed):
-            structlog.get_logger().warning("not_cancelled", error=str(error))
+            get_logger().warning("not_cancelled", error=str(error))

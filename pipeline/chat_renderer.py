@@ -18,6 +18,7 @@ from ..chat import (
     Tool,
     ToolCall,
     ToolUse,
+    asked_to_reason,
     constraint_of,
     format_of,
     opening_of,
@@ -42,11 +43,14 @@ class ChatPrompt(msgspec.Struct, frozen=True):
         opening: What of the model's message they have already, such as the mark that begins its
             reasoning.
         use: Which tools the model may, or has to, call.
+        reasoning_asked: Whether the template's variables ask for reasoning; None if they don't
+            say.
     """
 
     token_ids: tuple[int, ...]
     opening: str
     use: ToolUse
+    reasoning_asked: bool | None = None
 
 
 class ChatRenderer:
@@ -128,7 +132,7 @@ class ChatRenderer:
             )
         token_ids = self._tokenizer.encode(str(text), add_special_tokens=False)
         opening = opening_of(self._format, str(text)) if self._format is not None else ""
-        return ChatPrompt(tuple(token_ids), opening, use)
+        return ChatPrompt(tuple(token_ids), opening, use, asked_to_reason(variables))
 
     def sampling(
         self,
@@ -139,7 +143,8 @@ class ChatRenderer:
     ) -> SamplingParams:
         """The same parameters, with a constraint that keeps the message to what was asked of it:
         a call where one is required, arguments of strict tools, and `params.constraint` of the
-        text.
+        text. A constrained message has no reasoning unless the template began it, its variables
+        asked for it, or there is a budget.
 
         Args:
             params: The defaults when None.
@@ -156,6 +161,7 @@ class ChatRenderer:
             params.constraint,
             reasoning_budget,
             special_token_ids(self._tokenizer),
+            reasoning_asked=prompt.reasoning_asked,
         )
         return replace(params, constraint=constraint)
 

@@ -41,8 +41,8 @@ class Completing(ABC):
             like: Its tenant, priority, budget_ns, model and cache_salt are those of the requests.
 
         Raises:
-            RequestError: A request was refused or did not end well; the others are cancelled.
-            ValueError: There are not as many completions as prompts, or one is empty.
+            RequestError: A request was refused or did not end well, and the others are cancelled;
+                or there are not as many completions as prompts, or one is empty.
         """
         return await score_by(self.complete, prompts, completions, sampling_params, like)
 

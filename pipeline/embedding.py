@@ -8,6 +8,7 @@ import msgspec
 
 from ..bus.public import Completion, EmbedParams, ErrorInfo, GenerateRequest
 from ..config import SamplingParams
+from .prompts import check_prompts, prompt_of
 from .rollouts import Prompt
 from .scoring import complete_all
 
@@ -41,20 +42,21 @@ async def embed_by(
     Args:
         complete: Gives a request's terminal message.
     """
-    requests = [embed_request(prompt, params, like) for prompt in prompts]
+    requests = [embed_request(prompt, params, like) for prompt in check_prompts(prompts)]
     answers = await complete_all(complete, requests, return_errors=return_errors)
     return [embedded_prompt(completion) for completion in answers]
 
 
 def embed_request(prompt: Prompt, params: EmbedParams, like: GenerateRequest) -> GenerateRequest:
-    """The request for one prompt's vector."""
+    """The request for one prompt's vector. Raises RequestError: the prompt is none."""
+    prompt = prompt_of(prompt)
     is_text = isinstance(prompt, str)
     return msgspec.structs.replace(
         like,
         request_id="",
         prompt=prompt if is_text else None,
         messages=None,
-        prompt_token_ids=None if is_text else tuple(map(int, prompt)),
+        prompt_token_ids=None if is_text else prompt,
         n=1,
         sampling=SamplingParams(),
         stream=False,

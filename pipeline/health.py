@@ -71,8 +71,17 @@ def weights_trouble(lanes: Sequence[LaneHealth]) -> str:
     return "; ".join(f"lane {name}: {why}" if len(reasons) > 1 else why for name, why in reasons)
 
 
+def living_first(reports: Iterable[StageReport]) -> list[StageReport]:
+    """By age, the youngest first; those of processes that have ended come last."""
+    return sorted(reports, key=lambda report: (report.process_state == "gone", report.age_s))
+
+
 def problem_of(report: StageReport, epoch: int) -> str:
     """Why a stage does not take part in the lane's current epoch; "" when it does."""
+    if report.process_state == "gone":
+        return f"{report.stage} has ended (process {report.pid})"
+    if report.process_state == "stopped":
+        return f"{report.stage} is stopped; continue it with `kill -CONT {report.pid}`"
     if report.age_s > LATE_S:
         return f"{report.stage} was last heard of {report.age_s:.0f} s ago"
     if report.state != "ready":
@@ -85,10 +94,11 @@ def problem_of(report: StageReport, epoch: int) -> str:
 def _lane(model: str, lane: str, reports: Sequence[StageReport]) -> LaneHealth:
     stages: dict[str, StageReport] = {}
     rivals: set[str] = set()
-    for report in sorted(reports, key=lambda report: report.age_s):
+    for report in living_first(reports):
         youngest = stages.setdefault(report.stage, report)
+        ended = report.process_state == "gone"
         # What was told within the same moments can't be a process and its successor.
-        if youngest is not report and report.age_s - youngest.age_s < 1.5:
+        if youngest is not report and not ended and report.age_s - youngest.age_s < 1.5:
             rivals.add(report.stage)
     epoch = max(report.epoch for report in reports)
     by_replica: dict[int, list[str]] = {}
@@ -105,6 +115,11 @@ def _lane(model: str, lane: str, reports: Sequence[StageReport]) -> LaneHealth:
 def _lacks(lane: LaneHealth) -> str:
     """What one of its executors lacks; "" when none lacks anything."""
     for role, report in lane.stages.items():
+        if lost := report.load.get("weights_lost"):
+            return (
+                f"{role} has no weights (weights_lost), since writing new ones failed midway "
+                f"({lost}); send all of them in one update"
+            )
         if lacks := report.load.get("lacks"):
             return (
                 f"{role} can generate nothing: {lacks} released or not restored; resume the "

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import anyio
-import structlog
 
 from ..bus import Bus, StageReport, StageState
+from ..bus.process_state import identity_of
 from ..config import Config, NanoInferenceError, cut, roles_here
+from ..config.logger import get_logger
 from ..stages.actor import Actor
 from ..telemetry import Metrics, instruments, names
 
@@ -39,6 +40,7 @@ class Heart:
         self._metrics = metrics or Metrics()
         self._reconnects = 0
         self._host = socket.gethostname()
+        self._process = identity_of(os.getpid())
         self._early = anyio.Event()
         # What each stage was last seen in, and since when.
         self._seen: dict[str, tuple[tuple[str, str], float]] = {}
@@ -53,7 +55,7 @@ class Heart:
 
     async def beat_forever(self) -> None:
         """Tells, about once a second. While the bus is away nobody can be told."""
-        log = structlog.get_logger()
+        log = get_logger()
         while True:
             try:
                 await self._bus.stages.report(self.reports())
@@ -89,7 +91,7 @@ class Heart:
             with anyio.move_on_after(_LAST_WORD_S):
                 await self._bus.stages.report(gone)
         except NanoInferenceError as error:
-            structlog.get_logger().debug("heartbeat_not_told", error=error.message)
+            get_logger().debug("heartbeat_not_told", error=error.message)
 
     def _report(self, role: str, condition: tuple[StageState, str] | None = None) -> StageReport:
         actor = self._actors.get(role)
@@ -110,6 +112,7 @@ class Heart:
             load=load,
             adapters=actor.adapters() if actor and actor.holds_all else (),
             model=self._config.bus.model,
+            process=self._process,
         )
 
     def _in_state_s(self, role: str, incarnation: str, state: StageState) -> float:

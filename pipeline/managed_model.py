@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Literal
 import anyio
 import anyio.to_thread
 import msgspec
-import structlog
 
 from ..bus import Bus, ModelRecord, ModelState, RequestEntry
 from ..bus.control import Drain
@@ -27,6 +26,7 @@ from ..config import (
     NanoInferenceError,
     shown,
 )
+from ..config.logger import get_logger
 from ..stages.admission.checks import request_id_of
 from ..telemetry import Metrics, instruments, names, now_ns
 from .client_adapters import adapters_of
@@ -134,7 +134,7 @@ class ManagedModel:
         self._why = ""
         self._kv_bytes = 0
         self._writing = anyio.Lock()
-        self._log = structlog.get_logger().bind(model=spec.id)
+        self._log = get_logger().bind(model=spec.id)
 
     @property
     def spec(self) -> ModelConfig:

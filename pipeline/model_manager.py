@@ -11,7 +11,6 @@ from typing import Protocol
 
 import anyio
 import anyio.to_thread
-import structlog
 from anyio.abc import TaskGroup
 
 from ..bus import Bus, Outcome, StageReport, find_model
@@ -29,6 +28,7 @@ from ..config import (
     RequestError,
     shown,
 )
+from ..config.logger import get_logger
 from ..config.models import check_models
 from ..telemetry import Metrics
 from .managed_model import Job, ManagedModel
@@ -96,7 +96,7 @@ class ModelManager:
         # One at a time finds out what has to go for it.
         self._making_room = anyio.Lock()
         self._stopping = False
-        self._log = structlog.get_logger().bind(stage=MODEL_MANAGER)
+        self._log = get_logger().bind(stage=MODEL_MANAGER)
 
     async def run_forever(self) -> None:
         """Loads what is to be there from the start, and obeys; until cancelled."""

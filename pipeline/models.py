@@ -22,7 +22,7 @@ from .operators import LOOK_S, PARTING_S
 
 FACTS = (
     *("model", "model_path", "aliases", "parameters", "weight_bytes", "kv_bytes", "vocab_size"),
-    *("dtype", "experts", "active_experts", "capabilities"),
+    *("dtype", "experts", "active_experts", "capabilities", "max_batch_size", "load_ns"),
 )
 """What executors tell of their models, in `StageReport.load`."""
 
@@ -136,6 +136,25 @@ class ModelOperations(ABC):
             await self._forget_bus(model)
         statuses = [self._status(record) for _, record in sorted(records.items())]
         return list(await asyncio.gather(*statuses))
+
+    async def backlog(self) -> Backlog:
+        """What waits and what is worked on, of several models together.
+
+        Raises:
+            BusError: The bus can't be reached.
+        """
+        models = await self.bus.models.read()
+        if not models:
+            return await self.bus.requests.backlog()
+        buses = [self._bus_of(model) for model in ("", *models)]
+        before, *each = await asyncio.gather(*(bus.requests.backlog() for bus in buses))
+        return Backlog(
+            waiting=before.waiting + sum(one.waiting for one in each),
+            # What was taken before the models is on its way to them.
+            pending=sum(one.pending for one in each),
+            dead=before.dead,  # all models share the dead letters
+            queue_length=before.queue_length + sum(one.queue_length for one in each),
+        )
 
     async def load_model(self, model: str | ModelConfig) -> ModelStatus:
         """Has a model loaded while the others serve, and returns when it is ready.
@@ -285,6 +304,7 @@ def only_model(reports: Sequence[StageReport], backlog: Backlog) -> list[ModelSt
             pinned=True,
             state="ready" if ready else "loading",
             since_ns=time.time_ns() - int(oldest.since_s * 1e9),
+            load_ns=int(oldest.load.get("load_ns", 0)),
             takes_requests=True,
             waiting=backlog.waiting,
             in_flight=backlog.pending,

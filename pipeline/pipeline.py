@@ -10,7 +10,6 @@ from types import TracebackType
 
 import anyio
 import anyio.to_thread
-import structlog
 
 from ..bus import Bus, StageReport, open_bus
 from ..bus.control import Drain
@@ -23,6 +22,7 @@ from ..config import (
     roles_here,
     split_role,
 )
+from ..config.logger import get_logger
 from ..stages.actor import Actor, StageContext
 from ..telemetry import Metrics, Tracing, names, setup_metrics, setup_tracing
 from .client import BusClient
@@ -57,6 +57,7 @@ class Pipeline(Completing):
         tracing: Tracing | None = None,
         wait_for_bus: bool = False,
         wait_until_ready: bool = True,
+        with_metrics: bool = False,
     ) -> None:
         """A pipeline that begins when it is entered.
 
@@ -66,10 +67,13 @@ class Pipeline(Completing):
             wait_for_bus: Start although the bus can't be reached, and work once it can.
             wait_until_ready: Enter only when all five stages are ready, where all are here. What
                 is submitted before that waits.
+            with_metrics: Record metrics without `telemetry.metrics_port` too, for a gateway on this
+                pipeline's client, which shows them.
         """
         self.config = config or Config()
         self._wait_for_bus = wait_for_bus
         self._wait_until_ready = wait_until_ready
+        self._with_metrics = with_metrics
         self.bus: Bus
         self.metrics: Metrics
         self._client: BusClient
@@ -102,7 +106,10 @@ class Pipeline(Completing):
         try:
             if not self._wait_for_bus:
                 await self.bus.ping()
-            self.metrics = setup_metrics(self.config.telemetry, instance).labelled(labels)
+            metrics = setup_metrics(
+                self.config.telemetry, instance, without_port=self._with_metrics
+            )
+            self.metrics = metrics.labelled(labels)
         except BaseException:
             await self.bus.aclose()
             raise
@@ -248,7 +255,7 @@ class Pipeline(Completing):
                 with anyio.move_on_after(1.0):
                     await actor.leave("stopped")
             except NanoInferenceError as error:
-                structlog.get_logger().warning("leave_not_announced", error=error.message)
+                get_logger().warning("leave_not_announced", error=error.message)
 
 
 def _clearest(group: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -265,5 +272,5 @@ def _clearest(group: BaseExceptionGroup[BaseException]) -> BaseException:
     chosen = (ours or leaves)[0]
     for other in leaves:
         if str(other) != str(chosen):
-            structlog.get_logger().error("stage_failed_too", error=repr(other))
+            get_logger().error("stage_failed_too", error=repr(other))
     return chosen

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 
 import anyio
-import structlog
 
 from ..bus import Bus, RequestEntry, find_model
 from ..bus.public import Completion, ErrorInfo, Timings
 from ..bus.registry import MALFORMED, NOT_LOADED, NOT_ROUTED, Records, Unrouted
 from ..config import BusError, ChannelClosed, RequestError, shown
+from ..config.logger import get_logger
 from ..stages.admission.checks import request_id_of
 from ..telemetry import Metrics, instruments, names, now_ns
 
@@ -41,7 +41,7 @@ class Router:
 
         Returns when the bus was closed.
         """
-        log = structlog.get_logger()
+        log = get_logger()
         while True:
             try:
                 await self.route_once()

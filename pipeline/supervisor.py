@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable
 
 import anyio
-import structlog
 
 from ..config import (
     BusError,
@@ -18,6 +17,7 @@ from ..config import (
     PipelineConfig,
     cut,
 )
+from ..config.logger import get_logger
 from ..stages.actor import Actor
 
 # However often something failed, it is tried again after this time.
@@ -81,7 +81,7 @@ async def supervise(make: Callable[[], Actor], config: PipelineConfig) -> None:
     while True:
         actor = make()
         budget = budget or RestartBudget(actor.name, config)
-        log = structlog.get_logger().bind(stage=actor.name)
+        log = get_logger().bind(stage=actor.name)
         try:
             await actor.run()
         except Exception as error:

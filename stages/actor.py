@@ -15,6 +15,7 @@ from ..bus.control import LoadedAdapter, Reset, StageReady, StageStarted, StageS
 from ..bus.links import CONTROL, Link, at
 from ..bus.messages import Envelope, Message
 from ..config import REPLICATED, BusError, Config, NanoInferenceError, cut, role_of
+from ..config.logger import get_logger
 from ..telemetry import Attributes, Metrics, TraceContext, Tracing, is_sampled, names, now_ns
 
 
@@ -84,7 +85,7 @@ class Actor(ABC):
         self.leader = ""
         self.opened = self.closed = False
         self.failed = False
-        self.log = structlog.get_logger().bind(stage=self.role)
+        self.log = get_logger().bind(stage=self.role)
         self._on_ready = context.on_ready
         # The epoch in which this stage takes part; 0 before the first.
         self._part_of = 0

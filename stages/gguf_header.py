@@ -36,6 +36,17 @@ _SCALARS = {
     12: "d",
 }
 _MOST_DIMENSIONS = 4
+
+_MOST_ELEMENTS = 1 << 21
+"""Of all arrays together. The gguf package keeps about 700 bytes of each element, so that 9 MB of
+bytes would take 6 GB. Tokens, their scores and types, and merges of the largest known vocabulary
+(262,144 tokens) are 1.3 million."""
+
+_MOST_OF_OTHERS = 1 << 16
+"""Of an array that is not the tokenizer's: most have a number for each layer."""
+
+_MOST_LAYERS = 1024
+"""Each layer is made of modules before any weight is read. Known models have up to 200."""
 _SIZES = (
     *("embedding_length", "feed_forward_length", "vocab_size", "expert_count"),
     *("attention.head_count", "attention.head_count_kv"),
@@ -64,6 +75,12 @@ class GgufHeader:
     @property
     def architecture(self) -> str:
         return str(self.metadata["general.architecture"])
+
+    @property
+    def context_length(self) -> int | None:
+        """The longest context, in tokens; None if it is not there."""
+        found = self.metadata.get(f"{self.architecture}.context_length")
+        return found if type(found) is int else None
 
     def token_id(self, name: str) -> int | None:
         """The id that the metadata give a special token: "eos", "eot"."""
@@ -101,6 +118,7 @@ class _Reader:
         self._path = path
         self._data = data
         self._at = 0
+        self._elements = 0
 
     def header(self) -> GgufHeader:
         if self._data[:4] != _MAGIC:
@@ -118,7 +136,7 @@ class _Reader:
             key = self._string()
             if key in metadata:
                 raise self._broken(f"has {shown(key)} twice")
-            metadata[key] = self._value(self._number("I"))
+            metadata[key] = self._value(key, self._number("I"))
         self._check_room(num_tensors, 32)
         tensors: dict[str, tuple[list[int], int, int]] = {}
         for _ in range(num_tensors):
@@ -129,9 +147,9 @@ class _Reader:
         self._check_metadata(metadata, tensors)
         alignment = metadata.get("general.alignment", 32)
         start = -(-self._at // alignment) * alignment
-        types = Counter(
-            self._check_tensor(name, *tensor, start) for name, tensor in tensors.items()
-        )
+        places = {name: self._place(name, *tensor) for name, tensor in tensors.items()}
+        self._check_places(places, start)
+        types = Counter(kind for kind, _, _ in places.values())
         size = sum(math.prod(dimensions) for dimensions, _, _ in tensors.values())
         unread = _unread_positions(metadata, tensors)
         return GgufHeader(metadata, dict(types.most_common()), size, unread)
@@ -160,18 +178,21 @@ class _Reader:
         if not tensors:
             raise self._broken("holds no tensors, and so no weights")
         blocks = metadata.get(f"{architecture}.block_count", 0)
-        if type(blocks) is not int or blocks > len(tensors):
-            raise self._broken(f"has {len(tensors)} tensors for {blocks!r} layers")
+        if type(blocks) is not int or blocks > min(len(tensors), _MOST_LAYERS):
+            raise self._broken(
+                f"has {len(tensors)} tensors for {blocks!r} layers, of which there may be "
+                f"{_MOST_LAYERS}"
+            )
         largest = max(max(dimensions) for dimensions, _, _ in tensors.values())
         for name in _SIZES:
             size = metadata.get(f"{architecture}.{name}", 0)
             if isinstance(size, int) and size > largest:
                 raise self._broken(f"has the {name} {size}, and no tensor is as large")
 
-    def _check_tensor(
-        self, name: str, dimensions: list[int], number: int, offset: int, start: int
-    ) -> str:
-        """The name of its type."""
+    def _place(
+        self, name: str, dimensions: list[int], number: int, offset: int
+    ) -> tuple[str, int, int]:
+        """The name of a tensor's type; where it begins and ends in the data."""
         # Imported here: it is an optional package, and whoever calls has seen that it is there.
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -182,15 +203,31 @@ class _Reader:
             raise self._broken(f"has {shown(name)} of type {number}, which nobody knows") from None
         if dimensions[0] % block_elements:
             raise self._broken(f"has {shown(name)} of {dimensions[0]} columns in {kind.name}")
-        end = start + offset + math.prod(dimensions) // block_elements * block_bytes
-        if end > len(self._data):
-            raise ModelError(
-                f"{self._path} is cut off: it has {len(self._data)} bytes, and {shown(name)} ends "
-                f"at {end}; copy or download it again"
-            )
-        return str(kind.name)
+        size = math.prod(dimensions) // block_elements * block_bytes
+        return str(kind.name), offset, offset + size
 
-    def _value(self, kind: int) -> Any:
+    def _check_places(self, places: dict[str, tuple[str, int, int]], start: int) -> None:
+        """Whether all tensors together are in the file: each within it, and none in another's.
+
+        Args:
+            places: As `_place` has them.
+            start: Where the data begin.
+        """
+        behind, before = 0, ""
+        for name, (_, begin, end) in sorted(places.items(), key=lambda place: place[1][1:]):
+            if start + end > len(self._data):
+                raise ModelError(
+                    f"{self._path} is cut off: it has {len(self._data)} bytes, and {shown(name)} "
+                    f"ends at {start + end}; copy or download it again"
+                )
+            if begin < behind:
+                raise self._broken(
+                    f"has {shown(name)} at byte {begin} of its data, where {shown(before)} still "
+                    f"is, up to byte {behind}"
+                )
+            behind, before = end, name
+
+    def _value(self, key: str, kind: int) -> Any:
         if kind in _SCALARS:
             return self._number(_SCALARS[kind])
         if kind == _STRING:
@@ -198,15 +235,26 @@ class _Reader:
         if kind != _ARRAY:
             raise self._broken(f"has a value of type {kind}, which nobody knows")
         kind, count = self._number("I"), self._number("Q")
+        if kind != _STRING and kind not in _SCALARS:
+            raise self._broken(f"has an array of type {kind}, which nobody reads")
+        size = 8 if kind == _STRING else struct.calcsize(_SCALARS[kind])
+        self._check_room(count, size)
+        self._check_elements(key, count)
         if kind in _SCALARS:
-            self._skip(count * struct.calcsize(_SCALARS[kind]))
-        elif kind == _STRING:
-            self._check_room(count, 8)
+            self._skip(count * size)
+        else:
             for _ in range(count):
                 self._skip(self._number("Q"))
-        else:
-            raise self._broken(f"has an array of type {kind}, which nobody reads")
         return count
+
+    def _check_elements(self, key: str, count: int) -> None:
+        self._elements += count
+        most = _MOST_ELEMENTS if key.startswith("tokenizer.") else _MOST_OF_OTHERS
+        if count > most or self._elements > _MOST_ELEMENTS:
+            raise self._broken(
+                f"has {count} elements in {shown(key)}, and {self._elements} in its arrays so far; "
+                f"it may have {most} there, and {_MOST_ELEMENTS} in all"
+            )
 
     def _number(self, code: str) -> Any:
         (number,) = struct.unpack_from(f"<{code}", self._data, self._skip(struct.calcsize(code)))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from ..config import ModelError, RequestError, SamplingParams
+from ..config import ModelError, RequestError, SamplingParams, missing_model
 from .gguf import folder_of
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
     folder = folder_of(folder)
     if not folder.is_dir():
-        raise ModelError(f"there is no model folder {folder}; set engine.model_path to one")
+        raise ModelError(f"there is no model folder {folder}; {missing_model(folder)}")
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         raise ModelError(
             f"{folder} holds no tokenizer.json; save the model's tokenizer there with "
@@ -134,28 +134,44 @@ def longest_token_bytes(tokenizer: PreTrainedTokenizerFast) -> int:
     return int(min(ANY_LENGTH, longest * math.prod(map(_shrinks, normalizers))))
 
 
-def check_text_fits(text: str, longest_token_bytes: int, max_model_len: int) -> None:
+def prompt_too_long(max_model_len: int, given: str, advice: str) -> RequestError:
+    """The refusal of a prompt that is too long, the same everywhere.
+
+    Clients such as LiteLLM recognise it by its first words, which are OpenAI's.
+
+    Args:
+        max_model_len: Tokens that prompt and completion may have together.
+        given: What is too long, as "the prompt has 3000".
+        advice: What to do, as "shorten it".
+    """
+    return RequestError(
+        f"This model's maximum context length is {max_model_len} tokens; {given}, so {advice}",
+        code="prompt_too_long",
+    )
+
+
+def check_text_fits(
+    text: str, longest_token_bytes: int, max_model_len: int, *, room: int = 1
+) -> None:
     """Refuses a text that is too long however it is tokenised, before that work is done.
 
     Args:
         longest_token_bytes: The function's.
         max_model_len: Tokens that prompt and completion may have together.
+        room: Tokens that have to fit behind the prompt.
 
     Raises:
         RequestError: prompt_too_long.
     """
-    most_bytes = longest_token_bytes * (max_model_len - 1)
+    most_bytes = longest_token_bytes * (max_model_len - room)
     # Most texts need not be encoded to see that they fit.
     if len(text) * 4 <= most_bytes:
         return
     size_bytes = len(text.encode(errors="surrogatepass"))
     if size_bytes > most_bytes:
-        raise RequestError(
-            f"the prompt has {size_bytes} bytes, which make at least "
-            f"{math.ceil(size_bytes / longest_token_bytes)} tokens; prompt and completion together "
-            f"may have {max_model_len}, so shorten it",
-            code="prompt_too_long",
-        )
+        least = math.ceil(size_bytes / longest_token_bytes)
+        given = f"the prompt has {size_bytes} bytes, which make at least {least}"
+        raise prompt_too_long(max_model_len, given, "shorten it")
 
 
 _KEEPING = frozenset(

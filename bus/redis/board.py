@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from ...config.logger import get_logger
 from ..board import STALE_AFTER_S, StageReport, latest
 from ..keys import JSON, Keys, parse_id
-from .client import Commands, execute, execute_all, log, time_ms
+from .client import Commands, execute, execute_all, time_ms
 
 # Entries older than this are removed, so that the stream holds what a few beats of all processes
 # take; when nobody reports any more, all of it goes after this time.
@@ -51,7 +52,7 @@ class RedisBoard:
                 reports = msgspec.json.decode(fields[JSON], type=list[StageReport])
             except (KeyError, ValueError, RecursionError) as error:
                 # As of a process of another version, while one is being replaced by the other.
-                log.debug("bus.undecodable_entry", stream="stages", error=str(error))
+                get_logger().debug("bus.undecodable_entry", stream="stages", error=str(error))
                 continue
             aged += [(age_s, report) for report in reports]
         return latest(aged)

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
-import structlog
 from redis import exceptions
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.cluster import ClusterNode, RedisCluster
@@ -24,9 +23,11 @@ from redis.backoff import NoBackoff
 from redis.maint_notifications import MaintNotificationsConfig
 
 from ...config import NOT_PERMITTED, BusError, redact
+from ...config.logger import get_logger
 from ..queue import bus_closed
 from .address import parse_address
 from .cluster_commands import KnownCommands
+from .few_fields import limit_fields
 
 T = TypeVar("T")
 
@@ -72,8 +73,6 @@ _TRANSIENT = ("LOADING", "BUSY ", "OOM", "MISCONF", "READONLY", "NOREPLICAS", "U
 
 # What the client puts before the text of an error within a pipeline.
 _IN_PIPELINE = "of pipeline caused error: ("
-
-log = structlog.get_logger("nano_inference.bus")
 
 
 class Backoff:
@@ -159,6 +158,7 @@ class Server:
                 **options,
             )
             cluster.commands_parser = KnownCommands(self._known_commands)
+            limit_fields(cast(Redis, cluster))
             return cast(Redis, cluster)
         kind: dict[str, Any] = {"connection_class": address.connection_class}
         if address.kind == "sentinel":
@@ -176,7 +176,9 @@ class Server:
             **kind,
             **options,
         )
-        return Redis.from_pool(pool)
+        redis = Redis.from_pool(pool)
+        limit_fields(redis)
+        return redis
 
     async def aclose(self) -> None:
         """Ends what the clients share: connections to sentinels. Clients are closed before."""
@@ -415,12 +417,12 @@ async def persist(server: Server, what: str, attempt: Callable[[], Awaitable[T]]
             if not is_transient(error):
                 raise server.explain(error) from None
             if failures == 1:
-                log.warning("bus.retrying", what=what, error=server.explain(error).message)
+                get_logger().warning("bus.retrying", what=what, error=server.explain(error).message)
             await backoff.wait()
         else:
             if failures:
                 server.reconnects += 1
-                log.info("bus.recovered", what=what, failures=failures)
+                get_logger().info("bus.recovered", what=what, failures=failures)
             return result
 
 
@@ -439,7 +441,7 @@ def watched(
 
     def ended(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("bus.task_failed", task=name, error=repr(error), exc_info=error)
+            get_logger().error("bus.task_failed", task=name, error=repr(error), exc_info=error)
             on_failure()
 
     task = asyncio.create_task(work, name=name)

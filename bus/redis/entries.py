@@ -12,6 +12,7 @@ from ..entries import MAX_FIELDS, usable_trace
 from ..keys import JSON, MODEL, MSGPACK, REFUSED, TRACEPARENT, TRACESTATE, parse_id
 from ..public import GenerateRequest
 from .client import time_ms
+from .few_fields import MOST_FIELDS
 
 _FIELDS = frozenset({JSON, MSGPACK, REFUSED, TRACEPARENT, TRACESTATE, MODEL})
 _BODIES = (JSON, MSGPACK, REFUSED)
@@ -72,5 +73,6 @@ def model_of(fields: dict[bytes, bytes]) -> str:
 def _names(fields: dict[bytes, bytes]) -> str:
     first = sorted(islice(fields, MAX_FIELDS))
     names = [repr(name[:40].decode("utf-8", "replace")) for name in first]
-    more = f" and {len(fields) - len(first)} more" if len(fields) > len(first) else ""
+    number = "many" if len(fields) > MOST_FIELDS else len(fields) - len(first)
+    more = f" and {number} more" if len(fields) > len(first) else ""
     return (", ".join(names) or "none") + more

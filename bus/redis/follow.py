@@ -9,10 +9,11 @@ from typing import Self
 from redis import exceptions
 
 from ...config import BusError, ChannelClosed
+from ...config.logger import get_logger
 from ..codec import decode_output
 from ..keys import JSON, Keys
 from ..public import Completion, CompletionChunk, Output
-from .client import Commands, execute_all, log
+from .client import Commands, execute_all
 from .given import Given
 from .readers import Readers, Subscription
 
@@ -143,7 +144,7 @@ class RedisTail:
             try:
                 output = decode_output(raw or b"")
             except (ValueError, RecursionError) as error:
-                log.warning("bus.undecodable_entry", stream="results", error=str(error))
+                get_logger().warning("bus.undecodable_entry", stream="results", error=str(error))
                 continue
             if isinstance(output, Completion):
                 return output

@@ -6,7 +6,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from .client import Commands, execute, log
+from ...config.logger import get_logger
+from .client import Commands, execute
 
 T = TypeVar("T")
 
@@ -32,5 +33,7 @@ class RedisRecord(Generic[T]):
         try:
             return msgspec.json.decode(raw, type=self._kind)
         except (ValueError, RecursionError) as error:
-            log.warning("bus.undecodable_entry", stream=self._key.decode(), error=str(error))
+            get_logger().warning(
+                "bus.undecodable_entry", stream=self._key.decode(), error=str(error)
+            )
             return None

@@ -30,11 +30,12 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from ...config import BusError, ChannelClosed
+from ...config.logger import get_logger
 from ..keys import Keys
 from ..limits import SLICES, Charge, Limit, Take
 from ..queue import bus_closed
 from ..shares import Counted, judge, settle
-from .client import Commands, end_tasks, log, transact, watched
+from .client import Commands, end_tasks, transact, watched
 
 HELD_S = 30.0
 """What is held and not renewed for so long is free."""
@@ -150,7 +151,7 @@ class RedisLimits:
                 if isinstance(error, ChannelClosed) or self._closing:
                     return
                 if not is_away:
-                    log.warning("bus.limits_not_written", error=error.message)
+                    get_logger().warning("bus.limits_not_written", error=error.message)
                 is_away = True
             except BaseException:
                 self._fail(wishes, bus_closed())

@@ -18,6 +18,7 @@ from redis import exceptions
 from redis.asyncio import Redis
 
 from ...config import NOT_PERMITTED, BusError, ChannelClosed
+from ...config.logger import get_logger
 from ..codec import decode_envelope, encode_envelope
 from ..control import ServerRestarted
 from ..keys import MESSAGE, WRITER, Keys, id_after
@@ -31,7 +32,6 @@ from .client import (
     end_tasks,
     execute,
     execute_all,
-    log,
     on_each,
     persist,
     watched,
@@ -118,7 +118,9 @@ class BatchWriter(Generic[T]):
         await end_tasks({self._task})
         lost = self._queue.entered - self._written
         if lost:
-            log.warning("bus.closed_with_unsent_messages", writer=self._name, messages=lost)
+            get_logger().warning(
+                "bus.closed_with_unsent_messages", writer=self._name, messages=lost
+            )
         while self._flushing:
             _, written = self._flushing.popleft()
             if not written.done():
@@ -145,7 +147,7 @@ class BatchWriter(Generic[T]):
             try:
                 room = await self._write(batch)
             except BusError as error:
-                log.error("bus.write_refused", writer=self._name, error=error.message)
+                get_logger().error("bus.write_refused", writer=self._name, error=error.message)
                 if self._tells_refusals and error.code == NOT_PERMITTED:
                     self._refusal = error
                     return 1
@@ -388,7 +390,7 @@ class LinkReader:
         except BusError as error:
             if isinstance(error, ChannelClosed):
                 raise
-            log.error("bus.read_refused", reader=self._name, error=error.message)
+            get_logger().error("bus.read_refused", reader=self._name, error=error.message)
             await asyncio.sleep(1.0)
 
     async def _read(self) -> dict[bytes, list[tuple[bytes, dict[bytes, bytes]]]]:
@@ -430,7 +432,7 @@ class LinkReader:
         try:
             envelope = decode_envelope(fields[MESSAGE])
         except (KeyError, ValueError, RecursionError) as error:
-            log.warning(
+            get_logger().warning(
                 "bus.undecodable_entry",
                 link=link.name,
                 entry_id=entry_id.decode(),

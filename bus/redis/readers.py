@@ -14,9 +14,10 @@ from typing import Protocol
 from redis import exceptions
 
 from ...config import BusError
+from ...config.logger import get_logger
 from ..keys import JSON, Keys, parse_id
 from ..queue import bus_closed
-from .client import Commands, Server, end_tasks, execute_all, log, persist, watched
+from .client import Commands, Server, end_tasks, execute_all, persist, watched
 from .links import read
 
 FOLLOW_BLOCK_S = 2.0
@@ -168,7 +169,7 @@ class StreamReader:
             try:
                 await self._round(positions)
             except BusError as error:
-                log.error("bus.read_refused", reader="results", error=error.message)
+                get_logger().error("bus.read_refused", reader="results", error=error.message)
                 await asyncio.sleep(1.0)
 
     async def _round(self, positions: dict[bytes, bytes]) -> None:
@@ -260,7 +261,7 @@ class ClusterReaders:
             try:
                 await self._round(key, subscription)
             except BusError as error:
-                log.error("bus.read_refused", reader="results", error=error.message)
+                get_logger().error("bus.read_refused", reader="results", error=error.message)
                 await asyncio.sleep(1.0)
 
     async def _round(self, key: bytes, subscription: Subscription) -> None:

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from ...config.logger import get_logger
 from ..keys import Keys, parse_id
 from ..registry import ModelRecord, Records, Traffic
-from .client import Commands, execute, log
+from .client import Commands, execute
 
 _PUT = """
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
@@ -61,7 +62,7 @@ class RedisModelRegistry:
                 records[name.decode()] = msgspec.json.decode(raw, type=ModelRecord)
             except (ValueError, RecursionError) as error:
                 # As of a process of another version, while one is being replaced by the other.
-                log.warning("bus.undecodable_entry", stream="models", error=str(error))
+                get_logger().warning("bus.undecodable_entry", stream="models", error=str(error))
         return records
 
     async def put(self, record: ModelRecord) -> None:

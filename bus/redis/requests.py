@@ -15,6 +15,7 @@ from redis import exceptions
 from redis.asyncio import Redis
 
 from ...config import NOT_PERMITTED, BusConfig, BusError
+from ...config.logger import get_logger
 from ..backlog import Backlog
 from ..channel import RequestEntry
 from ..codec import encode_request
@@ -32,7 +33,6 @@ from .client import (
     execute,
     execute_all,
     is_transient,
-    log,
     persist,
 )
 from .entries import Entries, read_entries
@@ -261,7 +261,7 @@ class RedisRequests:
             try:
                 letter = msgspec.json.decode(fields[JSON], type=DeadLetter)
             except (KeyError, ValueError, RecursionError) as error:
-                log.warning("bus.undecodable_entry", stream="dead", error=str(error))
+                get_logger().warning("bus.undecodable_entry", stream="dead", error=str(error))
                 continue
             letters.append(msgspec.structs.replace(letter, letter_id=letter_id.decode()))
         return letters
@@ -331,7 +331,7 @@ class RedisRequests:
         self._known -= done | unanswered
         self._answered |= done
         if unanswered:
-            log.warning("bus.answers_lost", entries=len(unanswered))
+            get_logger().warning("bus.answers_lost", entries=len(unanswered))
             self._drain_first = True
         return ACK_BATCH
 
@@ -369,7 +369,9 @@ class RedisRequests:
                     await self._make_group()
                 elif is_transient(error):
                     self._drain_first = failed = True
-                    log.warning("bus.retrying", what="requests", error=type(error).__name__)
+                    get_logger().warning(
+                        "bus.retrying", what="requests", error=type(error).__name__
+                    )
                 else:
                     raise self._server.explain(error) from None
                 await backoff.wait()
@@ -411,7 +413,7 @@ class RedisRequests:
                 break
             cursor = page[-1][0].decode()
         if gone:
-            log.warning("bus.requests_deleted_while_pending", entries=len(gone))
+            get_logger().warning("bus.requests_deleted_while_pending", entries=len(gone))
             await execute(redis, "XACK", self._key, self._config.group, *gone)
         return assigned
 
@@ -434,7 +436,7 @@ class RedisRequests:
             await execute(self._redis, *command, key=self._key)
         except exceptions.ResponseError as error:
             if not str(error).startswith("BUSYGROUP"):
-                log.warning("bus.group_not_made", error=str(error))
+                get_logger().warning("bus.group_not_made", error=str(error))
         except (exceptions.RedisError, OSError):
             self._drain_first = True
 

@@ -16,6 +16,7 @@ import msgspec
 from redis import exceptions
 
 from ...config import BusConfig
+from ...config.logger import get_logger
 from ..codec import decode_output, encode_output
 from ..keys import JSON, Keys, id_after, parse_id
 from ..public import Completion, Output
@@ -26,7 +27,6 @@ from .client import (
     execute,
     execute_all,
     is_transient,
-    log,
     persist,
 )
 from .follow import RedisFollow, RedisTail, last_output
@@ -257,13 +257,13 @@ class RedisResults:
                 elif rest.payloads:
                     again.append((key, rest))
             elif str(reply).startswith("GAP "):
-                log.warning("bus.outputs_lost", key=key, epoch=epoch)
+                get_logger().warning("bus.outputs_lost", key=key, epoch=epoch)
                 self._next.pop(key, None)
                 fenced.add(key)
             elif is_transient(reply):
                 again.append((key, part))
             elif not part.instead:
-                log.error("bus.output_refused", key=key, error=str(reply))
+                get_logger().error("bus.output_refused", key=key, error=str(reply))
                 code = TOO_LARGE if isinstance(reply, _TooLarge) else REFUSED
                 again.append((key, ending(part, code, str(reply))))
             else:  # not even that; those who follow the shared stream learn of it
@@ -309,7 +309,7 @@ class RedisResults:
                 except (exceptions.RedisError, OSError):
                     refused = 0
                 if refused == LARGE_ATTEMPTS:
-                    log.error("bus.output_too_large", key=key, error=str(error))
+                    get_logger().error("bus.output_too_large", key=key, error=str(error))
                     return _TooLarge(
                         f"Redis took {part.largest_bytes} bytes in none of {refused} attempts"
                     )
@@ -397,7 +397,7 @@ class RedisResults:
             return StreamPart([], False, None)
         last_epoch, last_number = parse_id(last_id)
         if last_epoch > epoch:
-            log.warning("bus.output_of_an_older_epoch_dropped", key=key, epoch=epoch)
+            get_logger().warning("bus.output_of_an_older_epoch_dropped", key=key, epoch=epoch)
             self._next.pop(key, None)
             return None
         equal = 0
@@ -414,7 +414,9 @@ def _readable(entries: list[tuple[bytes, dict[bytes, bytes]]]) -> list[Output]:
         try:
             outputs.append(decode_output(fields.get(JSON, b"")))
         except (ValueError, RecursionError) as error:
-            log.warning("bus.undecodable_entry", entry_id=entry_id.decode(), error=str(error))
+            get_logger().warning(
+                "bus.undecodable_entry", entry_id=entry_id.decode(), error=str(error)
+            )
     return outputs
 
 

@@ -70,7 +70,7 @@ def check_request(request: GenerateRequest, *, max_samples: int) -> None:
             code="invalid_cache_salt",
         )
     if not 1 <= request.n <= max_samples:
-        raise _outside("n", request.n, f"from 1 to {max_samples}")
+        raise _outside("n", request.n, f"from 1 to {max_samples} (admission.max_samples)")
 
 
 def check_no_text(request: GenerateRequest) -> None:

@@ -16,7 +16,7 @@ from ...bus.pooling import Pooling
 from ...bus.public import GenerateRequest, StageTime
 from ...config import Config, RequestError, SamplingParams, shown
 from ..grammar import GrammarCompiler, check_size, plain
-from ..tokenizer import ANY_LENGTH, longest_token_bytes
+from ..tokenizer import ANY_LENGTH, longest_token_bytes, prompt_too_long
 from .checks import (
     MAX_REQUEST_ID_LENGTH,
     check_min_tokens,
@@ -137,7 +137,7 @@ class AdmissionCore:
         check_request(request, max_samples=self._limits.max_samples)
         if request.budget_ns is not None and request.budget_ns <= max(0, now_ns - received_ns):
             raise RequestError(
-                "the request's time (budget_ns) was over before it could run; give it more",
+                "the request's time was over before it could run; give it more",
                 code="expired",
             )
         check_sampling(request.sampling, vocab_size=self.capacity.vocab_size)
@@ -158,6 +158,12 @@ class AdmissionCore:
         except RequestError:
             return False
         return True
+
+    def knows_constraint(self, request: GenerateRequest | Malformed) -> bool:
+        """Whether `check_constraint` is quick, since there is none or it was asked before."""
+        if isinstance(request, Malformed) or request.sampling.constraint is None:
+            return True
+        return self._grammars is not None and self._grammars.knows(request.sampling.constraint)
 
     def check_constraint(self, request: GenerateRequest) -> None:
         """Whether a request's text can become what it has to be; as `tokenize`, of which it is a
@@ -294,8 +300,8 @@ class AdmissionCore:
 
     def _text_limit(self, request: GenerateRequest) -> TextLimit:
         # Behind a prompt whose vector is wanted there need be no room for a token.
-        max_model_len = self.capacity.max_model_len + (request.embed is not None)
-        return TextLimit(self._longest_token_bytes, max_model_len)
+        room = 1 if request.embed is None else 0
+        return TextLimit(self._longest_token_bytes, self.capacity.max_model_len, room)
 
     @staticmethod
     def _readable(entry: RequestEntry) -> GenerateRequest:
@@ -325,11 +331,10 @@ class AdmissionCore:
         capacity = self.capacity
         most = capacity.max_model_len - num_prompt_tokens
         if most < 1:
-            raise RequestError(
-                f"the prompt has {num_prompt_tokens} tokens; prompt and completion together may "
-                f"have {capacity.max_model_len}, so shorten it to {capacity.max_model_len - 1} "
-                f"or fewer",
-                code="prompt_too_long",
+            raise prompt_too_long(
+                capacity.max_model_len,
+                f"the prompt has {num_prompt_tokens}",
+                f"shorten it to {capacity.max_model_len - 1} or fewer",
             )
         max_tokens = min(sampling.max_tokens, most)
         slots = capacity.num_blocks * capacity.block_size

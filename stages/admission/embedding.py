@@ -6,6 +6,7 @@ from ...bus.control import LaneCapacity
 from ...bus.pooling import Pooling
 from ...bus.public import EmbedParams, GenerateRequest
 from ...config import RequestError, SamplingParams, shown
+from ..tokenizer import prompt_too_long
 from .checks import COMPLETION_BYTES, LOGPROB_BYTES, TOKEN_ID_BYTES
 
 EMBED_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
@@ -80,11 +81,8 @@ def _check_prompt(
     """Whether a prompt can be computed, and the bus carries its vector."""
     most = capacity.max_model_len
     if num_prompt_tokens > most:
-        raise RequestError(
-            f"the prompt has {num_prompt_tokens} tokens and at most {most} are embedded; shorten "
-            "it, or cut it into several",
-            code="prompt_too_long",
-        )
+        given = f"the prompt has {num_prompt_tokens}"
+        raise prompt_too_long(most, given, "shorten it, or cut it into several")
     slots = capacity.num_blocks * capacity.block_size
     if num_prompt_tokens > slots:
         raise RequestError(

@@ -351,7 +351,7 @@ class EpochCore:
         if not self.alone:
             self.is_open = True
             self._do(do.OpenGate())
-            self._outbox.log("info", "ready", epoch=self.epoch)
+            self._outbox.log("info", "ready", brief="ready", epoch=self.epoch)
 
     # --- on the way in, and out ---------------------------------------------------------------
 
@@ -462,7 +462,7 @@ class EpochCore:
             self.draining = True
             self._drain_until_ns = until_ns
             self._do(do.StopTaking(), do.Hurry())
-            self._outbox.log("info", "draining", in_flight=len(self._ledger))
+            self._outbox.log("info", "draining", brief="stopping", in_flight=len(self._ledger))
         self._drain_until_ns = min(self._drain_until_ns, until_ns)
 
     def _look_at_drain(self, now_ns: int) -> None:

@@ -1,8 +1,10 @@
-"""Texts that take long to tokenise: in threads, a few at a time, while others go past them."""
+"""Texts that take long to tokenise, and constraints to compile: in threads, a few at a time and by
+turns of their tenants, while others go past them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import anyio
 import anyio.to_thread
@@ -12,7 +14,10 @@ from ...bus.public import GenerateRequest
 from ...config import RequestError
 from ...telemetry import now_ns
 from .events import Tokenized, Tokens
+from .fair_semaphore import FairSemaphore
 from .poison import is_of_the_entry
+
+T = TypeVar("T")
 
 LONG_TEXT = 16_384
 """Characters from which on a text is long."""
@@ -21,6 +26,7 @@ MESSAGE_TEXT = 64
 """What a message counts besides its content: the template is run for each."""
 
 AT_A_TIME = 2
+"""Texts. Constraints go one at a time, since one process tries them all."""
 
 
 def is_long(entry: RequestEntry) -> bool:
@@ -29,8 +35,10 @@ def is_long(entry: RequestEntry) -> bool:
     request = entry.request
     if not isinstance(request, GenerateRequest):
         return False
-    if request.sampling.constraint is not None:
-        return True
+    return request.sampling.constraint is not None or _is_long_text(request)
+
+
+def _is_long_text(request: GenerateRequest) -> bool:
     size = len(request.prompt or "")
     if isinstance(request.prediction, str):
         size += len(request.prediction)
@@ -40,11 +48,21 @@ def is_long(entry: RequestEntry) -> bool:
 
 
 class LongPrompts:
-    """Entries that are taken and not let in yet, since their prompts are being tokenised."""
+    """Entries that are taken and not let in yet, since threads work on them."""
 
     def __init__(self) -> None:
-        self._few = anyio.Semaphore(AT_A_TIME)
+        self._texts = FairSemaphore(AT_A_TIME)
+        self._constraints = FairSemaphore(1)
         self._waiting: dict[str, anyio.CancelScope] = {}
+
+    async def compile(
+        self,
+        entry: RequestEntry,
+        deadline_ns: int | None,
+        check: Callable[[GenerateRequest], None],
+    ) -> Exception | None:
+        """Why an entry's constraint is refused, once it is its tenant's turn; as `tokenize`."""
+        return await self._run(self._constraints, entry, deadline_ns, check)
 
     async def tokenize(
         self,
@@ -52,30 +70,47 @@ class LongPrompts:
         deadline_ns: int | None,
         tokenize: Callable[[GenerateRequest], Tokens],
     ) -> Tokenized:
-        """The tokens of an entry's texts, once it is its turn.
+        """The tokens of an entry's texts, of long ones once it is its tenant's turn.
 
         An entry whose time is over before that, or that `hurry` names, is not tokenised any more.
         One whose thread runs is waited for: threads can't be stopped, and they must stay few.
         """
         assert isinstance(entry.request, GenerateRequest), "there is no prompt to tokenise"
+        turns = self._texts if _is_long_text(entry.request) else None
+        return await self._run(turns, entry, deadline_ns, tokenize)
+
+    async def _run(
+        self,
+        turns: FairSemaphore | None,
+        entry: RequestEntry,
+        deadline_ns: int | None,
+        work: Callable[[GenerateRequest], T],
+    ) -> T | Exception:
+        request = entry.request
+        assert isinstance(request, GenerateRequest)
         with anyio.CancelScope() as waiting:
             if deadline_ns is not None:
                 waiting.deadline = anyio.current_time() + (deadline_ns - now_ns()) / 1e9
             self._waiting[entry.entry_id] = waiting
             try:
-                await self._few.acquire()
+                if turns is not None:
+                    await turns.acquire(request.tenant)
             finally:
                 del self._waiting[entry.entry_id]
         if waiting.cancelled_caught:
-            return RequestError("the request's time (budget_ns) was over", code="expired")
+            return RequestError(
+                "the request's time was over before its prompt was tokenised; give it more",
+                code="expired",
+            )
         try:
-            return await anyio.to_thread.run_sync(tokenize, entry.request, abandon_on_cancel=True)
+            return await anyio.to_thread.run_sync(work, request, abandon_on_cancel=True)
         except Exception as error:
             if not is_of_the_entry(error):
                 raise
             return error
         finally:
-            self._few.release()
+            if turns is not None:
+                turns.release()
 
     def hurry(self, entry_id: str | None = None) -> None:
         """The tokens of an entry are not needed any more; by default of none that waits."""

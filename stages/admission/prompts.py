@@ -8,7 +8,7 @@ from jinja2 import TemplateError
 
 from ...bus.public import ChatMessage, GenerateRequest
 from ...config import RequestError, shown
-from ..tokenizer import check_text_fits
+from ..tokenizer import check_text_fits, prompt_too_long
 from .checks import is_encodable
 
 if TYPE_CHECKING:
@@ -20,10 +20,11 @@ class TextLimit(NamedTuple):
 
     longest_token_bytes: int
     max_model_len: int
+    room: int = 1
 
     def check(self, text: str) -> None:
         """Raises RequestError: prompt_too_long."""
-        check_text_fits(text, self.longest_token_bytes, self.max_model_len)
+        check_text_fits(text, self.longest_token_bytes, self.max_model_len, room=self.room)
 
 
 def check_prompt(request: GenerateRequest, limit: TextLimit) -> None:
@@ -47,11 +48,8 @@ def check_prompt(request: GenerateRequest, limit: TextLimit) -> None:
         limit.check(request.prompt)
     elif request.messages is not None:
         if len(request.messages) >= limit.max_model_len:
-            raise RequestError(
-                f"the conversation has {len(request.messages)} messages, and prompt and completion "
-                f"together may have {limit.max_model_len} tokens; send fewer",
-                code="prompt_too_long",
-            )
+            sent = f"the conversation has {len(request.messages)} messages"
+            raise prompt_too_long(limit.max_model_len, sent, "send fewer")
         limit.check("".join(message.content for message in request.messages))
 
 

@@ -380,15 +380,23 @@ class AdmissionStage(Actor):
                 raise
             return error
         deadline_ns = entry_deadline_ns(entry, received_ns)
-        return await self._long_prompts.tokenize(entry, deadline_ns, self._tokens_of)
+        if self._core.knows_constraint(entry.request):
+            return await self._long_prompts.tokenize(entry, deadline_ns, self._tokens_of)
+        refusal = await self._long_prompts.compile(entry, deadline_ns, self._compile)
+        if refusal is not None:
+            return refusal
+        return await self._long_prompts.tokenize(entry, deadline_ns, self._core.tokenize)
 
     def _tokens_of(self, request: GenerateRequest) -> on.Tokens:
-        """As `AdmissionCore.tokenize`, in a thread; tells how long its constraint takes."""
-        constraint = request.sampling.constraint
-        if constraint is not None:
-            with compiling(self, constraint):
-                self._core.check_constraint(request)
+        """As `AdmissionCore.tokenize`, in a thread."""
+        self._compile(request)
         return self._core.tokenize(request)
+
+    def _compile(self, request: GenerateRequest) -> None:
+        """As `AdmissionCore.check_constraint`, in a thread; tells how long it takes."""
+        if request.sampling.constraint is not None:
+            with compiling(self, request.sampling.constraint):
+                self._core.check_constraint(request)
 
     async def _admit(self, arrival: on.Arrival) -> None:
         """Lets an entry in, at a time when all stages take part.

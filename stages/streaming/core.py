@@ -114,7 +114,8 @@ class StreamingCore:
         return len(self._requests)
 
     def absorb(self, result: StepResult, now_ns: int) -> Deliveries:
-        """Takes a step: first the sequences that started, then its tokens, then requests cut short.
+        """Takes a step: first the sequences that started, then requests that failed, then its
+        tokens, then requests cut short.
 
         Rows of sequences that are not running (a stop string has ended them) are dropped. Rows of
         one sequence that follow each other are one chunk.
@@ -129,6 +130,16 @@ class StreamingCore:
             if (sample := self._running.get(draft.seq_id)) is not None:
                 sample.num_draft_tokens += draft.num_tokens
                 sample.num_accepted_draft_tokens += draft.num_accepted
+        for cancel in result.failed:
+            request = self._requests.get(cancel.request_id)
+            if request is not None:
+                # Batching does not know of it.
+                batch.halts += [
+                    each.seq_id
+                    for each in request.samples.values()
+                    if self._running.get(each.seq_id) is each
+                ]
+            self._end(cancel, batch)
         self._take(result, batch)
         for pooled in result.pooled:
             sample = self._running.pop(pooled.seq_id, None)

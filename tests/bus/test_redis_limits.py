@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from nano_inference.bus.redis import limits as redis_limits
 from nano_inference.config import BusConfig, BusError
 
 from ..rig import mortal_server
+from ..servers import sentinel_group, until
 from .conftest import LIMIT_S, Buses, Kit
 
 REQUESTS = Limit("key", 100, 3600)
@@ -104,6 +106,49 @@ async def test_what_the_server_forgot_last_is_told_again(tmp_path: Path) -> None
         await server.start()
         assert await granted([bus], REQUESTS, 100) == 30
         await bus.aclose()
+
+
+@pytest.mark.slow
+async def test_a_failover_in_the_middle_grants_no_more(
+    tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    """The master dies for good, with what its replica had not yet had, while both gateways ask."""
+    program = pytestconfig.getoption("--redis-server") or ""
+    async with sentinel_group(tmp_path, program) as group, AsyncExitStack() as stack:
+        gateways = [open_bus(BusConfig(url=group.url)) for _ in range(2)]
+        for each in gateways:
+            stack.push_async_callback(each.aclose)
+        first, second = gateways
+        held = await take(first, (HELD, 2))
+        before = await granted(gateways, REQUESTS, 60)
+        assert held.granted
+        old = await group.master()
+        (replica,) = [node for node in group.nodes if node is not old]
+        # From now on it has nothing more.
+        await replica.plain.execute_command("REPLICAOF", "127.0.0.1", str(replica.port))
+        before += await granted(gateways, REQUESTS, 20)
+        asking = asyncio.create_task(granted(gateways, REQUESTS, 30))
+        await asyncio.sleep(0)
+        old.kill()
+        during = await asking
+
+        async def has_moved() -> bool:
+            return await group.master() is replica
+
+        await until(has_moved, "the new master")
+        after = 0
+
+        async def is_used_up() -> bool:
+            nonlocal after
+            after += await granted(gateways, REQUESTS, 40)
+            with suppress(BusError):  # nobody is the master yet
+                return (await take(second, (REQUESTS, 0))).rooms[0].left == 0
+            return False
+
+        await until(is_used_up, "all of the limit")
+        assert before + during + after == 100
+        assert not (await take(second, (HELD, 2))).granted
+        assert (await take(second, (HELD, 1))).granted
 
 
 KILLED = """

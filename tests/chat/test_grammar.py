@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from nano_inference.chat import MessageFormat, Reading, Tool, ToolUse, constraint_of, find_format
+from nano_inference.chat.lark import lark_of_gbnf
 from nano_inference.config import Constraint, RequestError
 
 from .message_writer import Writer, writer_of
@@ -51,8 +52,11 @@ def asked(
     opening: str = "",
     answer: Constraint | None = None,
     budget: int | None = None,
+    *,
+    reasons: bool | None = None,
 ) -> Constraint:
-    found = constraint_of(QWEN, opening, use, answer, budget, writer.special_tokens)
+    given = (QWEN, opening, use, answer, budget, writer.special_tokens)
+    found = constraint_of(*given, reasoning_asked=reasons)
     assert found is not None
     return found
 
@@ -136,7 +140,7 @@ def test_calls_that_may_be(
 def test_reasoning_that_may_stand_before(
     writer: Writer, opening: str, texts: list[str], others: list[str]
 ) -> None:
-    constraint = asked(writer, REQUIRED, opening)
+    constraint = asked(writer, REQUIRED, opening, reasons=True)
     assert [text for text in texts if not writer.may_be(constraint, text + call())] == []
     assert [text for text in others if writer.may_be(constraint, text + call())] == []
 
@@ -252,11 +256,35 @@ def test_a_budget_goes_with_calls_and_answers() -> None:
         assert not writer.may_be(constraint, "a b c</think>\n" + text)
 
 
-def test_a_model_that_shall_not_reason_does_not_begin() -> None:
-    answer = Constraint(regex="[0-9]+")
-    asked_for = (QWEN, "", ToolUse(), answer, None, Writer().special_tokens)
-    assert constraint_of(*asked_for) != answer, "it may reason first"
-    assert constraint_of(*asked_for, may_begin_reasoning=False) == answer
+@pytest.mark.parametrize(
+    ("use", "answer", "text"),
+    [
+        (REQUIRED, None, call()),
+        (ToolUse(tools=(FIND, NOW), choice="required", named="now"), None, call("now")),
+        (ToolUse(tools=(STRICT,)), None, "text"),
+        (ToolUse(tools=(FIND,), parallel=False), None, "text"),
+        (ToolUse(tools=(FIND,)), ANSWER, '{"x": 1}'),
+        (ToolUse(), ANSWER, '{"x": 1}'),
+    ],
+)
+def test_reasoning_begins_only_where_it_was_asked_for(
+    writer: Writer, use: ToolUse, answer: Constraint | None, text: str
+) -> None:
+    thought = "<think>\nHm\n</think>\n\n" + text
+    for reasons in (None, False, True):
+        constraint = asked(writer, use, "", answer, reasons=reasons)
+        assert writer.may_be(constraint, text)
+        assert writer.may_be(constraint, thought) == (reasons is True)
+    assert writer.may_be(asked(writer, use, OPEN, answer), "Hm\n</think>\n\n" + text)
+
+
+def test_a_budget_asks_for_reasoning_unless_that_is_off() -> None:
+    writer, thought = with_tokens(), '<think>Hm</think>{"x": 1}'
+    for reasons in (None, False, True):
+        constraint = asked(writer, ToolUse(), "", ANSWER, 3, reasons=reasons)
+        assert writer.may_be(constraint, thought) == (reasons is not False)
+        anything = asked(writer, ToolUse(), "", budget=3, reasons=reasons)
+        assert writer.may_be(anything, thought) == (reasons is not False)
 
 
 def test_a_budget_takes_a_token_for_the_end() -> None:
@@ -450,12 +478,17 @@ def test_an_answer_in_a_channel_of_its_own() -> None:
     final, thought = "<|channel|>final<|message|>", "<|channel|>analysis<|message|>Hm"
     end = "<|end|><|start|>assistant"
     answer = constraint_of(form, "", ToolUse(), ANSWER, 3, writer.special_tokens)
+    unasked = constraint_of(form, "", ToolUse(), ANSWER, None, writer.special_tokens)
     assert answer is not None
+    assert unasked is not None
+    assert writer.may_be(unasked, f'{final}{{"x": 1}}')
+    assert not writer.may_be(unasked, f'{thought}{end}{final}{{"x": 1}}')
     assert writer.may_be(answer, f'{final}{{"x": 1}}')
     assert writer.may_be(answer, f'{thought}{end}{final}{{"x": 1}}')
     assert not writer.may_be(answer, '{"x": 1}')
     assert writer.allowed(answer, f"{thought}m") == ["<|end|>"]
-    text = constraint_of(form, "", ToolUse(tools=(STRICT,)), None, None, writer.special_tokens)
+    strict = (form, "", ToolUse(tools=(STRICT,)), None, None, writer.special_tokens)
+    text = constraint_of(*strict, reasoning_asked=True)
     anything = constraint_of(form, "", ToolUse(tools=(FIND,)), None, 3, writer.special_tokens)
     called = f'{form.calls.before}find{form.calls.middle}{{"zip": 1}}{form.calls.after}'
     for constraint in (text, anything):
@@ -463,3 +496,11 @@ def test_an_answer_in_a_channel_of_its_own() -> None:
         assert writer.may_be(constraint, f"{thought}{end}{final}text")
         assert writer.may_be(constraint, f"{thought}{end}{called}")
         assert not writer.may_be(constraint, "text")
+
+
+def test_blank_lines_of_llamas_form_cost_nothing() -> None:
+    """Each takes time in proportion to their number, and 16,000 held the interpreter for 5 s."""
+    gap = "\n \t\n" * 20_000
+    assert lark_of_gbnf(f'root ::= {gap} "a\\n" x{gap}x ::= "b"{gap}') == lark_of_gbnf(
+        'root ::= "a\\n" x\nx ::= "b"\n'
+    )

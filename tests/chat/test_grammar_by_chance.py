@@ -80,7 +80,8 @@ def test_what_ends_is_read_as_what_was_asked_for(name: str, marked: bool, soak: 
             opening = rng.choice(["", begun, begun + form.reasoning.close])
         answer = Constraint(json_schema=SCHEMA) if rng.random() < 0.3 else None
         budget = rng.randint(0, 20) if form.reasoning and marked and rng.random() < 0.4 else None
-        constraint = constraint_of(form, opening, use, answer, budget, writer.special_tokens)
+        given = (form, opening, use, answer, budget, writer.special_tokens)
+        constraint = constraint_of(*given, reasoning_asked=rng.choice([None, True]))
         assert constraint is not None
         tokens, complete = writer.write(constraint, seed, hints_of(form, use))
         if complete and UNREADABLE.search(writer.text(tokens)) is None:

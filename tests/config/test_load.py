@@ -13,6 +13,7 @@ from nano_inference.config import (
     EngineConfig,
     as_environment,
     load_config,
+    nearest,
 )
 
 
@@ -75,6 +76,17 @@ def test_bad_files_are_refused(tmp_path: Path, content: str, words: str) -> None
         load_config(path, env={})
     assert words in refused.value.message
     assert str(path) in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "end"),
+    [
+        ("tool", ["tools", "top_p"], "; did you mean 'tools'?"),
+        ("foo", ["tools", "top_p"], "; known: tools, top_p"),
+    ],
+)
+def test_only_near_names_are_suggested(name: str, known: list[str], end: str) -> None:
+    assert nearest(name, known) == end
 
 
 def test_missing_file_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from nano_inference.config import MOST_SHOWN, MOST_TEXT, RequestError, cut, shown
+import msgspec
+import pytest
+
+from nano_inference.config import MOST_SHOWN, MOST_TEXT, RequestError, cut, shown, told_of
 
 
 def test_a_value_is_shown_short_and_in_ascii() -> None:
@@ -23,3 +26,21 @@ def test_an_error_keeps_the_beginning_of_a_long_message() -> None:
 
 def test_a_message_that_fits_is_not_touched() -> None:
     assert cut("a" * MOST_TEXT) == "a" * MOST_TEXT
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("foo", "foo"),
+        ("a b", "'a b'"),
+        ("f`o", "'f`o'"),
+        ("x` - at `$" + "y" * 1000, f"'{'x` - at `$' + 'y' * 66}..."),
+    ],
+)
+def test_an_unknown_field_is_quoted_alone(name: str, told: str) -> None:
+    class Inner(msgspec.Struct, forbid_unknown_fields=True):
+        pass
+
+    with pytest.raises(msgspec.ValidationError) as error:
+        msgspec.convert({"limits": {name: 1}}, dict[str, Inner])
+    assert told_of(error.value) == f"Object contains unknown field `{told}` - at `$[...]`"

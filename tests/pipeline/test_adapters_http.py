@@ -66,7 +66,7 @@ async def test_as_with_vllm(http: httpx.AsyncClient, folder: Path, limit: None) 
     )
     models = (await http.get("/v1/models")).json()["data"]
     assert [(each["id"], each["parent"], each["root"]) for each in models] == [
-        (BASE, None, BASE),
+        (BASE, None, str(short_model.folder())),
         ("a", BASE, str(folder / "one")),
     ]
     assert (await http.get("/v1/models/a")).json()["parent"] == BASE
@@ -119,6 +119,41 @@ async def test_as_with_sglang(http: httpx.AsyncClient, folder: Path, limit: None
     failed = await http.post("/unload_lora_adapter", json={"lora_name": "three"})
     assert failed.json()["success"] is False
     assert (await http.post("/unload_lora_adapter", json={"lora_name": "one"})).json()["success"]
+
+
+async def test_as_many_as_there_may_be_of_the_largest_rank(
+    make_config: MakeConfig, tmp_path: Path, limit: None
+) -> None:
+    """All in one batch, beside the model alone; one more, or a larger one, is refused."""
+    config = make_config(engine__max_adapters=3)
+    most = config.engine
+    model = AutoModelForCausalLM.from_pretrained(short_model.folder(), dtype="float32")
+    for seed, rank in enumerate((most.max_adapter_rank, most.max_adapter_rank + 1)):
+        make_adapter(model, seed, tmp_path / f"of-{rank}", r=rank, lora_alpha=2 * rank)
+    names = [f"a{number}" for number in range(most.max_adapters)]
+    async with (
+        Pipeline(config) as pipeline,
+        Gateway(pipeline.client, config) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as http,
+    ):
+
+        async def loaded(name: str, rank: int = most.max_adapter_rank) -> str:
+            """The code of the error, "" for none."""
+            load = {"lora_name": name, "lora_path": str(tmp_path / f"of-{rank}")}
+            answer = await http.post("/v1/load_lora_adapter", json=load)
+            return "" if answer.is_success else str(answer.json()["error"]["code"])
+
+        assert await loaded("larger", most.max_adapter_rank + 1) == "adapter_too_large"
+        base = await text_of(http, BASE)
+        assert [await loaded(name) for name in names] == [""] * len(names)
+        assert await loaded("more") == "adapter_limit"
+        alone = await text_of(http, names[0])
+        assert alone != base
+        texts = await asyncio.gather(*(text_of(http, name) for name in [*names, BASE]))
+        assert texts == [alone] * len(names) + [base]
+        unload = {"lora_name": names[0]}
+        assert (await http.post("/v1/unload_lora_adapter", json=unload)).is_success
+        assert await loaded("more") == ""
 
 
 async def test_a_second_gateway_and_keys(

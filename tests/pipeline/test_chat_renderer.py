@@ -11,6 +11,7 @@ import pytest
 
 from nano_inference import (
     ChatRenderer,
+    Constraint,
     EngineConfig,
     InferenceEngine,
     RequestError,
@@ -177,3 +178,14 @@ def test_the_bundled_model_answers_without_any(folder: Path) -> None:
         (sample,) = engine.generate([prompt.token_ids], SamplingParams(temperature=0))
     message = chat.read(prompt, sample.completion_tokens, sample.finish_reason)
     assert message == {"role": "assistant", "content": "7"}
+
+
+def test_a_constraint_has_reasoning_only_where_it_was_asked_for() -> None:
+    """The bundled model's template opens reasoning when asked, and never closes it."""
+    chat, answer = ChatRenderer(), Constraint(regex="[0-9]+")
+    params = SamplingParams(constraint=answer)
+    for variables in ({}, {"enable_thinking": False}, {"thinking": True}):
+        prompt = chat.render([USER], **variables)
+        constraint = chat.sampling(prompt, params).constraint
+        assert (constraint == answer) is ("thinking" not in variables)
+    assert chat.sampling(chat.render([USER]), params, reasoning_budget=3).constraint != answer

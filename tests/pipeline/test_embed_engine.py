@@ -215,7 +215,7 @@ def test_a_model_need_have_no_token_for_padding(padding: int | None, tmp_path: P
 def test_a_prompt_that_can_t_be_cut_has_to_fit_a_step(tmp_path: Path) -> None:
     with engine_of(saved(make_base("bert"), tmp_path), max_tokens_per_batch=50) as engine:
         assert engine.embed([[7] * 50]).shape == (1, 48)
-        with pytest.raises(RequestError, match="51 tokens and at most 50"):
+        with pytest.raises(RequestError, match="context length is 50 tokens; the prompt has 51"):
             engine.embed([[7] * 51])
 
 

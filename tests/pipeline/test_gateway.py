@@ -363,6 +363,25 @@ async def test_what_the_engine_refuses(http: httpx.AsyncClient) -> None:
     assert response.json()["error"]["code"] == "invalid_token_ids"
 
 
+async def test_a_server_of_one_model_tells_of_it_as_one_of_several_would(
+    http: httpx.AsyncClient, pipeline: Pipeline
+) -> None:
+    (found,) = (await http.get("/admin/models")).json()["data"]
+    assert (found["id"], found["state"], found["device"]) == ("tiny", "ready", "cpu")
+    assert min(found["load_ns"], found["kv_bytes"], found["weight_bytes"]) > 0
+    assert (found["is_moe"], found["n_experts"]) == (False, 0)
+    assert (await http.get("/admin/models/tiny")).json()["load_ns"] == found["load_ns"]
+    info = (await http.get("/server_info")).json()
+    assert (info["device"], info["is_moe"]) == ("cpu", False)
+    assert info["max_running_requests"] == pipeline.config.engine.batch_size_on("cpu")
+    for name in ("load_ns", "kv_bytes", "weight_bytes", "dtype"):
+        assert info[name] == found[name]
+    assert (await http.get("/admin/models/other")).status_code == 404
+    for method, path in (("POST", ""), ("POST", "/tiny/load"), ("DELETE", "/tiny")):
+        refused = await http.request(method, f"/admin/models{path}", json={})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported")
+
+
 async def test_a_port_that_is_taken(pipeline: Pipeline) -> None:
     async with Gateway(pipeline.client, pipeline.config) as gateway:
         config = load_config(env={}, overrides={"gateway.port": gateway.port})

@@ -45,6 +45,14 @@ def test_nobody_there() -> None:
             "batching is waiting: the executor is not ready",
         ),
         (lane(executor={"age_s": 6.1}), "executor was last heard of 6 s ago"),
+        (
+            lane(executor={"process_state": "stopped", "pid": 7}),
+            "executor is stopped; continue it with `kill -CONT 7`",
+        ),
+        (
+            lane(executor={"process_state": "gone", "pid": 7}),
+            "executor has ended (process 7)",
+        ),
         (lane(streaming={"epoch": 4}), "streaming has not come into the current epoch"),
     ],
 )
@@ -101,6 +109,20 @@ def test_a_successor_counts_and_not_what_was_killed() -> None:
     (found,) = lanes_of([*lane(executor={"state": "starting", "pid": 2}), killed])
     assert found.stages["executor"].pid == 2
     assert not found.ready
+    assert found.rivals == ()
+
+
+@pytest.mark.parametrize("state", ["running", "unknown"])
+def test_a_process_that_is_late_for_its_heartbeat_is_only_busy(state: str) -> None:
+    (found,) = lanes_of(lane(executor={"process_state": state, "age_s": 4.9}))
+    assert found.ready
+
+
+def test_a_successor_counts_though_it_was_heard_of_before_what_has_ended() -> None:
+    killed = report("executor", pid=1, process_state="gone")
+    (found,) = lanes_of([*lane(executor={"age_s": 0.4, "pid": 2}), killed])
+    assert found.stages["executor"].pid == 2
+    assert found.ready
     assert found.rivals == ()
 
 

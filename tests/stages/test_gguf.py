@@ -141,6 +141,7 @@ Said = dict[str, Any]
     ("said", "words"),
     [
         ({"qwen2.block_count": 2**31}, "62 tensors for 2147483648 layers"),
+        ({"qwen2.block_count": 1025}, "62 tensors for 1025 layers"),
         ({"qwen2.embedding_length": 2**31}, "embedding_length 2147483648, and no tensor"),
         ({"qwen2.feed_forward_length": 2**31}, "feed_forward_length 2147483648, and no tensor"),
         ({"split.count": 3}, "one of 3 parts .* with `llama-gguf-split --merge`"),
@@ -151,6 +152,36 @@ Said = dict[str, Any]
 )
 def test_what_can_not_be(tmp_path: Path, said: Said, words: str) -> None:
     refused(write_gguf(tmp_path / "m.gguf", change=saying(**said)), words)
+
+
+@pytest.mark.parametrize("overlap", [1, 4096])
+def test_tensors_that_overlap_are_refused(tmp_path: Path, overlap: int) -> None:
+    """Else each could claim all of the file, and a small file all memory."""
+    path = write_gguf(tmp_path / "m.gguf")
+    content = bytearray(path.read_bytes())
+    name = b"blk.0.attn_q.weight"
+    place = content.index(name) + len(name) + 4 + 2 * 8 + 4
+    (offset,) = struct.unpack_from("<Q", content, place)
+    struct.pack_into("<Q", content, place, offset - overlap)
+    path.write_bytes(content)
+    refused(path, r"has 'blk\..*' at byte \d+ of its data, where '.*' still is")
+
+
+@pytest.mark.parametrize(
+    ("key", "count", "words"),
+    [
+        ("some.bytes", (1 << 16) + 1, "it may have 65536 there"),
+        ("tokenizer.some", 1 << 21, "and 2097152 in all"),
+    ],
+)
+def test_arrays_have_a_bound(tmp_path: Path, key: str, count: int, words: str) -> None:
+    """The gguf package keeps hundreds of bytes of each element."""
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        array, byte = gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.UINT8
+        writer.add_key_value(key, bytes(count), array, sub_type=byte)
+
+    refused(write_gguf(tmp_path / "m.gguf", change=change), words)
 
 
 def saying(**said: Any) -> Change:

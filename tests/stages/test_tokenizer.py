@@ -320,7 +320,9 @@ def test_a_tokenizers_own_truncation_is_not_applied() -> None:
 
 def test_what_can_not_fit_is_refused_unread() -> None:
     check_text_fits("a" * 36, 4, max_model_len=10)
-    with pytest.raises(RequestError, match=r"37 bytes.*at least 10 tokens") as refusal:
+    with pytest.raises(
+        RequestError, match=r"maximum context length is 10 tokens.*37 bytes.*at least 10,"
+    ) as refusal:
         check_text_fits("a" * 37, 4, max_model_len=10)
     assert refusal.value.code == "prompt_too_long"
     with pytest.raises(RequestError, match="39 bytes"):

@@ -63,6 +63,7 @@ def step(
     *,
     new: Sequence[StartedSequence] = (),
     ended: Sequence[Cancel] = (),
+    failed: Sequence[Cancel] = (),
     end_ns: int = 200,
     weight_version: int = 0,
 ) -> StepResult:
@@ -79,6 +80,7 @@ def step(
         weight_version,
         end_ns - 10,
         end_ns,
+        failed=tuple(failed),
     )
 
 
@@ -190,6 +192,25 @@ def test_a_streamed_request_from_start_to_end(client: Client) -> None:
     assert_chunks_match(client, completion)
     assert client.halts == []
     assert len(client.core) == 0
+
+
+def test_what_the_executor_ends_is_an_error_and_halts_its_other_samples(client: Client) -> None:
+    """Its row, which has to have some token and some end, does not count."""
+    info, other = info_of(n=2), info_of("q")
+    new = [started(5, info), started(6, info, 1), started(7, other)]
+    (a,) = client.encode("a").ids
+    client.step([(5, a, ""), (6, a, ""), (7, a, "")], new=new)
+    failure = cancel_of(status="error", code="invalid_constraint")
+    client.step([(5, a, "length"), (6, a, ""), (7, a, "")], failed=[failure, failure])
+    completion = client.completion()
+    assert (completion.status, completion.error and completion.error.code) == (
+        "error",
+        "invalid_constraint",
+    )
+    assert [sample.token_ids for sample in completion.samples] == [(a,), (a,)]
+    assert client.halts == [5, 6]
+    client.step([(6, a, ""), (7, a, "stop")])
+    assert client.completion("q").status == "done"
 
 
 def test_timings_follow_the_request_through_the_stages(client: Client) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import anyio
-import structlog
 
 from ..bus.calls import Calls, KeptCall
 from ..config import BusError, ChannelClosed, Config
+from ..config.logger import get_logger
 from .kept_calls import KeptCalls, telling_period_s
 
 # Calls that are ended in one go because nobody came back to them.
@@ -32,7 +32,7 @@ class AbandonedCalls:
         self._period_s = telling_period_s(config)
         self._attending = attending
         self._owner_of = owner_of
-        self._log = structlog.get_logger()
+        self._log = get_logger()
 
     @classmethod
     def of(cls, kept: KeptCalls, calls: Calls, config: Config) -> AbandonedCalls:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import structlog
-
 from ..bus.public import Usage
 from ..config import shown
+from ..config.logger import get_logger
 from ..telemetry import TraceContext
 
 Texts = Callable[[], Sequence[str]]
@@ -106,7 +105,7 @@ class Account:
             }
         if not self.complete:
             fields["complete"] = False
-        structlog.get_logger().info(
+        get_logger().info(
             "http_call",
             method=method,
             **fields,

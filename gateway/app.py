@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import BaseRoute
@@ -23,12 +24,15 @@ from .kserve import http_errors as kserve_http
 from .kserve.regions import Regions
 from .measures import Measures
 from .metrics import metrics_routes
+from .model_statuses import single_model_routes
 from .policy.admin import admin_routes
 from .policy.policy import Policy
 from .probes import probe_routes
 from .readiness import Readiness
+from .root import root_routes
+from .status import status_routes
 
-_ANSWERED = (NanoInferenceError, HTTPException, ClientDisconnect, Exception)
+_ANSWERED = (NanoInferenceError, HTTPException, ClientDisconnect)
 
 
 def make_app(
@@ -62,10 +66,13 @@ def make_app(
     measures.watch(instruments.GATEWAY_WAITING, lambda: model.submissions.waiting)
     app = application(
         [
+            *root_routes(),
             *probe_routes(readiness),
             *metrics_routes(measures.metrics),
+            *status_routes(engine),
             *model.routes,
             *admin_routes(policy, config),
+            *single_model_routes(engine),
         ],
         measures,
     )
@@ -84,18 +91,22 @@ def make_app(
 def application(routes: Sequence[BaseRoute], measures: Measures) -> Starlette:
     """An application with some routes, whose errors are as the clients of each interface read
     them, by its `state.respond`."""
+    answer = error_handler(respond)
     app = Starlette(
         routes=routes,
         middleware=[
+            # Starlette raises what it answers with 500 once more, and the server then closes the
+            # connection behind an answer that does not say so.
+            Middleware(ExceptionMiddleware, handlers={Exception: answer}),
             Middleware(
                 JsonOnly,
                 measures,
                 respond,
                 takes_bytes=kserve_http.is_called,
                 takes_compressed=kserve_http.takes_compressed,
-            )
+            ),
         ],
-        exception_handlers=dict.fromkeys(_ANSWERED, error_handler(respond)),
+        exception_handlers=dict.fromkeys(_ANSWERED, answer),
     )
     app.state.respond = respond
     return app

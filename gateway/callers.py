@@ -17,9 +17,11 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..config import GatewayConfig, RequestError, shown
+from ..config.logger import get_logger
 from .http import Respond, respond_plainly
 from .measures import Measures, Reason
 
@@ -99,6 +101,8 @@ class _KnownCallers:
         app = self._app
         if refusal is not None:
             self._measures.refused(refusal.reason)
+            # A browser doesn't show its user the body.
+            get_logger().warning(refusal.reason, error=refusal.message)
             app = self._respond(scope, refusal)
         await app(scope, receive, send)
 
@@ -153,10 +157,18 @@ class JsonOnly:
         if refusal is None and not self._takes_compressed(scope):
             refusal = _refused_coding(headers)
         app = self._app
-        if refusal is not None:
+        # A call without an endpoint is answered 404 or 405, and its body is not read.
+        if refusal is not None and _has_endpoint(scope):
             self._measures.refused(refusal.reason)
             app = self._respond(scope, refusal)
         await app(scope, receive, send)
+
+
+def _has_endpoint(scope: Scope) -> bool:
+    """Whether the application itself has a route for a call; an application behind it checks the
+    calls that it gets."""
+    routes = (each for each in scope["app"].routes if isinstance(each, Route))
+    return any(route.matches(scope)[0] == Match.FULL for route in routes)
 
 
 def _refused_kind(headers: Headers, more: Collection[str]) -> _Refused | None:
@@ -217,7 +229,7 @@ def _is_browser(headers: Headers, agent: str) -> bool:
 
 def _of_a_page(why: str) -> _Refused:
     return _Refused(
-        f"{why}; name the page's origin in gateway.allowed_origins if it may call the gateway",
+        f"{why}; if it may call the gateway, add its origin to the setting gateway.allowed_origins",
         "forbidden_origin",
     )
 

@@ -10,22 +10,22 @@ import inspect
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import anyio
 import anyio.to_thread
 import msgspec
 from jinja2 import TemplateError
 
 from ..chat import MessageFormat, Tool, opening_of
-from ..config import RequestError, field_name, shown
+from ..config import AdmissionConfig, RequestError, field_name, shown
 from .http import FieldError
 from .message_formats import LazyFormat
 from .template_turns import Turn, as_read_by
 from .template_variables import Reasoning, names_read, reasoning_variables
+from .turns import Turns
 from .words import LazyWords
 
 if TYPE_CHECKING:
@@ -33,8 +33,11 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatTemplates", "Conversation", "Rendered", "Turn"]
 
-_AT_ONCE = 2
-"""Templates that run at a time. Each thread keeps a core busy."""
+AT_ONCE = 3
+"""Templates that run at a time. Each thread keeps a core busy, and one tenant alone has two."""
+
+_THE_ONE = "conversation"
+"""Of what waits for a place together."""
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,17 +77,21 @@ class ChatTemplates:
     def __init__(
         self,
         words: LazyWords,
-        max_model_len: int,
+        max_model_len: Callable[[], Awaitable[int]],
         timeout_s: float,
+        turns: Turns,
         message_format: LazyFormat | None = None,
+        max_constraint_bytes: int = AdmissionConfig().max_constraint_bytes,
     ) -> None:
-        """Args: the tokenizer, tokens that a prompt may have, seconds that it may take, and how the
-        model writes messages."""
+        """Args: the tokenizer, tokens that a prompt may have, seconds that it may take, `AT_ONCE`
+        places that tenants share, how the model writes messages, and bytes that a constraint may
+        have."""
+        self.max_constraint_bytes = max_constraint_bytes
         self._words = words
         self._format = message_format
         self._max_model_len = max_model_len
         self._timeout_s = timeout_s
-        self._few = anyio.Semaphore(_AT_ONCE)
+        self._turns = turns
 
     async def message_format(self) -> MessageFormat | None:
         """How the model writes messages; None where nobody knows.
@@ -94,30 +101,38 @@ class ChatTemplates:
         """
         return await self._format.get() if self._format is not None else None
 
-    async def render(self, conversation: Conversation) -> Rendered:
+    async def render(self, conversation: Conversation, tenant: str) -> Rendered:
         """The prompt. The template writes its special tokens itself.
+
+        Args:
+            tenant: Whose it is; a tenant whose templates take long keeps none of another waiting.
 
         Raises:
             RequestError: no_chat_template, invalid_messages, chat_template_failed, unsupported,
                 prompt_too_long.
+            EngineError: overloaded.
         """
-        words = await self._words.required()
+        words, max_model_len = await self._words.required(), await self._max_model_len()
         form = await self.message_format()
 
         def work() -> Rendered:
             # Before the template, whatever it takes of them, and after it, whatever it adds.
             sent = "".join(str(turn.get("content") or "") for turn in conversation.turns)
-            words.check_fits(sent, self._max_model_len)
+            words.check_fits(sent, max_model_len)
             with _limited(self._timeout_s):
                 text = _render(words.tokenizer, conversation, form)
-            words.check_fits(text, self._max_model_len)
+            words.check_fits(text, max_model_len)
             token_ids = words.token_ids(text, add_special=False)
             begun = conversation.add_generation_prompt or conversation.continue_final_message
             opening = opening_of(form, text) if form is not None and begun else ""
             return Rendered(token_ids, opening)
 
-        async with self._few:
-            return await anyio.to_thread.run_sync(work)
+        with self._turns.wait(tenant, [_THE_ONE]) as call:
+            await call.take(_THE_ONE)
+            try:
+                return await anyio.to_thread.run_sync(work)
+            finally:
+                self._turns.give_back(tenant)
 
 
 def _render(tokenizer: Any, conversation: Conversation, form: MessageFormat | None) -> str:

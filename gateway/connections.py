@@ -11,11 +11,11 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Literal
 
 import h11
-import structlog
 from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..config import GatewayConfig, NanoInferenceError, RequestError
+from ..config.logger import get_logger
 from ..telemetry import instruments, now_ns
 from .calls import ARRIVED
 from .framing import StrictParser
@@ -33,11 +33,6 @@ bytes a connection is reset when it is closed, and the answer may be lost."""
 
 SEND_BUFFER_BYTES = 1 << 18
 """Of an answer that the kernel holds for a client that does not read; it takes twice that."""
-
-SPARE_CONNECTIONS = 128
-"""How many there may be beyond those with a request under way: on these the others are told that
-there is no room. It is twice `server.ACCEPTED_AT_ONCE`, or newcomers would be replaced by
-those behind them before anybody has read what they sent."""
 
 # What is not seen to for longer than that was not: the event loop was held up.
 _MOST_TICK_S = 1.0
@@ -259,7 +254,7 @@ class Connections:
     def __init__(
         self, config: GatewayConfig, limits: RequestLimits, most: int, measures: Measures
     ) -> None:
-        """Args: `most` of them have requests under way; as many as `limits` lets in."""
+        """Args: `most` of them are open at a time."""
         self.now_s = 0.0
         self.rounds = Rounds()
         self.client_of = named_client
@@ -267,7 +262,7 @@ class Connections:
         self.respond = limits.respond
         self._limits = limits
         self._measures = measures
-        self._most = most + SPARE_CONNECTIONS
+        self._most = most
         self._all: dict[Connection | Handshake, None] = {}
         # Each in the order in which they came into the phase.
         self._waiting: dict[Connection | Handshake, None] = {}
@@ -330,7 +325,7 @@ class Connections:
             if slow := connection.check(window_s):
                 self.count(slow)
         if self._counts and self.now_s - self._logged_s >= _LOG_EVERY_S:
-            log = structlog.get_logger()
+            log = get_logger()
             counts = {str(reason): number for reason, number in self._counts.items()}
             log.warning("connections_not_served", **counts, connections=len(self))
             self._counts.clear()

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from ..config import Constraint, shown
+from ..config import Constraint, field_name, shown
+from .fields import read_part
 from .http import FieldError, convert
 
 T = TypeVar("T")
 
-_TEXT = "text"
+# Where a schema stands: OpenAI's chats nest it, its responses and Anthropic's outputs do not.
+_NESTED = '{"type": "json_schema", "json_schema": {"name": "answer", "schema": {...}}}'
+_FLAT = '{"type": "json_schema", "schema": {...}}'
 
 
-class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True):
+class JsonSchema(msgspec.Struct, frozen=True, kw_only=True):
     """OpenAI's name and description of a schema say nothing that would change an answer, and all
     schemas are kept strictly."""
 
@@ -25,29 +28,62 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True):
     strict: bool | None = None
 
 
+class TextFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """Text as it comes."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """A JSON object; with a schema, as llama.cpp's server and others take one here, of that."""
+
+    type: Literal["json_object"]
+    schema: dict[str, Any] | None = None
+
+
+class NestedFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """JSON of a schema, as chats and completions have it."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+class FlatFormat(JsonSchema, frozen=True, kw_only=True):
+    """The same as responses and messages have it."""
+
+    type: Literal["json_schema"]
+
+
+class GrammarFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """A grammar in llama.cpp's form."""
+
+    type: Literal["grammar"]
+    grammar: str
+
+
 def of_response_format(given: Mapping[str, Any], param: str) -> Constraint | None:
     """OpenAI's `response_format` of chats and completions; None for text as it comes.
 
     A grammar is llama.cpp's form, as `{"type": "grammar", "grammar": "root ::= …"}`.
 
     Raises:
-        FieldError: There is no such format, or it lacks something.
+        FieldError: There is no such format, it lacks something, or has an unknown field.
     """
     kind = given.get("type")
     if kind == "json_schema":
-        inner = _read(given.get("json_schema"), JsonSchemaFormat, f"{param}.json_schema")
-        return Constraint(json_schema=inner.schema)
+        _check_schema(given.get("json_schema"), f"{param}.json_schema", _NESTED)
+        return Constraint(json_schema=read_part(given, NestedFormat, param).json_schema.schema)
     if kind == "grammar":
-        return Constraint(gbnf=_text(given, "grammar", param))
-    return _without_schema(kind, param, ("json_schema", "grammar"))
+        return Constraint(gbnf=read_part(given, GrammarFormat, param).grammar)
+    return _without_schema(given, param, ("json_schema", "grammar"))
 
 
 def of_text_format(given: Mapping[str, Any], param: str) -> Constraint | None:
     """The `format` of OpenAI's `text` in responses, and of Anthropic's outputs. As above."""
     if given.get("type") == "json_schema":
-        inner = _read(given, JsonSchemaFormat, param)
-        return Constraint(json_schema=inner.schema)
-    return _without_schema(given.get("type"), param, ("json_schema",))
+        _check_schema(given, param, _FLAT)
+        return Constraint(json_schema=read_part(given, FlatFormat, param).schema)
+    return _without_schema(given, param, ("json_schema",))
 
 
 def of_structured_outputs(given: Mapping[str, Any], param: str) -> Constraint | None:
@@ -68,6 +104,7 @@ def of_structured_outputs(given: Mapping[str, Any], param: str) -> Constraint | 
         schema = _read(value, dict[str, Any] | str, f"{param}.json")  # type: ignore[arg-type]
         return Constraint(json_schema=schema)
     if name == "json_object":
+        _read(value, bool, f"{param}.json_object")
         return Constraint(json_object=True)
     if name == "regex":
         return Constraint(regex=_text(given, name, param))
@@ -76,9 +113,9 @@ def of_structured_outputs(given: Mapping[str, Any], param: str) -> Constraint | 
     if name == "grammar":
         return of_grammar(_text(given, name, param))
     raise FieldError(
-        f"{param}.{shown(name)} is not supported here; json, regex, choice, grammar and "
+        f"{param}.{field_name(name)} is not supported here; json, regex, choice, grammar and "
         "json_object are",
-        param=param,
+        param=f"{param}.{field_name(name)}",
         code="unsupported",
     )
 
@@ -103,12 +140,25 @@ def the_one(found: Mapping[str, Constraint | None]) -> Constraint | None:
     return next(iter(given.values()), None)
 
 
-def _without_schema(kind: object, param: str, others: tuple[str, ...]) -> Constraint | None:
-    if kind == _TEXT:
-        return None
-    if kind == "json_object":
-        return Constraint(json_object=True)
-    wanted = ", ".join(map(repr, (_TEXT, "json_object", *others)))
+def _check_schema(found: object, param: str, form: str) -> None:
+    """Raises FieldError: the schema does not stand where this interface has it."""
+    if not (isinstance(found, dict) and "schema" in found):
+        raise FieldError(f"{param} has no 'schema'; the form is {form}", param=param)
+
+
+def _without_schema(
+    given: Mapping[str, Any], param: str, others: tuple[str, ...]
+) -> Constraint | None:
+    match kind := given.get("type"):
+        case "text":
+            read_part(given, TextFormat, param)
+            return None
+        case "json_object":
+            schema = read_part(given, JsonObjectFormat, param).schema
+            return (
+                Constraint(json_object=True) if schema is None else Constraint(json_schema=schema)
+            )
+    wanted = ", ".join(map(repr, ("text", "json_object", *others)))
     raise FieldError(f"{param}.type is {shown(kind)}; it may be {wanted}", param=f"{param}.type")
 
 

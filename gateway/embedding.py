@@ -61,16 +61,25 @@ class EmbedCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def embed_all(
-    submissions: Submissions, origin: Origin, call: EmbedCall, prompts: Sequence[Prompt]
+    submissions: Submissions,
+    origin: Origin,
+    call: EmbedCall,
+    prompts: Sequence[Prompt],
+    *,
+    lower_first: bool = True,
 ) -> list[EmbeddedPrompt]:
     """The vectors of a call's prompts, in order. The first error ends the others.
+
+    Args: `lower_first` is as for `Submissions.check_priority`.
 
     Raises:
         NanoInferenceError: A prompt was refused, or the engine did not do it.
     """
     requests = call.requests(prompts, origin.tenant)
+    length = await submissions.length.get()
     for place, request in enumerate(requests, 1):
-        submissions.check_size(request)
+        submissions.check_priority(origin.caller, request, lower_first=lower_first)
+        submissions.check_size(request, length)
         submissions.check_encoded(request)
         if place % AT_ONCE == 0:
             await anyio.lowlevel.checkpoint()

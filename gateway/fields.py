@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
+
+import msgspec
 
 from ..config import Config, field_name, nearest
 from .http import FieldError, convert
@@ -64,13 +67,71 @@ def read_known_fields(
                 param=shown_name,
                 code="unsupported",
             )
-    # An explicit null is a default.
-    found = {name: body[name] for name in honoured if body.get(name) is not None}
+    return read_part({name: body[name] for name in honoured if name in body}, kind, where[:-1])
+
+
+def read_part(given: Any, kind: type[T], where: str = "") -> T:
+    """A part of a body as a struct, or all of it.
+
+    Fields in the struct's `HARMLESS` say nothing that would change an answer. Any other unknown
+    field is refused when it asks for something, and so it is within the structs of its fields.
+
+    Args:
+        where: The part's path in the body; "" for the body.
+
+    Raises:
+        FieldError: The part has an unknown field, or one is of the wrong type.
+    """
+    check_known(given, kind, where)
+    if isinstance(given, Mapping):
+        # An explicit null is a default.
+        given = {name: value for name, value in given.items() if value is not None}
     try:
-        return convert(found, kind, where.rstrip(".") or "the body")
+        return convert(given, kind, where or "the body")
     except FieldError as error:
-        param = f"{where}{error.param or ''}".rstrip(".") or None
-        raise FieldError(error.message, param=param) from None
+        raise FieldError(error.message, param=_path(where, error.param or "") or None) from None
+
+
+def check_known(given: Any, kind: type, where: str) -> None:
+    """Refuses fields that a part of a body can't have; see `read_part`.
+
+    Raises:
+        FieldError: unsupported.
+    """
+    if not isinstance(given, Mapping):
+        return
+    known = _structs_within(kind)
+    harmless: Collection[str] = getattr(kind, "HARMLESS", ())
+    for name, value in given.items():
+        param = _path(where, field_name(name))
+        inner = known.get(name)
+        if inner is not None and isinstance(value, list):
+            for place, each in enumerate(value):
+                check_known(each, inner, f"{param}[{place}]")
+        elif inner is not None:
+            check_known(value, inner, param)
+        elif name not in known and name not in harmless and value:
+            raise FieldError(
+                f"{param} is not known here{nearest(name, known)}; leave it out, or give null",
+                param=param,
+                code="unsupported",
+            )
+
+
+@cache
+def _structs_within(kind: type) -> dict[str, type | None]:
+    """A struct's fields, each with the struct that it holds, alone or in a list."""
+    return {field.encode_name: _struct_in(field.type) for field in msgspec.structs.fields(kind)}
+
+
+def _struct_in(kind: Any) -> type | None:
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return kind
+    return next(filter(None, map(_struct_in, get_args(kind))), None)
+
+
+def _path(where: str, name: str) -> str:
+    return f"{where}.{name}" if where and name else where or name
 
 
 def adapter_of(model: str, config: Config) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 from ipaddress import ip_address
@@ -11,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import anyio
 import msgspec
-import structlog
 
 from ..config import BusError, Config, ConfigError, GatewayConfig
+from ..config.logger import get_logger
 from ..pipeline.client import BusClient
 
 if TYPE_CHECKING:
@@ -143,13 +144,15 @@ class Gateway:
         self._kept.stop()
         self._server.should_exit = True
         beside = [] if self._grpc is None else [self._grpc.aclose(LEAVE_S)]
-        await asyncio.gather(asyncio.shield(self._task), *beside)
-        for task in self._beside:
-            task.cancel()
-        await asyncio.wait(self._beside)
-        await self._kept.aclose()
-        await self._policy.aclose()
-        self.kserve.regions.close()
+        try:
+            await asyncio.gather(asyncio.shield(self._task), *beside)
+        finally:
+            for task in self._beside:
+                task.cancel()
+            await asyncio.wait(self._beside)
+            await self._kept.aclose()
+            await self._policy.aclose()
+            self.kserve.regions.close()
 
     async def drain(self, timeout_s: float) -> bool:
         """Is not ready from now on, refuses new requests, and waits for the calls under way.
@@ -202,17 +205,14 @@ class Gateway:
         return GrpcServer(self.kserve, chain, self._readiness, config, self._server)
 
     def _listen(self, backlog: int) -> socket.socket:
-        family, address = place_of(self._config)
-        try:
-            return socket.create_server((address, self.port), family=family, backlog=backlog)
-        except OSError as error:
-            raise _can_not_listen(self._config, error) from None
+        place = place_of(self._config)
+        return _bound(self._config, place, self.port, "gateway.port", backlog)
 
     async def _warn_forever(self, address: str) -> None:
         """Says what is dangerous about how it was set up."""
         if _is_own(address):
             return
-        log = structlog.get_logger()
+        log = get_logger()
         if self._config.policy.knows_callers:
             if not self._config.gateway.tls_certificate:
                 log.warning("gateway_without_tls", meaning="keys can be read on their way here")
@@ -231,7 +231,7 @@ def place_of(config: Config) -> tuple[socket.AddressFamily, str]:
     try:
         found = socket.getaddrinfo(config.gateway.host, None, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise _can_not_listen(config, error) from None
+        raise _can_not_listen(config, config.gateway.port, error, "gateway.port") from None
     family, address = found[0], str(found[4][0])
     if not (_is_own(address) or config.policy.knows_callers or config.gateway.insecure):
         raise ConfigError(
@@ -242,10 +242,48 @@ def place_of(config: Config) -> tuple[socket.AddressFamily, str]:
     return family, address
 
 
-def _can_not_listen(config: Config, error: OSError) -> ConfigError:
+def check_ports(
+    config: Config, http_option: str = "gateway.port", grpc_option: str = "gateway.grpc_port"
+) -> None:
+    """Check that a gateway with these settings could listen now, before a model is loaded.
+
+    Args:
+        config: The settings.
+        http_option: The name by which the user chose the port for HTTP.
+        grpc_option: The same of gRPC.
+
+    Raises:
+        ConfigError: As `place_of`; also for a port that is taken.
+    """
+    place = place_of(config)
+    gateway = config.gateway
+    for port, option in ((gateway.port, http_option), (gateway.grpc_port, grpc_option)):
+        if port:
+            _bound(config, place, port, option).close()
+
+
+def _bound(
+    config: Config,
+    place: tuple[socket.AddressFamily, str],
+    port: int,
+    option: str,
+    backlog: int | None = None,
+) -> socket.socket:
+    family, address = place
+    try:
+        return socket.create_server((address, port), family=family, backlog=backlog)
+    except OSError as error:
+        raise _can_not_listen(config, port, error, option) from None
+
+
+def _can_not_listen(config: Config, port: int, error: OSError, option: str) -> ConfigError:
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(f"port {port} is taken; choose another with {option}")
+    # Of a socket that can't be bound, Python adds the address to the system's words.
+    why = os.strerror(error.errno or 0) if error.errno in errno.errorcode else error.strerror
     return ConfigError(
-        f"the gateway can't listen on {config.gateway.host} port {config.gateway.port}: "
-        f"{error.strerror}; choose another gateway.port or gateway.host"
+        f"the gateway can't listen on {config.gateway.host} port {port}: {why}; choose another "
+        f"{option} or gateway.host"
     )
 
 

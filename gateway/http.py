@@ -11,13 +11,13 @@ from typing import Annotated, Any, Protocol, TypeVar
 
 import anyio
 import msgspec
-import structlog
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..config import BusError, NanoInferenceError, RequestError, WeightsError, shown, told_of
+from ..config.logger import get_logger
 
 T = TypeVar("T")
 
@@ -51,6 +51,9 @@ BODY = "body"
 
 MODEL = "model"
 """Under which it has the id of the model that answers, where there are several."""
+
+NAMED_MODEL = "named_model"
+"""Under which it has the model's name as the call's address, query or SGLang body gives it."""
 
 DEFAULT_RETRY_S = 1.0
 """When that is, where nobody knows better."""
@@ -93,6 +96,7 @@ _STATUS = {
     "weights_timeout": 504,
     "expired": 504,
     "lane_failed": 500,
+    "weights_lost": 500,
     "out_of_blocks": 500,
     "internal_error": 500,
 }
@@ -211,7 +215,7 @@ def answer_failure(
     """
     if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_LEFT)
-    log = structlog.get_logger().bind(path=request.url.path, call_id=call_id_of(request.scope))
+    log = get_logger().bind(path=request.url.path, call_id=call_id_of(request.scope))
     if not isinstance(error, NanoInferenceError):
         log.error("http_handler_failed", exc_info=error)
         return respond(NanoInferenceError("the gateway has failed; its log says where"))

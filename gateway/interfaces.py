@@ -6,7 +6,7 @@ from ..config import Config
 from ..pipeline.client import BusClient
 from . import anthropic
 from .abandoned import AbandonedCalls
-from .chat_templates import ChatTemplates
+from .chat_templates import AT_ONCE, ChatTemplates
 from .kept_calls import KeptCalls
 from .kserve.regions import Regions
 from .kserve.repository import open_service
@@ -23,6 +23,7 @@ from .readiness import Readiness
 from .served import ServedModels
 from .sglang import sglang_routes
 from .submissions import Submissions
+from .turns import Turns
 from .words import LazyWords
 
 
@@ -54,14 +55,14 @@ class Interfaces:
         """Raises ConfigError when `gateway.message_format` or `gateway.models` can't be obeyed."""
         check_format(config)
         words = LazyWords(config.engine.model_folder)
-        templates = _templates(config, words)
-        length = ModelLength(engine, config)
         served = ServedModels(engine, config)
         several = bool(config.bus.model)
         self.config = config
         self.chain = policy.chain_of(engine, config, words, served, one_of_several=several)
         self.readiness = readiness
         self.submissions = Submissions(engine, config, measures, readiness, self.chain)
+        length = self.submissions.length
+        templates = _templates(config, words, length, measures)
         self.kept = KeptCalls(engine, config)
         self.abandoned = AbandonedCalls.of(self.kept, engine.bus.calls, config)
         models = open_service(
@@ -70,14 +71,15 @@ class Interfaces:
         self.kserve = KServe(models, regions)
         self.info = InfoCalls(config, words, templates, length, served)
         self.responses = ResponseCalls(
-            self.submissions, self.kept, config, words, templates, length
+            self.submissions, self.kept, config, words, templates, length, served
         )
         self.routes: list[PolicyRoute] = [
+            *anthropic.model_routes(self.info.cards, self.info.card_of),
             *sglang_routes(
                 *(engine, config, words, self.submissions, measures, readiness, length, served)
             ),
             *openai_routes(
-                *(config, words, self.submissions, self.kept, templates, length),
+                *(config, words, self.submissions, self.kept, templates, length, served),
                 self.info,
                 self.responses,
             ),
@@ -87,6 +89,10 @@ class Interfaces:
         ]
 
 
-def _templates(config: Config, words: LazyWords) -> ChatTemplates:
+def _templates(
+    config: Config, words: LazyWords, length: ModelLength, measures: Measures
+) -> ChatTemplates:
     timeout_s = config.gateway.template_timeout_s
-    return ChatTemplates(words, config.engine.max_model_len, timeout_s, LazyFormat(config, words))
+    turns = Turns(AT_ONCE, config.gateway.max_waiting, measures)
+    form, most = LazyFormat(config, words), config.admission.max_constraint_bytes
+    return ChatTemplates(words, length.get, timeout_s, turns, form, most)

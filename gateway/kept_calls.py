@@ -9,12 +9,12 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import msgspec
-import structlog
 
 from ..bus import KeptCall, OutputStream
 from ..bus.public import Completion, GenerateRequest, Output
 from ..bus.registry import NOT_LOADED
 from ..config import BusError, Config, NanoInferenceError, shown
+from ..config.logger import get_logger
 from ..pipeline.cancellations import Cancellations
 from ..pipeline.client import BusClient
 from ..telemetry import TraceContext
@@ -37,7 +37,7 @@ def model_of(kept: KeptCall) -> str:
     """The id of the model of a call, which all interfaces keep in one place; "" where nothing is
     kept of it but its entries."""
     try:
-        call = msgspec.msgpack.decode(kept.record, type=_Record).call
+        call = msgspec.json.decode(kept.record, type=_Record).call
         # `model` is what its answer says, which may be an adapter.
         return call.of_model or call.model
     except (ValueError, RecursionError):
@@ -198,7 +198,7 @@ class KeptCalls:
         self._tasks: set[Task[None]] = set()
         self.stopping = False
         self._adopt: Callable[[str, KeptCall], bool] = lambda call_id, kept: False
-        self._log = structlog.get_logger()
+        self._log = get_logger()
 
     def adopted_by(self, adopt: Callable[[str, KeptCall], bool]) -> None:
         """Args: `adopt` is asked first about a call that nobody attends, whether it takes it."""
@@ -444,10 +444,11 @@ def telling_period_s(config: Config) -> float:
 
 
 def not_found(call_id: str) -> EngineError:
-    """There is no such call, or it is another tenant's."""
+    """There is no such call, it is another tenant's, or by a model that the key is not for."""
     return EngineError(
         f"there is no stream {shown(call_id)} here: it never began, is another tenant's "
-        "(X-Tenant), or ended longer ago than its results are kept (bus.results_ttl_s)",
+        "(X-Tenant) or by a model that the key is not for, or ended longer ago than its results "
+        "are kept (bus.results_ttl_s)",
         code="stream_not_found",
     )
 

@@ -12,7 +12,7 @@ from .policy.routes import PolicyRoute
 
 
 def metrics_routes(metrics: Metrics) -> list[PolicyRoute]:
-    """The endpoint, which tells what `telemetry.metrics_port` does."""
+    """The endpoint, which shows what `telemetry.metrics_port` does, and needs no such port."""
     # Whoever asks for it over and over takes one thread, and waits.
     one_at_a_time = anyio.CapacityLimiter(1)
 
@@ -21,7 +21,10 @@ def metrics_routes(metrics: Metrics) -> list[PolicyRoute]:
         accept = request.headers.get("accept", "")
         found = await anyio.to_thread.run_sync(metrics.exposition, accept, limiter=one_at_a_time)
         if found is None:
-            raise HTTPException(404, "there are no metrics; set telemetry.metrics_port")
+            raise HTTPException(
+                404,
+                "there are no metrics; set gateway.metrics, in Python Pipeline(with_metrics=True)",
+            )
         text, media_type = found
         return Response(text, media_type=media_type)
 

@@ -10,8 +10,10 @@ from msgspec.structs import replace
 
 from ..chat import MessageFormat, Reading, ToolUse, constraint_of
 from ..config import NanoInferenceError, SamplingParams
+from ..stages.grammar import check_size
 from .chat_templates import ChatTemplates, Conversation
 from .http import FieldError
+from .template_variables import reasoning_asked
 from .words import LazyWords
 
 
@@ -36,6 +38,7 @@ async def prepare(
     conversation: Conversation,
     use: ToolUse,
     sampling: SamplingParams,
+    tenant: str,
     *,
     reasoning_budget: int | None = None,
     separates_reasoning: bool = True,
@@ -46,6 +49,7 @@ async def prepare(
     Args:
         conversation: Its tools are taken from `use`.
         sampling: With the constraint of the answer's text.
+        tenant: Whose it is.
         reasoning_budget: Most tokens of reasoning; None for no limit.
         separates_reasoning: Whether reasoning is taken out of the text, where the model has any.
         budget_param: The field of the call that has the budget.
@@ -56,26 +60,28 @@ async def prepare(
     """
     form = await templates.message_format()
     reasons = form is not None and form.reads_reasoning
-    asked = conversation.reasoning
+    reasoning = conversation.reasoning
     if use.usable and (form is None or not form.reads_calls):
         raise _not_known("how this model writes calls", "tools")
-    if separates_reasoning and not reasons and asked is not None and asked.on:
-        raise _not_known("how this model writes its reasoning", asked.on_param)
+    if separates_reasoning and not reasons and reasoning is not None and reasoning.on:
+        raise _not_known("how this model writes its reasoning", reasoning.on_param)
     if reasoning_budget is not None and (form is None or form.reasoning is None):
         raise _not_known("how this model writes its reasoning", budget_param)
-    rendered = await templates.render(replace(conversation, tools=use.usable))
+    if sampling.constraint is not None:
+        # As admission, before a grammar of megabytes is read.
+        check_size(sampling.constraint, templates.max_constraint_bytes)
+    rendered = await templates.render(replace(conversation, tools=use.usable), tenant)
     constraint = None
     if use.usable or sampling.constraint is not None or reasoning_budget is not None:
         special_tokens = (await words.required()).special_tokens
         asked_for = (use, sampling.constraint, reasoning_budget, special_tokens)
-        # A grammar of megabytes takes seconds to read, before anybody can say that it is too large.
-        constraint = await words.beside(
+        constraint = await words.make_grammar(
             partial(
                 constraint_of,
                 form,
                 rendered.opening,
                 *asked_for,
-                may_begin_reasoning=asked is None or asked.on is not False,
+                reasoning_asked=reasoning_asked(reasoning, conversation.variables),
             )
         )
     if constraint is not None and sampling.constraint is None:

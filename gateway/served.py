@@ -13,6 +13,8 @@ from ..config import BusError, Config, RequestError, shown
 from ..pipeline.client import BusClient
 from ..pipeline.client_adapters import adapters_of
 from .origin import Origin
+from .policy.caller import Caller
+from .policy.models import check_allowed
 from .readiness import ASKED_EVERY_S
 from .recent import Recent
 
@@ -42,9 +44,15 @@ class ServedModels:
         except BusError:
             return ()
 
-    async def check(self, model: str) -> None:
-        """Raises RequestError (unknown_model) for a name that nothing has."""
-        if model in self._own:
+    async def check(self, model: str, caller: Caller) -> None:
+        """Check that a caller may use what has a name; a refusal names nothing else.
+
+        Raises:
+            RequestError: unknown_model, model_not_found.
+        """
+        own = model in self._own
+        check_allowed(caller, self.default if own else model)
+        if own:
             return
         adapters = [adapter.id for adapter in await self.adapters()]
         if model not in adapters:
@@ -76,5 +84,5 @@ class OnlyServed:
         self, origin: Origin, requests: Sequence[GenerateRequest]
     ) -> AsyncIterator[None]:
         for request in requests:
-            await self._served.check(request.model)
+            await self._served.check(request.model, origin.caller)
         yield

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-import resource
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import structlog
 import uvicorn
 from starlette.routing import Route
 from starlette.types import ASGIApp
@@ -18,7 +16,8 @@ from starlette.types import ASGIApp
 from ..config import GatewayConfig
 from .callers import only_known_callers
 from .calls import ObservedCalls
-from .connections import LINGER_S, SPARE_CONNECTIONS, Connection, Connections
+from .connection_limits import limits_here
+from .connections import LINGER_S, Connection, Connections
 from .http import DEFAULT_RETRY_S, EngineError, Respond, respond_plainly
 from .limits import RequestLimits
 from .measures import Measures
@@ -28,14 +27,9 @@ from .tls import Certificates, Handshake
 BACKLOG = 2048
 """Connections that may wait in the kernel to be accepted."""
 
-ACCEPTED_AT_ONCE = 64
-"""asyncio accepts up to its backlog before it looks at any of them, and each takes a file."""
-
 LEAVE_S = 5.0
 """For calls under way when the server is to stop; those that remain are then told."""
 
-# For Redis, models and logs, and for connections that are accepted before others have gone.
-_RESERVED_FILES = 256
 # In the server's ticks, of which there are ten a second. It looks at each connection.
 _SWEEP_EVERY = 10
 # `Connections` sees to it.
@@ -47,14 +41,6 @@ _NO_FILES_LEFT = "socket.accept() out of system resource"
 LoopHandler = Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object]
 
 
-def connections_for(wanted: int, max_files: int) -> int:
-    """How many requests may be under way at a time, for which there must be files."""
-    if max_files == resource.RLIM_INFINITY:
-        return wanted
-    files = max_files - min(_RESERVED_FILES, max_files // 4) - SPARE_CONNECTIONS
-    return max(1, min(wanted, files))
-
-
 class HttpServer(uvicorn.Server):
     """uvicorn, which leaves the process's signals and its logs alone.
 
@@ -62,6 +48,7 @@ class HttpServer(uvicorn.Server):
         connections: Those that there are.
         calls: What is under way on them.
         entrance: By which they come: `calls`, or what stands before them.
+        most: How many connections and requests there may be.
         limits: How much may be, on these and beside them.
         certificates: Its own, and its clients'; None without TLS.
     """
@@ -75,13 +62,10 @@ class HttpServer(uvicorn.Server):
     ) -> None:
         """Args: what answers, its settings, and where to tell what is done; None for nowhere."""
         measures = measures or Measures()
-        max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = connections_for(config.max_connections, max_files)
-        if most < config.max_connections:
-            structlog.get_logger().info("fewer_connections", most=most, max_files=max_files)
+        self.most = limits_here(config)
         respond: Respond = getattr(getattr(app, "state", None), "respond", respond_plainly)
-        self.limits = RequestLimits(app, most, config.max_bodies_bytes, respond)
-        self.connections = Connections(config, self.limits, most, measures)
+        self.limits = RequestLimits(app, self.most.requests, config.max_bodies_bytes, respond)
+        self.connections = Connections(config, self.limits, self.most.connections, measures)
         # Starlette's; another application's calls are all of no route.
         routes = [each.path for each in getattr(app, "routes", ()) if isinstance(each, Route)]
         known = only_known_callers(self.limits, config, measures, respond)
@@ -122,7 +106,7 @@ class HttpServer(uvicorn.Server):
         await super().startup([])
         for listener in sockets or []:
             accepting = await loop.create_server(
-                self._connect, sock=listener, backlog=ACCEPTED_AT_ONCE
+                self._connect, sock=listener, backlog=self.most.accepted_at_once
             )
             self.servers.append(accepting)
             # asyncio has told the kernel how many it accepts at once.

@@ -20,15 +20,18 @@ import msgspec
 
 from ..bus.codec import encode_request
 from ..bus.public import Completion, ErrorInfo, GenerateRequest, Output
-from ..config import BusError, Config, NanoInferenceError, RequestError
+from ..config import BusError, Config, NanoInferenceError, RequestError, shown
 from ..pipeline.client import BusClient
+from ..stages.admission.checks import MAX_PRIORITY
+from ..stages.tokenizer import prompt_too_long
 from ..telemetry import instruments, names
 from .account import Account
-from .budgets import HEADER
-from .http import DEFAULT_RETRY_S, EngineError
+from .http import DEFAULT_RETRY_S, EngineError, FieldError
 from .kept_calls import Attendance
 from .measures import Measures
+from .model_length import ModelLength
 from .origin import Origin
+from .policy.caller import Caller
 from .policy.chain import PolicyChain
 from .readiness import DRAINING, Readiness
 from .turns import Turns, WaitingCall
@@ -46,10 +49,10 @@ _COUNT_LANES_S = 10.0
 class _TooLate(EngineError):
     """A call's time was over before all of its requests were in the pipeline."""
 
-    def __init__(self) -> None:
+    def __init__(self, origin: Origin) -> None:
         super().__init__(
-            f"the call's time ({HEADER}, or budget_ms) was over before all of it could run; give "
-            "it more",
+            f"the call's time ({origin.limited_by}) was over before all of it could run; give it "
+            "more",
             code="expired",
         )
 
@@ -59,6 +62,7 @@ class Submissions:
 
     Attributes:
         measures: Where the gateway tells what it does.
+        length: Tokens that prompt and completion may have together.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class Submissions:
         self._policy = policy or PolicyChain()
         self._config = config
         self.measures = measures
+        self.length = ModelLength(engine, config)
         self._readiness = readiness
         self._turns = Turns(config.gateway_places, config.gateway.max_waiting, measures)
         self._count_lanes_at = 0.0
@@ -139,21 +144,20 @@ class Submissions:
                 retry_after_s=DEFAULT_RETRY_S,
             )
 
-    def check_size(self, request: GenerateRequest) -> None:
+    def check_size(self, request: GenerateRequest, max_model_len: int) -> None:
         """Refuses what the bus or admission would refuse, before it costs them anything.
+
+        Args:
+            max_model_len: As `length` has it.
 
         Raises:
             RequestError: prompt_too_long, request_too_large.
         """
         text, token_ids = request.prompt or "", request.prompt_token_ids or ()
-        max_model_len = self._config.engine.max_model_len
         # Nothing has to fit behind a prompt whose vector is wanted.
-        if len(token_ids) >= max_model_len + (request.embed is not None):
-            raise RequestError(
-                f"the prompt has {len(token_ids)} tokens; prompt and completion together may have "
-                f"{max_model_len}, so shorten it to {max_model_len - 1} or fewer",
-                code="prompt_too_long",
-            )
+        if len(token_ids) > (most := max_model_len - (request.embed is None)):
+            given = f"the prompt has {len(token_ids)}"
+            raise prompt_too_long(max_model_len, given, f"shorten it to {most} or fewer")
         max_bytes = self._config.bus.max_request_bytes
         # Most texts need not be encoded to see that they are short enough.
         if len(text) * 4 > max_bytes and len(text.encode(errors="surrogatepass")) > max_bytes:
@@ -162,6 +166,35 @@ class Submissions:
                 "request may have (bus.max_request_bytes); shorten it",
                 code="request_too_large",
             )
+
+    def check_priority(
+        self, caller: Caller, request: GenerateRequest, *, lower_first: bool = True
+    ) -> None:
+        """Refuses a priority that the caller may not ask for.
+
+        A request of priority 0, which is that of one without, runs as high as it may.
+
+        Args:
+            lower_first: Whether the interface has lower ones earlier, where the engine has higher.
+
+        Raises:
+            FieldError: invalid_priority.
+        """
+        asked, most = request.priority, self._max_priority(caller)
+        if not asked or -MAX_PRIORITY <= asked <= most:
+            return
+        low, high, told = -MAX_PRIORITY, most, asked
+        if lower_first:
+            low, high, told = -high, -low, -told
+        own = caller.max_priority is not None
+        setting = "max_priority of the key" if own else "gateway.max_priority"
+        raise FieldError(
+            f"priority is {shown(told)}; it must be from {low} to {high}, where "
+            f"{'lower' if lower_first else 'higher'} is earlier ({setting}). Leave it out, or have "
+            "the limit raised",
+            param="priority",
+            code="invalid_priority",
+        )
 
     def check_encoded(self, request: GenerateRequest) -> None:
         """Refuses what the bus would refuse for its size, before any of a call is published.
@@ -284,9 +317,9 @@ class Submissions:
             return
         if not published and (left_ns := origin.left_ns) is not None:
             if left_ns <= 0:
-                raise _TooLate
+                raise _TooLate(origin)
             request = msgspec.structs.replace(request, budget_ns=left_ns)
-        if not published and request.priority > (most := self._max_priority(origin)):
+        if not published and request.priority > (most := self._max_priority(origin.caller)):
             request = msgspec.structs.replace(request, priority=most)
         if not published and self._model:
             labels = {names.REQUEST_MODEL: self._model}
@@ -314,8 +347,8 @@ class Submissions:
                 return output
         return end
 
-    def _max_priority(self, origin: Origin) -> int:
-        own = origin.caller.max_priority
+    def _max_priority(self, caller: Caller) -> int:
+        own = caller.max_priority
         return self._config.gateway.max_priority if own is None else own
 
     @contextmanager
@@ -371,7 +404,7 @@ async def _take(call: WaitingCall, request_id: str, origin: Origin) -> bool:
         with anyio.fail_after(None if left_ns is None else max(0, left_ns) / 1e9):
             return await call.take(request_id)
     except TimeoutError:
-        raise _TooLate from None
+        raise _TooLate(origin) from None
 
 
 def _check(completion: Completion) -> None:

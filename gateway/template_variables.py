@@ -9,10 +9,8 @@ from typing import Any
 
 import msgspec
 
+from ..chat import EFFORT, SWITCHES, asked_to_reason
 from .http import FieldError
-
-_SWITCHES = ("enable_thinking", "thinking")
-_EFFORT = "reasoning_effort"
 
 _CODE = re.compile(r"\{%(.*?)%\}|\{\{(.*?)\}\}", re.DOTALL)
 _TEXT = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
@@ -42,6 +40,14 @@ def reasoning_of_effort(effort: str | None, param: str) -> Reasoning | None:
     return Reasoning(on=effort != "none", effort=effort, on_param=param, effort_param=param)
 
 
+def reasoning_asked(reasoning: Reasoning | None, given: Mapping[str, Any]) -> bool | None:
+    """Return whether a call asks for reasoning, by its own fields or by the template's variables
+    that the caller gave; None if it doesn't say."""
+    if reasoning is None:
+        return asked_to_reason(given)
+    return asked_to_reason({EFFORT: reasoning.effort}) if reasoning.on is None else reasoning.on
+
+
 @lru_cache(maxsize=64)
 def names_read(template: str) -> frozenset[str]:
     """The names that stand in a template's code: variables, and what Jinja has itself. What
@@ -68,10 +74,10 @@ def reasoning_variables(
     read = names_read(template)
     found: dict[str, Any] = {}
     if reasoning.on is not None:
-        found = dict.fromkeys((name for name in _SWITCHES if name in read), reasoning.on)
-    if reasoning.effort is not None and _EFFORT in read:
-        found[_EFFORT] = reasoning.effort
-    _check_obeyed(reasoning, found, always=always or _EFFORT in read)
+        found = dict.fromkeys((name for name in SWITCHES if name in read), reasoning.on)
+    if reasoning.effort is not None and EFFORT in read:
+        found[EFFORT] = reasoning.effort
+    _check_obeyed(reasoning, found, always=always or EFFORT in read)
     for name, value in found.items():
         if name in given and given[name] != value:
             param = f"chat_template_kwargs.{name}"
@@ -85,7 +91,7 @@ def _check_obeyed(reasoning: Reasoning, found: Mapping[str, Any], *, always: boo
     why = "the model's chat template does not read it; leave it out"
     same = reasoning.on_param == reasoning.effort_param
     if reasoning.effort is not None:
-        obeyed = _EFFORT in found or (same and (bool(found) or reasoning.on is False))
+        obeyed = EFFORT in found or (same and (bool(found) or reasoning.on is False))
         if not obeyed:
             param = reasoning.effort_param
             raise FieldError(f"{param}: {why}", param=param, code="unsupported")

@@ -8,10 +8,10 @@ from asyncio.sslproto import SSLProtocol
 from pathlib import Path
 from typing import NamedTuple
 
-import structlog
 from cryptography import x509
 
 from ..config import ConfigError, GatewayConfig
+from ..config.logger import get_logger
 from .connections import Connection, Connections, set_socket
 from .measures import Reason
 
@@ -79,7 +79,7 @@ class Certificates:
         try:
             self.context, self.pem = self._load()
         except (OSError, ValueError) as error:
-            structlog.get_logger().warning("tls_certificate_refused", error=_why(error))
+            get_logger().warning("tls_certificate_refused", error=_why(error))
 
     def _look(self) -> list[_Stamp | None]:
         return [_stamp(file) for file in self._files]
@@ -101,9 +101,7 @@ class Certificates:
             context.load_verify_locations(config.tls_client_ca)
             context.verify_mode = ssl.CERT_REQUIRED
         first = x509.load_pem_x509_certificates(chain)[0]
-        structlog.get_logger().info(
-            "tls_certificate_loaded", expires=first.not_valid_after_utc.isoformat()
-        )
+        get_logger().info("tls_certificate_loaded", expires=first.not_valid_after_utc.isoformat())
         return context, pem
 
 

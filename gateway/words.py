@@ -111,6 +111,7 @@ class LazyWords:
         self._loading = anyio.Lock()
         self._words: Words | None = None
         self._threads = anyio.CapacityLimiter(_THREADS)
+        self._grammar_threads = anyio.CapacityLimiter(_THREADS)
 
     async def get(self) -> Words:
         """Raises ModelError when the folder has no tokenizer that can be used."""
@@ -148,6 +149,11 @@ class LazyWords:
     async def beside(self, work: Callable[[], T]) -> T:
         """Does what takes long in a thread, a few at a time; the event loop serves others."""
         return await anyio.to_thread.run_sync(work, limiter=self._threads)
+
+    async def make_grammar(self, work: Callable[[], T]) -> T:
+        """Does what makes a grammar in a thread, a few at a time. Long texts have other threads, so
+        that neither waits for the other."""
+        return await anyio.to_thread.run_sync(work, limiter=self._grammar_threads)
 
     def _load(self) -> Words:
         tokenizer = load_tokenizer(self._folder)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from starlette.middleware import Middleware
-from starlette.middleware.exceptions import ExceptionMiddleware
-
 from ...config import Config
 from ..callers import Endpoint
 from ..chat_templates import ChatTemplates
@@ -12,8 +9,9 @@ from ..policy.routes import PolicyRoute
 from ..served import ServedModels
 from ..submissions import Submissions
 from ..words import LazyWords
-from .errors import answer_error, is_called, respond
+from .errors import ERRORS, is_called, respond
 from .generate import MessageCalls
+from .models import model_routes
 
 
 def anthropic_routes(
@@ -25,11 +23,9 @@ def anthropic_routes(
 ) -> list[PolicyRoute]:
     """Its endpoints."""
     calls = MessageCalls(submissions, config, words, templates, served)
-    # Their errors, those of a stream that has not begun included, have a shape of their own.
-    errors = Middleware(ExceptionMiddleware, handlers={Exception: answer_error})
 
     def route(path: str, endpoint: Endpoint) -> PolicyRoute:
-        return PolicyRoute(path, endpoint, needed="generate", methods=["POST"], middleware=[errors])
+        return PolicyRoute(path, endpoint, needed="generate", methods=["POST"], middleware=[ERRORS])
 
     return [
         route("/v1/messages", calls.messages),
@@ -37,4 +33,4 @@ def anthropic_routes(
     ]
 
 
-__all__ = ["anthropic_routes", "is_called", "respond"]
+__all__ = ["anthropic_routes", "is_called", "model_routes", "respond"]

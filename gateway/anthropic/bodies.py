@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 
-from ...config import field_name
-from ..http import FieldError, Int64, convert
-
-T = TypeVar("T")
+from ..http import Int64
 
 Role = Literal["user", "assistant", "system"]
 Blocks = list[dict[str, Any]]
@@ -100,22 +97,3 @@ class ToolResultBlock(msgspec.Struct, frozen=True, kw_only=True):
     content: str | Blocks = ""
     is_error: bool = False
     cache_control: dict[str, Any] | None = None
-
-
-def read_part(given: dict[str, Any], kind: type[T], where: str) -> T:
-    """A part of the body.
-
-    Raises:
-        FieldError: It is none, or has fields that ask for what is not there.
-    """
-    fields: tuple[str, ...] = getattr(kind, "__struct_fields__", ())
-    for name, value in given.items():
-        if name not in fields and value:
-            param = f"{where}.{field_name(name)}"
-            raise FieldError(f"{param} is not supported here", param=param, code="unsupported")
-    known = {name: given[name] for name in fields if given.get(name) is not None}
-    try:
-        return convert(known, kind, where)
-    except FieldError as error:
-        param = f"{where}.{error.param}" if error.param else where
-        raise FieldError(error.message, param=param) from None

@@ -5,6 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
@@ -24,6 +27,11 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+
+MODELS = "/v1/models"
+"""So are it and what is below it, for calls with the header of Anthropic's clients."""
+
+VERSION_HEADER = "Anthropic-Version"
 
 # Where Anthropic's clients look for it.
 _REQUEST_ID = "Request-Id"
@@ -53,7 +61,13 @@ def error_event(error: NanoInferenceError, call_id: str) -> dict[str, Any]:
 def is_called(scope: Scope) -> bool:
     """Whether a call is of this interface, be there such an endpoint or not."""
     path: str = scope.get("path", "")
-    return path == PATH or path.startswith(f"{PATH}/")
+    of_models = path == MODELS or path.startswith(f"{MODELS}/")
+    return path == PATH or path.startswith(f"{PATH}/") or (of_models and has_version(scope))
+
+
+def has_version(scope: Scope) -> bool:
+    """Whether a call says which version of Anthropic's interface it is for."""
+    return VERSION_HEADER in Headers(scope=scope)
 
 
 def respond(scope: Scope, error: NanoInferenceError) -> Response:
@@ -66,6 +80,10 @@ def respond(scope: Scope, error: NanoInferenceError) -> Response:
 async def answer_error(request: Request, error: Exception) -> Response:
     """The answer to whatever an endpoint raised."""
     return named(request, answer_failure(request, error, partial(respond, request.scope)))
+
+
+ERRORS = Middleware(ExceptionMiddleware, handlers={Exception: answer_error})
+"""Errors have a shape of their own, those of a stream that has not begun included."""
 
 
 def named(request: Request, response: Response) -> Response:

@@ -35,7 +35,8 @@ FIELDS = (
         "priority",
         _MESSAGES,
         "honoured",
-        "not Anthropic's: lower is earlier, at most `gateway.max_priority`",
+        "not Anthropic's: lower is earlier; what `gateway.max_priority`, or the key, does not "
+        "allow is 400 `invalid_priority`",
     ),
     Field(
         "budget_ms",

@@ -28,6 +28,7 @@ from ..http import (
 )
 from ..message_parts import MessageParts
 from ..origin import Origin, origin_of
+from ..policy.caller import caller_of
 from ..prepared import Prepared, of_tools, prepare
 from ..samples import complete_sample, stream_sample
 from ..served import ServedModels
@@ -70,9 +71,10 @@ class MessageCalls:
         check_version(request)
         body = await read_object(request, self._config.gateway.max_body_bytes)
         fields = read_count(body)
-        await self._served.check(fields.model)
+        await self._served.check(fields.model, caller_of(request))
         conversation = replace(conversation_of(fields), tools=use_of(fields).usable)
-        rendered = await _while_there(request, partial(self._templates.render, conversation))
+        render = partial(self._templates.render, conversation, tenant_of(request))
+        rendered = await _while_there(request, render)
         if rendered is None:
             return Response(status_code=CLIENT_LEFT)
         return named(request, JsonResponse({"input_tokens": len(rendered.token_ids)}))
@@ -83,15 +85,16 @@ class MessageCalls:
         body = await read_object(request, self._config.gateway.max_body_bytes)
         # Whatever else may be wrong: nobody looks for a field when the model is another.
         if isinstance(model := body.get("model"), str):
-            await self._served.check(model)
+            await self._served.check(model, caller_of(request))
         fields = read_messages(body)
-        prepared = await _while_there(request, partial(self._prepared, fields))
+        prepared = await _while_there(request, partial(self._prepared, fields, tenant))
         if prepared is None:
             return Response(status_code=CLIENT_LEFT)
         asked = request_of(fields, prepared, tenant, self._config)
-        self._submissions.check_size(asked)
+        self._submissions.check_size(asked, await self._submissions.length.get())
         self._submissions.check_encoded(asked)
-        origin = origin_of(request, tenant, fields.budget_ms)
+        origin = origin_of(request, tenant, fields.budget_ms, fields.model)
+        self._submissions.check_priority(origin.caller, asked)
         answers = await self._answers(asked, fields, prepared)
         if fields.stream:
             return named(request, self._streamed(request, origin, asked, answers, prepared))
@@ -103,7 +106,7 @@ class MessageCalls:
 
         return named(request, await answer_while_connected(request, work))
 
-    async def _prepared(self, fields: MessagesBody) -> Prepared:
+    async def _prepared(self, fields: MessagesBody, tenant: str) -> Prepared:
         """A body as it is submitted."""
         thinking = thinking_of(fields)
         return await prepare(
@@ -112,6 +115,7 @@ class MessageCalls:
             conversation_of(fields),
             use_of(fields),
             sampling_of(fields),
+            tenant,
             reasoning_budget=None if thinking is None else thinking.budget_tokens,
             budget_param="thinking.budget_tokens",
         )

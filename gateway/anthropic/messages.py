@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ...config import shown
 from ..chat_templates import Conversation, Turn
+from ..fields import read_part
 from ..http import FieldError
 from .bodies import (
     Blocks,
@@ -18,7 +19,6 @@ from .bodies import (
     ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
-    read_part,
 )
 from .thinking import reasoning_of
 

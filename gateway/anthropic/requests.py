@@ -14,10 +14,10 @@ from ..http import MAX_INT64, FieldError
 from ..prepared import Prepared
 from ..sampling_fields import temperature_of, top_k_of
 from .bodies import CountBody, MessagesBody
+from .errors import VERSION_HEADER
 from .fields import read_fields
 from .thinking import output_config_of, thinking_of
 
-VERSION_HEADER = "Anthropic-Version"
 _VERSIONS = ("2023-06-01", "2026-10-21")
 
 

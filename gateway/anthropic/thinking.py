@@ -6,9 +6,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from ..fields import read_part
 from ..http import FieldError, Int64
 from ..template_variables import Reasoning
-from .bodies import CountBody, read_part
+from .bodies import CountBody
 
 
 class Thinking(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,9 +8,10 @@ import msgspec
 
 from ...chat import Tool, ToolUse
 from ...config import shown
+from ..fields import read_part
 from ..http import FieldError
 from ..tools import tool_of, tool_use_of, tools_of, with_named
-from .bodies import CountBody, read_part
+from .bodies import CountBody
 
 
 class CustomTool(msgspec.Struct, frozen=True, kw_only=True):

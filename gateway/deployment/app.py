@@ -6,11 +6,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import structlog
 from starlette.applications import Starlette
 
 from ...bus import ModelRecord
 from ...config import Config, ConfigError, ModelConfig
+from ...config.logger import get_logger
 from ...pipeline.client import BusClient
 from ...pipeline.router import Router
 from ...telemetry import instruments
@@ -27,10 +27,13 @@ from ..kserve.shared import KServe
 from ..measures import Measures
 from ..metrics import metrics_routes
 from ..policy.admin import admin_routes
+from ..policy.caller import Caller
 from ..policy.policy import Policy
 from ..policy.routes import PolicyRoute
 from ..probes import probe_routes
 from ..readiness import Readiness
+from ..root import root_routes
+from ..status import status_routes
 from .control import ModelControl
 from .dispatch import Dispatch, OfModel
 from .entrance import Entrance
@@ -76,8 +79,10 @@ def make_deployment_app(
     app = application(
         [
             OfModel(models),
+            *root_routes(),
             *probe_routes(readiness),
             *metrics_routes(measures.metrics),
+            *status_routes(engine),
             *deployment_routes(calls),
             *admin_routes(policy, config),
             *_dispatched(engine, config, policy, models),
@@ -124,14 +129,14 @@ def _model_app(
 
 
 async def _conversation(
-    models: Models, own: Interfaces, response_id: str, tenant: str
+    models: Models, own: Interfaces, response_id: str, tenant: str, caller: Caller
 ) -> list[dict[str, Any]]:
     """The conversation of a response, read by the model that has made it."""
     interfaces = own
     # Of one whose model is gone, its own interface knows nothing, and says so in its words.
     with suppress(EngineError):
         interfaces = (await models.of_call(response_id)).interfaces
-    return await interfaces.responses.conversation(response_id, tenant)
+    return await interfaces.responses.conversation(response_id, tenant, caller)
 
 
 def _changed(service: InferenceService, app: ModelApp, there: bool) -> None:
@@ -144,7 +149,7 @@ def _changed(service: InferenceService, app: ModelApp, there: bool) -> None:
             service.add(model, aliases)
         except ConfigError as error:
             # Another model is called as one of those that this one offers.
-            log = structlog.get_logger()
+            log = get_logger()
             log.warning("model_without_kserve", model=model.spec.name, error=error.message)
 
 

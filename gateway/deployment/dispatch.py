@@ -12,11 +12,10 @@ from starlette.types import Receive, Scope, Send
 
 from ...config import NanoInferenceError
 from ..calls import arrival_of
-from ..http import BODY, MODEL, decode_object, read_body
+from ..http import BODY, MODEL, NAMED_MODEL, decode_object, read_body
 from ..policy.caller import caller_of
 from ..policy.models import check_allowed
 from ..probes import PROBES
-from .entrance import NAMED
 from .model_app import ModelApp
 from .models import Models
 
@@ -83,10 +82,10 @@ class OfModel(BaseRoute):
         self._models = models
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        return (Match.FULL if NAMED in scope.get("state", {}) else Match.NONE), {}
+        return (Match.FULL if NAMED_MODEL in scope.get("state", {}) else Match.NONE), {}
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        name, request = scope["state"][NAMED], Request(scope)
+        name, request = scope["state"][NAMED_MODEL], Request(scope)
         try:
             app = await model_for(self._models, request, name)
         except NanoInferenceError:
@@ -107,6 +106,7 @@ class Dispatch:
         """Hands a call to the model that its body names, or its query, or else the default."""
         names = await self._names(request)
         name = names.model or request.query_params.get("model", "")
+        request.scope["state"][NAMED_MODEL] = name
         if names.previous_response_id and not name:
             return Handed(await self._models.of_call(names.previous_response_id))
         return Handed(await model_for(self._models, request, name))

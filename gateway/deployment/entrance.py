@@ -6,10 +6,9 @@ from collections.abc import Callable, Collection
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-PREFIX = "/models/"
+from ..http import NAMED_MODEL
 
-NAMED = "named_model"
-"""Under which a call's state has the name of the model whose address it came by."""
+PREFIX = "/models/"
 
 
 class Entrance:
@@ -26,7 +25,7 @@ class Entrance:
         if path.startswith(PREFIX):
             name, path = split(path, self._names())
             if path:
-                state = {**scope.get("state", {}), NAMED: name}
+                state = {**scope.get("state", {}), NAMED_MODEL: name}
                 scope = {**scope, "path": path, "raw_path": path.encode(), "state": state}
         await self._app(scope, receive, send)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import anyio
-import structlog
 
 from ...bus import KeptCall, ModelRecord, find_model
 from ...bus.registry import Records
@@ -17,6 +16,7 @@ from ...config import (
     RequestError,
     shown,
 )
+from ...config.logger import get_logger
 from ...pipeline.client import BusClient
 from ..http import EngineError
 from ..kept_calls import KeptCalls, model_of, not_found
@@ -139,7 +139,7 @@ class Models:
         try:
             await self._recent.get()
         except BusError as error:
-            structlog.get_logger().debug("models_not_read", error=error.message)
+            get_logger().debug("models_not_read", error=error.message)
 
     async def run_forever(self) -> None:
         """Looks again and again. Returns when the bus was closed."""
@@ -149,7 +149,7 @@ class Models:
             except ChannelClosed:
                 return
             except BusError as error:
-                structlog.get_logger().debug("models_not_read", error=error.message)
+                get_logger().debug("models_not_read", error=error.message)
             await self._close_idle()
             await anyio.sleep(READ_EVERY_S)
 
@@ -204,7 +204,7 @@ class Models:
             app = self._make(record, engine)
             self._changed(app, True)
         except NanoInferenceError as error:
-            log = structlog.get_logger()
+            log = get_logger()
             log.error("model_not_served", model=model, error=error.message)
             self._failed[model] = (record.spec, error.message)
             return

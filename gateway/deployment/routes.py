@@ -13,8 +13,9 @@ from starlette.responses import Response
 
 from ...bus import ModelState
 from ...config import ModelError, NanoInferenceError
-from ...pipeline.models import ModelStatus
+from .. import anthropic
 from ..http import JsonResponse, answer_while_connected, convert, read_object
+from ..model_statuses import PATH, status_json, statuses_response
 from ..policy.caller import Caller, caller_of
 from ..policy.models import check_allowed
 from ..policy.routes import PolicyRoute
@@ -66,16 +67,22 @@ class DeploymentCalls:
 
     async def list_models(self, request: Request) -> Response:
         """All models that the caller may use, loaded or not."""
-        caller = caller_of(request)
-        cards = [card for app in self._models.apps for card in await _cards(app, caller)]
-        return JsonResponse({"object": "list", "data": cards})
+        return JsonResponse({"object": "list", "data": await self.cards(caller_of(request))})
+
+    async def cards(self, caller: Caller) -> list[dict[str, Any]]:
+        """What is told of all models and adapters that a caller may use."""
+        return [card for app in self._models.apps for card in await _cards(app, caller)]
 
     async def model(self, request: Request) -> Response:
         """One of them, by any of its names."""
+        return JsonResponse(await self.card(request))
+
+    async def card(self, request: Request) -> dict[str, Any]:
+        """What is told of the model or adapter in a call's path."""
         name, caller = request.path_params["model"], caller_of(request)
         app = await model_for(self._models, request, name)
         check_allowed(caller, app.id)
-        return JsonResponse(_with_state(await app.interfaces.info.card(name, caller), app))
+        return _with_state(await app.interfaces.info.card(name, caller), app)
 
     async def health(self, request: Request) -> Response:
         """Whether some model works, or none is meant to."""
@@ -89,14 +96,13 @@ class DeploymentCalls:
     # --- for administrators -------------------------------------------------------------------
 
     async def statuses(self, request: Request) -> Response:
-        told = [_told(status) for status in await self._control.models()]
-        return JsonResponse({"object": "list", "data": told})
+        return statuses_response(await self._control.models())
 
     async def status(self, request: Request) -> Response:
         app = await self._models.find(request.path_params["model"])
         for status in await self._control.models():
             if status.id == app.id:
-                return JsonResponse(_told(status))
+                return JsonResponse(status_json(status))
         raise ModelError("the model is gone", code="unknown_model")
 
     async def add(self, request: Request) -> Response:
@@ -104,7 +110,7 @@ class DeploymentCalls:
         body = await self._body(request)
 
         async def work() -> Response:
-            return JsonResponse(_told(await self._control.add(request, body)), _CREATED)
+            return JsonResponse(status_json(await self._control.add(request, body)), _CREATED)
 
         return await answer_while_connected(request, work)
 
@@ -113,7 +119,7 @@ class DeploymentCalls:
         model = request.path_params["model"]
 
         async def work() -> Response:
-            return JsonResponse(_told(await self._control.load(request, model)))
+            return JsonResponse(status_json(await self._control.load(request, model)))
 
         return await answer_while_connected(request, work)
 
@@ -122,7 +128,7 @@ class DeploymentCalls:
 
         async def work() -> Response:
             status = await self._control.unload(request, model, wish.timeout_s)
-            return JsonResponse(_told(status))
+            return JsonResponse(status_json(status))
 
         return await answer_while_connected(request, work)
 
@@ -165,15 +171,16 @@ def deployment_routes(calls: DeploymentCalls) -> list[PolicyRoute]:
     def route(method: str, path: str, needed: Needed, endpoint: Endpoint) -> PolicyRoute:
         return PolicyRoute(path, endpoint, needed=needed, methods=[method])
 
-    one = "/admin/models/{model:path}"
+    one = f"{PATH}/{{model:path}}"
     return [
+        *anthropic.model_routes(calls.cards, calls.card),
         route("GET", "/v1/models", "read", calls.list_models),
         route("GET", "/models", "read", calls.list_models),
         route("GET", "/v1/models/{model:path}", "read", calls.model),
         route("GET", "/health", "nothing", calls.health),
         route("GET", "/version", "nothing", calls.version),
-        route("GET", "/admin/models", "admin", calls.statuses),
-        route("POST", "/admin/models", "admin", calls.add),
+        route("GET", PATH, "admin", calls.statuses),
+        route("POST", PATH, "admin", calls.add),
         route("POST", f"{one}/load", "admin", calls.load),
         route("POST", f"{one}/unload", "admin", calls.unload),
         route("GET", one, "admin", calls.status),
@@ -196,8 +203,3 @@ def _with_state(card: dict[str, Any], app: ModelApp) -> dict[str, Any]:
     # They are the model's own, and not its adapters'.
     aliases = () if card["parent"] else record.spec.aliases
     return card | {"aliases": aliases, "state": record.state, "status": status}
-
-
-def _told(status: ModelStatus) -> dict[str, Any]:
-    told: dict[str, Any] = msgspec.to_builtins(status)
-    return {"object": "model.status"} | told

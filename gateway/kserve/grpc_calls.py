@@ -12,12 +12,12 @@ from contextlib import nullcontext
 from typing import Any
 
 import grpc
-import structlog
 from google.protobuf.message import Message
 from starlette.requests import Request
 from starlette.types import Scope
 
 from ...config import GatewayConfig, NanoInferenceError
+from ...config.logger import get_logger
 from ...kserve.keys import CODE_KEY, STATUS_KEY
 from ...kserve.protobuf import METHODS, SERVICE, Method
 from ..calls import CALL_HEADER, ObservedCall
@@ -190,7 +190,7 @@ class GrpcCalls:
 
 def _failure(scope: Scope, error: Exception) -> Failure:
     """What a call raised, which is logged where it is not the client's doing."""
-    log = structlog.get_logger().bind(path=scope["path"], call_id=call_id_of(scope))
+    log = get_logger().bind(path=scope["path"], call_id=call_id_of(scope))
     if not isinstance(error, NanoInferenceError):
         log.error("grpc_handler_failed", exc_info=error)
         return failure_of(NanoInferenceError("the gateway has failed; its log says where"))

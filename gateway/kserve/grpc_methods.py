@@ -22,7 +22,6 @@ from ..readiness import Readiness
 from ..tenants import tenant_of
 from .http_repository import check_parameters, checked
 from .shared import (
-    EXTENSIONS,
     NO_CUDA,
     NO_LOGGING,
     NO_TRACING,
@@ -64,6 +63,7 @@ class GrpcMethods:
     def __init__(self, kserve: KServe, readiness: Readiness) -> None:
         self._service = kserve.service
         self._regions = kserve.regions
+        self._extensions = kserve.extensions
         self._repository = kserve.repository
         self._readiness = readiness
         self.unary: Mapping[str, GrpcMethod] = {
@@ -146,7 +146,9 @@ class GrpcMethods:
     # --- what there is --------------------------------------------------------------------------
 
     async def _server_metadata(self, request: Request, message: Any) -> Message:
-        return _response("ServerMetadata", name=SERVER_NAME, version=VERSION, extensions=EXTENSIONS)
+        return _response(
+            "ServerMetadata", name=SERVER_NAME, version=VERSION, extensions=self._extensions
+        )
 
     async def _model_metadata(self, request: Request, message: Any) -> Message:
         return codec.encode_model_metadata(self._spec(request, message))

@@ -8,7 +8,8 @@ import anyio
 import grpc
 
 from ...config import ConfigError, GatewayConfig
-from ..connections import LINGER_S, SPARE_CONNECTIONS
+from ..connection_limits import ConnectionLimits
+from ..connections import LINGER_S
 from ..http import DEFAULT_RETRY_S, EngineError
 from ..policy.chain import PolicyChain
 from ..readiness import Readiness
@@ -46,7 +47,7 @@ class GrpcServer:
         self._config = config
         self._certificates = http.certificates
         self._calls = GrpcCalls(GrpcMethods(kserve, readiness), policy, config, http)
-        self._server = grpc.aio.server(options=_options(config, http.limits.max_requests))
+        self._server = grpc.aio.server(options=_options(config, http.most))
         self._server.add_generic_rpc_handlers((self._calls.handler,))
 
     def listen(self, address: str) -> None:
@@ -64,7 +65,8 @@ class GrpcServer:
         except RuntimeError:
             raise ConfigError(
                 f"the gateway can't listen on {self._config.host} port {self._config.grpc_port}, "
-                "for gRPC; choose another gateway.grpc_port or gateway.host"
+                "for gRPC: it is taken, or not allowed; choose another gateway.grpc_port or "
+                "gateway.host"
             ) from None
 
     async def start(self) -> None:
@@ -107,7 +109,7 @@ def _stopping() -> EngineError:
     )
 
 
-def _options(config: GatewayConfig, most: int) -> list[tuple[str, Any]]:
+def _options(config: GatewayConfig, most: ConnectionLimits) -> list[tuple[str, Any]]:
     """gRPC's, by their names in grpc/impl/channel_arg_names.h."""
     return [
         # Another server that has the port is told of, rather than sharing it.
@@ -116,9 +118,9 @@ def _options(config: GatewayConfig, most: int) -> list[tuple[str, Any]]:
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
-        ("grpc.max_allowed_incoming_connections", most + SPARE_CONNECTIONS),
+        ("grpc.max_allowed_incoming_connections", most.connections),
         # Of one connection. Clients keep back what is beyond that, and would not be told.
-        ("grpc.max_concurrent_streams", 2 * most + SPARE_CONNECTIONS),
+        ("grpc.max_concurrent_streams", most.requests + most.connections),
         ("grpc.server_handshake_timeout_ms", _ms(config.head_timeout_s)),
         ("grpc.max_connection_idle_ms", _ms(config.keep_alive_s)),
         # Whoever does not answer to that has gone.

@@ -55,6 +55,6 @@ class GenerateCalls:
     async def _read(self, request: Request) -> tuple[Origin, InferRequest]:
         name, version = named(request)
         spec = self._service.spec(name, version, caller_of(request))
-        origin = origin_of(request, tenant_of(request), None)
+        origin = origin_of(request, tenant_of(request), None, name)
         body = await read_object(request, self._config.max_body_bytes)
         return origin, read_generate(spec, version, body)

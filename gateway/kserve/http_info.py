@@ -8,13 +8,13 @@ from starlette.responses import Response
 
 from ...config import BusError, RequestError
 from ...kserve.tensors import ModelSpec
-from ..http import JsonResponse, convert, read_object
+from ..fields import read_part
+from ..http import JsonResponse, read_object
 from ..policy.caller import caller_of
 from ..readiness import Readiness
 from .descriptions import config_json, index_json, metadata_json
 from .http_errors import CODE_HEADER
-from .service import InferenceService
-from .shared import EXTENSIONS, SERVER_NAME, VERSION
+from .shared import SERVER_NAME, VERSION, KServe
 from .statistics import statistics_json
 
 # By the protocol 4xx is "no"; a client may take 5xx for something else.
@@ -28,11 +28,10 @@ class _IndexBody(msgspec.Struct):
 class InfoCalls:
     """The endpoints."""
 
-    def __init__(
-        self, service: InferenceService, readiness: Readiness, max_body_bytes: int
-    ) -> None:
-        """Args: the models, whether requests are taken, and the most that a body may have."""
-        self._service = service
+    def __init__(self, kserve: KServe, readiness: Readiness, max_body_bytes: int) -> None:
+        """Args: what is served, whether requests are taken, and the most that a body may have."""
+        self._service = kserve.service
+        self._extensions = kserve.extensions
         self._readiness = readiness
         self._max_body_bytes = max_body_bytes
 
@@ -60,7 +59,7 @@ class InfoCalls:
 
     async def server(self, request: Request) -> Response:
         """What serves, and what of the protocol it knows."""
-        told = {"name": SERVER_NAME, "version": VERSION, "extensions": EXTENSIONS}
+        told = {"name": SERVER_NAME, "version": VERSION, "extensions": self._extensions}
         return JsonResponse(told)
 
     async def metadata(self, request: Request) -> Response:
@@ -78,7 +77,7 @@ class InfoCalls:
 
     async def index(self, request: Request) -> Response:
         """Which models there are, and how each is; on demand only those that are ready."""
-        body = convert(await read_object(request, self._max_body_bytes), _IndexBody)
+        body = read_part(await read_object(request, self._max_body_bytes), _IndexBody)
         names = [each.name for each in self._service.specs(caller=caller_of(request))]
         states = await self._service.states(names)
         return JsonResponse(index_json(each for each in states if each.ready or not body.ready))

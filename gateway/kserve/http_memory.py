@@ -6,7 +6,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..http import Int64, JsonResponse, convert, read_object
+from ..fields import read_part
+from ..http import Int64, JsonResponse, read_object
 from ..tenants import tenant_of
 from .regions import Regions
 
@@ -43,7 +44,7 @@ class MemoryCalls:
     async def register(self, request: Request) -> Response:
         """Has a region be known by a name."""
         tenant = tenant_of(request)
-        body = convert(await read_object(request, self._max_body_bytes), _RegisterBody)
+        body = read_part(await read_object(request, self._max_body_bytes), _RegisterBody)
         self._regions.register(tenant, _region(request), body.key, body.offset, body.byte_size)
         return Response()
 

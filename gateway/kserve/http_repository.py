@@ -10,8 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...config import RequestError, shown
-from ..http import answer_while_connected, convert, read_object
-from .shared import NO_LOADING, ModelRepository
+from ..fields import read_part
+from ..http import answer_while_connected, read_object
+from ..model_statuses import NO_LOADING
+from .shared import ModelRepository
 
 _HARMLESS = ("unload_dependents",)
 """A model has no others that would have to go with it."""
@@ -50,7 +52,7 @@ class RepositoryCalls:
 
     async def _asked(self, request: Request) -> tuple[ModelRepository, str]:
         repository = checked(self._repository)
-        body = convert(await read_object(request, self._max_body_bytes), _Body)
+        body = read_part(await read_object(request, self._max_body_bytes), _Body)
         check_parameters(body.parameters)
         return repository, request.path_params["model"]
 

@@ -19,10 +19,13 @@ class Regions:
 
     What keeps them apart is the name: of shared memory objects, which live outside of here, a
     tenant may register whichever it can name and this process may open.
+
+    Attributes:
+        is_on: Whether clients may name shared memory (`gateway.shared_memory`).
     """
 
     def __init__(self, config: GatewayConfig) -> None:
-        self._is_on = config.shared_memory
+        self.is_on = config.shared_memory
         self._max_tensor_bytes = config.max_tensor_bytes
         most = max(config.max_tensor_bytes, config.max_bodies_bytes)
         self._buffers = WarmBuffers(config.max_tensor_bytes, most)
@@ -74,7 +77,7 @@ class Regions:
         self._registries.clear()
 
     def _allowed(self, tenant: str) -> SharedMemoryRegistry:
-        if not self._is_on:
+        if not self.is_on:
             raise RequestError(
                 "this gateway reads and writes no shared memory (gateway.shared_memory); send "
                 "tensors within the messages",

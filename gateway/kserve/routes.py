@@ -40,7 +40,7 @@ _VERSION = "/versions/{version}"
 def kserve_routes(kserve: KServe, readiness: Readiness, config: GatewayConfig) -> list[PolicyRoute]:
     """All of them. The first that fits a path is taken."""
     most = config.max_body_bytes
-    info = InfoCalls(kserve.service, readiness, most)
+    info = InfoCalls(kserve, readiness, most)
     infer = InferCalls(kserve, most)
     generate = GenerateCalls(kserve.service, config)
     return [

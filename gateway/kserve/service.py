@@ -162,6 +162,8 @@ class InferenceService:
         self.check_allowed(origin.caller, spec.name)
         # Of one that others are asked for, it is the first.
         origin.account.model = origin.account.model or spec.name
+        origin = origin._replace(requested_model=origin.requested_model or request.model_name)
+        _check_parameters(spec, request, many=many)
         request = msgspec.structs.replace(request, inputs=checked_inputs(spec, request.inputs))
         wanted = wanted_outputs(spec, request.outputs)
         origin = _within(origin, request.parameters)
@@ -199,6 +201,19 @@ def _not_found(what: str) -> RequestError:
         f"there is no model {what}; the repository's index lists those that there are",
         code="model_not_found",
     )
+
+
+def _check_parameters(spec: ModelSpec, request: InferRequest, *, many: bool) -> None:
+    """Raises RequestError for a parameter with the name of an input."""
+    for tensor in spec.inputs:
+        if tensor.name in request.parameters:
+            one = "; this call has one answer, so for several call ModelStreamInfer or POST "
+            one += f"/v2/models/{spec.name}/generate_stream"
+            raise RequestError(
+                f"{tensor.name} is an input of {spec.name}, and no parameter; send it among the "
+                f"inputs as {tensor.datatype} {list(tensor.shape)}"
+                + (one if spec.decoupled and not many else "")
+            )
 
 
 def checked_inputs(spec: ModelSpec, inputs: Sequence[NamedTensor]) -> tuple[NamedTensor, ...]:
@@ -264,15 +279,18 @@ def _in_time(origin: Origin) -> Iterator[None]:
     with anyio.move_on_after(max(0, left_ns) / 1e9 + _FIRST_WORD_S) as scope:
         yield
     if scope.cancelled_caught:
-        raise EngineError("the call's time was over before it ended; give it more", code="expired")
+        raise EngineError(
+            f"the call's time ({origin.limited_by}) was over before it ended; give it more",
+            code="expired",
+        )
 
 
 def _within(origin: Origin, parameters: Mapping[str, bool | int | float | str]) -> Origin:
     """A call's origin, with the time that a request of it has."""
-    budget_ns = budget_of(parameters)
-    if budget_ns is None:
+    budget = budget_of(parameters)
+    if budget is None:
         return origin
-    deadline_ns = now_ns() + budget_ns
-    if origin.deadline_ns is not None:
-        deadline_ns = min(deadline_ns, origin.deadline_ns)
-    return origin._replace(deadline_ns=deadline_ns)
+    deadline_ns = now_ns() + budget.ns
+    if origin.deadline_ns is not None and origin.deadline_ns <= deadline_ns:
+        return origin
+    return origin._replace(deadline_ns=deadline_ns, limited_by=budget.param)

@@ -15,20 +15,16 @@ SERVER_NAME = "nano_inference"
 
 VERSION = metadata.version("nano-inference")
 
-EXTENSIONS = (
+_EXTENSIONS = (
     "binary_tensor_data",
-    "cuda_shared_memory",
     "model_configuration",
     "model_repository",
     "parameters",
     "statistics",
-    "system_shared_memory",
 )
-"""Those of Triton's that there are, by its names. Of CUDA's memory there is as much as clients ask
-for who use none."""
+_SHARED_MEMORY = "system_shared_memory"
 
 NO_CUDA = "memory of CUDA can't be shared; use that of the system, or send tensors in the body"
-NO_LOADING = "there is one model here, which stays; name several in the setting models"
 NO_TRACING = "traces are set up by the gateway's settings (docs/telemetry.md)"
 NO_LOGGING = "logs are set up by the gateway's settings (docs/telemetry.md)"
 """Why some of Triton's calls are refused, in both."""
@@ -60,3 +56,8 @@ class KServe(NamedTuple):
     service: InferenceService
     regions: Regions
     repository: ModelRepository | None = None
+
+    @property
+    def extensions(self) -> tuple[str, ...]:
+        """Triton's extensions that are switched on, by Triton's names."""
+        return (*_EXTENSIONS, _SHARED_MEMORY) if self.regions.is_on else _EXTENSIONS

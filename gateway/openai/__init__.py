@@ -11,6 +11,7 @@ from ..kept_calls import KeptCalls
 from ..model_length import ModelLength
 from ..policy.routes import PolicyRoute
 from ..policy.scopes import Needed
+from ..served import ServedModels
 from ..submissions import Submissions
 from ..words import LazyWords
 from .embeddings import EmbeddingCalls
@@ -28,11 +29,12 @@ def openai_routes(
     kept: KeptCalls,
     templates: ChatTemplates,
     length: ModelLength,
+    served: ServedModels,
     info: InfoCalls,
     responses: ResponseCalls,
 ) -> list[PolicyRoute]:
     """Its endpoints."""
-    generation = GenerationCalls(submissions, kept, config, words, templates, length)
+    generation = GenerationCalls(submissions, kept, config, words, templates, length, served)
     embeddings = EmbeddingCalls(submissions, config, words)
 
     def route(
@@ -63,6 +65,7 @@ def openai_routes(
         route("/v1/streams/{stream}", cancel, "DELETE"),
         route("/v1/streams/{stream}/cancel", cancel, "POST"),
         route("/v1/responses", responses.create, "POST", "responses"),
+        route("/v1/responses/input_tokens", responses.input_tokens, "POST", "responses"),
         route("/v1/responses/{response_id}", responses.retrieve, "GET", "responses"),
         route("/v1/responses/{response_id}", responses.delete, "DELETE", "responses"),
         route("/v1/responses/{response_id}/cancel", responses.cancel, "POST", "responses"),

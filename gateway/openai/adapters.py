@@ -9,7 +9,8 @@ from starlette.responses import PlainTextResponse, Response
 from ...bus.weights import InFlight
 from ...config import AdapterError
 from ...pipeline.client import BusClient
-from ..http import convert, read_object
+from ..fields import read_part
+from ..http import read_object
 from ..policy.routes import PolicyRoute
 from ..served import ServedModels
 from .errors import in_openai_words
@@ -42,7 +43,7 @@ class AdapterCalls:
         self._served = served
 
     async def load(self, request: Request) -> Response:
-        body = convert(await read_object(request, _MOST_BYTES), LoadBody, "the body")
+        body = read_part(await read_object(request, _MOST_BYTES), LoadBody)
         name = body.lora_name
         if not body.load_inplace and name in [each.id for each in await self._served.adapters()]:
             raise AdapterError(
@@ -55,7 +56,7 @@ class AdapterCalls:
         return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
 
     async def unload(self, request: Request) -> Response:
-        body = convert(await read_object(request, _MOST_BYTES), UnloadBody, "the body")
+        body = read_part(await read_object(request, _MOST_BYTES), UnloadBody)
         await self._engine.unload_adapter(body.lora_name, in_flight=body.in_flight)
         await self._served.wait_for(body.lora_name, loaded=False)
         return PlainTextResponse(f"Success: LoRA adapter {body.lora_name!r} removed successfully.")

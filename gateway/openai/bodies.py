@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -11,10 +11,13 @@ from ..http import Int64
 from ..sampling_fields import SamplerFields, SamplingFields
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
+CACHE_MARKS = frozenset({"cache_control", "prompt_cache_breakpoint"})
+"""Harmless: prefixes are cached without them."""
+
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StreamOptions(msgspec.Struct, frozen=True):
     """What a stream tells beside the tokens."""
 
     include_usage: bool | None = None
@@ -23,14 +26,23 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part of a text."""
+class TextPart(msgspec.Struct, frozen=True):
+    """A part of a text, as clients write it, or hand back what a server has answered."""
 
-    type: Literal["text"]
+    HARMLESS: ClassVar = CACHE_MARKS | {"annotations", "id", "index", "logprobs"}
+
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
-class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RefusalPart(msgspec.Struct, frozen=True):
+    """A part of a message that was refused."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+class Prediction(msgspec.Struct, frozen=True):
     """What the client expects the answer to be."""
 
     type: Literal["content"]
@@ -108,7 +120,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
 
 
-class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How a response's model is to think. No summaries are made: the reasoning itself is told."""
 
     effort: Effort | None = None
@@ -142,13 +154,35 @@ class ResponseBody(SamplerFields, frozen=True, kw_only=True):
     thinking_token_budget: Int64 | None = None
 
 
+class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """What was called, and with what: an object, or its JSON."""
+
+    HARMLESS: ClassVar = frozenset({"parsed_arguments"})
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a tool, as clients' libraries hand it back."""
+
+    HARMLESS: ClassVar = CACHE_MARKS | {"extra_content", "index"}
+
+    function: CalledFunction
+    id: str | None = None
+    type: Literal["function"] | None = None
+
+
 class Message(msgspec.Struct, frozen=True, kw_only=True):
     """One message; its content is looked at by itself."""
+
+    # `parsed` is what a client's library adds to a message of ours.
+    HARMLESS: ClassVar = CACHE_MARKS | {"parsed"}
 
     role: Role
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -201,6 +235,12 @@ class ScoreBody(EmbeddingCommon, frozen=True, kw_only=True):
 
     text_1: str | list[str | Int64 | list[Int64]] | None = None
     text_2: str | list[str | Int64 | list[Int64]] | None = None
+
+
+class Document(msgspec.Struct, frozen=True):
+    """A text in an object."""
+
+    text: str
 
 
 class RerankBody(EmbeddingCommon, frozen=True, kw_only=True):

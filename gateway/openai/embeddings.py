@@ -19,13 +19,13 @@ from ...bus.public import EmbedParams
 from ...config import Config, RequestError, shown
 from ...pipeline.embedding import EmbeddedPrompt
 from ..embedding import EmbedCall, Prompt, embed_all, similarity, worked_out
-from ..fields import adapter_of
+from ..fields import adapter_of, read_part
 from ..http import MAX_INT64, FieldError, answer_while_connected, read_object
 from ..origin import origin_of
 from ..submissions import Submissions
 from ..tenants import tenant_of
 from ..words import LazyWords
-from .bodies import EmbeddingBody, EmbeddingCommon, RerankBody, ScoreBody
+from .bodies import Document, EmbeddingBody, EmbeddingCommon, RerankBody, ScoreBody
 from .fields import CallName, read_fields
 from .requests import prompts_of
 
@@ -98,7 +98,7 @@ class EmbeddingCalls:
                 "send several calls",
                 code="too_many_prompts",
             )
-        origin = origin_of(request, tenant_of(request), fields.budget_ms)
+        origin = origin_of(request, tenant_of(request), fields.budget_ms, fields.model)
         call = EmbedCall(
             id=f"{kind}-{uuid.uuid4().hex}",
             params=EmbedParams(
@@ -162,11 +162,9 @@ def _ranked(
 
 
 def _text_of(document: str | dict[str, Any], place: int) -> str:
-    text = document.get("text") if isinstance(document, dict) else document
-    if not isinstance(text, str) or (isinstance(document, dict) and len(document) > 1):
-        param = f"documents[{place}]"
-        raise FieldError(f"{param} must be a text, or an object with a text alone", param=param)
-    return text
+    if isinstance(document, str):
+        return document
+    return read_part(document, Document, f"documents[{place}]").text
 
 
 def _base64(vector: tuple[float, ...]) -> str:

@@ -113,7 +113,8 @@ FIELDS = (
         "response_format",
         _BOTH,
         "honoured",
-        "`text`, `json_object`, `json_schema` (always strict), or `grammar` with llama.cpp's form",
+        "`text`, `json_object` (with a `schema`: JSON of that, as llama.cpp's server takes it), "
+        "`json_schema` (always strict), or `grammar` with llama.cpp's form",
     ),
     _sampling("structured_outputs", *_TEXTS),
     _sampling("max_draft_tokens", *_TEXTS),
@@ -121,7 +122,9 @@ FIELDS = (
     Field("guided_regex", _BOTH, "honoured", "the same"),
     Field("guided_choice", _BOTH, "honoured", "the same"),
     Field("guided_grammar", _BOTH, "honoured", "the same"),
-    Field("text", _RESPONSES, "honoured", "`format`: `text`, `json_object` or `json_schema`"),
+    Field(
+        "text", _RESPONSES, "honoured", "`format`: `text`, `json_object` or `json_schema`, as above"
+    ),
     Field(
         "tools",
         _TEMPLATED,
@@ -165,7 +168,8 @@ FIELDS = (
         "priority",
         _REQUESTS,
         "honoured",
-        "lower is earlier, as vLLM's: the engine's, negated, at most `gateway.max_priority`",
+        "lower is earlier, as vLLM's: the engine's, negated; what `gateway.max_priority`, or the "
+        "key, does not allow is 400 `invalid_priority`",
     ),
     Field(
         "budget_ms", _REQUESTS, "honoured", "how long it may take, beside the header `X-Budget-Ms`"

@@ -28,7 +28,9 @@ from ..http import (
 from ..kept_calls import Attendance, KeptCalls, not_found
 from ..model_length import ModelLength
 from ..origin import Origin, origin_of
+from ..policy.caller import caller_of
 from ..prepared import Prepared, of_tools, prepare
+from ..served import ServedModels
 from ..submissions import AT_ONCE, Submissions
 from ..tenants import tenant_of
 from ..words import LazyWords, Words
@@ -63,7 +65,9 @@ class GenerationCalls:
         words: LazyWords,
         templates: ChatTemplates,
         length: ModelLength,
+        served: ServedModels,
     ) -> None:
+        self._served = served
         self._submissions = submissions
         self._kept = kept
         self._begun = BegunAnswers(kept, decode_shape)
@@ -88,6 +92,9 @@ class GenerationCalls:
         again = keyed(request, tenant, body)
         if call.stream and (event_id := last_event_id(request)):
             return await self._resume(request, tenant, answer_of(event_id), event_id, again)
+        if again is None:
+            # Before what may be said of the conversation.
+            await self._served.check(fields.model, caller_of(request))
         conversation, use = conversation_of(fields), chat_tool_use(fields)
         found: list[Prepared] = []
 
@@ -99,6 +106,7 @@ class GenerationCalls:
                     conversation,
                     use,
                     call.sampling,
+                    tenant,
                     reasoning_budget=fields.thinking_token_budget,
                     separates_reasoning=fields.separate_reasoning,
                 )
@@ -121,7 +129,7 @@ class GenerationCalls:
     async def cancel(self, request: Request) -> Response:
         """Ends a call by its answer's id; one that has ended is left alone."""
         call_id = request.path_params["stream"]
-        await self._begun.find(call_id, tenant_of(request))
+        await self._begun.find(call_id, tenant_of(request), caller_of(request))
         self._submissions.end_waiting(call_id)
         await self._kept.cancel(call_id)
         return JsonResponse({"id": call_id, "object": "stream.cancelled", "cancelled": True})
@@ -138,12 +146,13 @@ class GenerationCalls:
     async def _answer(
         self, request: Request, tenant: str, call: Call, prompts: list[Prompt], key: Keyed | None
     ) -> Response:
-        origin = origin_of(request, tenant, call.budget_ms)
+        origin = origin_of(request, tenant, call.budget_ms, call.requested_model)
         words = await self._words.required() if call.needs_words else None
         shape, requests = await self._ready(call, prompts, tenant, words, key)
+        self._submissions.check_priority(origin.caller, requests[0])
         name = ""
         if key is not None:
-            if (found := await self._begun.claim(shape)) is not None:
+            if (found := await self._begun.claim(shape, origin.caller)) is not None:
                 return await self._again(request, origin, found)
             name = key.name
         attend = partial(self._kept.begun, call.id, shape.encode(), shape.request_ids, name)
@@ -164,10 +173,11 @@ class GenerationCalls:
         again: Keyed | None = None,
     ) -> Response:
         """What stands behind an event of a stream; all of it, when there is none."""
-        found = await self._begun.find(call_id, tenant, again)
+        found = await self._begun.find(call_id, tenant, caller_of(request), again)
         if not found.shape.call.stream:
             raise not_found(call_id)
-        origin = origin_of(request, tenant, found.shape.call.budget_ms)
+        call = found.shape.call
+        origin = origin_of(request, tenant, call.budget_ms, call.requested_model)
         return await self._again(request, origin, found, event_id)
 
     async def _again(
@@ -209,11 +219,12 @@ class GenerationCalls:
         """What the answer is made of, and what is submitted."""
         requests: list[GenerateRequest] = []
         known: list[Prompt] = []
+        length = await self._length.get()
         for place, prompt in enumerate(prompts):
             request = call.request(place, len(prompts), prompt, tenant)
-            self._submissions.check_size(request)
+            self._submissions.check_size(request, length)
             if words is not None and call.needs_prompt_ids and isinstance(prompt, str):
-                words.check_fits(prompt, self._config.engine.max_model_len)
+                words.check_fits(prompt, length)
                 token_ids = await self._words.token_ids(prompt)
                 request = msgspec.structs.replace(request, prompt=None, prompt_token_ids=token_ids)
             self._submissions.check_encoded(request)

@@ -19,6 +19,7 @@ from ..model_length import ModelLength
 from ..policy.caller import Caller, caller_of
 from ..policy.models import check_allowed
 from ..served import ServedModels, unknown_model
+from ..tenants import tenant_of
 from ..words import LazyWords, Words
 from .bodies import DetokenizeBody, TokenizeBody
 from .fields import read_fields
@@ -53,7 +54,11 @@ class InfoCalls:
         return [card for card in await self._cards() if allowed is None or card["id"] in allowed]
 
     async def model(self, request: Request) -> Response:
-        return JsonResponse(await self.card(request.path_params["model"], caller_of(request)))
+        return JsonResponse(await self.card_of(request))
+
+    async def card_of(self, request: Request) -> dict[str, Any]:
+        """As `card`, of the name in a call's path."""
+        return await self.card(request.path_params["model"], caller_of(request))
 
     async def card(self, name: str, caller: Caller) -> dict[str, Any]:
         """What is told of what has a name.
@@ -75,13 +80,13 @@ class InfoCalls:
         """A text or a conversation as tokens, as they would be a prompt."""
         found = await read_object(request, self._config.gateway.max_body_bytes)
         body = read_fields(found, TokenizeBody, "tokenize")
-        await self._served.check(body.model)
+        await self._served.check(body.model, caller_of(request))
         if (body.prompt is None) == (body.messages is None):
             raise FieldError("give exactly one of prompt and messages", param="prompt")
         words, max_model_len = await self._words.required(), await self._length.get()
         if body.prompt is None:
             conversation = replace(conversation_of(body), tools=chat_tools(body.tools))
-            token_ids = (await self._templates.render(conversation)).token_ids
+            token_ids = (await self._templates.render(conversation, tenant_of(request))).token_ids
         else:
             words.check_fits(body.prompt, max_model_len)
             token_ids = await self._words.token_ids(
@@ -97,7 +102,7 @@ class InfoCalls:
         """The text of tokens, with the names of special ones."""
         found = await read_object(request, self._config.gateway.max_body_bytes)
         body = read_fields(found, DetokenizeBody, "detokenize")
-        await self._served.check(body.model)
+        await self._served.check(body.model, caller_of(request))
         if body.tokens is None:
             raise FieldError("give tokens, a list of token ids", param="tokens")
         words = await self._words.required()
@@ -121,7 +126,7 @@ class InfoCalls:
     async def _cards(self) -> list[dict[str, Any]]:
         """The model and its adapters, whose parent it is, with where they come from."""
         name = self._served.default
-        found: list[tuple[str, str, str | None]] = [(name, name, None)]
+        found: list[tuple[str, str, str | None]] = [(name, self._config.engine.model_path, None)]
         found += [(each.id, each.folder, name) for each in await self._served.adapters()]
         length = await self._length.get()
         return [

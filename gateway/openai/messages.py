@@ -6,17 +6,14 @@ from typing import Any
 
 import msgspec
 
-from ...config import field_name, shown
+from ...config import shown
 from ..chat_templates import Conversation, Turn
-from ..http import FieldError, convert
+from ..fields import read_part
+from ..http import FieldError
 from ..template_variables import reasoning_of_effort
-from .bodies import ChatBody, Message, TokenizeBody
+from .bodies import ChatBody, Message, RefusalPart, TextPart, TokenizeBody, ToolCall
 
 _IMAGES = frozenset({"image", "image_url", "input_image"})
-_FIELDS = Message.__struct_fields__
-
-_HARMLESS = frozenset({"parsed"})
-"""What clients' libraries add to a message of ours that they hand back."""
 
 
 def conversation_of(body: ChatBody | TokenizeBody) -> Conversation:
@@ -55,17 +52,7 @@ def turn_of(given: dict[str, Any], where: str) -> Turn:
     Raises:
         FieldError: It is none, or holds what is not text; `where` it stands in the body.
     """
-    for name, value in given.items():
-        if name not in _FIELDS and name not in _HARMLESS and value:
-            param = f"{where}.{field_name(name)}"
-            raise FieldError(f"{param} is not supported here", param=param, code="unsupported")
-    known = {name: given[name] for name in _FIELDS if given.get(name) is not None}
-    try:
-        message = convert(known, Message, where)
-    except FieldError as error:
-        param = f"{where}.{error.param}" if error.param else where
-        raise FieldError(error.message, param=param) from None
-    return _as_read(message, where)
+    return _as_read(read_part(given, Message, where), where)
 
 
 def _as_read(message: Message, where: str) -> Turn:
@@ -101,12 +88,12 @@ def text_of(content: str | list[dict[str, Any]], where: str) -> str:
     texts: list[str] = []
     for place, part in enumerate(content):
         kind, param = part.get("type"), f"{where}[{place}]"
-        if kind in ("text", "input_text", "output_text", "refusal"):
-            text = part.get("refusal" if kind == "refusal" else "text")
-            if isinstance(text, str):
-                texts.append(text)
-                continue
-            raise FieldError(f"{param}.text must be a text", param=f"{param}.text")
+        if kind in ("text", "input_text", "output_text"):
+            texts.append(read_part(part, TextPart, param).text)
+            continue
+        if kind == "refusal":
+            texts.append(read_part(part, RefusalPart, param).refusal)
+            continue
         what = (
             "images are"
             if isinstance(kind, str) and kind in _IMAGES
@@ -118,20 +105,17 @@ def text_of(content: str | list[dict[str, Any]], where: str) -> str:
     return "\n".join(texts)
 
 
-def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
+def _call(call: ToolCall, where: str) -> dict[str, Any]:
     """A call of a tool in the history; its arguments come as JSON, and templates want an object."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise FieldError(f"{where}.function must be an object with a name", param=where)
-    arguments = function.get("arguments", {})
+    arguments: Any = call.function.arguments or {}
     if isinstance(arguments, str):
         try:
-            arguments = msgspec.json.decode(arguments or "{}")
+            arguments = msgspec.json.decode(arguments)
         except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, dict):
         param = f"{where}.function.arguments"
         raise FieldError(f"{param} must be an object, as JSON", param=param)
     # And nothing that a client's library has added, or templates would write it out.
-    read = {"name": function["name"], "arguments": arguments}
-    return {"id": call.get("id"), "type": "function", "function": read}
+    read = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": read}

@@ -57,6 +57,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         adapter: The adapter that its requests ask for; "" for none.
         of_model: The id of the model that it is for; `model` may be the adapter's.
         prediction: What the client expects each choice to be; "" for nothing.
+        requested_model: The body's `model` as it stands there.
     """
 
     id: str
@@ -85,6 +86,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str = ""
     of_model: str = ""
     prediction: str = ""
+    requested_model: str = ""
 
     @property
     def chat(self) -> bool:
@@ -258,17 +260,10 @@ def _call(
     where: str = "",
 ) -> Call:
     """Args: `where` stands before the names of sampling parameters."""
-    if fields.stream_options is not None and not fields.stream:
-        raise FieldError("stream_options takes stream: true", param="stream_options")
     if fields.stream and sampling.prompt_logprobs is not None:
         param = f"{where}prompt_logprobs"
         raise FieldError(f"{param} are not told in a stream", param=param)
-    options = fields.stream_options or StreamOptions()
-    if options.continuous_usage_stats and not options.include_usage:
-        raise FieldError(
-            "continuous_usage_stats takes include_usage: true",
-            param="stream_options.continuous_usage_stats",
-        )
+    options = _stream_options(fields)
     return Call(
         id=f"{_ID_PREFIXES[kind]}{uuid.uuid4().hex}",
         created=int(time.time()),
@@ -299,8 +294,21 @@ def _call(
         cache_salt=fields.cache_salt,
         named=named,
         adapter=adapter_of(fields.model, config),
+        requested_model=fields.model,
         prediction=_prediction(fields),
     )
+
+
+def _stream_options(fields: Common | GenerateBody) -> StreamOptions:
+    if fields.stream_options is not None and not fields.stream:
+        raise FieldError("stream_options takes stream: true", param="stream_options")
+    options = fields.stream_options or StreamOptions()
+    if options.continuous_usage_stats and not options.include_usage:
+        raise FieldError(
+            "continuous_usage_stats takes include_usage: true",
+            param="stream_options.continuous_usage_stats",
+        )
+    return options
 
 
 def _prediction(fields: Common | GenerateBody) -> str:

@@ -12,6 +12,8 @@ from ...bus import KeptCall
 from ...config import RequestError
 from ..http import EngineError
 from ..kept_calls import KeptCalls, not_found
+from ..policy.caller import Caller
+from ..policy.models import check_allowed, may_use
 from .idempotency import Keyed, check_same
 
 PUBLISH_PATIENCE_S = 5.0
@@ -31,6 +33,10 @@ class Record(Protocol):
     @property
     def tenant(self) -> str:
         """Whose it is."""
+
+    @property
+    def model(self) -> str:
+        """The model, or the adapter, that its requests are for."""
 
     @property
     def number(self) -> int:
@@ -72,8 +78,10 @@ class BegunAnswers(Generic[R]):
         self._decode = decode
         self._missing = missing
 
-    async def find(self, call_id: str, tenant: str, again: Keyed | None = None) -> Found[R]:
-        """A call of a tenant.
+    async def find(
+        self, call_id: str, tenant: str, caller: Caller, again: Keyed | None = None
+    ) -> Found[R]:
+        """A call of a tenant, by a model that the caller may use.
 
         Args:
             again: What the call that asks for it is known by, if it has a key.
@@ -81,6 +89,23 @@ class BegunAnswers(Generic[R]):
         Raises:
             RequestError: The one for an unknown id, idempotency_key_reused.
         """
+        found = await self._look(call_id, tenant)
+        # Other keys of the tenant may be for other models.
+        if not may_use(caller, found.shape.model):
+            raise self._missing(call_id)
+        if again is not None:
+            check_same(found.shape.keyed, again)
+        return found
+
+    async def look_again(self, found: Found[R]) -> Found[R]:
+        """A call that was found before, as it is now.
+
+        Raises:
+            RequestError: The one for an unknown id.
+        """
+        return await self._look(found.shape.id, found.shape.tenant)
+
+    async def _look(self, call_id: str, tenant: str) -> Found[R]:
         kept = await self._kept.find(call_id)
         shape = self._decode(kept.record) if kept is not None else None
         if kept is None or shape is None or shape.tenant != tenant:
@@ -88,24 +113,23 @@ class BegunAnswers(Generic[R]):
         if not (shape.whole or kept.entries):
             # It was never published, so nobody has seen anything of it.
             raise self._missing(call_id)
-        if again is not None:
-            check_same(shape.keyed, again)
         return Found(shape, kept)
 
-    async def claim(self, shape: R, *, background: bool = False) -> Found[R] | None:
+    async def claim(self, shape: R, caller: Caller, *, background: bool = False) -> Found[R] | None:
         """Keeps a call under its key. Gives the call that has the key, unless it is this one.
 
         Raises:
-            RequestError: idempotency_key_reused.
+            RequestError: idempotency_key_reused, model_not_found.
         """
         assert shape.keyed is not None, "it has a key"
+        check_allowed(caller, shape.model)
         owner = await self._kept.claim(
             shape.keyed.name, shape.id, shape.encode(), background=background
         )
         if owner == shape.id:
             return None
         try:
-            return await self.find(owner, shape.tenant, shape.keyed)
+            return await self.find(owner, shape.tenant, caller, shape.keyed)
         except RequestError as error:
             if error.code == self._missing(owner).code:
                 # Its call was dropped a moment ago, and the key with it or soon.

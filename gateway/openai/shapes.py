@@ -35,6 +35,11 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     keyed: Keyed | None = None
 
     @property
+    def model(self) -> str:
+        """The model, or the adapter, that its requests are for."""
+        return self.call.model
+
+    @property
     def id(self) -> str:
         """The answer's."""
         return self.call.id
@@ -78,12 +83,13 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
             shape = msgspec.structs.replace(self, prompts=nothing)
         if not self.call.echo:
             shape = msgspec.structs.replace(shape, texts=[None] * self.number)
-        return msgspec.msgpack.encode(shape)
+        # JSON, as it came: schemas may hold integers that MessagePack has no room for.
+        return msgspec.json.encode(shape)
 
 
 def decode_shape(record: bytes) -> Shape | None:
     """None of what another version has written and this one does not understand."""
     try:
-        return msgspec.msgpack.decode(record, type=Shape)
+        return msgspec.json.decode(record, type=Shape)
     except (ValueError, RecursionError):
         return None

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from ...chat import Tool, ToolUse
 from ...config import shown
-from ..http import FieldError, convert
+from ..fields import read_part
+from ..http import FieldError
 from ..tools import tool_of, tool_use_of, tools_of, with_allowed, with_named
-from .bodies import ChatBody
-
-T = TypeVar("T")
+from .bodies import CACHE_MARKS, ChatBody
 
 _WHERE = "tool_choice"
 
@@ -23,6 +22,8 @@ _MODES: dict[str, Mode] = {"none": "none", "auto": "auto", "required": "required
 class Function(msgspec.Struct, frozen=True, kw_only=True):
     """What can be called."""
 
+    HARMLESS: ClassVar = CACHE_MARKS
+
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -30,19 +31,26 @@ class Function(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool. What else it may have tells of who calls it, and how."""
+    """A tool."""
 
+    HARMLESS: ClassVar = CACHE_MARKS
+
+    type: Literal["function"]
     function: Function
 
 
 class Named(msgspec.Struct, frozen=True, kw_only=True):
-    """A function by its name."""
+    """A function by its name. What it takes stands in the call's tools."""
+
+    HARMLESS: ClassVar = Function.HARMLESS | {"description", "parameters", "strict"}
 
     name: str
 
 
 class NamedTool(msgspec.Struct, frozen=True, kw_only=True):
     """A tool, as choices have it."""
+
+    HARMLESS: ClassVar = FunctionTool.HARMLESS
 
     type: Literal["function"]
     function: Named
@@ -89,10 +97,10 @@ def chat_tool_use(fields: ChatBody) -> ToolUse:
     use = tool_use_of(tools, "auto", parallel=parallel)
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind == "function":
-        named = _read(choice, NamedTool, _WHERE).function.name
+        named = read_part(choice, NamedTool, _WHERE).function.name
         return with_named(use, named, f"{_WHERE}.function.name")
     if kind == "allowed_tools":
-        allowed = _read(choice, AllowedTools, _WHERE).allowed_tools
+        allowed = read_part(choice, AllowedTools, _WHERE).allowed_tools
         within = f"{_WHERE}.allowed_tools.tools"
         names = [
             (f"{within}[{place}].function.name", tool.function.name)
@@ -114,14 +122,5 @@ def _tool(given: dict[str, Any], where: str) -> Tool:
             param=f"{where}.type",
             code="unsupported",
         )
-    function = _read(given, FunctionTool, where).function
+    function = read_part(given, FunctionTool, where).function
     return tool_of(function.name, function.description, function.parameters, function.strict)
-
-
-def _read(given: Any, kind: type[T], where: str) -> T:
-    """As `convert`, with the whole path of what is wrong."""
-    try:
-        return convert(given, kind, where)
-    except FieldError as error:
-        param = f"{where}.{error.param}" if error.param else where
-        raise FieldError(error.message, param=param) from None

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import structlog
 
 from ...config import ConfigError, PolicyConfig
+from ...config.logger import get_logger
 from ..account import Texts
 from .audit_file import AuditFile
 
@@ -59,7 +59,7 @@ class AuditLog:
         self._closing = threading.Event()
         self._lines: queue.SimpleQueue[_Line | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="audit log", daemon=True)
-        self._log = structlog.get_logger()
+        self._log = get_logger()
 
     def open(self) -> None:
         """Begins.

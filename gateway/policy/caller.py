@@ -30,7 +30,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
         name: What people call that.
         tenant: Whose his requests are; "" where he says so himself.
         scopes: What he may do.
-        max_priority: Higher ones are cut to this; None for `gateway.max_priority`.
+        max_priority: Requests that ask for more are refused; None for `gateway.max_priority`.
         models: The models that he may use; None for all.
         limits: How much he may use.
     """

@@ -49,7 +49,7 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         tenant: Whose requests are made with it.
         scopes: What it may be used for.
         created_ns: Wall clock.
-        max_priority: Higher ones are cut to this; None for `gateway.max_priority`.
+        max_priority: Requests that ask for more are refused; None for `gateway.max_priority`.
         models: The models that it may use; None for all.
         limits: Of this key alone; those of its tenant hold as well.
         expires_ns: When it ends, wall clock; None for never.
@@ -73,7 +73,8 @@ class TenantPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     Attributes:
         weight: Its share beside other tenants, in the fairness of every lane; None leaves it as the
             lane was configured.
-        max_priority: Higher ones are cut to this, whatever its keys may; None for no such limit.
+        max_priority: Requests that ask for more are refused, whatever its keys may; None for no
+            such limit.
     """
 
     limits: Limits = Limits()

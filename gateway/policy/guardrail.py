@@ -7,10 +7,10 @@ from contextlib import aclosing, asynccontextmanager
 from functools import partial
 
 import anyio
-import structlog
 
 from ...bus.public import Completion, GenerateRequest, Output
 from ...config import NanoInferenceError, RequestError, cut, shown
+from ...config.logger import get_logger
 from ..measures import Measures
 from ..origin import Origin
 from ..words import LazyWords, Words
@@ -40,10 +40,10 @@ class Guardrail:
         words: LazyWords,
         measures: Measures,
         cancel: Cancel,
-        model: str = "",
+        model: str,
     ) -> None:
         """`block_lists`: None where nothing is kept in which there could be one. `agent`: None
-        where nobody else is asked. `model`: what it is told of requests that name none."""
+        where nobody else is asked. `model`: the served model, of requests for no adapter."""
         self._model = model
         self._block_lists = block_lists
         self._agent = agent
@@ -153,7 +153,7 @@ class Guardrail:
             raise self._refused(f"the policy of this server does not take the prompt{because}")
 
     def _undecided(self, error: NoDecision) -> PolicyUnavailable:
-        structlog.get_logger().warning("opa_has_not_decided", reason=cut(str(error)))
+        get_logger().warning("opa_has_not_decided", reason=cut(str(error)))
         self._measures.refused("policy_unavailable")
         return PolicyUnavailable(
             "whether this prompt may be taken can't be found out, so it is not; try again"
@@ -185,6 +185,7 @@ def _question(origin: Origin, request: GenerateRequest, text: str, model: str) -
         "scopes": sorted(origin.caller.scopes),
         "tenant": origin.tenant,
         "model": request.model or model,
+        "requested_model": origin.requested_model or request.model,
         "prompt": text,
         "n": request.n,
         "priority": request.priority,

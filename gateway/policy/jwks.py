@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 import httpx2
 import msgspec
-import structlog
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 from jwt import PyJWK, PyJWTError
 
 from ...config import PolicyConfig
+from ...config.logger import get_logger
 from .backend import PolicyUnavailable
 
 Algorithm = Literal["RS256", "ES256"]
@@ -143,11 +143,11 @@ class IssuerKeys:
         if _numbers(found) != _numbers(self._keys):
             self._keys = found
             self.generation += 1
-            structlog.get_logger().info("oidc_keys_fetched", keys=len(found))
+            get_logger().info("oidc_keys_fetched", keys=len(found))
 
     def _failed(self, why: str) -> None:
         if why != self._why_not:
-            structlog.get_logger().error("oidc_keys_not_fetched", error=why)
+            get_logger().error("oidc_keys_not_fetched", error=why)
         self._why_not = why
         wait_s = min(self._config.oidc_refresh_s, _FIRST_WAIT_S * 2.0 ** min(self._failures, 30))
         self._failures += 1
@@ -197,6 +197,10 @@ def usable_keys(jwks: Mapping[str, Any]) -> dict[tuple[Algorithm, str], PublicKe
     for jwk in listed[:MOST_KEYS] if isinstance(listed, list) else ():
         if not isinstance(jwk, dict) or not isinstance(key_id := jwk.get("kid", ""), str):
             continue
+        # Private: whoever has published it signs for everybody, and finding the factors of an RSA
+        # modulus that has its exponent alone takes minutes for one of 10,000 bytes.
+        if "d" in jwk:
+            continue
         algorithm = _ALGORITHMS.get(str(jwk.get("kty")))
         for_tokens = jwk.get("use", "sig") == "sig" and "verify" in jwk.get("key_ops", ["verify"])
         if algorithm is None or not for_tokens or jwk.get("alg", algorithm) != algorithm:
@@ -209,7 +213,7 @@ def usable_keys(jwks: Mapping[str, Any]) -> dict[tuple[Algorithm, str], PublicKe
 
 
 def _is_strong(key: object) -> bool:
-    """Private keys are none of these: who has published one signs for everybody."""
+    """Whether a public key is of a size, or on the curve, that its algorithm needs."""
     if isinstance(key, RSAPublicKey):
         return key.key_size in _RSA_BITS
     return isinstance(key, EllipticCurvePublicKey) and key.curve.name == "secp256r1"

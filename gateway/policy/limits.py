@@ -10,11 +10,10 @@ import math
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 
-import structlog
-
 from ...bus import Charge, Limit, Limits, Take
 from ...bus.public import GenerateRequest
 from ...config import BusError, Config, RequestError
+from ...config.logger import get_logger
 from ..account import Account
 from ..http import DEFAULT_RETRY_S, EngineError
 from ..measures import Measures, Reason
@@ -74,7 +73,7 @@ class TakeLimits:
             take = await self._limits.take(charges)
         except BusError as error:
             if not self._is_away:
-                log = structlog.get_logger()
+                log = get_logger()
                 log.warning("limits_not_counted", error=error.message, passes=self._is_open)
             self._is_away = True
             if self._is_open:

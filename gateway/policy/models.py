@@ -32,9 +32,14 @@ class AllowedModels:
         yield
 
 
+def may_use(caller: Caller, model: str) -> bool:
+    """Return whether a caller may use a model or an adapter."""
+    return caller.models is None or model in caller.models
+
+
 def check_allowed(caller: Caller, model: str) -> None:
     """Raises RequestError `model_not_found` when a caller may not use a model."""
-    if caller.models is not None and model not in caller.models:
+    if not may_use(caller, model):
         raise RequestError(
             f"there is no model {model!r:.80} for this key; /v1/models lists those that there are",
             code="model_not_found",

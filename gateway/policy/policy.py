@@ -95,8 +95,7 @@ class Policy:
             requests.insert(0, models)
             requests += [TakeLimits(self._limits, config, measures)]
         if self._lists is not None or self._agent is not None:
-            told = name if one_of_several else ""
-            guardrail = Guardrail(self._lists, self._agent, words, measures, engine.cancel, told)
+            guardrail = Guardrail(self._lists, self._agent, words, measures, engine.cancel, name)
             requests += [guardrail]
             outputs += [guardrail]
         if self.audit is not None:

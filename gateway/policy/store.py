@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import anyio
-import structlog
 
 from ...config import NanoInferenceError
+from ...config.logger import get_logger
 from .backend import PolicyBackend, PolicyUnavailable, StoredPolicy
 from .document import PolicyDocument
 
@@ -84,7 +84,7 @@ class PolicyStore:
                 self._failed = ""
             except NanoInferenceError as error:
                 if error.message != self._failed:
-                    structlog.get_logger().error("policy_not_read", error=error.message)
+                    get_logger().error("policy_not_read", error=error.message)
                 self._failed = error.message
             await anyio.sleep(self._refresh_s)
 

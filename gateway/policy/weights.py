@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 
 import anyio
 import msgspec
-import structlog
 
 from ...config import FairnessConfig, NanoInferenceError
+from ...config.logger import get_logger
 from ...pipeline.client import BusClient
 from .document import PolicyDocument
 from .store import PolicyStore
@@ -32,7 +32,7 @@ class TenantWeights:
             try:
                 await self._apply(await self._store.document())
             except NanoInferenceError as error:
-                structlog.get_logger().debug("tenant_weights_not_set", error=error.message)
+                get_logger().debug("tenant_weights_not_set", error=error.message)
             await anyio.sleep(_PERIOD_S)
 
     async def _apply(self, document: PolicyDocument) -> None:

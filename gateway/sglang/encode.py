@@ -15,12 +15,12 @@ from ...bus.public import EmbedParams
 from ...config import Config, RequestError
 from ...pipeline.embedding import EmbeddedPrompt
 from ..embedding import EmbedCall, Prompt, embed_all, worked_out
-from ..http import Int64, answer_while_connected, convert, read_object
+from ..http import Int64, answer_while_connected, convert
 from ..origin import origin_of
 from ..submissions import Submissions
 from ..tenants import tenant_of
 from ..words import LazyWords
-from .fields import read_fields
+from .fields import read_fields, read_sglang_object
 
 # They say how to route, log or trace a request.
 _IGNORED = frozenset({"log_metrics", "background", "routing_key", "external_trace_header"})
@@ -48,7 +48,7 @@ class Encoding:
 
     async def encode(self, request: Request) -> Response:
         """Answers a text with an object, and a list with a list of them."""
-        found = await read_object(request, self._config.gateway.max_body_bytes)
+        found = await read_sglang_object(request, self._config)
         body = read_fields(found, EncodeBody, _IGNORED)
         prompts, batch = _prompts(body)
         if len(prompts) > (most := self._config.gateway.max_prompts):
@@ -66,7 +66,7 @@ class Encoding:
         ids = [each.request_id for each in call.requests(prompts, origin.tenant)]
 
         async def work() -> Response:
-            embedded = await embed_all(self._submissions, origin, call, prompts)
+            embedded = await embed_all(self._submissions, origin, call, prompts, lower_first=False)
             written = await worked_out(self._words, embedded, partial(_write, ids, embedded, batch))
             return Response(written, media_type="application/json")
 

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from ...config import Config, RequestError, field_name, nearest
-from ..fields import adapter_of
-from ..http import convert, read_object
+from ..fields import adapter_of, read_part
+from ..http import NAMED_MODEL, convert, read_object
 from ..served import unknown_model
 
 T = TypeVar("T")
@@ -27,9 +27,11 @@ async def read_sglang_object(request: Request, config: Config) -> Body:
         RequestError: malformed, request_too_large; unknown_model.
     """
     body = await read_object(request, config.gateway.max_body_bytes)
-    model = body.pop(_MODEL, None)
-    if model and (name := adapter_of(convert(model, str, _MODEL), config)):
-        raise unknown_model(name, config.engine.model_name)
+    if model := body.pop(_MODEL, None):
+        model = convert(model, str, _MODEL)
+        if name := adapter_of(model, config):
+            raise unknown_model(name, config.engine.model_name)
+        request.scope.setdefault("state", {})[NAMED_MODEL] = model
     return body
 
 
@@ -52,4 +54,4 @@ def read_fields(body: Body, kind: type[T], ignored: Collection[str] = (), what: 
             )
     # An explicit null is a default.
     found = {name: body[name] for name in known if body.get(name) is not None}
-    return convert(found, kind, what or "the body")
+    return read_part(found, kind, what.rstrip("."))

@@ -61,6 +61,8 @@ class Generation:
         call = read_call(body, gateway.max_prompts)
         origin = origin_of(request, tenant, call.budget_ms)
         writers = await self._writers(call.prompts, tenant)
+        for asked in _requests_of(writers[:1]):
+            self._submissions.check_priority(origin.caller, asked, lower_first=False)
         if call.stream:
             return EventStream(partial(self._stream, origin, writers, call.batch))
 
@@ -75,8 +77,9 @@ class Generation:
     async def _writers(self, prompts: Iterator[Wanted], tenant: str) -> list[Answers]:
         """What writes the answer to each prompt, which is ready to be submitted."""
         ready: list[Wanted] = []
+        length = await self._submissions.length.get()
         for wanted in prompts:
-            self._submissions.check_size(wanted.request)
+            self._submissions.check_size(wanted.request, length)
             request = msgspec.structs.replace(wanted.request, tenant=tenant)
             ready.append(msgspec.structs.replace(wanted, request=request))
             if len(ready) % AT_ONCE == 0:
@@ -86,7 +89,7 @@ class Generation:
             words = await self._words.required()
             for wanted in ready:
                 if wanted.needs_token_ids:
-                    words.check_fits(wanted.request.prompt or "", self._config.engine.max_model_len)
+                    words.check_fits(wanted.request.prompt or "", length)
         writers: list[Answers] = []
         for wanted in ready:
             writers.append(await self._answers(wanted, words))

@@ -18,6 +18,7 @@ from ...bus import StageReport
 from ...bus.public import Completion, EmbedParams, ErrorInfo, GenerateRequest
 from ...config import Config, NanoInferenceError, RequestError, SamplingParams, split_role
 from ...pipeline.client import BusClient
+from ...pipeline.health import living_first
 from ..http import EngineError, JsonResponse, answer_while_connected
 from ..model_length import ModelLength
 from ..policy.caller import caller_of
@@ -96,6 +97,7 @@ class InfoCalls:
         config, engine = self._config, self._config.engine
         lanes = _by_lane(await self._engine.reports())
         loads = [_load(lane, told) for lane, told in enumerate(lanes.values())]
+        places = sum(_number(told, "executor", "max_batch_size") for told in lanes.values())
         blocks = sum(_number(told, "batching", "kv_total") for told in lanes.values())
         return JsonResponse(
             {
@@ -104,11 +106,10 @@ class InfoCalls:
                 "version": metadata.version("nano-inference"),
                 "host": config.gateway.host,
                 "port": config.gateway.port,
-                "dtype": engine.dtype,
-                "device": engine.device,
+                **_model_facts(lanes),
                 "random_seed": engine.seed,
                 "context_length": await self._length.get(),
-                "max_running_requests": engine.max_batch_size or None,
+                "max_running_requests": places or None,
                 "max_prefill_tokens": engine.max_tokens_per_batch,
                 "max_total_num_tokens": blocks * engine.block_size,
                 "page_size": engine.block_size,
@@ -227,16 +228,42 @@ Told = dict[str, StageReport]
 
 def _by_lane(reports: list[StageReport]) -> dict[str, Told]:
     lanes: dict[str, Told] = defaultdict(dict)
-    for report in reports:
-        # Youngest first.
+    for report in living_first(reports):
         lanes[report.lane].setdefault(report.stage, report)
     return lanes
 
 
+def _model_facts(lanes: Mapping[str, Told]) -> dict[str, Any]:
+    """What the executors tell of their model and device, null where none has.
+
+    SGLang has names for the first two alone.
+    """
+    loads = _executor_loads(lanes)
+    first = max(loads, key=len, default={})
+    experts = first.get("experts")
+    return {
+        "device": str(first.get("device", "")).partition(" ")[0].partition(":")[0] or None,
+        "dtype": first.get("dtype"),
+        "is_moe": None if experts is None else bool(experts),
+        "n_experts": experts,
+        "n_active_experts": first.get("active_experts"),
+        **{name: first.get(name) for name in ("parameters", "vocab_size", "load_ns")},
+        # Of all replicas together.
+        **{
+            name: sum(int(load.get(name, 0)) for load in loads) or None
+            for name in ("weight_bytes", "kv_bytes")
+        },
+    }
+
+
+def _executor_loads(lanes: Mapping[str, Told]) -> list[dict[str, int | float | str]]:
+    told = [role for lane in lanes.values() for role in lane.items()]
+    return [report.load for role, report in told if split_role(role)[0] == "executor"]
+
+
 def _is_deterministic(lanes: Mapping[str, Told]) -> bool:
     """Whether all executors are, of which there is one."""
-    told = [role for lane in lanes.values() for role in lane.items()]
-    loads = [report.load for role, report in told if split_role(role)[0] == "executor"]
+    loads = _executor_loads(lanes)
     return bool(loads) and all(load.get("deterministic") for load in loads)
 
 

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import asynccontextmanager
 
 import anyio
-import structlog
 
 from ...bus.control import MemoryTag
 from ...bus.weights import GroupWeights, InFlight, StagedWeights, WeightsSource
 from ...config import NanoInferenceError, WeightsError
+from ...config.logger import get_logger
 from ...pipeline.client import BusClient
 from .labels import VersionLabels, number_of
 
@@ -261,5 +261,5 @@ class WeightSync:
         )
         if label is not None:
             self._labels.put(version, label)
-        structlog.get_logger().info("weights_updated", version=version, label=label)
+        get_logger().info("weights_updated", version=version, label=label)
         return version

@@ -17,12 +17,15 @@ from nano_inference.gateway import chat_templates
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.chat_templates import ChatTemplates, Conversation
 from nano_inference.gateway.http import FieldError
+from nano_inference.gateway.measures import Measures
 from nano_inference.gateway.message_formats import LazyFormat
+from nano_inference.gateway.turns import Turns
 from nano_inference.gateway.words import LazyWords
 
 from .fake import FakeEngine
 
 LIMIT_S = 60
+TENANT = "http:127.0.0.1"
 HELLO = [{"role": "user", "content": "hello"}]
 ENDLESS = (
     "{% set many = range(90000) %}{% for a in many %}{% for b in many %}{% endfor %}{% endfor %}"
@@ -33,6 +36,14 @@ ENDLESS_IN_MACRO = (
     "{% for a in range(90000) %}{{ messages | map(attribute='role') | map('upper') | list }}"
     "{{ all(a) }}{% endfor %}"
 )
+
+
+async def _length() -> int:
+    return 100
+
+
+def turns() -> Turns:
+    return Turns(chat_templates.AT_ONCE, 100, Measures())
 
 
 class Model:
@@ -48,10 +59,10 @@ class Model:
         if template is not None:
             path.write_text(template)
         self.words = LazyWords(self.folder)
-        return ChatTemplates(self.words, max_model_len=100, timeout_s=timeout_s)
+        return ChatTemplates(self.words, _length, timeout_s, turns())
 
     async def text(self, template: str, conversation: Conversation) -> str:
-        found = (await self.with_template(template).render(conversation)).token_ids
+        found = (await self.with_template(template).render(conversation, TENANT)).token_ids
         return (await self.words.get()).text(found, skip_special=False)
 
 
@@ -64,7 +75,7 @@ async def refused(templates: ChatTemplates, turns: list[dict[str, Any]] | None =
     """The code of an error that says something."""
     with pytest.raises(RequestError) as raised:
         async with asyncio.timeout(LIMIT_S):
-            await templates.render(Conversation(turns=HELLO if turns is None else turns))
+            await templates.render(Conversation(turns=HELLO if turns is None else turns), TENANT)
     assert raised.value.message
     return raised.value.code
 
@@ -103,6 +114,23 @@ async def test_others_are_served_while_a_template_runs(model: Model) -> None:
     async with asyncio.timeout(LIMIT_S):
         assert await other.text("{{ messages[0].content }}", Conversation(turns=HELLO)) == "hello"
         assert await running == "chat_template_failed"
+
+
+async def test_looping_templates_of_one_tenant_hold_up_no_other(model: Model) -> None:
+    """Twenty conversations in which the template loops until its time is over, and one of another
+    tenant, which waits for none of them."""
+    loop = "{% if messages[0].content == 'loop' %}" + ENDLESS + "{% endif %}"
+    templates = model.with_template(loop + "{{ messages[0].content }}", timeout_s=0.15)
+    endless = [{"role": "user", "content": "loop"}]
+    looping = [asyncio.create_task(refused(templates, endless)) for _ in range(20)]
+    async with asyncio.timeout(LIMIT_S):
+        while templates._turns.waiting < 18:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        rendered = await templates.render(Conversation(turns=HELLO), "other")
+        assert rendered.token_ids
+        # Behind all of them it would be the last but one.
+        assert sum(task.done() for task in looping) < 15
+        assert set(await asyncio.gather(*looping)) == {"chat_template_failed"}
 
 
 async def test_what_a_template_makes_may_not_be_too_long(model: Model) -> None:
@@ -156,9 +184,9 @@ WEATHER = Tool(name="weather")
 async def test_a_template_that_knows_no_tools_refuses_them(model: Model) -> None:
     templates = model.with_template("{{ messages[0].content }} tools {{ messages[0].tools }}")
     with pytest.raises(FieldError) as raised:
-        await templates.render(Conversation(turns=HELLO, tools=(WEATHER,)))
+        await templates.render(Conversation(turns=HELLO, tools=(WEATHER,)), TENANT)
     assert (raised.value.code, raised.value.param) == ("unsupported", "tools")
-    await templates.render(Conversation(turns=HELLO))
+    await templates.render(Conversation(turns=HELLO), TENANT)
 
 
 async def test_of_several_templates_that_for_tools_is_chosen(model: Model) -> None:
@@ -169,13 +197,13 @@ async def test_of_several_templates_that_for_tools_is_chosen(model: Model) -> No
         "default": "plain",
         "tool_use": "{{ tools[0].function.name }}",
     }
-    plain = await templates.render(Conversation(turns=HELLO))
-    with_tools = await templates.render(Conversation(turns=HELLO, tools=(WEATHER,)))
+    plain = await templates.render(Conversation(turns=HELLO), TENANT)
+    with_tools = await templates.render(Conversation(turns=HELLO, tools=(WEATHER,)), TENANT)
     told = [words.text(each.token_ids, skip_special=False) for each in (plain, with_tools)]
     assert told == ["plain", "weather"]
     words.tokenizer.chat_template = {"default": "plain"}
     with pytest.raises(FieldError):
-        await templates.render(Conversation(turns=HELLO, tools=(WEATHER,)))
+        await templates.render(Conversation(turns=HELLO, tools=(WEATHER,)), TENANT)
 
 
 @pytest.mark.parametrize(("begins", "opening"), [(True, "<think>\n"), (False, "")])
@@ -188,8 +216,10 @@ async def test_what_stands_of_the_answer_is_told(model: Model, begins: bool, ope
     overrides = {"engine.model_path": str(model.folder), "gateway.message_format": "qwen"}
     config = load_config(env={}, overrides=overrides)
     words = LazyWords(model.folder)
-    templates = ChatTemplates(words, 100, LIMIT_S, LazyFormat(config, words))
-    rendered = await templates.render(Conversation(turns=HELLO, add_generation_prompt=begins))
+    templates = ChatTemplates(words, _length, LIMIT_S, turns(), LazyFormat(config, words))
+    rendered = await templates.render(
+        Conversation(turns=HELLO, add_generation_prompt=begins), TENANT
+    )
     assert rendered.opening == opening
 
 

@@ -52,11 +52,25 @@ async def test_a_path_and_a_method_that_there_are_not(http: httpx.AsyncClient) -
     assert error_of(await http.get("/generate"), 405) == "method_not_allowed"
 
 
+async def test_a_missing_endpoint_comes_before_a_body_s_type(http: httpx.AsyncClient) -> None:
+    """What it would have to be, nobody can say."""
+    form = {"Content-Type": "multipart/form-data; boundary=x"}
+    for path in ("/v1/files", "/v1/messages/batches", "/nowhere"):
+        assert (await http.post(path, content=b"a=b", headers=form)).status_code == 404
+    assert (await http.post("/v1/models", content=b"a=b", headers=form)).status_code == 405
+    answer = await http.post("/v1/completions", content=b"a=b", headers=form)
+    assert error_of(answer, 415) == "unsupported_media_type"
+
+
+async def test_the_address_says_what_is_there(http: httpx.AsyncClient) -> None:
+    answer = await http.get("/")
+    assert (answer.status_code, answer.text.count("\n")) == (200, 1)
+    for word in ("nano-inference", "/v1", "/metrics", "docs/"):
+        assert word in answer.text
+
+
 async def test_a_defect_is_an_answer_too(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.failures["flush_cache"] = ZeroDivisionError()  # type: ignore[assignment]
-    transport = http._transport
-    assert isinstance(transport, httpx.ASGITransport)
-    transport.raise_app_exceptions = False
     assert error_of(await http.get("/flush_cache"), 500) == "internal_error"
 
 

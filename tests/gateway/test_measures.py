@@ -14,7 +14,8 @@ import pytest
 from nano_inference.config import Config, GatewayConfig, RequestError, load_config
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.callers import only_known_callers
-from nano_inference.gateway.connections import SPARE_CONNECTIONS, Connections
+from nano_inference.gateway.connection_limits import SPARE_CONNECTIONS
+from nano_inference.gateway.connections import Connections
 from nano_inference.gateway.limits import RequestLimits
 from nano_inference.gateway.measures import Reason
 from nano_inference.telemetry import names
@@ -89,8 +90,7 @@ class Busy:
 
 async def test_no_connection_is_left(told: Told) -> None:
     limits = RequestLimits(make_app(FakeEngine(), Config()), 1, 1)  # type: ignore[arg-type]
-    most = 1 - SPARE_CONNECTIONS  # so that there may be one
-    connections = Connections(GatewayConfig(), limits, most, told.measures)
+    connections = Connections(GatewayConfig(), limits, 1, told.measures)
     first, second = Busy(), Busy()
     connections.enter(first)  # type: ignore[arg-type]
     connections.enter(second)  # type: ignore[arg-type]

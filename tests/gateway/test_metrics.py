@@ -13,7 +13,6 @@ from nano_inference.gateway.measures import Measures
 from nano_inference.telemetry import setup_metrics
 from nano_inference.telemetry.instruments import QUEUE_DEPTH
 
-from ..telemetry.test_metrics import free_port
 from .errors import error_of
 from .fake import FakeEngine
 
@@ -22,8 +21,8 @@ OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 
 @pytest.fixture
 async def measured(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a gateway in a process that has metrics."""
-    metrics = setup_metrics(TelemetryConfig(metrics_port=free_port()), "here")
+    """A client of a gateway in a process that has metrics, and no port for them."""
+    metrics = setup_metrics(TelemetryConfig(), "here", without_port=True)
     metrics.record(QUEUE_DEPTH, 3)
     app = make_app(engine, Config(), Measures(metrics=metrics))  # type: ignore[arg-type]
     transport = httpx.ASGITransport(app)
@@ -50,4 +49,4 @@ async def test_aiperf_asks_for_the_head_of_metrics_first(measured: httpx.AsyncCl
 async def test_without_metrics_the_answer_says_what_to_set(http: httpx.AsyncClient) -> None:
     answer = await http.get("/metrics")
     assert error_of(answer, 404) == "not_found"
-    assert "telemetry.metrics_port" in answer.json()["error"]["message"]
+    assert "gateway.metrics" in answer.json()["error"]["message"]

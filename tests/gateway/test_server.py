@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -102,6 +103,24 @@ async def test_more_clients_than_allowed(engine: FakeEngine) -> None:
         reader, _ = await call(b'{"text": "a"}')
         assert b" 429 " in await reader.readline()
     assert len(engine.requests) == 1
+
+
+async def test_a_connection_serves_on_after_a_defect(engine: FakeEngine) -> None:
+    def fail(request: GenerateRequest) -> list[Output]:
+        raise ZeroDivisionError
+
+    answer, engine.outputs = engine.outputs, fail
+    async with serving(engine) as call:
+        reader, writer = await call(b'{"text": "a"}')
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 500 ")
+        (length,) = re.findall(rb"(?i)content-length: (\d+)", head)
+        assert b"internal_error" in await reader.readexactly(int(length))
+        engine.outputs = answer
+        body = b'{"text": "a"}'
+        more = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\n" + more.encode() + body)
+        assert b" 200 " in await reader.readline()
 
 
 async def test_signals_are_left_to_the_process(engine: FakeEngine) -> None:

@@ -10,6 +10,7 @@ from nano_inference.gateway.http import FieldError
 from nano_inference.gateway.template_variables import (
     Reasoning,
     names_read,
+    reasoning_asked,
     reasoning_of_effort,
     reasoning_variables,
 )
@@ -104,3 +105,22 @@ def test_what_is_given_by_name_may_not_say_otherwise(given: bool, agrees: bool) 
         reasoning_variables(asked, by_name, QWEN, always=False)
     assert raised.value.param == "chat_template_kwargs.enable_thinking"
     assert raised.value.code == "invalid_request"
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "given", "asked"),
+    [
+        (None, {}, None),
+        (None, {"enable_thinking": True}, True),
+        (None, {"thinking": False}, False),
+        (None, {"reasoning_effort": "low"}, True),
+        (None, {"reasoning_effort": "none"}, False),
+        (Reasoning(on=False), {}, False),
+        (Reasoning(on=True, effort="low"), {}, True),
+        (Reasoning(effort="low"), {}, True),
+    ],
+)
+def test_whether_reasoning_was_asked_for(
+    reasoning: Reasoning | None, given: dict[str, Any], asked: bool | None
+) -> None:
+    assert reasoning_asked(reasoning, given) is asked

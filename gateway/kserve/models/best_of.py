@@ -27,7 +27,14 @@ from ...http import EngineError, FieldError
 from ..served import Answer, ModelCall
 from ..service import InferenceService
 from . import score, tokens
-from .inputs import SAMPLING, passed_on, read_sampling, sampling_body, token_ids_of
+from .inputs import (
+    SAMPLING,
+    passed_on,
+    read_sampling,
+    sampling_body,
+    sampling_place,
+    token_ids_of,
+)
 from .lane import Lane
 from .tensors import numbers, texts
 
@@ -82,6 +89,7 @@ class BestOfModel:
         self._tokens = tokens.tokens_spec(lane.name).name
         self._score = score.score_spec(lane.name).name
         self._max_samples = lane.max_samples
+        self._most_at_once = lane.most_at_once
         self._max_model_len = lane.max_model_len
 
     async def trouble(self) -> str:
@@ -89,7 +97,7 @@ class BestOfModel:
         return next((f"{each.name}: {each.reason}" for each in states if not each.ready), "")
 
     async def infer(self, call: ModelCall, answer: Answer) -> None:
-        asked = self._read(call.request)
+        asked = self._read(call.request, await self._max_model_len())
         n_bytes = asked.n_bytes
         span = -(-n_bytes // self._pool.slot_bytes)
         if span > self._pool.n_slots:
@@ -102,7 +110,8 @@ class BestOfModel:
             slot = await self._pool.acquire_slot(span, call.origin.deadline_ns or 0)
         except PoolAcquireTimeout:
             raise EngineError(
-                "the call's time was over before there was room for its buffers; give it more",
+                f"the call's time ({call.origin.limited_by}) was over before there was room for "
+                "its buffers; give it more",
                 code="expired",
             ) from None
         with slot:
@@ -111,26 +120,27 @@ class BestOfModel:
             outputs = await self._best(call, asked, buffers)
         await answer(outputs)
 
-    def _read(self, request: InferRequest) -> _Asked:
+    def _read(self, request: InferRequest, max_model_len: int) -> _Asked:
         sampling = read_sampling(request, self._max_samples)
-        tokens.check_no_tops(sampling.params)
+        tokens.check_no_tops(request, sampling.params)
         if sampling.n != 1:
+            param = f"{sampling_place(request)}.n"
             raise FieldError(
-                f"{SAMPLING}.n is {shown(sampling.n)}; one is given of as many as {BEST_OF} says, "
+                f"{param} is {shown(sampling.n)}; one is given of as many as {BEST_OF} says, "
                 "so leave it out",
-                param=f"{SAMPLING}.n",
+                param=param,
                 code="invalid_n",
             )
         given = request.input(BEST_OF)
         samples = DEFAULT_BEST_OF if given is None else int(given[0])
-        if not 1 <= samples <= self._max_samples:
+        most, setting = self._most_at_once
+        if not 1 <= samples <= most:
             raise RequestError(
-                f"{BEST_OF} is {samples}; it must be from 1 to {self._max_samples} "
-                "(gateway.max_prompts)",
+                f"{BEST_OF} is {samples}; it must be from 1 to {most} ({setting})",
                 code="invalid_n",
             )
-        prompt = token_ids_of(request, tokens.INPUT_IDS, self._max_model_len)
-        longest = min(sampling.params.max_tokens, self._max_model_len - len(prompt))
+        prompt = token_ids_of(request, tokens.INPUT_IDS, max_model_len)
+        longest = min(sampling.params.max_tokens, max_model_len - len(prompt))
         return _Asked(prompt, samples, max(1, longest))
 
     async def _best(self, call: ModelCall, asked: _Asked, buffers: _Buffers) -> list[NamedTensor]:

@@ -11,7 +11,7 @@ from ...embedding import Prompt
 from ...fields import EMPTY
 from ...http import FieldError, Int64, convert
 from ..served import Answer, ModelCall
-from .inputs import SAMPLING, sampling_body, token_ids_of
+from .inputs import SAMPLING, sampling_body, sampling_place, token_ids_of
 from .lane import Lane
 from .tensors import numbers, rows
 
@@ -58,7 +58,7 @@ class EmbedModel:
 
     async def infer(self, call: ModelCall, answer: Answer) -> None:
         params = read_params(call)
-        embedded = await self._lane.embed(call, self._prompts(call), params)
+        embedded = await self._lane.embed(call, await self._prompts(call), params)
         await answer(
             [
                 rows(EMBEDDING, "FP32", [each.vector for each in embedded], 0),
@@ -67,12 +67,12 @@ class EmbedModel:
             ]
         )
 
-    def _prompts(self, call: ModelCall) -> list[Prompt]:
+    async def _prompts(self, call: ModelCall) -> list[Prompt]:
         given = call.request.input(TEXT)
         if (given is None) == (call.request.input(INPUT_IDS) is None):
             raise TensorError(f"give one of {TEXT} and {INPUT_IDS}")
         if given is None:
-            return [token_ids_of(call.request, INPUT_IDS, self._lane.max_model_len)]
+            return [token_ids_of(call.request, INPUT_IDS, await self._lane.max_model_len())]
         if not 0 < given.size <= self._lane.max_samples:
             raise RequestError(
                 f"{TEXT} has {given.size} texts; give from 1 to {self._lane.max_samples} "
@@ -91,17 +91,17 @@ def read_params(call: ModelCall) -> EmbedParams:
     Raises:
         RequestError: A parameter is not known, or of the wrong type.
     """
-    body = sampling_body(call.request)
+    body, where = sampling_body(call.request), sampling_place(call.request)
     known = EmbedBody.__struct_fields__
     for name, value in body.items():
         if name not in known and value is not None and value not in EMPTY:
             raise FieldError(
-                f"{SAMPLING}.{name} is not supported here: nothing is sampled; leave it out",
-                param=f"{SAMPLING}.{name}",
+                f"{where}.{name} is not supported here: nothing is sampled; leave it out",
+                param=f"{where}.{name}",
                 code="unsupported",
             )
     given = {name: body[name] for name in known if body.get(name) is not None}
-    found = convert(given, EmbedBody, SAMPLING)
+    found = convert(given, EmbedBody, where)
     return EmbedParams(
         pooling=found.pooling or "", normalize=found.normalize, dimensions=found.dimensions
     )

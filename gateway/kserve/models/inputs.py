@@ -9,12 +9,15 @@ import msgspec
 from ....config import RequestError, SamplingParams, field_name, shown
 from ....kserve.deadlines import TIMEOUT_NS_PARAM, TRITON_TIMEOUT_PARAM
 from ....kserve.tensors import InferRequest, TensorError
+from ....stages.tokenizer import prompt_too_long
 from ...constraints import of_structured_outputs
 from ...http import FieldError, convert, decode_object
 from ...sampling_fields import SamplingBody, read_sampling_params, sampling_of
 
 SAMPLING = "sampling_parameters"
 """The input that has them as JSON; without it the request's own parameters are taken for them."""
+
+PARAMETERS = "parameters"
 
 DEFAULT_MAX_TOKENS = 16
 """vLLM's."""
@@ -62,8 +65,8 @@ def read_sampling(request: InferRequest, max_samples: int, *, text: bool = False
     Raises:
         RequestError: A parameter is not known, not supported here, or of the wrong type.
     """
-    given = _read_texts(sampling_body(request))
-    where = f"{SAMPLING}."
+    where = f"{sampling_place(request)}."
+    given = _read_texts(sampling_body(request), where)
     if text:
         for name, (only, why) in _OF_TEXTS.items():
             if given.pop(name, None) not in (None, only):
@@ -91,23 +94,39 @@ def read_sampling(request: InferRequest, max_samples: int, *, text: bool = False
     return Sampling(fields.n, sampling_of(fields, max_tokens, constraint, fields.logprobs))
 
 
+def sampling_place(request: InferRequest) -> str:
+    """Where a request has its sampling parameters: the name that errors give their place."""
+    return PARAMETERS if request.input(SAMPLING) is None else SAMPLING
+
+
 def sampling_body(request: InferRequest) -> dict[str, Any]:
     """The sampling parameters as they were given.
 
     Raises:
         TensorError: They are no JSON object.
+        FieldError: There are some beside the input that has them.
     """
-    text = text_of(request, SAMPLING)
-    if text is not None:
-        try:
-            return decode_object(text.encode())
-        except RequestError as error:
-            raise TensorError(f"{SAMPLING} can't be read: {error.message}") from None
-    return {
+    parameters = {
         name: value
         for name, value in request.parameters.items()
         if name not in _OTHERS and not name.startswith(_OF_TRITON)
     }
+    text = text_of(request, SAMPLING)
+    if text is None:
+        return parameters
+    for name, value in parameters.items():
+        if value:
+            param = f"parameters.{field_name(name)}"
+            raise FieldError(
+                f"{param} counts for nothing beside the input {SAMPLING}; put it in there, or "
+                "leave it out",
+                param=param,
+                code="unsupported",
+            )
+    try:
+        return decode_object(text.encode())
+    except RequestError as error:
+        raise TensorError(f"{SAMPLING} can't be read: {error.message}") from None
 
 
 def passed_on(request: InferRequest) -> dict[str, Any]:
@@ -165,23 +184,19 @@ def token_ids_of(request: InferRequest, name: str, most: int) -> tuple[int, ...]
     if not data.size:
         raise RequestError(f"{name} is empty; give at least one token", code="empty_prompt")
     if data.size > most:
-        raise RequestError(
-            f"{name} has {data.size} tokens; prompt and completion together may have {most}, so "
-            "shorten it",
-            code="prompt_too_long",
-        )
+        raise prompt_too_long(most, f"{name} has {data.size}", "shorten it")
     return tuple(data.tolist())
 
 
-def _read_texts(given: dict[str, Any]) -> dict[str, Any]:
+def _read_texts(given: dict[str, Any], where: str) -> dict[str, Any]:
     """Numbers and truth values that are written as texts, as vLLM's clients send them."""
     return {
-        name: _read(name, value) if isinstance(value, str) and name != "stop" else value
+        name: _read(name, value, where) if isinstance(value, str) and name != "stop" else value
         for name, value in given.items()
     }
 
 
-def _read(name: str, text: str) -> Any:
+def _read(name: str, text: str, where: str) -> Any:
     if name not in SamplingBody.__struct_fields__:
         return text
     try:
@@ -190,8 +205,7 @@ def _read(name: str, text: str) -> Any:
         found = None
     if not isinstance(found, bool | int | float):
         raise FieldError(
-            f"{SAMPLING}.{field_name(name)} is {shown(text)}; it must be a number, or true or "
-            "false",
-            param=f"{SAMPLING}.{name}",
+            f"{where}{field_name(name)} is {shown(text)}; it must be a number, or true or false",
+            param=f"{where}{name}",
         )
     return found

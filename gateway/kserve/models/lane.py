@@ -26,7 +26,8 @@ class Lane:
         name: Of the engine's model.
         words: Its tokenizer.
         max_samples: Of one request.
-        max_model_len: Tokens that prompt and completion may have together.
+        most_at_once: Samples that the engine makes of one prompt, and the setting that says so.
+        max_model_len: Gives how many tokens prompt and completion may have together.
         trouble: Why a request would not be served now; as `ServedModel.trouble`.
     """
 
@@ -36,11 +37,15 @@ class Lane:
         self.name = config.engine.model_name
         self.words = words
         self.max_samples = config.gateway.max_prompts
-        self.max_model_len = config.engine.max_model_len
+        self.most_at_once = min(
+            (config.gateway.max_prompts, "gateway.max_prompts"),
+            (config.admission.max_samples, "admission.max_samples"),
+        )
+        self.max_model_len = submissions.length.get
         self.trouble = readiness.trouble
         self._submissions = submissions
 
-    def request(
+    async def request(
         self, call: ModelCall, prompt: Prompt, sampling: Sampling, *, stream: bool = False
     ) -> GenerateRequest:
         """What is submitted for a call.
@@ -60,7 +65,8 @@ class Lane:
             tenant=call.origin.tenant,
             cache_salt=cache_salt_of(call.request),
         )
-        self._submissions.check_size(request)
+        self._submissions.check_priority(call.origin.caller, request)
+        self._submissions.check_size(request, await self.max_model_len())
         self._submissions.check_encoded(request)
         return request
 

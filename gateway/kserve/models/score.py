@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ....kserve.tensors import ModelSpec, TensorSpec
-from ....pipeline.scoring import scored_completion, scoring_params
+from ....pipeline.scoring import params_to_score, scored_completion, token_ids_to_score
 from ...http import EngineError
 from ...submissions import ENDED_EARLY
 from ..served import Answer, ModelCall
@@ -51,10 +51,12 @@ class ScoreModel:
     async def infer(self, call: ModelCall, answer: Answer) -> None:
         lane = self._lane
         given = read_sampling(call.request, 1)
-        prompt = token_ids_of(call.request, PROMPT_IDS, lane.max_model_len)
-        completion_ids = token_ids_of(call.request, COMPLETION_IDS, lane.max_model_len)
-        (params,) = scoring_params([prompt], [completion_ids], given.params)
-        request = lane.request(call, (*prompt, *completion_ids), Sampling(1, params))
+        most = await lane.max_model_len()
+        prompt = token_ids_of(call.request, PROMPT_IDS, most)
+        completion_ids = token_ids_of(call.request, COMPLETION_IDS, most)
+        token_ids_to_score([prompt], [completion_ids])
+        (params,) = params_to_score(given.params, 1)
+        request = await lane.request(call, (*prompt, *completion_ids), Sampling(1, params))
         completion = await lane.complete(call, request)
         if completion.prompt_logprobs is None:
             raise EngineError(ENDED_EARLY.message, code=ENDED_EARLY.code)

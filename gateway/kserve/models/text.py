@@ -77,7 +77,7 @@ class TextModel:
         stream = call.many and wanted.stream
         prompt: Prompt = wanted.prompt
         # It is checked for its size before it costs anything.
-        request = lane.request(call, prompt, sampling, stream=stream)
+        request = await lane.request(call, prompt, sampling, stream=stream)
         words = None
         if "logprobs" in wanted.outputs or (stream and "num_input_tokens" in wanted.outputs):
             words = await lane.words.required()
@@ -85,7 +85,7 @@ class TextModel:
         if stream and "num_input_tokens" in wanted.outputs:
             # The engine tells it at the end, and here it stands in the first answer.
             assert words is not None
-            words.check_fits(wanted.prompt, lane.max_model_len)
+            words.check_fits(wanted.prompt, await lane.max_model_len())
             token_ids = await lane.words.token_ids(wanted.prompt)
             num_input_tokens = len(token_ids)
             request = msgspec.structs.replace(request, prompt=None, prompt_token_ids=token_ids)

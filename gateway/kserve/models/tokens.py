@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....config import SamplingParams
-from ....kserve.tensors import ModelSpec, NamedTensor, TensorSpec
+from ....kserve.tensors import InferRequest, ModelSpec, NamedTensor, TensorSpec
 from ...http import FieldError
 from ..served import Answer, ModelCall
-from .inputs import SAMPLING, flag_of, read_sampling, token_ids_of
+from .inputs import SAMPLING, flag_of, read_sampling, sampling_place, token_ids_of
 from .lane import Lane
 from .parts import Part, parts_of
 from .tensors import counts, finish_reasons, rows
@@ -67,10 +67,10 @@ class TokensModel:
     async def infer(self, call: ModelCall, answer: Answer) -> None:
         lane = self._lane
         sampling = read_sampling(call.request, lane.max_samples)
-        check_no_tops(sampling.params)
-        prompt = token_ids_of(call.request, INPUT_IDS, lane.max_model_len)
+        check_no_tops(call.request, sampling.params)
+        prompt = token_ids_of(call.request, INPUT_IDS, await lane.max_model_len())
         stream = call.many and bool(flag_of(call.request, STREAM))
-        request = lane.request(call, prompt, sampling, stream=stream)
+        request = await lane.request(call, prompt, sampling, stream=stream)
 
         async def send(parts: Sequence[Part]) -> None:
             await answer(_outputs(parts))
@@ -81,10 +81,10 @@ class TokensModel:
             await send(parts_of(await lane.complete(call, request), request.n))
 
 
-def check_no_tops(params: SamplingParams) -> None:
+def check_no_tops(request: InferRequest, params: SamplingParams) -> None:
     """Raises FieldError where the likeliest tokens are asked for, for which there is no tensor."""
     if params.logprobs:
-        param = f"{SAMPLING}.logprobs"
+        param = f"{sampling_place(request)}.logprobs"
         raise FieldError(
             f"{param} is not supported here: the logprob of each token that is sampled is told, of "
             "no other; leave it out",

@@ -29,7 +29,9 @@ from ...http import (
 from ...kept_calls import Attendance, KeptCalls
 from ...model_length import ModelLength
 from ...origin import Origin, origin_of
+from ...policy.caller import Caller, caller_of
 from ...prepared import Prepared, of_tools, prepare
+from ...served import ServedModels
 from ...submissions import Submissions
 from ...tenants import tenant_of
 from ...words import LazyWords
@@ -41,7 +43,7 @@ from .events import NOTHING, Events, read_number, response_of
 from .items import Item, check_calls, page_of
 from .queries import read_page, read_retrieval
 from .records import NeverBegun, Record
-from .requests import conversation_of, read_response
+from .requests import ResponseCall, conversation_of, read_response
 from .running import Background, run_request, send_outputs
 from .stored import StoredResponses, as_response_error
 from .tools import use_of
@@ -70,6 +72,7 @@ class ResponseCalls:
         words: LazyWords,
         templates: ChatTemplates,
         length: ModelLength,
+        served: ServedModels,
     ) -> None:
         self._submissions = submissions
         self._kept = kept
@@ -77,21 +80,22 @@ class ResponseCalls:
         self._words = words
         self._templates = templates
         self._length = length
+        self._served = served
         self._background = Background(submissions, kept, config, self._read)
         self._stored = StoredResponses(
             kept, submissions, self._background, words, templates, config
         )
-        self.conversation_of: Callable[[str, str], Awaitable[list[Item]]] = (
+        self.conversation_of: Callable[[str, str, Caller], Awaitable[list[Item]]] = (
             self._stored.conversation
         )
 
-    async def conversation(self, response_id: str, tenant: str) -> list[Item]:
+    async def conversation(self, response_id: str, tenant: str, caller: Caller) -> list[Item]:
         """All items of a response that this model has made, which has ended.
 
         Raises:
             FieldError: It is not known, or has not ended well.
         """
-        return await self._stored.conversation(response_id, tenant)
+        return await self._stored.conversation(response_id, tenant, caller)
 
     async def create(self, request: Request) -> Response:
         tenant = tenant_of(request)
@@ -100,14 +104,13 @@ class ResponseCalls:
         again = keyed(request, tenant, body)
         if call.fields.stream and (event_id := last_event_id(request)):
             response_id = response_of(event_id)
-            found = await self._stored.find(response_id, tenant, again)
+            found = await self._stored.find(response_id, tenant, caller_of(request), again)
             return await self._again(request, found, read_number(event_id, response_id))
-        before: list[Item] = []
-        if previous := call.fields.previous_response_id:
-            before = await self.conversation_of(previous, tenant)
-        items = [*before, *items]
-        check_calls(items, len(before))
-        origin = origin_of(request, tenant, call.fields.budget_ms)
+        if again is None:
+            # Before what may be said of the conversation.
+            await self._served.check(call.fields.model, caller_of(request))
+        items = await self._whole(request, call, items)
+        origin = origin_of(request, tenant, call.fields.budget_ms, call.fields.model)
         record = Record(
             tenant=tenant,
             call=call,
@@ -121,7 +124,7 @@ class ResponseCalls:
         if prepared is None:
             return Response(status_code=CLIENT_LEFT)
         record = prepared
-        self._check(record)
+        await self._check(record)
         answers = await self._stored.answers(record, first=True)
         if again is not None and (begun := await self._stored.claim(record)) is not None:
             return await self._again(request, begun)
@@ -133,6 +136,20 @@ class ResponseCalls:
         if call.fields.stream:
             return self._streamed(origin, answers, attend)
         return await self._in_one_piece(request, origin, answers, attend)
+
+    async def input_tokens(self, request: Request) -> Response:
+        """How many tokens the prompt of a response would have; the body is that of `create`."""
+        tenant = tenant_of(request)
+        body = await read_object(request, self._config.gateway.max_body_bytes)
+        call, items = read_response(body, self._config, await self._length.get())
+        await self._served.check(call.fields.model, caller_of(request))
+        items = await self._whole(request, call, items)
+        record = Record(tenant=tenant, call=call, items=items, prompt=())
+        prepared = await self._prepared(request, record)
+        if prepared is None:
+            return Response(status_code=CLIENT_LEFT)
+        told = {"object": "response.input_tokens", "input_tokens": len(prepared.prompt)}
+        return JsonResponse(told)
 
     async def retrieve(self, request: Request) -> Response:
         """A response as it is now, or as a stream that ends with it."""
@@ -175,9 +192,18 @@ class ResponseCalls:
     async def _found(self, request: Request) -> Found[Record]:
         named = request.path_params
         response_id = named.get("response_id") or named["stream"]
-        return await self._stored.find(response_id, tenant_of(request))
+        return await self._stored.find(response_id, tenant_of(request), caller_of(request))
 
     # --- making one ---------------------------------------------------------------------------
+
+    async def _whole(self, request: Request, call: ResponseCall, items: list[Item]) -> list[Item]:
+        """The items of a call behind those of the response that it goes on with."""
+        before: list[Item] = []
+        if previous := call.fields.previous_response_id:
+            before = await self.conversation_of(previous, tenant_of(request), caller_of(request))
+        items = [*before, *items]
+        check_calls(items, len(before))
+        return items
 
     async def _prepared(self, request: Request, record: Record) -> Record | None:
         """A record with its prompt, and what that means for its output; None when the client has
@@ -197,6 +223,7 @@ class ResponseCalls:
                     conversation,
                     use,
                     asked,
+                    record.tenant,
                     reasoning_budget=budget,
                 )
             )
@@ -214,11 +241,12 @@ class ResponseCalls:
             constraint=None if constraint == asked.constraint else constraint,
         )
 
-    def _check(self, record: Record) -> None:
+    async def _check(self, record: Record) -> None:
         """Refuses what would be refused later, before any of it is there."""
         self._submissions.check_ready()
         asked = record.request(self._config)
-        self._submissions.check_size(asked)
+        self._submissions.check_priority(record.caller, asked)
+        self._submissions.check_size(asked, await self._submissions.length.get())
         self._submissions.check_encoded(asked)
         size, most = len(record.encode()), self._config.bus.max_request_bytes
         if record.kept and size > most:
@@ -262,7 +290,7 @@ class ResponseCalls:
             return await self._streamed_again(request, found, after)
         if record.background:
             return JsonResponse(await self._stored.known(found))
-        origin = origin_of(request, record.tenant, record.call.fields.budget_ms)
+        origin = _origin(request, record)
         answers = await self._stored.answers(record)
         return await self._in_one_piece(request, origin, answers, self._attend_again(found))
 
@@ -275,7 +303,7 @@ class ResponseCalls:
         retrieved: bool = False,
     ) -> Response:
         record = found.shape
-        origin = origin_of(request, record.tenant, record.call.fields.budget_ms)
+        origin = _origin(request, record)
         answers = await self._stored.answers(record)
         attend = self._attend_again(found)
         return self._streamed(origin, answers, attend, after, retrieved=retrieved)
@@ -353,6 +381,12 @@ class ResponseCalls:
 
         stream = EventStream(produce, self._config.gateway.comment_s)
         return stream
+
+
+def _origin(request: Request, record: Record) -> Origin:
+    """That of a call which attaches to a response."""
+    fields = record.call.fields
+    return origin_of(request, record.tenant, fields.budget_ms, fields.model)
 
 
 def _told(error: NanoInferenceError, record: Record) -> NanoInferenceError:

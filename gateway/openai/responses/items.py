@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from ....config import field_name, shown
-from ...http import FieldError, convert
+from ....config import shown
+from ...fields import read_part
+from ...http import FieldError
 from ..bodies import Message
 from ..messages import text_of, turn_of
 
@@ -17,30 +18,40 @@ Item = dict[str, Any]
 """With an id and a type: a message, whose content is a list of parts; a call of a function; what
 came of it; the reasoning of a turn."""
 
-T = TypeVar("T")
-
 MOST_LISTED = 100
 """Items of one page."""
 
 _LONGEST_ID = 128
-# Of a message that was an answer; they say nothing to a template.
 _LEFT_OUT = frozenset({"id", "status", "phase", "type"})
+"""Of an item that was an answer; they say nothing to a template."""
+
+
+class DirectCaller(msgspec.Struct, frozen=True, kw_only=True):
+    """The model itself, and no program of its."""
+
+    type: Literal["direct"]
 
 
 class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
     """A call that the model made."""
 
+    HARMLESS: ClassVar = _LEFT_OUT
+
     call_id: str
     name: str
     arguments: str = "{}"
+    caller: DirectCaller | None = None
 
 
 class FunctionOutput(msgspec.Struct, frozen=True, kw_only=True):
     """What became of it: a text, or parts of text."""
 
+    HARMLESS: ClassVar = _LEFT_OUT
+
     call_id: str
     output: str | list[dict[str, Any]]
     name: str | None = None
+    caller: DirectCaller | None = None
 
 
 class TextPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +64,8 @@ class TextPart(msgspec.Struct, frozen=True, kw_only=True):
 class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
     """What the model thought before a text or a call. What is encrypted nobody here has made, and
     nobody can read."""
+
+    HARMLESS: ClassVar = _LEFT_OUT
 
     summary: list[TextPart] = []
     content: list[TextPart] | None = None
@@ -167,7 +180,7 @@ def _part(part: dict[str, Any], role: str) -> dict[str, Any]:
 
 
 def _function_call(given: dict[str, Any], where: str) -> Item:
-    call = _read(given, FunctionCall, where)
+    call = read_part(given, FunctionCall, where)
     try:
         arguments = msgspec.json.decode(call.arguments or "{}")
     except (ValueError, RecursionError):
@@ -179,33 +192,19 @@ def _function_call(given: dict[str, Any], where: str) -> Item:
 
 
 def _function_output(given: dict[str, Any], where: str) -> Item:
-    output = _read(given, FunctionOutput, where)
+    output = read_part(given, FunctionOutput, where)
     text_of(output.output, f"{where}.output")
     named = {} if output.name is None else {"name": output.name}
     return {"call_id": output.call_id, "output": output.output} | named
 
 
 def _reasoning(given: dict[str, Any], where: str) -> Item:
-    reasoning = _read(given, Reasoning, where)
+    reasoning = read_part(given, Reasoning, where)
     parts = {"summary": reasoning.summary, "content": reasoning.content or []}
     return {
         name: [{"type": part.type, "text": part.text} for part in texts]
         for name, texts in parts.items()
     }
-
-
-def _read(given: dict[str, Any], kind: type[T], where: str) -> T:
-    honoured = getattr(kind, "__struct_fields__", ())
-    for name, value in given.items():
-        if name not in honoured and name not in _LEFT_OUT and value:
-            param = f"{where}.{field_name(name)}"
-            raise FieldError(f"{param} is not supported here", param=param, code="unsupported")
-    known = {name: given[name] for name in honoured if given.get(name) is not None}
-    try:
-        return convert(known, kind, where)
-    except FieldError as error:
-        param = f"{where}.{error.param}" if error.param else where
-        raise FieldError(error.message, param=param) from None
 
 
 _KINDS: dict[str, Callable[[dict[str, Any], str], Item]] = {

@@ -59,6 +59,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, tag="response"):
     constraint: Constraint | None = None
 
     @property
+    def model(self) -> str:
+        """The model, or the adapter, that its requests are for."""
+        return self.call.model
+
+    @property
     def id(self) -> str:
         """The response's, and its request's."""
         return self.call.id
@@ -105,12 +110,13 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, tag="response"):
         """As little as will do."""
         # Of what nobody will have to submit again, neither is looked at.
         record = self if self.whole else msgspec.structs.replace(self, prompt=(), constraint=None)
-        return msgspec.msgpack.encode(record)
+        # JSON, as it came: schemas may hold integers that MessagePack has no room for.
+        return msgspec.json.encode(record)
 
 
 def decode_record(raw: bytes) -> Record | None:
     """None of what is none, or was written by another version and is not understood."""
     try:
-        return msgspec.msgpack.decode(raw, type=Record)
+        return msgspec.json.decode(raw, type=Record)
     except (ValueError, RecursionError):
         return None

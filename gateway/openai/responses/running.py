@@ -135,7 +135,9 @@ class Background:
         if record.failure is None and record.id not in self._running:
             account = Account(background=True)
             origin = Origin(
-                *(record.tenant, TraceContext(), record.deadline_ns, account), record.caller
+                *(record.tenant, TraceContext(), record.deadline_ns, account),
+                record.caller,
+                record.call.fields.model,
             )
             self.begin(record, origin, kept)
         return True

@@ -17,6 +17,7 @@ from ...chat_templates import ChatTemplates
 from ...http import EngineError, FieldError
 from ...kept_calls import KeptCalls
 from ...origin import Origin
+from ...policy.caller import Caller
 from ...submissions import Submissions
 from ...words import LazyWords
 from ..idempotency import Keyed
@@ -63,9 +64,9 @@ class StoredResponses:
         self._begun = BegunAnswers(kept, decode_record, unknown)
 
     async def find(
-        self, response_id: str, tenant: str, again: Keyed | None = None
+        self, response_id: str, tenant: str, caller: Caller, again: Keyed | None = None
     ) -> Found[Record]:
-        """One of a tenant that was stored.
+        """One of a tenant that was stored, by a model that the caller may use.
 
         Args:
             again: What the call that asks for it is known by, if it has a key.
@@ -73,14 +74,14 @@ class StoredResponses:
         Raises:
             RequestError: unknown_response, idempotency_key_reused.
         """
-        found = await self._begun.find(response_id, tenant, again)
+        found = await self._begun.find(response_id, tenant, caller, again)
         if not found.shape.call.fields.store:
             raise unknown(response_id)
         return found
 
     async def claim(self, record: Record) -> Found[Record] | None:
         """As `BegunAnswers.claim`."""
-        return await self._begun.claim(record, background=record.background)
+        return await self._begun.claim(record, record.caller, background=record.background)
 
     async def answers(self, record: Record, *, first: bool = False) -> Answers:
         """What writes a response.
@@ -123,14 +124,14 @@ class StoredResponses:
         """Reads an output, a long one in a thread. Args: how many tokens of it are to be read."""
         return await self._words.beside(work) if tokens > _AT_ONCE else work()
 
-    async def conversation(self, response_id: str, tenant: str) -> list[Item]:
+    async def conversation(self, response_id: str, tenant: str, caller: Caller) -> list[Item]:
         """All items of a response that has ended, its output among them.
 
         Raises:
             FieldError: It is not known, or has not ended well.
         """
         try:
-            found = await self.find(response_id, tenant)
+            found = await self.find(response_id, tenant, caller)
             answer = await self.known(found)
         except EngineError as error:
             raise FieldError(
@@ -166,7 +167,7 @@ class StoredResponses:
             else:
                 await anyio.sleep(wait_s)
                 wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
-            found = await self._begun.find(found.shape.id, found.shape.tenant)
+            found = await self._begun.look_again(found)
         return found.kept
 
     async def cancel(self, found: Found[Record]) -> Answer:
@@ -185,7 +186,7 @@ class StoredResponses:
         answer = await self.known(found)
         if answer["status"] in UNENDED:
             await self.end(found)
-            answer = await self._ended(record, answer)
+            answer = await self._ended(found, answer)
         elif answer["status"] != "cancelled":
             raise FieldError(
                 f"the response is {answer['status']}; one that has ended can't be cancelled",
@@ -213,12 +214,12 @@ class StoredResponses:
         # That it was cancelled stays known, for who may just be about to publish it.
         await self._kept.replace(record.id, b"")
 
-    async def _ended(self, record: Record, answer: Answer) -> Answer:
+    async def _ended(self, found: Found[Record], answer: Answer) -> Answer:
         """What there is of one when it has ended, or should have."""
         wait_s = _FIRST_LOOK_S
         with anyio.move_on_after(_CANCEL_TIMEOUT_S):
             while True:
-                answer = await self.known(await self.find(record.id, record.tenant))
+                answer = await self.known(await self._begun.look_again(found))
                 if answer["status"] not in UNENDED:
                     break
                 await anyio.sleep(wait_s)
@@ -227,11 +228,11 @@ class StoredResponses:
 
 
 def unknown(response_id: str) -> EngineError:
-    """There is no such response, or it is another tenant's."""
+    """There is no such response, it is another tenant's, or by a model that the key is not for."""
     return EngineError(
         f"there is no response {shown(response_id)} here: it was not stored, was deleted, is "
-        "another tenant's (X-Tenant), or ended longer ago than its results are kept "
-        "(bus.results_ttl_s)",
+        "another tenant's (X-Tenant) or by a model that the key is not for, or ended longer ago "
+        "than its results are kept (bus.results_ttl_s)",
         code="unknown_response",
     )
 

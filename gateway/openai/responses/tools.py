@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from ....chat import Tool, ToolUse
 from ....config import shown
-from ...http import FieldError, convert
+from ...fields import read_part
+from ...http import FieldError
 from ...tools import tool_of, tool_use_of, tools_of, with_allowed, with_named
-from ..bodies import ResponseBody
-
-T = TypeVar("T")
+from ..bodies import CACHE_MARKS, ResponseBody
 
 _CHOICE = "tool_choice"
 
 
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A function, as it is given. What else it may have tells of who calls it, and how."""
+    """A function, as it is given."""
+
+    HARMLESS: ClassVar = CACHE_MARKS
 
     type: Literal["function"]
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    allowed_callers: list[Literal["direct"]] = []
 
 
 class NamedTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A function, as a choice has it."""
+    """A function, as a choice has it. What it takes stands in the call's tools."""
+
+    HARMLESS: ClassVar = FunctionTool.HARMLESS | {"description", "parameters", "strict"}
 
     type: Literal["function"]
     name: str
@@ -59,10 +63,10 @@ def use_of(fields: ResponseBody) -> ToolUse:
             return tool_use_of(tools, choice, parallel=parallel)
         case {"type": "function"}:
             use = tool_use_of(tools, "auto", parallel=parallel)
-            return with_named(use, _read(choice, NamedTool, _CHOICE).name, f"{_CHOICE}.name")
+            return with_named(use, read_part(choice, NamedTool, _CHOICE).name, f"{_CHOICE}.name")
         case {"type": "allowed_tools"}:
             use = tool_use_of(tools, "auto", parallel=parallel)
-            allowed = _read(choice, AllowedTools, _CHOICE)
+            allowed = read_part(choice, AllowedTools, _CHOICE)
             names = [
                 (f"{_CHOICE}.tools[{place}].name", tool.name)
                 for place, tool in enumerate(allowed.tools)
@@ -84,14 +88,5 @@ def _tool(given: dict[str, Any], where: str) -> Tool:
             param=where,
             code="unsupported",
         )
-    found = _read(given, FunctionTool, where)
+    found = read_part(given, FunctionTool, where)
     return tool_of(found.name, found.description, found.parameters, found.strict)
-
-
-def _read(given: Any, kind: type[T], where: str) -> T:
-    """As `convert`, with the whole path of what is wrong."""
-    try:
-        return convert(given, kind, where)
-    except FieldError as error:
-        param = f"{where}.{error.param}" if error.param else where
-        raise FieldError(error.message, param=param) from None

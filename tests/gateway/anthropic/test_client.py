@@ -6,8 +6,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import anthropic
+import httpx
 import pytest
 from anthropic import AsyncAnthropic
+
+from nano_inference.bus import StageReport
+from nano_inference.bus.control import LoadedAdapter
 
 from ..fake import FakeEngine, refused
 from ..made import TEXTS, cut, interleaved, whole
@@ -50,6 +54,42 @@ async def test_tokens_are_counted(client: AsyncAnthropic) -> None:
     one = await client.messages.count_tokens(model="tiny", messages=HELLO)
     more = await client.messages.count_tokens(model="tiny", messages=HELLO, system="Be brief.")
     assert 0 < one.input_tokens < more.input_tokens
+
+
+async def test_models_have_anthropic_s_fields_and_pages(
+    client: AsyncAnthropic, engine: FakeEngine
+) -> None:
+    engine.told = [
+        StageReport(
+            lane="0",
+            stage="admission",
+            incarnation="1",
+            host="h",
+            pid=1,
+            epoch=1,
+            state="ready",
+            adapters=tuple(LoadedAdapter(id=id, version=1) for id in "ab"),
+        )
+    ]
+    page = await client.models.list()
+    (model, *_) = page.data
+    assert (model.type, model.id, model.display_name) == ("model", "tiny", "tiny")
+    assert model.created_at.year >= 2026
+    assert (page.first_id, page.last_id, page.has_more) == ("tiny", "b", False)
+    assert [each.id async for each in client.models.list(limit=1)] == ["tiny", "a", "b"]
+    before = await client.models.list(limit=1, before_id="b")
+    assert ([each.id for each in before.data], before.has_more) == (["a"], True)
+    assert (await client.models.retrieve("a")).id == "a"
+    with pytest.raises(anthropic.NotFoundError, match="no model 'other'"):
+        await client.models.retrieve("other")
+    for wrong in ({"limit": 0}, {"limit": 1001}, {"after_id": "other"}):
+        with pytest.raises(anthropic.BadRequestError, match=next(iter(wrong))):
+            await client.models.list(**wrong)  # type: ignore[arg-type]
+
+
+async def test_models_have_openai_s_fields_for_other_clients(http: httpx.AsyncClient) -> None:
+    assert (await http.get("/v1/models")).json()["object"] == "list"
+    assert (await http.get("/v1/models/tiny")).json()["object"] == "model"
 
 
 @pytest.mark.parametrize(

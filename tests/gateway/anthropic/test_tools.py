@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from anthropic import AsyncAnthropic, beta_async_tool
 
-from nano_inference.config import Config
+from nano_inference.config import Config, Constraint
 
 from ..fake import FakeEngine
 from ..saying import calling_model, words_of
@@ -307,3 +307,15 @@ async def test_effort_is_the_template_s(
         model="tiny", messages=[USER], output_config={"effort": "low"}
     )
     assert counted.input_tokens == len(engine.requests[0].prompt_token_ids or ())
+
+
+async def test_a_format_has_thinking_only_where_it_was_asked_for(
+    client: AsyncAnthropic, engine: FakeEngine
+) -> None:
+    engine.outputs = says("5", "5")
+    schema = {"type": "integer"}
+    wanted = {"tools": [], "output_config": {"format": {"type": "json_schema", "schema": schema}}}
+    await client.messages.create(**asked(**wanted))
+    assert engine.requests[-1].sampling.constraint == Constraint(json_schema=schema)
+    await client.messages.create(**asked(**wanted, thinking={"type": "adaptive"}))
+    assert "think" in str(engine.requests[-1].sampling.constraint)

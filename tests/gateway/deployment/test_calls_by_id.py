@@ -119,7 +119,7 @@ async def test_calls_that_nobody_attends_are_ended_at_their_model(deployment: De
     await front.seen()
     calls = deployment.bus.calls
     for name, model in {"a": "nobody", "b": "org/large", "c": "small"}.items():
-        record = msgspec.msgpack.encode({"tenant": "t", "call": {"id": name, "model": model}})
+        record = msgspec.json.encode({"tenant": "t", "call": {"id": name, "model": model}})
         await calls.keep(name, record, 0.001)
         await calls.note(name, name, "1-0")
     large, small = deployment.engines["org/large"], deployment.engines["small"]

@@ -69,6 +69,26 @@ async def test_the_gateway_is_not_well_without_a_model_that_is_meant_to_be_there
         assert (await http.get("/readyz")).json()["status"] == "ready"
 
 
+async def test_anthropic_s_clients_are_told_of_all_models(http: httpx.AsyncClient) -> None:
+    version = {"anthropic-version": "2023-06-01"}
+    told = (await http.get("/v1/models", headers=version)).json()
+    cards = (await http.get("/v1/models")).json()["data"]
+    assert [each["id"] for each in told["data"]] == [each["id"] for each in cards]
+    assert {each["type"] for each in told["data"]} == {"model"}
+    one = (await http.get("/v1/models/gpt-4o", headers=version)).json()
+    assert (one["type"], one["id"]) == ("model", "org/large")
+    missing = await http.get("/v1/models/none", headers=version)
+    assert (missing.status_code, missing.json()["type"]) == (404, "error")
+
+
+@pytest.mark.parametrize("prefix", ["", "/models/small"])
+async def test_a_body_of_no_endpoint_is_not_looked_at(http: httpx.AsyncClient, prefix: str) -> None:
+    form = {"content": b"a=b", "headers": {"Content-Type": "multipart/form-data; boundary=x"}}
+    for path, status in (("files", 404), ("models", 405), ("completions", 415)):
+        answer = await http.post(f"{prefix}/v1/{path}", **form)  # type: ignore[arg-type]
+        assert answer.status_code == status
+
+
 async def test_models_of_the_settings_are_known_before_anybody_runs_them() -> None:
     models = '[{"id": "a", "path": "tiny"}, {"id": "b", "path": "tiny"}]'
     env = {"NANO_INFERENCE_MODELS": models}

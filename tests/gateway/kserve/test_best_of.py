@@ -77,7 +77,7 @@ def pool() -> BufferPool:
 @pytest.fixture
 def service(engine: Engine, pool: BufferPool) -> InferenceService:
     """With a pool of its own."""
-    config = load_config(env={})
+    config = load_config(env={}, overrides={"admission.max_samples": 1000})
     service = service_of(engine, config)  # type: ignore[arg-type]
     lane = lane_of(engine, config)  # type: ignore[arg-type]
     service._models["tiny.best_of"] = BestOfModel(service, lane, pool)
@@ -112,6 +112,25 @@ async def test_the_likeliest_sample_is_given(engine: Engine, service: InferenceS
         "tiny.embed": 0,
         "tiny.best_of": 1,
     }
+
+
+@pytest.mark.parametrize("samples", [0, 1001])
+async def test_best_of_is_bound_by_what_the_engine_samples_of_one_prompt(
+    engine: Engine, service: InferenceService, samples: int
+) -> None:
+    with pytest.raises(RequestError, match=r"from 1 to 1000 \(admission.max_samples\)") as refused:
+        await service.infer_once(origin(), wanted(best_of=samples))
+    assert refused.value.code == "invalid_n"
+    assert not engine.requests
+
+
+async def test_a_call_whose_time_was_over_names_the_parameter_that_said_so(
+    engine: Engine, service: InferenceService
+) -> None:
+    with pytest.raises(EngineError, match=r"\(timeout_ns\) was over") as late:
+        await service.infer_once(origin(), wanted(parameters={"timeout_ns": -1}))
+    assert late.value.code == "expired"
+    assert not engine.requests
 
 
 async def test_the_reference_model_judges_where_there_is_one(
@@ -180,7 +199,7 @@ async def test_no_room_in_time_is_the_call_s_own_deadline(
         ({"best_of": 2**40}, "invalid_n"),
         ({"sampling_parameters": {"n": 2}}, "invalid_n"),
         ({"sampling_parameters": {"logprobs": 2}}, "unsupported"),
-        ({"best_of": 100, "sampling_parameters": {"max_tokens": 10**6}}, "request_too_large"),
+        ({"best_of": 1000, "sampling_parameters": {"max_tokens": 10**6}}, "request_too_large"),
         ({"input_ids": []}, "empty_prompt"),
     ],
 )

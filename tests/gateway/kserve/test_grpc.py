@@ -69,7 +69,8 @@ async def test_questions() -> None:
             assert not (await call("ModelReady", name(name=other))).ready
         told = await call("ServerMetadata")
         assert told.version == VERSION
-        assert "system_shared_memory" in told.extensions
+        assert "parameters" in told.extensions
+        assert "cuda_shared_memory" not in told.extensions
         described = await call("ModelMetadata", name(name="echo"))
         assert [(each.name, each.datatype) for each in described.inputs] == [("x", "FP32")]
         config = (await call("ModelConfig", name(name="asleep"))).config

@@ -11,9 +11,11 @@ import numpy as np
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.kserve.codec import encode_infer_request
+from nano_inference.kserve.pool import BufferPool
+from nano_inference.kserve.protobuf import message
 from nano_inference.kserve.tensors import NamedTensor
 
-from .grpc_calls import Client, Engine, code_of, served
+from .grpc_calls import Client, Engine, Model, code_of, request, served, values
 
 KEYS = {"policy__backend": "bus"}
 
@@ -78,3 +80,35 @@ async def test_the_audit_log_has_the_prompt_of_each(tmp_path: Path) -> None:
     assert told == [(["one"], ["five six"], "gold"), (["two"], ["five six"], "gold")]
     assert {line["route"] for line in calls} == {"/inference.GRPCInferenceService/ModelStreamInfer"}
     assert [line["completion_tokens"] for line in calls] == [2, 2]
+
+
+async def test_a_region_of_another_key_is_neither_read_nor_written() -> None:
+    async with served(Model(), shared_memory=True, **KEYS) as (gateway, call):
+        mine, other = [await key(gateway, tenant=name) for name in ("one", "other")]
+        with BufferPool(8, 1) as pool:
+            slot = pool.acquire_slot_blocking()
+            here = slot.scratch(2, "<f4")
+            here[:] = [5, 6]
+            region = message("SystemSharedMemoryRegisterRequest")(
+                name="mine", key=pool.key, byte_size=8
+            )
+            asked = request()
+            del asked.raw_input_contents[:]
+            asked.inputs[0].parameters["shared_memory_region"].string_param = "mine"
+            asked.inputs[0].parameters["shared_memory_byte_size"].int64_param = 8
+            into = request()
+            output = into.outputs.add(name="x")
+            output.parameters["shared_memory_region"].string_param = "mine"
+            output.parameters["shared_memory_byte_size"].int64_param = 8
+            await call("SystemSharedMemoryRegister", region, metadata=mine)
+            assert not (await call("SystemSharedMemoryStatus", metadata=other)).regions
+            await call("SystemSharedMemoryUnregister", metadata=other)
+            for each in (asked, into):
+                answer = await call("ModelInfer", each, metadata=other)
+                assert (answer.code, answer.stable) == ("NOT_FOUND", "unknown_region")
+                stream = call.stream(metadata=other)
+                await stream.send(each)
+                assert code_of(await stream.read()) == "unknown_region"
+            assert values(await call("ModelInfer", asked, metadata=mine)) == [5, 6]
+            assert not (await call("ModelInfer", into, metadata=mine)).raw_output_contents
+            assert here.tolist() == [1, 2]

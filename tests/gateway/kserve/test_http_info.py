@@ -9,7 +9,7 @@ import pytest
 
 from nano_inference.config import BusError, Config
 from nano_inference.gateway.app import make_app
-from nano_inference.gateway.kserve.shared import EXTENSIONS, SERVER_NAME, VERSION
+from nano_inference.gateway.kserve.shared import SERVER_NAME, VERSION
 from nano_inference.gateway.policy.routes import PolicyRoute
 from nano_inference.gateway.readiness import DRAINING, Readiness
 
@@ -93,10 +93,14 @@ async def test_whether_a_model_is_ready() -> None:
 # --- models -------------------------------------------------------------------------------------
 
 
-async def test_what_the_server_says_of_itself() -> None:
-    async with asking() as http:
+@pytest.mark.parametrize("shared_memory", [False, True])
+async def test_only_extensions_that_are_switched_on_are_named(shared_memory: bool) -> None:
+    async with asking(shared_memory=shared_memory) as http:
         told = (await http.get("/v2")).json()
-    assert told == {"name": SERVER_NAME, "version": VERSION, "extensions": list(EXTENSIONS)}
+    assert (told["name"], told["version"]) == (SERVER_NAME, VERSION)
+    assert "binary_tensor_data" in told["extensions"]
+    assert ("system_shared_memory" in told["extensions"]) == shared_memory
+    assert "cuda_shared_memory" not in told["extensions"]
 
 
 async def test_what_a_model_takes_and_gives() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from multiprocessing.shared_memory import SharedMemory
+from typing import Any
 
 import httpx
 import pytest
@@ -17,7 +18,7 @@ from ..fake import FakeEngine
 from .http_calls import failed
 from .served import Echo
 
-BODY = {"inputs": [{"name": "INT8", "datatype": "INT8", "shape": [1], "data": [1]}]}
+BODY: dict[str, Any] = {"inputs": [{"name": "INT8", "datatype": "INT8", "shape": [1], "data": [1]}]}
 
 
 @pytest.fixture
@@ -102,3 +103,50 @@ async def test_regions_are_their_tenant_s(app: Starlette, http: httpx.AsyncClien
     finally:
         memory.close()
         memory.unlink()
+
+
+async def test_a_region_of_another_key_is_neither_read_nor_written(
+    app: Starlette, http: httpx.AsyncClient
+) -> None:
+    """Nor does it stand in the way of one of the same name; a key of the same tenant has it too."""
+    mine, same = [await key(app, "generate", tenant="one") for _ in range(2)]
+    other = await key(app, "generate", tenant="other")
+    reader = await key(app, "read", tenant="one")
+    base = "/v2/systemsharedmemory"
+    memories = [SharedMemory(create=True, size=4096) for _ in range(2)]
+    place = {"shared_memory_region": "mine", "shared_memory_byte_size": 1}
+    read = {"inputs": [BODY["inputs"][0] | {"parameters": place}]}
+    del read["inputs"][0]["data"]
+    write = BODY | {"outputs": [{"name": "INT8", "parameters": place}]}
+
+    async def inferred(body: dict[str, Any], headers: dict[str, str]) -> httpx.Response:
+        return await http.post("/v2/models/echo/infer", json=body, headers=headers)
+
+    async def registered(memory: SharedMemory, headers: dict[str, str]) -> int:
+        body = {"key": f"/{memory.name.lstrip('/')}", "byte_size": 4096}
+        answer = await http.post(f"{base}/region/mine/register", json=body, headers=headers)
+        return answer.status_code
+
+    try:
+        for number, memory in enumerate(memories):
+            memory.buf[0] = 7 + number
+        assert await registered(memories[0], mine) == 200
+        for body in (read, write):
+            assert failed(await inferred(body, other), 404) == "unknown_region"
+        for method, path in (
+            ("GET", f"{base}/status"),
+            ("POST", f"{base}/unregister"),
+            ("POST", f"{base}/region/new/register"),
+        ):
+            answer = await http.request(method, path, headers=reader, json={})
+            assert failed(answer, 403) == "insufficient_scope"
+        assert await registered(memories[1], other) == 200
+        for headers, held in ((mine, 7), (same, 7), (other, 8)):
+            assert (await inferred(read, headers)).json()["outputs"][0]["data"] == [held]
+        assert (await inferred(write, same)).status_code == 200
+        assert [memory.buf[0] for memory in memories] == [1, 8]
+    finally:
+        app.state.kserve.regions.close()
+        for memory in memories:
+            memory.close()
+            memory.unlink()

@@ -15,6 +15,7 @@ import pytest
 
 from nano_inference.bus.public import EmbedParams, GenerateRequest, Output
 from nano_inference.config import Config, Constraint, NanoInferenceError, RequestError, load_config
+from nano_inference.gateway.http import FieldError
 from nano_inference.gateway.kserve.models.inputs import SAMPLING
 from nano_inference.gateway.kserve.service import InferenceService
 from nano_inference.gateway.origin import Origin
@@ -114,17 +115,58 @@ async def test_what_a_request_says_besides_is_no_sampling_parameter(
         "triton_enable_empty_final_response": True,
         "priority": 3,
         "cache_salt": "s",
-        "temperature": 0.5,
     }
+    given = {"temperature": 0.5}
+    beside = TEXT | {"sampling_parameters": {"max_tokens": 3}}
+    await service.infer_once(origin(), asked("tiny", parameters=parameters | given, **TEXT))
+    await service.infer_once(origin(), asked("tiny", parameters=parameters, **beside))
     # Where there is a tensor, it has them all.
-    for inputs in (TEXT, TEXT | {"sampling_parameters": {"max_tokens": 3}}):
-        await service.infer_once(origin(), asked("tiny", parameters=parameters, **inputs))
+    with pytest.raises(FieldError) as refused:
+        await service.infer_once(origin(), asked("tiny", parameters=given, **beside))
+    assert (refused.value.code, refused.value.param) == ("unsupported", "parameters.temperature")
     first, second = engine.requests
     assert (first.priority, first.cache_salt, first.sampling.temperature) == (-3, "s", 0.5)
     assert first.budget_ns is not None
     assert 0 < first.budget_ns <= 10**10
     assert (second.priority, second.sampling.temperature) == (-3, 1)
     assert (first.sampling.max_tokens, second.sampling.max_tokens) == (16, 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "name", "place"),
+    [
+        ("tiny", TEXT, "stream", r"BOOL \[1\]; .* call ModelStreamInfer"),
+        ("tiny.tokens", IDS, "stream", r"BOOL \[1\]; .* call ModelStreamInfer"),
+        ("tiny.best_of", IDS, "best_of", r"INT64 \[1\]$"),
+        ("tiny.embed", {"text_input": ["one"]}, "sampling_parameters", r"BYTES \[1\]$"),
+    ],
+)
+async def test_an_input_sent_as_a_parameter_is_refused_with_what_to_do(
+    engine: FakeEngine,
+    service: InferenceService,
+    model: str,
+    inputs: dict[str, Any],
+    name: str,
+    place: str,
+) -> None:
+    request = asked(model, parameters={name: True}, **inputs)
+    with pytest.raises(
+        RequestError, match=f"^{name} is an input of {model}, and no parameter; .*{place}"
+    ):
+        await service.infer_once(origin(), request)
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny.tokens", "tiny.best_of", "tiny.embed"])
+async def test_an_error_says_whether_a_parameter_or_the_tensor_was_wrong(
+    service: InferenceService, model: str
+) -> None:
+    inputs: dict[str, Any] = {"tiny": TEXT, "tiny.embed": {"text_input": ["one"]}}.get(model, IDS)
+    given = {"temprature": 1}
+    with pytest.raises(RequestError, match=r"^parameters\.temprature is not"):
+        await service.infer_once(origin(), asked(model, parameters=given, **inputs))
+    with pytest.raises(RequestError, match=r"^sampling_parameters\.temprature is not"):
+        await service.infer_once(origin(), asked(model, **inputs, sampling_parameters=given))
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny.tokens", "tiny.score", "tiny.best_of"])

@@ -251,7 +251,7 @@ async def test_what_there_is(name: str, model: str) -> None:
         assert await ask("is_model_ready", model, "3")
         assert not await ask("is_model_ready", "ill")
         assert not await ask("is_model_ready", "none")
-        assert "system_shared_memory" in (await ask("get_server_metadata"))["extensions"]
+        assert "binary_tensor_data" in (await ask("get_server_metadata"))["extensions"]
         told = await ask("get_model_metadata", model)
         assert [(each["name"], each["datatype"]) for each in told["inputs"]] == [
             (each, each) for each in DATATYPES

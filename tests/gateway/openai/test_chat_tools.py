@@ -457,3 +457,27 @@ async def test_a_stream_goes_on_at_another_gateway_behind_each_event(
             begun, rest = message_of(whole[: place + 1]), message_of(chunks_of(answer.text))
             assert (begun[0] + rest[0], begun[1] + rest[1], begun[2] + rest[2]) == message
     assert len(engine.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "opened"),
+    [
+        ({}, False),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, False),
+        ({"reasoning_effort": "low"}, True),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, True),
+    ],
+)
+@pytest.mark.parametrize("tools", [{}, {"tools": [WEATHER], "tool_choice": "required"}])
+async def test_a_constraint_has_reasoning_only_where_it_was_asked_for(
+    http: httpx.AsyncClient,
+    engine: FakeEngine,
+    words: Words,
+    fields: dict[str, Any],
+    opened: bool,
+    tools: dict[str, Any],
+) -> None:
+    engine.outputs = says("{}", words)
+    wanted = tools or {"response_format": {"type": "json_object"}}
+    await posted(http, **wanted, **fields)
+    assert ("think" in grammar_of(engine)) is opened

@@ -152,7 +152,7 @@ async def test_tokens_and_back(http: httpx.AsyncClient) -> None:
     text = "98 + 25 = 東京<|im_end|>"
     found = (await http.post("/tokenize", json={"prompt": text, "return_token_strs": True})).json()
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
-    assert found["max_model_len"] == 8192
+    assert found["max_model_len"] == 2048
     back = await http.post("/detokenize", json={"tokens": found["tokens"]})
     assert back.json() == {"prompt": text}
 
@@ -162,7 +162,7 @@ async def test_what_is_told_of_the_tokenizer(http: httpx.AsyncClient) -> None:
     assert found["eos_token"] == "<|endoftext|>"
     assert found["bos_token"] is None
     assert "add_generation_prompt" in found["chat_template"]
-    assert found["model_max_length"] == 8192
+    assert found["model_max_length"] == 2048
 
 
 async def test_a_conversation_s_tokens_are_those_of_its_prompt(
@@ -176,7 +176,7 @@ async def test_a_conversation_s_tokens_are_those_of_its_prompt(
 
 async def test_the_models(http: httpx.AsyncClient) -> None:
     (model,) = (await http.get("/v1/models")).json()["data"]
-    assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 8192)
+    assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 2048)
     assert (await http.get("/v1/models/tiny")).json() == model
     for name in ("other", "a/b"):
         answer = await http.get(f"/v1/models/{name}")

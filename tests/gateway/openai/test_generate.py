@@ -13,6 +13,7 @@ from nano_inference.gateway.app import make_app
 
 from ..fake import FakeEngine, refused
 from ..made import LOGPROBS, TOKENS, interleaved, whole
+from ..test_model_length import OWN
 from .streamed import choices, events
 from .test_refusals import refusal
 
@@ -84,10 +85,10 @@ async def test_every_parameter_reaches_the_engine(
 
 
 async def test_without_a_length_it_may_have_what_the_model_has(
-    http: httpx.AsyncClient, engine: FakeEngine, config: Config
+    http: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
     await posted(http, sampling_params={})
-    assert engine.requests[0].sampling.max_tokens == config.engine.max_model_len
+    assert engine.requests[0].sampling.max_tokens == OWN
 
 
 async def test_logprobs_name_tokens_by_their_ids(

@@ -41,7 +41,7 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": {"a": 1}}, "invalid_request", "logit_bias"),
     ({"stream": "yes"}, "invalid_request", "stream"),
     ({"stream_options": {"include_usage": True}}, "invalid_request", "stream_options"),
-    ({"stream": True, "stream_options": {"x": 1}}, "invalid_request", "stream_options"),
+    ({"stream": True, "stream_options": {"x": 1}}, "unsupported", "stream_options.x"),
     (
         {"stream": True, "stream_options": {"continuous_usage_stats": True}},
         "invalid_request",
@@ -57,7 +57,11 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"response_format": []}, "invalid_request", "response_format"),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "invalid_request", "structured_outputs"),
-    ({"structured_outputs": {"structural_tag": "a"}}, "unsupported", "structured_outputs"),
+    (
+        {"structured_outputs": {"structural_tag": "a"}},
+        "unsupported",
+        "structured_outputs.structural_tag",
+    ),
     ({"structured_outputs": {"choice": "a"}}, "invalid_request", "structured_outputs.choice"),
     (
         {"guided_regex": "a", "response_format": {"type": "json_object"}},
@@ -124,7 +128,7 @@ OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
     (
         {"messages": [{"role": "assistant", "tool_calls": [{"function": 5}]}]},
         "invalid_request",
-        "messages[0].tool_calls[0]",
+        "messages[0].tool_calls[0].function",
     ),
     (
         {
@@ -277,4 +281,4 @@ async def test_what_asks_for_nothing_is_taken(
 ) -> None:
     answer = await http.post(CHAT, json={"messages": HELLO} | fields)
     assert answer.status_code == 200, answer.text
-    assert engine.requests[0].sampling == SamplingParams(max_tokens=8192)
+    assert engine.requests[0].sampling == SamplingParams(max_tokens=2048)

@@ -214,7 +214,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"text": {"verbosity": "low"}}, "unsupported", "text.verbosity"),
     ({"reasoning": {"effort": "low"}}, "unsupported", "reasoning.effort"),
     ({"reasoning": {"effort": "a little"}}, "invalid_request", "reasoning.effort"),
-    ({"reasoning": {"mode": "pro"}}, "invalid_request", "reasoning"),
+    ({"reasoning": {"mode": "pro"}}, "unsupported", "reasoning.mode"),
     ({"truncation": "auto"}, "unsupported", "truncation"),
     ({"messages": [{"role": "user", "content": "a"}]}, "unsupported", "messages"),
     ({"max_tokens": 5}, "unsupported", "max_tokens"),
@@ -259,4 +259,4 @@ async def test_what_asks_for_nothing_is_taken(http: httpx.AsyncClient, engine: F
         user="u",
         reasoning=None,
     )
-    assert engine.requests[0].sampling.max_tokens == 8192
+    assert engine.requests[0].sampling.max_tokens == 2048

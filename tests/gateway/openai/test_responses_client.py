@@ -41,6 +41,27 @@ async def test_its_helper_puts_a_stream_together(client: AsyncOpenAI, engine: Fa
         assert [each.logprob for each in content.logprobs] == list(LOGPROBS)  # type: ignore[union-attr]
 
 
+async def test_input_tokens_are_those_of_the_prompt(
+    client: AsyncOpenAI, engine: FakeEngine
+) -> None:
+    engine.outputs = whole
+    first = await client.responses.create(model="tiny", input="hello")
+    asked: list[dict[str, Any]] = [
+        {"input": "hello"},
+        {"input": "hello", "instructions": "Be brief."},
+        {"input": "more", "previous_response_id": first.id},
+    ]
+    for body in asked:
+        counted = await client.responses.input_tokens.count(model="tiny", **body)
+        before = len(engine.requests)
+        await client.responses.create(model="tiny", **body)
+        (request,) = engine.requests[before:]
+        assert counted.object == "response.input_tokens"
+        assert counted.input_tokens == len(request.prompt_token_ids or ())
+    with pytest.raises(openai.NotFoundError, match="no model 'other'"):
+        await client.responses.input_tokens.count(model="other", input="hello")
+
+
 async def test_it_goes_on_behind_an_event(client: AsyncOpenAI, engine: FakeEngine) -> None:
     engine.outputs = interleaved
     stream = await client.responses.create(model="tiny", input="hello", stream=True)

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from nano_inference.bus.public import CompletionSample, GenerateRequest
-from nano_inference.config import Config, load_config
+from nano_inference.config import Config, Constraint, load_config
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.measures import Measures
 from nano_inference.gateway.message_parts import MessageParts, NewParts
@@ -483,3 +483,14 @@ async def test_a_model_of_which_nobody_knows_how_it_writes_has_no_tools(
         (item,) = (await posted(http, tools=[]))["output"]
         assert item["content"][0]["text"] == "".join(TEXTS)
     assert len(engine.requests) == 1
+
+
+async def test_a_format_has_reasoning_only_where_it_was_asked_for(
+    http: httpx.AsyncClient, engine: FakeEngine, words: Words
+) -> None:
+    engine.outputs = says("{}", words)
+    wanted = {"tools": [], "text": {"format": {"type": "json_object"}}}
+    await posted(http, **wanted)
+    assert engine.requests[-1].sampling.constraint == Constraint(json_object=True)
+    await posted(http, **wanted, reasoning={"effort": "low"})
+    assert "think" in str(engine.requests[-1].sampling.constraint)

@@ -61,6 +61,14 @@ def outputs_of(response: Any) -> list[Any]:
     ]
 
 
+async def test_input_tokens_count_tools(client: AsyncOpenAI, engine: FakeEngine) -> None:
+    counted = await client.responses.input_tokens.count(model="tiny", input=QUESTION, tools=TOOLS)
+    await client.responses.create(model="tiny", input=QUESTION, tools=TOOLS)
+    assert counted.input_tokens == len(engine.requests[0].prompt_token_ids or ())
+    fewer = await client.responses.input_tokens.count(model="tiny", input=QUESTION)
+    assert fewer.input_tokens < counted.input_tokens
+
+
 @pytest.mark.parametrize("chained", [True, False])
 async def test_the_loop(
     client: AsyncOpenAI, engine: FakeEngine, words: Words, chained: bool

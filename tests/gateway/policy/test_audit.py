@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import logging
+import sys
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+import structlog
 from starlette.applications import Starlette
 
 from nano_inference.bus.public import GenerateRequest, Output
-from nano_inference.config import Config, ConfigError, load_config
+from nano_inference.config import Config, ConfigError, TelemetryConfig, load_config
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.calls import ObservedCalls
 from nano_inference.gateway.kept_calls import KeptCalls
@@ -23,6 +26,7 @@ from nano_inference.gateway.measures import Measures
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.audit import text_hash
 from nano_inference.gateway.policy.policy import Policy
+from nano_inference.telemetry import setup_logging
 
 from .. import by_hand
 from ..fake import FakeEngine, completion, refused
@@ -323,9 +327,23 @@ async def test_a_key_stands_nowhere(engine: FakeEngine, tmp_path: Path) -> None:
     assert secret not in text
 
 
+@pytest.fixture
+def full_disk_for_the_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    root = logging.getLogger()
+    before = (root.handlers[:], root.level)
+    with open("/dev/full", "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        setup_logging(TelemetryConfig())
+        yield
+    structlog.reset_defaults()
+    root.handlers[:], root.level = before
+
+
+@pytest.mark.usefixtures("full_disk_for_the_log")
 async def test_where_lines_can_not_be_written_nothing_is_done(
     engine: FakeEngine, tmp_path: Path
 ) -> None:
+    """Nor can those of the other log, on a disk that is full."""
     path = tmp_path / "audit"
     path.symlink_to("/dev/full")
     async with audited(engine, path, audit_when_full="refuse") as gateway:

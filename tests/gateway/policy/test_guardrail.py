@@ -483,6 +483,7 @@ def test_the_routes_that_make_tokens_are_these(engine: FakeEngine, config: Confi
         "/rerank",
         "/v1/rerank",
         "/v1/messages/count_tokens",
+        "/v1/responses/input_tokens",
         "/v1/responses/{response_id}/cancel",
         "/v1/streams/{stream}/cancel",
         *(each for each in posts if "sharedmemory" in each),

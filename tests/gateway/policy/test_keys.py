@@ -44,7 +44,7 @@ def test_every_route_says_what_its_callers_need(app: Starlette) -> None:
     free = {each.path_format for each in routes(app) if getattr(each, "needed", "") == "nothing"}
     kserve = {"/v2/health/live", "/v2/health/ready", "/v2/models/{model}/ready"}
     kserve.add("/v2/models/{model}/versions/{version}/ready")
-    assert free == {"/livez", "/healthz", "/readyz", "/health", "/version", *kserve}
+    assert free == {"/", "/livez", "/healthz", "/readyz", "/health", "/version", *kserve}
 
 
 @pytest.mark.parametrize("scope", SCOPES)
@@ -135,7 +135,7 @@ async def test_the_tenant_is_the_key_s(
 @pytest.mark.parametrize(
     ("own", "tenant", "got"), [(None, None, 0), (5, None, 5), (5, 3, 3), (None, 2, 2), (-1, 7, -1)]
 )
-async def test_a_priority_is_capped_by_key_and_tenant(
+async def test_a_priority_is_limited_by_key_and_tenant(
     http: httpx.AsyncClient, made: Made, engine: FakeEngine, own: Any, tenant: Any, got: int
 ) -> None:
     key = await made(tenant="gold", max_priority=own)
@@ -143,9 +143,15 @@ async def test_a_priority_is_capped_by_key_and_tenant(
         admin = bearer(await made("admin"))
         body = {"max_priority": tenant}
         await http.put("/admin/tenants/gold", json=body, headers=admin)
-    await http.post("/generate", json={"text": "a", "priority": 9}, headers=bearer(key))
-    await http.post("/v1/completions", json={"prompt": [1], "priority": -9}, headers=bearer(key))
-    assert [request.priority for request in engine.requests] == [got, got]
+    higher, lower = {"text": "a", "priority": got}, {"prompt": [1], "priority": -got}
+    for path, body, more in (("/generate", higher, 1), ("/v1/completions", lower, -1)):
+        await http.post(path, json=body, headers=bearer(key))
+        body = body | {"priority": body["priority"] + more}
+        answer = await http.post(path, json=body, headers=bearer(key))
+        # Without a priority a request runs as high as it may.
+        assert answer.status_code == (200 if not body["priority"] else 400)
+    assert {request.priority for request in engine.requests} == {got}
+    assert len(engine.requests) == (2 if got >= 0 else 4)
 
 
 async def test_other_models_are_not_there(http: httpx.AsyncClient, made: Made) -> None:

@@ -11,7 +11,13 @@ import httpx
 import pytest
 import structlog
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
-from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import (
+    JSONResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
 
 from nano_inference.config import Config, ConfigError, PolicyConfig
 from nano_inference.gateway.app import make_app
@@ -349,6 +355,33 @@ async def test_an_issuer_that_does_not_answer(
         await verify(served).tokens.caller(served.token())
 
 
+async def test_an_issuer_that_never_ends_its_answer_holds_up_no_known_key(
+    served: Issuer, verify: Verify, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jwks, "FETCH_TIMEOUT_S", 0.3)
+    verifying, token = verify(served), served.token()
+    await verifying.tokens.caller(token)
+    begun = asyncio.Event()
+
+    async def spaces() -> AsyncIterator[bytes]:
+        while True:
+            begun.set()
+            yield b" "
+            await asyncio.sleep(0.001)
+
+    served.answer = lambda: StreamingResponse(spaces())
+    verifying.clock.now_s += jwks.RENEW_S
+    unknown = served.token(key=OTHER_RSA_KEY, kid="unknown")
+    many = [asyncio.create_task(verifying.refused(unknown)) for _ in range(50)]
+    await begun.wait()
+    for known in (token, served.token(served.claims(sub="bob"))):
+        assert (await verifying.tokens.caller(known)).key_id
+    assert not any(task.done() for task in many)
+    assert {"has no such key" in why for why in await asyncio.gather(*many)} == {True}
+    # One fetch for all of them; the next is not begun at once.
+    assert served.asked.count("/.well-known/openid-configuration") == 2
+
+
 async def test_whoever_asks_more_seldom_and_says_so_once(served: Issuer, verify: Verify) -> None:
     verifying = verify(served, oidc_refresh_s=60.0, oidc_jwks_url="http://127.0.0.1:1/keys")
     waits_s = []
@@ -418,6 +451,15 @@ WEAK = rsa.generate_private_key(65537, 1024)
 def test_keys_that_sign_no_tokens_are_left_out(key: object) -> None:
     good = jwk("e", EC_KEY)
     assert set(usable_keys({"keys": [key, good]})) == {("ES256", "e")}
+
+
+def test_private_keys_are_left_out_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding a modulus's factors from its exponents takes minutes for a long one."""
+    read: list[object] = []
+    monkeypatch.setattr(jwks, "PyJWK", lambda key, _: read.append(key))
+    long = jwk("r", RSA_KEY, n="_" * 10_000, d="_" * 1000)
+    assert usable_keys({"keys": [long] * jwks.MOST_KEYS}) == {}
+    assert read == []
 
 
 def test_other_curves_are_left_out() -> None:

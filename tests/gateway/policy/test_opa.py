@@ -11,11 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
+from nano_inference.bus import StageReport
+from nano_inference.bus.control import LoadedAdapter
 from nano_inference.config import Config, load_config
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.policy.guardrail import AT_ONCE
 from nano_inference.gateway.policy.opa import MOST_BYTES
 
+from ..deployment.deployed import Deployment, Front
 from ..fake import FakeEngine
 
 PATH = "/v1/completions"
@@ -27,6 +30,7 @@ class Agent:
     Attributes:
         answer: The bytes that it sends.
         stays: Whether the connection stays open behind them.
+        drops: Sent behind them for as long as the connection lasts, a piece at a time.
         asked: What it was asked, decoded.
         paths: Where.
     """
@@ -34,6 +38,7 @@ class Agent:
     def __init__(self) -> None:
         self.answer = told({"result": True})
         self.stays = True
+        self.drops = b""
         self.asked: list[dict[str, Any]] = []
         self.paths: list[str] = []
         self.port = 0
@@ -53,6 +58,10 @@ class Agent:
                 self.asked.append(json.loads(await reader.readexactly(size))["input"])
                 writer.write(self.answer)
                 await writer.drain()
+                while self.drops:
+                    writer.write(self.drops)
+                    await writer.drain()
+                    await asyncio.sleep(0.001)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
@@ -62,7 +71,12 @@ class Agent:
         """Closes what is open."""
         for writer in self._open.values():
             writer.close()
-        await asyncio.wait([task for task in self._open if task], timeout=20)
+        await self.left()
+
+    async def left(self) -> None:
+        """Waits until nothing is open."""
+        _, open_still = await asyncio.wait([task for task in self._open if task], timeout=20)
+        assert not open_still
 
 
 def told(body: Any, status: str = "200 OK", **headers: str) -> bytes:
@@ -114,6 +128,101 @@ async def test_what_it_is_told(http: httpx.AsyncClient, agent: Agent, engine: Fa
     assert (asked["tenant"], asked["n"]) == ("http:127.0.0.1", 2)
     assert (asked["sampling"]["temperature"], asked["sampling"]["max_tokens"]) == (0.5, 7)
     assert len(engine.requests) == 2
+
+
+PROMPT = {"prompt": "hello"}
+CHAT = {"messages": [{"role": "user", "content": "hello"}]}
+DOORS: dict[str, tuple[str, dict[str, Any]]] = {
+    "completions": (PATH, PROMPT),
+    "completions, streamed": (PATH, PROMPT | {"stream": True}),
+    "chat": ("/v1/chat/completions", CHAT),
+    "chat, streamed": ("/v1/chat/completions", CHAT | {"stream": True}),
+    "tokens": ("/inference/v1/generate", {"token_ids": [69, 68]}),
+    "responses": ("/v1/responses", {"input": "hello"}),
+    "responses, streamed": ("/v1/responses", {"input": "hello", "stream": True}),
+    "responses, in the background": ("/v1/responses", {"input": "hello", "background": True}),
+    "embeddings": ("/v1/embeddings", {"input": "hello"}),
+    "messages": ("/v1/messages", CHAT | {"max_tokens": 4}),
+    "messages, streamed": ("/v1/messages", CHAT | {"max_tokens": 4, "stream": True}),
+    "generate": ("/generate", {"text": "hello"}),
+    "generate, streamed": ("/generate", {"text": "hello", "stream": True}),
+    "encode": ("/encode", {"text": "hello"}),
+    "KServe": ("/v2/models/{model}/generate", {"text_input": "hello"}),
+    "KServe, streamed": ("/v2/models/{model}/generate_stream", {"text_input": "hello"}),
+}
+SERVED = {"engine.model_id": "served", "engine.model_aliases": ("other",)}
+NAMES = ("", "served", "other", "finetuned")
+
+
+def with_adapter() -> StageReport:
+    """The report of an admission whose lane has an adapter."""
+    return StageReport(
+        lane="lane0",
+        stage="admission",
+        incarnation="1",
+        host="here",
+        pid=1,
+        epoch=1,
+        state="ready",
+        adapters=(LoadedAdapter(id="finetuned", version=1),),
+    )
+
+
+def named(door: str, requested: str) -> tuple[str, dict[str, Any]] | None:
+    """A call that asks for a model by a name; None where the interface has no way to."""
+    path, body = DOORS[door]
+    if door.startswith("KServe"):
+        is_model = requested not in ("", "finetuned")
+        return (path.format(model=requested), body) if is_model else None
+    if requested == "finetuned" and door.startswith(("generate", "encode")):
+        return (path, body | {"lora_path": requested}) if path == "/generate" else None
+    return path, body | ({"model": requested} if requested else {})
+
+
+CALLS = {
+    f"{door}, {requested or 'no'} name": (*call, requested)
+    for door in DOORS
+    for requested in NAMES
+    if (call := named(door, requested)) is not None
+}
+
+
+@pytest.mark.parametrize(("path", "body", "requested"), CALLS.values(), ids=CALLS.keys())
+async def test_every_interface_names_the_model_that_answers(
+    engine: FakeEngine, agent: Agent, path: str, body: dict[str, Any], requested: str
+) -> None:
+    """And the name that the caller gave."""
+    agent.answer = told({"result": False})
+    engine.told = [with_adapter()]
+    settings = {"policy.opa_url": agent.url, "policy.opa_timeout_s": 20}
+    async with client_of(engine, load_config(env={}, overrides=settings | SERVED)) as http:
+        await http.post(path, json=body)
+        for _ in range(200):  # The request of a background response follows its answer.
+            if agent.asked:
+                break
+            await asyncio.sleep(0.01)
+    model = "finetuned" if requested == "finetuned" else "served"
+    names = [(each["model"], each["requested_model"]) for each in agent.asked]
+    assert names == [(model, requested)]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(PATH, {"model": "other"}), (f"{PATH}?model=other", {}), (f"/models/other{PATH}", {})],
+    ids=["body", "query", "address"],
+)
+async def test_one_of_several_models_is_named(
+    agent: Agent, config: Config, path: str, body: dict[str, Any]
+) -> None:
+    deployment = Deployment()
+    await deployment.put("served", aliases=("other",))
+    agent.answer = told({"result": False})
+    front = Front(deployment, config)
+    await front.seen()
+    async with front.client() as http:
+        await http.post(path, json=PROMPT | body)
+    names = [(each["model"], each["requested_model"]) for each in agent.asked]
+    assert names == [("served", "other")]
 
 
 @pytest.mark.parametrize("result", [True, {"allow": True}, {"allow": True, "reason": "friends"}])
@@ -169,6 +278,30 @@ async def test_one_that_says_nothing_closes(engine: FakeEngine, agent: Agent) ->
     async with client_of(engine, load_config(env={}, overrides=overrides)) as http:
         assert await code(http) == (503, "policy_unavailable")
     assert len(agent.asked) == 1
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize(
+    ("beginning", "piece"),
+    [
+        (b"HTTP/1.1 200 OK\r\nX-Padding: ", b"a"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 60000\r\n\r\n", b" "),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+    ],
+)
+async def test_one_that_never_ends_its_answer_closes(
+    engine: FakeEngine, agent: Agent, beginning: bytes, piece: bytes
+) -> None:
+    """And what it is not asked about is answered meanwhile."""
+    agent.answer, agent.drops = beginning, piece
+    overrides = {"policy.opa_url": agent.url, "policy.opa_timeout_s": 0.3}
+    async with client_of(engine, load_config(env={}, overrides=overrides)) as http:
+        waiting = [asyncio.create_task(code(http)) for _ in range(20)]
+        while len(agent.asked) < len(waiting):
+            assert (await http.get("/v1/models")).status_code == 200
+        assert set(await asyncio.gather(*waiting)) == {(503, "policy_unavailable")}
+        # It is left alone, although it would go on.
+        await agent.left()
     assert engine.requests == []
 
 

@@ -19,7 +19,7 @@ from ..errors import error_of
 from ..fake import FakeEngine, completion, refused
 
 
-def told(stage: str, lane: str = "0", age_s: float = 0.1, **load: int) -> StageReport:
+def told(stage: str, lane: str = "0", age_s: float = 0.1, **load: int | str) -> StageReport:
     return StageReport(
         lane=lane,
         stage=stage,
@@ -115,6 +115,29 @@ async def test_model_info(http: httpx.AsyncClient, engine: FakeEngine, path: str
 @pytest.mark.parametrize("path", ["/get_weight_version", "/weight_version"])
 async def test_weight_version(http: httpx.AsyncClient, path: str) -> None:
     assert (await http.get(path)).json() == {"weight_version": "0"}
+
+
+async def test_server_info_tells_what_is_in_use(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    """And null while no executor has told."""
+    names = ("device", "dtype", "max_running_requests", "is_moe", "load_ns", "kv_bytes")
+    info = (await http.get("/server_info")).json()
+    assert [info[name] for name in names] == [None] * 6
+    facts: dict[str, int | str] = {
+        "device": "cuda:0 NVIDIA H200",
+        "dtype": "bfloat16",
+        "max_batch_size": 64,
+        "experts": 8,
+        "active_experts": 2,
+        "parameters": 5,
+        "load_ns": 7,
+        "kv_bytes": 100,
+    }
+    engine.told = [told("executor", **facts), told("executor", lane="1", **facts)]
+    info = (await http.get("/server_info")).json()
+    assert [info[name] for name in names] == ["cuda", "bfloat16", 128, True, 7, 200]
+    assert (info["n_experts"], info["n_active_experts"], info["parameters"]) == (8, 2, 5)
 
 
 @pytest.mark.parametrize("path", ["/get_server_info", "/server_info"])

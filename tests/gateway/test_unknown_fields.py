@@ -1,0 +1,324 @@
+"""A field that nothing here knows is refused by its name, at every depth of every interface."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from nano_inference.config import Config, load_config
+
+from .fake import FakeEngine
+
+Path = tuple[str | int, ...]
+Body = dict[str, Any]
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+HELLO = [{"role": "user", "content": "hi"}]
+FUNCTION = {"name": "f", "description": "d", "parameters": SCHEMA, "strict": False}
+TOOL = {"type": "function", "function": FUNCTION}
+NAMED = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+TALK = [
+    {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+    {"role": "assistant", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c", "content": "x"},
+]
+FLAT = {"type": "function", **FUNCTION}
+ITEMS = [
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+    {"type": "reasoning", "summary": [{"type": "summary_text", "text": "x"}]},
+    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c", "output": [{"type": "text", "text": "x"}]},
+]
+BLOCKS = [
+    {"role": "user", "content": [{"type": "text", "text": "x"}]},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "x"},
+            {
+                "type": "tool_use",
+                "id": "c",
+                "name": "f",
+                "input": {"a": 1},
+                "caller": {"type": "direct"},
+            },
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {
+                "type": "tool_result",
+                "tool_use_id": "c",
+                "content": [{"type": "text", "text": "x"}],
+            }
+        ],
+    },
+]
+TENSOR = {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["a"], "parameters": {}}
+
+OPEN = {"schema", "parameters", "input_schema", "input", "arguments"}
+"""Fields whose objects may have any fields: schemas, and what tools are called with."""
+
+CALLS: list[tuple[str, Body]] = [
+    (
+        "/v1/completions",
+        {
+            "prompt": "a",
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "n", "schema": SCHEMA, "strict": True},
+            },
+            "prediction": {"type": "content", "content": [{"type": "text", "text": "a"}]},
+        },
+    ),
+    ("/v1/completions", {"prompt": "a", "response_format": {"type": "text"}}),
+    ("/v1/completions", {"prompt": "a", "structured_outputs": {"choice": ["a"]}}),
+    (
+        "/v1/completions",
+        {"prompt": "a", "response_format": {"type": "grammar", "grammar": 'root ::= "a"'}},
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": HELLO, "response_format": {"type": "json_object", "schema": SCHEMA}},
+    ),
+    ("/v1/chat/completions", {"messages": TALK, "tools": [TOOL], "tool_choice": NAMED}),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": HELLO,
+            "tools": [TOOL],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [NAMED]},
+            },
+        },
+    ),
+    ("/v1/responses", {"input": ITEMS, "tools": [FLAT], "reasoning": {"summary": "auto"}}),
+    (
+        "/v1/responses",
+        {"input": "a", "tools": [FLAT], "tool_choice": {"type": "function", "name": "f"}},
+    ),
+    (
+        "/v1/responses",
+        {
+            "input": "a",
+            "tools": [FLAT],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "auto",
+                "tools": [{"type": "function", "name": "f"}],
+            },
+        },
+    ),
+    (
+        "/v1/responses",
+        {"input": "a", "text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}},
+    ),
+    ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_object"}}}),
+    (
+        "/v1/messages",
+        {
+            "messages": BLOCKS,
+            "system": [{"type": "text", "text": "x"}],
+            "max_tokens": 3,
+            "tools": [{"name": "f", "input_schema": SCHEMA}],
+            "tool_choice": {"type": "auto"},
+            "thinking": {"type": "disabled"},
+        },
+    ),
+    (
+        "/v1/messages",
+        {
+            "messages": HELLO,
+            "max_tokens": 3,
+            "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+        },
+    ),
+    (
+        "/v1/messages/count_tokens",
+        {"messages": HELLO, "tools": [{"name": "f", "input_schema": SCHEMA}]},
+    ),
+    ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 3}}),
+    (
+        "/inference/v1/generate",
+        {
+            "token_ids": [5],
+            "sampling_params": {"max_tokens": 3, "structured_outputs": {"choice": ["a"]}},
+        },
+    ),
+    ("/tokenize", {"messages": HELLO, "tools": [TOOL]}),
+    ("/v2/models/tiny/generate", {"text_input": "a", "sampling_parameters": {"max_tokens": 3}}),
+    ("/v2/models/tiny/generate", {"text_input": "a", "max_tokens": 3}),
+    (
+        "/v2/models/tiny/infer",
+        {"inputs": [TENSOR], "outputs": [{"name": "text_output"}], "id": "x"},
+    ),
+    ("/v2/repository/index", {"ready": True}),
+]
+
+
+@pytest.fixture
+def config() -> Config:
+    return load_config(env={})
+
+
+def objects_of(value: Any, place: Path = ()) -> Iterator[Path]:
+    """Where in a body objects stand that have fields of ours."""
+    if isinstance(value, dict):
+        yield place
+    inner = value.items() if isinstance(value, dict) else enumerate(value)
+    for name, each in inner:
+        # The parameters of a tensor are fields, and none is given here.
+        is_open = isinstance(each, dict) and name in OPEN and each
+        if isinstance(each, dict | list) and not is_open:
+            yield from objects_of(each, (*place, name))
+
+
+def with_field(body: Body, place: Path, value: Any) -> Body:
+    """A body that has a field more in one of its objects."""
+    changed: Any = copy.deepcopy(body)
+    inner = changed
+    for name in place:
+        inner = inner[name]
+    inner["bogus"] = value
+    found: Body = changed
+    return found
+
+
+@pytest.mark.parametrize(("path", "body"), CALLS)
+async def test_an_unknown_field_is_refused_by_name_at_every_depth(
+    http: httpx.AsyncClient, engine: FakeEngine, path: str, body: Body
+) -> None:
+    for place in objects_of(body):
+        answer = await http.post(path, json=with_field(body, place, 1))
+        assert answer.status_code == 400, (place, answer.text)
+        assert "bogus" in answer.text, (place, answer.text)
+        assert not engine.requests
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [each for each in CALLS if not each[0].startswith(("/v2", "/generate"))]
+)
+async def test_an_unknown_field_that_asks_for_nothing_is_taken(
+    http: httpx.AsyncClient, path: str, body: Body
+) -> None:
+    for place in objects_of(body):
+        answer = await http.post(path, json=with_field(body, place, None))
+        assert answer.status_code == 200, (place, answer.text)
+
+
+MARK = {"cache_control": {"type": "ephemeral"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        # LiteLLM leaves these marks to servers other than OpenAI's.
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [
+                    {"role": "system", "content": [{"type": "text", "text": "a"} | MARK]},
+                    {"role": "user", "content": "a"} | MARK,
+                ],
+                "tools": [TOOL | MARK | {"function": FUNCTION | MARK}],
+            },
+        ),
+        # Calls as openai-python's parse(), streams put together and Vercel's ai hand them back.
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [
+                    HELLO[0],
+                    {
+                        "role": "assistant",
+                        "content": None,
+                        "parsed": {"a": 1},
+                        "tool_calls": [
+                            {
+                                "id": "c",
+                                "type": None,
+                                "index": 1,
+                                "extra_content": {"google": {"thought_signature": "x"}},
+                                "function": {
+                                    "name": "f",
+                                    "arguments": "{}",
+                                    "parsed_arguments": {"a": 1},
+                                },
+                            }
+                        ],
+                    },
+                    TALK[2],
+                ]
+            },
+        ),
+        # Answers as LangChain and the Agents SDK hand them back.
+        (
+            "/v1/responses",
+            {
+                "input": [
+                    {
+                        "role": "assistant",
+                        "phase": "final_answer",
+                        "content": [
+                            {
+                                "type": "output_text",
+                                "text": "a",
+                                "annotations": [{"type": "url_citation"}],
+                                "logprobs": [{"token": "a"}],
+                                "id": "m",
+                                "index": 1,
+                            }
+                        ],
+                    },
+                    {
+                        "type": "function_call",
+                        "id": "f",
+                        "call_id": "c",
+                        "name": "f",
+                        "arguments": "{}",
+                        "status": "completed",
+                        "caller": {"type": "direct"},
+                    },
+                    ITEMS[3],
+                ],
+                "tools": [FLAT | {"allowed_callers": ["direct"], "defer_loading": False}],
+                "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [FLAT]},
+            },
+        ),
+    ],
+)
+async def test_what_clients_libraries_add_is_taken(
+    http: httpx.AsyncClient, path: str, body: Body
+) -> None:
+    answer = await http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a", "response_format": ...}),
+        ("/v1/chat/completions", {"messages": HELLO, "response_format": ...}),
+        ("/v1/responses", {"input": "a", "text": {"format": ...}}),
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 3, "output_config": {"format": ...}}),
+    ],
+)
+async def test_a_json_object_s_schema_is_kept(
+    http: httpx.AsyncClient, engine: FakeEngine, path: str, body: Body
+) -> None:
+    form = {"type": "json_object", "schema": SCHEMA}
+    name = next(name for name in ("response_format", "text", "output_config") if name in body)
+    given = form if name == "response_format" else {"format": form}
+    answer = await http.post(path, json=body | {name: given})
+    assert answer.status_code == 200, answer.text
+    (request,) = engine.requests
+    constraint = request.sampling.constraint
+    assert constraint is not None
+    assert constraint.json_schema == SCHEMA

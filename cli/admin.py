@@ -66,7 +66,7 @@ Tenant = Annotated[
 ]
 MaxPriority = Annotated[
     str | None,
-    typer.Option(metavar="N", help="Higher priorities are cut to this; 'none' for none."),
+    typer.Option(metavar="N", help="Higher priorities are refused; 'none' for no limit."),
 ]
 Models = Annotated[
     list[str] | None,

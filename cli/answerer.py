@@ -29,10 +29,17 @@ Place = Server | Config
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """A model that can be asked, and how many tokens prompt and answer may have; None: not told."""
+    """A model that takes requests.
+
+    Attributes:
+        id: The name that requests give.
+        max_model_len: The tokens that prompt and answer may have together; None if unknown.
+        root: The folder or file that it was loaded from, as `--model` names it; None if unknown.
+    """
 
     id: str
     max_model_len: int | None = None
+    root: str | None = None
 
 
 class AskedCall(NamedTuple):
@@ -86,16 +93,27 @@ def place_of(options: Options) -> Place:
     Raises:
         ConfigError: They name both, or the URL is none.
     """
-    if options.url is not None:
-        if options.bus is not None:
-            raise ConfigError("give --url or --bus, and not both")
-        options.client_config()
-        return server_of(options)
+    if (server := named_server(options)) is not None:
+        return server
     configured = options.config().bus.url != "memory"
     config = options.client_config()
     if options.bus is not None or configured:
         return config
     return Server(DEFAULT_SERVER, options.api_key or "")
+
+
+def named_server(options: Options) -> Server | None:
+    """The server that --url names; None without one. Logging is set up for one.
+
+    Raises:
+        ConfigError: There is --bus too, or the URL is none.
+    """
+    if options.url is None:
+        return None
+    if options.bus is not None:
+        raise ConfigError("give --url or --bus, and not both")
+    options.client_config()
+    return server_of(options)
 
 
 @asynccontextmanager

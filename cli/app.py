@@ -39,6 +39,7 @@ from .terminal import PROGRAM, complain
 from .top import top
 from .trace import trace
 from .up import up
+from .usage import usage_sentence, wants_help
 from .weights import app as weights
 from .weights import flush_cache, pause, release_memory, resume, resume_memory
 
@@ -192,14 +193,9 @@ def _status_of(error: BaseException) -> int | None:
     if isinstance(error, NanoInferenceError):
         complain(error.message)
         return 1 if isinstance(error, StageFailed) else 2
-    if format_message := getattr(error, "format_message", None):  # typer's own, and click's
-        complain(_usage_sentence(str(format_message()), getattr(error, "ctx", None)))
+    if wants_help(error):
+        return 0
+    if hasattr(error, "format_message"):  # typer's own, and click's
+        complain(usage_sentence(error))
         return 2
     return None
-
-
-def _usage_sentence(message: str, context: typer.Context | None) -> str:
-    """Typer's message in our form, with the way to the command's help."""
-    command = context.command_path if context is not None else PROGRAM
-    sentence = f"{message[:1].lower()}{message[1:]}".rstrip(".")
-    return f"{sentence}; see '{command} --help'"

@@ -18,12 +18,15 @@ class BusAnswerer:
 
     def __init__(self, client: BusClient) -> None:
         self._client = client
+        self._complained = False
 
     async def check(self) -> str:
         if trouble := await self._client.trouble():
             if not await self._client.reports():
                 raise BusError(trouble)
-            complain(f"waiting: {trouble}")
+            if not self._complained:
+                complain(f"waiting: {trouble}")
+            self._complained = True
         return ""
 
     async def ask(self, request: dict[str, Any]) -> AsyncGenerator[AnswerPiece, None]:
@@ -45,7 +48,7 @@ class BusAnswerer:
     async def models(self) -> list[ServedModel]:
         await self.check()
         return [
-            ServedModel(model.id, model.max_model_len or None)
+            ServedModel(model.id, model.max_model_len or None, model.path)
             for model in await self._client.models()
             if model.takes_requests
         ]

@@ -15,8 +15,15 @@ import msgspec
 import typer
 from msgspec.structs import replace
 
-from ..config import ConfigError, NanoInferenceError, RequestError, nearest
-from .answerer import AskedCall, Place, Server, answerer_at, place_of
+from ..config import (
+    BUNDLED_MODEL,
+    ConfigError,
+    EngineConfig,
+    NanoInferenceError,
+    RequestError,
+    nearest,
+)
+from .answerer import AskedCall, Place, ServedModel, Server, answerer_at, place_of
 from .asking import AnswerWriter, AskedModel, failures_told
 from .options import Options, takes_asking_options
 from .request_options import takes_wanted_options
@@ -34,6 +41,12 @@ COMMANDS = {
     "/quit": "ends it, as Ctrl-D does",
 }
 
+DEMO_QUESTIONS = (
+    "What is 3 + 4?",
+    "Write as JSON: Ana is a baker, 30 years old.",
+    "Tell a story about Ana, a cat and a red ball.",
+)
+"""Questions that the bundled model answers."""
 
 Turn = dict[str, Any]
 """A message, as OpenAI's interface has it."""
@@ -158,11 +171,15 @@ class _Chat:
             with suppress(ImportError):
                 import readline  # noqa: F401  (gives `input` its line editing)
         with asyncio.Runner() as runner:
+            opening: tuple[str, ...] = ()
             with failures_told():
-                self._model = self._model or runner.run(self._check()) or None
+                if self._on_terminal or self._model is None:
+                    opening = runner.run(self._check())
             if not self._on_terminal:
                 self._converse(runner)
             else:
+                for line in opening:
+                    _note(line)
                 _note(f"asking {self._model or 'the model'}; /help says what else there is")
                 with self._ctrl_c:
                     self._converse(runner)
@@ -262,9 +279,13 @@ class _Chat:
             )
         return results
 
-    async def _check(self) -> str:
+    async def _check(self) -> tuple[str, ...]:
+        """Set the model that requests name, and return the lines with which a terminal opens."""
         async with answerer_at(self._place) as answerer:
-            return await answerer.check()
+            self._model = self._model or await answerer.check() or None
+            models = await answerer.models() if self._on_terminal else []
+        served = (model for model in models if self._model in (None, model.id))
+        return opening_of(next(served, None))
 
     async def _answer(
         self, asked: list[Turn], writer: AnswerWriter, calls: list[AskedCall]
@@ -338,6 +359,18 @@ class _CtrlC:
             raise KeyboardInterrupt
         if self._answer is not None:
             self._answer.get_loop().call_soon_threadsafe(self._answer.cancel)
+
+
+def opening_of(model: ServedModel | None) -> tuple[str, ...]:
+    """Return the lines with which a conversation opens: for the bundled model, what to try."""
+    # A gateway tells the setting, an executor the folder.
+    bundled = (BUNDLED_MODEL, str(EngineConfig(model_path=BUNDLED_MODEL).model_folder))
+    if model is None or model.root not in bundled:
+        return ()
+    return (
+        "this is a tiny demo model: it knows sums, JSON records and little stories; try",
+        *DEMO_QUESTIONS,
+    )
 
 
 def _tools_of(path: Path, place: Place) -> list[Any]:

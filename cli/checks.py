@@ -373,7 +373,7 @@ def check_bus(bus: BusConfig) -> Check:
 async def _reach(bus: BusConfig) -> str:
     """Version and round trip. Raises BusError."""
     from ..bus.redis.bus import RedisBus
-    from .status import look
+    from .bus_status import look
 
     redis = RedisBus(bus)
     try:

@@ -16,6 +16,7 @@ import anyio
 import anyio.abc
 
 from .fork_server import MOST_BYTES, ROOM
+from .watchdog import Watchdog
 
 
 def python() -> list[str]:
@@ -180,9 +181,16 @@ class ForkServer:
     It is started when it is needed first, and again when somebody has ended it.
     """
 
-    def __init__(self, stages: Sequence[str], environment: Mapping[str, str] | None) -> None:
-        """Args: what it imports, and the environment of all its forks (None: our own)."""
+    def __init__(
+        self,
+        stages: Sequence[str],
+        environment: Mapping[str, str] | None,
+        watchdog: Watchdog | None = None,
+    ) -> None:
+        """Args: what it imports, the environment of all its forks (None: our own), and what ends
+        the server when this process is killed."""
         self._stages = stages
+        self._watchdog = watchdog
         self._environment = environment
         self._lock = anyio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -214,6 +222,8 @@ class ForkServer:
             self._connection.close()
             self._process.kill()
             self._process.communicate()  # which closes the pipes
+            if self._watchdog is not None:
+                self._watchdog.remove(-self._process.pid)
             self._process = None
 
     def _command(self, connection: int) -> list[str]:
@@ -236,6 +246,8 @@ class ForkServer:
                 start_new_session=True,
                 env=self._environment,
             )
+        if self._watchdog is not None:
+            self._watchdog.add(-self._process.pid)
         await self._receive()
 
     async def _fork(self, arguments: Sequence[str]) -> Forked:

@@ -30,14 +30,16 @@ async def connected(
         config: The settings.
         name: What this process is, to tell it from others in traces and metrics.
         wait_for_bus: Start although the bus can't be reached, and work once it can.
-        with_metrics: Whether this process shows metrics on a port, as configured.
+        with_metrics: Whether this process shows metrics, on a port or as a gateway, as configured.
 
     Raises:
         BusError: The bus can't be reached.
         ConfigError: The port for the metrics is taken.
     """
     instance = f"{name}-{os.getpid()}"
-    metrics = setup_metrics(config.telemetry, instance) if with_metrics else Metrics()
+    metrics = Metrics()
+    if with_metrics:
+        metrics = setup_metrics(config.telemetry, instance, without_port=config.gateway.metrics)
     tracing = setup_tracing(config.telemetry, instance)
     client = BusClient.connect(config.bus, tracing, metrics)
     try:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import subprocess
 from collections.abc import Iterator
 
 from ..config import BusError
 from ..config.temporary import temporary_folder
+from .watchdog import Watchdog
 
 
 @contextlib.contextmanager
@@ -53,24 +53,14 @@ def embedded_server(port: int) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _ended_with_us(url: str) -> Iterator[None]:
-    """Ends the server also when this process is killed and can't do it itself.
-
-    A shell waits for the end of a pipe that only this process holds open. (Linux could do without
-    by PR_SET_PDEATHSIG, but that has to be set between fork and exec, which is not ours.)
-    """
+    """Ends the server also when this process is killed and can't do it itself."""
     from redis import Redis
 
     with Redis.from_url(url) as redis:
         pid = int(redis.info("server")["process_id"])
-    watchdog = subprocess.Popen(
-        ["/bin/sh", "-c", 'read -r _; kill -9 "$0"', str(pid)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is not for it
-    )
+    watchdog = Watchdog(grace_s=0)
+    watchdog.add(pid)
     try:
         yield
     finally:
-        watchdog.kill()
-        watchdog.wait()
+        watchdog.close()

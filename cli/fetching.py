@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import lzma
 import os
 import re
 import shutil
-import tarfile
-import zipfile
-import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -19,6 +15,7 @@ import httpx2
 from rich.progress import Progress, TaskID
 
 from ..config import ConfigError, ModelError, shown
+from .unpacking import unpack
 
 _HUB = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 _SHA256 = re.compile(r"[0-9a-fA-F]{64}")
@@ -187,11 +184,14 @@ def _downloaded(source: Source, partial: Path, progress: Progress) -> Path:
     if not _archive_suffix(file_name):
         file.rename(folder / file_name)
         return folder
-    _unpack(file, folder)
+    try:
+        unpack(file, folder)
+    except ModelError:
+        shutil.rmtree(folder)
+        raise
     inside = list(folder.iterdir())
     # Most archives hold a folder and nothing beside it.
-    only = inside[0] if len(inside) == 1 else folder
-    return only if only.is_dir() and not only.is_symlink() else folder
+    return inside[0] if len(inside) == 1 and inside[0].is_dir() else folder
 
 
 def _download(source: Source, file: Path, progress: Progress) -> None:
@@ -207,12 +207,16 @@ def _download(source: Source, file: Path, progress: Progress) -> None:
         headers |= {"Range": f"bytes={had}-", "If-Range": tag}
     timeout = httpx2.Timeout(_TIMEOUT_S)
     task = progress.add_task("downloading", total=None)
+
+    def check_hop(request: httpx2.Request) -> None:
+        if urlsplit(url).scheme == "https" and request.url.scheme != "https":
+            raise ModelError(f"{source.shown} leads to {request.url.host}, unencrypted")
+
+    hooks: dict[str, list[Callable[..., None]]] = {"request": [check_hop]}
     with (
-        httpx2.Client(timeout=timeout, follow_redirects=True) as client,
+        httpx2.Client(timeout=timeout, follow_redirects=True, event_hooks=hooks) as client,
         client.stream("GET", url, headers=headers) as response,
     ):
-        if urlsplit(url).scheme == "https" and response.url.scheme != "https":
-            raise ModelError(f"{source.shown} leads to {response.url.host}, unencrypted")
         if had and response.status_code == httpx2.codes.RANGE_NOT_SATISFIABLE:
             # As where all of it came, and nobody was left to say so. The next try has it anew.
             tag_file.unlink()
@@ -227,6 +231,7 @@ def _download(source: Source, file: Path, progress: Progress) -> None:
         length = response.headers.get("content-length")
         total = had + int(length) if length is not None else None
         progress.update(task, total=total, completed=had)
+        _check_room(source, 0 if total is None else total - had, part.parent)
         with part.open("ab" if goes_on else "wb") as out:
             for piece in response.iter_raw():
                 out.write(piece)
@@ -235,6 +240,12 @@ def _download(source: Source, file: Path, progress: Progress) -> None:
         raise httpx2.RemoteProtocolError(f"{part.stat().st_size} of {total} bytes came")
     part.rename(file)
     tag_file.unlink(missing_ok=True)
+
+
+def _check_room(source: Source, size: int, folder: Path) -> None:
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise ModelError(f"{source.shown} has {size} bytes, and {free} are free in {folder}")
 
 
 def _tag(response: httpx2.Response) -> str:
@@ -253,39 +264,6 @@ def _sha256(file: Path, progress: Progress) -> str:
             digest.update(piece)
             progress.advance(task, len(piece))
     return digest.hexdigest()
-
-
-_BROKEN = (
-    *(tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, lzma.LZMAError),
-    *(EOFError, ValueError, RuntimeError),
-)
-"""What is raised by archives that are none, or broken, and by those that mean harm."""
-
-
-def _unpack(archive: Path, folder: Path) -> None:
-    """Raises ModelError: it is none, would not fit, or would write outside of the folder."""
-    try:
-        if archive.suffix.lower() == ".zip":
-            with zipfile.ZipFile(archive) as opened:
-                _check_room(sum(each.file_size for each in opened.infolist()), folder)
-                opened.extractall(folder)
-            return
-        with tarfile.open(archive) as tar:
-            _check_room(sum(each.size for each in tar), folder)
-            tar.extractall(folder, filter="data")
-            # Behind its end is what tells whether bytes were lost; tarfile does not look there.
-            while tar.fileobj is not None and tar.fileobj.read(_PIECE):
-                pass
-    except _BROKEN as error:
-        # The next try has it anew.
-        archive.unlink()
-        raise ModelError(f"{archive.name} can't be unpacked: {error}") from None
-
-
-def _check_room(size: int, folder: Path) -> None:
-    free = shutil.disk_usage(folder).free
-    if size > free:
-        raise ModelError(f"the archive holds {size} bytes, and {free} are free in {folder}")
 
 
 # --- a hub --------------------------------------------------------------------------------------

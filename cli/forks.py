@@ -8,6 +8,7 @@ from typing import Literal
 
 from ..config import split_role
 from .children import Child, ForkServer, ForkServerLost, python, spawn
+from .watchdog import Watchdog
 
 
 class Forks:
@@ -25,24 +26,36 @@ class Forks:
         self._environment = environment
         self._say = say
         self._servers: dict[str, ForkServer] = {}
+        # Each child has a session of its own, and so a process group, with all that it has started.
+        self._watchdog = Watchdog()
         if start_method == "spawn" or sys.platform != "linux":
             return
         stages = dict.fromkeys(split_role(role)[0] for role in roles)
-        alone = ForkServer(("executor",), environment)
+        alone = ForkServer(("executor",), environment, self._watchdog)
         others = [stage for stage in stages if stage != "executor"]
-        together = ForkServer(others, environment)
+        together = ForkServer(others, environment, self._watchdog)
         self._servers = {stage: alone if stage == "executor" else together for stage in stages}
 
     async def start(self, role: str, arguments: Sequence[str]) -> Child:
         """Runs `nano-inference` with these arguments, for this role."""
+        child = await self._start(role, arguments)
+        self._watchdog.add(-child.pid)
+        return child
+
+    def ended(self, child: Child) -> None:
+        """Has to be told of each child that was waited for."""
+        self._watchdog.remove(-child.pid)
+
+    def close(self) -> None:
+        """Ends what processes are forked from; they go on."""
+        for server in self._servers.values():
+            server.close()
+        self._watchdog.close()
+
+    async def _start(self, role: str, arguments: Sequence[str]) -> Child:
         if server := self._servers.get(split_role(role)[0]):
             try:
                 return await server.start(arguments)
             except ForkServerLost as error:
                 self._say(f"{role} can't be forked ({error}); starting it as a program of its own")
         return await spawn([*python(), "nano_inference", *arguments], self._environment)
-
-    def close(self) -> None:
-        """Ends what processes are forked from; they go on."""
-        for server in self._servers.values():
-            server.close()

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import anyio
 import msgspec
-import structlog
 import typer
 
 from ..config import Config
+from ..config.logger import get_logger
 from ..config.temporary import sweep
-from ..gateway.gateway import DEFAULT_PORT, Gateway
+from ..gateway.gateway import DEFAULT_PORT, Gateway, check_ports
 from .connection import connected
 from .options import ENGINE_OPTIONS, Options, WithParent, takes_options
 from .process import forbid_torch, raise_file_limit, until_told_to_stop
@@ -72,7 +72,8 @@ def gateway(
     """
     config = options.client_config(least=None)
     config = listening(config, port, DEFAULT_PORT, grpc_port=grpc_port, insecure=insecure)
-    if not with_parent:  # which has done it
+    if not with_parent:  # which has done both
+        check_ports(config, "--port", "--grpc-port")
         sweep()
     forbid_torch()
     raise_file_limit()
@@ -110,7 +111,8 @@ async def _serve(config: Config, with_parent: bool) -> None:
             Gateway(client, config) as running,
         ):
             spare_collector()
-            structlog.get_logger().info("gateway_listens", **running.places)
+            places = " and ".join(running.places.values())
+            get_logger().info("gateway_listens", brief=f"listening at {places}", **running.places)
             told = await until_told_to_stop(signals, running.failed, with_parent=with_parent)
             # Without a parent there may be no bus any more.
             if told.asked is not None:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import socket
 from typing import Annotated
+from urllib.parse import quote
 
 import typer
 
 from ..bus import StageReport
 from ..bus.board import STALE_AFTER_S
 from ..config import STAGES, BusError, Config, ConfigError, nearest, split_role
-from ..pipeline.health import lanes_of, problem_of
+from ..pipeline.health import lanes_of, living_first, problem_of
+from .answerer import Server, named_server
 from .connection import connected_to
-from .options import Options, takes_model_options
+from .http_calls import Unreachable
+from .options import Options, takes_looking_options
+from .status import serving_elsewhere
 
 
-@takes_model_options
+@takes_looking_options
 def health(
     options: Options,
     stage: Annotated[
@@ -42,11 +46,19 @@ def health(
 
         nano-inference health --ready --stage executor
 
+        nano-inference health --url http://127.0.0.1:8000
+
     Live: the process was heard of within the last seconds. Ready: each of its stages takes part in
     the lane's current epoch; of several models, those of each that runs here. While Redis is away
     nobody can tell; a process counts as live then, since starting it again would not bring Redis
-    back, and as not ready.
+    back, and as not ready. With --url the probes of a server are asked, such as that of `serve`;
+    they need no key.
     """
+    if (server := named_server(options)) is not None:
+        if stage or host:
+            raise ConfigError("--stage and --host are for a bus; a server answers for all stages")
+        _ask_server(server, options.served, live=live)
+        return
     for name in stage or ():
         if split_role(name)[0] not in STAGES:
             raise ConfigError(f"there is no stage {name!r}{nearest(name, STAGES)}")
@@ -54,7 +66,8 @@ def health(
     try:
         reports = asyncio.run(_read(config, options.served))
     except BusError as error:
-        typer.echo(f"{'unknown' if live else 'not ready'}: {error.message}")
+        problem = serving_elsewhere(config, error).message
+        typer.echo(f"{'unknown' if live else 'not ready'}: {problem}")
         raise typer.Exit(0 if live else 1) from None
     here = host or socket.gethostname()
     problems = problems_of(reports, config.bus.lane, here, stage or [], live=live)
@@ -63,6 +76,24 @@ def health(
     if problems:
         raise typer.Exit(1)
     typer.echo("live" if live else "ready")
+
+
+def _ask_server(server: Server, model: str | None, *, live: bool) -> None:
+    """Raises typer.Exit with status 1: it says no, or nothing answers."""
+    # Who asks a bus need not wait for this import.
+    from .server_status import probe
+
+    word = "live" if live else "ready"
+    path = "/livez" if live else "/readyz"
+    if model is not None and not live:
+        path = f"/v2/models/{quote(model, safe='')}/ready"
+    try:
+        problem = asyncio.run(probe(server, path))
+    except Unreachable as error:
+        problem = error.message
+    typer.echo(f"not {word}: {problem}" if problem else word)
+    if problem:
+        raise typer.Exit(1)
 
 
 async def _read(config: Config, model: str | None) -> list[StageReport]:
@@ -94,7 +125,7 @@ def _problems_of_model(
     lanes = {health.lane: health for health in lanes_of(reports)}
     # Of a process and its successor on the same host, the one heard of last.
     here: dict[str, StageReport] = {}
-    for report in sorted(reports, key=lambda report: report.age_s):
+    for report in living_first(reports):
         if (report.lane, report.host) == (lane, host):
             here.setdefault(report.stage, report)
     problems = [

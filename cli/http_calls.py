@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -87,13 +87,33 @@ class HttpCalls:
                 raise RequestError(f"{self.url}: {why}", code="connection_lost") from None
             raise self._unreachable(why) from None
 
-    def _unreachable(self, why: str) -> Unreachable:
+    async def get(self, path: str, refused: Collection[int] = ()) -> tuple[int, bytes]:
+        """The status and the body of an answer to a GET outside of OpenAI's interface.
+
+        Args:
+            path: Behind `root`.
+            refused: Statuses that are answers too; 404 always is.
+
+        Raises:
+            RequestError: Any other that does not say that it was done.
+            Unreachable: There was none.
+        """
+        try:
+            response = await self._client.get(f"{self.root}{path}")
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            why = str(error) or type(error).__name__
+            raise self._unreachable(why, self.root) from None
+        if not (response.is_success or response.status_code in (404, *refused)):
+            raise _refusal(response.status_code, response.content)
+        return response.status_code, response.content
+
+    def _unreachable(self, why: str, place: str = "") -> Unreachable:
         if self.url == DEFAULT_SERVER:
             return Unreachable(
                 f"no server at {self.url}; start one with `nano-inference serve`, or give the URL "
                 "of another with --url, or a pipeline's bus with --bus"
             )
-        return Unreachable(f"can't reach {self.url}: {why}")
+        return Unreachable(f"can't reach {place or self.url}: {why}")
 
 
 def _refusal(status: int, body: bytes) -> RequestError:

@@ -21,6 +21,7 @@ class _Card(msgspec.Struct, frozen=True):
 
     id: str
     max_model_len: int | None = None
+    root: str | None = None
     state: str = ""
 
 
@@ -46,7 +47,7 @@ class HttpModels(HttpCalls):
                 return (await self._call("GET", f"{self.root}/admin/models", _Statuses)).data
             except RequestError:
                 pass  # who may not administer it is told what everybody is
-        return [ServedModel(card.id, card.max_model_len) for card in cards]
+        return [ServedModel(card.id, card.max_model_len, card.root) for card in cards]
 
     async def load(self, model: str | ModelConfig) -> ModelStatus:
         if isinstance(model, str):

@@ -20,7 +20,7 @@ from .answerer import Place, ServedModel, place_of
 from .asking import failures_told
 from .model_administering import AdministersModels, administering_models
 from .options import Options, takes_asking_options
-from .status import duration
+from .status_view import duration
 from .terminal import complain, harmless, one_line, stdout
 
 T = TypeVar("T")

@@ -22,12 +22,12 @@ from ..config import (
     MOST_SHOWN,
     Config,
     ConfigError,
-    ModelError,
     load_config,
     parse_value,
     text_in,
 )
 from ..telemetry import setup_logging
+from .model_paths import check_model_path
 
 _PANEL = "Settings"
 
@@ -68,7 +68,7 @@ ServerUrl = Annotated[
     typer.Option(
         "--url",
         metavar="URL",
-        help="A server of OpenAI's interface, as http://127.0.0.1:8000/v1, instead of a bus.",
+        help="A server, as http://127.0.0.1:8000, instead of a bus.",
         rich_help_panel=_PANEL,
         show_default=False,
     ),
@@ -192,15 +192,11 @@ class Options(msgspec.Struct, frozen=True):
 
         Raises:
             ConfigError: As `load_config`; also for a text without "=".
-            ModelError: `model` names no folder and no file.
+            ModelError: `model` names no folder and no file, or no model.
         """
         config = load_config(self.config_file, overrides=self.overrides(**more))
-        if self.model is not None and not config.engine.model_folder.exists():
-            raise ModelError(
-                f"there is no model folder {config.engine.model_folder}; give one in "
-                f"Transformers' format or a GGUF file (nothing is downloaded), or "
-                f"{BUNDLED_MODEL!r} for the bundled model"
-            )
+        if self.model is not None:
+            check_model_path(config, self.model)
         return config
 
     def adding(self, setting: str) -> Options:
@@ -341,3 +337,6 @@ takes_model_options = takes_options("served", *CLIENT_OPTIONS)
 
 takes_asking_options = takes_options("url", "api_key", *CLIENT_OPTIONS)
 """Of commands that talk to a server or to a pipeline."""
+
+takes_looking_options = takes_options("url", "api_key", "served", *CLIENT_OPTIONS)
+"""Of commands that look at a running pipeline, over its bus or at a server."""

@@ -11,8 +11,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import anyio
-import structlog
 
+from ..config.logger import get_logger
 from ..pipeline.pipeline import Pipeline
 from .process_memory import give_back_forever
 from .stdin import stdin_lines
@@ -77,9 +77,9 @@ async def _hear_parent(words: list[bytes], scope: anyio.CancelScope) -> None:
 
 async def drain(pipeline: Pipeline, timeout_s: float | None = None) -> None:
     """As `Pipeline.drain`, and says in the log how it ended."""
-    log = structlog.get_logger()
+    log = get_logger()
     if await pipeline.drain(timeout_s):
-        log.info("stopped")
+        log.info("stopped", brief="stopped")
     else:
         log.error("stopped_undrained", lost="requests without an answer stay on the stream")
 

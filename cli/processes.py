@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TextIO, cast
 
 import anyio
 import anyio.lowlevel
@@ -18,6 +19,7 @@ from ..bus.control import StageStopped
 from ..bus.links import CONTROL
 from ..config import REPLICATED, BusError, Config, NanoInferenceError, split_role
 from ..pipeline.supervisor import RestartBudget, StageFailed
+from ..telemetry import LogOutput
 from .child_output import Line, Lines
 from .children import Child
 from .forks import Forks
@@ -58,10 +60,14 @@ class CanNotStart(NanoInferenceError):
 class Printer:
     """Writes what children print, and what is said of them, to standard error."""
 
-    def __init__(self, models: Sequence[str] = (), console: Console | None = None) -> None:
+    def __init__(self, models: Sequence[str] = (), stream: TextIO | None = None) -> None:
         """Args: where there are several models, their ids, for which there is a column then; where
         to write (None: standard error)."""
-        self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
+        # Drops lines rather than wait or fail: the pipeline is worth more than a line.
+        output = LogOutput(
+            stream or sys.stderr, lambda lines: f"up         {lines} lines were dropped\n"
+        )
+        self._console = Console(file=cast(TextIO, output), highlight=False, soft_wrap=True)
         self._several = bool(models)
         self._width = max(map(len, models), default=0)
 
@@ -78,9 +84,7 @@ class Printer:
         return f"{model:<{self._width}} " if self._several else ""
 
     def _write(self, text: Text) -> None:
-        # On a disk that is full, say; the pipeline is worth more than a line.
-        with contextlib.suppress(OSError):
-            self._console.print(text)
+        self._console.print(text)
 
 
 class Identity(NamedTuple):
@@ -199,7 +203,9 @@ class Processes:
                     await anyio.lowlevel.checkpoint()  # a flood of one leaves others their turn
         for line in lines.end():
             self._print(role, line)
-        return await child.wait()
+        status = await child.wait()
+        self._forks.ended(child)
+        return status
 
     def _command(self, role: str) -> list[str]:
         """The arguments of `nano-inference`."""
@@ -232,8 +238,13 @@ class Processes:
 
     async def _stop(self, role: str, limit_s: float, *, drain: bool = False) -> None:
         child = self._children.get(role)
-        if child is None or child.returncode is not None:
+        if child is None:
             return
+        if child.returncode is None:
+            await self._end(role, child, limit_s, drain=drain)
+        self._forks.ended(child)
+
+    async def _end(self, role: str, child: Child, limit_s: float, *, drain: bool) -> None:
         if drain:
             await child.tell(DRAIN)
         else:

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import IO, Annotated
 
 import typer
 from rich.progress import (
@@ -138,16 +138,28 @@ def _put(folder: Path, target: Path) -> None:
 @contextmanager
 def _alone(target: Path) -> Iterator[None]:
     """Raises ConfigError: another process is at it."""
-    lock = _beside(target, "lock")
-    with lock.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(f"another pull to {target} is under way") from None
-        try:
-            yield
-        finally:
-            lock.unlink(missing_ok=True)
+    path = _beside(target, "lock")
+    while True:
+        with path.open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise ConfigError(f"another pull to {target} is under way") from None
+            if not _is_at(lock, path):
+                continue  # its owner has removed it since it was opened, so it locks nothing
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+def _is_at(file: IO[str], path: Path) -> bool:
+    """Return whether an open file is the one at a path."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _beside(target: Path, what: str) -> Path:

@@ -20,9 +20,9 @@ def _option(*names: str, panel: str, text: str, metavar: str | None = None) -> A
     )
 
 
-Prompt = Annotated[
-    str | None,
-    typer.Argument(metavar="TEXT", help="The prompt; - reads lines of standard input."),
+Prompts = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="TEXT...", help="Prompts; - reads lines of standard input."),
 ]
 RequestFile = Annotated[
     Path | None,

@@ -9,15 +9,16 @@ from contextlib import aclosing
 from typing import Annotated
 
 import anyio
-import structlog
 import typer
 
 from ..bus.codec import encode_output
 from ..bus.public import Completion
 from ..config import STAGES, Config, ConfigError, nearest
+from ..config.logger import get_logger
 from ..config.temporary import sweep
 from ..pipeline.pipeline import Pipeline
 from ..telemetry import setup_logging
+from .model_paths import check_model_files
 from .options import ENGINE_OPTIONS, Options, WithParent, takes_options
 from .process import DRAIN, drain, forbid_torch, until_told_to_stop
 from .process_memory import spare_collector
@@ -59,6 +60,8 @@ def run(
         if name not in STAGES:
             raise ConfigError(f"there is no stage {name!r}{nearest(name, STAGES)}")
     config = options.config(**{"pipeline.stages": names})
+    if "executor" in names:
+        check_model_files(config, options.model)
     setup_logging(config.telemetry)
     if not with_parent:  # which has done it
         sweep()
@@ -83,7 +86,7 @@ async def _serve(config: Config, with_parent: bool) -> None:
             if alone or told.asked == signal.SIGINT or DRAIN.strip() in told.words:
                 await drain(pipeline)
             else:
-                structlog.get_logger().info("leaving")
+                get_logger().info("leaving", brief="leaving")
 
 
 async def _filter(config: Config) -> None:

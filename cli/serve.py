@@ -5,25 +5,30 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Annotated
 
 import anyio
-import structlog
 import typer
 
 from ..config import STAGES, Config
+from ..config.logger import get_logger
 from ..config.temporary import sweep
-from ..gateway.gateway import Gateway
+from ..gateway.gateway import Gateway, check_ports
 from ..pipeline.pipeline import Pipeline
-from ..telemetry import setup_logging
+from ..telemetry import LogOutput, setup_logging
 from .gateway import GrpcPort, Insecure, listening
+from .model_paths import check_model_files
 from .options import ENGINE_OPTIONS, Options, takes_options
 from .process import drain, raise_file_limit, until_told_to_stop
 from .process_memory import spare_collector
 
 SERVE_PORT = 8000
 """vLLM's, and that of many servers that speak OpenAI's interface."""
+
+
+# `_tell` says so on standard output.
+_SAID = ("gateway_listens", "ready")
 
 
 @takes_options("reference", *ENGINE_OPTIONS)
@@ -58,8 +63,10 @@ def serve(
     and a process that takes this one's place goes on with them.
     """
     config = options.config(**{"pipeline.stages": list(STAGES)})
+    check_model_files(config, options.model)
     config = listening(config, port, SERVE_PORT, host, grpc_port=grpc_port, insecure=insecure)
-    setup_logging(config.telemetry)
+    check_ports(config, "--port", "--grpc-port")
+    setup_logging(config.telemetry, said=_SAID)
     sweep()
     raise_file_limit()
     anyio.run(_serve, config)
@@ -69,10 +76,12 @@ async def _serve(config: Config) -> None:
     with ExitStack() as until_the_end:
         async with (
             # It listens while the model is being loaded: probes are answered, and requests wait.
-            Pipeline(config, wait_until_ready=False) as pipeline,
+            Pipeline(
+                config, wait_until_ready=False, with_metrics=config.gateway.metrics
+            ) as pipeline,
             Gateway(pipeline.client, config) as gateway,
         ):
-            structlog.get_logger().info("gateway_listens", **gateway.places)
+            get_logger().info("gateway_listens", **gateway.places)
             # Until then there is nothing to drain, and signals end it as they end any program.
             await pipeline.ready()
             signals = until_the_end.enter_context(
@@ -91,12 +100,10 @@ def _tell(model: str, gateway: Gateway, *, with_key: bool) -> None:
     url, grpc = gateway.url, gateway.places.get("grpc")
     key = ' -H "Authorization: Bearer $NANO_INFERENCE_API_KEY"' if with_key else ""
     body = '{"prompt": "98 + 25 =", "temperature": 0}'
-    # Whoever read it first may have gone.
-    with suppress(OSError):
-        sys.stdout.write(
-            f"{model!r} is served at {url}, OpenAI's interface at {url}/v1"
-            f"{f', KServe V2 over gRPC at {grpc}' if grpc else ''}. Try it:\n\n"
-            f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'\n\n"
-            f"  nano-inference chat --url {url}/v1\n\n"
-        )
-        sys.stdout.flush()
+    # Whoever read it first may have gone, or the disk may be full.
+    LogOutput(sys.stdout, lambda lines: "").write(
+        f"{model!r} is served at {url}, OpenAI's interface at {url}/v1"
+        f"{f', KServe V2 over gRPC at {grpc}' if grpc else ''}. Try it:\n\n"
+        f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'\n\n"
+        f"  nano-inference chat --url {url}/v1\n\n"
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from .request_options import (
     AsJson,
     Chat,
     NoWait,
-    Prompt,
+    Prompts,
     RequestFile,
     Samples,
     Trace,
@@ -43,7 +43,7 @@ _CONCURRENT = 64
 def submit(
     options: Options,
     wanted: Wanted,
-    text: Prompt = None,
+    texts: Prompts = None,
     file: RequestFile = None,
     chat: Chat = False,
     n: Samples = None,
@@ -64,8 +64,11 @@ def submit(
         nano-inference submit "98 + 25 =" --json --sampling logprobs=3 --sampling min_tokens=2
 
     Many requests run at the same time, and each answer is printed when it is complete, behind
-    its request's id or line number. A line of a file is a request as JSON, or a prompt as a JSON
-    string. On standard input, a line that does not begin with `{` is a prompt as it stands:
+    its request's id, or the number of its text or line. A line of a file is a request as JSON, or
+    a prompt as a JSON string. On standard input, a line that does not begin with `{` is a prompt
+    as it stands:
+
+        nano-inference submit "98 + 25 =" "12 + 30 ="
 
         nano-inference submit --file requests.jsonl --json > answers.jsonl
 
@@ -76,27 +79,30 @@ def submit(
     Answers go to standard output, all else to standard error. Ctrl-C cancels what is in flight.
     The exit status is 1 when any request did not end well.
     """
-    one_text = text not in (None, "-") and file is None
+    given = texts or []
+    one_text = len(given) == 1 and given != ["-"] and file is None
     streams = one_text and not as_json and n in (None, 1)
     wanted = replace(wanted, chat=chat, n=n, stream=streams, model=options.served)
     printer = AnswerPrinter(as_json=as_json, trace=trace, labelled=not one_text)
-    _Submitting(options.client_config(), printer).run(text, file, wanted, no_wait=no_wait)
+    _Submitting(options.client_config(), printer).run(given, file, wanted, no_wait=no_wait)
 
 
-def _source_of(text: str | None, file: Path | None, wanted: Wanted, max_bytes: int) -> Source:
+def _source_of(texts: Sequence[str], file: Path | None, wanted: Wanted, max_bytes: int) -> Source:
     """What is to be sent.
 
     Raises:
         ConfigError: Nothing is, or the file can't be read.
         RequestError: A line of the file is not a request.
     """
-    if (text is None) == (file is None):
-        raise ConfigError("give a prompt, or --file FILE, or - for standard input, and only one")
-    if text == "-" or str(file) == "-":
+    if bool(texts) == (file is not None) or (len(texts) > 1 and "-" in texts):
+        raise ConfigError("give prompts, or --file FILE, or - for standard input, and only one")
+    if list(texts) == ["-"] or str(file) == "-":
         return read_stdin(LineReader("standard input", wanted, max_bytes, plain_prompts=True))
     if file is not None:
         return read_file(file, LineReader(str(file), wanted, max_bytes, plain_prompts=False))
-    return [Submission("", wanted.of_text(text or ""))]
+    return [
+        Submission(str(number), wanted.of_text(text)) for number, text in enumerate(texts, start=1)
+    ]
 
 
 class _Submitting:
@@ -114,14 +120,16 @@ class _Submitting:
         self._patience: asyncio.TimerHandle | None = None
         self.failed = 0
 
-    def run(self, text: str | None, file: Path | None, wanted: Wanted, *, no_wait: bool) -> None:
+    def run(
+        self, texts: Sequence[str], file: Path | None, wanted: Wanted, *, no_wait: bool
+    ) -> None:
         """Sends what is wanted and, unless `no_wait`, prints the answers.
 
         Raises:
             ConfigError, RequestError: As `_source_of`.
             typer.Exit: A request did not end well.
         """
-        source = _source_of(text, file, wanted, self._config.bus.max_request_bytes)
+        source = _source_of(texts, file, wanted, self._config.bus.max_request_bytes)
         asyncio.run(self.publish(source) if no_wait else self.answer(source))
         if self.failed:
             raise typer.Exit(1)

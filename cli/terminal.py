@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 
 from rich.console import Console
 from rich.text import Text
@@ -23,10 +24,12 @@ def stderr() -> Console:
 
 
 def complain(sentence: str) -> None:
-    """One sentence on standard error, on one line however long it is."""
-    sys.stdout.flush()
-    sys.stderr.write(f"{PROGRAM}: {' '.join(sentence.split())}\n")
-    sys.stderr.flush()
+    """One sentence on standard error, on one line however long it is; the exit status says the same
+    where standard error can't be written."""
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.write(f"{PROGRAM}: {' '.join(sentence.split())}\n")
+        sys.stderr.flush()
 
 
 def milliseconds(nanoseconds: int) -> str:

@@ -7,6 +7,7 @@ import contextlib
 import sys
 import time
 from collections import deque
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -15,10 +16,14 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ..config import BusError, Config, split_role
+from ..config import BusError
 from ..pipeline.health import LaneHealth
-from .options import Options, takes_model_options
-from .status import BusStatus, drafts_line, lane_speculates, lane_table, lane_title, look
+from ..pipeline.status import PipelineStatus
+from .answerer import Place
+from .http_calls import Unreachable
+from .options import Options, takes_looking_options
+from .status import look_at, place_looked_at
+from .status_view import drafts_line, lane_speculates, lane_table, lane_title, total
 from .terminal import stdout
 
 _BAR = 30
@@ -26,7 +31,7 @@ _SPARKS = " ▁▂▃▄▅▆▇█"
 _HISTORY = 60
 
 
-@takes_model_options
+@takes_looking_options
 def top(
     options: Options,
     once: Annotated[bool, typer.Option("--once", help="Print one look and leave.")] = False,
@@ -37,30 +42,32 @@ def top(
     """Watch the stages, queues, batch, tokens per second, first tokens and KV blocks.
 
     Until Ctrl-C, or once where standard output is not a terminal. The numbers are those that every
-    process tells Redis about once a second:
+    process tells about once a second, over Redis, or to the server that `serve` runs:
 
         nano-inference top
 
+        nano-inference top --url http://127.0.0.1:8000
+
         nano-inference top --once --bus redis://10.0.0.5:6379
     """
-    config = options.client_config()
+    place = place_looked_at(options)
     history = History()
     if once or not sys.stdout.isatty():
-        stdout().print(view(asyncio.run(look(config, options.served)), history))
+        stdout().print(view(asyncio.run(look_at(place, options.served)), history))
         return
     with contextlib.suppress(KeyboardInterrupt):
-        _watch(config, options.served, history, every_s)
+        _watch(place, options.served, history, every_s)
 
 
-def _watch(config: Config, model: str | None, history: History, every_s: float) -> None:
+def _watch(place: Place, model: str | None, history: History, every_s: float) -> None:
     shown: RenderableType = Text("looking …", style="dim")
     with Live(shown, console=stdout(), screen=True, auto_refresh=False) as live:
         while True:
             started = time.monotonic()
             try:
-                shown = view(asyncio.run(look(config, model)), history)
+                shown = view(asyncio.run(look_at(place, model)), history)
                 live.update(shown, refresh=True)
-            except BusError as error:
+            except (BusError, Unreachable) as error:
                 trouble = Text(f"{error.message}; trying again", style="bold red")
                 live.update(Group(trouble, shown), refresh=True)
             time.sleep(max(0.05, every_s - (time.monotonic() - started)))
@@ -80,7 +87,7 @@ class History:
         return "".join(_SPARKS[round(each / most * (len(_SPARKS) - 1))] for each in rates)
 
 
-def view(found: BusStatus, history: History) -> Group:
+def view(found: PipelineStatus, history: History) -> Group:
     """One look: a line for the requests, then for each lane its numbers and its stages."""
     state = Text("ready", "green") if found.ready else Text(f"not ready: {found.reason}", "red")
     head = Text.assemble(("nano-inference ", "bold"), f"{found.url}   ", state)
@@ -97,14 +104,7 @@ def view(found: BusStatus, history: History) -> Group:
 
 
 def _numbers(lane: LaneHealth, history: History) -> Table:
-    def load(stage: str, name: str) -> float:
-        values = (
-            report.load.get(name, 0)
-            for role, report in lane.stages.items()
-            if split_role(role)[0] == stage
-        )
-        return sum(value for value in values if isinstance(value, int | float))
-
+    load = partial(total, lane)
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True, width=12)
     table.add_column(no_wrap=True)
@@ -121,13 +121,13 @@ def _numbers(lane: LaneHealth, history: History) -> Table:
         "queue", f"{queued:,.0f} in fairness, {load('batching', 'waiting'):,.0f} in batching"
     )
     table.add_row("batch", _bar(running, places, "samples"))
-    total = load("batching", "kv_total")
-    used = total - load("batching", "kv_free")
+    blocks = load("batching", "kv_total")
+    used = blocks - load("batching", "kv_free")
     if lane_speculates(lane):
         drafts, drafted = load("executor", "drafts"), load("executor", "draft_tokens")
         accepted = load("executor", "accepted_tokens")
         table.add_row("drafts", drafts_line(drafts, drafted, accepted))
-    table.add_row("KV blocks", _bar(used, total, "used"))
+    table.add_row("KV blocks", _bar(used, blocks, "used"))
     table.add_row("", f"{load('batching', 'kv_cached'):,.0f} can be found by new samples")
     return table
 

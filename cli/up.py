@@ -24,10 +24,11 @@ from ..config import (
     redact,
 )
 from ..config.temporary import sweep
-from ..gateway.gateway import place_of
+from ..gateway.gateway import check_ports
 from .embedded import embedded_server
 from .forks import Forks
 from .gateway import GatewayPort, GrpcPort, Insecure
+from .model_paths import check_model_files
 from .options import ENGINE_OPTIONS, Options, takes_options
 from .processes import GATEWAY, STOPPING, Identity, Printer, Processes, kill_on_second
 
@@ -76,8 +77,9 @@ def up(
     if insecure:
         options = options.adding("gateway.insecure=true")
     config, overrides = options.config(), options.overrides()
+    check_model_files(config, options.model)
     if config.gateway.listens:
-        place_of(config)  # before anything is started
+        check_ports(config, "--gateway", "--grpc-port")
     sweep()
     with contextlib.ExitStack() as stack:
         if config.bus.url == "memory":

@@ -27,22 +27,22 @@ class Waiting:
 
     def __init__(self, pid: int, connection: socket.socket) -> None:
         self.connection = connection
-        self._pid = pid
+        self.pid = pid
         self._status: int | None = None
 
     def poll(self) -> int | None:
         if self._status is None:
-            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
             self._status = os.waitstatus_to_exitcode(status) if pid else None
         return self._status
 
     def kill(self) -> None:
         if self.poll() is None:
-            os.kill(self._pid, signal.SIGKILL)
+            os.kill(self.pid, signal.SIGKILL)
 
     def communicate(self) -> None:
         if self._status is None:
-            self._status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+            self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 def hand_out(waiting: list[Waiting]) -> None:

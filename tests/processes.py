@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-from rich.console import Console
+from typing import TextIO
 
 from nano_inference.cli.forks import Forks
 from nano_inference.cli.processes import GATEWAY, Identity, Printer, Processes
@@ -15,12 +14,12 @@ def processes_of(
     config: Config,
     environment: Mapping[str, str] | None = None,
     *,
-    console: Console | None = None,
+    stream: TextIO | None = None,
     forks: Forks | None = None,
 ) -> Processes:
     """Those of a lane and a gateway. None runs; close its forks."""
     roles = (*all_roles(config.pipeline.replicas), GATEWAY)
-    printer = Printer(console=console)
+    printer = Printer(stream=stream)
     method = config.pipeline.start_method
     forks = forks or Forks(roles, method, environment, printer.say)
     return Processes(Identity(config), roles, forks, printer)

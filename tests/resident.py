@@ -26,6 +26,17 @@ def resident_bytes() -> int:
     return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def resident_bytes_of_file(file: Path) -> int:
+    """Bytes of this process's mappings of a file that are in memory."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if _RANGE.match(line):
+            inside = line.endswith(str(file))
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
 def asks_for_huge_pages(tensor: Tensor) -> bool:
     """Whether the system knows that the tensor's pages are to be large."""
     address, inside = tensor.data_ptr(), False

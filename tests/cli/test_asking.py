@@ -351,6 +351,14 @@ def test_what_the_model_shall_be(
     assert recorded.requests[0]["messages"][0]["role"] == "system"
 
 
+def test_only_the_bundled_model_is_introduced() -> None:
+    assert chat_command.opening_of(None) == ()
+    assert chat_command.opening_of(ServedModel("tiny", root="/data/tiny")) == ()
+    first, *questions = chat_command.opening_of(ServedModel("mine", root="tiny"))
+    assert "tiny demo model" in first
+    assert questions == list(chat_command.DEMO_QUESTIONS)
+
+
 def test_commands_that_there_are(
     run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -497,6 +505,11 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
 ) -> None:
     terminal = Terminal([*program, "chat", *place])
     try:
+        terminal.expect("(this is a tiny demo model: ")
+        terminal.expect("(What is 3 + 4?)")
+        terminal.expect("> ")
+        terminal.type("hello\n")
+        terminal.expect("\nHello! I am a tiny demo model.")
         terminal.expect("> ")
         terminal.type("What is 12 + 30?\n")
         terminal.expect("\n42\r\n")

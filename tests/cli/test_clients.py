@@ -101,6 +101,13 @@ def test_file(run: Run, on_served: Config, tmp_path: Path) -> None:
     assert summary.startswith("3 answered, 1 of them not well; ")
 
 
+def test_several_texts(run: Run, on_served: Config) -> None:
+    ran = run("submit", "98 + 25 =", "12 + 30 =", "--max-tokens", "3")
+    assert ran.status == 0
+    assert [line[:4] for line in sorted(ran.stdout.splitlines())] == ["[1] ", "[2] "]
+    assert ran.stderr.startswith("2 answered; 6 tokens")
+
+
 def test_standard_input(program: list[str], on_served: Config) -> None:
     lines = [f"{i} + 5 =" for i in range(1, 100)]
     done = subprocess.run(
@@ -236,8 +243,9 @@ def test_status_counts_what_waits_and_what_is_in_flight(
     assert found["links"]["plans"] == 1
     assert found["last_taken_s"] >= 0
     text = run("status").stdout
-    assert "2 waiting, 1 in flight" in text
-    assert "plans ≤ 1" in text
+    assert "1 in flight, 0 tokens/s, 2 waiting" in text
+    assert "plans ≤ 1" not in text
+    assert "plans ≤ 1" in run("status", "--verbose").stdout
 
 
 def until_ready(run: Run) -> None:
@@ -256,7 +264,13 @@ def test_status_of_a_running_pipeline(run: Run, on_served: Config) -> None:
     rows = [line.split()[:2] for line in text.splitlines()]
     for stage in STAGES:
         assert [stage, "ready"] in rows
+    assert [line.split()[:2] for line in text.splitlines()[:2]] == [
+        ["pipeline", "ready"],
+        ["requests", "0"],
+    ]
     assert "free, " in text
+    assert "credits" not in text
+    assert "credits" in run("status", "-v").stdout
     assert max(map(len, text.splitlines())) <= 80
     found = json.loads(run("status", "--json").stdout)
     assert (found["waiting"], found["in_flight"], found["dead_letters"]) == (0, 0, 0)
@@ -273,7 +287,7 @@ def test_status_names_connections(run: Run, on_nobody: str, redis_url: str) -> N
     with Redis.from_url(redis_url, client_name="some-process") as redis:
         redis.ping()
         assert json.loads(run("status", "--json").stdout)["connections"]["some-process"] == 1
-        assert "other connection" in run("status").stdout
+        assert "other connection" in run("status", "--verbose").stdout
 
 
 @pytest.mark.parametrize("command", ["tail", "status"])

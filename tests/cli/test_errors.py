@@ -12,10 +12,23 @@ from .conftest import Ran, Run
 WRONG = [
     pytest.param(["frobnicate"], "no such command 'frobnicate'", id="unknown command"),
     pytest.param(["submit", "--promt", "x"], "no such option: --promt", id="unknown option"),
-    pytest.param(["submit", "a", "b"], "unexpected extra argument", id="extra argument"),
-    pytest.param(["submit"], "give a prompt", id="no prompt"),
+    pytest.param(["complete", "a", "b"], "a text with spaces needs quotes", id="extra argument"),
+    pytest.param(["serve", "tiny"], "a model is given with --model", id="model as an argument"),
+    pytest.param(["serve", "--porrt", "1"], "--port", id="option nearly right"),
+    pytest.param(["complate"], "Did you mean 'complete'?", id="command nearly right"),
+    pytest.param(
+        ["dlq", "--bus", "x"], "as 'nano-inference dlq list --bus'", id="option too early"
+    ),
+    pytest.param(["submit"], "give prompts", id="no prompt"),
     pytest.param(["submit", "a", "--file", "b"], "only one", id="prompt and file"),
-    pytest.param(["submit", "a", "-n", "four"], "--n", id="not a number"),
+    pytest.param(["submit", "a", "-"], "only one", id="prompt and standard input"),
+    pytest.param(
+        ["submit", "a", "-n", "four"], "--n / -n must be a whole number; got 'four'", id="no number"
+    ),
+    pytest.param(
+        ["submit", "a", "-t", "hot"], "-t must be a number; got 'hot'", id="no number at all"
+    ),
+    pytest.param(["up", "--replicas", "0"], "must be at least 1; got '0'", id="below the least"),
     pytest.param(["submit", "a", "--budget", "nan"], "--budget", id="budget"),
     pytest.param(["submit", "a", "--bus", "memory"], "--bus memory", id="memory bus"),
     pytest.param(["submit", "a", "--bus", "http://x"], "redis://", id="not a redis url"),
@@ -42,6 +55,14 @@ WRONG = [
     pytest.param(["gateway", "--bus", "memory"], "--bus memory", id="gateway on a memory bus"),
     pytest.param(["gateway", "--model", "/no/model"], "/no/model", id="no model for the gateway"),
     pytest.param(["up", "--model", "/no/model"], "/no/model", id="no model for up"),
+    pytest.param(
+        ["serve", "--model", "Qwen/Qwen2.5-0.5B-Instruct"],
+        "fetch it with `nano-inference pull Qwen/Qwen2.5-0.5B-Instruct`",
+        id="model of a hub",
+    ),
+    pytest.param(
+        ["serve", "--set", "engine.model_path=/no/model"], "engine.model_path /no/model", id="set"
+    ),
 ]
 
 
@@ -57,6 +78,38 @@ def assert_refused(ran: Ran, hint: str) -> None:
 @pytest.mark.parametrize(("arguments", "hint"), WRONG)
 def test_one_sentence(run: Run, arguments: list[str], hint: str) -> None:
     assert_refused(run(*arguments), hint)
+
+
+@pytest.mark.parametrize(
+    ("files", "hint"),
+    [
+        ({}, "is a folder without config.json and without a GGUF file"),
+        ({"config.json": b"{}"}, "is a folder without weights"),
+        ({"model.gguf.txt": b"GGU"}, "is a folder without config.json"),
+        (b"text", "is no GGUF file"),
+    ],
+)
+@pytest.mark.parametrize("command", ["serve", "up"])
+def test_model_that_is_none_is_found_before_anything_starts(
+    run: Run, tmp_path: Path, command: str, files: dict[str, bytes] | bytes, hint: str
+) -> None:
+    path = tmp_path / "it"
+    if isinstance(files, bytes):
+        path.write_bytes(files)
+    else:
+        path.mkdir()
+        for name, content in files.items():
+            (path / name).write_bytes(content)
+    assert_refused(run(command, "--model", str(path)), f"--model {path} {hint}")
+
+
+def test_model_that_was_pulled_is_named(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    pulled = tmp_path / ".cache/nano-inference/models/org--name"
+    pulled.mkdir(parents=True)
+    assert_refused(run("serve", "--model", "org/name"), f"it was pulled to {pulled}")
 
 
 @pytest.mark.parametrize("arguments", [["submit", "x"], ["tail"], ["status"], ["gateway"]])

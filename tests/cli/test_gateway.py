@@ -87,6 +87,7 @@ def test_beside_a_pipeline(on_served: Config, tmp_path: Path) -> None:
         assert answer["text"] == " 123"
         info = httpx.get(f"{url}/server_info").json()
         assert info["port"] == port
+        assert 'http_route="/generate"' in httpx.get(f"{url}/metrics").text
         stopped_in_mid_stream(gateway, url, signal.SIGINT)
     log = (tmp_path / "log").read_text()
     assert "gateway_listens" in log

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import msgspec
@@ -74,3 +76,47 @@ def test_redis_is_away(run: Run, closed_port: int) -> None:
 
 def test_unknown_stage(run: Run) -> None:
     assert_refused(run("health", "--stage", "exec"), "did you mean 'executor'?")
+
+
+# --- of a server --------------------------------------------------------------------------------
+
+
+class Probed(BaseHTTPRequestHandler):
+    """A server that says over HTTP that it lives and is not ready."""
+
+    def do_GET(self) -> None:
+        status, body = {
+            "/livez": (200, b'{"status": "alive"}'),
+            "/readyz": (503, b'{"status": "not_ready", "reason": "executor is starting"}'),
+        }.get(self.path, (404, b"{}"))
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+def test_server_that_lives_and_is_not_ready(run: Run) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Probed) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}"
+            assert run("health", "--live", "--url", url)[:2] == (0, "live\n")
+            assert run("health", "--url", url)[:2] == (1, "not ready: executor is starting\n")
+            assert_refused(run("health", "--url", url, "--model", "a/b"), "/v2/models/a%2Fb/ready")
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_server_that_is_not_there(run: Run, closed_port: int) -> None:
+    url = f"http://127.0.0.1:{closed_port}"
+    for question, answer in (("--live", "not live"), ("--ready", "not ready")):
+        ran = run("health", question, "--url", url)
+        assert (ran.status, ran.stdout.partition(":")[0]) == (1, answer)
+    assert_refused(run("health", "--url", url, "--stage", "executor"), "--stage and --host")
+    assert_refused(run("status", "--url", url), f"can't reach {url}")
+    assert_refused(run("top", "--url", url), f"can't reach {url}")

@@ -34,6 +34,15 @@ def test_help_of_a_command_has_an_example(run: Run, command: str) -> None:
     assert f"nano-inference {command}" in body
 
 
+@pytest.mark.parametrize(
+    "group", [["adapters"], ["admin"], ["admin", "keys"], ["dlq"], ["fairness"], ["weights"]]
+)
+def test_group_without_a_command_shows_its_help_alone(run: Run, group: list[str]) -> None:
+    ran = run(*group)
+    assert f"Usage: nano-inference {' '.join(group)} [OPTIONS] COMMAND" in ran.stdout
+    assert (ran.status, ran.stderr) == (0, "")
+
+
 def test_version(run: Run) -> None:
     assert run("--version").stdout == f"nano-inference {metadata.version('nano-inference')}\n"
 

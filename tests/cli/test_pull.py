@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
 import json
@@ -14,20 +15,27 @@ import tarfile
 import threading
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any
 
+import httpx2
 import pytest
 from rich.progress import Progress
 
+from nano_inference.cli import pull
 from nano_inference.cli.checks import check_folder
 from nano_inference.cli.fetching import fetch, source_of
+from nano_inference.config import ModelError
 from nano_inference.stages import gguf
 
 from ..gguf_files import write_gguf
 from .conftest import Run
 from .test_errors import assert_refused
+from .test_unpacking import escape, write_tar
 
 LIMIT_S = 120
 CONFIG = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 400}
@@ -40,6 +48,7 @@ class Host(ThreadingHTTPServer):
     Attributes:
         files: By path.
         most: After so many bytes of an answer it closes the connection, once.
+        more: The second half of an answer waits for it.
         asked: The Range of each GET; "" for the whole.
         sent: Bytes of bodies.
     """
@@ -50,6 +59,7 @@ class Host(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.files: dict[str, bytes] = {}
         self.most: int | None = None
+        self.more: threading.Event | None = None
         self.asked: list[str] = []
         self.sent = 0
 
@@ -92,7 +102,11 @@ class Handler(BaseHTTPRequestHandler):
         if with_body:
             most, self.server.most = self.server.most, None
             rest = body[begin:][:most]
-            self.wfile.write(rest)
+            half = len(rest) // 2
+            self.wfile.write(rest[:half])
+            if self.server.more is not None:
+                self.server.more.wait(LIMIT_S)
+            self.wfile.write(rest[half:])
             self.server.sent += len(rest)
             self.close_connection = len(rest) < len(body) - begin
 
@@ -196,6 +210,50 @@ def test_what_is_left_of_another_source_is_no_part_of_it(
     assert {path.name for path in tmp_path.iterdir()} == {"from", "to"}
 
 
+def test_of_two_at_once_to_one_place_the_second_is_refused(
+    run: Run, host: Host, tmp_path: Path
+) -> None:
+    """And disturbs nothing of the first, which brings all of it."""
+    body = archive(CONFIG)
+    host.files["/model.tar"], host.more = body, threading.Event()
+    url, to = f"{host.url}/model.tar", tmp_path / "to"
+    asked = ("pull", url, "--unverified", "--to", str(to))
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(pull.pull, url, to, None, True, False)
+        while not list(tmp_path.glob(".to.partial-*/*.part")):
+            assert not first.done()
+        for more in ((), ("--force",)):
+            assert_refused(run(*asked, *more), "another pull")
+        host.more.set()
+        first.result(LIMIT_S)
+    assert content_of(to) == CONFIG
+    assert list(tmp_path.iterdir()) == [to]
+    assert_refused(run(*asked), "is there already")
+
+
+def test_a_lock_that_was_removed_keeps_nobody_out(
+    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One pull ends between the opening and the locking of its lock by the next, and a third has
+    locked a new one by then."""
+    lock, thirds = tmp_path / ".to.lock", []
+
+    def flock(file: IO[str], how: int) -> None:
+        if not thirds:
+            lock.unlink()
+            thirds.append(lock.open("w"))
+            fcntl.flock(thirds[0], fcntl.LOCK_EX)
+        fcntl.flock(file, how)
+
+    monkeypatch.setattr(pull, "fcntl", SimpleNamespace(**vars(fcntl) | {"flock": flock}))
+    asked = ("pull", str(folder), "--to", str(tmp_path / "to"))
+    assert_refused(run(*asked), "another pull")
+    assert lock.exists()
+    thirds[0].close()
+    assert run(*asked).status == 0
+    assert not lock.exists()
+
+
 def test_a_file_of_a_folder_that_changed_meanwhile_is_copied_anew(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -255,6 +313,38 @@ def test_an_archive_writes_nowhere_else(run: Run, host: Host, tmp_path: Path) ->
     assert (ran.status, to.exists()) == (2, False)
     assert "can't be unpacked" in ran.stderr
     assert not (tmp_path / "place" / "outside").exists()
+
+
+def test_links_of_an_archive_write_nowhere_else(run: Run, host: Host, tmp_path: Path) -> None:
+    outside = tmp_path / "place" / "outside"
+    outside.parent.mkdir()
+    outside.write_text("mine")
+    out = write_tar(tmp_path / "bad.tar.gz", escape("../outside"))
+    host.files["/bad.tar.gz"] = out.read_bytes()
+    to = tmp_path / "place" / "to"
+    ran = run("pull", f"{host.url}/bad.tar.gz", "--unverified", "--to", str(to))
+    assert_refused(ran, "is no plain file and no folder")
+    assert outside.read_text() == "mine"
+
+
+def test_each_hop_is_encrypted_where_the_first_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        asked.append(str(request.url))
+        to = {"https://a/m.gguf": "http://b/m.gguf", "http://b/m.gguf": "https://a/x.gguf"}
+        if there := to.get(str(request.url)):
+            return httpx2.Response(302, headers={"Location": there})
+        return httpx2.Response(200, content=b"12345")
+
+    client = partial(httpx2.Client, transport=httpx2.MockTransport(answer))
+    monkeypatch.setattr(httpx2, "Client", client)
+    source = source_of("https://a/m.gguf", None, unverified=True)
+    with pytest.raises(ModelError, match="leads to b, unencrypted"):
+        fetch(source, tmp_path / "partial", Progress(disable=True))
+    assert asked == ["https://a/m.gguf"]
 
 
 @pytest.mark.parametrize("name", ["m.tar.gz", "m.tar.xz", "m.zip", "m.tar"])

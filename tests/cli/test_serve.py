@@ -49,11 +49,29 @@ def test_a_stream_and_an_end_in_good_order(tmp_path: Path) -> None:
         chunks = [json.loads(event) for event in events[:-1]]
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == " 123"
         assert chunks[0]["model"] == "tiny"
+        shown = httpx.get(f"{url}/metrics").text
+        assert "\nnano_tokens_decoded_total" in shown
+        assert 'http_route="/v1/completions"' in shown
         stopped_in_mid_stream(serving, url, signal.SIGTERM)
     log = (tmp_path / "log").read_text()
     assert f"curl {url}/v1/completions" in log
     assert f"gRPC at 127.0.0.1:{grpc_port}" in log
     assert "Traceback" not in log
+
+
+@pytest.mark.slow
+def test_a_full_disk_costs_lines_of_the_log_alone(tmp_path: Path) -> None:
+    (tmp_path / "log").symlink_to("/dev/full")
+    metrics = ("--set", f"telemetry.metrics_port={free_port()}")
+    with served(tmp_path, "--set", "gateway.access_log=true", *metrics) as (serving, url):
+        for _ in range(3):
+            assert httpx.post(f"{url}/v1/completions", json=ASKED).status_code == 200
+        assert (
+            'nano_log_dropped_total{nano_log_reason="unwritable"}'
+            in httpx.get(f"{url}/metrics").text
+        )
+        serving.terminate()
+        assert serving.wait(LIMIT_S) == 0
 
 
 @pytest.mark.slow
@@ -83,7 +101,15 @@ def test_an_address_that_others_reach(run: Run) -> None:
     assert_refused(run(*options, "--insecure", *files), "No such file")
 
 
-def test_a_port_that_is_taken(run: Run) -> None:
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("serve", "--port"), ("serve", "--grpc-port"), ("up", "--gateway"), ("up", "--grpc-port")],
+)
+def test_taken_port_is_found_before_anything_starts(run: Run, command: str, option: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
-        assert_refused(run("serve", "--port", str(port)), f"can't listen on 127.0.0.1 port {port}")
+        beside = (
+            ("--gateway", str(free_port())) if (command, option) == ("up", "--grpc-port") else ()
+        )
+        ran = run(command, option, str(port), *beside)
+    assert_refused(ran, f"port {port} is taken; choose another with {option}")

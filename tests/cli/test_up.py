@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import socket
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
 from nano_inference.cli.processes import Processes
-from nano_inference.config import load_config
+from nano_inference.config import STAGES, load_config
 from nano_inference.pipeline.supervisor import StageFailed
 
 from ..commands import Command
@@ -56,23 +57,38 @@ def test_busy_port(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_the_embedded_server_ends_with_a_killed_parent(patient: Retry, tmp_path: Path) -> None:
+def test_everything_ends_with_a_killed_parent(patient: Retry, tmp_path: Path) -> None:
+    """The stages too where they do nothing by themselves, as in one long call."""
     port = free_port()
     up = Command("up", "--port", str(port), log=tmp_path / "log")
     with Redis(port=port, retry=patient) as redis:
         server = os.pidfd_open(redis.info("server")["process_id"])
         # The stages come after whatever else `up` has to prepare.
-        while not redis.xlen("nano:stages"):
+        while not redis.xlen("nano:stages") or len(stages_of(up)) < len(STAGES):
             assert up.poll() is None
             time.sleep(0.05)
-    up.kill()
+    stages = stages_of(up)
+    assert len(stages) == len(STAGES)
+    for stage in stages:
+        os.kill(stage, signal.SIGSTOP)
+    ends = [server, *map(os.pidfd_open, stages)]
+    os.kill(up.pid, signal.SIGKILL)
+    up.wait()
     up.close()
     # A process's descriptor is readable once the process has ended.
-    gone, _, _ = select.select([server], [], [], LIMIT_S)
-    os.close(server)
-    assert gone
+    for end in ends:
+        gone, _, _ = select.select([end], [], [], LIMIT_S)
+        os.close(end)
+        assert gone
     with socket.create_server(("127.0.0.1", port)):
         pass  # the next one can have the port
+
+
+def stages_of(up: Command) -> list[int]:
+    """The processes of the stages that an `up` has started."""
+    children = Path(f"/proc/{up.pid}/task/{up.pid}/children").read_text().split()
+    titles = {int(each): Path(f"/proc/{each}/cmdline").read_text() for each in children}
+    return [pid for pid, title in titles.items() if "run --with-parent" in title]
 
 
 def test_it_goes_on_without_a_replica_while_there_is_another() -> None:

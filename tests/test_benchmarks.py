@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,9 @@ import pytest
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 
-from .rig import load
+from .rig import FOLDER, load
 
+ROOT = Path(__file__).parent.parent
 NEAR, BETWEEN, FAR = (60.0, 2.0), (200.0, 2.0), (350.0, 1.9)
 SHARED, BUSY = (60.0, 1.05), (60.0, 1.5)
 FIRST = 300
@@ -66,6 +69,18 @@ def test_no_figure_is_of_turns_in_more_than_one_state() -> None:
     assert line == "| W1 total, s | 3 [2 to 4, 2] | 6 [6 to 6, 2], 2.00 x |"
 
 
+def test_an_engine_s_peak_of_memory_leaves_out_the_program_that_started_it() -> None:
+    """`ru_maxrss` begins at what the parent held, here a test run with torch in it."""
+    folder = Path(FOLDER)
+    program = f"import sys; sys.path[:0] = {[str(folder / 'engines'), str(folder)]}\n"
+    program += "import worker; print(worker.peak_bytes())"
+    held = b"x" * (300 << 20)
+    child = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert 0 < int(child.stdout) < len(held)
+
+
 def test_a_model_of_known_text_writes_it(tmp_path: Path) -> None:
     models = load("random_models")
     successors = models.random_successors(SMALL["vocab_size"], FIRST, seed=1)
@@ -78,3 +93,10 @@ def test_a_model_of_known_text_writes_it(tmp_path: Path) -> None:
         (sample,) = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=32))
     assert list(sample.completion_tokens) == answer
     assert len(set(answer)) == 32
+
+
+@pytest.mark.parametrize("document", ["README.md", "benchmarks/README.md"])
+def test_tables_are_those_of_the_result_files(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    assert "<!-- table: " in text
+    assert text == load("tables").written(text), "run `python benchmarks/tables.py`"

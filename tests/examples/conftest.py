@@ -5,6 +5,7 @@ And those that take packages of others: their environments, and a server that th
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from ..cli.test_serve import served
 from ..cli.test_up import free_port
-from .environments import environment
+from .environments import environment, node_folder
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
 
@@ -33,13 +34,35 @@ def programs(online: None, pytestconfig: pytest.Config) -> Callable[[str], Path]
     return lambda name: environment(name, folder)
 
 
+@pytest.fixture(scope="session")
+def node_folders(online: None, pytestconfig: pytest.Config) -> Callable[[str], Path]:
+    """Gives the folder with the packages of a program of Node; see `node_folder`."""
+    if shutil.which("npm") is None:
+        pytest.skip("there is no Node")
+    cache: pytest.Cache = pytestconfig.cache  # type: ignore[assignment]
+    folder = cache.mkdir("clients")
+    return lambda name: node_folder(name, folder)
+
+
 @pytest.fixture(scope="module")
-def serving(online: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of `serve`, which tells its metrics, and in whose log nothing has failed."""
+def addresses(online: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Where a `serve` answers whose log tells of no failure, as variables for programs."""
     folder = tmp_path_factory.mktemp("serve")
-    metrics = ["--set", f"telemetry.metrics_port={free_port()}"]
-    with served([sys.executable, "-m", "nano_inference"], folder, *metrics) as (_, url):
-        yield url
+    metrics_port, grpc_port = free_port(), free_port()
+    options = ["--grpc-port", str(grpc_port), "--set", "gateway.shared_memory=true"]
+    options += ["--set", f"telemetry.metrics_port={metrics_port}"]
+    with served(folder, *options) as (_, url):
+        yield {
+            "NANO_INFERENCE_URL": url,
+            "NANO_INFERENCE_METRICS_URL": f"http://127.0.0.1:{metrics_port}/metrics",
+            "NANO_INFERENCE_GRPC": f"127.0.0.1:{grpc_port}",
+        }
     log = (folder / "log").read_text()
     assert "Traceback" not in log, log
     assert '"level": "error"' not in log, log
+
+
+@pytest.fixture(scope="module")
+def serving(addresses: dict[str, str]) -> str:
+    """Its URL."""
+    return addresses["NANO_INFERENCE_URL"]

@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -27,31 +29,83 @@ PACKAGES = {
     "aiperf.sh": ["aiperf==0.13.0"],
     "guidellm.sh": ["guidellm==0.8.1", "torch"],
 }
-FOR_NODE = "openai@6.49.0"
+FOR_NODE = {"openai_node.mjs": ["openai@6.49.0"]}
+# The clients that `test_promises.py` tries, each with the program `programs/with_<name>`.
+CLIENTS = {
+    "openai": ["openai"],
+    "anthropic": ["anthropic"],
+    "litellm": ["litellm==1.105.0", "openai==2.54.0"],
+    "pydantic_ai": ["pydantic-ai-slim[openai,anthropic]==2.68.0", "openai", "anthropic"],
+    "instructor": ["instructor==1.17.0", "openai==3.3.0"],
+    "langgraph": ["langgraph==1.2.22", "langchain-openai==1.7.3", "openai"],
+    "openai_agents": ["openai-agents==0.24.0"],
+    "llm": ["llm==0.36", "openai"],
+    "smolagents": ["smolagents[openai]==1.26.0", "openai"],
+    "llama_index": [
+        "llama-index-core==0.14.25",
+        "llama-index-llms-openai-like==0.8.1",
+        "openai==2.54.0",
+    ],
+    "dspy": ["dspy==3.4.1", "litellm==1.105.0", "openai==2.54.0"],
+    "tritonclient": ["tritonclient[grpc,http]==2.73.0"],
+}
+CLIENTS_FOR_NODE = {
+    "ai": [
+        "ai@7.0.173",
+        "@ai-sdk/openai@4.0.118",
+        "@ai-sdk/openai-compatible@3.0.92",
+        "@ai-sdk/anthropic@4.0.105",
+        "zod@4.6.7",
+    ],
+}
 
 
 def environment(name: str, cache: Path) -> Path:
-    """The folder of the programs of an environment in which an example runs.
+    """Return the folder of programs of a virtual environment, which is made if there is none yet.
 
     Args:
-        name: Of the example.
-        cache: Where it is kept, until what it takes is another.
+        name: A key of `PACKAGES` or `CLIENTS`.
+        cache: The folder of all environments. One of other versions under the same name is removed.
     """
     # Of what we take as well, the version that we are tested with.
     tested = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
-    packages = [f"{each}=={tested[each]}" if each in tested else each for each in PACKAGES[name]]
-    key = hashlib.sha256("\n".join([sys.version, sys.executable, *packages]).encode()).hexdigest()
-    kind = Path(name).stem
-    folder = cache / f"{kind}-{key[:12]}"
+    wanted = (PACKAGES | CLIENTS)[name]
+    packages = [f"{each}=={tested[each]}" if each in tested else each for each in wanted]
+    with _made(cache, Path(name).stem, [sys.version, sys.executable, *packages]) as (folder, old):
+        if not old:
+            venv.create(folder, with_pip=True)
+            pip = [str(folder / "bin" / "python"), "-m", "pip"]
+            run([*pip, "install", "--quiet", *packages], folder, limit_s=INSTALL_LIMIT_S)
+    return folder / "bin"
+
+
+def node_folder(name: str, cache: Path) -> Path:
+    """Return a folder with packages of npm, in which a program of Node finds them.
+
+    Args:
+        name: A key of `FOR_NODE` or `CLIENTS_FOR_NODE`.
+        cache: As of `environment`.
+    """
+    packages = (FOR_NODE | CLIENTS_FOR_NODE)[name]
+    with _made(cache, f"node_{Path(name).stem}", packages) as (folder, old):
+        if not old:
+            folder.mkdir()
+            (folder / "package.json").write_text("{}")
+            run(["npm", "install", "--no-fund", *packages], folder, limit_s=INSTALL_LIMIT_S)
+    return folder
+
+
+@contextmanager
+def _made(cache: Path, kind: str, key: list[str]) -> Iterator[tuple[Path, bool]]:
+    """A folder of the cache, and whether it is complete; a block that ends well completes it."""
+    digest = hashlib.sha256("\n".join(key).encode()).hexdigest()
+    folder = cache / f"{kind}-{digest[:12]}"
     done = folder / ".installed"
-    if not done.exists():
+    if not (old := done.exists()):
         for other in cache.glob(f"{kind}-*"):
             shutil.rmtree(other)
-        venv.create(folder, with_pip=True)
-        pip = [str(folder / "bin" / "python"), "-m", "pip"]
-        run([*pip, "install", "--quiet", *packages], folder, limit_s=INSTALL_LIMIT_S)
-        done.touch()
-    return folder / "bin"
+    yield folder, old
+    done.touch()
 
 
 def run(command: list[str], folder: Path, *, limit_s: float = LIMIT_S, **variables: str) -> str:

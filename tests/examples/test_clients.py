@@ -16,7 +16,7 @@ from nano_inference.config import load_config
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
 
-from .environments import FOLDER, FOR_NODE, INSTALL_LIMIT_S, PACKAGES, run
+from .environments import FOLDER, FOR_NODE, PACKAGES, run
 
 # What each prints, line by line, as far as it does not depend on the library.
 HERE = {
@@ -72,7 +72,7 @@ async def url() -> AsyncIterator[str]:
 
 async def test_every_program_is_tried_and_listed() -> None:
     programs = {path.name for path in FOLDER.iterdir()} - {"README.md", "tasks"}
-    assert programs == {*HERE, *PACKAGES, "openai_node.mjs"}
+    assert programs == {*HERE, *PACKAGES, *FOR_NODE}
     listed = re.findall(r"^\| \[(.+?)\]\(\1\) \|", (FOLDER / "README.md").read_text(), re.M)
     assert set(listed) == programs
 
@@ -103,13 +103,8 @@ async def test_a_program_runs_in_an_environment_of_its_own(
 
 
 @pytest.mark.soak
-@pytest.mark.usefixtures("online")
-async def test_a_program_of_node_runs(url: str, tmp_path: Path) -> None:
-    if shutil.which("npm") is None:
-        pytest.skip("there is no Node")
-    (tmp_path / "package.json").write_text("{}")
-    install = ["npm", "install", FOR_NODE]
-    await asyncio.to_thread(run, install, tmp_path, limit_s=INSTALL_LIMIT_S)
+async def test_a_program_of_node_runs(url: str, node_folders: Callable[[str], Path]) -> None:
+    folder = await asyncio.to_thread(node_folders, "openai_node.mjs")
     # A program finds packages from where it lies.
-    shutil.copy(FOLDER / "openai_node.mjs", tmp_path)
-    check(await ran(["node", "openai_node.mjs"], tmp_path, url), IN_NODE)
+    shutil.copy(FOLDER / "openai_node.mjs", folder)
+    check(await ran(["node", "openai_node.mjs"], folder, url), IN_NODE)

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+import structlog
 
 from nano_inference.bus import StageReport
 from nano_inference.config import STAGES, ConfigError, load_config
@@ -260,6 +261,32 @@ async def test_pages_that_are_named_may_call(engine: FakeEngine) -> None:
         assert "access-control-allow-origin" not in answer.headers
 
 
+@pytest.mark.parametrize(
+    ("headers", "code", "words"),
+    [
+        (
+            {"Origin": "http://localhost:3000"},
+            "forbidden_origin",
+            ("http://localhost:3000", "gateway.allowed_origins"),
+        ),
+        ({"Host": "box.example"}, "forbidden_host", ("box.example", "gateway.allowed_hosts")),
+    ],
+)
+async def test_the_body_and_the_log_name_the_setting_that_refused_a_preflight(
+    engine: FakeEngine, headers: dict[str, str], code: str, words: tuple[str, str]
+) -> None:
+    ask = browser(**headers) | {"Access-Control-Request-Method": "POST"}
+    async with gateway(engine) as http:
+        with structlog.testing.capture_logs() as lines:
+            answer = await http.options("/v1/chat/completions", headers=ask)
+    assert error_of(answer, 403) == code
+    (line,) = lines
+    assert line["event"] == code
+    for word in words:
+        assert word in answer.json()["error"]["message"]
+        assert word in line["error"]
+
+
 async def test_pages_of_ours_may_bring_a_key(engine: FakeEngine) -> None:
     """A browser asks without it whether it may send one."""
     ours = "https://lab.example"
@@ -322,9 +349,6 @@ async def test_pages_may_read_that_the_gateway_has_failed(engine: FakeEngine) ->
     ours = "https://lab.example"
     engine.failures["flush_cache"] = ZeroDivisionError()  # type: ignore[assignment]
     async with gateway(engine, allowed_origins=[ours]) as http:
-        transport = http._transport
-        assert isinstance(transport, httpx.ASGITransport)
-        transport.raise_app_exceptions = False
         answer = await http.post("/flush_cache", headers=browser(Origin=ours))
         assert error_of(answer, 500) == "internal_error"
         assert answer.headers["access-control-allow-origin"] == ours

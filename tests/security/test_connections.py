@@ -22,11 +22,11 @@ from nano_inference.bus.public import CompletionChunk, GenerateRequest, Output
 from nano_inference.config import Config, ConfigError, GatewayConfig
 from nano_inference.gateway import rounds
 from nano_inference.gateway.app import make_app
-from nano_inference.gateway.connections import SPARE_CONNECTIONS
+from nano_inference.gateway.connection_limits import SPARE_CONNECTIONS, limits_for
 from nano_inference.gateway.framing import StrictParser
 from nano_inference.gateway.limits import UNCOUNTED_BYTES
 from nano_inference.gateway.measures import Measures
-from nano_inference.gateway.server import HttpServer, connections_for
+from nano_inference.gateway.server import HttpServer
 
 from ..gateway.fake import FakeEngine, completion, sample
 
@@ -463,12 +463,19 @@ async def test_no_other_version_of_http_is_answered(engine: FakeEngine) -> None:
         assert await client.closed()
 
 
-@pytest.mark.parametrize(
-    ("max_files", "most"),
-    [(resource.RLIM_INFINITY, 4096), (1 << 20, 4096), (1024, 640), (256, 64), (16, 1)],
-)
-def test_there_are_files_for_all_connections(max_files: int, most: int) -> None:
-    assert connections_for(4096, max_files) == most
+@pytest.mark.parametrize("grpc_port", [None, 0])
+@pytest.mark.parametrize("max_files", [resource.RLIM_INFINITY, 1 << 20, 1024, 256, 64, 16])
+def test_there_are_files_for_all_connections(max_files: int, grpc_port: int | None) -> None:
+    config = GatewayConfig(grpc_port=grpc_port)
+    most = limits_for(config, max_files)
+    assert most.requests < most.connections
+    if not 0 <= max_files < 1 << 20:
+        assert most.requests == config.max_connections
+        return
+    servers = 1 if grpc_port is None else 2
+    # Some are accepted while those whose place they take are being closed.
+    assert servers * most.connections + 3 * most.accepted_at_once <= max_files
+    assert most.requests >= max_files // 8
 
 
 SERVER = """

@@ -90,7 +90,7 @@ async def test_an_entry_of_many_fields_is_refused_in_few_words(redis_url: str) -
     entry = await take_one(bus)
     assert isinstance(entry.request, Malformed)
     assert entry.request.code == "malformed"
-    assert "and 9993 more" in entry.request.message
+    assert "and many more" in entry.request.message
     assert len(entry.request.message) < MOST_TEXT
     await bus.aclose()
 

@@ -12,8 +12,10 @@ CALM = {"sent": 100, "worst_s": 0.2, "median_s": 0.1, "lost": 0, "errors": []}
 ROW = {
     "http": CALM,
     "redis": CALM,
+    "constrained": CALM,
     "before_mb": 800,
     "after_mb": 850,
+    "log_kb": 10,
     "same_processes": True,
 }
 
@@ -27,8 +29,10 @@ def test_a_row_within_all_bounds_is_not_broken() -> None:
     [
         ({"http": CALM | {"worst_s": 1.2}}, "waits 1.2 s over http"),
         ({"redis": CALM | {"worst_s": 60.0}}, "waits 60.0 s over redis"),
+        ({"constrained": CALM | {"worst_s": 1.2}}, "waits 1.2 s over constrained"),
         ({"redis": CALM | {"lost": 1, "errors": ["x"]}}, "1 of 100 lost over redis"),
         ({"after_mb": 901}, "101 MB more"),
+        ({"log_kb": 1025}, "1025 kB more in the log"),
         ({"same_processes": False}, "processes ended"),
     ],
 )
@@ -38,7 +42,8 @@ def test_each_broken_bound_is_told(changed: dict[str, Any], told: str) -> None:
 
 
 def test_every_attack_says_what_it_does() -> None:
-    names = load("hostile_attacks").BY_NAME
-    assert len(names) == 23
+    attacks = load("hostile_attacks")
+    names = attacks.BY_NAME
+    assert len(names) == len(attacks.ATTACKS), "each has a name of its own"
     assert all(attack.__doc__ for attack in names.values())
-    assert set(load("hostile_attacks").DESCRIPTORS) <= set(names)
+    assert set(load("hostile_surroundings").SURROUNDINGS) <= set(names)

@@ -18,7 +18,6 @@ import pytest
 import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 from structlog.testing import capture_logs
 
 from nano_inference.bus import Malformed, MemoryBus
@@ -73,9 +72,8 @@ class Talking(Forks):
 
 async def talk(program: str, file: io.StringIO) -> int:
     """What it ends with; what is shown of it gets into the file."""
-    console = Console(file=file, soft_wrap=True)
     config = load_config(env={})
-    return await processes_of(config, console=console, forks=Talking(program))._run_once("executor")
+    return await processes_of(config, stream=file, forks=Talking(program))._run_once("executor")
 
 
 async def test_nothing_that_a_child_prints_ends_up() -> None:

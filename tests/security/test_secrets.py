@@ -277,8 +277,8 @@ async def test_no_child_has_a_password_in_its_command_line(
     monkeypatch.setattr(sys, "executable", str(python))
     environment = _child_environment(config, overrides)
     for role in ("admission", "executor", "gateway"):
-        console = Console(file=(shown := io.StringIO()), soft_wrap=True)
-        assert await processes_of(config, environment, console=console)._run_once(role) == 0
+        shown = io.StringIO()
+        assert await processes_of(config, environment, stream=shown)._run_once(role) == 0
         arguments, variables = shown.getvalue().splitlines()
         assert "nano_inference" in arguments
         assert "s3cret" not in arguments

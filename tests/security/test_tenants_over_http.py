@@ -153,10 +153,12 @@ async def test_a_name_that_admission_would_refuse(
 
 async def test_no_client_preempts_others(open_http: OpenHttp, engine: GatedEngine) -> None:
     engine.gate.set()
-    await one(open_http(), priority=1000)
-    await one(open_http(gateway__max_priority=7), priority=1000)
+    refused = [await one(open_http(), priority=1), await one(open_http(), priority=1000)]
+    refused += [await one(open_http(gateway__max_priority=7), priority=8)]
+    assert [answer.status_code for answer in refused] == [400] * 3
+    await one(open_http(gateway__max_priority=7), priority=7)
     await one(open_http(), priority=-3)
-    assert [request.priority for request in engine.requests] == [0, 7, -3]
+    assert [request.priority for request in engine.requests] == [7, -3]
 
 
 # --- places in the pipeline ---------------------------------------------------------------------

@@ -168,7 +168,7 @@ SAMPLERS = (
 
 MANY = refused("invalid_n") | refused("too_many_prompts")
 N = Field("n", (2, 3), (1, None), INT, (0, -1, 257, 10_000, 2**62), MANY, "n")
-PRIORITY = integer("priority", (5, 1000), (0, -5, None), (1001, 2**62))
+PRIORITY = integer("priority", (5, 1000), (0, None), (-1, -1001, 1001, 2**62))
 BUDGET = Field("budget_ms", (), (60_000, 1e5, None), NUMBER, (1e300,), refused("invalid_budget"))
 SALT = Field("cache_salt", ("s", "é" * 256), ("", None), TEXT, ("s" * 257,))
 SALT = SALT._replace(refusals=refused("invalid_cache_salt"))
@@ -180,7 +180,9 @@ OPTIONS = Field(
     "stream_options",
     (),
     (None,),
-    (1, "a", [], {"x": 1}, {"include_usage": "a"}, {}, {"include_usage": True}),
+    (1, "a", [], {"include_usage": "a"}, {}, {"include_usage": True}),
+    ({"x": 1},),
+    refused("unsupported"),
     group="stream",
 )
 KWARGS = Field(

@@ -51,7 +51,10 @@ NO_PREDICTION: tuple[Any, ...] = (
     *(1, True, "a", [], {}, {"type": "content"}, {"content": "a"}, {"type": "x", "content": "a"}),
     *({"type": "content", "content": 1}, {"type": "content", "content": ["a"]}),
     {"type": "content", "content": [{"type": "image_url", "text": "a"}]},
+)
+UNKNOWN_IN_PREDICTION: tuple[Any, ...] = (
     {"type": "content", "content": "a", "more": 1},
+    {"type": "content", "content": [{"type": "text", "text": "a", "more": 1}]},
 )
 IDS_OUTSIDE: tuple[Any, ...] = ([-1], [1, 10**6], [2**63 - 1], [768])
 TOOLS = ("tools", "response_format", "functions", "structured_outputs", "audio")
@@ -94,7 +97,7 @@ COMPLETIONS = Interface(
         *(OPENAI_MODEL, PROMPT, PROMPT_IDS, PROMPT_LONG, LENGTH, N, LOGPROBS, STREAM, OPTIONS),
         *(*COMMON, *SAMPLERS, flag("return_token_ids", "prompt"), flag("echo", "length")),
         *(flag("return_tokens_as_token_ids"), flag("return_weight_versions")),
-        Field("prediction", PREDICTED, (None,), NO_PREDICTION),
+        Field("prediction", PREDICTED, (None,), NO_PREDICTION, UNKNOWN_IN_PREDICTION, NONE),
     ),
     unsupported=(*TOOLS[1:2], "suffix", "best_of", "guided_json", "use_beam_search"),
     harmless=("user", "metadata", "prompt_cache_key", "safety_identifier"),
@@ -116,7 +119,7 @@ CHAT = Interface(
         Field("separate_reasoning", (), (True, False, None), BOOL),
         Field("reasoning_effort", (), ("none", None), (1, True, [], "", "x"), ("low",), NONE),
         Field("thinking_token_budget", (), (None,), (*INT, -1), (0, 5), NONE),
-        Field("prediction", PREDICTED, (None,), NO_PREDICTION),
+        Field("prediction", PREDICTED, (None,), NO_PREDICTION, UNKNOWN_IN_PREDICTION, NONE),
     ),
     unsupported=("functions", "audio", "store", "documents", "web_search_options"),
     harmless=("user", "metadata", "prompt_cache_key"),
@@ -173,7 +176,7 @@ SGLANG = Interface(
     {"text": "98 + 25 =", "sampling_params": {"max_new_tokens": 4} | GREEDY},
     (
         STREAM,
-        *(integer("priority", (-5, -1000), (0, 5, None), (-1001,)), COMMON[1]),
+        *(integer("priority", (-5, -1000), (0, None), (1, 1001, -1001)), COMMON[1]),
         Field("text", ("b", ["c"]), (["98 + 25 ="],), (1, True, {}, [1], [None], [[]])),
         Field("text", (), (), (), ("", [], [""], None, LONG), EMPTY | refused("prompt_too_long")),
         Field("rid", (), ("", None), (1, True, {}, [1], ["a", "b"])),

@@ -48,7 +48,7 @@ SETTINGS: dict[str, object] = {
 
 
 class Fault(NamedTuple):
-    """What was done, and when its effect had passed: None when never."""
+    """A fault, and when tokens flowed again; None if every request in flight ended before."""
 
     target: str
     at: float

@@ -3,8 +3,8 @@
     python benchmarks/durability.py [--repeat K] [--json FILE]
 
 First table: the executor of `nano-inference up` is killed with so many requests in flight; the
-times until a token comes again, and until every request has got another one. Most of it is a new
-process that imports torch and loads the model, so that is told beside it.
+times until a token comes again, and until every request has got another one. The new process is a
+fork with all imports done; the time of these is printed beside it.
 
 Second table: one process, the same load with everything in memory, and with requests and results
 on a Redis server of our own that keeps no log, writes it every second, or before each reply.
@@ -184,7 +184,7 @@ def main() -> None:
     print(f"{'in flight':>10}{'first token, s':>16}{'every request, s':>18}")
     for row in result["recovery"]:
         print(f"{row['in_flight']:10}{row['first_token_s']:16.2f}{row['every_request_s']:18.2f}")
-    print(f"(importing what an executor needs takes {result['import_s']:.2f} s of that)\n")
+    print(f"(an executor's imports took {result['import_s']:.2f} s, before and beside that)\n")
     memory = result["cost"][0]
     print(f"{'requests and results':24}{'tokens/s':>10}{'x memory':>10}{'TTFT p50, ms':>14}")
     for row in result["cost"]:

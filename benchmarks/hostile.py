@@ -1,8 +1,9 @@
-"""What one hostile client costs everybody else: attacks on a live `up --gateway`.
+"""What one hostile client costs everybody else: attacks on a live `up --gateway`, or `serve`.
 
 For each attack: how long a bystander waits who sends a small request every 100 ms over HTTP and
-another over Redis, how many of them are lost, what the processes take before, at the peak and
-afterwards, and whether they are still the same processes.
+another over Redis, and every 500 ms one with a constraint of its own, how many of them are lost,
+what the processes take before, at the peak and afterwards, and whether they are still the same
+processes.
 
 Exit status 1 when a bound is broken. Attacks against which nothing is promised (docs/security.md)
 are measured like the others, and bound nothing. Linux only.
@@ -26,8 +27,18 @@ from pathlib import Path
 from typing import Any
 
 from hostile_attacker import LIMIT_S
-from hostile_attacks import BY_NAME, DESCRIPTORS, NOT_PROMISED
-from hostile_rig import GRACE_S, MEMORY_MB, WORST_S, Bystander, Live, bounds_broken
+from hostile_attacks import BY_NAME, NOT_PROMISED
+from hostile_rig import (
+    GRACE_S,
+    LOG_KB,
+    MEMORY_MB,
+    WORST_S,
+    Bystander,
+    Live,
+    Surroundings,
+    bounds_broken,
+)
+from hostile_surroundings import SURROUNDINGS
 
 SETTLE_S = 20.0
 """How long they may take to give memory back, and to end what the attack has left."""
@@ -46,12 +57,12 @@ class Runs:
         self._count = 0
         self._live: Live | None = None
 
-    def live(self, descriptors: int | None) -> Live:
-        """One that serves, with these limits."""
-        if self._live is None or self._live.descriptors != descriptors:
+    def live(self, surroundings: Surroundings) -> Live:
+        """One that serves, started in this way."""
+        if self._live is None or self._live.surroundings != surroundings:
             self.stop()
             self._count += 1
-            self._live = Live(self._folder / str(self._count), descriptors)
+            self._live = Live(self._folder / str(self._count), surroundings)
             self._live.wait()
         return self._live
 
@@ -158,7 +169,9 @@ def print_row(row: dict[str, Any], verbose: bool) -> None:
         flush=True,
     )
     if verbose:
-        for line in (*row["told"], *(f"broken: {each}" for each in row["broken"])):
+        constrained = row["constrained"]
+        told = f"constrained requests: at worst {_seconds(constrained['worst_s']).strip()} s"
+        for line in (told, *row["told"], *(f"broken: {each}" for each in row["broken"])):
             print(f"{'':18}  {line}", flush=True)
 
 
@@ -176,7 +189,7 @@ def run(names: list[str], verbose: bool) -> list[dict[str, Any]]:
         runs = Runs(Path(folder))
         try:
             for name in (BASELINE, *names):
-                live = runs.live(DESCRIPTORS.get(name))
+                live = runs.live(SURROUNDINGS.get(name, Surroundings()))
                 rows.append(attack(live, name))
                 print_row(rows[-1], verbose)
                 if rows[-1]["broken"] or not rows[-1]["idle"] or name in NOT_PROMISED:
@@ -197,7 +210,7 @@ def main() -> int:
     rows = run(arguments.only or [*BY_NAME], not arguments.quiet)
     if arguments.json:
         result = {
-            "bounds": {"worst_s": WORST_S, "memory_mb": MEMORY_MB},
+            "bounds": {"worst_s": WORST_S, "memory_mb": MEMORY_MB, "log_kb": LOG_KB},
             "cores": os.cpu_count(),
             "versions": {
                 "python": platform.python_version(),

@@ -92,14 +92,17 @@ class Attacker:
                 error = output.get("error") or {}
                 self.told[f"{output['status']} {error.get('code', '')}".strip()] += 1
 
-    async def open(self, count: int, first: bytes = b"") -> list[asyncio.StreamWriter]:
-        """So many connections, 200 at a time, each of which has sent something."""
+    async def open(
+        self, count: int, first: bytes = b"", *, port: int | None = None
+    ) -> list[asyncio.StreamWriter]:
+        """So many connections to HTTP, or another port, 200 at a time, each of which has sent
+        something."""
         writers: list[asyncio.StreamWriter] = []
 
         async def one() -> None:
             try:
                 _, writer = await asyncio.wait_for(
-                    asyncio.open_connection("127.0.0.1", self.target.http_port), 5
+                    asyncio.open_connection("127.0.0.1", port or self.target.http_port), 5
                 )
                 writer.write(first)
                 writers.append(writer)

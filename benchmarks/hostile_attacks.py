@@ -2,6 +2,10 @@
 
 Each is a function by its own name, runs in a process of its own, is bounded in count and time, and
 talks to 127.0.0.1 alone. `python hostile_attacks.py NAME TARGET` runs one.
+
+Model files are not among them: no client can have one read, only whoever starts a pipeline or may
+load models. Files that claim too much are in tests/stages/test_gguf.py, and in test_gguf_model.py
+of the executor's tests.
 """
 
 from __future__ import annotations
@@ -19,6 +23,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import hostile_grammars
+import hostile_surroundings
+import httpx
 from hostile_attacker import LIMIT_S, Attacker
 from hostile_rig import Target, generate
 from redis.exceptions import RedisError
@@ -252,8 +259,8 @@ async def _beside(attacker: Attacker, stuck: Awaitable[object]) -> None:
 
 
 async def http_flood(attacker: Attacker) -> None:
-    """3,000 long requests of one HTTP client at once, with the highest priority."""
-    body = {"text": "1 + 1 =", "sampling_params": LONG, "priority": 1000}
+    """3,000 long requests of one HTTP client at once, of the highest priority that it may have."""
+    body = {"text": "1 + 1 =", "sampling_params": LONG, "priority": 0}
 
     async def one() -> None:
         try:
@@ -311,6 +318,54 @@ async def odd_bodies(attacker: Attacker) -> None:
     await attacker.ends(ids)
 
 
+async def large_integers(attacker: Attacker) -> None:
+    """Schemas, tools and arguments with integers of 31 and of 4,000 digits, by every interface and
+    over Redis, each connection used on after each of them."""
+    talk = {"messages": [{"role": "user", "content": "1 + 1 ="}], "max_tokens": 2}
+    short = {"input": "a", "max_output_tokens": 2}
+
+    def bodies(large: int) -> list[tuple[str, dict[str, Any]]]:
+        schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": large}}}
+        function = {"name": "f", "parameters": schema, "strict": True}
+        named = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+        flat = {"type": "json_schema", "name": "n", "schema": schema}
+        sampling = {"max_tokens": 2, "structured_outputs": {"json": schema}}
+        return [
+            ("/v1/completions", {"prompt": "1 + 1 =", "max_tokens": 2, "response_format": named}),
+            ("/v1/completions", {"prompt": [large], "seed": large, "max_tokens": large}),
+            (
+                "/v1/chat/completions",
+                talk | {"tools": [{"type": "function", "function": function}]},
+            ),
+            ("/v1/responses", short | {"tools": [{"type": "function"} | function]}),
+            ("/v1/responses", short | {"text": {"format": flat}}),
+            ("/v1/messages", talk | {"tools": [{"name": "f", "input_schema": schema}]}),
+            ("/v1/messages", talk | {"output_config": {"format": flat}}),
+            ("/inference/v1/generate", {"token_ids": [5], "sampling_params": sampling}),
+            ("/v2/models/tiny/generate", {"text_input": "a", "sampling_parameters": sampling}),
+            ("/generate", {"text": "a", "priority": large}),
+        ]
+
+    asked = bodies(10**30) + bodies(int("9" * 4000))
+    constraint = {"json_schema": {"type": "integer", "maximum": 10**30}}
+    entry = {"prompt": "a", "sampling": {"max_tokens": 2, "constraint": constraint}}
+
+    async def one() -> None:
+        async with httpx.AsyncClient(base_url=attacker.target.url, timeout=LIMIT_S) as client:
+            for path, body in asked:
+                try:
+                    answer = await client.post(path, json=body, headers={"X-Tenant": "flood"})
+                except httpx.HTTPError as error:
+                    attacker.broken.append(f"{path}: {type(error).__name__}")
+                    continue
+                attacker.told[f"{path} {answer.status_code}"] += 1
+                if answer.status_code >= 500:
+                    attacker.broken.append(f"{path}: status {answer.status_code}")
+
+    ids = await attacker.publish([entry] * 20)
+    await asyncio.gather(attacker.ends(ids), *(one() for _ in range(16)))
+
+
 async def long_field_name(attacker: Attacker) -> None:
     """A field with a name of 15 MB, which may be compared and reflected."""
     for _ in range(4):
@@ -366,13 +421,13 @@ ATTACKS: tuple[Callable[[Attacker], Awaitable[None]], ...] = (
     bus_flood,
     queue_flood,
     odd_bodies,
+    large_integers,
     long_field_name,
     web_pages,
+    *hostile_surroundings.ATTACKS,
+    *hostile_grammars.ATTACKS,
 )
 BY_NAME = {attack.__name__: attack for attack in ATTACKS}
-
-DESCRIPTORS = {"idle_connections": 1024}
-"""Attacks on a pipeline that may have so many files open."""
 
 NOT_PROMISED = frozenset({"bus_flood", "queue_flood"})
 """Whoever may write to the requests stream itself is trusted with its order: first come, first

@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
 import redis
 import redis.asyncio
@@ -22,6 +22,9 @@ from chaos_rig import free_port
 
 PERIOD_S = 0.1
 """A bystander sends a request this often over HTTP, and another over Redis."""
+
+_CONSTRAINED_EVERY = 5
+"""Of so many requests over HTTP there is one more, with a regular expression that is new."""
 
 GRACE_S = 60.0
 """How long its requests may take before they count as lost."""
@@ -38,12 +41,34 @@ MEMORY_MB = 100.0
 """More than before an attack that the processes may take after it."""
 
 
+LOG_KB = 1024
+"""What an attack may add to the log."""
+
+
+class Surroundings(NamedTuple):
+    """How a pipeline is started.
+
+    Attributes:
+        descriptors: The limit of open files that all processes start with.
+        grpc: Whether it speaks gRPC, too.
+        log: Where its log goes: a file, a disk that is full, or a pipe that nobody has open or
+            reads.
+        serve: Whether it is `serve`, in one process and without Redis, instead of `up --gateway`.
+    """
+
+    descriptors: int | None = None
+    grpc: bool = False
+    log: Literal["file", "full", "closed", "unread"] = "file"
+    serve: bool = False
+
+
 class Target(NamedTuple):
-    """Where the attacked pipeline is; everything is on 127.0.0.1."""
+    """Where the attacked pipeline is; everything is on 127.0.0.1. Without Redis its port is 0."""
 
     http_port: int
     redis_port: int
     folder: str
+    grpc_port: int = 0
 
     @property
     def url(self) -> str:
@@ -55,6 +80,7 @@ class Live:
 
     Attributes:
         target: Where it is.
+        surroundings: How it was started.
         pids: Of each process by its role, when it had just started.
         start_mb: What ours took when they had served two full batches.
     """
@@ -62,28 +88,51 @@ class Live:
     def __init__(
         self,
         folder: Path,
-        descriptors: int | None = None,
+        surroundings: Surroundings | None = None,
         settings: Mapping[str, object] | None = None,
     ) -> None:
-        """Args: `descriptors` is the limit of open files that all processes start with."""
+        """Starts it."""
         folder.mkdir(parents=True)
-        self.target = Target(free_port(), free_port(), str(folder))
-        self.descriptors = descriptors
+        self.surroundings = surroundings = surroundings or Surroundings()
+        redis_port = 0 if surroundings.serve else free_port()
+        self.target = Target(free_port(), redis_port, str(folder), free_port())
         self.log = folder / "up.log"
+        self.log.touch()
         self.pids: dict[str, int] = {}
         self.start_mb = 0.0
-        command = [sys.executable, "-m", "nano_inference", "up"]
-        command += ["--gateway", str(self.target.http_port), "--port", str(self.target.redis_port)]
+        command = [sys.executable, "-m", "nano_inference"]
+        if surroundings.serve:
+            command += ["serve", "--port", str(self.target.http_port)]
+        else:
+            command += ["up", "--gateway", str(self.target.http_port), "--port", str(redis_port)]
+        if surroundings.grpc:
+            command += ["--grpc-port", str(self.target.grpc_port)]
         for name, value in {"pipeline.drain_timeout_s": 2, **(settings or {})}.items():
             command += ["--set", f"{name}={value}"]
-        if descriptors is not None:
-            command = ["/bin/sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", *command]
+        if (most := surroundings.descriptors) is not None:
+            command = ["/bin/sh", "-c", f'ulimit -n {most}; exec "$@"', "sh", *command]
         # What a killed process leaves in the temporary folder goes with ours.
         environment = os.environ | {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
-        with self.log.open("ab") as output:
+        self._unread: int | None = None
+        with self._output() as output:
             self._process = subprocess.Popen(
                 command, stdout=output, stderr=output, env=environment, start_new_session=True
             )
+
+    def _output(self) -> IO[bytes]:
+        """Where its log goes."""
+        match self.surroundings.log:
+            case "file":
+                return self.log.open("ab")
+            case "full":
+                return open("/dev/full", "ab")
+            case "closed" | "unread" as kind:
+                reading, writing = os.pipe()
+                if kind == "unread":
+                    self._unread = reading
+                else:
+                    os.close(reading)
+                return open(writing, "ab")
 
     def wait(self) -> None:
         """Until it has answered requests. Raises RuntimeError when it does not."""
@@ -126,7 +175,9 @@ class Live:
         return {role: round(_pss_mb(pid)) for role, pid in self.processes().items()}
 
     def is_idle(self) -> bool:
-        """Whether no request waits or runs."""
+        """Whether no request waits or runs, as far as Redis tells."""
+        if not self.target.redis_port:
+            return True
         try:
             with redis.Redis(port=self.target.redis_port, socket_timeout=5) as client:
                 return client.xlen("nano:requests") == 0
@@ -146,15 +197,23 @@ class Live:
                 if _is_ours(pid, self.target.folder):
                     os.kill(pid, signal.SIGKILL)
         self._process.wait()
+        if self._unread is not None:
+            os.close(self._unread)
+            self._unread = None
 
     def _tree(self) -> list[int]:
         """The processes that descend from ours, which comes first."""
-        found = [self._process.pid] if self._process.poll() is None else []
-        for pid in found:  # grows meanwhile
-            for children in Path(f"/proc/{pid}/task").glob("*/children"):
-                with contextlib.suppress(OSError):
-                    found += [int(child) for child in children.read_text().split()]
-        return found
+        return descendants(self._process.pid) if self._process.poll() is None else []
+
+
+def descendants(pid: int) -> list[int]:
+    """A process and all that descend from it."""
+    found = [pid]
+    for each in found:  # grows meanwhile
+        for children in Path(f"/proc/{each}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                found += [int(child) for child in children.read_text().split()]
+    return found
 
 
 async def _use(target: Target) -> None:
@@ -176,7 +235,7 @@ def _role(arguments: list[str]) -> str:
         return ""  # which names whom it forks
     if "--stages" in arguments:
         return arguments[arguments.index("--stages") + 1]
-    for role in ("gateway", "up"):
+    for role in ("gateway", "up", "serve"):
         if role in arguments:
             return role
     return "server" if "valkey" in arguments[0] else ""
@@ -223,7 +282,17 @@ class Waits:
 
 async def ask_over_http(target: Target, number: int) -> None:
     """A small request on a connection of its own."""
-    body = {"text": f"{number % 90} + 25 =", "sampling_params": _small("max_new_tokens")}
+    await _ask(target, number, _small("max_new_tokens"))
+
+
+async def ask_constrained(target: Target, number: int) -> None:
+    """The same with a constraint that has to be compiled."""
+    regex = f"[0-9]{{1,9}}(x{number})?"
+    await _ask(target, number, {"max_new_tokens": 4, "temperature": 0, "regex": regex})
+
+
+async def _ask(target: Target, number: int, sampling: dict[str, Any]) -> None:
+    body = {"text": f"{number % 90} + 25 =", "sampling_params": sampling}
     status = await generate(target, body, "bystander")
     if status != "200":
         raise RuntimeError(f"status {status or 'none: the connection was closed'}")
@@ -271,7 +340,7 @@ def _small(name: str) -> dict[str, Any]:
 async def stand_by(target: Target) -> dict[str, Any]:
     """Sends until standard input is closed; what both ways took."""
     closed = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
-    http, bus = Waits(), Waits()
+    http, bus, constrained = Waits(), Waits(), Waits()
     running: set[asyncio.Task[None]] = set()
     pool = redis.asyncio.ConnectionPool(
         host="127.0.0.1",
@@ -285,14 +354,16 @@ async def stand_by(target: Target) -> dict[str, Any]:
         number = 0
         while not closed.done():
             number += 1
-            for work in (
-                http.measure(lambda n=number: ask_over_http(target, n)),
-                bus.measure(lambda n=number: ask_over_redis(client, n)),
-            ):
-                running.add(asyncio.create_task(work))
+            works = [http.measure(lambda n=number: ask_over_http(target, n))]
+            if target.redis_port:
+                works.append(bus.measure(lambda n=number: ask_over_redis(client, n)))
+            if number % _CONSTRAINED_EVERY == 0:
+                works.append(constrained.measure(lambda n=number: ask_constrained(target, n)))
+            running.update(map(asyncio.create_task, works))
             await asyncio.sleep(PERIOD_S)
         await asyncio.wait(running)
-    return {"http": http.summary(), "redis": bus.summary()}
+    ways = {"http": http, "redis": bus, "constrained": constrained}
+    return {way: waits.summary() for way, waits in ways.items()}
 
 
 class Bystander:
@@ -330,7 +401,7 @@ class Bystander:
 def bounds_broken(row: dict[str, Any]) -> list[str]:
     """The bounds that a row does not keep, as sentences."""
     found = []
-    for way in ("http", "redis"):
+    for way in ("http", "redis", "constrained"):
         waits = row[way]
         if waits["worst_s"] > WORST_S:
             found.append(f"a bystander waits {waits['worst_s']:.1f} s over {way}")
@@ -338,6 +409,8 @@ def bounds_broken(row: dict[str, Any]) -> list[str]:
             found.append(f"{waits['lost']} of {waits['sent']} lost over {way}: {waits['errors']}")
     if row["after_mb"] > row["before_mb"] + MEMORY_MB:
         found.append(f"{row['after_mb'] - row['before_mb']} MB more than before")
+    if row["log_kb"] > LOG_KB:
+        found.append(f"{row['log_kb']} kB more in the log")
     if not row["same_processes"]:
         found.append("processes ended")
     return found

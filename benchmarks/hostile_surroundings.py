@@ -1,0 +1,245 @@
+"""Attacks of hostile.py on what is around a pipeline: its log, its files, its parent, its models.
+
+As those of hostile_attacks.py. `SURROUNDINGS` are those in which some of them take place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import io
+import os
+import select
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from chaos_rig import free_port
+from hostile_attacker import Attacker
+from hostile_rig import Surroundings, descendants
+
+HOLD_S = 12.0
+"""How long connections are held that do nothing."""
+
+ENDED_S = 1.0
+"""From the end of `up` by SIGKILL to that of the last of its processes."""
+
+_BOMB_BYTES = 512 << 20
+
+
+# --- the log --------------------------------------------------------------------------------------
+
+
+async def log_lines(attacker: Attacker) -> None:
+    """20,000 entries on a link that are no messages, and 200 refused regexes: a line for each."""
+    async with attacker.bus() as client:
+        for _ in range(40):
+            pipeline = client.pipeline(transaction=False)
+            for number in range(500):
+                pipeline.xadd("nano:control.admission", {"msgpack": f"no message {number}"})
+            await pipeline.execute()
+    regex = {"text": "a", "sampling_params": {"regex": "(", "max_new_tokens": 1}}
+    for _ in range(20):
+        await asyncio.gather(*(attacker.call("/generate", regex) for _ in range(10)))
+
+
+async def full_log(attacker: Attacker) -> None:
+    """The same, where the log is on a disk that is full."""
+    await log_lines(attacker)
+
+
+async def closed_log(attacker: Attacker) -> None:
+    """The same, where the log goes to a pipe that nobody has open any more."""
+    await log_lines(attacker)
+
+
+async def unread_log(attacker: Attacker) -> None:
+    """The same, where the log goes to a pipe that nobody reads."""
+    await log_lines(attacker)
+
+
+# --- files and processes --------------------------------------------------------------------------
+
+
+async def idle_both(attacker: Attacker) -> None:
+    """400 idle connections over HTTP and 400 over gRPC, to a gateway that may have 256 files."""
+    writers = await attacker.open(400, port=attacker.target.grpc_port)
+    writers += await attacker.open(400)
+    await asyncio.sleep(HOLD_S)
+    attacker.hang_up(writers)
+
+
+async def killed_up(attacker: Attacker) -> None:
+    """SIGKILL for an `up` of its own, whose processes load their model."""
+    ports = ["--port", str(free_port()), "--gateway", str(free_port())]
+    command = ["nice", sys.executable, "-m", "nano_inference", "up", *ports]
+    environment = os.environ | {"TMPDIR": attacker.target.folder}
+    # Its lines are nobody's.
+    process = subprocess.Popen(  # noqa: ASYNC220
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
+    )
+    ends: list[int] = []
+    try:
+        while len(_children_of(process.pid)) < 6:  # noqa: ASYNC110  (it can't tell us)
+            await asyncio.sleep(0.05)
+        ends = [os.pidfd_open(pid) for pid in descendants(process.pid)[1:]]
+        start = time.monotonic()
+        process.kill()
+        for end in ends:
+            # A process's descriptor is readable once the process has ended.
+            await asyncio.to_thread(select.select, [end], [], [], 20)
+        took_s = time.monotonic() - start
+        attacker.told[f"{len(ends)} processes ended within {took_s:.2f} s"] += 1
+        if took_s > ENDED_S:
+            attacker.broken.append(f"processes live {took_s:.1f} s longer than `up`")
+    finally:
+        process.kill()
+        process.wait()
+        for end in ends:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(end, signal.SIGKILL)
+            os.close(end)
+
+
+def _children_of(pid: int) -> list[int]:
+    """The stages and the gateway that an `up` has started."""
+    found = []
+    for each in descendants(pid):
+        with contextlib.suppress(OSError):
+            if "--with-parent" in Path(f"/proc/{each}/cmdline").read_text():
+                found.append(each)
+    return found
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+async def evil_archives(attacker: Attacker) -> None:
+    """Archives for `pull`: one whose links lead to a file elsewhere (CVE-2025-4517), and a bomb."""
+    folder = attacker.folder / "archives"
+    folder.mkdir(exist_ok=True)
+    outside = attacker.folder / "models" / "outside"
+    outside.parent.mkdir(exist_ok=True)
+    outside.write_text("mine")
+    _write_tar(folder / "links.tar.gz", _links("../outside"))
+    _write_tar(folder / "bomb.tar.gz", [_entry("model.safetensors", size=_BOMB_BYTES)])
+    with _served(folder) as url:
+        for name in ("links", "bomb"):
+            ran = await asyncio.to_thread(_pull, f"{url}/{name}.tar.gz", outside.parent / name)
+            attacker.told[f"{name}: status {ran.returncode}"] += 1
+            if ran.returncode == 0:
+                attacker.broken.append(f"{name}.tar.gz is taken for a model")
+    if outside.read_text() != "mine":
+        attacker.broken.append("a file elsewhere is overwritten")
+
+
+def _pull(url: str, to: Path) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "nano_inference", "pull", url, "--unverified", "--to", str(to)]
+    return subprocess.run(command, capture_output=True, check=False)
+
+
+def _entry(
+    name: str, kind: bytes = tarfile.REGTYPE, link: str = "", size: int = 0
+) -> tarfile.TarInfo:
+    found = tarfile.TarInfo(name)
+    found.type, found.linkname, found.size = kind, link, size
+    return found
+
+
+def _links(outside: str) -> list[tarfile.TarInfo]:
+    """A path of links so long that `os.path.realpath` stops resolving it."""
+    long, path, letters = "d" * 247, "", "abcdefghijklmnop"
+    entries = []
+    for letter in letters:
+        entries.append(_entry(path + long, tarfile.DIRTYPE))
+        entries.append(_entry(path + letter, tarfile.SYMTYPE, long))
+        path += f"{long}/"
+    link = "/".join(letters) + "/" + "l" * 254
+    return [
+        *entries,
+        _entry(link, tarfile.SYMTYPE, "../" * len(letters)),
+        _entry("escape", tarfile.SYMTYPE, f"{link}/../{outside}"),
+        _entry("hard", tarfile.LNKTYPE, "escape"),
+        _entry("hard", size=3),
+    ]
+
+
+class _Zeros(io.RawIOBase):
+    """As many as are asked for."""
+
+    def read(self, size: int = -1, /) -> bytes:
+        return bytes(size)
+
+
+def _write_tar(path: Path, entries: list[tarfile.TarInfo]) -> None:
+    with tarfile.open(path, "w:gz", compresslevel=1) as tar:
+        for each in entries:
+            tar.addfile(each, _Zeros() if each.isreg() else None)
+
+
+@contextlib.contextmanager
+def _served(folder: Path) -> Iterator[str]:
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    handler = functools.partial(Quiet, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+
+
+# --- Redis ----------------------------------------------------------------------------------------
+
+
+async def many_fields(attacker: Attacker) -> None:
+    """An entry of a million fields on the requests stream, and another on a link."""
+    for key in (b"nano:requests", b"nano:control.admission"):
+        await _add_many_fields(attacker, key, 1_000_000)
+        await asyncio.sleep(4.0)
+
+
+async def _add_many_fields(attacker: Attacker, key: bytes, fields: int) -> None:
+    """In the server's protocol by hand: clients take seconds to put so many words together."""
+    words = [b"XADD", key, b"*"]
+    for number in range(fields):
+        words += (b"f%d" % number, b"v")
+    parts = [b"$%d\r\n%s\r\n" % (len(word), word) for word in words]
+    reader, writer = await asyncio.open_connection("127.0.0.1", attacker.target.redis_port)
+    writer.write(b"*%d\r\n" % len(words) + b"".join(parts))
+    attacker.told[f"{(await reader.readline())[:1].decode()} from the server"] += 1
+    writer.close()
+
+
+ATTACKS: tuple[Callable[[Attacker], Awaitable[None]], ...] = (
+    log_lines,
+    full_log,
+    closed_log,
+    unread_log,
+    idle_both,
+    killed_up,
+    evil_archives,
+    many_fields,
+)
+
+SURROUNDINGS = {
+    "idle_connections": Surroundings(descriptors=1024),
+    "idle_both": Surroundings(descriptors=256, grpc=True),
+    "full_log": Surroundings(log="full"),
+    "closed_log": Surroundings(log="closed"),
+    "unread_log": Surroundings(log="unread"),
+    "serve_grammars": Surroundings(serve=True),
+    "serve_masks": Surroundings(serve=True),
+}
+"""Of attacks for which the pipeline is started in a way of its own."""

@@ -1,0 +1,350 @@
+"""Writes the tables of the documents from the result files.
+
+    python benchmarks/tables.py
+
+Each table stands in README.md or benchmarks/README.md between `<!-- table: NAME -->` and
+`<!-- end -->`, and a function of that name below makes it from files in benchmarks/results/. Run
+this after a measurement was written there with `--json`; a test fails until it is done.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+DOCUMENTS = (HERE.parent / "README.md", HERE / "README.md")
+
+TABLE = re.compile(r"(?<=<!-- table: )([a-z0-9-]+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
+
+PEERS = {
+    "openvino": "OpenVINO GenAI",
+    "llamacpp": "llama.cpp",
+    "transformers": "Transformers `generate`",
+    "generate_batch": "`generate_batch`",
+}
+
+FIGURES = {
+    "W1-short decode step, ms": "1 x 128 tokens, ms per token",
+    "W1-short prefill, s": "1 x 128 tokens, prefill, s",
+    "W2 decode step, ms": "16 x 128 tokens, ms per step",
+    "W2 prefill, s": "16 x 128 tokens, prefill, s",
+    "W3 total, s": "4 x 256 tokens, 8 samples of 32 tokens each, s",
+    "W5 total, s": "32 x 1,024 common tokens and 64 of their own, 32 new, s",
+}
+
+
+@cache
+def result(name: str) -> Any:
+    """Return the content of a result file."""
+    return json.loads((HERE / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def rows(head: Sequence[str], body: Iterable[Sequence[object]]) -> str:
+    """Return a Markdown table; all columns but the first one hold numbers."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *body]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+def short(value: float | None, digits: int = 3) -> str:
+    """Return a number with so many significant digits."""
+    if value is None:
+        return ""
+    if value >= 10 ** (digits - 1):
+        return f"{value:,.0f}"
+    return f"{value:#.{digits}g}".rstrip(".")
+
+
+# --- run.py ---------------------------------------------------------------------------------------
+
+
+def engines_of(names: Sequence[str], state: str, peers: Sequence[str]) -> str:
+    """Return medians of `run.py` in a state of the machine, with each peer's time over ours."""
+    measured = {
+        figure: by_engine
+        for name in names
+        for figure, by_engine in result(name)["figures"].get(state, {}).items()
+        if figure in FIGURES and "ours" in by_engine
+    }
+    body = []
+    for figure, words in FIGURES.items():
+        if by_engine := measured.get(figure):
+            ours = statistics.median(by_engine["ours"])
+            cells = [against(by_engine.get(peer), ours) for peer in peers]
+            body.append([words, f"{short(ours)} ({len(by_engine['ours'])})", *cells])
+    return rows(["", "nano-inference", *(PEERS[peer] for peer in peers)], body)
+
+
+def against(times: Sequence[float] | None, ours: float) -> str:
+    """Return a median, over ours, and of how many turns; nothing where there are none."""
+    if not times:
+        return ""
+    median = statistics.median(times)
+    return f"{short(median)} = {median / ours:.2f} x ({len(times)})"
+
+
+AMX = ("run-S-2-amx-cores-W1-short", "run-S-2-amx-cores-W2-W3", "run-S-2-amx-cores-W5")
+VECTORS = ("run-S-2-amx-cores-by-vectors-W1-short", "run-S-2-amx-cores-by-vectors-W2-W3")
+EPYC = ("run-S-2-cpu-cores-W1-short", "run-S-2-cpu-cores-W2-W3")
+
+
+def run_amx() -> str:
+    return engines_of(AMX, "near", ("openvino", "llamacpp"))
+
+
+def run_transformers() -> str:
+    names = ["run-S-2-amx-cores-Transformers"]
+    return engines_of(names, "near", ("transformers", "generate_batch"))
+
+
+def run_vectors() -> str:
+    return engines_of(VECTORS, "near", ("openvino", "llamacpp"))
+
+
+def run_epyc() -> str:
+    return engines_of(EPYC, "near", ("openvino", "llamacpp"))
+
+
+def run_epyc_busy() -> str:
+    names = ["run-S-2-cpu-cores-W1-short-one-busy"]
+    return engines_of(names, "shared", ("openvino", "llamacpp"))
+
+
+# --- pipeline.py, gateway.py, poisson.py, kserve.py -----------------------------------------------
+
+PIPELINE = {
+    "bare loop": "the bare loop (`InferenceEngine.generate`)",
+    "Transformers, padded batch": "Transformers' `generate`, padded batch",
+    "memory": "pipeline in memory",
+    "memory, chunks": "pipeline in memory, every token streamed",
+    "Redis, five processes": "five processes over Redis",
+    "Redis, five processes, chunks": "five processes over Redis, every token streamed",
+}
+
+
+def pipeline_of(name: str) -> str:
+    variants = result(name)["variants"]
+    body = [
+        [words, f"{variants[key]['tokens_per_s']:,.0f}", f"{variants[key]['x_bare']:.2f}"]
+        for key, words in PIPELINE.items()
+        if key in variants
+    ]
+    return rows(["", "tokens/s", "time over the bare loop"], body)
+
+
+def pipeline() -> str:
+    return pipeline_of("pipeline-2-cpu-cores")
+
+
+def pipeline_s() -> str:
+    return pipeline_of("pipeline-S-2-cpu-cores")
+
+
+def gateway() -> str:
+    shapes = result("gateway-2-cpu-cores")["shapes"]
+    body = [
+        [way, *(f"{shape['ways'][way]['x_submit']:.2f}" for shape in shapes.values())]
+        for way in ("HTTP", "HTTP, streaming")
+    ]
+    return rows(["time over `Pipeline.submit`", *shapes], body)
+
+
+def poisson() -> str:
+    measured = result("poisson-S-2-cpu-cores")["rows"]
+    servers = ("nano-inference", "llama-server", "transformers serve")
+    body = []
+    for row in sorted(measured, key=lambda row: (row["rate"], servers.index(row["server"]))):
+        ttft = [short(row[f"ttft_ms_{share}"] / 1000, 2) for share in ("p50", "p99")]
+        gap = [f"{row[f'itl_ms_{share}']:,.0f}" for share in ("p50", "p99")]
+        rate = f"{row['rate']:g}, {row['server']}"
+        body.append([rate, " / ".join(ttft), " / ".join(gap), f"{row['tokens_per_s']:.0f}"])
+    head = ["requests/s", "TTFT p50 / p99, s", "gap between tokens p50 / p99, ms", "tokens/s"]
+    return rows(head, body)
+
+
+def kserve() -> str:
+    files = {"one tensor": "kserve-1-tensor", "four tensors": "kserve-4-tensors"}
+    seconds = {words: result(f"{name}-2-cpu-cores")["seconds"] for words, name in files.items()}
+    ways = ("shared memory, gRPC", "shared memory, HTTP", "inline, gRPC", "inline, HTTP")
+    body = [[way, *(trip(times, way) for times in seconds.values())] for way in ways]
+    return rows(["seconds, speed over memcpy", *seconds], body)
+
+
+def trip(seconds: dict[str, list[float]], way: str) -> str:
+    """Return the median time of a way, and the median of its speeds over memcpy."""
+    times = seconds[way]
+    speed = statistics.median(a / b for a, b in zip(seconds["memcpy"], times, strict=True))
+    return f"{short(statistics.median(times))}, {speed:.3f}"
+
+
+# --- chaos.py, durability.py, hostile.py ----------------------------------------------------------
+
+
+def faults(kills: dict[str, int]) -> str:
+    """Return how many faults there were."""
+    return (
+        f"{sum(kills.values())} ({', '.join(f'{count} {name}' for name, count in kills.items())})"
+    )
+
+
+def chaos() -> str:
+    told = result("chaos")
+    names = ("lost", "duplicated", "gaps", "mismatched", "mismatched_sampled", "not_recovered")
+    body = [
+        ["requests", told["requests"]],
+        ["faults", faults(told["kills"])],
+        *([name, told[name]] for name in names),
+        ["wall time, s", told["wall_s"]],
+    ]
+    times = {"recovery": told["recovery_s"]} | {
+        f"recovery from {target}": times for target, times in told["recovery_s_by_target"].items()
+    }
+    body += [[f"{words} p50 / p99, s", span(each)] for words, each in times.items()]
+    return rows(["chaos.json", ""], body)
+
+
+def span(times: dict[str, float]) -> str:
+    """Return p50 and p99."""
+    return f"{short(times['p50'])} / {short(times['p99'])}"
+
+
+def chaos_http() -> str:
+    told = result("chaos-http")
+    names = ("lost", "doubled", "gaps", "different", "different_sampled", "returns")
+    body = [
+        ["requests", told["requests"]],
+        ["faults", faults(told["kills"])],
+        *([name, told[name]] for name in names),
+        ["wall time, s", told["wall_s"]],
+    ]
+    return rows(["chaos-http.json", ""], body)
+
+
+def durability_recovery() -> str:
+    body = [
+        [row["in_flight"], short(row["first_token_s"], 2), short(row["every_request_s"], 2)]
+        for row in result("durability")["recovery"]
+    ]
+    head = ["requests in flight", "first token, s", "every request has another one, s"]
+    return rows(head, body)
+
+
+def durability_cost() -> str:
+    cost = result("durability")["cost"]
+    memory = cost[0]["tokens_per_s"]
+    body = [
+        [
+            row["ends"],
+            f"{row['tokens_per_s']:,}",
+            f"{row['tokens_per_s'] / memory:.2f}",
+            f"{row['ttft_p50_ms']:.0f}",
+        ]
+        for row in cost
+    ]
+    return rows(["requests and results", "tokens/s", "x memory", "TTFT p50, ms"], body)
+
+
+def waits() -> tuple[float, list[tuple[str, float]]]:
+    """Return the bystander's worst wait in peace, and under each attack, longest first."""
+    worst = {
+        row["attack"]: max(row[way]["worst_s"] for way in ("http", "redis"))
+        for row in result("hostile")["rows"]
+    }
+    peace = worst.pop("(nothing)")
+    return peace, sorted(worst.items(), key=lambda each: -each[1])
+
+
+def hostile() -> str:
+    peace, worst = waits()
+    lost = sum(row[way]["lost"] for row in result("hostile")["rows"] for way in ("http", "redis"))
+    ended = sum(not row["same_processes"] for row in result("hostile")["rows"])
+    body = [
+        ["attacks", len(worst)],
+        ["worst wait without an attack, s", peace],
+        *([f"worst wait under `{attack}`, s", wait] for attack, wait in worst[:3]),
+        ["bystander's requests lost", lost],
+        ["attacks under which a process ended", ended],
+    ]
+    return rows(["hostile.json", ""], body)
+
+
+# --- README.md ------------------------------------------------------------------------------------
+
+
+def medians(name: str, figure: str, peers: Sequence[str]) -> list[str]:
+    """Return our median of a figure of `run.py`, and each peer's."""
+    by_engine = result(name)["figures"]["near"][figure]
+    return [short(statistics.median(by_engine[engine])) for engine in ("ours", *peers)]
+
+
+def measured() -> str:
+    variants = result("pipeline-2-cpu-cores")["variants"]
+    streamed = variants["Redis, five processes, chunks"]
+    padded = variants["Transformers, padded batch"]
+    one = medians(AMX[0], "W1-short decode step, ms", ("openvino", "llamacpp"))
+    sixteen = medians(AMX[1], "W2 decode step, ms", ("openvino", "llamacpp"))
+    over_http = {
+        row["server"]: short(row["ttft_ms_p50"] / 1000, 2)
+        for row in result("poisson-S-2-cpu-cores")["rows"]
+        if row["rate"] == 1
+    }
+    told = result("chaos")
+    lost = sum(told[name] for name in ("lost", "duplicated", "gaps", "mismatched"))
+    body = [
+        [
+            "bundled model, 128 requests, five processes over Redis, streamed",
+            f"{streamed['tokens_per_s']:,.0f} tokens/s",
+            f"Transformers' `generate`: {padded['tokens_per_s']:,.0f}",
+        ],
+        ["0.5 B, one sequence", f"{one[0]} ms per token", peers_of(one)],
+        ["0.5 B, 16 sequences", f"{sixteen[0]} ms per step", peers_of(sixteen)],
+        [
+            "0.5 B, over HTTP, one request per second",
+            f"first token after {over_http['nano-inference']} s",
+            f"llama-server: {over_http['llama-server']}; "
+            f"`transformers serve`: {over_http['transformers serve']}",
+        ],
+        [
+            f"{told['requests']:,} streams under {sum(told['kills'].values())} faults (`kill -9` "
+            "of stages and Redis, cut connections)",
+            f"{lost} lost, doubled, cut or different",
+            f"next token after {short(told['recovery_s']['p50'], 2)} s "
+            f"(99 %: {short(told['recovery_s']['p99'], 2)} s)",
+        ],
+    ]
+    return rows(["", "nano-inference", "beside it"], body)
+
+
+def peers_of(times: Sequence[str]) -> str:
+    """Return the times of the two engines beside ours."""
+    return f"OpenVINO GenAI: {times[1]}; llama.cpp: {times[2]}"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    make.__name__.replace("_", "-"): make
+    for make in (
+        *(run_amx, run_transformers, run_vectors, run_epyc, run_epyc_busy),
+        *(pipeline, pipeline_s, gateway, poisson, kserve),
+        *(chaos, chaos_http, durability_recovery, durability_cost, hostile, measured),
+    )
+}
+
+
+def written(text: str) -> str:
+    """Return a document with its tables as the result files have them."""
+    return TABLE.sub(lambda found: f"{found[1]}{found[2]}\n{TABLES[found[1]]()}\n", text)
+
+
+def main() -> None:
+    for path in DOCUMENTS:
+        text = path.read_text(encoding="utf-8")
+        path.write_text(written(text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -31,6 +31,7 @@ from ..config import (
     ModelError,
     NanoInferenceError,
     PipelineConfig,
+    missing_model,
 )
 from ..pipeline.pipeline import Pipeline
 from ..telemetry import endpoint_of
@@ -255,8 +256,7 @@ def check_folder(path: str) -> Check:
     if (facts := facts_of(folder)) is not None:
         return _check_gguf(named, folder, facts)
     if not folder.is_dir():
-        advice = "download the model there first, for example with `hf download`"
-        return Check("folder", "fail", f"there is no folder {folder}", advice)
+        return Check("folder", "fail", f"there is no folder {folder}", missing_model(path))
     missing = [
         what
         for what, pattern in (

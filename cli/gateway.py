@@ -18,11 +18,15 @@ from .options import ENGINE_OPTIONS, Options, WithParent, takes_options
 from .process import forbid_torch, raise_file_limit, until_told_to_stop
 from .process_memory import spare_collector
 
+MOST_PORT = 65_535
+
 GatewayPort = Annotated[
     int | None,
     typer.Option(
         "--gateway",
         metavar="PORT",
+        min=0,
+        max=MOST_PORT,
         help="Serve HTTP on this port as well, from a process of its own.",
         show_default=False,
     ),
@@ -33,6 +37,8 @@ GrpcPort = Annotated[
     typer.Option(
         "--grpc-port",
         metavar="PORT",
+        min=0,
+        max=MOST_PORT,
         help="Serve KServe V2 over gRPC on this port as well; else gateway.grpc_port, else not.",
         show_default=False,
     ),
@@ -52,7 +58,12 @@ def gateway(
     options: Options,
     port: Annotated[
         int | None,
-        typer.Option(help=f"Where it listens; else gateway.port, else {DEFAULT_PORT}."),
+        typer.Option(
+            metavar="PORT",
+            min=0,
+            max=MOST_PORT,
+            help=f"Where it listens; else gateway.port, else {DEFAULT_PORT}.",
+        ),
     ] = None,
     grpc_port: GrpcPort = None,
     insecure: Insecure = False,

@@ -17,7 +17,7 @@ from ..config.temporary import sweep
 from ..gateway.gateway import Gateway, check_ports
 from ..pipeline.pipeline import Pipeline
 from ..telemetry import LogOutput, setup_logging
-from .gateway import GrpcPort, Insecure, listening
+from .gateway import MOST_PORT, GrpcPort, Insecure, listening
 from .model_paths import check_model_files
 from .options import ENGINE_OPTIONS, Options, takes_options
 from .process import drain, raise_file_limit, until_told_to_stop
@@ -36,7 +36,12 @@ def serve(
     options: Options,
     port: Annotated[
         int | None,
-        typer.Option(help=f"Where it listens; else gateway.port, else {SERVE_PORT}."),
+        typer.Option(
+            metavar="PORT",
+            min=0,
+            max=MOST_PORT,
+            help=f"Where it listens; else gateway.port, else {SERVE_PORT}.",
+        ),
     ] = None,
     host: Annotated[
         str | None,

@@ -62,11 +62,12 @@ async def probe(server: Server, path: str) -> str:
 
     Raises:
         Unreachable: Nothing answers there.
-        ConfigError: The server knows no such probe, or no such model.
+        ConfigError: The server has no such probe.
         RequestError: It refuses to answer.
     """
     async with HttpCalls(server) as calls:
-        status, body = await calls.get(path, refused=(503,))
+        # KServe's probe of a model says no with 400.
+        status, body = await calls.get(path, refused=(400, 503))
     if status == 404:
         raise ConfigError(f"{calls.root} has no {path}")
     if status == 200:

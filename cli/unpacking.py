@@ -162,8 +162,10 @@ class _Writer:
         if self._members > MOST_MEMBERS:
             raise Refused(f"it has more than {MOST_MEMBERS} files and folders")
         parts = _parts(member.path)
-        if not parts and member.is_folder:
-            return
+        if not parts:
+            if member.is_folder:
+                return
+            raise Refused(f"the file {shown(member.path)} has no name")
         self._enter(parts, member)
         if member.size < 0:
             raise Refused(f"{shown(member.path)} has a negative size")
@@ -220,7 +222,7 @@ def _parts(path: str) -> tuple[str, ...]:
     """The parts of a path, which stays in its folder and has a name on every file system.
 
     Raises:
-        Refused: It does not, or has none.
+        Refused: It does not.
     """
     parts = tuple(part for part in path.split("/") if part not in ("", "."))
     if path.startswith("/") or ".." in parts or "\\" in path or (parts and ":" in parts[0]):

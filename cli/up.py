@@ -27,18 +27,29 @@ from ..config.temporary import sweep
 from ..gateway.gateway import check_ports
 from .embedded import embedded_server
 from .forks import Forks
-from .gateway import GatewayPort, GrpcPort, Insecure
+from .gateway import MOST_PORT, GatewayPort, GrpcPort, Insecure
 from .model_paths import check_model_files
 from .options import ENGINE_OPTIONS, Options, takes_options
 from .processes import GATEWAY, STOPPING, Identity, Printer, Processes, kill_on_second
+
+SERVER_PORT = urlsplit(DEFAULT_URL).port or 0
+"""Of the embedded server, unless it is said."""
+
+ServerPort = Annotated[
+    int,
+    typer.Option(
+        metavar="PORT",
+        min=1,
+        max=MOST_PORT,
+        help="Port of the embedded server, when no --bus is given.",
+    ),
+]
 
 
 @takes_options("reference", *ENGINE_OPTIONS)
 def up(
     options: Options,
-    port: Annotated[
-        int, typer.Option(help="Port of the embedded server, when no --bus is given.")
-    ] = urlsplit(DEFAULT_URL).port or 0,
+    port: ServerPort = SERVER_PORT,
     replicas: Annotated[
         int | None,
         typer.Option(

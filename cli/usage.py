@@ -28,7 +28,8 @@ def usage_sentence(error: Any) -> str:
     command = context.command_path if context is not None else PROGRAM
     message = _of_value(error) or str(error.format_message())
     sentence = f"{message[:1].lower()}{message[1:]}".rstrip(".")
-    return f"{sentence}{_advice(error, context, command)}; see '{command} --help'"
+    sentence += _advice(error, context, command)
+    return f"{sentence}{' See' if sentence.endswith('?') else '; see'} '{command} --help'"
 
 
 def _of_value(error: Any) -> str:

@@ -219,8 +219,12 @@ def _put(tree: Tree, dotted: str, value: Any, *, source: str) -> None:
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of a sentence about an unknown name: the nearest known one, or all of them.
 
-    Comparing takes time with the square of a name's length, so only short ones are compared.
+    Empty if none are known. Comparing takes time with the square of a name's length, so only short
+    ones are compared.
     """
+    names = list(known)
     short = len(name) <= MOST_SHOWN
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=_NEAR) if short else []
-    return f"; did you mean {matches[0]!r}?" if matches else f"; known: {', '.join(known)}"
+    matches = difflib.get_close_matches(name, names, n=1, cutoff=_NEAR) if short else []
+    if matches:
+        return f"; did you mean {matches[0]!r}?"
+    return f"; known: {', '.join(names)}" if names else ""

@@ -44,6 +44,7 @@ _SHOWN = (
 
 
 _BYTES = "application/octet-stream"
+_NO_ORIGIN = "null"
 # How all browsers' names begin.
 _BROWSERS = "Mozilla/"
 
@@ -114,6 +115,13 @@ class _KnownCallers:
                 f"this gateway is not known as {shown(name)}; call it by its address, or name the "
                 "host in gateway.allowed_hosts",
                 "forbidden_host",
+            )
+        if origin == _NO_ORIGIN:
+            return _Refused(
+                "this comes from a page without an origin, such as a local file or a sandboxed "
+                "frame, and those can't be allowed; serve the page over HTTP, and add that origin "
+                "to the setting gateway.allowed_origins",
+                "forbidden_origin",
             )
         if origin is not None and origin.lower() not in self._origins:
             return _of_a_page(f"this comes from a page of {shown(origin)}")

@@ -13,6 +13,7 @@ from collections.abc import (
 )
 from contextlib import aclosing, contextmanager, suppress
 from functools import partial
+from typing import NamedTuple
 
 import anyio
 import anyio.lowlevel
@@ -33,6 +34,7 @@ from .model_length import ModelLength
 from .origin import Origin
 from .policy.caller import Caller
 from .policy.chain import PolicyChain
+from .policy.models import may_use
 from .readiness import DRAINING, Readiness
 from .turns import Turns, WaitingCall
 
@@ -44,6 +46,13 @@ ENDED_EARLY = ErrorInfo(code="aborted", message="the request was aborted")
 
 # How often lanes are counted while requests wait.
 _COUNT_LANES_S = 10.0
+
+
+class _Owner(NamedTuple):
+    """The tenant of a request, and the model or adapter that it is for."""
+
+    tenant: str
+    model: str
 
 
 class _TooLate(EngineError):
@@ -84,8 +93,8 @@ class Submissions:
         self._count_lanes_at = 0.0
         # One may be attended by several connections.
         self._request_ids: Counter[str] = Counter()
-        # Whose each is that waits or runs here.
-        self._tenants: dict[str, str] = {}
+        # Of each request that waits or runs here.
+        self._owners: dict[str, _Owner] = {}
         self._model = config.bus.model
 
     @property
@@ -101,11 +110,11 @@ class Submissions:
     @property
     def idle(self) -> bool:
         """Whether nothing waits or runs here."""
-        return not (self._tenants or self._request_ids)
+        return not (self._owners or self._request_ids)
 
     def has(self, request_id: str) -> bool:
         """Whether a request waits or runs here, or any of a call to which the id was given."""
-        return any(_concerns(request_id, each) for each in self._tenants)
+        return any(_concerns(request_id, each) for each in self._owners)
 
     async def abort(self, request_id: str) -> None:
         """Ends a request, and those of a call to which the id was given as a whole."""
@@ -114,12 +123,18 @@ class Submissions:
         for each in sorted({*running, request_id}):
             await self._engine.cancel(each)
 
-    async def abort_own(self, tenant: str, request_id: str) -> bool:
-        """As `abort`, of what a tenant has at this gateway; returns whether there was anything."""
+    async def abort_own(self, caller: Caller, request_id: str) -> bool:
+        """As `abort`, of requests of the caller's tenant by models that the caller may use.
+
+        Returns:
+            Whether there was such a request at this gateway.
+        """
         own = {
             each
-            for each, owner in self._tenants.items()
-            if owner == tenant and _concerns(request_id, each)
+            for each, owner in self._owners.items()
+            if owner.tenant == caller.tenant
+            and may_use(caller, owner.model)
+            and _concerns(request_id, each)
         }
         self._turns.end(own.__contains__)
         for each in sorted(own & self._request_ids.keys()):
@@ -187,7 +202,7 @@ class Submissions:
         if lower_first:
             low, high, told = -high, -low, -told
         own = caller.max_priority is not None
-        setting = "max_priority of the key" if own else "gateway.max_priority"
+        setting = "max_priority of the key or its tenant" if own else "gateway.max_priority"
         raise FieldError(
             f"priority is {shown(told)}; it must be from {low} to {high}, where "
             f"{'lower' if lower_first else 'higher'} is earlier ({setting}). Leave it out, or have "
@@ -232,7 +247,10 @@ class Submissions:
         self.check_ready()
         new = [request for request in requests if request.request_id not in published]
         ids = [each.request_id for each in requests]
-        self._tenants.update(dict.fromkeys(ids, origin.tenant))
+        model = self._config.engine.model_name
+        self._owners.update(
+            (each.request_id, _Owner(origin.tenant, each.model or model)) for each in requests
+        )
         try:
             async with self._policy.admitted(origin, new):
                 await self._run_admitted(origin, ids, run, published)
@@ -243,7 +261,7 @@ class Submissions:
             for request_id in ids:
                 # Another connection may attend it, too.
                 if request_id not in self._request_ids:
-                    self._tenants.pop(request_id, None)
+                    self._owners.pop(request_id, None)
 
     async def _run_admitted(
         self,

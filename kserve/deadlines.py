@@ -63,7 +63,7 @@ def _checked(name: str, given: object) -> int:
 
 
 def _invalid(name: str, given: object) -> RequestError:
-    unit = "nanoseconds" if name == TIMEOUT_NS_PARAM else "microseconds, not below 0"
+    unit = "nanoseconds" if name == TIMEOUT_NS_PARAM else "microseconds, from 0,"
     return RequestError(
         f"the parameter {name} is {shown(given)}; it must be a whole number of {unit} that fits 64 "
         "bits. Leave it out for no deadline",

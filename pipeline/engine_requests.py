@@ -150,7 +150,9 @@ def make_request(name: str, wanted: Wanted) -> GenerateRequest:
 
 
 def _checked(params: Params, kind: type[Params]) -> Params:
-    return msgspec.convert(msgspec.to_builtins(params), kind)
+    # Else bytes would become text, in base64.
+    plain = msgspec.to_builtins(params, builtin_types=(bytes, bytearray, memoryview))
+    return msgspec.convert(plain, kind)
 
 
 def make_sample(

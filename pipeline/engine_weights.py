@@ -204,12 +204,12 @@ class WeightsDoor:
             self._tell_memory()
 
     def _tell_memory(self) -> None:
-        """Batching is told what memory there is, and what is to be released."""
+        """Report to batching the memory that is missing, and that waits to be released."""
         memory = self._executor.memory
         self._batching.change_memory(memory.lacks, tuple(memory.pending))
 
     def _unable(self) -> WeightsError:
-        """Why nothing can run."""
+        """The error of a call for which weights or KV cache are missing."""
         if lost := self._executor.weights.lost:
             return weights_lost(lost)
         return memory_released(self._batching.lacks)

@@ -45,7 +45,8 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
         reason: Why it is in that state; of a failed one the error.
         since_ns: Since when, wall clock.
         load_ns: How long it took to load; 0 before that.
-        memory_bytes: What its processes take; what they share with others is counted in part.
+        memory_bytes: What its processes take; what they share with others is counted in part. 0
+            without a model manager, which measures it.
         takes_requests: Whether what is asked of it gets on its stream.
         ready_lanes: Names of the lanes that serve it.
         replicas: How many executors these have.

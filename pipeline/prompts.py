@@ -1,13 +1,13 @@
 """Checks of what Python callers pass: prompts, numbers of samples, lists that belong together.
 
-A struct that arrives over the bus has been decoded by its types. What a caller passes has not: a
-float would be cut to a token id, and text taken for a list of texts of one letter.
+Structs from the bus are checked by their decoder, a caller's arguments by nothing else: a float
+would be cut to a token id, and a text would count as a list of texts of one letter.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence, Set, Sized
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 from ..config import RequestError, SamplingParams, shown
@@ -19,34 +19,40 @@ _BYTES = bytes | bytearray | memoryview
 
 
 class ArgumentError(RequestError, ValueError):
-    """An argument of a call can't be used. Also a ValueError, as Python has it."""
+    """An unusable argument of a call. Also a ValueError, Python's own class for one."""
 
 
-def check_prompts(prompts: Any) -> list[Any]:
-    """The prompts of a call, each still to be checked.
+def check_prompts(prompts: Any, name: str = "prompts", code: str = "invalid_prompt") -> list[Any]:
+    """Return the prompts of a call as a list; the prompts themselves are not checked.
+
+    Args:
+        prompts: What the caller passed: any iterable, array or tensor.
+        name: Of the argument, for the message.
+        code: Of the error.
 
     Raises:
-        ArgumentError: invalid_prompt: they are no list.
+        ArgumentError: The argument is a single text, or nothing that can be iterated in order.
     """
-    if isinstance(prompts, str | _BYTES):
+    values = _without_arrays(prompts)
+    if isinstance(values, str):
         raise ArgumentError(
-            f"prompts is {shown(prompts)}, one prompt and no list of prompts; pass a list, such as "
-            f"[{shown(prompts[:20])}]",
-            code="invalid_prompt",
+            f"{name} is {shown(values)}, a text and no list; pass a list, such as "
+            f"[{shown(values[:20])}]",
+            code=code,
         )
-    if isinstance(prompts, Mapping | Set) or not isinstance(prompts, Iterable):
+    if isinstance(values, _BYTES | Mapping | Set) or not isinstance(values, Iterable):
         raise ArgumentError(
-            f"prompts is {_a(prompts)}; pass a list of texts, or of lists of token ids",
-            code="invalid_prompt",
+            f"{name} is {_a(prompts)}; pass a list of texts, or of lists of token ids", code=code
         )
-    return list(prompts)
+    return list(values)
 
 
 def prompt_of(prompt: Any) -> str | tuple[int, ...]:
-    """A prompt as requests have it.
+    """Return a prompt in the form of requests.
 
     Raises:
-        ArgumentError: invalid_prompt: it is neither text nor token ids; or invalid_token_ids.
+        ArgumentError: invalid_prompt: neither text nor token ids. invalid_token_ids: an element is
+            not an integer.
     """
     if isinstance(prompt, str):
         return prompt
@@ -60,16 +66,16 @@ def token_ids_of(
 
     Args:
         given: What the caller passed.
-        rule: What it should have been, as a clause.
-        code: Of the error where it holds no sequence of any kind.
-        ids_code: Of the error where something in it is no integer.
+        rule: What the argument must be, as a clause, for the message.
+        code: Of the error if `given` is not a sequence.
+        ids_code: Of the error if an element is not an integer.
 
     Raises:
-        ArgumentError: It is something else, or holds something else than integers.
+        ArgumentError: `given` is not a sequence of integers.
     """
     if isinstance(given, _BYTES):
         raise ArgumentError(f"{rule}, not {_a(given)}; decode it to text", code=code)
-    values = given.tolist() if hasattr(given, "tolist") else given
+    values = _without_arrays(given)
     if isinstance(values, str | Mapping | Set) or not isinstance(values, Iterable):
         raise ArgumentError(f"{rule}, not {_a(given)}", code=code)
     ids = tuple(values)
@@ -79,10 +85,10 @@ def token_ids_of(
 
 
 def whole_number(value: Any, name: str, code: str) -> int:
-    """An integer, also one of numpy's.
+    """Return a Python or numpy integer as a Python one.
 
     Raises:
-        ArgumentError: It is none, or a truth value.
+        ArgumentError: The value is not an integer, or is a truth value.
     """
     number = _integer(value)
     if number is None:
@@ -93,10 +99,10 @@ def whole_number(value: Any, name: str, code: str) -> int:
 def params_of_all(
     params: SamplingParams | Sequence[SamplingParams] | None, number: int
 ) -> list[SamplingParams]:
-    """The parameters of each of so many prompts.
+    """The parameters of each of `number` prompts.
 
     Raises:
-        ArgumentError: They are neither one for all nor one for each.
+        ArgumentError: `params` is neither one for all prompts nor a list with one for each.
     """
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * number
@@ -109,27 +115,22 @@ def params_of_all(
 
 
 def same_number(values: list[_T], number: int, name: str) -> list[_T]:
-    """Values of which each prompt has one. Raises ArgumentError where it has not."""
+    """Return the values. Raises ArgumentError unless there is one for each prompt."""
     if len(values) != number:
         raise ArgumentError(f"{number} prompts and {len(values)} {name}; give one for each prompt")
     return values
 
 
 def predictions_of_all(predictions: Any, number: int) -> list[Prompt | None]:
-    """The prediction of each of so many prompts; None for none.
+    """The prediction of each of `number` prompts, None for a prompt without one.
 
     Raises:
-        ArgumentError: They are no list, or not one for each prompt.
+        ArgumentError: `predictions` is not a list with one for each prompt.
     """
     if predictions is None:
         return [None] * number
-    if isinstance(predictions, str | _BYTES) or not isinstance(predictions, Sized):
-        raise ArgumentError(
-            f"predictions is {_a(predictions)}; pass a list with one for each prompt",
-            code="invalid_prediction",
-        )
-    values: list[Prompt | None] = same_number(check_prompts(predictions), number, "predictions")
-    return values
+    values = check_prompts(predictions, "predictions", "invalid_prediction")
+    return same_number(values, number, "predictions")
 
 
 def _token_id(value: Any, place: int, rule: str, code: str) -> int:
@@ -142,14 +143,18 @@ def _token_id(value: Any, place: int, rule: str, code: str) -> int:
 
 
 def _integer(value: Any) -> int | None:
-    """None for what is no integer; a truth value is none, though Python takes True for 1."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()  # of numpy and torch
+    """The value as an integer, or None. A truth value is no integer, unlike in Python."""
+    value = _without_arrays(value)
     if isinstance(value, bool) or not isinstance(value, int):
         return None
     return operator.index(value)
 
 
+def _without_arrays(value: Any) -> Any:
+    """An array, tensor or scalar of numpy or torch as Python's lists and numbers."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def _a(value: object) -> str:
-    """What kind of thing a value is, in a message."""
+    """The type of a value, for a message."""
     return f"of type {type(value).__name__}"

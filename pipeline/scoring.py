@@ -33,13 +33,13 @@ class ScoredCompletion(msgspec.Struct, frozen=True):
 def params_to_score(
     sampling_params: SamplingParams | Sequence[SamplingParams] | None, number: int
 ) -> list[SamplingParams]:
-    """The sampling parameters of so many requests that score completions.
+    """The sampling parameters of `number` requests that score completions.
 
     Each such request has prompt and completion together as its prompt and asks for its logprobs.
     It has to sample one token, which is not used.
 
     Raises:
-        RequestError: There are not as many parameters as prompts, or they are none.
+        RequestError: There are not as many parameters as prompts, or one is no SamplingParams.
     """
     params = params_of_all(sampling_params, number)
     if wrong := [each for each in params if not isinstance(each, SamplingParams)]:
@@ -55,16 +55,17 @@ def params_to_score(
 def token_ids_to_score(
     prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Prompts and their completions.
+    """Return the token ids of prompts and of their completions.
 
     Raises:
-        RequestError: One is no list of token ids, a completion is empty, or there are not as many
-            completions as prompts.
+        RequestError: A prompt or completion is not a list of token ids, a completion is empty, or
+            there are not as many completions as prompts.
     """
     what, code = "is token ids where a completion is scored", "invalid_prompt"
     of_prompts = [token_ids_of(each, f"a prompt {what}", code) for each in check_prompts(prompts)]
     of_completions = [
-        token_ids_of(each, f"a completion {what}", code) for each in check_prompts(completions)
+        token_ids_of(each, f"a completion {what}", code)
+        for each in check_prompts(completions, "completions")
     ]
     if len(of_prompts) != len(of_completions) or not all(of_completions):
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""The longest context of a model: as its configuration says, also before the model is loaded."""
+"""The longest context of a model, read from its configuration; the model need not be loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .gguf import gguf_file_of
 from .gguf_header import read_header
 
 _NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-"""What config.json calls it, by model type."""
+"""Names of the longest context in config.json, by model type."""
 
 _MOST_CONFIG_BYTES = 1 << 20
 
@@ -40,7 +40,7 @@ def longest_context(text: Mapping[str, Any]) -> int | None:
 
 
 def longest_context_of(model: Path) -> int | None:
-    """That of a model that is not loaded, by its files; None if they don't say, or can't be read.
+    """The longest context by a model's files, in tokens; None if they don't say, or are unreadable.
 
     Reads a file, of a GGUF file its header, which takes some tenths of a second.
     """
@@ -52,4 +52,4 @@ def longest_context_of(model: Path) -> int | None:
             config = json.loads(opened.read(_MOST_CONFIG_BYTES))
         return longest_context(config.get("text_config") or config)
     except (ModelError, OSError, ImportError, ValueError, TypeError, AttributeError):
-        return None  # whoever loads it says why
+        return None  # loading the model reports the reason

@@ -1,4 +1,4 @@
-"""The file that a log goes to: a line that it does not take is dropped and counted."""
+"""The file of a log. Lines that it does not take are dropped and counted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WAIT_EVERY_S = 1.0
 class LogOutput(io.TextIOBase):
     """A text file for whole lines whose `write` never raises and hardly waits.
 
-    A full disk, a closed pipe and a pipe that nobody reads cost lines, never the caller's work.
+    A full disk, a closed pipe and a pipe without a reader cost lines, never the caller's work.
     """
 
     encoding = "utf-8"

@@ -120,6 +120,12 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
 
 
+class ResponseStreamOptions(msgspec.Struct, frozen=True):
+    """Options of a response's stream; usage is in its last event anyway."""
+
+    include_obfuscation: bool | None = None
+
+
 class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How a response's model is to think. No summaries are made: the reasoning itself is told."""
 
@@ -142,6 +148,7 @@ class ResponseBody(SamplerFields, frozen=True, kw_only=True):
     previous_response_id: str | None = None
     metadata: dict[str, str] = {}
     stream: bool = False
+    stream_options: ResponseStreamOptions | None = None
     text: dict[str, Any] = {}
     chat_template_kwargs: dict[str, Any] = {}
     priority: Int64 = 0

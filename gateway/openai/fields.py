@@ -291,7 +291,10 @@ FIELDS = (
     Field("prompt_cache_retention", _TEXTS, "harmless", "the cache decides"),
     _sampling("spaces_between_special_tokens", *_TEXTS),
     Field(
-        "stream_options", _RESPONSES, "harmless", "`include_obfuscation` pads chunks; usage is told"
+        "stream_options",
+        _RESPONSES,
+        "honoured",
+        "`include_obfuscation` is harmless; the last event has the usage anyway",
     ),
     Field("prompt_cache_options", _RESPONSES, "harmless", "the cache decides"),
     Field("max_tool_calls", _RESPONSES, "harmless", "of built-in tools, and there are none"),

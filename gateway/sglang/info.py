@@ -153,10 +153,10 @@ class InfoCalls:
             raise RequestError("give rid, or abort_all")
         if "weights" not in caller.scopes:
             own = not body.abort_all
-            if not (own and await self._submissions.abort_own(caller.tenant, body.rid)):
+            if not (own and await self._submissions.abort_own(caller, body.rid)):
                 raise RequestError(
-                    "without the scope 'weights' a key may abort requests of its own tenant that "
-                    "are under way at this gateway; this is none",
+                    "without the scope 'weights' a key may abort requests of its own tenant, by "
+                    "models that the key is for, in flight at this gateway; this is none",
                     code="insufficient_scope",
                 )
         elif body.abort_all:

@@ -104,6 +104,10 @@ class PauseBody(msgspec.Struct, frozen=True):
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
+class EmptyBody(msgspec.Struct, frozen=True):
+    """ContinueGenerationReqInput and EndWeightUpdateReqInput, of which no field counts."""
+
+
 class MemoryBody(msgspec.Struct, frozen=True):
     """ReleaseMemoryOccupationReqInput and ResumeMemoryOccupationReqInput."""
 
@@ -209,7 +213,7 @@ class WeightCalls:
         return _succeeded(f"a weight update session is open{_dropped(dropped)}")
 
     async def end(self, request: Request) -> Response:
-        await self._object(request)
+        read_fields(await self._object(request), EmptyBody, _IGNORED)
         try:
             version = await self._sync.close()
         except NanoInferenceError as error:
@@ -222,7 +226,7 @@ class WeightCalls:
         return _ok(f"generation is paused{_dropped(dropped)}")
 
     async def resume(self, request: Request) -> Response:
-        await self._object(request)
+        read_fields(await self._object(request), EmptyBody, _IGNORED)
         version = await self._sync.resume()
         return _ok(f"generation goes on; {_in_place(version)}")
 

@@ -115,10 +115,7 @@ class _Sample:
         grown_s: Time of its masks whose memory is not counted yet.
     """
 
-    __slots__ = (
-        *("constraint", "consumed", "excess_s", "failure", "grown_s"),
-        *("matcher", "seq_id"),
-    )
+    __slots__ = ("constraint", "consumed", "excess_s", "failure", "grown_s", "matcher", "seq_id")
 
     def __init__(
         self, seq_id: int, constraint: Constraint, matcher: LLMatcher | None, failure: str = ""

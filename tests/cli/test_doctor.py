@@ -76,6 +76,7 @@ def test_endpoint_that_does_not(closed_port: int) -> None:
 def test_model_folder(tmp_path: Path) -> None:
     assert checks.check_folder(BUNDLED_MODEL).state == "ok"
     assert checks.check_folder(str(tmp_path / "no")).state == "fail"
+    assert "`nano-inference pull org/name`" in checks.check_folder("org/name").advice
     (tmp_path / "config.json").write_text("{}")
     check = checks.check_folder(str(tmp_path))
     assert check.state == "fail"

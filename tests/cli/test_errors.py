@@ -15,7 +15,11 @@ WRONG = [
     pytest.param(["complete", "a", "b"], "a text with spaces needs quotes", id="extra argument"),
     pytest.param(["serve", "tiny"], "a model is given with --model", id="model as an argument"),
     pytest.param(["serve", "--porrt", "1"], "--port", id="option nearly right"),
-    pytest.param(["complate"], "Did you mean 'complete'?", id="command nearly right"),
+    pytest.param(
+        ["complate"],
+        "Did you mean 'complete'? See 'nano-inference --help'",
+        id="command nearly right",
+    ),
     pytest.param(
         ["dlq", "--bus", "x"], "as 'nano-inference dlq list --bus'", id="option too early"
     ),
@@ -51,7 +55,9 @@ WRONG = [
     pytest.param(["submit", "a", "--config", "/no/file"], "can't read /no/file", id="no config"),
     pytest.param(["submit", "--file", "/no/file"], "can't read /no/file", id="no file"),
     pytest.param(["run", "--model", "/no/model"], "/no/model", id="no model"),
-    pytest.param(["gateway", "--port", "70000"], "gateway.port", id="no such port"),
+    pytest.param(["gateway", "--port", "70000"], "--port must be at most 65535", id="no such port"),
+    pytest.param(["up", "--gateway", "-1"], "--gateway must be at least 0", id="negative port"),
+    pytest.param(["up", "--port", "0"], "--port must be at least 1", id="port of the bus"),
     pytest.param(["gateway", "--bus", "memory"], "--bus memory", id="gateway on a memory bus"),
     pytest.param(["gateway", "--model", "/no/model"], "/no/model", id="no model for the gateway"),
     pytest.param(["up", "--model", "/no/model"], "/no/model", id="no model for up"),

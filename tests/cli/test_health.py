@@ -88,6 +88,7 @@ class Probed(BaseHTTPRequestHandler):
         status, body = {
             "/livez": (200, b'{"status": "alive"}'),
             "/readyz": (503, b'{"status": "not_ready", "reason": "executor is starting"}'),
+            "/v2/models/one/ready": (400, b'{"error": "executor is stopped"}'),
         }.get(self.path, (404, b"{}"))
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
@@ -106,6 +107,8 @@ def test_server_that_lives_and_is_not_ready(run: Run) -> None:
             url = f"http://127.0.0.1:{server.server_port}"
             assert run("health", "--live", "--url", url)[:2] == (0, "live\n")
             assert run("health", "--url", url)[:2] == (1, "not ready: executor is starting\n")
+            ran = run("health", "--url", url, "--model", "one")
+            assert ran[:2] == (1, "not ready: executor is stopped\n")
             assert_refused(run("health", "--url", url, "--model", "a/b"), "/v2/models/a%2Fb/ready")
         finally:
             server.shutdown()

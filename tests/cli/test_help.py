@@ -47,6 +47,11 @@ def test_version(run: Run) -> None:
     assert run("--version").stdout == f"nano-inference {metadata.version('nano-inference')}\n"
 
 
+def test_closed_standard_streams_are_replaced() -> None:
+    command = f"{sys.executable} -m nano_inference --version <&- >&- 2>&-"
+    assert subprocess.run(command, shell=True, timeout=60, check=False).returncode == 0
+
+
 def test_help_loads_no_model_code() -> None:
     program = (
         "import sys; from nano_inference.__main__ import main\n"

@@ -82,6 +82,7 @@ NO_FILES = [
 BAD_NAMES = [
     pytest.param([entry(name)], words, id=id)
     for name, words, id in (
+        (".", "has no name", "the folder itself"),
         ("/etc/x", "outside of its folder", "absolute"),
         ("a/../../x", "outside of its folder", "upwards"),
         ("..\\x", "outside of its folder", "upwards on Windows"),

@@ -83,6 +83,7 @@ def test_bad_files_are_refused(tmp_path: Path, content: str, words: str) -> None
     [
         ("tool", ["tools", "top_p"], "; did you mean 'tools'?"),
         ("foo", ["tools", "top_p"], "; known: tools, top_p"),
+        ("foo", [], ""),
     ],
 )
 def test_only_near_names_are_suggested(name: str, known: list[str], end: str) -> None:

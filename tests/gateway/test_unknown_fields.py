@@ -121,6 +121,7 @@ CALLS: list[tuple[str, Body]] = [
         {"input": "a", "text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}},
     ),
     ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_object"}}}),
+    ("/v1/responses", {"input": "a", "stream_options": {"include_obfuscation": False}}),
     (
         "/v1/messages",
         {
@@ -145,6 +146,7 @@ CALLS: list[tuple[str, Body]] = [
         {"messages": HELLO, "tools": [{"name": "f", "input_schema": SCHEMA}]},
     ),
     ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 3}}),
+    ("/continue_generation", {"torch_empty_cache": True}),
     (
         "/inference/v1/generate",
         {

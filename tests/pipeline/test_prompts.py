@@ -1,4 +1,4 @@
-"""What is no prompt is refused by every call that takes one, and is never made into another."""
+"""Prompts of a wrong type are refused by every call that takes prompts, and never converted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NO_PROMPT: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("prompt", "code"), NO_PROMPT)
-def test_what_is_no_prompt_is_refused(engine: InferenceEngine, prompt: Any, code: str) -> None:
+def test_prompt_of_a_wrong_type_is_refused(engine: InferenceEngine, prompt: Any, code: str) -> None:
     for refuse in (
         lambda: engine.generate(["1 + 1 =", prompt], GREEDY),
         lambda: engine.add_request(prompt, GREEDY),
@@ -54,8 +54,8 @@ def test_what_is_no_prompt_is_refused(engine: InferenceEngine, prompt: Any, code
     assert not engine.has_pending()
 
 
-@pytest.mark.parametrize("prompts", ["abc", b"abc", 7, None, {"a": 1}])
-def test_what_is_no_list_of_prompts_is_refused(engine: InferenceEngine, prompts: Any) -> None:
+@pytest.mark.parametrize("prompts", ["abc", b"abc", 7, None, {"a": 1}, np.array(5), np.array(b"a")])
+def test_prompts_that_are_no_list_are_refused(engine: InferenceEngine, prompts: Any) -> None:
     for refuse in (
         lambda: engine.generate(prompts, GREEDY),
         lambda: engine.embed(prompts),
@@ -64,6 +64,10 @@ def test_what_is_no_list_of_prompts_is_refused(engine: InferenceEngine, prompts:
         with pytest.raises(RequestError, match="pass a list") as refused:
             refuse()
         assert refused.value.code == "invalid_prompt"
+    if prompts is not None:
+        with pytest.raises(RequestError, match=r"predictions is .*; pass a list") as refused:
+            engine.generate(["1 + 1 ="], GREEDY, predictions=prompts)
+        assert refused.value.code == "invalid_prediction"
 
 
 def test_prompts_may_be_arrays_tensors_and_iterators(engine: InferenceEngine) -> None:
@@ -79,14 +83,14 @@ def test_prompts_may_be_arrays_tensors_and_iterators(engine: InferenceEngine) ->
 
 
 @pytest.mark.parametrize("number", [1.5, 2.0, True, "2", None, 0])
-def test_what_is_no_number_of_samples_is_refused(engine: InferenceEngine, number: Any) -> None:
+def test_wrong_number_of_samples_is_refused(engine: InferenceEngine, number: Any) -> None:
     with pytest.raises(RequestError) as refused:
         engine.generate([[1]], GREEDY, number)
     assert refused.value.code == "invalid_n"
 
 
 @pytest.mark.parametrize("params", [5, "abc", [object()], {"temperature": 0}, [5]])
-def test_what_are_no_parameters_is_refused(engine: InferenceEngine, params: Any) -> None:
+def test_parameters_of_a_wrong_type_are_refused(engine: InferenceEngine, params: Any) -> None:
     for refuse in (
         lambda: engine.generate([[1]], params),
         lambda: engine.score([[1]], [[2]], params),
@@ -96,8 +100,16 @@ def test_what_are_no_parameters_is_refused(engine: InferenceEngine, params: Any)
         assert refused.value.code == "invalid_request"
 
 
+@pytest.mark.parametrize("name", ["stop", "constraint"])
+def test_bytes_in_place_of_text_are_refused(engine: InferenceEngine, name: str) -> None:
+    given: dict[str, Any] = {"stop": (b"ab",), "constraint": {"regex": b"ab"}}
+    with pytest.raises(RequestError, match="got `bytes`") as refused:
+        engine.generate([[1]], SamplingParams(**{name: given[name]}))
+    assert refused.value.code == "invalid_request"
+
+
 @pytest.mark.parametrize("adapter", [5, None, ["a"]])
-def test_what_is_no_adapter_is_refused(engine: InferenceEngine, adapter: Any) -> None:
+def test_adapter_of_a_wrong_type_is_refused(engine: InferenceEngine, adapter: Any) -> None:
     with pytest.raises(RequestError) as refused:
         engine.generate([[1]], GREEDY, adapter=adapter)
     assert refused.value.code == "unknown_model"

@@ -269,6 +269,11 @@ async def test_pages_that_are_named_may_call(engine: FakeEngine) -> None:
             "forbidden_origin",
             ("http://localhost:3000", "gateway.allowed_origins"),
         ),
+        (
+            {"Origin": "null"},
+            "forbidden_origin",
+            ("can't be allowed", "gateway.allowed_origins"),
+        ),
         ({"Host": "box.example"}, "forbidden_host", ("box.example", "gateway.allowed_hosts")),
     ],
 )

@@ -1,7 +1,7 @@
-"""Whether a tensor's numbers are there to be copied, looked at before the first one is written.
+"""Checks that the numbers of tensors can be read, before the first tensor is written.
 
-torch itself finds some of this out too late, after other tensors have been written, and some not
-at all: a view whose storage was made smaller is read beyond its end.
+torch reports some failures too late, after other tensors have been written, and some not at all: it
+reads a view beyond the end of a storage that was made smaller.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ NUMBERS = (
 
 
 def check_stored(tensors: Mapping[str, object]) -> None:
-    """Whether the numbers of all tensors can be read. What is no tensor is not looked at.
+    """Check that the numbers of all tensors can be read. Values of other types are ignored.
 
     Raises:
-        WeightsError: A tensor is sparse, quantised, on the meta device or a wrapper around others,
-            its dtype is unknown, or its storage does not cover it; the message names it.
+        WeightsError: A tensor is sparse, quantised, lazy, on the meta device or a wrapper around
+            other tensors, its dtype is unknown, or its storage does not cover it.
     """
     for name, tensor in tensors.items():
         if not isinstance(name, str):
@@ -49,6 +49,14 @@ def _trouble(tensor: Tensor) -> str:
         return f"its dtype is {dtype}; send float32 or the model's dtype"
     if tensor.is_meta:
         return "it is on the meta device, where there are none; load it first"
+    try:
+        return _uncovered(tensor)
+    except (RuntimeError, ValueError):  # torch's, of lazy parameters and zero tensors
+        return f"this {kind.__name__} has no storage yet; send a tensor with numbers"
+
+
+def _uncovered(tensor: Tensor) -> str:
+    """How much of a tensor its storage lacks; "" if nothing."""
     if not tensor.numel():
         return ""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)

@@ -150,6 +150,10 @@ async def test_a_priority_is_limited_by_key_and_tenant(
         answer = await http.post(path, json=body, headers=bearer(key))
         # Without a priority a request runs as high as it may.
         assert answer.status_code == (200 if not body["priority"] else 400)
+        if answer.status_code == 400:
+            limited = own is not None or tenant is not None
+            setting = "max_priority of the key or its tenant" if limited else "gateway.max_priority"
+            assert f"({setting})" in answer.json()["error"]["message"]
     assert {request.priority for request in engine.requests} == {got}
     assert len(engine.requests) == (2 if got >= 0 else 4)
 

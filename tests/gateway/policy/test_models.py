@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -87,6 +88,23 @@ async def test_a_stream_of_another_model_is_not_there(
     assert "cancel" not in engine.names
     # Whose key is for its model finds it as it was.
     assert (await http.get(stream, headers=mine | last)).status_code == 200
+
+
+async def test_a_request_of_another_model_is_not_aborted(
+    http: httpx.AsyncClient, made: Made, engine: FakeEngine
+) -> None:
+    engine.outputs = lambda request: []
+    mine, other = [bearer(await made(tenant="t", models=[name])) for name in NAMES]
+    asked = {"prompt": [1], "model": "one"}
+    running = asyncio.create_task(http.post("/v1/completions", json=asked, headers=mine))
+    await engine.until(lambda: bool(engine.requests))
+    for headers, status in ((other, 403), (mine, 200)):
+        assert "cancel" not in engine.names
+        body = {"rid": engine.requests[0].request_id}
+        answer = await http.post("/abort_request", json=body, headers=headers)
+        assert answer.status_code == status, answer.text
+    assert "cancel" in engine.names
+    running.cancel()
 
 
 LONG = "a " * 5000

@@ -132,6 +132,8 @@ UNREADABLE: dict[str, Callable[[Tensor], Tensor]] = {
     "has 0 bytes": lambda tensor: resized(tensor, 0),
     "are needed": lambda tensor: resized(tensor, tensor.nbytes - 1),
     "is a Wrapper": Wrapper,
+    "this UninitializedParameter has no storage": lambda _: nn.UninitializedParameter(),
+    "this Tensor has no storage": lambda tensor: torch._efficientzerotensor(tensor.shape),
 }
 NORM = "model.norm.weight"  # the last tensor of a model, so that the others would be written
 

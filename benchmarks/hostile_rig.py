@@ -217,9 +217,14 @@ def descendants(pid: int) -> list[int]:
 
 
 async def _use(target: Target) -> None:
-    """Fills the batch and the KV cache once: it is not the attack that makes room for them."""
-    body = {"text": "1 + 1 =", "sampling_params": {"max_new_tokens": 300, "ignore_eos": True}}
-    await asyncio.gather(*(generate(target, body, "everyday") for _ in range(_FULL_BATCH)))
+    """Fill the batch, then all but the last blocks of the KV cache: memory that is touched for the
+    first time is not charged to an attack."""
+    everyday = {"text": "1 + 1 =", "sampling_params": {"max_new_tokens": 300, "ignore_eos": True}}
+    await asyncio.gather(*(generate(target, everyday, "everyday") for _ in range(_FULL_BATCH)))
+    prompts = [[5 + number % 16, 5 + number // 16] * 200 for number in range(_FULL_BATCH)]
+    one_token = {"max_new_tokens": 1}
+    bodies = [{"input_ids": prompt, "sampling_params": one_token} for prompt in prompts]
+    await asyncio.gather(*(generate(target, body, "everyday") for body in bodies))
 
 
 def _pss_mb(pid: int) -> float:

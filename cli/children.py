@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 import anyio
 import anyio.abc
 
-from .fork_server import MOST_BYTES, ROOM
+from .fork_server import GO, MOST_BYTES, ROOM
 from .watchdog import Watchdog
 
 
@@ -261,7 +261,11 @@ class ForkServer:
             finally:
                 os.close(given_end)
                 os.close(output_end)
-            return Forked(int(await self._receive()), given, output)
+            child = Forked(int(await self._receive()), given, output)
+            if self._watchdog is not None:
+                self._watchdog.add(-child.pid)
+            await child.tell(GO)
+            return child
         except BaseException:
             # If it has been started after all, it leaves.
             os.close(given)

@@ -26,6 +26,9 @@ from .terminal import PROGRAM
 READY = b"ready"
 """What is sent once, when everything has been imported."""
 
+GO = b"\n"
+"""Sent to a fork once its parent's watchdog has it; a fork whose parent is killed before never runs."""
+
 MOST_BYTES = 1 << 16
 """Of one message."""
 
@@ -99,7 +102,8 @@ def serve(connection: socket.socket) -> list[str] | None:
 
     A request is the arguments of a command as JSON, with two descriptors: standard input, and one
     for standard output and error. The answer is the process id of the fork, which by then is a
-    child of the nearest ancestor that takes orphans (`PR_SET_CHILD_SUBREAPER`).
+    child of the nearest ancestor that takes orphans (`PR_SET_CHILD_SUBREAPER`). The fork then waits
+    for `GO` on its standard input, and exits if that is closed instead.
 
     Returns:
         In each fork its arguments. In the server None, when the other end has been closed.
@@ -126,6 +130,8 @@ def serve(connection: socket.socket) -> list[str] | None:
             os.write(writing, str(os.getpid()).encode())
             for number in (connection.detach(), reading, writing):
                 os.close(number)
+            if os.read(descriptors[0], 1) != GO:
+                os._exit(0)
             arguments: list[str] = json.loads(message)
             _become(arguments, descriptors)
             return arguments

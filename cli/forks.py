@@ -38,7 +38,12 @@ class Forks:
 
     async def start(self, role: str, arguments: Sequence[str]) -> Child:
         """Runs `nano-inference` with these arguments, for this role."""
-        child = await self._start(role, arguments)
+        if server := self._servers.get(split_role(role)[0]):
+            try:
+                return await server.start(arguments)
+            except ForkServerLost as error:
+                self._say(f"{role} can't be forked ({error}); starting it as a program of its own")
+        child = await spawn([*python(), "nano_inference", *arguments], self._environment)
         self._watchdog.add(-child.pid)
         return child
 
@@ -51,11 +56,3 @@ class Forks:
         for server in self._servers.values():
             server.close()
         self._watchdog.close()
-
-    async def _start(self, role: str, arguments: Sequence[str]) -> Child:
-        if server := self._servers.get(split_role(role)[0]):
-            try:
-                return await server.start(arguments)
-            except ForkServerLost as error:
-                self._say(f"{role} can't be forked ({error}); starting it as a program of its own")
-        return await spawn([*python(), "nano_inference", *arguments], self._environment)

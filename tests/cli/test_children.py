@@ -17,6 +17,7 @@ import pytest_asyncio
 
 from nano_inference.cli.children import (
     Child,
+    Forked,
     ForkServer,
     ForkServerLost,
     Spawned,
@@ -193,3 +194,16 @@ async def test_where_nothing_can_be_forked_a_program_is_started() -> None:
     child.send_signal(signal.SIGKILL)
     await child.wait()
     assert "fairness can't be forked" in told[0]
+
+
+async def test_a_fork_whose_parent_ends_before_it_is_watched_never_begins(
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by SIGKILL right after the fork: its standard input is closed without a word."""
+    monkeypatch.setattr("nano_inference.cli.children.GO", b"")
+    child = await start(server, ["--version"])
+    assert isinstance(child, Forked)
+    os.close(child._given)
+    child._given = os.open(os.devnull, os.O_WRONLY)
+    assert await text_of(child) == ""
+    assert await child.wait() == 0

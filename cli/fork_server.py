@@ -27,7 +27,7 @@ READY = b"ready"
 """What is sent once, when everything has been imported."""
 
 GO = b"\n"
-"""Sent to a fork once its parent's watchdog has it; a fork whose parent is killed before never runs."""
+"""Sent to a fork once the watchdog has it: none runs whose parent is killed before."""
 
 MOST_BYTES = 1 << 16
 """Of one message."""

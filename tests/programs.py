@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import NamedTuple, NoReturn, Self
 
 from nano_inference.cli.children import adopt_orphans
-from nano_inference.cli.fork_server import MOST_BYTES, READY, ROOM, import_stages, serve
+from nano_inference.cli.fork_server import GO, MOST_BYTES, READY, ROOM, import_stages, serve
 from nano_inference.config import STAGES
 
 LIMIT_S = 120.0
@@ -77,6 +77,7 @@ class Program:
                 whole = json.dumps([*message, *arguments, variables]).encode()
                 socket.send_fds(server, [whole], [given, written])
                 self.pid = int(server.recv(MOST_BYTES))
+            os.write(stdin, GO)
         finally:
             os.close(given)
             os.close(written)

@@ -1,14 +1,12 @@
-"""The model card of the bundled model: what its own README says."""
+"""The model card of the bundled model: the text of its README."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from . import tasks
-
-SAMPLES = 4
-"""Times that each prompt is sampled at temperature 1."""
+from .evaluation import SAMPLES, Result
+from .examples import Form
 
 CARD = """\
 ---
@@ -129,17 +127,6 @@ The earlier run was told in its card so:
 {earlier}"""
 
 
-@dataclass(frozen=True)
-class Result:
-    """How many held-out examples of one kind are right."""
-
-    task: str
-    form: str
-    count: int
-    greedy: int
-    sampled: int | None  # Right answers in SAMPLES tries at each prompt; None: not measured.
-
-
 def table(results: list[Result]) -> str:
     """Return the results as a Markdown table."""
     lines = [
@@ -155,16 +142,16 @@ def table(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
-def told_training(text: str) -> str:
-    """Return what a model card says of the training."""
+def training_section(text: str) -> str:
+    """Return the section about training of a model card."""
     return text.partition("\n## Training\n")[2].partition("\n## Licence\n")[0].strip("\n")
 
 
 def trained(earlier: str, run: Mapping[str, str]) -> str:
-    """Return what the card says of the training.
+    """Return the card's section about training.
 
     Args:
-        earlier: The same of the weights that training went on from; "" for none.
+        earlier: The same section of the weights that training went on from; "" for none.
         run: Steps, time, versions and settings of the run.
     """
     text = TRAINED.format(options=" --from models/tiny" if earlier else "", **run)
@@ -178,19 +165,19 @@ def card(facts: Mapping[str, str], results: list[Result], seed: int) -> str:
     """Return the text of the model card.
 
     Args:
-        facts: What `train.facts` tells.
+        facts: The result of `train.facts`.
         results: The held-out evaluation.
         seed: Chooses the example of each kind.
     """
     examples = ["| task | form | prompt | answer |", "|---|---|---|---|"]
+    forms: tuple[Form, ...] = ("plain", "chat")
     for task in tasks.TASKS:
-        for chat in (False, True):
-            e = tasks.distinct(task, "heldout", 1, seed, chat=chat)[0]
-            form = "chat" if chat else "plain"
+        for form in forms:
+            e = tasks.distinct(task, form, "heldout", 1, seed)[0]
             examples.append(f"| {task} | {form} | `{e.prompt}` | `{e.answer}` |")
     talk = ["| task | message | answer |", "|---|---|---|"]
     for task in tasks.TALK_TASKS:
-        e = tasks.distinct(task, "heldout", 1, seed, chat=True)[0]
+        e = tasks.distinct(task, "chat", "heldout", 1, seed)[0]
         talk.append(f"| {task} | `{e.prompt}` | `{e.answer}` |")
     return CARD.format(
         examples="\n".join(examples),

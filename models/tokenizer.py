@@ -17,25 +17,20 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from . import tasks
-from .examples import messages_of, tools_of
+from .examples import Example, messages_of, tools_of, words
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 PAD = "<|pad|>"
 
-MARKS = (
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
+MARKS = words(
+    "<think> | </think> | <tool_call> | </tool_call> | <tool_response> | </tool_response>"
 )
-"""Tokens that are text all the same: they stay where special tokens are left out."""
+"""Added tokens that are not special: decoding keeps them when it skips special tokens."""
 
-# As Qwen's: the tools in the system turn, what they have brought in a user turn. Of a tool, what
-# the model has learnt to read is written, in that order. Thoughts of earlier turns are left out.
+# As Qwen's: tools in the system turn, their results in a user turn. Only the fields of a tool that
+# the model has learnt to read are written, in a fixed order. Earlier thoughts are left out.
 CHAT_TEMPLATE = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -90,7 +85,7 @@ CHAT_TEMPLATE = """\
 {%- endif %}
 """
 
-# How an answer is taken apart again (Transformers' `tokenizer.parse_response`).
+# How Transformers' `tokenizer.parse_response` parses an answer.
 RESPONSE_TEMPLATE: dict[str, Any] = {
     "version": 1,
     "defaults": {"role": "assistant"},
@@ -123,15 +118,15 @@ SYSTEM_MESSAGES = (
     "Be brief.",
 )
 
-# Not Transformers' own annotation, which does not pass mypy's strict mode.
+# Transformers' own annotation does not pass mypy's strict mode.
 FastTokenizer = Any
 
 
 def build_tokenizer(vocabulary: int, seed: int) -> FastTokenizer:
-    """Train a byte-level BPE tokenizer of so many tokens on training examples of this seed.
+    """Train a byte-level BPE tokenizer with `vocabulary` tokens on training examples.
 
     Only ASCII examples are used, so every other character stays split into its UTF-8 bytes.
-    Normalizer, pieces and decoder are those that Transformers puts into every Qwen2 tokenizer.
+    Normalizer, pieces and decoder are those of every Qwen2 tokenizer of Transformers.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
@@ -152,7 +147,7 @@ def build_tokenizer(vocabulary: int, seed: int) -> FastTokenizer:
     )
     tokenizer.train_from_iterator(_texts(seed), trainer)
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in MARKS])
-    make: Any = PreTrainedTokenizerFast  # Not typed either.
+    make: Any = PreTrainedTokenizerFast
     return make(
         tokenizer_object=tokenizer,
         eos_token=END_OF_TEXT,
@@ -166,23 +161,20 @@ def build_tokenizer(vocabulary: int, seed: int) -> FastTokenizer:
 
 
 def _texts(seed: int) -> Iterator[str]:
-    """Yield the texts whose pairs of bytes are counted."""
+    """Yield the texts that the byte pairs are counted in."""
     yield from ["system\nuser\nassistant\nTools:\n", *SYSTEM_MESSAGES] * 100
     for task in (*tasks.TASKS, *tasks.TOOL_TASKS):
         for form in tasks.forms(task):
-            # Of thoughts and of tools fewer, since they say much of the same.
+            # Thoughts and tools repeat themselves, so fewer of them are needed.
             count = 3000 if task in tasks.TASKS and form != "thinking" else 500
-            examples = tasks.stream(
-                task, "train", seed, chat=form == "chat", thinking=form == "thinking"
-            )
-            for example in itertools.islice(examples, count):
+            for example in itertools.islice(tasks.stream(task, form, "train", seed), count):
                 text = "".join((*example.tools, example.prompt, *example.results, example.answer))
                 if text.isascii():
                     yield text
 
 
 def encode(tokenizer: FastTokenizer, text: str) -> list[int]:
-    """Return the token ids of ``text``, which may hold special tokens."""
+    """Return the token ids of `text`, special tokens included."""
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return ids
 
@@ -194,7 +186,7 @@ def chat_text(
     *,
     thinking: bool = False,
 ) -> str:
-    """Return the chat up to where the assistant's next answer, or its thought, begins."""
+    """Return the chat before the assistant's next answer or thought."""
     text = tokenizer.apply_chat_template(
         messages,
         tools=tools,
@@ -206,8 +198,8 @@ def chat_text(
     return text
 
 
-def prompt_text(tokenizer: FastTokenizer, example: tasks.Example) -> str:
-    """Return the text that the answer of ``example`` follows."""
+def prompt_text(tokenizer: FastTokenizer, example: Example) -> str:
+    """Return the text before the answer of `example`."""
     if not example.chat:
         return example.prompt
     messages, tools = messages_of(example), tools_of(example)

@@ -16,7 +16,7 @@ from nano_inference.bus.weights import IN_FLIGHT
 from nano_inference.cli import trace_page
 from nano_inference.cli.waterfall import STAGE_STYLES
 from nano_inference.config import STAGES
-from nano_inference.pipeline.topology import actor_class
+from nano_inference.pipeline.supervisor import actor_class
 
 ROOT = Path(__file__).parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())

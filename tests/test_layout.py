@@ -84,7 +84,7 @@ def test_the_page_draws_the_tree() -> None:
 
 # --- sizes -------------------------------------------------------------------------------------
 
-LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 500, 60
+LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 700, 80
 
 
 def product_code() -> list[Path]:

@@ -515,7 +515,7 @@ class InferenceEngine:
                 sampling=new.sampling,
                 sequences=new.sequences,
                 priority=0,
-                cache_salt=new.cache_salt,
+                cache_scope=new.cache_scope,
                 prediction=new.prediction,
             )
         )

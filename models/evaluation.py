@@ -1,7 +1,8 @@
 """Exact-match evaluation of the model."""
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,7 +20,8 @@ SAMPLES = 4
 Model = Any
 
 
-class Result(NamedTuple):
+@dataclass(frozen=True)
+class Result:
     """The number of right answers among the held-out examples of one kind."""
 
     task: str

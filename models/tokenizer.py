@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from tokenizers import (
@@ -29,61 +30,10 @@ MARKS = words(
 )
 """Added tokens that are not special: decoding keeps them when it skips special tokens."""
 
-# As Qwen's: tools in the system turn, their results in a user turn. Only the fields of a tool that
-# the model has learnt to read are written, in a fixed order. Earlier thoughts are left out.
-CHAT_TEMPLATE = """\
-{%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- if messages and messages[0].role == 'system' and messages[0].content %}
-        {{- messages[0].content + '\\n\\n' }}
-    {%- endif %}
-    {{- 'Tools:' }}
-    {%- for tool in tools %}
-        {%- set function = tool.function or tool %}
-        {{- '\\n{"name": ' + function.name | tojson }}
-        {%- for key in ['description', 'parameters'] if function[key] %}
-            {{- ', "' + key + '": ' + function[key] | tojson }}
-        {%- endfor %}
-        {{- '}' }}
-    {%- endfor %}
-    {{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.role == 'tool' %}
-        {%- if loop.first or loop.previtem.role != 'tool' %}
-            {{- '<|im_start|>user' }}
-        {%- endif %}
-        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-        {%- if loop.last or loop.nextitem.role != 'tool' %}
-            {{- '<|im_end|>\\n' }}
-        {%- endif %}
-    {%- elif message.tool_calls %}
-        {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
-        {%- for call in message.tool_calls %}
-            {%- set function = call.function or call %}
-            {%- if message.content or not loop.first %}
-                {{- '\\n' }}
-            {%- endif %}
-            {{- '<tool_call>\\n{"name": ' + function.name | tojson + ', "arguments": ' }}
-            {%- if function.arguments is string %}
-                {{- function.arguments }}
-            {%- else %}
-                {{- function.arguments | tojson }}
-            {%- endif %}
-            {{- '}\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-    {%- elif not (tools and loop.first and message.role == 'system') %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking %}
-        {{- '<think>\\n' }}
-    {%- endif %}
-{%- endif %}
-"""
+# The template of the bundled folder is its own source. As Qwen's: tools in the system turn, their
+# results in a user turn. Only the fields of a tool that the model has learnt to read are written,
+# in a fixed order. Earlier thoughts are left out.
+CHAT_TEMPLATE = Path(__file__).with_name("tiny").joinpath("chat_template.jinja").read_text()
 
 # How Transformers' `tokenizer.parse_response` parses an answer.
 RESPONSE_TEMPLATE: dict[str, Any] = {

@@ -10,9 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from contextlib import aclosing
 from typing import Any, Literal
 
-from msgspec.structs import replace
-
-from ..bus import Bus, OutputStream, control, open_bus
+from ..bus import Bus, Outcome, OutputStream, control, open_bus
 from ..bus.backlog import Backlog
 from ..bus.codec import written_id
 from ..bus.control import MEMORY_TAGS, MemoryTag
@@ -528,7 +526,9 @@ class BusClient:
             if any(each.code != "adapter_not_found" for each in outcomes):
                 # Lanes without the adapter are done.
                 outcomes = [
-                    replace(each, code="") if each.code == "adapter_not_found" else each
+                    Outcome(lane=each.lane, role=each.role)
+                    if each.code == "adapter_not_found"
+                    else each
                     for each in outcomes
                 ]
             least_version(recipients, outcomes, left_s, AdapterError)

@@ -72,6 +72,11 @@ def test_every_public_name_can_be_had(package: ModuleType) -> None:
         _ = package.Engin
 
 
+def test_type_checkers_know_every_public_name() -> None:
+    imported = re.findall(r" as (\w+)$", (ROOT / "__init__.py").read_text(), re.M)
+    assert sorted(imported) == nano_inference.__all__
+
+
 def test_tensors_do_not_cost_grpc() -> None:
     code = (
         "import sys; from nano_inference.kserve import NamedTensor; sys.exit('grpc' in sys.modules)"

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from ...bus.control import Cancel, LoadedAdapter
+from ...bus.control import Cancel
 from ...bus.messages import Dispatch, RequestInfo
 from ...bus.weights import InFlight
+from ...store.board import LoadedAdapter
 from .cache import KVCacheManager
 from .index import SequenceIndex
 from .plans import NextPlan

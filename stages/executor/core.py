@@ -19,7 +19,7 @@ from ...bus.messages import (
     StepResult,
 )
 from ...config import EngineConfig, ModelError
-from ..grammar import GrammarCompiler
+from ...text.grammar import GrammarCompiler
 from .adapters import AdapterLimits, AdapterTable
 from .attention.backend import AttentionBackend
 from .attention.choose import choose_backend

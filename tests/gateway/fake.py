@@ -8,10 +8,6 @@ from typing import Any
 
 import anyio
 
-from nano_inference.bus import Limits, StageReport
-from nano_inference.bus.calls import MemoryCalls
-from nano_inference.bus.memory.limits import MemoryLimits
-from nano_inference.bus.policy import MemoryPolicyRecord
 from nano_inference.bus.public import (
     Completion,
     CompletionSample,
@@ -21,9 +17,14 @@ from nano_inference.bus.public import (
     Timings,
     Usage,
 )
-from nano_inference.bus.registry import MemoryModelRegistry
 from nano_inference.bus.weights import StagedWeights, WeightsSource
 from nano_inference.config import BusConfig, BusError, NanoInferenceError
+from nano_inference.store.board import StageReport
+from nano_inference.store.calls import MemoryCalls
+from nano_inference.store.limits import Limits
+from nano_inference.store.memory import MemoryLimits
+from nano_inference.store.policy import MemoryPolicyRecord
+from nano_inference.store.registry import MemoryModelRegistry
 from nano_inference.telemetry import TraceContext
 
 Outputs = Callable[[GenerateRequest], list[Output]]

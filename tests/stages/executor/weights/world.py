@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from nano_inference.bus import WeightsInPlace
 from nano_inference.bus.control import (
     FinishUpdate,
     MemoryState,
@@ -53,6 +52,7 @@ from nano_inference.stages.executor.weights.effects import (
 from nano_inference.stages.executor.weights.parts import Origin
 from nano_inference.stages.executor.weights.succession import supersedes
 from nano_inference.stages.executor.weights.updates import _check
+from nano_inference.store.in_place import WeightsInPlace
 
 Values = dict[str, float]
 """What the parameters hold."""

@@ -422,7 +422,7 @@ async def test_documents_list_every_metric() -> None:
         r"^\| `((?:nano|gen_ai|http)\.[\w.]+)` \| (\w+) \| (.*?) \| (.*) \|$", text, re.M
     )
     wanted = [
-        (each.name, each.kind, f"`{each.unit}`" if each.unit else "", each.question)
+        (each.name, each.kind, f"`{each.unit}`" if each.unit else "", each.description)
         for each in INSTRUMENTS
     ]
     assert rows == wanted

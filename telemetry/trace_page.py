@@ -1,13 +1,13 @@
-"""A trace as one HTML page that needs nothing beside it: no script, no font, no server."""
+"""A trace as one self-contained HTML page: no script, no font, no server."""
 
 from __future__ import annotations
 
 from html import escape
 
 from ..config import STAGES
-from ..telemetry import names
-from ..telemetry.trace_file import Span
-from .terminal import milliseconds
+from . import names
+from .clock import milliseconds
+from .trace_file import Span
 from .trace_tree import Row, Trace
 
 _STYLE = """
@@ -49,15 +49,14 @@ dt { color: var(--faint); } dd { margin: 0; overflow-wrap: anywhere; }
 
 
 def page(trace: Trace) -> str:
-    """The page; it follows the reader's choice of light or dark. A row opens on a click."""
+    """Return the page, in the browser's light or dark scheme. A click opens a row."""
     start, end = trace.start_ns, trace.end_ns
     total = milliseconds(end - start)
     title = escape(trace.request_id)
     rows = "\n".join(_row(row, start, end) for row in trace.rows)
     steps = "\n".join(_row(Row(step, 0), start, end) for step in trace.steps)
-    behind = ""
     if steps:
-        behind = f"<h2>Steps of the lane that were recorded beside it</h2>\n{steps}"
+        steps = f"<h2>Recorded steps of the lane</h2>\n{steps}"
     return f"""<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -70,7 +69,7 @@ def page(trace: Trace) -> str:
 <div class="axis"><div></div><div>{_ticks(end - start)}</div>
 <div class="number">start ms</div><div class="number">took ms</div></div>
 {rows}
-{behind}
+{steps}
 </html>
 """
 
@@ -108,5 +107,5 @@ def _details(span: Span, start_ns: int) -> str:
     pairs += [(e.name, f"at {milliseconds(e.at_ns - start_ns)} ms") for e in span.events]
     for key, value in sorted(span.attributes.items()):
         pairs.append((key, ", ".join(value) if isinstance(value, list) else str(value)))
-    pairs.append(("process", str(span.resource.get(names.SERVICE_INSTANCE_ID, ""))))
+    pairs.append(("process", span.instance))
     return f"<dl>{''.join(f'<dt>{escape(k)}</dt><dd>{escape(v)}</dd>' for k, v in pairs)}</dl>"

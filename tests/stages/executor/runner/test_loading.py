@@ -15,7 +15,7 @@ from nano_inference.config import EngineConfig, ModelError, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, load_model
 from nano_inference.text.tokenizer import stop_token_ids_of
 
-from ...conftest import byte_tokenizer
+from ....byte_tokenizers import byte_tokenizer
 from ..models import make_model
 from ..plans import Generation, Planner
 

@@ -54,7 +54,7 @@ _RESTORE_S = 300.0
 
 
 class Memory(Protocol):
-    """What of a lane's memory is there: `LaneMemory`, which knows this room."""
+    """What of a lane's memory is there: `ReplicaMemory`, which knows this room."""
 
     @property
     def pending(self) -> Collection[str]:

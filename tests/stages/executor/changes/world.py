@@ -51,7 +51,7 @@ from nano_inference.stages.executor.changes.parts import Origin
 from nano_inference.stages.executor.changes.succession import supersedes
 from nano_inference.stages.executor.changes.updates import _check
 from nano_inference.stages.executor.runner.kv_cache import KVCache
-from nano_inference.stages.executor.runner.memory import LaneMemory
+from nano_inference.stages.executor.runner.memory import ReplicaMemory
 from nano_inference.store.in_place import WeightsInPlace
 
 Values = dict[str, float]
@@ -178,7 +178,7 @@ class World:
         """A new executor, with the weights of model_path, takes part."""
         self.model = Model()
         self.manager = WeightSyncManager(self.model)
-        self.memory = LaneMemory(cast(KVCache, NoCache()), self.manager)
+        self.memory = ReplicaMemory(cast(KVCache, NoCache()), self.manager)
         self.core = UpdatesCore(self.manager.limits)
         self.begun: list[str] = []
         self.jobs: list[Job] = []

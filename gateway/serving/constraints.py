@@ -99,7 +99,7 @@ def of_structured_outputs(given: Mapping[str, Any], param: str) -> Constraint | 
         raise FieldError(f"{param} asks for {shown(sorted(asked))}; give one of them", param=param)
     ((name, value),) = asked.items()
     if name == "json":
-        schema = convert_part(value, dict[str, Any] | str, f"{param}.json")
+        schema = convert_part(value, dict[str, Any] | str, f"{param}.json")  # type: ignore[arg-type]
         return Constraint(json_schema=schema)
     if name == "json_object":
         convert_part(value, bool, f"{param}.json_object")

@@ -66,7 +66,7 @@ def read_part(given: Any, kind: type[T], where: str = "") -> T:
     return convert_part(given, kind, where)
 
 
-def convert_part(given: Any, kind: Any, where: str) -> Any:
+def convert_part(given: Any, kind: type[T], where: str) -> T:
     """Convert a value to a type; errors name its whole path in the body.
 
     Raises:

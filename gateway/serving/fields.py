@@ -129,7 +129,8 @@ def _struct_in(kind: Any) -> type | None:
 
 
 def _path(where: str, name: str) -> str:
-    return f"{where}.{name}" if where and name else where or name
+    between = "." if where and name and not name.startswith("[") else ""
+    return f"{where}{between}{name}"
 
 
 def adapter_of(model: str, config: Config) -> str:

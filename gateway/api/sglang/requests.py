@@ -11,9 +11,8 @@ import msgspec
 
 from ....bus.public import GenerateRequest
 from ....config import Constraint, Int64, RequestError, SamplingParams
-from ...server.http import convert
 from ...serving.constraints import of_grammar, the_one
-from ...serving.fields import Body, read_part
+from ...serving.fields import Body, convert_part, read_part
 from ...serving.sampling_fields import SGLANG, read_sampling
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -212,10 +211,10 @@ def _prompts(fields: GenerateBody) -> tuple[list[str | tuple[int, ...]], bool]:
     if not given:
         raise RequestError("there is no prompt in the list", code="empty_prompt")
     if isinstance(given[0], int):
-        return [convert(given, tuple[int, ...], "input_ids")], False
+        return [convert_part(given, tuple[int, ...], "input_ids")], False
     if fields.text is not None:
         return list(given), True
-    return list(convert(given, tuple[tuple[int, ...], ...], "input_ids")), True
+    return list(convert_part(given, tuple[tuple[int, ...], ...], "input_ids")), True
 
 
 def _request_ids(rid: str | list[str] | None, count: int, batch: bool) -> list[str]:

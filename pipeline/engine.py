@@ -29,9 +29,15 @@ from ..config import (
 )
 from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
-from ..stages.executor.adapters import adapter_of, check_adapter_id, next_version, read_adapter
+from ..stages.executor.changes.arguments import check_arguments
 from ..stages.executor.core import ExecutorCore
-from ..stages.executor.weights import WeightGroups, check_arguments, fetch, weights_lost
+from ..stages.executor.runner.adapters import (
+    adapter_of,
+    check_adapter_id,
+    next_version,
+    read_adapter,
+)
+from ..stages.executor.runner.weights import WeightGroups, fetch, weights_lost
 from ..stages.streaming.core import StreamingCore
 from ..store.board import LoadedAdapter
 from ..telemetry import now_ns

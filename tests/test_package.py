@@ -25,8 +25,8 @@ def tree() -> set[str]:
     """What belongs in the wheel, by what lies in the tree."""
     files = {path.relative_to(ROOT) for kind in KINDS for path in ROOT.rglob(kind)}
     files |= {path.relative_to(ROOT) for path in (ROOT / "models" / "tiny").iterdir()}
-    files |= {path.relative_to(ROOT) for path in (ROOT / "chat" / "formats").iterdir()}
-    files.add(Path("py.typed"))
+    files |= {path.relative_to(ROOT) for path in (ROOT / "text" / "messages" / "formats").iterdir()}
+    files |= {Path("py.typed"), Path("models/card.md")}
     return {
         f"nano_inference/{path}"
         for path in files

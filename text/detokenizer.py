@@ -157,7 +157,7 @@ def _byte_level_bytes(token: str) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's byte alphabet: printable bytes stand for themselves, others follow from U+0100."""
+    """Return GPT-2's byte alphabet: printable bytes are their own, others follow from U+0100."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = (byte for byte in range(256) if byte not in printable)
     alphabet = {chr(byte): byte for byte in printable}

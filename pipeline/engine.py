@@ -376,14 +376,14 @@ class InferenceEngine(AdapterDoor, WeightsDoor):
         except ModelError:
             # The weights are broken, and so may be all KV that they made.
             executor.clear()
-            self._batching.retract()
+            self._batching.forget_plans()
             self._batching.cache.flush()
             self._tell_memory()
             raise
         except BaseException:
             # Interrupted, perhaps: the requests wait again, and the next step goes on with them.
             executor.reset()
-            self._batching.retract()
+            self._batching.forget_plans()
             if version := executor.weights.pending_version:
                 self._batching.change_weights(version, "keep")
             self._tell_memory()

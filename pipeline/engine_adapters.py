@@ -89,7 +89,7 @@ class AdapterDoor:
         check_in_flight(in_flight)
         if self._executor.adapters.get(id) is None:
             raise AdapterError(f"no adapter {id!r:.80} is loaded", code="adapter_not_found")
-        if in_flight != "abort" and self._batching.adapters.in_use(id):
+        if in_flight != "abort" and self._batching.uses_adapter(id):
             raise AdapterError(
                 f"requests under way have the adapter {id!r}; step until they are done, or unload "
                 "it with in_flight='abort'",

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from ..config import FairnessConfig, ModelConfig, PoolingKind
+from ..store.board import LoadedAdapter
 from .weights import InFlight, StagedWeights, WeightsSource
 
 Capability = Literal["generate", "score", "embed"]
@@ -294,24 +295,6 @@ class Reset(Internal, frozen=True, array_like=True, tag="reset", tag_field="type
 
     The epoch is that of the envelope.
     """
-
-
-class LoadedAdapter(InternalPart, frozen=True, array_like=True):
-    """An adapter that an executor has.
-
-    Attributes:
-        id: By which requests name it.
-        version: Of its weights.
-        folder: Where they were read; "" when they can't be had again.
-        rank: The largest of its layers.
-        num_bytes: That it takes of the device's memory.
-    """
-
-    id: str
-    version: int
-    folder: str = ""
-    rank: int = 0
-    num_bytes: int = 0
 
 
 class EmbeddingCapacity(InternalPart, frozen=True, array_like=True):

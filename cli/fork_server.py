@@ -20,7 +20,7 @@ from importlib import import_module
 
 from setproctitle import getproctitle, setproctitle
 
-from ..pipeline.topology import actor_class
+from ..pipeline.supervisor import actor_class
 from .terminal import PROGRAM
 
 READY = b"ready"
@@ -80,7 +80,7 @@ def import_stages(names: Sequence[str]) -> None:
     for name in names:
         if name == "gateway":
             from ..gateway import app as web  # noqa: F401
-            from ..gateway import server  # noqa: F401
+            from ..gateway.server import server  # noqa: F401
         else:
             actor_class(name)
 

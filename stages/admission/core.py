@@ -10,13 +10,14 @@ import msgspec
 import xxhash
 
 from ...bus.channel import Malformed, RequestEntry
-from ...bus.control import LoadedAdapter, ReplicaCapacity
+from ...bus.control import ReplicaCapacity
 from ...bus.messages import AdmittedRequest, CacheScope, RecoveredSample, RequestInfo, SequenceSpec
 from ...bus.pooling import Pooling
 from ...bus.public import GenerateRequest, StageTime
 from ...config import Config, RequestError, SamplingParams, shown
-from ..grammar import GrammarCompiler, check_size, plain
-from ..tokenizer import ANY_LENGTH, longest_token_bytes, prompt_too_long
+from ...store.board import LoadedAdapter
+from ...text.grammar import GrammarCompiler, check_size, plain
+from ...text.tokenizer import ANY_LENGTH, longest_token_bytes, prompt_too_long
 from .checks import (
     MAX_REQUEST_ID_LENGTH,
     check_min_tokens,

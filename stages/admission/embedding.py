@@ -6,7 +6,7 @@ from ...bus.control import ReplicaCapacity
 from ...bus.pooling import Pooling
 from ...bus.public import EmbedParams, GenerateRequest
 from ...config import RequestError, SamplingParams, shown
-from ..tokenizer import prompt_too_long
+from ...text.tokenizer import prompt_too_long
 from .checks import COMPLETION_BYTES, LOGPROB_BYTES, TOKEN_ID_BYTES
 
 EMBED_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)

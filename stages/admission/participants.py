@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import msgspec
 
-from ...bus.control import LoadedAdapter, ReplicaCapacity
+from ...bus.control import ReplicaCapacity
 from ...config import all_roles, role_of, split_role
+from ...store.board import LoadedAdapter
 from .replicas import is_replicated, smallest
 
 PATIENCE_S = 1.0

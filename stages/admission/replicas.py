@@ -6,8 +6,9 @@ from collections.abc import Collection
 
 import msgspec
 
-from ...bus.control import LoadedAdapter, ReplicaCapacity
+from ...bus.control import ReplicaCapacity
 from ...config import REPLICATED, split_role
+from ...store.board import LoadedAdapter
 
 
 def is_replicated(role: str) -> bool:

@@ -11,11 +11,10 @@ import anyio.to_thread
 import msgspec
 from anyio.abc import TaskGroup
 
-from ...bus import Inbox, RequestEntry, StageState
+from ...bus import Inbox, RequestEntry
 from ...bus.control import (
     AdaptersChanged,
     CancelAll,
-    LoadedAdapter,
     Reset,
     StageReady,
     StageStopped,
@@ -25,9 +24,10 @@ from ...bus.links import ADMITTED, CONTROL, REFUSED, at
 from ...bus.messages import Envelope, Recover
 from ...bus.public import Completion, GenerateRequest
 from ...config import BusError, ChannelClosed, shown, split_role
+from ...store.board import LoadedAdapter, StageState
 from ...telemetry import TraceContext, instruments, names, now_ns
+from ...text.tokenizer import find_tokenizer, stop_token_ids_of
 from ..actor import Actor, StageContext, budget_of
-from ..tokenizer import find_tokenizer, stop_token_ids_of
 from . import effects as do
 from . import events as on
 from .checks import request_id_of
@@ -93,7 +93,7 @@ class AdmissionStage(Actor):
         # Prometheus sees a counter rise only if it has seen it before.
         self._count_refused(0)
         for code in GIVEN_UP_CODES:
-            self.metrics.record(instruments.BURIED, 0, {names.ERROR_TYPE: code})
+            self.metrics.record(instruments.DEAD_LETTERED, 0, {names.ERROR_TYPE: code})
         count_moe(self, self.config.engine.model_name, 0)
 
     async def receive_forever(self, inbox: Inbox) -> None:
@@ -250,7 +250,7 @@ class AdmissionStage(Actor):
         if isinstance(entry.request, GenerateRequest):
             try:
                 await self.bus.requests.bury(entry, error, effect.deaths)
-                self.metrics.record(instruments.BURIED, 1, {names.ERROR_TYPE: error.code})
+                self.metrics.record(instruments.DEAD_LETTERED, 1, {names.ERROR_TYPE: error.code})
             except ChannelClosed:
                 raise
             # What can't be kept either is ended all the same.

@@ -11,10 +11,11 @@ from typing import assert_never
 
 import msgspec
 
-from ...bus.control import Cancel, LoadedAdapter, ReplicaCapacity
+from ...bus.control import Cancel, ReplicaCapacity
 from ...bus.messages import Credit, Dispatch, NewSequence, RequestInfo, StepPlan, StepResult
 from ...bus.weights import InFlight
 from ...config import EngineConfig, SchedulerConfig
+from ...store.board import LoadedAdapter
 from .cache import KVCacheManager
 from .index import SequenceIndex
 from .paged import PagedKVCache

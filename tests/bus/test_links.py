@@ -20,7 +20,6 @@ from nano_inference.bus.control import (
     JoinWeightsGroup,
     LeaveWeightsGroup,
     LoadAdapter,
-    LoadedAdapter,
     LoadModel,
     MemoryState,
     Pause,
@@ -73,6 +72,7 @@ from nano_inference.bus.weights import (
     TensorMeta,
 )
 from nano_inference.config import ChannelClosed, FairnessConfig, ModelConfig, SamplingParams
+from nano_inference.store.board import LoadedAdapter
 
 SAMPLING = SamplingParams(
     temperature=0.7, max_tokens=9, stop_token_ids=frozenset({1, 2}), seed=-3, stop=("\n\n", "é")

@@ -26,7 +26,7 @@ from nano_inference.gateway.app import make_app
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.stages.admission.core import AdmissionCore
-from nano_inference.stages.tokenizer import load_tokenizer
+from nano_inference.text.tokenizer import load_tokenizer
 
 from ..certificates import Authority
 from ..gateway.fake import FakeEngine, completion, refused, sample

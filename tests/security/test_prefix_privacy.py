@@ -17,7 +17,7 @@ from nano_inference.config import AdmissionConfig
 from nano_inference.stages.admission.core import AdmissionCore
 from nano_inference.stages.fairness.locality import prefix_chain
 
-from ..stages.conftest import TEMPLATE, byte_tokenizer
+from ..byte_tokenizers import TEMPLATE, byte_tokenizer
 
 LIMIT_S = 60
 CAPACITY = ReplicaCapacity(

@@ -26,7 +26,7 @@ from nano_inference.config import BusConfig
 from nano_inference.stages.admission.checks import TEXT_BYTES, result_bytes
 from nano_inference.stages.admission.core import AdmissionCore
 
-from ..stages.conftest import TEMPLATE, byte_tokenizer
+from ..byte_tokenizers import TEMPLATE, byte_tokenizer
 
 LIMIT_S = 30
 MIB = 1 << 20

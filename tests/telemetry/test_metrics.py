@@ -24,7 +24,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
 from nano_inference import BusClient
-from nano_inference.bus import ModelRecord
 from nano_inference.bus.public import Completion
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import (
@@ -40,11 +39,12 @@ from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.pipeline.router import Router
 from nano_inference.stages.admission.core import AdmissionCore
+from nano_inference.store.registry import ModelRecord
 from nano_inference.telemetry import Metrics, instruments, setup_metrics
 from nano_inference.telemetry.instruments import INSTRUMENTS
 
-from ..stages.executor.adapters.making import make_adapter
 from ..stages.executor.models import make_model
+from ..stages.executor.runner.adapters.making import make_adapter
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60
@@ -299,7 +299,7 @@ async def route_one(config: BusConfig, metrics: Metrics) -> None:
     async with BusClient.connect(config) as client:
         spec = ModelConfig(id="tiny", path="tiny")
         record = ModelRecord(spec=spec, state="ready", takes_requests=True)
-        await client.bus.models.put(record)
+        await client.bus.store.models.put(record)
         await client.publish({"prompt": "1", "model": "tiny"})
         await Router(client.bus, metrics).route_once()
 
@@ -422,7 +422,7 @@ async def test_documents_list_every_metric() -> None:
         r"^\| `((?:nano|gen_ai|http)\.[\w.]+)` \| (\w+) \| (.*?) \| (.*) \|$", text, re.M
     )
     wanted = [
-        (each.name, each.kind, f"`{each.unit}`" if each.unit else "", each.question)
+        (each.name, each.kind, f"`{each.unit}`" if each.unit else "", each.description)
         for each in INSTRUMENTS
     ]
     assert rows == wanted

@@ -1,0 +1,362 @@
+"""From OpenAI's bodies to our requests."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any, Literal
+
+import msgspec
+
+from ....bus.public import GenerateRequest
+from ....config import Config, RequestError, SamplingParams, shown
+from ....text.messages import Reading
+from ...server.http import FieldError
+from ...serving.constraints import of_response_format, of_structured_outputs, the_one
+from ...serving.fields import Body, adapter_of, convert_part, engine_priority, read_part
+from ...serving.sampling_fields import TEXT_SAMPLING, read_sampling, read_sampling_params
+from .bodies import ChatBody, CompletionBody, GenerateBody, StreamedBody, StreamOptions, TextBody
+
+Prompt = str | tuple[int, ...]
+Kind = Literal["completions", "chat", "generate"]
+
+_ID_PREFIXES: dict[Kind, str] = {"completions": "cmpl-", "chat": "chatcmpl-", "generate": "gen-"}
+
+_LONGEST_NAME = 256
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """A call, but for its prompts.
+
+    Attributes:
+        id: The answer's own.
+        created: When it came, seconds since the Unix epoch.
+        kind: Which of the calls it is.
+        n: Choices of each prompt.
+        sampling: For all of them.
+        scores_only: No tokens are wanted. The engine samples one all the same.
+        logprobs: How many of the likeliest tokens to show at each place; None shows no logprobs.
+        prompt_logprobs: The same of the prompt, by themselves.
+        echo: Whether the prompt stands before the text.
+        token_ids, weight_versions: Whether they are shown.
+        as_token_ids: Whether logprobs name tokens by their ids.
+        usage: A stream has a chunk with the usage.
+        continuous_usage: It has the usage in every chunk.
+        named: What the client calls it, which its answer repeats; empty for the answer's id. On
+            the bus it is known by that alone, so that nobody can ask for another's by its name.
+        reading: How its messages are read; None where a sample is text alone.
+        reasoning_field: What a message's reasoning is called.
+        include_reasoning: Whether it is shown.
+        adapter: The adapter that its requests ask for; "" for none.
+        of_model: The id of the model that it is for; `model` may be the adapter's.
+        prediction: What the client expects each choice to be; "" for nothing.
+        requested_model: The body's `model` as it stands there.
+    """
+
+    id: str
+    created: int
+    model: str
+    of_model: str
+    kind: Kind
+    sampling: SamplingParams
+    logprobs: int | None
+    prompt_logprobs: bool
+    token_ids: bool
+    weight_versions: bool
+    stream: bool
+    usage: bool
+    continuous_usage: bool
+    priority: int
+    budget_ms: float | None
+    cache_salt: str
+    adapter: str
+    requested_model: str
+    n: int = 1
+    scores_only: bool = False
+    echo: bool = False
+    as_token_ids: bool = False
+    named: str = ""
+    prediction: str = ""
+    reading: Reading | None = None
+    reasoning_field: str = "reasoning_content"
+    include_reasoning: bool = True
+
+    @property
+    def chat(self) -> bool:
+        """Whether the prompt is a conversation."""
+        return self.kind == "chat"
+
+    @property
+    def needs_prompt_ids(self) -> bool:
+        """Whether the answer takes the prompt's tokens, which may have come as a text."""
+        scored = self.prompt_logprobs or (self.echo and self.logprobs is not None)
+        return scored or self.token_ids or self.continuous_usage
+
+    @property
+    def needs_words(self) -> bool:
+        """Whether it takes the tokenizer."""
+        if self.kind == "generate":
+            # Which alone name the tokens' texts.
+            return self.prompt_logprobs
+        of_tokens = self.needs_prompt_ids or self.logprobs is not None or self.weight_versions
+        return of_tokens or self.echo or self.reading is not None
+
+    def request_id(self, place: int, prompts: int) -> str:
+        """That of one of so many prompts."""
+        return self.id if prompts == 1 else f"{self.id}_{place}"
+
+    def request(self, place: int, prompts: int, prompt: Prompt, tenant: str) -> GenerateRequest:
+        """What is submitted for one of so many prompts."""
+        return GenerateRequest(
+            request_id=self.request_id(place, prompts),
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=None if isinstance(prompt, str) else prompt,
+            n=self.n,
+            sampling=self.sampling,
+            stream=self.stream,
+            priority=self.priority,
+            tenant=tenant,
+            cache_salt=self.cache_salt,
+            model=self.adapter,
+            prediction=self.prediction or None,
+        )
+
+
+def read_completion(body: Body, config: Config) -> tuple[Call, list[Prompt]]:
+    """Read a body of `/v1/completions`: the call, and its prompts.
+
+    Raises:
+        RequestError: A field can't be obeyed.
+    """
+    fields = read_part(body, CompletionBody)
+    prompts = prompts_of(fields.prompt)
+    scores_only = fields.max_tokens == 0 and fields.echo
+    top, prompt_top = fields.logprobs, fields.prompt_logprobs
+    if prompt_top is None:
+        prompt_top = top if fields.echo else None
+    elif fields.echo and top not in (None, prompt_top):
+        raise FieldError(
+            "prompt_logprobs and logprobs must be alike with echo, or leave one out",
+            param="prompt_logprobs",
+        )
+    sampling = _text_sampling(
+        body, fields, 1 if scores_only else fields.max_tokens, top, prompt_top
+    )
+    call = Call(
+        **_common(fields, config, "completions"),
+        **_texts(fields),
+        sampling=sampling,
+        scores_only=scores_only,
+        logprobs=top,
+        echo=fields.echo,
+    )
+    _check_number(call.n, len(prompts), config.gateway.max_prompts)
+    return call, prompts
+
+
+def read_chat(body: Body, config: Config, max_model_len: int) -> tuple[Call, ChatBody]:
+    """Read a body of `/v1/chat/completions`: the call, and the fields of which the prompt is made.
+
+    Args:
+        max_model_len: Tokens that prompt and completion may have together.
+
+    Raises:
+        RequestError: A field can't be obeyed.
+    """
+    fields = read_part(body, ChatBody)
+    if fields.top_logprobs and not fields.logprobs:
+        raise FieldError("top_logprobs takes logprobs: true", param="top_logprobs")
+    limits = {fields.max_tokens, fields.max_completion_tokens} - {None}
+    if len(limits) > 1:
+        raise FieldError(
+            "max_tokens and max_completion_tokens are different; give one of them",
+            param="max_tokens",
+        )
+    # Admission lowers it to what the model's length leaves.
+    max_tokens = next(iter(limits), None)
+    logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
+    sampling = _text_sampling(
+        body,
+        fields,
+        max_model_len if max_tokens is None else max_tokens,
+        logprobs,
+        fields.prompt_logprobs,
+    )
+    call = Call(
+        **_common(fields, config, "chat"),
+        **_texts(fields),
+        sampling=sampling,
+        logprobs=logprobs,
+        reasoning_field=config.gateway.reasoning_field,
+        include_reasoning=fields.include_reasoning,
+    )
+    _check_number(call.n, 1, config.gateway.max_prompts)
+    if (budget := fields.thinking_token_budget) is not None and budget < 0:
+        raise FieldError(
+            f"thinking_token_budget is {shown(budget)}; it must be at least 0, or left out",
+            param="thinking_token_budget",
+        )
+    return call, fields
+
+
+def read_generate(body: Body, config: Config, max_model_len: int) -> tuple[Call, Prompt]:
+    """Read a body of `/inference/v1/generate`: the call, and its prompt.
+
+    Args:
+        max_model_len: As for `read_chat`.
+
+    Raises:
+        RequestError: A field can't be obeyed.
+    """
+    fields = read_part(body, GenerateBody)
+    own, sampling = read_sampling_params(fields.sampling_params, "sampling_params", max_model_len)
+    if not fields.token_ids:
+        raise RequestError("token_ids is empty; give the prompt's tokens", code="empty_prompt")
+    if len(fields.request_id) > _LONGEST_NAME:
+        raise FieldError(
+            f"request_id is longer than {_LONGEST_NAME} characters", param="request_id"
+        )
+    prompt_logprobs = sampling.prompt_logprobs is not None
+    _check_stream(fields, prompt_logprobs, "sampling_params.prompt_logprobs")
+    call = Call(
+        **_common(fields, config, "generate"),
+        n=own.n,
+        sampling=sampling,
+        logprobs=own.logprobs,
+        prompt_logprobs=prompt_logprobs,
+        token_ids=True,
+        named=fields.request_id,
+    )
+    _check_number(call.n, 1, config.gateway.max_prompts, "sampling_params.n")
+    return call, tuple(fields.token_ids)
+
+
+def _common(fields: StreamedBody, config: Config, kind: Kind) -> dict[str, Any]:
+    """Return what all calls have in common."""
+    adapter = adapter_of(fields.model, config)
+    options = fields.stream_options or StreamOptions()
+    return {
+        "id": f"{_ID_PREFIXES[kind]}{uuid.uuid4().hex}",
+        "created": int(time.time()),
+        "kind": kind,
+        "model": adapter or config.engine.model_name,
+        "of_model": config.engine.model_name,
+        "adapter": adapter,
+        "requested_model": fields.model,
+        "weight_versions": fields.return_weight_versions,
+        "stream": fields.stream,
+        "usage": bool(options.include_usage),
+        "continuous_usage": bool(options.continuous_usage_stats),
+        "priority": engine_priority(fields.priority),
+        "budget_ms": fields.budget_ms,
+        "cache_salt": fields.cache_salt,
+    }
+
+
+def _texts(fields: TextBody) -> dict[str, Any]:
+    """Return what completions and chats have in common."""
+    prompt_logprobs = fields.prompt_logprobs is not None
+    _check_stream(fields, prompt_logprobs, "prompt_logprobs")
+    return {
+        "n": fields.n,
+        "prompt_logprobs": prompt_logprobs,
+        "token_ids": fields.return_token_ids,
+        "as_token_ids": fields.return_tokens_as_token_ids,
+        "prediction": "" if fields.prediction is None else fields.prediction.text,
+    }
+
+
+def _check_stream(fields: StreamedBody, prompt_logprobs: bool, param: str) -> None:
+    if fields.stream and prompt_logprobs:
+        raise FieldError(f"{param} are not there in a stream", param=param)
+    if fields.stream_options is None:
+        return
+    if not fields.stream:
+        raise FieldError("stream_options takes stream: true", param="stream_options")
+    if fields.stream_options.continuous_usage_stats and not fields.stream_options.include_usage:
+        raise FieldError(
+            "continuous_usage_stats takes include_usage: true",
+            param="stream_options.continuous_usage_stats",
+        )
+
+
+def _text_sampling(
+    body: Body,
+    fields: TextBody,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
+    """Read the sampling parameters of completions and chats.
+
+    Raises:
+        FieldError: One is of the wrong type, or several fields constrain the answer.
+    """
+    response_format = fields.response_format
+    guided = {
+        "json": fields.guided_json,
+        "regex": fields.guided_regex,
+        "choice": fields.guided_choice,
+        "grammar": fields.guided_grammar,
+    }
+    constraint = the_one(
+        {
+            "structured_outputs": of_structured_outputs(
+                fields.structured_outputs, "structured_outputs"
+            ),
+            "response_format": of_response_format(response_format, "response_format")
+            if response_format
+            else None,
+            "guided_*": of_structured_outputs(guided, "guided"),
+        }
+    )
+    return read_sampling(
+        body,
+        TEXT_SAMPLING,
+        max_tokens=max_tokens,
+        logprobs=logprobs or 0,
+        prompt_logprobs=prompt_logprobs,
+        constraint=constraint,
+    )
+
+
+def prompts_of(given: str | list[Any] | None, field: str = "prompt") -> list[Prompt]:
+    """The prompts in a field: a text or token ids, or a list of either.
+
+    Raises:
+        RequestError: There is none, or it is none of these.
+    """
+    if not given:
+        raise FieldError(
+            f"{field} is empty; give a text or token ids", param=field, code="empty_prompt"
+        )
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given[0], int):
+        return [convert_part(given, tuple[int, ...], field)]
+    prompts: list[Prompt] = []
+    for place, each in enumerate(given):
+        if isinstance(each, str):
+            prompts.append(each)
+        elif isinstance(each, list):
+            prompts.append(convert_part(each, tuple[int, ...], f"{field}[{place}]"))
+        else:
+            raise FieldError(
+                f"{field}[{place}] is a number among prompts; a list has texts, or lists of token "
+                "ids, or token ids alone",
+                param=f"{field}[{place}]",
+            )
+    return prompts
+
+
+def _check_number(n: int, prompts: int, most: int, param: str = "n") -> None:
+    if n < 1:
+        raise FieldError(
+            f"{param} is {shown(n)}; it must be at least 1", param=param, code="invalid_n"
+        )
+    if n * prompts > most:
+        raise FieldError(
+            f"the call asks for more than {most} choices (gateway.max_prompts); send several calls",
+            param=param if n > 1 else "prompt",
+            code="too_many_prompts",
+        )

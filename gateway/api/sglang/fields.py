@@ -1,0 +1,28 @@
+"""SGLang's bodies."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+
+from ....config import Config
+from ...server.http import NAMED_MODEL, convert, read_object
+from ...serving.fields import Body, adapter_of
+from ...serving.served import unknown_model
+
+_MODEL = "model"
+
+
+async def read_sglang_object(request: Request, config: Config) -> Body:
+    """The body of a call, but for the model that it is for: of several models SGLang knows
+    nothing, so here this may be said in any call.
+
+    Raises:
+        RequestError: malformed, request_too_large; unknown_model.
+    """
+    body = await read_object(request, config.gateway.max_body_bytes)
+    if model := body.pop(_MODEL, None):
+        model = convert(model, str, _MODEL)
+        if name := adapter_of(model, config):
+            raise unknown_model(name, config.engine.model_name)
+        request.scope.setdefault("state", {})[NAMED_MODEL] = model
+    return body

@@ -1,0 +1,145 @@
+"""Fields of a call's body: each struct declares which ones count, say nothing, or are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import cache
+from typing import Any, NamedTuple, TypeVar, get_args
+
+import msgspec
+
+from ...config import MAX_INT64, Config, field_name, nearest
+from ..server.http import FieldError, convert
+
+T = TypeVar("T")
+
+Body = dict[str, Any]
+
+# False is 0 to Python.
+EMPTY: tuple[Any, ...] = (0, "", [], {})
+"""Values that ask for nothing in any field, beside null."""
+
+
+class Refused(NamedTuple):
+    """A known field that can't be obeyed.
+
+    Attributes:
+        why: For the error, and for the interface's document.
+        nothing: Values, beside null, that are accepted: they ask for the default.
+    """
+
+    why: str
+    nothing: tuple[Any, ...] = EMPTY
+
+
+class _Known(NamedTuple):
+    """The fields of a struct, by name.
+
+    Attributes:
+        inner: Fields that count, each with the struct that it holds, alone or in a list.
+        harmless: Fields that would not change an answer.
+        refused: Fields that are known and not supported.
+    """
+
+    inner: Mapping[str, type | None]
+    harmless: Collection[str]
+    refused: Mapping[str, Refused]
+
+
+def read_part(given: Any, kind: type[T], where: str = "") -> T:
+    """Read a body, or a part of it, as a struct.
+
+    The struct may declare `HARMLESS` (names of fields that would not change an answer), `REFUSED`
+    (`Refused` by name) and `SAMPLING` (names of sampling parameters, which `read_sampling` reads).
+    Any other field is refused unless its value is empty; so it is in the structs of its fields.
+
+    Args:
+        where: The part's path in the body; "" for the body.
+
+    Raises:
+        FieldError: unsupported, or invalid_request for a value of the wrong type.
+    """
+    check_fields(given, kind, where)
+    if isinstance(given, Mapping):
+        # An explicit null is a default.
+        given = {name: value for name, value in given.items() if value is not None}
+    return convert_part(given, kind, where)
+
+
+def convert_part(given: Any, kind: type[T], where: str) -> T:
+    """Convert a value to a type; errors name its whole path in the body.
+
+    Raises:
+        FieldError: invalid_request.
+    """
+    try:
+        return convert(given, kind, where or "the body")
+    except FieldError as error:
+        raise FieldError(error.message, param=_path(where, error.param or "") or None) from None
+
+
+def check_fields(given: Any, kind: type, where: str) -> None:
+    """Refuse unknown and unsupported fields of a part of a body; see `read_part`.
+
+    Raises:
+        FieldError: unsupported.
+    """
+    if not isinstance(given, Mapping):
+        return
+    known = _known_in(kind)
+    for name, value in given.items():
+        param = _path(where, field_name(name))
+        if (inner := known.inner.get(name)) is not None:
+            if isinstance(value, list):
+                for place, each in enumerate(value):
+                    check_fields(each, inner, f"{param}[{place}]")
+            else:
+                check_fields(value, inner, param)
+        elif name in known.refused:
+            refused = known.refused[name]
+            if value is not None and value not in refused.nothing:
+                raise _unsupported(param, f"is not supported here: {refused.why}")
+        elif value and name not in known.inner and name not in known.harmless:
+            raise _unsupported(param, f"is not known here{nearest(name, fields_of(kind))}")
+
+
+def _unsupported(param: str, why: str) -> FieldError:
+    message = f"{param} {why}; leave it out, or give null"
+    return FieldError(message, param=param, code="unsupported")
+
+
+def fields_of(kind: type) -> Collection[str]:
+    """Return all fields that a body's struct knows by name."""
+    known = _known_in(kind)
+    return {*known.inner, *known.harmless, *known.refused}
+
+
+@cache
+def _known_in(kind: type) -> _Known:
+    fields = msgspec.structs.fields(kind)
+    inner = {field.encode_name: _struct_in(field.type) for field in fields}
+    inner |= dict.fromkeys(getattr(kind, "SAMPLING", ()))
+    return _Known(inner, getattr(kind, "HARMLESS", ()), getattr(kind, "REFUSED", {}))
+
+
+def _struct_in(kind: Any) -> type | None:
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return kind
+    return next(filter(None, map(_struct_in, get_args(kind))), None)
+
+
+def _path(where: str, name: str) -> str:
+    between = "." if where and name and not name.startswith("[") else ""
+    return f"{where}{between}{name}"
+
+
+def adapter_of(model: str, config: Config) -> str:
+    """Return the adapter that a request's model names; "" for the model itself, by any alias."""
+    own = (config.engine.model_name, *config.engine.model_aliases)
+    return "" if model in own else model
+
+
+def engine_priority(lower_first: int) -> int:
+    """Return the engine's priority, of which higher ones are earlier, for one of vLLM's, of which
+    lower ones are."""
+    return min(-lower_first, MAX_INT64)

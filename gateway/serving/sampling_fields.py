@@ -1,0 +1,105 @@
+"""Sampling parameters of a body, by the names of its interface."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import msgspec
+
+from ...config import Int64, SamplingParams
+from ...config.sampling import TYPES, names_in
+from .constraints import of_structured_outputs
+from .fields import Body, Refused, convert_part, read_part
+
+VLLM, SGLANG, ANTHROPIC = names_in("vllm"), names_in("sglang"), names_in("anthropic")
+"""The parameters of an interface: its names, each with that of `SamplingParams`."""
+
+_PER_CALL = ("max_tokens", "logprobs", "prompt_logprobs")
+TEXT_SAMPLING = {name: own for name, own in VLLM.items() if own not in _PER_CALL}
+"""Those that have one meaning in all of OpenAI's calls; the others are fields of each body."""
+
+_GREEDY_BELOW = 1e-6
+_ALL_TOKENS = 1 << 30
+_BODY_TYPES = {**TYPES, "stop": str | list[str]}
+
+REFUSED = {
+    "truncate_prompt_tokens": Refused("prompts are taken whole"),
+    "allowed_token_ids": Refused("ask by `logit_bias`"),
+    "bad_words": Refused("ask by `logit_bias`"),
+}
+"""vLLM's parameters that no call obeys."""
+
+
+class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
+    """vLLM's sampling parameters as an object of their own, for answers in tokens."""
+
+    SAMPLING: ClassVar = VLLM
+    HARMLESS: ClassVar = frozenset(
+        {
+            "detokenize",
+            "flat_logprobs",
+            "include_stop_str_in_output",
+            "output_kind",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+        }
+    )
+    REFUSED: ClassVar = REFUSED
+
+    n: Int64 = 1
+    logprobs: Int64 | None = None
+    structured_outputs: dict[str, Any] = {}
+
+
+def read_sampling_params(
+    given: Body, where: str, max_tokens: int
+) -> tuple[SamplingBody, SamplingParams]:
+    """Read an object of vLLM's sampling parameters.
+
+    Args:
+        where: Its path in the body.
+        max_tokens: The default.
+
+    Returns:
+        What `SamplingParams` does not have, and the parameters.
+
+    Raises:
+        FieldError: A parameter is unknown, unsupported, or of the wrong type.
+    """
+    fields = read_part(given, SamplingBody, where)
+    constraint = of_structured_outputs(fields.structured_outputs, f"{where}.structured_outputs")
+    sampling = read_sampling(given, VLLM, where, max_tokens=max_tokens, constraint=constraint)
+    return fields, sampling
+
+
+def read_sampling(
+    given: Body, names: Mapping[str, str], where: str = "", **others: Any
+) -> SamplingParams:
+    """Read the sampling parameters of a body. Null is a default.
+
+    Args:
+        names: The body's names, each with that of `SamplingParams`.
+        where: Their path in the body.
+        others: Parameters by our names; those of the body have precedence.
+
+    Raises:
+        FieldError: A value is of the wrong type.
+    """
+    for name, own in names.items():
+        value = given.get(name)
+        if value is not None:
+            path = f"{where}.{name}" if where else name
+            others[own] = _adjusted(own, convert_part(value, _BODY_TYPES[own], path))
+    return SamplingParams(**others)
+
+
+def _adjusted(parameter: str, value: Any) -> Any:
+    """Map the values that clients use for "off" and "greedy" to ours."""
+    if parameter == "temperature":
+        return 0.0 if 0 <= value < _GREEDY_BELOW else value
+    if parameter == "top_k":
+        return 0 if value == -1 or value >= _ALL_TOKENS else value
+    if parameter == "stop":
+        return tuple(text for text in ([value] if isinstance(value, str) else value) if text)
+    return value

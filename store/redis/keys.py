@@ -1,0 +1,161 @@
+"""Redis keys and the fields of their entries: the interface for other languages.
+
+{prefix}:requests          stream, one entry per request: `json` (a GenerateRequest as a JSON
+                           object) or `msgpack` (the same), and optionally `traceparent`,
+                           `tracestate` and `model`, which overrides the request's own
+{prefix}:out:{request_id}  stream, the request's outputs in order, ids `<epoch>-<n>`,
+                           n counting the entries:
+                           `json` (a CompletionChunk, at the end a Completion)
+{prefix}:results           stream, every request's Completion: `json`
+{prefix}:dead              stream of dead letters: `json` (a DeadLetter)
+{prefix}:own:{request_id}  the entry that owns this request id, while it is in use
+{prefix}:epoch             counter
+{prefix}:wake:{id}         stream that interrupts a blocking read; not on a cluster (internal)
+{prefix}:stages            stream, stage reports of each process: `json` (StageReports)
+{prefix}:weights:{lane}    the lane's newest weights: JSON (WeightsInPlace)
+{prefix}:adapters:{lane}   the lane's adapters: JSON (AdaptersInPlace)
+{prefix}:reply:{id}        list, an operation's outcome in each lane: JSON (Outcome)
+{prefix}:call:{id}         hash, a durable call: `record`, and by request id the entries
+                           (`entry:{request_id}`) (internal)
+{prefix}:name:{name}       the durable call that has this name (internal)
+{prefix}:attended          sorted set, until when each durable call is attached (internal)
+{prefix}:policy            hash, the policy: `document` and its `version` (internal)
+
+In a deployment of several models, each request moves from the requests stream to its model's own
+stream. Keys of a lane exist per model:
+
+{{prefix}:requests}:of:{model}     stream, the entries of {prefix}:requests for one model, with the
+                                   same ids (internal)
+{{prefix}:requests}:models         hash, by id: JSON (ModelRecord)
+{{prefix}:requests}:closed         hash, by id the reason why a model accepts no requests (internal)
+{prefix}:stages:{model}            as {prefix}:stages
+
+The braces below are literal: a cluster keeps keys with the same tag in one slot, and a key without
+a
+tag in the slot of a tag equal to the key.
+
+{{prefix}:requests}:lanes  hash, each lane's lease expiry and keeper (internal)
+{{prefix}:requests}:begun  hash, each lane's number of begun requests, and its expiry (internal)
+{{prefix}:requests}:queue_length  requests that have not begun; expires without a live lane
+{{prefix}:limits}:window:{s}:{name} hash, each gateway's usage of a limit (internal)
+{{prefix}:limits}:held:{name} hash, each gateway's holds on a limit, and their expiry (internal)
+{{prefix}:limits}:servers  hash, since when each server process has counted (internal)
+{{prefix}:results}:told:{digest} marks an entry whose Completion is in the results stream (internal)
+{{prefix}:link:{lane}}:{link} stream between two stages (internal): `w` the writer, `m` the message
+
+Every script, transaction and multi-stream read names keys of one family only: the requests and
+their
+leases; the results stream and its marks; the links of one lane; limits; every other key alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+JSON = b"json"
+MSGPACK = b"msgpack"
+REFUSED = b"refused"
+TRACEPARENT = b"traceparent"
+TRACESTATE = b"tracestate"
+MODEL = b"model"
+WRITER = b"w"
+MESSAGE = b"m"
+
+
+class Keys:
+    """Key names under one prefix."""
+
+    def __init__(self, prefix: str, lane: str = "0", model: str = "") -> None:
+        """Args:
+        prefix: Of the deployment.
+        lane: The lane whose links are named.
+        model: One of the deployment's models; "" if it has only one.
+        """
+        self._prefix = prefix
+        self.model = model
+        # Unambiguous: a lane's name has no colon, and comes last.
+        self._lane_prefix = f"{model}:" if model else ""
+        self._lane = lane
+        self.entrance = self._key("requests")
+        of_model = f":{model}" if model else ""
+        self.requests = self.requests_of(model)
+        self.models = beside(self.entrance, "models")
+        self.closed = beside(self.entrance, "closed")
+        self.results = self._key("results")
+        self.dead = self._key("dead")
+        self.epoch = self._key("epoch")
+        self.lanes = beside(self.entrance, f"lanes{of_model}")
+        self.begun = beside(self.entrance, f"begun{of_model}")
+        self.queue_length = beside(self.entrance, f"queue_length{of_model}")
+        self.stages = self._key(f"stages{of_model}")
+        self.weights = self._key(f"weights:{self._lane_prefix}{lane}")
+        self.adapters = self._key(f"adapters:{self._lane_prefix}{lane}")
+        self.attended = self._key("attended")
+        self._limits = self._key("limits")
+        self.limits_servers = beside(self._limits, "servers")
+        self.policy = self._key("policy")
+
+    def requests_of(self, model: str) -> bytes:
+        """Return a model's requests stream; all share one slot of a cluster."""
+        return beside(self.entrance, f"of:{model}") if model else self.entrance
+
+    def out(self, key: str) -> bytes:
+        """Return a request's output stream. Any text is a valid key, even with a lone surrogate."""
+        return self._key(f"out:{key}")
+
+    def own(self, key: str) -> bytes:
+        """Return the key that holds the owner of a request id."""
+        return self._key(f"own:{key}")
+
+    def told(self, key: str, entry_id: str) -> bytes:
+        """Return the mark of an entry whose terminal message is in the results stream.
+
+        Args:
+            key: Of the stream that the message ends.
+        """
+        text = f"{len(key)}:{key}{entry_id}".encode("utf-8", "surrogatepass")
+        return beside(self.results, f"told:{hashlib.sha1(text).hexdigest()}")
+
+    def link(self, name: str, lane: str | None = None) -> bytes:
+        """Return a link's stream, of this lane or another."""
+        lane = self._lane if lane is None else lane
+        return beside(self._key(f"link:{self._lane_prefix}{lane}"), name)
+
+    def reply(self, operation_id: str) -> bytes:
+        return self._key(f"reply:{operation_id}")
+
+    def call(self, call_id: str) -> bytes:
+        return self._key(f"call:{call_id}")
+
+    def name(self, name: str) -> bytes:
+        return self._key(f"name:{name}")
+
+    def limits_window(self, name: str, window_s: int) -> bytes:
+        """Return the usage of a limit; another window has a key of its own."""
+        return beside(self._limits, f"window:{window_s}:{name}")
+
+    def limits_held(self, name: str) -> bytes:
+        return beside(self._limits, f"held:{name}")
+
+    def wake(self, name: str) -> bytes:
+        return self._key(f"wake:{name}")
+
+    def _key(self, rest: str) -> bytes:
+        return f"{self._prefix}:{rest}".encode("utf-8", "surrogatepass")
+
+
+def beside(key: bytes, name: str) -> bytes:
+    """Return another key in the same hash slot. `key` has no braces."""
+    return b"{%s}:%s" % (key, name.encode("utf-8", "surrogatepass"))
+
+
+def parse_id(raw: bytes) -> tuple[int, int]:
+    """Return an entry id as integers, which compare in stream order."""
+    milliseconds, _, number = raw.partition(b"-")
+    return int(milliseconds), int(number)
+
+
+def id_after(raw: bytes) -> str:
+    """Return the smallest id above this one."""
+    milliseconds, number = parse_id(raw)
+    return f"{milliseconds}-{number + 1}"

@@ -1,0 +1,119 @@
+"""Embedding settings of a model's folder.
+
+Folders of sentence-transformers list their modules in modules.json.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+from ..config import ModelError, PoolingKind
+from .gguf import folder_of
+
+_MODULES = "modules.json"
+
+_OLD_NAMES: dict[str, PoolingKind] = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "last",
+}
+"""Keys of a pooling module's config.json without `pooling_mode`."""
+
+_NEW_NAMES: dict[str, PoolingKind] = {"lasttoken": "last"}
+
+
+class OwnPooling(NamedTuple):
+    """The model's own pooling; `kind` is None if unspecified."""
+
+    kind: PoolingKind | None = None
+    normalize: bool = True
+
+
+def embeds_only(folder: Path) -> bool:
+    """Return whether a model has no output layer that generates.
+
+    True of base models, masked language models, and models with bidirectional attention.
+
+    Raises:
+        ModelError: config.json can't be read.
+    """
+    config = _read(folder_of(folder) / "config.json")
+    if not isinstance(config, dict):
+        return False
+    if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
+        return True
+    if config.get("is_decoder"):
+        return False
+    names = config.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    has_heads = name.endswith(("HeadModel", "HeadsModel"))
+    return name.endswith(("ForMaskedLM", "ForPreTraining")) or (
+        name.endswith("Model") and not has_heads
+    )
+
+
+def own_pooling(folder: Path) -> OwnPooling:
+    """Return the pooling of a sentence-transformers folder.
+
+    Raises:
+        ModelError: A file can't be read, or the vectors need an unsupported module.
+    """
+    folder = folder_of(folder)
+    modules = _read(folder / _MODULES)
+    if modules is None:
+        return OwnPooling()
+    kind: PoolingKind | None = None
+    normalize = False
+    for module in modules if isinstance(modules, list) else [None]:
+        path, name = _module(folder, module)
+        if name == "Pooling":
+            kind = _kind_of(path / "config.json")
+        elif name == "Normalize":
+            normalize = True
+        elif name != "Transformer":
+            raise ModelError(
+                f"{folder / _MODULES} has a module {name!r}, which is not applied here, and "
+                "without which vectors would be wrong; choose another model"
+            )
+    return OwnPooling(kind, normalize)
+
+
+def _module(folder: Path, module: Any) -> tuple[Path, str]:
+    """Return a module's folder, and the last part of its type."""
+    if not isinstance(module, dict) or not isinstance(module.get("type"), str):
+        raise ModelError(f"{folder / _MODULES} must be a list of modules, each with a type")
+    path = (folder / str(module.get("path", ""))).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise ModelError(f"{folder / _MODULES} names {path}, which is not in the model's folder")
+    return path, module["type"].rpartition(".")[2]
+
+
+def _kind_of(path: Path) -> PoolingKind:
+    config = _read(path)
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} is missing, or holds no JSON object")
+    if not config.get("include_prompt", True):
+        raise ModelError(f"{path} leaves prompts out of the mean, which can't be done here")
+    mode = config.get("pooling_mode")
+    if mode is None:
+        kinds = [key for key, value in config.items() if key.startswith("pooling_") and value]
+        if len(kinds) == 1 and kinds[0] in _OLD_NAMES:
+            return _OLD_NAMES[kinds[0]]
+        mode = kinds
+    kinds_here: tuple[PoolingKind, ...] = get_args(PoolingKind)
+    for kind in kinds_here:
+        if _NEW_NAMES.get(str(mode), mode) == kind:
+            return kind
+    raise ModelError(f"{path} pools by {mode}; there are {', '.join(get_args(PoolingKind))}")
+
+
+def _read(path: Path) -> Any:
+    """Return a JSON file's content; None if there is no file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"can't read {path}: {error}") from error

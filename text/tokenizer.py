@@ -1,0 +1,315 @@
+"""Tokenizer, stop ids and default sampling parameters of a model's folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+from ..config import ModelError, RequestError, SamplingParams, missing_model
+from .gguf import folder_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+ANY_LENGTH = sys.maxsize
+"""Bytes of a token that may represent text of any length."""
+
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
+"""File names of saved tokenizers, supported or not."""
+
+
+def find_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
+    """Return `load_tokenizer`'s result; None for a model without tokenizer, which serves token ids
+    only.
+
+    Raises:
+        ModelError: There is no such folder, or its tokenizer can't be used.
+    """
+    folder = folder_of(folder)
+    if folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
+        return None
+    return load_tokenizer(folder)
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """Load the tokenizer, with its chat template, of a folder in Transformers' format or a GGUF
+    file.
+
+    Nothing is downloaded and no code from the folder is run.
+
+    Raises:
+        ModelError: The folder or its tokenizer is missing or unreadable, or the tokenizer is not
+            one
+            of the `tokenizers` library (a "fast" one).
+    """
+    # Imported here because it takes seconds and imports torch, which clients and tests of the cores
+    # don't
+    # need.
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    folder = folder_of(folder)
+    if not folder.is_dir():
+        raise ModelError(f"there is no model folder {folder}; {missing_model(folder)}")
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        raise ModelError(
+            f"{folder} holds no tokenizer.json; save the model's tokenizer there with "
+            f"tokenizer.save_pretrained()"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    # For a broken tokenizer.json the tokenizers library raises Exception itself.
+    except Exception as error:
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"the tokenizer in {folder} can't be loaded: {first_line:.300}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or len(tokenizer) == 0:
+        raise ModelError(
+            f"the tokenizer in {folder} is not backed by a tokenizer.json; convert it to one "
+            f"(a fast tokenizer) and save it there"
+        )
+    return tokenizer
+
+
+def special_token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
+    """Return ids by name of tokens whose names other tokens can't spell in a grammar.
+
+    llguidance treats these, and all added tokens of the form `<…>`, as special.
+    """
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+    return {
+        token.content: token_id
+        for token_id, token in added.items()
+        if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+    }
+
+
+def longest_token_bytes(tokenizer: PreTrainedTokenizerFast) -> int:
+    """Return the largest number of UTF-8 bytes that a text has per token.
+
+    So a text has at least `len(text.encode()) / longest_token_bytes` tokens, known without
+    tokenising it.
+    Scans the whole vocabulary: call it once per tokenizer.
+
+    Returns:
+        The longest token's bytes, times the factor by which the normalizer may shrink a text; or
+        `ANY_LENGTH` if a token may represent or swallow text of any length: a normalizer or
+        pre-tokenizer that drops characters, an "unknown" token for a whole word or a run of
+        characters, special tokens that strip adjacent spaces. Truncation is never applied to
+        prompts.
+    """
+    backend = tokenizer.backend_tokenizer
+    normalizers = list(_parts(backend.normalizer, "normalizers"))
+    before = list(_parts(backend.pre_tokenizer, "pretokenizers"))
+    byte_level = any(part["type"] == "ByteLevel" for part in normalizers + before)
+    vocabulary = backend.get_vocab(with_added_tokens=False)
+    added = backend.get_added_tokens_decoder().values()
+    if (
+        not _reads_everything(backend, vocabulary, byte_level)
+        or any(part["type"] not in _KEEPING or part.get("behavior") == "Removed" for part in before)
+        or any(token.lstrip or token.rstrip for token in added)
+    ):
+        return ANY_LENGTH
+    # A byte-level token has one character per byte. Other tokens are at most as short as their
+    # text.
+    sizes = (len(token if byte_level else token.encode()) for token in vocabulary)
+    own = (len(_normalized(backend, token).encode()) for token in added)
+    # Four bytes: a character without a token may become one "unknown" token.
+    longest = max((4, *sizes, *own))
+    return int(min(ANY_LENGTH, longest * math.prod(map(_shrinks, normalizers))))
+
+
+def prompt_too_long(max_model_len: int, given: str, advice: str) -> RequestError:
+    """Return the refusal of a prompt that is too long.
+
+    Clients such as LiteLLM recognise it by its first words, which are OpenAI's.
+
+    Args:
+        max_model_len: Limit of prompt and completion together, in tokens.
+        given: The excess, as "the prompt has 3000".
+        advice: The remedy, as "shorten it".
+    """
+    return RequestError(
+        f"This model's maximum context length is {max_model_len} tokens; {given}, so {advice}",
+        code="prompt_too_long",
+    )
+
+
+def check_text_fits(
+    text: str, longest_token_bytes: int, max_model_len: int, *, room: int = 1
+) -> None:
+    """Refuse a text that is too long however it is tokenised, before tokenising it.
+
+    Args:
+        longest_token_bytes: The function's result.
+        max_model_len: Limit of prompt and completion together, in tokens.
+        room: Tokens to be left free after the prompt.
+
+    Raises:
+        RequestError: prompt_too_long.
+    """
+    most_bytes = longest_token_bytes * (max_model_len - room)
+    # Most texts fit, whatever their encoding.
+    if len(text) * 4 <= most_bytes:
+        return
+    size_bytes = len(text.encode(errors="surrogatepass"))
+    if size_bytes > most_bytes:
+        least = math.ceil(size_bytes / longest_token_bytes)
+        given = f"the prompt has {size_bytes} bytes, which make at least {least}"
+        raise prompt_too_long(max_model_len, given, "shorten it")
+
+
+_KEEPING = frozenset(
+    {"ByteLevel", "Digits", "FixedLength", "Metaspace", "Punctuation", "Split", "UnicodeScripts"}
+)
+"""Pre-tokenizers that drop nothing, except with the behavior "Removed"."""
+
+# Factors by which a normalizer may shrink bytes. Normal forms: 4 for compatibility characters such
+# as
+# U+1D400, 3.5 for U+0390 written with U+1FBE. Lower case: 3 for U+212A, the kelvin sign.
+_SHRINKING = {
+    "ByteLevel": 1,
+    "Prepend": 1,
+    "Lowercase": 3,
+    "NFC": 4,
+    "NFD": 4,
+    "NFKC": 4,
+    "NFKD": 4,
+}
+
+
+def _shrinks(normalizer: dict[str, Any]) -> float:
+    if normalizer["type"] == "Replace":
+        old, new = normalizer["pattern"].get("String", ""), normalizer["content"]
+        if old and new:
+            return max(1, len(old.encode()) / len(new.encode()))
+    return _SHRINKING.get(normalizer["type"], ANY_LENGTH)
+
+
+def _reads_everything(backend: Tokenizer, vocabulary: dict[str, int], byte_level: bool) -> bool:
+    """Return whether every character, or every byte, of a text belongs to a token."""
+    model = backend.model
+    if byte_level and isinstance(model, models.BPE):
+        return all(character in vocabulary for character in pre_tokenizers.ByteLevel.alphabet())
+    if isinstance(model, models.BPE) and model.unk_token and not model.fuse_unk:
+        return True
+    # Unigram doesn't expose the setting as an attribute.
+    bytes_too = isinstance(model, models.BPE | models.Unigram) and (
+        b'"byte_fallback":true' in model.__getstate__()
+    )
+    return bytes_too and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+
+
+def _normalized(backend: Tokenizer, token: AddedToken) -> str:
+    """Return an added token's text as it is matched."""
+    if token.normalized and backend.normalizer is not None:
+        return str(backend.normalizer.normalize_str(token.content))
+    return token.content
+
+
+def _parts(part: Any, inside: str) -> Iterator[dict[str, Any]]:
+    """Yield the settings of a normalizer or pre-tokenizer, those of a Sequence one by one."""
+    if part is not None:
+        yield from _unpacked(json.loads(part.__getstate__()), inside)
+
+
+def _unpacked(state: dict[str, Any], inside: str) -> Iterator[dict[str, Any]]:
+    if state["type"] == "Sequence":
+        for part in state[inside]:
+            yield from _unpacked(part, inside)
+    else:
+        yield state
+
+
+def stop_token_ids_of(folder: Path, tokenizer: PreTrainedTokenizerFast | None) -> frozenset[int]:
+    """Return the ids that end a generation by default.
+
+    As in Transformers' `generate`: `eos_token_id` of generation_config.json, else of config.json,
+    else the
+    tokenizer's own. Empty if the model has none.
+
+    Raises:
+        ModelError: One of the two files can't be read, or holds an invalid id.
+    """
+    folder = folder_of(folder)
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        eos = _read_json(path).get("eos_token_id")
+        if eos is not None:
+            ids = eos if isinstance(eos, list) else [eos]
+            if not all(type(i) is int and i >= 0 for i in ids):
+                raise ModelError(f"{path}: eos_token_id is {eos!r}; it must be an id or a list")
+            return frozenset(ids)
+    own = None if tokenizer is None else tokenizer.eos_token_id
+    return frozenset() if own is None else frozenset((int(own),))
+
+
+_SAMPLING: dict[str, tuple[type, Callable[[Any], bool], str]] = {
+    "temperature": (float, lambda x: x == 0 or 1e-4 <= x <= 1e4, "0 or from 0.0001 to 10000"),
+    "top_k": (int, lambda x: 0 <= x < 2**63, "0 or a number of tokens"),
+    "top_p": (float, lambda x: 0 < x <= 1, "above 0 and at most 1"),
+    "min_p": (float, lambda x: 0 <= x <= 1, "from 0 to 1"),
+    "repetition_penalty": (float, lambda x: 1e-4 <= x <= 10, "from 0.0001 to 10"),
+}
+"""Settings taken from generation_config.json, within admission's ranges."""
+
+
+def default_sampling_params(folder: Path) -> SamplingParams:
+    """Return the sampling parameters that generation_config.json in the model's folder recommends.
+
+    temperature, top_k, top_p, min_p and repetition_penalty are read; absent or null ones keep their
+    default, which has no effect. `do_sample: false` means temperature 0.
+
+    They are never applied silently: RL needs tokens from the model's own distribution, or the
+    logprobs
+    that training uses belong to another policy; and a request must not change its meaning with the
+    model.
+    To use them, call this and pass the result, changed with `msgspec.structs.replace`.
+
+    Raises:
+        ModelError: The file can't be read, or a setting can't be used.
+    """
+    path = folder_of(folder) / "generation_config.json"
+    settings = _read_json(path)
+    do_sample = settings.get("do_sample")
+    if do_sample is not None and not isinstance(do_sample, bool):
+        raise ModelError(f"{path}: do_sample is {do_sample!r}; it must be true or false")
+    values: dict[str, Any] = {}
+    for name, (kind, holds, wanted) in _SAMPLING.items():
+        value = settings.get(name)
+        if value is None:
+            continue
+        is_number = type(value) is int or (kind is float and type(value) is float)
+        if not is_number or not math.isfinite(value) or not holds(value):
+            raise ModelError(f"{path}: {name} is {value!r}; it must be {wanted}")
+        values[name] = kind(value)
+    if do_sample is False:
+        values["temperature"] = 0.0
+    return SamplingParams(**values)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"can't read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} must hold a JSON object")
+    return content

@@ -21,32 +21,27 @@ from ...bus.messages import (
 from ...config import EngineConfig, ModelError
 from ...text.grammar import GrammarCompiler
 from .driver.constraints import Constraints
-from .driver.feed import TokenFeed
 from .driver.pooling import PromptPooler, capabilities_of, embedding_capacity, report_pooled
+from .driver.sampled import Sampled, TokenFeed, UnreadTokens
 from .driver.sequences import SequenceTable
 from .driver.speculation.control import MOST_ROWS
 from .driver.speculation.costs import StepCosts, measure_costs, trial_step
 from .driver.speculation.draft_model import DraftModel, drafts_by_model, load_draft_model
-from .driver.speculation.make import make_speculator
-from .driver.speculation.speculator import Speculator
-from .driver.started import started_sequences
-from .driver.step import LaunchedStep, StepOutputs, StepRunner
-from .driver.unread import Sampled, UnreadTokens
+from .driver.speculation.speculator import Speculator, make_speculator
+from .driver.step import LaunchedStep, StepOutputs, StepRunner, started_sequences
 from .runner.adapters import AdapterLimits, AdapterTable
 from .runner.attention.backend import AttentionBackend
 from .runner.attention.choose import choose_backend
 from .runner.attention.paged import PagedBackend
 from .runner.batch import IntArray, Uploader
-from .runner.cuda_graphs import CudaCapture
 from .runner.deterministic import Determinism
 from .runner.device import describe_device
-from .runner.experts import experts_of
 from .runner.fast_modules.modules import FastModules
 from .runner.fixed_tiles import FixedTiles
-from .runner.graphs import Capture, DecodeGraphs
+from .runner.graphs import Capture, CudaCapture, DecodeGraphs
 from .runner.inputs import InputBuilder
 from .runner.kv_cache import KVCache, count_blocks
-from .runner.loaded_model import LoadedModel
+from .runner.loaded_model import LoadedModel, experts_of
 from .runner.memory import ReplicaMemory, no_memory
 from .runner.model import load_model
 from .runner.weights import WeightSyncManager, limits_of

@@ -39,11 +39,10 @@ from .core import ExecutorCore
 from .draft_counts import DraftCounts, SourceCounts
 from .driver.step import LaunchedStep
 from .facts import model_facts
-from .reference import ReferenceModel
 from .runner.attention.choose import kernels_of
 from .runner.device import device_of_replica, is_unverified
 from .runner.model import load_model
-from .scoring import Scoring
+from .scoring import ReferenceModel, Scoring
 from .spans import ExecutorSpans
 
 # All torch work of a process happens in this one thread, over restarts of the stage too: with a

@@ -20,7 +20,7 @@ from nano_inference.bus.weights import GroupWeights, SharedMemoryWeights, Tensor
 from nano_inference.config import WeightsError
 from nano_inference.stages.executor.changes.arguments import check_arguments
 from nano_inference.stages.executor.changes.parts import WeightParts
-from nano_inference.stages.executor.runner.weights.limits import WeightLimits, limits_of
+from nano_inference.stages.executor.runner.weights.checks import WeightLimits, limits_of
 from nano_inference.stages.executor.runner.weights.transports import (
     Background,
     folder,

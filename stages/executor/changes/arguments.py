@@ -26,7 +26,7 @@ from ....bus.weights import (
     check_in_flight,
 )
 from ....config import WeightsError, shown
-from ..runner.weights.limits import WeightLimits
+from ..runner.weights.checks import WeightLimits
 from ..runner.weights.transports import BACKENDS, host_and_port
 
 Operation = (

@@ -21,7 +21,7 @@ from ....bus.control import (
 from ....bus.weights import GroupWeights, InFlight, LocalWeights, StagedWeights
 from ....config import WeightsError
 from ....store.in_place import WeightsInPlace
-from ..runner.weights.limits import WeightLimits
+from ..runner.weights.checks import WeightLimits
 from .arguments import Operation, check_arguments
 from .effects import (
     Answer,

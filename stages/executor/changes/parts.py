@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ....bus.weights import StagedWeights
 from ....config import WeightsError
-from ..runner.weights.limits import UNLIMITED, WeightLimits
+from ..runner.weights.checks import UNLIMITED, WeightLimits
 
 
 class Origin(NamedTuple):

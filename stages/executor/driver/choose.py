@@ -1,7 +1,11 @@
-"""From the model's logits to tokens, with everything that a request can ask for."""
+"""Token choice: the model's logits, changed and masked as each request asks, to tokens.
+
+The order is that of docs/sampling.md: repetition, presence, frequency, bias, stop tokens, grammar.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,12 +15,10 @@ from torch import Tensor
 
 from ....bus.messages import TopLogprobs
 from ..runner.interface import IntArray
-from .adjust import adjust_logits
 from .constraints import PendingMasks
-from .logprobs import gather_logprobs
-from .report import report_top_logprobs
+from .logprobs import gather_logprobs, report_top_logprobs
 from .sampling import sample_rows, uniforms
-from .sequences import Places, SequenceTable
+from .sequences import BoolArray, Places, SequenceTable
 
 
 def choose_tokens(
@@ -86,3 +88,179 @@ def packed_sampling(table: SequenceTable, rows: IntArray) -> tuple[IntArray, Int
     temperatures = table.temperature[rows].astype(np.float64)
     numbers = uniforms(table.seed[rows], table.num_generated[rows])
     return temperatures.view(np.int64), numbers.view(np.int64)
+
+
+def adjust_logits(logits: Tensor, table: SequenceTable, places: Places) -> Tensor:
+    """The logits after everything that comes before the temperature.
+
+    Rows that use none of it are returned as they are, bit for bit, and cost nothing when there
+    are no others.
+
+    Args:
+        logits: `[batch, vocab]` float32; not changed.
+        table: The sequences, which know all tokens before each place.
+        places: `[batch]`, where each row of logits is.
+    """
+
+    def adjust(part: Tensor, chosen: Places) -> Tensor:
+        part = _repetition(part, table, chosen)
+        part = _presence_and_frequency(part, table, chosen)
+        part = _bias(part, table, chosen.rows)
+        return _on_some(part, chosen, table.must_go_on(chosen), mask)
+
+    def mask(part: Tensor, chosen: Places) -> Tensor:
+        stop_ids, _ = _pad([sorted(table.stop_ids[row]) for row in chosen.rows])
+        return mask_tokens(part, _upload(stop_ids, part))
+
+    return _on_some(logits, places, table.adjusted[places.rows], adjust)
+
+
+def _on_some(
+    logits: Tensor,
+    places: Places,
+    involved: BoolArray,
+    change: Callable[[Tensor, Places], Tensor],
+) -> Tensor:
+    """Changes the rows of logits that are involved."""
+    if not involved.any():
+        return logits
+    if involved.all():
+        return change(logits, places)
+    chosen = _upload(np.flatnonzero(involved), logits)
+    return logits.index_copy(0, chosen, change(logits[chosen], places[involved]))
+
+
+def _repetition(logits: Tensor, table: SequenceTable, places: Places) -> Tensor:
+    rows = places.rows
+    penalties = table.repetition_penalty[rows]
+    used = penalties != 1
+    if not used.any():
+        return logits
+    # One token is enough of a row with a penalty of 1, which changes nothing.
+    stops = np.where(used, table.num_known[rows] + places.ahead, 1)
+    token_ids, _ = _tokens_between(table, rows, np.zeros_like(stops), stops)
+    return apply_repetition_penalty(logits, _upload(token_ids, logits), _upload(penalties, logits))
+
+
+def _presence_and_frequency(logits: Tensor, table: SequenceTable, places: Places) -> Tensor:
+    rows = places.rows
+    presence, frequency = table.presence_penalty[rows], table.frequency_penalty[rows]
+    starts = table.num_known[rows] - table.num_generated[rows]
+    ends = table.num_known[rows] + places.ahead
+    used = (presence != 0) | (frequency != 0)
+    if not (used & (starts < ends)).any():
+        return logits
+    token_ids, valid = _tokens_between(table, rows, starts, np.where(used, ends, starts))
+    on_device = _upload(token_ids, logits), _upload(valid, logits)
+    if presence.any():
+        logits = apply_presence_penalty(logits, *on_device, _upload(presence, logits))
+    if frequency.any():
+        logits = apply_frequency_penalty(logits, *on_device, _upload(frequency, logits))
+    return logits
+
+
+def _bias(logits: Tensor, table: SequenceTable, rows: IntArray) -> Tensor:
+    biases = [table.logit_bias[row] for row in rows]
+    if not any(biases):
+        return logits
+    token_ids, valid = _pad([list(bias) for bias in biases])
+    values = np.zeros(token_ids.shape, np.float32)
+    values[valid] = [value for bias in biases for value in bias.values()]
+    return apply_logit_bias(logits, _upload(token_ids, logits), _upload(values, logits))
+
+
+def _tokens_between(
+    table: SequenceTable, rows: IntArray, starts: IntArray, stops: IntArray
+) -> tuple[IntArray, BoolArray]:
+    """Tokens of each row from `starts` up to `stops`, `[batch, longest]`, and which are real.
+
+    Padding repeats the row's first; in a row without any it is some token or other.
+    """
+    columns = starts[:, None] + np.arange((stops - starts).max())
+    valid = columns < stops[:, None]
+    last = table.tokens.shape[1] - 1
+    columns = np.minimum(np.where(valid, columns, starts[:, None]), last)
+    # What stands behind a row's tokens may be a placeholder of the sequence before it.
+    return np.maximum(table.tokens[rows[:, None], columns], 0), valid
+
+
+def _pad(lists: Sequence[Sequence[int]]) -> tuple[IntArray, BoolArray]:
+    """Token ids as `[batch, longest]`, and which are real; padding is the row's first, or 0."""
+    padded = np.zeros((len(lists), max(map(len, lists))), np.int64)
+    valid = np.zeros(padded.shape, np.bool_)
+    for row, values in enumerate(lists):
+        if values:
+            padded[row] = values[0]
+            padded[row, : len(values)] = values
+            valid[row, : len(values)] = True
+    return padded, valid
+
+
+def _upload(array: npt.NDArray[Any], beside: Tensor) -> Tensor:
+    return torch.from_numpy(array).to(beside.device)
+
+
+def apply_repetition_penalty(logits: Tensor, token_ids: Tensor, penalties: Tensor) -> Tensor:
+    """Divides positive logits of these tokens by the penalty and multiplies negative ones.
+
+    Keskar et al., "CTRL: a conditional transformer language model", 2019, as Transformers has it.
+
+    Args:
+        logits: `[batch, vocab]` float32.
+        token_ids: `[batch, k]` int64, padded by repeating any of the row's own.
+        penalties: `[batch]`, above 0; 1 changes nothing.
+    """
+    penalties = penalties[:, None]
+    values = logits.gather(1, token_ids)
+    return logits.scatter(
+        1, token_ids, torch.where(values < 0, values * penalties, values / penalties)
+    )
+
+
+def apply_presence_penalty(
+    logits: Tensor, token_ids: Tensor, valid: Tensor, penalties: Tensor
+) -> Tensor:
+    """Subtracts the penalty from the logit of each of these tokens, once.
+
+    Args:
+        logits: `[batch, vocab]` float32.
+        token_ids: `[batch, k]` int64; padding repeats the row's first.
+        valid: `[batch, k]`, false for padding. A row may be all padding.
+        penalties: `[batch]`; 0 changes nothing.
+    """
+    # Padding repeats a token of the row's, and must write what that one writes: so the row counts
+    # as a whole or, when nothing in it is valid, not at all.
+    penalties = torch.where(valid.any(dim=-1), penalties, 0.0)[:, None]
+    return logits.scatter(1, token_ids, logits.gather(1, token_ids) - penalties)
+
+
+def apply_frequency_penalty(
+    logits: Tensor, token_ids: Tensor, valid: Tensor, penalties: Tensor
+) -> Tensor:
+    """Subtracts the penalty from the logits of these tokens as often as each occurs.
+
+    Arguments as for `apply_presence_penalty`.
+    """
+    # Equal numbers are added to one place, so the order, which a GPU leaves open, has no effect.
+    return logits.scatter_add(1, token_ids, torch.where(valid, -penalties[:, None], 0.0))
+
+
+def apply_logit_bias(logits: Tensor, token_ids: Tensor, biases: Tensor) -> Tensor:
+    """Adds a bias to each of these tokens.
+
+    Args:
+        logits: `[batch, vocab]` float32.
+        token_ids: `[batch, k]` int64, each at most once in a row but for padding.
+        biases: `[batch, k]` float32, 0 for padding.
+    """
+    return logits.scatter_add(1, token_ids, biases)
+
+
+def mask_tokens(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """Makes these tokens impossible.
+
+    Args:
+        logits: `[batch, vocab]` float32.
+        token_ids: `[batch, k]` int64, padded by repeating any of the row's own.
+    """
+    return logits.scatter(1, token_ids, float("-inf"))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ....bus.messages import (
+    NewSequence,
     PromptLogprobs,
     StartedSequence,
     StepPlan,
@@ -40,15 +41,13 @@ from ..runner.interface import (
 )
 from .choose import choose_tokens, packed_sampling
 from .constraints import Constraints, PendingMasks
-from .feed import TokenFeed
+from .logprobs import score_prompts
 from .pooling import Pooled, PromptPooler
-from .report import score_prompts
+from .sampled import SampledRows, TokenFeed, UnreadTokens
 from .sampling import sample_plain
 from .sequences import BoolArray, Places, SequenceTable
 from .speculation.drafts import Draft
-from .speculation.speculator import Speculator, StepDrafts, accepted_counts, longest_drafts
-from .speculation.verify import accept
-from .unread import SampledRows, UnreadTokens
+from .speculation.speculator import Speculator, StepDrafts, accept, accepted_counts, longest_drafts
 
 
 class StepOutputs(NamedTuple):
@@ -385,3 +384,25 @@ def _with_drafts(step: _Pass, drafts: StepDrafts) -> _Pass:
     """A row of its own for each drafted token, behind the row of its sequence."""
     row, ahead = flatten_rows(np.zeros_like(step.rows), drafts.counts + 1)
     return _Pass(step.rows[row], ahead, step.starts[row] + ahead, step.num_tokens[row])
+
+
+def started_sequences(plan: StepPlan, executed_ns: int) -> tuple[StartedSequence, ...]:
+    """What is told of the sequences that are new in a plan: the prompt once for each request."""
+    first = {new.info.entry_id: new.seq_id for new in reversed(plan.new)}
+    return tuple(
+        StartedSequence(
+            seq_id=new.seq_id,
+            sample_index=new.sample.sample_index,
+            num_cached=new.num_cached,
+            num_generated=new.num_generated,
+            info=new.info,
+            planned_ns=plan.made_ns,
+            executed_ns=executed_ns,
+            prompt_token_ids=_prompt(new) if first[new.info.entry_id] == new.seq_id else (),
+        )
+        for new in plan.new
+    )
+
+
+def _prompt(new: NewSequence) -> tuple[int, ...]:
+    return new.token_ids[: len(new.token_ids) - new.num_generated]

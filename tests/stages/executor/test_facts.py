@@ -16,7 +16,7 @@ from transformers import (
 from nano_inference.config import EngineConfig
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.facts import model_facts
-from nano_inference.stages.executor.runner.experts import experts_of
+from nano_inference.stages.executor.runner.loaded_model import experts_of
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from nano_inference import EngineConfig
 from nano_inference.bus.scoring import SampleScored, ScoreSample
 from nano_inference.config import ModelError
-from nano_inference.stages.executor.reference import ReferenceModel
+from nano_inference.stages.executor.scoring import ReferenceModel
 
 from ...pipeline import reference
 

@@ -10,13 +10,23 @@ from typing import Protocol
 import numpy as np
 
 from .....bus.messages import VerifiedDraft
+from .....config import EngineConfig
 from ...runner.interface import IntArray
 from ..constraints import Constraints
-from ..sequences import BoolArray, SequenceTable
-from ..unread import SampledRows
-from .costs import LEAST_GAIN
-from .drafts import NO_DRAFT, Draft, DraftContext, DraftSource
-from .ledger import DraftLedger
+from ..sampled import SampledRows
+from ..sequences import BoolArray, Places, SequenceTable
+from .control import CostControl, DraftLedger
+from .costs import LEAST_GAIN, StepCosts
+from .drafts import (
+    NO_DRAFT,
+    Draft,
+    DraftContext,
+    DraftSource,
+    ForcedSource,
+    NgramSource,
+    PredictionSource,
+)
+from .suffix import SuffixSource
 
 _ENOUGH = 4.0
 """Tokens expected of a draft, from which on no other source is asked for a better one."""
@@ -418,3 +428,57 @@ def accepted_counts(counts: BoolArray, starts: IntArray) -> IntArray:
     """
     accepted: IntArray = np.add.reduceat(counts.astype(np.int64), starts) - 1
     return accepted
+
+
+def accept(
+    table: SequenceTable, places: Places, tokens: IntArray, unsure: BoolArray | None
+) -> BoolArray:
+    """Which places count, `[places]`: the first of each row, and each behind one that counts where
+    the token sampled there is the drafted one and the sequence goes on behind it.
+
+    So what counts is what would have been sampled without drafts.
+
+    Args:
+        table: The sequences, with drafted tokens behind those that are known.
+        places: Those of one row are one behind the other, in order.
+        tokens: `[places]`, what was sampled.
+        unsure: `[places]`, where it is not known what may come behind the drafted tokens; None
+            where it is known everywhere.
+    """
+    counts: BoolArray = places.ahead == 0
+    behind = np.flatnonzero(~counts)
+    if not behind.size:
+        return counts
+    before = behind - 1
+    rows, drafted = places.rows[behind], places.ahead[behind] - 1
+    holds = tokens[before] == table.tokens[rows, table.num_known[rows] + drafted]
+    holds &= ~table.is_last(places[before])
+    if unsure is not None:
+        holds &= ~unsure[behind]
+    for place, row, held in zip(behind.tolist(), rows.tolist(), holds.tolist(), strict=True):
+        goes_on = held and counts[place - 1]
+        counts[place] = goes_on and int(tokens[place - 1]) not in table.stop_ids[row]
+    return counts
+
+
+def make_speculator(
+    config: EngineConfig,
+    table: SequenceTable,
+    constraints: Constraints,
+    measure: Callable[[], StepCosts],
+    draft_model: DraftSource | None = None,
+) -> Speculator | None:
+    """The sources and the control of a lane's drafts; None where there are to be none.
+
+    `measure`: finds out what steps cost; it is called only where there are drafts.
+    """
+    if config.speculation == "off":
+        return None
+    makers: dict[str, Callable[[], DraftSource]] = {
+        "prediction": PredictionSource,
+        "grammar": lambda: ForcedSource(constraints),
+        "suffix": lambda: SuffixSource(table, config.suffix_index_tokens),
+        "ngram": NgramSource,
+    }
+    sources = [makers[name]() for name in config.draft_sources]
+    return Speculator(table, constraints, sources, CostControl(measure()), draft_model)

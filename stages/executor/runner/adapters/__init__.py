@@ -13,8 +13,7 @@ from .peft import (
     read_adapter,
     stamp_of_adapter,
 )
-from .step import AdapterStep
-from .table import AdapterTable
+from .table import AdapterStep, AdapterTable
 
 __all__ = [
     "Adapter",

@@ -22,8 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .....config import ADAPTER_ID_RULE, AdapterError, WeightsError, is_adapter_id, shown
 from ..loaded_model import LoadedModel
-from ..weights.limits import WeightLimits
-from ..weights.storage import check_stored
+from ..weights.checks import WeightLimits, check_stored
 from ..weights.transports.folder import opened, read_folder, readable, stamp_of
 
 CONFIG = "adapter_config.json"

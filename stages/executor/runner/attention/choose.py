@@ -10,9 +10,8 @@ from ..kernels import cpu
 from ..kernels.compile import KernelsUnavailable
 from ..loaded_model import LoadedModel
 from .backend import AttentionBackend
-from .cpu import CpuBackend
 from .gather import GatherBackend
-from .paged import PagedBackend
+from .paged import CpuBackend, PagedBackend
 from .tiled import TiledBackend
 
 

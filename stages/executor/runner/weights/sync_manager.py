@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from .....config import WeightsError, shown
+from .checks import WeightLimits, check_stored, limits_of
 from .conversion import as_parameters
-from .limits import WeightLimits, limits_of
-from .storage import check_stored
 
 _NAMED = 3
 """How many tensors an error names."""

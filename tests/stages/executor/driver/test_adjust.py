@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, uniform, wrap_model
-from nano_inference.stages.executor.driver.adjust import adjust_logits
+from nano_inference.stages.executor.driver.choose import adjust_logits
 from nano_inference.stages.executor.driver.sequences import Places, SequenceTable
 
 from ..models import VOCAB, make_model

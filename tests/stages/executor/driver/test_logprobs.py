@@ -12,8 +12,12 @@ from hypothesis import strategies as st
 
 from nano_inference.config import ModelError
 from nano_inference.stages.executor import sample_with_logprobs
-from nano_inference.stages.executor.driver.logprobs import LOWEST, gather_logprobs, top_token_ids
-from nano_inference.stages.executor.driver.report import report_top_logprobs
+from nano_inference.stages.executor.driver.logprobs import (
+    LOWEST,
+    gather_logprobs,
+    report_top_logprobs,
+    top_token_ids,
+)
 
 
 def test_gathered_logprobs_are_those_of_the_full_softmax() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from nano_inference.stages.executor.driver.penalties import (
+from nano_inference.stages.executor.driver.choose import (
     apply_frequency_penalty,
     apply_logit_bias,
     apply_presence_penalty,

@@ -11,7 +11,7 @@ import torch
 
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, uniform, wrap_model
-from nano_inference.stages.executor.driver.feed import TokenFeed, placeholders
+from nano_inference.stages.executor.driver.sampled import TokenFeed, placeholders
 from nano_inference.stages.executor.runner.attention.paged import PagedBackend
 from nano_inference.stages.executor.runner.graphs import DecodeStep, batch_buckets, pack_step
 

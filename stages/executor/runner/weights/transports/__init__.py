@@ -15,13 +15,11 @@ from ......bus.weights import (
     laid_down,
 )
 from ......config import WeightsError
-from ..limits import UNLIMITED, WeightLimits
+from ..checks import UNLIMITED, WeightLimits
 from .background import Background
 from .folder import read_folder, stamp_of
-from .group import WeightGroups
-from .rendezvous import BACKENDS, host_and_port
+from .group import BACKENDS, Sending, WeightGroups, WeightsGroup, host_and_port
 from .shared_memory import SharedWeights, read_shared_memory
-from .trainer_group import Sending, WeightsGroup
 
 
 def fetch(

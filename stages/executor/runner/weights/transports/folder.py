@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ......bus.weights import TensorMeta
 from ......config import WeightsError, cut, shown
-from ...checkpoint import INDEX, WEIGHTS
-from ..limits import UNLIMITED, WeightLimits
+from ...model import INDEX, WEIGHTS
+from ..checks import UNLIMITED, WeightLimits
 from .layout import as_tensor, dtype_of, read_file, sizes_of, unhurried
 
 _DTYPES = {

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ......bus.weights import TensorMeta
 from ......config import WeightsError, shown
-from ..limits import UNLIMITED, WeightLimits
-from ..storage import NUMBERS
+from ..checks import NUMBERS, UNLIMITED, WeightLimits
 
 _T = TypeVar("_T")
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from ......bus.weights import SharedMemoryWeights, TensorMeta
 from ......config import WeightsError, shown
 from ......config.temporary import SHARED_MEMORY, new_name, own, sweep
-from ..limits import UNLIMITED, WeightLimits
-from ..storage import check_stored
+from ..checks import UNLIMITED, WeightLimits, check_stored
 from .layout import as_tensor, dtype_of, meta_of, read_file, sizes_of, unhurried
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")

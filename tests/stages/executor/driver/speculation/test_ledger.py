@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nano_inference.stages.executor.driver.speculation.ledger import DraftLedger
+from nano_inference.stages.executor.driver.speculation.control import DraftLedger
 
 
 def asked(saved: float, steps: int, ledger: DraftLedger | None = None) -> int:

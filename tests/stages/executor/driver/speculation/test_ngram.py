@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nano_inference.stages.executor.driver.speculation.drafts import NO_DRAFT
-from nano_inference.stages.executor.driver.speculation.ngram import NgramSource
+from nano_inference.stages.executor.driver.speculation.drafts import NO_DRAFT, NgramSource
 
 from .contexts import context, propose
 

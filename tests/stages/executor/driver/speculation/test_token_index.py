@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nano_inference.stages.executor.driver.speculation.token_index import (
+from nano_inference.stages.executor.driver.speculation.suffix import (
     CONTEXTS,
     LEAD,
     NO_TOKEN,

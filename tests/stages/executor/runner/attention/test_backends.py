@@ -21,12 +21,11 @@ from torch import Tensor, nn
 
 from nano_inference.config import ModelError
 from nano_inference.stages.executor import KVCache, LoadedModel
-from nano_inference.stages.executor.runner.attention import gather, prefill, tiled
+from nano_inference.stages.executor.runner.attention import gather, tiled
 from nano_inference.stages.executor.runner.attention.backend import QKV, AttentionBackend
-from nano_inference.stages.executor.runner.attention.cpu import CpuBackend
 from nano_inference.stages.executor.runner.attention.gather import GatherBackend, cut_chunks
 from nano_inference.stages.executor.runner.attention.interface import paged_attention
-from nano_inference.stages.executor.runner.attention.paged import PagedBackend
+from nano_inference.stages.executor.runner.attention.paged import CpuBackend, PagedBackend
 from nano_inference.stages.executor.runner.attention.tiled import TiledBackend
 from nano_inference.stages.executor.runner.batch import Rows, order_rows
 from nano_inference.stages.executor.runner.kernels import cpu as cpu_kernels

@@ -13,8 +13,8 @@ from torch import nn
 from nano_inference.config import ConfigError, EngineConfig, ModelError
 from nano_inference.stages.executor import LoadedModel
 from nano_inference.stages.executor.runner.attention.choose import choose_backend
-from nano_inference.stages.executor.runner.attention.cpu import CpuBackend
 from nano_inference.stages.executor.runner.attention.gather import GatherBackend
+from nano_inference.stages.executor.runner.attention.paged import CpuBackend
 from nano_inference.stages.executor.runner.attention.tiled import TiledBackend
 from nano_inference.stages.executor.runner.batch import Rows
 from nano_inference.stages.executor.runner.kernels import cpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar
@@ -38,7 +39,6 @@ from .changes.updates import WeightUpdates
 from .core import ExecutorCore
 from .draft_counts import DraftCounts, SourceCounts
 from .driver.step import LaunchedStep
-from .facts import model_facts
 from .runner.attention.choose import kernels_of
 from .runner.device import device_of_replica, is_unverified
 from .runner.model import load_model
@@ -115,7 +115,7 @@ class ExecutorStage(Actor):
         self._device = self._backend = ""
         self._capabilities: tuple[str, ...] = ()
         self._facts: dict[str, int | float | str] = {}
-        self._layer_kinds: dict[str, int] = {}
+        self._layer_kinds: Counter[str] = Counter()
         self._max_model_len = 0
         self._weight_version = 0
         self._updates: WeightUpdates
@@ -141,10 +141,13 @@ class ExecutorStage(Actor):
         self._adapters = AdapterOperations(self, self._core, _on_torch)
         capacity = self._core.capacity()
         self._device = capacity.device
-        self._facts = await _on_torch(model_facts, self._core)
+        self._facts = await _on_torch(self._core.facts)
         self._facts["capabilities"] = ",".join(capacity.capabilities)
         self._facts["load_ns"] = now_ns() - started
-        self._backend, self._layer_kinds = self._core.backend.name, self._core.layer_kinds
+        self._backend = self._core.runner.backend.name
+        self._layer_kinds = Counter(
+            "full" if spec.window is None else "sliding" for spec in self._core.model.layers
+        )
         self._max_model_len = capacity.max_model_len
         self._capabilities = capacity.capabilities
         seconds = (now_ns() - started) / 1e9
@@ -157,11 +160,11 @@ class ExecutorStage(Actor):
             kv_blocks=capacity.num_blocks,
             block_size=capacity.block_size,
             max_model_len=capacity.max_model_len,
-            kernels=self._core.without_kernels or kernels_of(self._core.model),
+            kernels=self._core.off.get("kernels", "") or kernels_of(self._core.model),
             attention=self._backend,
-            graphs=self._core.without_graphs or "recorded",
-            speculation=self._core.without_speculation or "in use",
-            deterministic=self._core.without_determinism or "yes",
+            graphs=self._core.off.get("graphs", "") or "recorded",
+            speculation=self._core.off.get("speculation", "") or "in use",
+            deterministic=self._core.off.get("deterministic", "") or "yes",
             reference=self.config.engine.reference_model_path or "none",
         )
         self._warn()
@@ -177,13 +180,13 @@ class ExecutorStage(Actor):
         if facts is None:
             return
         if facts.quantized:
-            types, dtype = ", ".join(facts.quantized), str(model.dtype).removeprefix("torch.")
+            types, dtype = ", ".join(facts.quantized), model.dtypes.weights
             self.log.warning(
                 "gguf_dequantized",
                 types=types,
-                dtype=dtype,
+                dtype=str(dtype).removeprefix("torch."),
                 file_bytes=facts.size_bytes,
-                bytes=facts.num_parameters * model.dtype.itemsize,
+                bytes=facts.num_parameters * dtype.itemsize,
             )
         if facts.unread:
             self.log.warning(
@@ -323,9 +326,10 @@ class ExecutorStage(Actor):
                 self.metrics.record(instruments.DEVICE_TIME, seconds)
             if self._drafts is not None:
                 self._drafts.add(result.drafts)
-                if failure := self._core.take_draft_failure():
+                model = self._core.draft_model
+                if model is not None and (failure := model.take_failure()):
                     self.log.warning("draft_model_failed", reason=failure)
-            for wait_ns in self._core.take_mask_waits_ns():
+            for wait_ns in self._core.constraints.take_waits_ns():
                 self.metrics.record(instruments.MASK_WAIT, wait_ns / 1e9)
             if self.tracing.enabled and epoch == self.epoch:
                 self._spans.step(plan, result)

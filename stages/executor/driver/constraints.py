@@ -22,7 +22,7 @@ from torch import Tensor
 from ....bus.control import Cancel
 from ....config import Constraint, ModelError, RequestError
 from ....text.grammar import MASK_S, GrammarCompiler, allows, is_dead_end, is_too_costly, only
-from ..runner.interface import IntArray, forbid
+from ..runner.interface import IntArray, cpu
 from .sequences import BoolArray, Places, SequenceTable
 
 _MASK_S = 0.005
@@ -67,7 +67,7 @@ class TokenMasks(NamedTuple):
             kernels: Whether our own kernel does it, which does not touch what may come (CPU).
         """
         if kernels:
-            forbid(logits, self.places, self.allowed)
+            cpu.forbid(logits, self.places, self.allowed)
             return
         # Eight tokens are a byte, and each becomes one, of 0 or 1.
         eights, vocab = (~self.allowed).view(np.uint8), logits.shape[1]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ....bus.messages import PromptLogprobs, TopLogprobs
 from ....config import ModelError
-from ..runner.interface import IntArray, elementwise, flatten_rows, softmax_sums
+from ..runner.interface import IntArray, cpu, elementwise, flatten_rows
 from .sequences import SequenceTable
 
 BLOCK = 512
@@ -82,7 +82,7 @@ def scale_logits(
     divisors = temperatures.masked_fill(temperatures == 0, 1.0).to(torch.float32)
     logs = None
     if kernels:
-        largest, first_largest, sums, logs = softmax_sums(logits, divisors, BLOCK)
+        largest, first_largest, sums, logs = cpu.softmax_sums(logits, divisors, BLOCK)
     else:
         largest, first_largest = logits.amax(dim=-1), logits.argmax(dim=-1)
     if checked and not bool(torch.isfinite(largest).all()):

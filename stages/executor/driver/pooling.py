@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +9,7 @@ from ....bus.control import Capability, EmbeddingCapacity
 from ....bus.pooling import PooledPrompt, Pooling
 from ....config import EngineConfig, ModelError, PoolingKind
 from ....text.pooling_config import own_pooling
-from ..runner.interface import IntArray, LoadedModel, encode
+from ..runner.interface import IntArray, LoadedModel, ModelRunner
 from .sequences import SequenceTable
 
 Pooled = tuple[tuple[int, Tensor, int], ...]
@@ -29,12 +25,12 @@ class PromptPooler:
     """
 
     def __init__(
-        self, model: LoadedModel, table: SequenceTable, max_tokens: int, *, in_order: bool = False
+        self, runner: ModelRunner, table: SequenceTable, max_tokens: int, *, in_order: bool
     ) -> None:
         """For a model and its sequences.
 
         Args:
-            model: The model.
+            runner: The model.
             table: Its sequences.
             max_tokens: That of `encode`.
             in_order: Whether to add up states one by one, so that a sum has the same bits however
@@ -42,7 +38,7 @@ class PromptPooler:
         """
         self._max_tokens = max_tokens
         self._add_up = _add_in_order if in_order else _add
-        self._model = model
+        self._runner = runner
         self._table = table
         self._unfinished: dict[int, Tensor] = {}
 
@@ -54,29 +50,9 @@ class PromptPooler:
         """All have."""
         self._unfinished.clear()
 
-    @contextmanager
-    def watching(self, rows: IntArray) -> Iterator[list[Tensor]]:
-        """Within it, each pass of the model leaves its last hidden states, `[tokens, hidden]`.
-
-        Nothing is left where none of these rows pools.
-        """
-        hidden: list[Tensor] = []
-        if not self._table.pools[rows].any():
-            yield hidden
-            return
-
-        def keep(module: nn.Module, args: Any, output: Any) -> None:
-            hidden.append(output.last_hidden_state[0])
-
-        hook = self._model.base.register_forward_hook(keep)
-        try:
-            yield hidden
-        finally:
-            hook.remove()
-
     def take(
         self,
-        hidden: list[Tensor],
+        states: Tensor,
         rows: IntArray,
         last_token: IntArray,
         num_tokens: IntArray,
@@ -85,7 +61,7 @@ class PromptPooler:
         """Takes one step, before the table counts its tokens as computed.
 
         Args:
-            hidden: What `watching` gave.
+            states: `[tokens, hidden]`, the last hidden states of the step.
             rows: `[rows]`, of the table.
             last_token: `[rows]`, where in the batch the last token of each row is.
             num_tokens: `[rows]`, how many each row computes.
@@ -94,9 +70,6 @@ class PromptPooler:
         Returns:
             Those whose last token is among them.
         """
-        if not hidden:
-            return ()
-        (states,) = hidden
         pooled = []
         ids = self._table.ids_of(rows).tolist()
         versions = adapter_versions or (0,) * len(ids)
@@ -126,7 +99,7 @@ class PromptPooler:
         prompts = [table.tokens[row, : table.num_known[row]] for row in rows.tolist()]
         pooled: list[tuple[int, Tensor, int]] = []
         ids = table.ids_of(rows).tolist()
-        for index, states in encode(self._model, prompts, self._max_tokens):
+        for index, states in self._runner.encode(prompts, self._max_tokens):
             pooling = table.pooling[rows[index]]
             assert pooling is not None, "such a model generates nothing"
             vector = self._advance(int(rows[index]), ids[index], pooling, states)

@@ -1,8 +1,8 @@
-"""One step: the rows of a plan, computed, and a token sampled behind each that is known to its end.
+"""One step: compute the rows of a plan, and sample behind each sequence that reaches its end.
 
-A row whose sequence has drafted tokens is computed as several rows of one token each, which have
-their sequence's blocks in common. A token is sampled behind each of them, and those count that
-would have been sampled without drafts (`speculation.verify`).
+A row with drafted tokens becomes several rows of one token that share their sequence's blocks. A
+token is sampled behind each; tokens that would have been sampled without drafts count
+(`speculator.accept`).
 """
 
 from __future__ import annotations
@@ -25,18 +25,14 @@ from ....bus.messages import (
     VerifiedDraft,
 )
 from ..runner.interface import (
-    AdapterTable,
     DecodeGraphs,
     DecodeStep,
-    InputBuilder,
     IntArray,
-    KVCache,
-    LoadedModel,
+    ModelRunner,
     Rows,
     StepInputs,
     Uploader,
     flatten_rows,
-    model_forward,
     order_rows,
 )
 from .choose import choose_tokens, packed_sampling
@@ -51,14 +47,14 @@ from .speculation.speculator import Speculator, StepDrafts, accept, accepted_cou
 
 
 class StepOutputs(NamedTuple):
-    """What a step gives, most of it still on its way from the device.
+    """The outputs of a step, most of them still on the device.
 
     Attributes:
-        sampled: The tokens; None where no row samples.
+        sampled: The tokens; None if no row samples.
         prompts: As in StepResult.
         pooled: Vectors of prompts.
         verified: As StepResult's `drafts`.
-        proposed: By the row of the SequenceTable, all drafts that there were for the step.
+        proposed: All drafts for the step, by row of the SequenceTable.
         draft_rest: As in StepResult.
     """
 
@@ -72,7 +68,7 @@ class StepOutputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step that is on its way; `ExecutorCore.finish` makes its result."""
+    """A launched step; `ExecutorCore.finish` makes its result."""
 
     plan: StepPlan
     started: tuple[StartedSequence, ...]
@@ -81,7 +77,7 @@ class LaunchedStep:
     outputs: StepOutputs
 
     def wait(self) -> None:
-        """Blocks until the device is done. The one method that another thread may call."""
+        """Block until the device is done. The only method for other threads."""
         if self.outputs.sampled is not None:
             self.outputs.sampled.readback.wait()
 
@@ -90,10 +86,10 @@ class _Pass(NamedTuple):
     """The rows of a forward pass, `[rows]` each.
 
     Attributes:
-        rows: Of the table; one comes once more for each of its drafted tokens.
-        ahead: How many drafted tokens come before the row's first one.
+        rows: Rows of the table, each repeated for each of its drafted tokens.
+        ahead: Drafted tokens before the row's first one.
         starts: Positions of the rows' first tokens.
-        num_tokens: How many they compute.
+        num_tokens: Tokens to compute.
     """
 
     rows: IntArray
@@ -107,35 +103,27 @@ class StepRunner:
     """Runs steps.
 
     Attributes:
-        model: What to run.
-        cache: Its KV cache.
+        runner: The model.
         table: The sequences.
-        builder: Makes passes of rows.
-        upload: Brings numbers to the device.
-        adapters: Those that sequences may have.
+        upload: Copies arrays to the device.
         pooler: Makes vectors of prompts.
         constraints: The grammars of samples.
-        feed: Sampled tokens, on the device.
-        unread: Sampled tokens, on their way to the host.
-        speculator: Where drafts come from; None for none.
+        feed: Sampled tokens on the device.
+        unread: Sampled tokens on their way to the host.
+        speculator: The source of drafts; None if there are none.
         raw_logprobs: Whether logprobs are of the model's own output.
-        kernels: Whether the modules run with our kernels on CPU.
         runs_ahead: As `ExecutorCore.runs_ahead`.
     """
 
-    model: LoadedModel
-    cache: KVCache
+    runner: ModelRunner
     table: SequenceTable
-    builder: InputBuilder
     upload: Uploader
-    adapters: AdapterTable
     pooler: PromptPooler
     constraints: Constraints
     feed: TokenFeed
     unread: UnreadTokens
     speculator: Speculator | None
     raw_logprobs: bool
-    kernels: bool
     runs_ahead: bool
 
     @torch.inference_mode()
@@ -164,7 +152,7 @@ class StepRunner:
             # Penalties, masks and drafts depend on all tokens before the one to be sampled.
             self.unread.write()
         ends = self._ends(rows, num_tokens)
-        if self.model.is_encoder:
+        if self.runner.model.is_encoder:
             pooled = self.pooler.encode(rows, num_tokens)
             table.num_computed[rows] = ends
             return StepOutputs(pooled=pooled)
@@ -172,7 +160,7 @@ class StepRunner:
         step = _Pass(rows, np.zeros_like(rows), table.num_computed[rows], num_tokens)
         drafts: StepDrafts | None = None
         if num_drafts is not None and self.speculator is not None:
-            limits = longest_drafts(table, rows, num_drafts, self.cache.block_size)
+            limits = longest_drafts(table, rows, num_drafts, self.runner.cache.block_size)
             limits[~samples | (num_tokens != 1)] = 0
             drafts = self.speculator.begin(rows, num_tokens, limits)
             step, samples = _with_drafts(step, drafts), np.repeat(samples, drafts.counts + 1)
@@ -207,7 +195,7 @@ class StepRunner:
         """
         table = self.table
         ends: IntArray = table.num_computed[rows] + num_tokens
-        room = table.num_blocks[rows] * self.cache.block_size
+        room = table.num_blocks[rows] * self.runner.cache.block_size
         bad = (num_tokens < 0) | (ends > table.num_known[rows]) | (ends > room)
         if not num_tokens.all():
             bad |= (num_tokens == 0) & ~self._may_fork(rows, num_tokens, ends)
@@ -231,8 +219,8 @@ class StepRunner:
         """The logits of rows that sample, and what is found out about prompts."""
         table, rows = self.table, step.rows
         inputs, last_token = self._inputs(step, samples, num_scored)
-        with self.pooler.watching(rows) as hidden, self.adapters.applied(inputs.adapters):
-            logits = model_forward(self.model.module, inputs, self.cache)
+        states: list[Tensor] | None = [] if table.pools[rows].any() else None
+        logits = self.runner.forward(inputs, states)
         num_samples = int(samples.sum())
         prompts = score_prompts(
             logits[num_samples:],
@@ -240,10 +228,12 @@ class StepRunner:
             rows,
             num_scored,
             raw=self.raw_logprobs,
-            kernels=self.kernels,
+            kernels=self.runner.kernels,
         )
-        versions = self.adapters.versions(table.adapter[rows]) if hidden else ()
-        pooled = self.pooler.take(hidden, rows, last_token, step.num_tokens, versions)
+        pooled: Pooled = ()
+        if states:
+            versions = self.runner.adapters.versions(table.adapter[rows])
+            pooled = self.pooler.take(states[0], rows, last_token, step.num_tokens, versions)
         return logits[:num_samples], StepOutputs(prompts=prompts, pooled=pooled)
 
     def _inputs(
@@ -254,7 +244,7 @@ class StepRunner:
         table = self.table
         order, num_decodes = order_rows(step.starts, step.num_tokens)
         rows, starts, counts = step.rows[order], step.starts[order], step.num_tokens[order]
-        width = -(-int((starts + counts).max()) // self.cache.block_size)
+        width = -(-int((starts + counts).max()) // self.runner.cache.block_size)
         # Logits come back in the plan's order, not in that of the batch.
         last_token = np.empty_like(order)
         last_token[order] = np.cumsum(counts) - 1
@@ -269,11 +259,13 @@ class StepRunner:
         batch_rows = Rows(starts, counts, table.blocks[rows, :width], num_decodes, read)
         row_of_token, positions = batch_rows.flat
         input_ids = table.tokens[rows[row_of_token], positions]
-        inputs = self.builder.build(batch_rows, input_ids, logits_index)
+        inputs = self.runner.build(batch_rows, input_ids, logits_index)
         if (input_ids < 0).any():
             inputs = replace(inputs, input_ids=self.feed.resolve(inputs.input_ids))
         if (table.adapter[rows] >= 0).any():
-            inputs = replace(inputs, adapters=self.adapters.step(table.adapter[rows][row_of_token]))
+            inputs = replace(
+                inputs, adapters=self.runner.adapters.step(table.adapter[rows][row_of_token])
+            )
         return inputs, last_token
 
     def _replay(
@@ -282,7 +274,7 @@ class StepRunner:
         """A step in which every row computes its last token and samples the next."""
         table = self.table
         positions = table.num_computed[rows]
-        width = int(positions.max()) // self.cache.block_size + 1
+        width = int(positions.max()) // self.runner.cache.block_size + 1
         step = DecodeStep(
             input_ids=table.tokens[rows, positions],
             positions=positions,
@@ -342,7 +334,7 @@ class StepRunner:
             self.table,
             places,
             raw=self.raw_logprobs,
-            kernels=self.kernels,
+            kernels=self.runner.kernels,
             masks=masks,
         )
 
@@ -355,7 +347,7 @@ class StepRunner:
             last = np.append(places.ahead[1:] == 0, True)
             fed = tokens if last.all() else tokens[torch.from_numpy(last).to(tokens.device)]
             self.feed.put(self.upload(places.rows[last])[0], fed)
-        versions = self.adapters.versions(self.table.adapter[places.rows])
+        versions = self.runner.adapters.versions(self.table.adapter[places.rows])
         return self.unread.add(
             places, tokens, logprobs, tops, fed=self.runs_ahead, adapter_versions=versions
         )

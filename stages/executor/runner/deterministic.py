@@ -58,9 +58,10 @@ class Determinism:
             ModelError: The device or dtype is one for which nobody has verified anything.
         """
         require_cpu(model.device)
-        if model.dtype not in (torch.float32, torch.bfloat16):
+        dtype = model.dtypes.weights
+        if dtype not in (torch.float32, torch.bfloat16):
             raise ModelError(
-                f"deterministic mode is not verified for {model.dtype}; set dtype to 'float32' or "
+                f"deterministic mode is not verified for {dtype}; set dtype to 'float32' or "
                 "'bfloat16', or deterministic to false"
             )
         self._model = model

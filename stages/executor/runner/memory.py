@@ -28,24 +28,22 @@ class ReplicaMemory:
 
     def __init__(
         self,
-        cache: KVCache,
+        caches: Collection[KVCache],
         weights: WeightSyncManager,
         *,
-        draft_cache: KVCache | None = None,
         huge_pages: bool = False,
     ) -> None:
         """Of a model's cache and weights.
 
         Args:
-            cache: The cache.
-            weights: The weights.
-            draft_cache: Of a draft model, which comes and goes with the other. Its weights stay:
-                nobody would send them again.
+            caches: The KV caches of the model and of its draft model, whose weights stay: no
+                update would bring them again.
+            weights: The model's weights.
             huge_pages: Whether what comes back is to have large pages.
         """
         self.pending: set[str] = set()
         self.released: set[str] = set()
-        self._caches = (cache,) if draft_cache is None else (cache, draft_cache)
+        self._caches = caches
         self._weights = weights
         self._huge_pages = huge_pages
 

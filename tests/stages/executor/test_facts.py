@@ -15,7 +15,6 @@ from transformers import (
 
 from nano_inference.config import EngineConfig
 from nano_inference.stages.executor.core import ExecutorCore
-from nano_inference.stages.executor.facts import model_facts
 from nano_inference.stages.executor.runner.loaded_model import experts_of
 
 
@@ -38,7 +37,7 @@ def test_experts_by_whatever_name(config: PreTrainedConfig, experts: tuple[int, 
 
 def test_what_a_model_takes() -> None:
     core = ExecutorCore(EngineConfig(dtype="float32", kv_cache_bytes=1 << 24, max_batch_size=4))
-    facts = model_facts(core)
+    facts = core.facts()
     assert facts["dtype"] == "float32"
     assert facts["vocab_size"] == core.model.vocab_size
     assert facts["weight_bytes"] == 4 * int(facts["parameters"]) > 0

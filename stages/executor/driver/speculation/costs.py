@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...runner.interface import InputBuilder, KVCache, LoadedModel, Rows, model_forward
+from ...runner.interface import ModelRunner, Rows
 from ..sampling import sample_plain, sample_rows
 
 _SIZES = (1, 16, 4, 8, 64, 32, 2, 256, 128, 512, 3, 6, 12, 24, 48, 96, 192, 384)
@@ -227,21 +227,13 @@ def _at_most(size: int, durations: dict[int, list[int]]) -> float:
     return durations[largest][0] * size / largest
 
 
-def trial_step(
-    model: LoadedModel, cache: KVCache, builder: InputBuilder, *, kernels: bool
-) -> Callable[[int, int], object]:
-    """A step of any number of rows that belong to no sequence, for `measure_costs`.
+def trial_step(runner: ModelRunner) -> Callable[[int, int], object]:
+    """Return a step of any number of rows that belong to no sequence, for `measure_costs`.
 
-    It runs the model and samples. Of the KV cache it writes to the padding block alone, and no
-    random numbers are drawn. What else a step does for a row is little beside; `StepCosts.observe`
-    sees it.
-
-    Args:
-        model: One that generates.
-        cache: Its KV cache.
-        builder: Makes the inputs of its steps.
-        kernels: As in `scale_logits`.
+    The step runs the model and samples. It writes to the padding block of the KV cache only, and
+    draws no random numbers. Other costs of a row are small; `StepCosts.observe` learns them.
     """
+    model, cache = runner.model, runner.cache
 
     @torch.inference_mode()
     def step(count: int, context: int) -> list[int]:
@@ -250,14 +242,13 @@ def trial_step(
         rows = Rows((context - 1) * ones, ones, np.full((count, width), cache.padding_block), count)
         # Different tokens, since an expert that all rows have chosen would be read only once.
         ids = np.arange(count) * 7919 % model.vocab_size
-        inputs = builder.build(rows, ids, np.arange(count))
-        logits = model_forward(model.module, inputs, cache)
+        logits = runner.forward(runner.build(rows, ids, np.arange(count)))
         temperatures = torch.ones(count, device=logits.device)
         numbers = torch.full_like(temperatures, 0.5, dtype=torch.float64)
         if logits.device.type == "cuda":
             tokens, _ = sample_plain(logits, temperatures, numbers)
         else:
-            tokens, _ = sample_rows(logits, temperatures, uniforms=numbers, kernels=kernels)
+            tokens, _ = sample_rows(logits, temperatures, uniforms=numbers, kernels=runner.kernels)
         return tokens.tolist()
 
     return step

@@ -13,8 +13,7 @@ the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -28,16 +27,12 @@ from torch.nn import functional as F
 from .....config import EngineConfig, ModelError
 from .....text.tokenizer import find_tokenizer
 from ...runner.interface import (
-    FastModules,
-    InputBuilder,
     IntArray,
-    KVCache,
     LoadedModel,
     Rows,
-    choose_backend,
     flatten_rows,
     load_model,
-    model_forward,
+    make_runner,
     order_rows,
 )
 from ..choose import choose_tokens
@@ -175,9 +170,7 @@ class DraftModel:
     """A DraftSource. Its methods run on the thread of the target, between its passes.
 
     Attributes:
-        model: The draft model, which no update of weights changes.
         cache: Its keys and values; `forget_kv` must be called when they are lost.
-        failure: Why it drafts no more, as long as nobody has been told; empty else.
     """
 
     name: ClassVar[str] = "model"
@@ -199,26 +192,16 @@ class DraftModel:
             num_blocks: Of the target's cache.
             vocab_size: The target's.
         """
-        own = draft_config(config)
-        self.model = model
-        huge = config.huge_pages == "auto"
-        self.cache = KVCache(model, num_blocks, config.block_size, huge_pages=huge)
+        self._runner = make_runner(draft_config(config), model, num_blocks)
+        self.cache = self._runner.cache
         self._table = table
         self._most_tokens = config.max_tokens_per_batch
         self._vocab_size = vocab_size
-        backend, without_kernels = choose_backend(own, model)
-        self._builder = InputBuilder(model, config.block_size, backend)
-        self._fast: FastModules | None = None
-        if model.device.type == "cpu" and not without_kernels:
-            self._fast = FastModules(model, self.cache, self._builder)
-        self._active: Callable[[], AbstractContextManager[object]] = nullcontext
-        if self._fast is not None:
-            self._active = self._fast.active
         self._progress: dict[int, _Progress] = {}
         # Of each block, the hash of the tokens up to its end whose KV it has; 0 for none.
         self._filled: IntArray = np.zeros(num_blocks, np.int64)
         self._broken = False
-        self.failure = ""
+        self._failure = ""
 
     @torch.inference_mode()
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
@@ -236,7 +219,7 @@ class DraftModel:
             return drafts
         try:
             # The calls of torch are its own, whatever the target's have to be.
-            with torch._C.DisableTorchFunction(), self._active():
+            with torch._C.DisableTorchFunction(), self._runner.active():
                 ready, logits = self._catch_up([contexts[i] for i in wanted])
                 chosen = [wanted[i] for i in ready]
                 written = self._write_on(
@@ -264,19 +247,22 @@ class DraftModel:
         self._progress.clear()
         self._filled[:] = 0
 
+    def take_failure(self) -> str:
+        """Return why drafting stopped, once; "" otherwise."""
+        failure, self._failure = self._failure, ""
+        return failure
+
     def close(self) -> None:
         """Gives up weights and KV; the object is of no use then."""
-        if self._fast is not None:
-            self._fast.remove()
-        self._active = nullcontext
-        del self.model, self.cache, self._fast, self._builder
+        self._runner.close()
+        del self._runner, self.cache
 
     # --- inside -------------------------------------------------------------------------------
 
     def _give_up(self, error: Exception) -> None:
         """It drafts no more. A device that is lost is found out here, or by the target's pass."""
         self._broken = True
-        self.failure = error.message if isinstance(error, ModelError) else repr(error)
+        self._failure = error.message if isinstance(error, ModelError) else repr(error)
         self.forget_kv()
         # What are no numbers would spoil whoever gets the block.
         self.cache.clear()
@@ -292,7 +278,7 @@ class DraftModel:
             return 0
         # A pass less than tokens: the last one's KV is not needed.
         blocks = int(self._table.num_blocks[context.row]) * self.cache.block_size
-        room = min(blocks, self.model.max_model_len) - len(context.tokens) + 1
+        room = min(blocks, self._runner.model.max_model_len) - len(context.tokens) + 1
         return min(progress.length, context.limit, room)
 
     def _begin(self, context: DraftContext) -> _Progress:
@@ -423,9 +409,8 @@ class DraftModel:
             starts[order], counts[order], self._table.blocks[rows[order], :width], num_decodes
         )
         # A token that the draft model does not have is some other to it.
-        known = np.minimum(ids[source], self.model.vocab_size - 1)
-        inputs = self._builder.build(batch, known, place[last])
-        return model_forward(self.model.module, inputs, self.cache)
+        known = np.minimum(ids[source], self._runner.model.vocab_size - 1)
+        return self._runner.forward(self._runner.build(batch, known, place[last]))
 
     def _choose(self, logits: Tensor, rows: IntArray, place: int) -> tuple[IntArray, list[float]]:
         """The tokens that come `place` tokens behind the known ones, and how likely each is.
@@ -439,6 +424,6 @@ class DraftModel:
         if missing:  # less than none are cut off
             logits = F.pad(logits, (0, missing), value=float("-inf"))
         places = Places(rows, np.full_like(rows, place))
-        kernels = self._fast is not None
+        kernels = self._runner.kernels
         tokens, logprobs, _ = choose_tokens(logits, self._table, places, raw=False, kernels=kernels)
         return tokens.cpu().numpy(), logprobs.exp().tolist()

@@ -467,13 +467,8 @@ def make_speculator(
     constraints: Constraints,
     measure: Callable[[], StepCosts],
     draft_model: DraftSource | None = None,
-) -> Speculator | None:
-    """The sources and the control of a lane's drafts; None where there are to be none.
-
-    `measure`: finds out what steps cost; it is called only where there are drafts.
-    """
-    if config.speculation == "off":
-        return None
+) -> Speculator:
+    """Return the speculator that the settings ask for. `measure` finds out what steps cost."""
     makers: dict[str, Callable[[], DraftSource]] = {
         "prediction": PredictionSource,
         "grammar": lambda: ForcedSource(constraints),

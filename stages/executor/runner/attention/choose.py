@@ -47,7 +47,7 @@ def _chosen(config: EngineConfig, model: LoadedModel) -> tuple[AttentionBackend[
 
 def kernels_of(model: LoadedModel) -> str:
     """What a model's kernels are made of, if it runs with kernels."""
-    return "Triton" if model.device.type == "cuda" else cpu.instructions(model.dtype)
+    return "Triton" if model.device.type == "cuda" else cpu.instructions(model.dtypes.weights)
 
 
 def _with_kernels(config: EngineConfig, model: LoadedModel) -> AttentionBackend[Any]:
@@ -66,10 +66,12 @@ def _with_kernels(config: EngineConfig, model: LoadedModel) -> AttentionBackend[
         kernel = partial(TritonPagedAttention, tile=config.attention_tile)
         return PagedBackend(model, config.block_size, kernel)
     if model.device.type != "cpu":
-        raise KernelsUnavailable(f"there are none for {model.dtype} on {model.device.type}")
+        raise KernelsUnavailable(
+            f"there are none for {model.dtypes.weights} on {model.device.type}"
+        )
     if model.is_encoder:
         raise KernelsUnavailable("there are none for encoders")
-    cpu.library(model.dtype)
+    cpu.library(model.dtypes.weights)
     cpu.sampling_library()
     handled = all(cpu.PagedAttention.handles(spec.key_dim, spec.value_dim) for spec in model.layers)
     if handled and config.attention in ("auto", "paged"):

@@ -49,7 +49,7 @@ def find_patterns(model: LoadedModel, calls: Calls) -> Iterator[tuple[nn.Module,
     """The modules that a pattern knows, each with its offers."""
     output = model.module.get_output_embeddings()  # type: ignore[operator]
     for module in model.module.modules():
-        if any(parameter.dtype != model.dtype for parameter in module.parameters()):
+        if any(parameter.dtype != model.dtypes.weights for parameter in module.parameters()):
             continue  # such as a router that is kept in float32
         offers: list[Forward] = []
         if type(module) is nn.Linear:

@@ -178,7 +178,7 @@ class World:
         """A new executor, with the weights of model_path, takes part."""
         self.model = Model()
         self.manager = WeightSyncManager(self.model)
-        self.memory = ReplicaMemory(cast(KVCache, NoCache()), self.manager)
+        self.memory = ReplicaMemory([cast(KVCache, NoCache())], self.manager)
         self.core = UpdatesCore(self.manager.limits)
         self.begun: list[str] = []
         self.jobs: list[Job] = []

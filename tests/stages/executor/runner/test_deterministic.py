@@ -119,9 +119,9 @@ def test_arrangements_agree_without_kernels(name: str) -> None:
 def test_a_model_that_kernels_take_as_a_whole_is_so_by_itself(dtype: torch.dtype) -> None:
     module = make_model("qwen2", head_dim=32).to(dtype)
     core = core_of(module, "auto")
-    if core.without_kernels:
-        pytest.skip(core.without_kernels)
-    assert not core.without_determinism
+    if core.off.get("kernels", ""):
+        pytest.skip(core.off.get("kernels", ""))
+    assert not core.off.get("deterministic", "")
     core.close()
     assert_arrangements_agree(wrap_model(module, 128), deterministic="auto")
 
@@ -133,22 +133,22 @@ def core_of(module: Any, deterministic: bool | str) -> ExecutorCore:
 
 def test_where_it_would_cost_something_it_has_to_be_demanded() -> None:
     in_part = core_of(make_model("mixtral"), "auto")
-    wanted = in_part.without_kernels or "kernels take the model in part"
-    assert in_part.without_determinism == wanted
-    assert core_of(make_model("mixtral"), True).without_determinism == ""
+    wanted = in_part.off.get("kernels", "") or "kernels take the model in part"
+    assert in_part.off.get("deterministic", "") == wanted
+    assert core_of(make_model("mixtral"), True).off.get("deterministic", "") == ""
     off = core_of(make_model("qwen2", head_dim=32), False)
-    assert off.without_determinism == "engine.deterministic is false"
+    assert off.off.get("deterministic", "") == "engine.deterministic is false"
 
 
 def test_a_model_that_does_not_keep_it_is_served_if_nobody_demands_it() -> None:
     module = make_model("qwen2", head_dim=32)
     core = core_of(module, "auto")
-    if core.without_kernels:
-        pytest.skip(core.without_kernels)
+    if core.off.get("kernels", ""):
+        pytest.skip(core.off.get("kernels", ""))
     core.close()
     _look_at_neighbours(module)
     core = core_of(module, "auto")
-    assert core.without_determinism
+    assert core.off.get("deterministic", "")
     bits_of(core)
 
 
@@ -156,12 +156,14 @@ def test_a_model_that_does_not_keep_it_is_served_if_nobody_demands_it() -> None:
 def test_with_kernels_the_number_of_threads_does_not_matter(dtype: torch.dtype) -> None:
     """Prompts together are long enough for threads to share each product."""
     core = ExecutorCore(CONFIG, model=wrap_model(make_model("qwen2", head_dim=32).to(dtype), 128))
-    if core.fast_modules is None:
-        pytest.skip(core.without_kernels)
+    if core.runner.fast_modules is None:
+        pytest.skip(core.off.get("kernels", ""))
     before, found = torch.get_num_threads(), []
     try:
         for number in (1, 2, 3):
-            core.set_threads(number)
+            torch.set_num_threads(number)
+            assert core.runner.determinism is not None
+            core.runner.determinism.check()
             found.append(bits_of(core))
     finally:
         torch.set_num_threads(before)

@@ -288,5 +288,5 @@ def test_a_step_that_waits_for_the_device_can_t_be_recorded() -> None:
     with pytest.raises(RuntimeError, match="can't be recorded"):
         core.record_graphs(OperationRecorder())
     assert core.graphs is None
-    assert core.without_graphs
+    assert core.off.get("graphs", "")
     assert_same(run(core, mixed(3)), run(ExecutorCore(CONFIG, model=model), mixed(3)))

@@ -97,7 +97,7 @@ def test_afterwards_all_is_as_before(name: str, how: str) -> None:
     if core.graphs is not None:
         assert sum(core.graphs.replays.values()) > 5
     if kernels:
-        assert core.without_kernels == ""
+        assert core.off.get("kernels", "") == ""
 
 
 @needs_proc

@@ -152,8 +152,8 @@ class DraftingLane:
         tokens = {seq_id: [row[0] for row in rows] for seq_id, rows in answers.items()}
         source = MadeUpDrafts(tokens, right, core.model.vocab_size, seed)
         control = control or VerifyAll()
-        speculator = Speculator(core._table, core._constraints, [source], control)
-        core._speculator = core._runner.speculator = speculator
+        speculator = Speculator(core._table, core.constraints, [source], control)
+        core._speculator = core._steps.speculator = speculator
 
     def add(self, seq_id: int, sampling: SamplingParams, prompt: Sequence[int]) -> None:
         name = f"r{seq_id}"

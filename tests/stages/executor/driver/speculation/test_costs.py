@@ -190,11 +190,9 @@ def test_a_trial_leaves_everything_as_it_was(settings: dict[str, object]) -> Non
     for tensor in (*cache.keys, *cache.values):
         tensor.normal_(generator=torch.Generator().manual_seed(1))
     kept = [tensor[: cache.num_blocks].clone() for tensor in (*cache.keys, *cache.values)]
-    step = trial_step(
-        executor.model, cache, executor._builder, kernels=executor.fast_modules is not None
-    )
+    step = trial_step(executor.runner)
     clock = itertools.count(0, 1000)
-    with executor._within():
+    with executor.runner.active():
         tokens = step(5, 30)
         costs = measure_costs(step, 8, lambda: next(clock), longest=64)
     assert isinstance(tokens, list)

@@ -112,8 +112,8 @@ class DraftedLane(DraftingLane):
         model = wrap_model(draft, draft_len)
         self.draft_model = DraftModel(config, model, core._table, core.cache.num_blocks, vocab_size)
         self.recorder = Recorder(self.draft_model)
-        core._speculator = core._runner.speculator = Speculator(
-            core._table, core._constraints, [], VerifyAll(), self.recorder
+        core._speculator = core._steps.speculator = Speculator(
+            core._table, core.constraints, [], VerifyAll(), self.recorder
         )
         self.preempt_every, self.preempted = preempt_every, 0
 
@@ -465,8 +465,8 @@ def lane_of(folders: Path, **settings: Any) -> DraftingLane:
 
 def test_a_lane_loads_it_and_gives_its_kv_back_with_the_rest(folders: Path) -> None:
     lane, plain = lane_of(folders, speculation="auto"), lane_of(folders)
-    assert plain.core._draft_model is None
-    model = lane.core._draft_model
+    assert plain.core.draft_model is None
+    model = lane.core.draft_model
     assert model is not None
     assert model.cache.num_blocks == lane.core.cache.num_blocks < plain.core.cache.num_blocks
     assert lane.core._speculator is not None
@@ -491,7 +491,7 @@ def test_a_lane_loads_it_and_gives_its_kv_back_with_the_rest(folders: Path) -> N
 
 def test_new_weights_of_the_target_leave_it_as_it_is(folders: Path) -> None:
     lane = lane_of(folders, speculation="auto")
-    model = lane.core._draft_model
+    model = lane.core.draft_model
     assert model is not None
     before = [parameter.clone() for parameter in model.model.module.parameters()]
     with torch.no_grad():
@@ -512,8 +512,8 @@ def test_others_are_asked_first() -> None:
                 for context in contexts
             ]
 
-    core._speculator = core._runner.speculator = Speculator(
-        core._table, core._constraints, [Sure(lane.draft_model)], VerifyAll(), lane.recorder
+    core._speculator = core._steps.speculator = Speculator(
+        core._table, core.constraints, [Sure(lane.draft_model)], VerifyAll(), lane.recorder
     )
     run = lane.answer(prompts_of(5, 6), [SamplingParams(temperature=1.0, max_tokens=60)] * 2)
     asked = Counter(guess.seq_id for guess in run.guesses)

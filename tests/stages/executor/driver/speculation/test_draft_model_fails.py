@@ -44,8 +44,7 @@ def test_a_pass_that_fails_costs_its_drafts_alone(
 
     lane.draft_model._forward = failing  # type: ignore[method-assign]
     assert lane.answer(prompts, samplings).tokens == wanted
-    lane.core._draft_model = lane.draft_model
-    assert [lane.core.take_draft_failure() for _ in range(2)] == [reason, ""]
+    assert [lane.draft_model.take_failure() for _ in range(2)] == [reason, ""]
     lane.draft_model._forward = forward  # type: ignore[method-assign]
     lane.draft_model.clear()
     right, total = lane.answer(prompts, samplings).right()

@@ -38,7 +38,7 @@ def recorded(config: EngineConfig) -> RecordedCore:
 
 def test_batching_knows_and_steps_run_ahead_as_without_speculation() -> None:
     core = recorded(CONFIG)
-    assert core.without_speculation == "steps are replayed as CUDA graphs"
+    assert core.off.get("speculation", "") == "steps are replayed as CUDA graphs"
     lane = DraftingLane(CONFIG, core)
     lane.add(1, SamplingParams(temperature=0, max_tokens=20), PROMPT)
     launched, launch = [], core.launch

@@ -22,8 +22,8 @@ def test_logprobs_are_near_those_without_kernels(tmp_path: Path) -> None:
     for kernels in ("auto", "off"):
         settings = EngineConfig(dtype="bfloat16", device="cpu", kernels=kernels)
         with InferenceEngine(settings) as engine:
-            if kernels == "auto" and engine._executor.fast_modules is None:
-                pytest.skip(f"no kernels here: {engine._executor.without_kernels}")
+            if kernels == "auto" and engine._executor.runner.fast_modules is None:
+                pytest.skip(f"no kernels here: {engine._executor.off.get('kernels', '')}")
             engine.load_adapter("a", tmp_path)
             base = engine.generate(PROMPTS, PARAMS)
             adapted = engine.generate(PROMPTS, PARAMS, adapter="a")

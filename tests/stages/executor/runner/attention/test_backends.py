@@ -31,7 +31,7 @@ from nano_inference.stages.executor.runner.batch import Rows, order_rows
 from nano_inference.stages.executor.runner.kernels import cpu as cpu_kernels
 from nano_inference.stages.executor.runner.kernels.compile import KernelsUnavailable
 from nano_inference.stages.executor.runner.kernels.cpu import PagedAttention
-from nano_inference.stages.executor.runner.loaded_model import AttentionOptions, LayerSpec
+from nano_inference.stages.executor.runner.loaded_model import AttentionOptions, Dtypes, LayerSpec
 
 from ...recorder import PlainPagedAttention
 
@@ -124,7 +124,9 @@ def make_model(case: Case, subject: Subject) -> LoadedModel:
     spec = LayerSpec(case.kv_heads, case.dim, case.value_dim, case.window)
     config: Any = None
     device = torch.device(subject.device)
-    return LoadedModel(nn.Module(), config, device, subject.dtype, 4096, 16, (spec, spec))
+    return LoadedModel(
+        nn.Module(), config, device, Dtypes.of(subject.dtype), 4096, 16, (spec, spec)
+    )
 
 
 def reference(
@@ -318,7 +320,7 @@ def test_bounded_pieces_give_the_same(subject: Subject, monkeypatch: pytest.Monk
     """Long batches are cut to bound memory; here the bounds are so low that everything is cut."""
     monkeypatch.setattr(gather, "MAX_GATHERED_TOKENS", 16)
     monkeypatch.setattr(gather, "_SLACK_TOKENS", 0)
-    monkeypatch.setattr(prefill, "_MAX_SCORES", 64)
+    monkeypatch.setattr(gather, "_MAX_SCORES", 64)
     monkeypatch.setattr(tiled, "_MAX_SCORES", 64)
     for name in ("causal", "all_decode", "window", "sinks_softcap", "padding", "long_window"):
         assert run_case(CASES[name], subject) < 1

@@ -71,15 +71,19 @@ TAKEN = {
 @pytest.mark.parametrize("name", TAKEN)
 def test_the_patterns_find_what_they_are_for(name: str, dtype: torch.dtype) -> None:
     core = core_of(model_in(dtype, name, head_dim=32))
-    assert core.without_kernels == ""
-    assert core.fast_modules is not None
-    assert core.fast_modules.count["Linear"]
-    found = {part for part in EVERY if any(each.endswith(part) for each in core.fast_modules.count)}
+    assert core.off.get("kernels", "") == ""
+    assert core.runner.fast_modules is not None
+    assert core.runner.fast_modules.count["Linear"]
+    found = {
+        part
+        for part in EVERY
+        if any(each.endswith(part) for each in core.runner.fast_modules.count)
+    }
     assert found == TAKEN[name]
     for end in ("Model", "ForCausalLM"):
-        joined = [each for each in core.fast_modules.count if each.endswith(end)]
+        joined = [each for each in core.runner.fast_modules.count if each.endswith(end)]
         assert len(joined) == (name in JOINED)
-        assert not any(each.endswith(end) for each in core.fast_modules.refused)
+        assert not any(each.endswith(end) for each in core.runner.fast_modules.refused)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -126,9 +130,9 @@ def test_a_module_that_computes_something_else_stays_as_it_is(
     plain = norm.forward
     norm.forward = lambda x: plain(x) * factor
     core = core_of(model)
-    assert core.fast_modules.count["LlamaDecoderLayer"] == 2
-    assert core.fast_modules.count["LlamaRMSNorm"] == 6
-    assert core.fast_modules.refused.keys() == {"LlamaDecoderLayer", "LlamaRMSNorm"}
+    assert core.runner.fast_modules.count["LlamaDecoderLayer"] == 2
+    assert core.runner.fast_modules.count["LlamaRMSNorm"] == 6
+    assert core.runner.fast_modules.refused.keys() == {"LlamaDecoderLayer", "LlamaRMSNorm"}
 
 
 def answers(model: Any, **changes: Any) -> list[tuple[list[int], list[float]]]:
@@ -144,10 +148,10 @@ def test_a_module_of_another_dtype_stays_as_it_is(dtype: torch.dtype) -> None:
     gate.to(other)
     gate.forward = lambda x: torch.nn.functional.linear(x.to(other), gate.weight).to(dtype)
     core = core_of(model)
-    assert core.fast_modules.count["LlamaDecoderLayer"] == 2
-    assert core.fast_modules.count["LlamaMLP"] == 2
+    assert core.runner.fast_modules.count["LlamaDecoderLayer"] == 2
+    assert core.runner.fast_modules.count["LlamaMLP"] == 2
     assert "forward" in vars(model.model.layers[0].mlp.gate_proj)
-    core.fast_modules.remove()
+    core.runner.fast_modules.remove()
     assert [module for module in model.modules() if "forward" in vars(module)] == [gate]
 
 
@@ -272,7 +276,7 @@ def test_whoever_else_calls_the_model_runs_transformers_own_code() -> None:
     model = bfloat16("qwen2", head_dim=32)
     reference = bfloat16("qwen2", head_dim=32)
     core = core_of(model)
-    assert core.fast_modules.count
+    assert core.runner.fast_modules.count
     model.set_attn_implementation("eager")
     ids = torch.tensor([[5, 6, 7, 8]])
     assert torch.equal(model(ids).logits, reference(ids).logits)
@@ -287,7 +291,7 @@ def test_a_closed_executor_leaves_a_model_as_it_was() -> None:
     plain = norm.forward
     norm.forward = own = lambda x: plain(x)
     core = core_of(model)
-    assert core.fast_modules.count["LlamaRMSNorm"] == 7
+    assert core.runner.fast_modules.count["LlamaRMSNorm"] == 7
     core.close()
     left = [module for module in model.modules() if "forward" in vars(module)]
     assert left == [norm]
@@ -306,5 +310,5 @@ def test_a_model_without_kernels_says_why(
     dtype: torch.dtype, changes: dict[str, Any], why: str
 ) -> None:
     core = core_of(make_model("llama").to(dtype), **changes)
-    assert why in core.without_kernels
-    assert core.fast_modules is None
+    assert why in core.off.get("kernels", "")
+    assert core.runner.fast_modules is None

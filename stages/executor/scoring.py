@@ -13,12 +13,7 @@ from typing import Any
 import msgspec
 
 from ...bus.links import CONTROL
-from ...bus.messages import (
-    NewSequence,
-    RequestInfo,
-    SequenceSpec,
-    StepPlan,
-)
+from ...bus.messages import NewSequence, RequestInfo, SequenceSpec, StepPlan
 from ...bus.scoring import SampleScored, ScoreSample
 from ...config import EngineConfig, ModelError, SamplingParams
 from ..actor import Actor

@@ -116,10 +116,7 @@ def adjust_logits(logits: Tensor, table: SequenceTable, places: Places) -> Tenso
 
 
 def _on_some(
-    logits: Tensor,
-    places: Places,
-    involved: BoolArray,
-    change: Callable[[Tensor, Places], Tensor],
+    logits: Tensor, places: Places, involved: BoolArray, change: Callable[[Tensor, Places], Tensor]
 ) -> Tensor:
     """Changes the rows of logits that are involved."""
     if not involved.any():

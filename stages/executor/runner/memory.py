@@ -27,11 +27,7 @@ class ReplicaMemory:
     """
 
     def __init__(
-        self,
-        caches: Collection[KVCache],
-        weights: WeightSyncManager,
-        *,
-        huge_pages: bool = False,
+        self, caches: Collection[KVCache], weights: WeightSyncManager, *, huge_pages: bool = False
     ) -> None:
         """Of a model's cache and weights.
 

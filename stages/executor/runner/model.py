@@ -361,12 +361,7 @@ def _probe_layers(
     tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
     positions = torch.arange(2, device=device)[None]
     try:
-        module(
-            input_ids=tokens,
-            position_ids=positions,
-            use_cache=False,
-            layer_probe=probe,
-        )
+        module(input_ids=tokens, position_ids=positions, use_cache=False, layer_probe=probe)
     except ModelError:
         raise
     except Exception as error:

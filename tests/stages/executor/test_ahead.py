@@ -191,10 +191,7 @@ def test_a_row_that_was_given_away_meanwhile_keeps_its_new_tokens(model: LoadedM
     expected = ExecutorCore(CONFIG, model=model)
     first = core.launch(step_plan(1, new=(new_sequence(1, PROMPT, range(4), PLAIN),), rows={1: 9}))
     other = new_sequence(2, PROMPT[::-1], range(4, 8), PLAIN)
-    plans = [
-        step_plan(2, new=(other,), rows={2: 9}, finished=(1,)),
-        step_plan(3, rows={2: 1}),
-    ]
+    plans = [step_plan(2, new=(other,), rows={2: 9}, finished=(1,)), step_plan(3, rows={2: 1})]
     second = core.launch(plans[0])
     assert core.finish(first).seq_ids == ()
     third = core.launch(plans[1])

@@ -35,11 +35,7 @@ class Rig:
         self._steps = 0
 
     def step(
-        self,
-        *,
-        ends: tuple[int, ...] = (),
-        drafts: tuple[VerifiedDraft, ...] = (),
-        **plan: object,
+        self, *, ends: tuple[int, ...] = (), drafts: tuple[VerifiedDraft, ...] = (), **plan: object
     ) -> None:
         """Each row of `rows` samples a token, and as many more as were accepted of its draft; those
         in `ends` their last one."""

@@ -137,7 +137,7 @@ def read_adapter(
         if size > most.num_bytes + most.header_bytes:
             raise _too_large(
                 f"{shown(file)} has {size} bytes, more than an adapter of rank {limits.rank} can "
-                "have here",
+                "have here"
             )
         # Before it is read: what is written anew meanwhile will not have this stamp.
         stamp = stamp_of(file)

@@ -88,10 +88,7 @@ _SAMPLING_SIGNATURES: dict[str, tuple[Any, ...]] = {
         *(c_void_p, c_long, c_long, c_void_p, c_long),
         *(c_void_p, c_void_p, c_void_p, c_void_p),
     ),
-    "sample": (
-        *(c_void_p, c_long, c_long, c_void_p, c_void_p, c_long),
-        *(c_void_p, c_void_p),
-    ),
+    "sample": (*(c_void_p, c_long, c_long, c_void_p, c_void_p, c_long), *(c_void_p, c_void_p)),
     "forbid": (c_void_p, c_long, c_void_p, c_void_p, c_long),
 }
 

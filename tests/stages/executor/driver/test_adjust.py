@@ -235,10 +235,7 @@ def draw(model: LoadedModel, sampling: SamplingParams, generated: list[int]) -> 
     The rows share their blocks: all write the same key and value to the same place.
     """
     config = EngineConfig(
-        block_size=4,
-        kv_cache_bytes=1 << 20,
-        max_batch_size=SAMPLES,
-        max_tokens_per_batch=SAMPLES,
+        block_size=4, kv_cache_bytes=1 << 20, max_batch_size=SAMPLES, max_tokens_per_batch=SAMPLES
     )
     core = ExecutorCore(config, model=model)
     tokens = PROMPT + generated

@@ -23,10 +23,7 @@ from .shared_memory import SharedWeights, read_shared_memory
 
 
 def fetch(
-    source: WeightsSource,
-    groups: WeightGroups,
-    timeout_s: float,
-    limits: WeightLimits = UNLIMITED,
+    source: WeightsSource, groups: WeightGroups, timeout_s: float, limits: WeightLimits = UNLIMITED
 ) -> Mapping[str, Tensor]:
     """The tensors of a source, by name, in memory that nobody else writes to.
 

@@ -230,11 +230,7 @@ def rate(num_rows: int, num_prefill: int, tokens: float, added: int, costs: Step
     max_rows=st.integers(1, 20),
 )
 def test_no_other_lengths_give_more(
-    num_rows: int,
-    num_prefill: int,
-    chances: list[list[float]],
-    seconds: list[float],
-    max_rows: int,
+    num_rows: int, num_prefill: int, chances: list[list[float]], seconds: list[float], max_rows: int
 ) -> None:
     costs = StepCosts((1, 2, 4, 8, 64), seconds)
     lengths = choose_lengths(num_rows, chances, costs, max_rows=max_rows, num_prefill=num_prefill)

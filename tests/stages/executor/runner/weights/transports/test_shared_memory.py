@@ -170,11 +170,7 @@ def test_what_is_no_shared_memory_is_refused(shared: SharedWeights, tmp_path: Pa
     place = Path("/dev/shm", name)
     source = spoilt(shared.source, segments=(name, shared.source.segments[1]))
     (tmp_path / "file").write_bytes(bytes(4096))
-    makers = (
-        lambda: place.symlink_to(tmp_path / "file"),
-        lambda: os.mkfifo(place),
-        place.mkdir,
-    )
+    makers = (lambda: place.symlink_to(tmp_path / "file"), lambda: os.mkfifo(place), place.mkdir)
     for make in makers:
         make()
         try:

@@ -34,8 +34,7 @@ from ...config import EngineConfig, WeightsError
 from ...telemetry import instruments, names, now_ns
 from ...text.gguf import facts_of, folder_of
 from ..actor import Actor, StageContext
-from .changes.adapter_operations import AdapterOperations
-from .changes.updates import WeightUpdates
+from .changes.shell import StagedChanges
 from .core import ExecutorCore
 from .draft_counts import DraftCounts, SourceCounts
 from .driver.step import LaunchedStep
@@ -90,6 +89,8 @@ _OPERATIONS = (
     TellWeightVersion,
     ReleaseMemory,
     ResumeMemory,
+    LoadAdapter,
+    UnloadAdapter,
 )
 
 
@@ -118,8 +119,7 @@ class ExecutorStage(Actor):
         self._layer_kinds: Counter[str] = Counter()
         self._max_model_len = 0
         self._weight_version = 0
-        self._updates: WeightUpdates
-        self._adapters: AdapterOperations
+        self._changes: StagedChanges
         self._scoring: Scoring
         self._group: TaskGroup
         self._spans = ExecutorSpans(self)
@@ -137,8 +137,7 @@ class ExecutorStage(Actor):
             _TORCH_THREAD.submit(_load, self.config.engine, device)
         )
         self._scoring = Scoring(self, reference, _on_torch)
-        self._updates = WeightUpdates(self, self._core, _on_torch, self._start_soon)
-        self._adapters = AdapterOperations(self, self._core, _on_torch)
+        self._changes = StagedChanges(self, self._core, _on_torch, self._start_soon)
         capacity = self._core.capacity()
         self._device = capacity.device
         self._facts = await _on_torch(self._core.facts)
@@ -200,7 +199,7 @@ class ExecutorStage(Actor):
         async with anyio.create_task_group() as self._group:
             self._group.start_soon(self._report_forever)
             self._group.start_soon(self._scoring.score_forever)
-            self._group.start_soon(self._updates.tick_forever)
+            self._group.start_soon(self._changes.tick_forever)
             await super().receive_forever(inbox)
 
     def _start_soon(
@@ -209,15 +208,13 @@ class ExecutorStage(Actor):
         self._group.start_soon(function, *args)
 
     async def close(self) -> None:
-        self._updates.close()
-        self._adapters.close()
+        self._changes.close()
         # Behind the plans that are under way, and then also when nobody waits any longer.
         _TORCH_THREAD.submit(self._scoring.close)
         closed = _TORCH_THREAD.submit(self._core.close)
         del self._core
         with anyio.move_on_after(_PARTING_S, shield=True):
-            await self._updates.abandon()
-            await self._adapters.abandon()
+            await self._changes.abandon()
             await asyncio.shield(asyncio.wrap_future(closed))
 
     async def reset(self) -> None:
@@ -226,8 +223,7 @@ class ExecutorStage(Actor):
         _TORCH_THREAD.submit(self._core.reset)
 
     async def announce(self) -> None:
-        await self._updates.begin_epoch(self.leader)
-        await self._adapters.begin_epoch(self.leader)
+        await self._changes.begin_epoch(self.leader)
         # Behind those plans, too: one of them may put new weights in place.
         capacity = await _on_torch(self._core.capacity)
         self._weight_version = capacity.weight_version
@@ -238,8 +234,7 @@ class ExecutorStage(Actor):
         await self.send(self.own(CONTROL["batching"]), ready)
         self.takes_part()
         # What the capacity says of memory may have changed since it was asked for.
-        await self._updates.epoch_begun(capacity.weight_version)
-        await self._adapters.epoch_begun()
+        await self._changes.epoch_begun(capacity.weight_version)
 
     def load(self) -> dict[str, int | float | str]:
         load: dict[str, int | float | str] = {
@@ -254,7 +249,7 @@ class ExecutorStage(Actor):
             "aliases": ",".join(self.config.engine.model_aliases),
             **self._facts,
         }
-        if behind := self._updates.core.behind:
+        if behind := self._changes.core.behind:
             load["behind_version"] = behind
         if lacks := ", ".join(self._core.memory.lacks):
             load["lacks"] = lacks
@@ -265,11 +260,11 @@ class ExecutorStage(Actor):
         return load
 
     def waits_for(self) -> str:
-        return self._updates.restoring or self._adapters.restoring or super().waits_for()
+        return self._changes.restoring or super().waits_for()
 
     async def measure(self) -> None:
         self.metrics.record(instruments.WEIGHT_VERSION, self._weight_version)
-        self.metrics.record(instruments.WEIGHT_BEHIND, self._updates.core.behind)
+        self.metrics.record(instruments.WEIGHT_BEHIND, self._changes.core.behind)
         self.metrics.record(instruments.ADAPTERS, len(self._core.adapters))
         backend = {names.BACKEND: self._backend}
         self.metrics.record(instruments.ATTENTION_BACKEND, 1, backend)
@@ -299,9 +294,7 @@ class ExecutorStage(Actor):
         elif isinstance(envelope.body, ScoreSample):
             self._scoring.ask(envelope.body)
         elif isinstance(envelope.body, _OPERATIONS):
-            self._group.start_soon(self._updates.obey, envelope.body, envelope.operation_id)
-        elif isinstance(envelope.body, LoadAdapter | UnloadAdapter):
-            self._group.start_soon(self._adapters.obey, envelope.body, envelope.operation_id)
+            self._group.start_soon(self._changes.obey, envelope.body, envelope.operation_id)
         else:
             self.log.warning("message_not_understood", type=type(envelope.body).__name__)
 
@@ -319,8 +312,7 @@ class ExecutorStage(Actor):
             await self.send(self.own(STEPS_BATCHING), result, epoch=epoch)
             await self.send(self.own(STEPS_STREAMING), result, epoch=epoch)
             self._weight_version = result.weight_version
-            await self._updates.step_done(plan, result.weight_version)
-            await self._adapters.step_done(plan)
+            await self._changes.step_done(plan, result.weight_version)
             if plan.seq_ids:
                 seconds = (result.end_ns - result.start_ns) / 1e9
                 self.metrics.record(instruments.DEVICE_TIME, seconds)
@@ -342,7 +334,7 @@ class ExecutorStage(Actor):
         if epoch != self.epoch or epoch == self._given_up:
             return
         self._given_up = epoch
-        await self._updates.weights_lost(error)
+        await self._changes.weights_lost(error)
         started = StageStarted(self.role, self.incarnation)
         await self.send(CONTROL["admission"], started, epoch=0)
 

@@ -19,7 +19,7 @@ from nano_inference.bus.control import UpdateWeights
 from nano_inference.bus.weights import GroupWeights, SharedMemoryWeights, TensorMeta
 from nano_inference.config import WeightsError
 from nano_inference.stages.executor.changes.arguments import check_arguments
-from nano_inference.stages.executor.changes.parts import WeightParts
+from nano_inference.stages.executor.changes.core import WeightParts
 from nano_inference.stages.executor.runner.weights.checks import WeightLimits, limits_of
 from nano_inference.stages.executor.runner.weights.transports import (
     Background,

@@ -157,8 +157,8 @@ async def test_what_nobody_thought_of_is_an_answer_too(
         raise error
 
     package = "nano_inference.stages.executor"
-    monkeypatch.setattr(f"{package}.changes.updates.fetch", fail)
-    monkeypatch.setattr(f"{package}.changes.updates.stamp_of", fail)
+    monkeypatch.setattr(f"{package}.changes.shell.fetch", fail)
+    monkeypatch.setattr(f"{package}.changes.shell.stamp_of", fail)
     transports = f"{package}.runner.weights.transports"
     monkeypatch.setattr(f"{transports}.group.await_port", fail, raising=False)
     outcome = await executor.ask(operation)

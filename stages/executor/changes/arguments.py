@@ -1,6 +1,6 @@
-"""What the messages about weights may say, looked at before anything is done for one.
+"""Checks of the arguments of control messages, before any work begins.
 
-What takes a look at each tensor, or at what is there, is checked where it is read.
+Tensors and files are checked where they are read.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from ....bus.control import (
     FinishUpdate,
     JoinWeightsGroup,
     LeaveWeightsGroup,
+    LoadAdapter,
     ReleaseMemory,
     ResumeMemory,
     TellWeightVersion,
+    UnloadAdapter,
     UpdateWeights,
 )
 from ....bus.weights import (
@@ -37,13 +39,15 @@ Operation = (
     | TellWeightVersion
     | ReleaseMemory
     | ResumeMemory
+    | LoadAdapter
+    | UnloadAdapter
 )
 
 LONGEST_WAIT_S = 86_400.0
-"""A day: nobody waits longer for weights, and clocks and sockets can count so far."""
+"""One day: within the range of clocks and sockets."""
 
 LARGEST_VERSION = 1 << 62
-"""That can be asked for. Counting goes on behind it, and any program can hold the numbers."""
+"""The largest version that a message may name; counting from there still fits 64 bits."""
 
 _LONGEST_NAME = 256
 _LONGEST_PATH_BYTES = 4096  # Linux's
@@ -52,10 +56,10 @@ _LARGEST_WORLD = 1 << 16
 
 
 def check_arguments(operation: Operation, limits: WeightLimits) -> None:
-    """Takes as long for any message.
+    """Check the arguments of an operation, in constant time.
 
     Raises:
-        WeightsError: An argument is none that could be obeyed; the message names it.
+        WeightsError: An argument is invalid; the error names it.
     """
     match operation:
         case UpdateWeights():
@@ -72,10 +76,12 @@ def check_arguments(operation: Operation, limits: WeightLimits) -> None:
             _check_join(operation)
         case LeaveWeightsGroup():
             _check_name("group", operation.group)
+        case LoadAdapter() | UnloadAdapter():
+            check_in_flight(operation.in_flight)
 
 
 def _check_version(version: int | None) -> None:
-    """Raises WeightsError for one that is too large; whether it is large enough, others know."""
+    """Raises WeightsError for a version that is too large."""
     if version is not None and version > LARGEST_VERSION:
         raise WeightsError(
             f"version is {shown(version)}; give a number up to {LARGEST_VERSION}, or none"

@@ -7,7 +7,8 @@ import torch
 
 from nano_inference.bus.weights import StagedWeights
 from nano_inference.config import WeightsError
-from nano_inference.stages.executor.changes.parts import Origin, WeightParts
+from nano_inference.stages.executor.changes.core import WeightParts
+from nano_inference.stages.executor.changes.effects import Origin
 
 
 def parts(**names: float) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from nano_inference.stages.executor.changes.updates import stay_single
+from nano_inference.stages.executor.changes.shell import stay_single
 from nano_inference.stages.executor.runner.weights.transports import Background
 
 

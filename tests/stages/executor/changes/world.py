@@ -20,12 +20,14 @@ from nano_inference.bus.control import (
     ReleaseMemory,
     ResumeMemory,
     UpdateWeights,
+    WeightsReady,
 )
+from nano_inference.bus.messages import Message
 from nano_inference.bus.weights import FolderWeights, StagedWeights
 from nano_inference.config import WeightsError
 from nano_inference.stages.executor import WeightSyncManager
 from nano_inference.stages.executor.changes.arguments import Operation
-from nano_inference.stages.executor.changes.core import UpdatesCore
+from nano_inference.stages.executor.changes.core import ChangesCore, supersedes
 from nano_inference.stages.executor.changes.effects import (
     Answer,
     BeginRelease,
@@ -37,19 +39,18 @@ from nano_inference.stages.executor.changes.effects import (
     Job,
     Leave,
     Log,
-    MakeReady,
+    Origin,
     ReadRecord,
     Remember,
     Restore,
     Result,
-    Resume,
+    ResumeTags,
+    SendBatching,
     SendMemory,
-    SendReady,
     SkipBroadcast,
+    Stage,
 )
-from nano_inference.stages.executor.changes.parts import Origin
-from nano_inference.stages.executor.changes.succession import supersedes
-from nano_inference.stages.executor.changes.updates import _check
+from nano_inference.stages.executor.changes.shell import check_fetched
 from nano_inference.stages.executor.runner.kv_cache import KVCache
 from nano_inference.stages.executor.runner.memory import ReplicaMemory
 from nano_inference.store.in_place import WeightsInPlace
@@ -126,10 +127,11 @@ class Planner:
         self.new_version = 0
         self.under_way = 0
 
-    def hear(self, message: SendReady | MemoryState) -> None:
-        if isinstance(message, SendReady):
+    def hear(self, message: Message) -> None:
+        if isinstance(message, WeightsReady):
             self.new_version = message.version
         else:
+            assert isinstance(message, MemoryState)
             self.lacks, self.release = message.lacks, message.release
 
     def plan(self) -> Plan | None:
@@ -179,7 +181,7 @@ class World:
         self.model = Model()
         self.manager = WeightSyncManager(self.model)
         self.memory = ReplicaMemory([cast(KVCache, NoCache())], self.manager)
-        self.core = UpdatesCore(self.manager.limits)
+        self.core = ChangesCore(self.manager.limits)
         self.begun: list[str] = []
         self.jobs: list[Job] = []
         self.results: list[tuple[Job, Result]] = []
@@ -257,7 +259,7 @@ class World:
         """A stage has failed: batching knows nothing, and the executor takes part anew."""
         while self.launched:
             self.execute()
-        self.messages: deque[SendReady | MemoryState] = deque()
+        self.messages: deque[Message] = deque()
         self.perform(self.core.begin_epoch(self.leader))
         self.planner = Planner(self.memory.lacks)
         self.perform(self.core.epoch_begun(self.manager.version, self.now_ns))
@@ -310,8 +312,8 @@ class World:
             match effect:
                 case Answer():
                     self._take_answer(effect)
-                case SendReady():
-                    self.messages.append(effect)
+                case SendBatching(message):
+                    self.messages.append(message)
                 case SendMemory():
                     state = MemoryState(self.memory.lacks, tuple(self.memory.pending))
                     self.messages.append(state)
@@ -378,8 +380,8 @@ class World:
                 tensors = Tensors(_values(parts), manager)
                 return Fetched(tensors, origin, manager.covers(manager.prepare(tensors)))
             case Check(_, update, fetched):
-                _check(update, fetched, manager)
-            case MakeReady(ticket, update, fetched, version):
+                check_fetched(update, fetched, manager)
+            case Stage(ticket, update, fetched, version):
                 counted = manager.start_sync(fetched.tensors, version, partial=update.partial)
                 before = self.contents[manager.version]
                 self.contents[counted] = {**before, **_values(fetched.tensors)}
@@ -388,7 +390,7 @@ class World:
             case BeginRelease(_, tags):
                 self.memory.begin_release(tags)
                 return bool(self.memory.pending)
-            case Resume(_, tags):
+            case ResumeTags(_, tags):
                 self.memory.resume(tags)
         return None
 

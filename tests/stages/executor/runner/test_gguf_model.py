@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from nano_inference.config import EngineConfig, ModelError, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, load_model
+from nano_inference.stages.executor.runner.loaded_model import Dtypes
 from nano_inference.text import gguf as our_gguf
 
 from ....gguf_files import nothing, write_gguf
@@ -104,7 +105,7 @@ def test_the_type_of_the_weights(
     path = write_gguf(tmp_path / "m.gguf", kind)
     loaded = load_model(EngineConfig(model_path=str(path), dtype=dtype, device="cpu"))
     assert {parameter.dtype for parameter in loaded.module.parameters()} == {expected}
-    assert loaded.dtype == expected
+    assert loaded.dtypes == Dtypes.of(expected)
 
 
 def test_loading_draws_and_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

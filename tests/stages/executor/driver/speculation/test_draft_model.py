@@ -493,11 +493,11 @@ def test_new_weights_of_the_target_leave_it_as_it_is(folders: Path) -> None:
     lane = lane_of(folders, speculation="auto")
     model = lane.core.draft_model
     assert model is not None
-    before = [parameter.clone() for parameter in model.model.module.parameters()]
+    before = [parameter.clone() for parameter in model._runner.model.module.parameters()]
     with torch.no_grad():
         for parameter in lane.core.weights.parameters():
             parameter.mul_(0.5)
-    after = model.model.module.parameters()
+    after = model._runner.model.module.parameters()
     assert all(map(torch.equal, before, after))
 
 

@@ -68,5 +68,5 @@ def test_a_draft_model_that_would_never_be_asked_is_refused(
         dtype="float32",
         draft_model_path="given",
     )
-    with pytest.raises(ModelError, match="no draft model is asked; set cuda_graphs to off"):
+    with pytest.raises(ModelError, match="exclude a draft model; set cuda_graphs to off"):
         recorded(config)

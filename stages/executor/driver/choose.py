@@ -1,4 +1,4 @@
-"""Token choice: the model's logits, changed and masked as each request asks, to tokens.
+"""Token choice: from the model's logits, adjusted and masked for each request, to tokens.
 
 The order is that of docs/sampling.md: repetition, presence, frequency, bias, stop tokens, grammar.
 """
@@ -30,19 +30,18 @@ def choose_tokens(
     kernels: bool,
     masks: PendingMasks | None = None,
 ) -> tuple[Tensor, Tensor, tuple[TopLogprobs, ...]]:
-    """Chooses a token for each place, and reports it in the configured mode.
+    """Choose a token for each place, and report it in the configured mode.
 
     Args:
         model_logits: `[batch, vocab]` float32; changed unless `raw`.
         table: The sequences.
-        places: `[batch]`, where each row of logits is.
+        places: `[batch]`, of the rows of logits.
         raw: Whether logprobs are of the model's own output.
         kernels: As in `scale_logits`.
-        masks: What `Constraints.begin` gave for these places.
+        masks: From `Constraints.begin`, for these places.
 
     Returns:
-        Tokens and logprobs, `[batch]` each on the device, and the likeliest tokens as
-        `report_top_logprobs` gives them.
+        Tokens and logprobs, `[batch]` each on the device, and `report_top_logprobs`.
 
     Raises:
         ModelError: The model's output is broken.
@@ -81,25 +80,22 @@ def choose_tokens(
 
 
 def packed_sampling(table: SequenceTable, rows: IntArray) -> tuple[IntArray, IntArray]:
-    """Temperatures and uniform numbers of rows, `[batch]` each: float64 as the same bits of int64.
-
-    So they can travel with other numbers; `.view(torch.float64)` makes them what they were.
-    """
+    """Return temperatures and uniform numbers of rows, `[batch]` each: float64 viewed as int64, to
+    travel with other integers."""
     temperatures = table.temperature[rows].astype(np.float64)
     numbers = uniforms(table.seed[rows], table.num_generated[rows])
     return temperatures.view(np.int64), numbers.view(np.int64)
 
 
 def adjust_logits(logits: Tensor, table: SequenceTable, places: Places) -> Tensor:
-    """The logits after everything that comes before the temperature.
+    """Apply penalties, bias and `min_tokens`, before the temperature.
 
-    Rows that use none of it are returned as they are, bit for bit, and cost nothing when there
-    are no others.
+    Other rows keep their bits, and cost nothing if there are only such rows.
 
     Args:
         logits: `[batch, vocab]` float32; not changed.
-        table: The sequences, which know all tokens before each place.
-        places: `[batch]`, where each row of logits is.
+        table: The sequences, with all tokens before each place.
+        places: `[batch]`, of the rows of logits.
     """
 
     def adjust(part: Tensor, chosen: Places) -> Tensor:
@@ -118,7 +114,7 @@ def adjust_logits(logits: Tensor, table: SequenceTable, places: Places) -> Tenso
 def _on_some(
     logits: Tensor, places: Places, involved: BoolArray, change: Callable[[Tensor, Places], Tensor]
 ) -> Tensor:
-    """Changes the rows of logits that are involved."""
+    """Change the involved rows of logits."""
     if not involved.any():
         return logits
     if involved.all():
@@ -133,7 +129,7 @@ def _repetition(logits: Tensor, table: SequenceTable, places: Places) -> Tensor:
     used = penalties != 1
     if not used.any():
         return logits
-    # One token is enough of a row with a penalty of 1, which changes nothing.
+    # A penalty of 1 changes nothing, so one token of such a row is enough.
     stops = np.where(used, table.num_known[rows] + places.ahead, 1)
     token_ids, _ = _tokens_between(table, rows, np.zeros_like(stops), stops)
     return apply_repetition_penalty(logits, _upload(token_ids, logits), _upload(penalties, logits))
@@ -169,20 +165,20 @@ def _bias(logits: Tensor, table: SequenceTable, rows: IntArray) -> Tensor:
 def _tokens_between(
     table: SequenceTable, rows: IntArray, starts: IntArray, stops: IntArray
 ) -> tuple[IntArray, BoolArray]:
-    """Tokens of each row from `starts` up to `stops`, `[batch, longest]`, and which are real.
+    """Return the tokens of rows from `starts` to `stops`, `[batch, longest]`, and which are real.
 
-    Padding repeats the row's first; in a row without any it is some token or other.
+    Padding repeats the row's first; in an empty row it is any token.
     """
     columns = starts[:, None] + np.arange((stops - starts).max())
     valid = columns < stops[:, None]
     last = table.tokens.shape[1] - 1
     columns = np.minimum(np.where(valid, columns, starts[:, None]), last)
-    # What stands behind a row's tokens may be a placeholder of the sequence before it.
+    # Behind a row's tokens there may be a placeholder of an earlier sequence.
     return np.maximum(table.tokens[rows[:, None], columns], 0), valid
 
 
 def _pad(lists: Sequence[Sequence[int]]) -> tuple[IntArray, BoolArray]:
-    """Token ids as `[batch, longest]`, and which are real; padding is the row's first, or 0."""
+    """Return token ids as `[batch, longest]`, and which are real; padding is the first, or 0."""
     padded = np.zeros((len(lists), max(map(len, lists))), np.int64)
     valid = np.zeros(padded.shape, np.bool_)
     for row, values in enumerate(lists):
@@ -198,7 +194,7 @@ def _upload(array: npt.NDArray[Any], beside: Tensor) -> Tensor:
 
 
 def apply_repetition_penalty(logits: Tensor, token_ids: Tensor, penalties: Tensor) -> Tensor:
-    """Divides positive logits of these tokens by the penalty and multiplies negative ones.
+    """Divide positive logits of these tokens by the penalty and multiply negative ones.
 
     Keskar et al., "CTRL: a conditional transformer language model", 2019, as Transformers has it.
 
@@ -217,7 +213,7 @@ def apply_repetition_penalty(logits: Tensor, token_ids: Tensor, penalties: Tenso
 def apply_presence_penalty(
     logits: Tensor, token_ids: Tensor, valid: Tensor, penalties: Tensor
 ) -> Tensor:
-    """Subtracts the penalty from the logit of each of these tokens, once.
+    """Subtract the penalty from the logit of each of these tokens, once.
 
     Args:
         logits: `[batch, vocab]` float32.
@@ -225,8 +221,8 @@ def apply_presence_penalty(
         valid: `[batch, k]`, false for padding. A row may be all padding.
         penalties: `[batch]`; 0 changes nothing.
     """
-    # Padding repeats a token of the row's, and must write what that one writes: so the row counts
-    # as a whole or, when nothing in it is valid, not at all.
+    # Padding repeats one of the row's tokens and must write the same value: so the row counts as a
+    # whole or, if nothing in it is valid, not at all.
     penalties = torch.where(valid.any(dim=-1), penalties, 0.0)[:, None]
     return logits.scatter(1, token_ids, logits.gather(1, token_ids) - penalties)
 
@@ -234,16 +230,16 @@ def apply_presence_penalty(
 def apply_frequency_penalty(
     logits: Tensor, token_ids: Tensor, valid: Tensor, penalties: Tensor
 ) -> Tensor:
-    """Subtracts the penalty from the logits of these tokens as often as each occurs.
+    """Subtract the penalty from the logits of these tokens as often as each occurs.
 
     Arguments as for `apply_presence_penalty`.
     """
-    # Equal numbers are added to one place, so the order, which a GPU leaves open, has no effect.
+    # Equal summands: the order of additions, which a GPU leaves open, has no effect.
     return logits.scatter_add(1, token_ids, torch.where(valid, -penalties[:, None], 0.0))
 
 
 def apply_logit_bias(logits: Tensor, token_ids: Tensor, biases: Tensor) -> Tensor:
-    """Adds a bias to each of these tokens.
+    """Add a bias to each of these tokens.
 
     Args:
         logits: `[batch, vocab]` float32.
@@ -254,7 +250,7 @@ def apply_logit_bias(logits: Tensor, token_ids: Tensor, biases: Tensor) -> Tenso
 
 
 def mask_tokens(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """Makes these tokens impossible.
+    """Make these tokens impossible.
 
     Args:
         logits: `[batch, vocab]` float32.

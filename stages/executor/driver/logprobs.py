@@ -1,6 +1,6 @@
-"""Logprobs of chosen tokens: log-softmax over the full vocabulary, in float32.
+"""Logprobs: log-softmax over the full vocabulary, in float32, and their messages.
 
-Which logits they are of is the caller's business; docs/sampling.md says what is reported.
+The caller chooses the logits; docs/sampling.md has what is reported.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from ..runner.interface import IntArray, cpu, elementwise, flatten_rows
 from .sequences import SequenceTable
 
 BLOCK = 512
-"""Tokens of the vocabulary whose weights are summed together; see `block_sums`."""
+"""Tokens of the vocabulary in one partial sum; see `block_sums`."""
 
 LOWEST = torch.finfo(torch.float32).min
-"""Reported for a token that can't be chosen: JSON has no minus infinity."""
+"""The logprob of an impossible token: JSON has no minus infinity."""
 
 _ROWS = 64
-"""Rows that are scaled together, so that a long prompt needs no second copy of its logits."""
+"""Rows per pass, so that a long prompt needs no second copy of its logits."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledLogits:
-    """What sampling and logprobs have in common.
+    """Scaled logits, the common base of sampling and logprobs.
 
     Weights are exp of the scaled logits; the largest of a row is 1.
 
@@ -38,8 +38,7 @@ class ScaledLogits:
         largest: `[batch]` float32, the largest logit.
         first_largest: `[batch]`, the first token that has it.
         divisors: `[batch]` float32, the temperature, 1 where that is 0.
-        logs: `[batch]` float64, the logarithm of the sums' total, where our own kernel has computed
-            it; None elsewhere.
+        logs: `[batch]` float64, the logarithm of the total, if our kernel computed it.
     """
 
     logits: Tensor
@@ -50,12 +49,12 @@ class ScaledLogits:
     logs: Tensor | None = None
 
     def weights(self, token_ids: Tensor | None = None) -> Tensor:
-        """Of all tokens, `[batch, vocab]`, or of some of each row, `[batch, k]`; float32."""
+        """Return the weights of all tokens, `[batch, vocab]`, or of some, `[batch, k]`; float32."""
         logits = self.logits if token_ids is None else self.logits.gather(1, token_ids)
         return _weights(logits, self.largest, self.divisors, kernels=self.logs is not None)
 
     def logprobs(self, token_ids: Tensor) -> Tensor:
-        """Of some tokens of each row, `[batch, k]` to float32 `[batch, k]`."""
+        """Return the logprobs of some tokens of each row, `[batch, k]` to float32 `[batch, k]`."""
         logits = self.logits.gather(1, token_ids)
         scaled = (logits - self.largest[:, None]) / self.divisors[:, None]
         logs = self.sums.sum(dim=-1).log() if self.logs is None else self.logs
@@ -65,18 +64,17 @@ class ScaledLogits:
 def scale_logits(
     logits: Tensor, temperatures: Tensor, *, kernels: bool = False, checked: bool = True
 ) -> ScaledLogits:
-    """Divides by the temperature (1 where it is 0) and takes exp, without overflow.
+    """Divide by the temperature (1 where it is 0) and take exp, without overflow.
 
     Args:
         logits: `[batch, vocab]` float32.
         temperatures: `[batch]`, 0 or more.
-        kernels: Whether our own kernel computes the sums (CPU), and a row's numbers are the same
-            bits whatever the others are.
-        checked: Whether to look for broken logits, which waits for the device. Otherwise the
-            logprobs of such a row are not numbers.
+        kernels: Compute the sums by our kernel (CPU), whose bits don't depend on other rows.
+        checked: Check for broken logits, which waits for the device. Otherwise the logprobs of such
+            a row are NaN.
 
     Raises:
-        ModelError: A row's largest logit is not a finite number: the model's output is broken.
+        ModelError: A row's largest logit is not finite: the model's output is broken.
     """
     # (torch.where with a number would copy it to the device, and wait.)
     divisors = temperatures.masked_fill(temperatures == 0, 1.0).to(torch.float32)
@@ -93,7 +91,7 @@ def scale_logits(
 
 
 def broken_logits() -> ModelError:
-    """What is raised when a row's largest logit is not a finite number."""
+    """Return the error for a row whose largest logit is not finite."""
     return ModelError(
         "the model produced logits that are not finite numbers; its weights are damaged, or "
         "its dtype can't hold them (float16 overflows where bfloat16 does not)"
@@ -101,15 +99,15 @@ def broken_logits() -> ModelError:
 
 
 def _weights(logits: Tensor, largest: Tensor, divisors: Tensor, *, kernels: bool = False) -> Tensor:
-    # The largest is taken off before the division, so that no temperature can overflow.
+    # Subtract before the division, so that no temperature can overflow.
     scaled = (logits - largest[:, None]).div_(divisors[:, None])
     return elementwise(torch.exp, scaled) if kernels else scaled.exp_()
 
 
 def block_sums(weights: Tensor) -> Tensor:
-    """Sums over blocks of the vocabulary, `[batch, blocks]` float64, the last block maybe shorter.
+    """Return sums over blocks of the vocabulary, `[batch, blocks]` float64.
 
-    Each sum has few terms, so float32 is exact enough inside; across blocks it would not be.
+    Inside a block float32 is exact enough; across blocks it would not be.
     """
     batch, vocab = weights.shape
     whole = vocab // BLOCK * BLOCK
@@ -124,7 +122,7 @@ def block_sums(weights: Tensor) -> Tensor:
 def gather_logprobs(
     logits: Tensor, temperatures: Tensor, token_ids: Tensor, *, kernels: bool = False
 ) -> Tensor:
-    """The logprobs of given tokens: log_softmax(logits / temperature) over the full vocabulary.
+    """Return log_softmax(logits / temperature) of given tokens, over the full vocabulary.
 
     Args:
         logits: `[batch, vocab]`, any float dtype.
@@ -133,7 +131,7 @@ def gather_logprobs(
         kernels: As in `scale_logits`.
 
     Returns:
-        `[batch, k]` float32; a token that can't be chosen has float32's lowest number.
+        `[batch, k]` float32; float32's lowest number for an impossible token.
 
     Raises:
         ModelError: As `scale_logits`.
@@ -148,7 +146,7 @@ def gather_logprobs(
 
 @torch.no_grad()
 def top_token_ids(logits: Tensor, count: int) -> Tensor:
-    """The likeliest tokens of each row, likeliest first, equal ones in the order of their ids.
+    """Return the top tokens of each row, likeliest first, equal ones in the order of their ids.
 
     Args:
         logits: `[batch, vocab]`.
@@ -159,7 +157,7 @@ def top_token_ids(logits: Tensor, count: int) -> Tensor:
     """
     smallest = logits.topk(count, dim=-1).values[:, -1:]
     chosen = logits >= smallest
-    # topk says nothing about ties: of those equal to the last one, the first by id are taken.
+    # topk leaves ties open: of tokens equal to the last one, take the first by id.
     surplus = (chosen.sum(dim=-1) > count).nonzero()[:, 0]
     if surplus.numel():
         equal = logits[surplus] == smallest[surplus]
@@ -174,16 +172,16 @@ def top_token_ids(logits: Tensor, count: int) -> Tensor:
 def report_top_logprobs(
     logits: Tensor, temperatures: Tensor, counts: IntArray, *, kernels: bool = False
 ) -> tuple[TopLogprobs, ...]:
-    """For each row its likeliest tokens with their logprobs (`gather_logprobs`).
+    """Return the top tokens of each row with their logprobs (`gather_logprobs`).
 
     Args:
         logits: `[batch, vocab]` float32.
         temperatures: `[batch]`.
-        counts: `[batch]`, how many of them each row wants.
+        counts: `[batch]`, top tokens of each row.
         kernels: As in `scale_logits`.
 
     Returns:
-        `[batch]`, empty for a row that wants none; empty when no row wants any.
+        `[batch]`, empty for a count of 0; empty if all counts are 0.
     """
     if not counts.any():
         return ()
@@ -211,16 +209,15 @@ def score_prompts(
     raw: bool,
     kernels: bool = False,
 ) -> tuple[PromptLogprobs, ...]:
-    """The logprobs of prompt tokens, given those before them.
+    """Return the logprobs of prompt tokens, given the tokens before them.
 
     Args:
-        logits: `[sum(num_scored), vocab]` float32 of the model: row by row, those that predict
-            the token behind each of the first `num_scored` tokens that this step computes.
+        logits: `[sum(num_scored), vocab]` float32 of the model, row by row: they predict the tokens
+            behind the first `num_scored` tokens of this step.
         table: The sequences, as they were before this step.
         rows: `[batch]`.
         num_scored: `[batch]`, `table.num_to_score`.
-        raw: Leaves the temperature out. Penalties and bias are left out in any case: they belong
-            to sampling, and no token of a prompt was sampled.
+        raw: Ignore the temperature. Penalties and bias never apply to a prompt.
         kernels: As in `scale_logits`.
     """
     if not num_scored.any():

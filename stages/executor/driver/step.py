@@ -134,22 +134,23 @@ class StepRunner:
         num_drafts: IntArray | None,
         graphs: DecodeGraphs | None,
     ) -> StepOutputs:
-        """Runs one step.
+        """Run one step.
 
         Args:
             rows: `[rows]`, of the table, at least one.
-            num_tokens: `[rows]`, how many tokens each computes; 0 for a shared prefill.
-            num_drafts: `[rows]`, how many drafted ones may be verified besides; None for none.
-            graphs: Recorded steps; None when there are none.
+            num_tokens: `[rows]`, tokens that each computes; 0 for a shared prefill, which samples
+                from the logits of the row before.
+            num_drafts: `[rows]`, drafted tokens that may be verified; None for none.
+            graphs: Recorded steps; None if there are none.
 
         Raises:
-            ValueError: A row computes a token that is not known or has no block, or none at all
-                where it can't sample with the row before.
+            ValueError: A row computes an unknown token or one without a block, or is no valid
+                shared prefill.
             ModelError: The model's output is broken.
         """
         table = self.table
         if num_drafts is not None or (table.adjusted[rows] | table.constrained[rows]).any():
-            # Penalties, masks and drafts depend on all tokens before the one to be sampled.
+            # Penalties, masks and drafts depend on all earlier tokens.
             self.unread.write()
         ends = self._ends(rows, num_tokens)
         if self.runner.model.is_encoder:
@@ -170,7 +171,7 @@ class StepRunner:
         if not num_tokens.all():
             step, samples, logits_of = _computing_rows(step, samples)
         num_scored = table.num_to_score(step.rows, step.num_tokens)
-        # A graph has the model's own layers alone, and a token for each sequence.
+        # A graph has no adapters, and one token for each sequence.
         plain = samples.all() and not num_scored.any() and (table.adapter[rows] < 0).all()
         if graphs and plain and len(step.rows) == len(rows) and graphs.fits(num_tokens):
             return StepOutputs(self._replay(graphs, rows, masks))
@@ -188,7 +189,7 @@ class StepRunner:
         return outputs._replace(sampled=sampled, verified=verified)
 
     def _ends(self, rows: IntArray, num_tokens: IntArray) -> IntArray:
-        """How many tokens each row will have computed.
+        """Return the computed tokens of each row after the step.
 
         Raises:
             ValueError: As `run`.
@@ -198,15 +199,17 @@ class StepRunner:
         room = table.num_blocks[rows] * self.runner.cache.block_size
         bad = (num_tokens < 0) | (ends > table.num_known[rows]) | (ends > room)
         if not num_tokens.all():
-            bad |= (num_tokens == 0) & ~self._may_fork(rows, num_tokens, ends)
+            bad |= (num_tokens == 0) & ~self._may_share(rows, num_tokens, ends)
         if bad.any():
             table.complain(int(rows[bad][0]), int(num_tokens[bad][0]))
         return ends
 
-    def _may_fork(self, rows: IntArray, num_tokens: IntArray, ends: IntArray) -> BoolArray:
-        """Which rows can sample with the last one before that has tokens, since it has as many and
-        the same adapter, and samples itself."""
-        table, leaders = self.table, _leaders(num_tokens)
+    def _may_share(self, rows: IntArray, num_tokens: IntArray, ends: IntArray) -> BoolArray:
+        """Return which rows can share the prefill of the last computing row before them: it has as
+        many known tokens and the same adapter, and samples."""
+        table = self.table
+        computing = np.where(num_tokens > 0, np.arange(len(num_tokens)), 0)
+        leaders: IntArray = np.maximum.accumulate(computing)
         known, adapters, pools = table.num_known[rows], table.adapter[rows], table.pools[rows]
         same = (known == known[leaders]) & (adapters == adapters[leaders])
         samples = (ends == known) & ~pools
@@ -216,7 +219,7 @@ class StepRunner:
     def _forward(
         self, step: _Pass, samples: BoolArray, num_scored: IntArray
     ) -> tuple[Tensor, StepOutputs]:
-        """The logits of rows that sample, and what is found out about prompts."""
+        """Return the logits of sampling rows, and the logprobs and vectors of prompts."""
         table, rows = self.table, step.rows
         inputs, last_token = self._inputs(step, samples, num_scored)
         states: list[Tensor] | None = [] if table.pools[rows].any() else None
@@ -239,13 +242,13 @@ class StepRunner:
     def _inputs(
         self, step: _Pass, samples: BoolArray, num_scored: IntArray
     ) -> tuple[StepInputs, IntArray]:
-        """A pass whose logits are those of rows that sample, then those of prompts to score; and
-        where in it the last token of each row is."""
+        """Return the inputs of a pass, and the index of each row's last token. Logits of sampling
+        rows come before those of prompts to score."""
         table = self.table
         order, num_decodes = order_rows(step.starts, step.num_tokens)
         rows, starts, counts = step.rows[order], step.starts[order], step.num_tokens[order]
         width = -(-int((starts + counts).max()) // self.runner.cache.block_size)
-        # Logits come back in the plan's order, not in that of the batch.
+        # Logits are in the plan's order, not in that of the batch.
         last_token = np.empty_like(order)
         last_token[order] = np.cumsum(counts) - 1
         logits_index = last_token[samples]
@@ -253,7 +256,7 @@ class StepRunner:
             first_token = last_token - step.num_tokens + 1
             _, scored = flatten_rows(first_token, num_scored)
             logits_index = np.concatenate((logits_index, scored))
-        # All of a decode step are. A vector may be made of any of a prompt's tokens.
+        # All tokens of a decode step are read, and a vector may need any token of a prompt.
         all_read = num_decodes == len(rows) or table.pools[rows].any()
         read = None if all_read else np.unique(logits_index)
         batch_rows = Rows(starts, counts, table.blocks[rows, :width], num_decodes, read)
@@ -271,7 +274,7 @@ class StepRunner:
     def _replay(
         self, graphs: DecodeGraphs, rows: IntArray, masks: PendingMasks | None
     ) -> SampledRows:
-        """A step in which every row computes its last token and samples the next."""
+        """Replay a step in which every row computes its last token and samples the next."""
         table = self.table
         positions = table.num_computed[rows]
         width = int(positions.max()) // self.runner.cache.block_size + 1
@@ -290,7 +293,7 @@ class StepRunner:
         return self.unread.add(places, tokens, logprobs, (), fed=True)
 
     def _sample(self, logits: Tensor, places: Places, masks: PendingMasks | None) -> SampledRows:
-        """Chooses a token for each place, none of which is behind drafted tokens."""
+        """Choose a token for each place, without drafted tokens."""
         rows = places.rows
         tops: tuple[TopLogprobs, ...] = ()
         if self.runs_ahead and self._all_plain(rows):
@@ -304,10 +307,9 @@ class StepRunner:
     def _verify(
         self, logits: Tensor, places: Places, masks: PendingMasks | None, drafts: StepDrafts
     ) -> tuple[SampledRows, tuple[VerifiedDraft, ...]]:
-        """Chooses a token for each place; those count that would have come without drafts.
+        """Choose a token for each place, and keep those that count (`accept`).
 
-        It waits for the tokens: how far the sequences have come has to be known before the next
-        step can begin.
+        Waits for the tokens: the next step needs the sequences' lengths.
         """
         assert self.speculator is not None
         tokens, logprobs, tops = self._choose(logits, places, masks)
@@ -341,9 +343,9 @@ class StepRunner:
     def _count(
         self, places: Places, tokens: Tensor, logprobs: Tensor, tops: tuple[TopLogprobs, ...]
     ) -> SampledRows:
-        """The sequences have got these tokens."""
+        """Append these tokens to the sequences."""
         if self.runs_ahead:
-            # Of several tokens of a row the last one is fed.
+            # A row's last token is fed.
             last = np.append(places.ahead[1:] == 0, True)
             fed = tokens if last.all() else tokens[torch.from_numpy(last).to(tokens.device)]
             self.feed.put(self.upload(places.rows[last])[0], fed)
@@ -353,15 +355,8 @@ class StepRunner:
         )
 
     def _all_plain(self, rows: IntArray) -> bool:
-        """Whether `sample_plain` can choose the tokens, which waits for nothing."""
+        """Return whether `sample_plain` can choose the tokens, without waiting."""
         return not self.raw_logprobs and bool(self.table.plain[rows].all())
-
-
-def _leaders(num_tokens: IntArray) -> IntArray:
-    """For each row the last one, up to it, that has tokens; the first row where none has."""
-    computing = np.where(num_tokens > 0, np.arange(len(num_tokens)), 0)
-    leaders: IntArray = np.maximum.accumulate(computing)
-    return leaders
 
 
 def _computing_rows(step: _Pass, samples: BoolArray) -> tuple[_Pass, BoolArray, IntArray]:
@@ -373,13 +368,13 @@ def _computing_rows(step: _Pass, samples: BoolArray) -> tuple[_Pass, BoolArray, 
 
 
 def _with_drafts(step: _Pass, drafts: StepDrafts) -> _Pass:
-    """A row of its own for each drafted token, behind the row of its sequence."""
+    """Add a row for each drafted token, behind the row of its sequence."""
     row, ahead = flatten_rows(np.zeros_like(step.rows), drafts.counts + 1)
     return _Pass(step.rows[row], ahead, step.starts[row] + ahead, step.num_tokens[row])
 
 
 def started_sequences(plan: StepPlan, executed_ns: int) -> tuple[StartedSequence, ...]:
-    """What is told of the sequences that are new in a plan: the prompt once for each request."""
+    """Return entries for the new sequences of a plan, with the prompt once for each request."""
     first = {new.info.entry_id: new.seq_id for new in reversed(plan.new)}
     return tuple(
         StartedSequence(

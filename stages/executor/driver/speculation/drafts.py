@@ -18,12 +18,12 @@ class DraftContext(msgspec.Struct, frozen=True):
 
     Attributes:
         row: Its row in the SequenceTable.
-        seq_id: Tells it from others that had the row before.
+        seq_id: Distinguishes it from earlier sequences in this row.
         tokens: `[known]`, prompt and generated tokens; a view that holds for this step only.
-        num_prompt: How many of them are the prompt.
+        num_prompt: Tokens of the prompt.
         scope: Sequences learn only from those of the same scope.
-        prediction: What the client expects to come.
-        limit: Most tokens that the draft may have, at least 1.
+        prediction: The client's predicted output.
+        limit: The most tokens of the draft, at least 1.
     """
 
     row: int
@@ -40,9 +40,9 @@ class Draft(msgspec.Struct, frozen=True):
 
     Attributes:
         tokens: The guess; empty for none.
-        likelihoods: How likely the source finds each token, given that those before it are right;
-            a single one where all are as likely, none where it has no opinion.
-        source: Whose guess it is.
+        likelihoods: The source's estimate for each token, given the tokens before it; a single one
+            if all are equal, none without an estimate.
+        source: The source's name.
     """
 
     tokens: tuple[int, ...] = ()
@@ -54,20 +54,20 @@ NO_DRAFT = Draft()
 
 
 class DraftSource(Protocol):
-    """Guesses how sequences go on.
+    """A source of guesses at the next tokens.
 
-    Nothing that it says can change a token, so it may forget what it likes, and know nothing of
-    preemptions and failures. It must not take long: everybody waits for it.
+    A guess can't change a token, so a source may lose its state, and ignores preemptions and
+    failures. Every sequence of the step waits for it.
     """
 
     name: ClassVar[str]
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        """A draft for each sequence, of at most `limit` tokens each; NO_DRAFT where it has none."""
+        """Return a draft of at most `limit` tokens for each sequence; NO_DRAFT for none."""
         ...
 
     def forget(self, row: int, seq_id: int) -> None:
-        """A sequence is about to leave the table; what others may learn from it may stay."""
+        """A sequence is about to leave the table."""
         ...
 
     def clear(self) -> None:
@@ -76,18 +76,18 @@ class DraftSource(Protocol):
 
 
 _LONGEST_MATCH = 16
-"""So many tokens before a place tell it from any other."""
+"""Compared tokens before a place."""
 
 _LOOK_BACK = 8192
-"""Tokens of a sequence, the newest ones, among which is looked; in some ten microseconds."""
+"""Searched tokens, the newest ones of a sequence; some ten microseconds."""
 
 _LIKELIHOODS = ((8, 0.9), (4, 0.8), (3, 0.6), (2, 0.4))
-"""How likely a draft is of which so many tokens at least are the same before it."""
+"""(Least matching tokens before a draft, its likelihood)."""
 
 
 class NgramSource:
-    """Goes on as a sequence, its prompt included, went on behind the same 2 to 16 tokens: the most
-    that there are, and of several such places the newest."""
+    """Repeats the sequence, prompt included, from the place with the longest match of the last 2 to
+    16 tokens; of several such places, the newest."""
 
     name: ClassVar[str] = "ngram"
 
@@ -105,7 +105,7 @@ class NgramSource:
         if len(text) < 3:
             return NO_DRAFT
         before, last = text[-2:].tolist()
-        # Where the last two stand, but for the end.
+        # Earlier places of the last two tokens.
         ends = np.flatnonzero(text[1:-1] == last) + 1
         ends = ends[text[ends - 1] == before]
         if not ends.size:
@@ -113,19 +113,19 @@ class NgramSource:
         lengths = same_before(text, ends, text[-_LONGEST_MATCH:])
         best = ends.size - 1 - int(lengths[::-1].argmax())
         length = int(lengths[best])
-        # What comes behind the end is what a text says that repeats itself.
+        # Past the end, the text repeats itself.
         behind = np.resize(text[ends[best] + 1 :], context.limit)
         likelihood = next(each for least, each in _LIKELIHOODS if length >= least)
         return Draft(tuple(behind.tolist()), (likelihood,), self.name)
 
 
 def same_before(text: IntArray, ends: IntArray, last: IntArray) -> IntArray:
-    """How many of a sequence's last tokens stand in a text up to and with each place, `[ends]`.
+    """Return how many of a sequence's last tokens a text has up to each place, `[ends]`.
 
     Args:
-        text: Where they are looked for.
-        ends: Places in it of the very last one.
-        last: `[at least 1]`, more of them are not looked for.
+        text: The text to search.
+        ends: Places in it that hold the last token.
+        last: `[at least 1]`, the last tokens.
     """
     back = np.arange(1, len(last))
     places = ends[:, None] - back
@@ -135,16 +135,16 @@ def same_before(text: IntArray, ends: IntArray, last: IntArray) -> IntArray:
 
 
 class PredictionSource:
-    """Goes on in the client's text from where the sample is in it.
+    """Continues in the client's predicted output.
 
-    That is where the tokens that were generated last stand in it, the longest run of them; of
-    several such places the next one behind the place before.
+    The place is that of the longest match of the last generated tokens; of several such places,
+    the next one behind the previous place.
     """
 
     name: ClassVar[str] = "prediction"
 
     def __init__(self) -> None:
-        # By row: whose, what is expected, and how far the sample was in it.
+        # By row: the sequence, its prediction, and the place reached in it.
         self._places: dict[int, tuple[int, IntArray, int]] = {}
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
@@ -171,8 +171,8 @@ class PredictionSource:
 
 
 def _find(expected: IntArray, last: IntArray, before: int) -> int | None:
-    """The place in a text that follows some tokens, `[at least 1]`; None where the last one is not
-    in it. `before`: where it is looked for first, if there are several as good."""
+    """Return the place in a text behind some tokens, `[at least 1]`; None if the last one is
+    missing. `before`: of equal matches, the first one behind this place is preferred."""
     ends = np.flatnonzero(expected == last[-1])
     if not ends.size:
         return None
@@ -186,9 +186,9 @@ def _find(expected: IntArray, last: IntArray, before: int) -> int | None:
 
 
 class ForcedSource:
-    """The tokens by which a constrained text can only go on, in their usual form.
+    """The only tokens that a grammar allows next, in their usual form.
 
-    A model may write the same text in other tokens, so even these have to be verified.
+    A model may write the same text in other tokens, so these are verified too.
     """
 
     name: ClassVar[str] = "grammar"

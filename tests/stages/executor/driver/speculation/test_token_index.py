@@ -14,7 +14,7 @@ from nano_inference.stages.executor.driver.speculation.suffix import (
     LEAD,
     NO_TOKEN,
     ContextKind,
-    Piece,
+    Segment,
     TokenIndex,
 )
 
@@ -23,9 +23,9 @@ def lead(tokens: Sequence[int]) -> list[int]:
     return [*[NO_TOKEN] * LEAD, *tokens][-LEAD:]
 
 
-def piece(prompt: Sequence[int], output: Sequence[int], scope: int = 1) -> Piece:
+def piece(prompt: Sequence[int], output: Sequence[int], scope: int = 1) -> Segment:
     tokens, before = np.array(output, np.int64), np.array(lead(prompt))
-    return Piece(tokens, len(output), before, scope, hash(tuple(prompt)) & 0xFFFF)
+    return Segment(tokens, len(output), before, scope, hash(tuple(prompt)) & 0xFFFF)
 
 
 def find(index: TokenIndex, prompt: Sequence[int], output: Sequence[int], scope: int = 1) -> int:
@@ -73,7 +73,7 @@ def test_finds_what_a_search_through_all_of_them_finds(
 def test_a_piece_of_which_only_the_first_tokens_are_found_goes_on_behind_them() -> None:
     index = TokenIndex(1024)
     before = np.array(lead([7]))
-    index.add([Piece(np.arange(10, 30), 4, before, 1, 5)])
+    index.add([Segment(np.arange(10, 30), 4, before, 1, 5)])
     assert index.read(find(index, [], [10, 11, 12]), 6) == [13, 14, 15, 16, 17, 18]
     assert find(index, [], [10, 11, 12, 13]) < 0
 

@@ -252,7 +252,7 @@ def test_what_does_more_than_its_parts_is_left_as_it_is(
         return output
 
     module.forward = scaled
-    found = core_of(model).fast_modules
+    found = core_of(model).runner.fast_modules
     assert parts.items() <= found.count.items()
     assert found.refused == {refused: "it computes something else"}
 

@@ -1,7 +1,7 @@
-"""A second model, that never changes: how likely it finds what the first one has made.
+"""Scoring by a reference model, which never changes: the logprobs of samples of the lane's model.
 
-It scores a sample when that has ended, in one pass over prompt and completion, or several where
-these are more tokens than a step takes. What is computed is what `InferenceEngine.score` computes.
+A sample is scored when it has ended, in one pass over prompt and completion, or in several passes
+if it exceeds a step's tokens. The result is that of `InferenceEngine.score`.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from .runner.model import load_model
 
 
 class ReferenceModel:
-    """The reference model of a lane, with KV for one sequence of the full length, or some shorter.
+    """The reference model, with KV for one sequence of full length, or several shorter ones.
 
-    All methods run on the thread of the lane's own model, between its steps.
+    All methods run on the thread of the lane's model, between its steps.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        """Loads it: before the lane's own model, whose KV takes what memory is left.
+        """Load it, before the lane's model is, whose KV takes the remaining memory.
 
         Args:
-            config: The lane's; all but the model's folder is the same for both.
+            config: The lane's settings, used but for the model's folder.
 
         Raises:
             ModelError: It can't be loaded.
         """
-        # It decodes nothing, so it needs neither graphs nor drafts.
+        # It never decodes, so it needs neither graphs nor drafts.
         own = msgspec.structs.replace(
             config,
             model_path=config.reference_model_path,
@@ -54,11 +54,7 @@ class ReferenceModel:
         self._most_samples = self._core.max_batch_size
 
     def check_fits(self, core: ExecutorCore) -> None:
-        """Whether it can score all that the lane's own model makes.
-
-        Raises:
-            ModelError: It can't.
-        """
+        """Raises ModelError if it can't score all samples of the lane's model."""
         own, other = self._core.model, core.model
         if own.vocab_size < other.vocab_size:
             raise ModelError(
@@ -73,15 +69,14 @@ class ReferenceModel:
             )
 
     def close(self) -> None:
-        """Gives up weights and KV; the object is of no use then."""
+        """Free weights and KV; the object is unusable then."""
         self._core.close()
 
     def score(self, samples: Sequence[ScoreSample]) -> Iterator[tuple[SampleScored, ...]]:
-        """Scores samples; a pass runs whenever the next result is asked for.
+        """Score samples lazily: each next result runs a pass.
 
         Yields:
-            For each pass the samples of which all tokens are known by then, perhaps none. One
-            iteration has to be over, or given up, before another begins.
+            For each pass, the completed samples, perhaps none. End one iteration before another.
 
         Raises:
             ModelError: The model's output is broken.
@@ -90,7 +85,7 @@ class ReferenceModel:
             yield from self._score_together(some)
 
     def _together(self, samples: Sequence[ScoreSample]) -> Iterator[list[ScoreSample]]:
-        """Those that fit one pass, or one that alone is longer."""
+        """Batches of samples that fit one pass, or a single longer one."""
         some: list[ScoreSample] = []
         tokens = blocks = 0
         size, room = self._core.cache.block_size, self._core.cache.num_blocks
@@ -115,7 +110,7 @@ class ReferenceModel:
             block = stop
         logprobs: list[list[float]] = [[] for _ in samples]
         longest = max(len(sample.token_ids) for sample in samples)
-        # Only one that is alone is longer than a pass.
+        # Only a single sample is longer than a pass.
         for start in range(0, longest, self._most_tokens):
             counts = [min(len(seq.token_ids) - start, self._most_tokens) for seq in new]
             result = self._core.execute(_plan(() if start else new, counts))
@@ -126,7 +121,7 @@ class ReferenceModel:
 
 
 def _sequence(seq_id: int, sample: ScoreSample, blocks: range) -> NewSequence:
-    """All of a sample as a prompt whose logprobs are asked for; the token behind it is not used."""
+    """A sample as a prompt with logprobs; the sampled token behind it is not used."""
     sampling = SamplingParams(
         max_tokens=1, ignore_eos=True, temperature=sample.temperature, prompt_logprobs=0
     )
@@ -137,7 +132,7 @@ def _sequence(seq_id: int, sample: ScoreSample, blocks: range) -> NewSequence:
 
 
 def _plan(new: Sequence[NewSequence], counts: Sequence[int]) -> StepPlan:
-    """The next tokens of sequences 0, 1 and so on."""
+    """A plan of the next tokens of sequences 0, 1 and so on."""
     rows = tuple(range(len(counts)))
     return StepPlan(1, tuple(new), rows, tuple(counts), (), (), (), (), 0)
 
@@ -149,7 +144,7 @@ def _scored(sample: ScoreSample, logprobs: Sequence[float]) -> SampleScored:
 
 
 class Scoring:
-    """The samples that wait to be scored, and who scores them."""
+    """The queue of samples to score, one pass at a time, between steps."""
 
     def __init__(
         self,
@@ -157,19 +152,19 @@ class Scoring:
         reference: ReferenceModel | None,
         on_torch: Callable[..., Awaitable[Any]],
     ) -> None:
-        """`on_torch` calls a function on the thread that has the models."""
+        """`on_torch` calls a function on the torch thread."""
         self._stage = stage
         self._reference = reference
         self._on_torch = on_torch
-        # Each with the epoch in which it was asked for.
+        # (epoch, sample)
         self._asked: asyncio.Queue[tuple[int, ScoreSample]] = asyncio.Queue()
 
     def ask(self, sample: ScoreSample) -> None:
-        """Scores a sample when its turn comes, unless a new epoch begins before that."""
+        """Queue a sample; a new epoch drops it."""
         self._asked.put_nowait((self._stage.epoch, sample))
 
     async def score_forever(self) -> None:
-        """Scores what is asked for, and tells streaming."""
+        """Score queued samples, and send the results to streaming."""
         while True:
             asked = [await self._asked.get()]
             while not self._asked.empty():
@@ -177,22 +172,22 @@ class Scoring:
             epoch = self._stage.epoch
             samples = [sample for asked_in, sample in asked if asked_in == epoch]
             if self._reference is None:
-                await self._tell(tuple(map(_unscored, samples)), epoch)
+                await self._send(tuple(map(_unscored, samples)), epoch)
                 continue
             passes = self._reference.score(samples)
             while epoch == self._stage.epoch:
                 scored = await self._on_torch(next, passes, None)
                 if scored is None:
                     break
-                await self._tell(scored, epoch)
+                await self._send(scored, epoch)
 
     def close(self) -> None:
-        """Gives up the reference model; to be called on its thread."""
+        """Free the reference model; on its thread."""
         if self._reference is not None:
             self._reference.close()
             self._reference = None
 
-    async def _tell(self, scored: tuple[SampleScored, ...], epoch: int) -> None:
+    async def _send(self, scored: tuple[SampleScored, ...], epoch: int) -> None:
         for sample in scored:
             await self._stage.send(CONTROL["streaming"], sample, epoch=epoch)
 

@@ -29,7 +29,7 @@ from ....bus.weights import (
 )
 from ....config import WeightsError, shown
 from ..runner.weights.checks import WeightLimits
-from ..runner.weights.transports import BACKENDS, host_and_port
+from ..runner.weights.transports.group import BACKENDS, host_and_port
 
 Operation = (
     UpdateWeights

@@ -1,4 +1,4 @@
-"""Which back end a model gets, once and for all, when it is loaded."""
+"""The choice of a back end when a model is loaded."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .tiled import TiledBackend
 
 
 def choose_backend(config: EngineConfig, model: LoadedModel) -> tuple[AttentionBackend[Any], str]:
-    """The back end, and why the model runs without our kernels: nothing when it runs with them.
+    """Return the back end, and why the model runs without our kernels; "" if it runs with them.
 
     Raises:
-        ModelError: The back end, or the tile, that is asked for by name can't be had.
+        ModelError: The back end or tile of the settings is not available.
     """
     backend, without_kernels = _chosen(config, model)
     if config.attention not in ("auto", backend.name):
@@ -46,18 +46,18 @@ def _chosen(config: EngineConfig, model: LoadedModel) -> tuple[AttentionBackend[
 
 
 def kernels_of(model: LoadedModel) -> str:
-    """What a model's kernels are made of, if it runs with kernels."""
+    """Return the language or instructions of a model's kernels."""
     return "Triton" if model.device.type == "cuda" else cpu.instructions(model.dtypes.weights)
 
 
 def _with_kernels(config: EngineConfig, model: LoadedModel) -> AttentionBackend[Any]:
-    """Raises KernelsUnavailable if there are none for this model on this machine."""
+    """Raises KernelsUnavailable without kernels for this model on this machine."""
     if config.kernels == "off":
         raise KernelsUnavailable("engine.kernels is off")
     gathers = config.attention == "gather"
     if model.device.type == "cuda":
         if gathers:
-            # Those of a step are recorded with the kernel.
+            # Recorded steps need the kernel.
             raise KernelsUnavailable("engine.attention is 'gather'")
         try:
             from ..kernels.triton_decode import TritonPagedAttention

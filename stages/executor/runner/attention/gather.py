@@ -1,9 +1,13 @@
-"""Rows of several tokens over gathered context, for every back end that has nothing better.
+"""Attention in plain PyTorch, for any device and dtype: context is gathered from the cache.
 
-Each row goes by itself through `scaled_dot_product_attention`, with each KV head as a batch entry
-whose query heads share a zero-stride view; with soft caps or sinks, where that can't be, through
-two matrix products. Layers differ only in their window and their number of KV heads; what depends
-on that is laid out once for each such kind.
+Rows of one token are computed together by two batched matrix products over gathered context, in
+which the query heads that share a KV head form the rows of one matrix: nothing is repeated. (With
+one query each, `scaled_dot_product_attention` is several times slower on the CPU.)
+
+Longer rows, also those of other back ends, run one by one through `scaled_dot_product_attention`,
+with each KV head as a batch entry whose query heads share a zero-stride view; with soft caps or
+sinks, through two matrix products. The layout of a step depends on the window and the number of KV
+heads, so it is made once for each such kind of layer.
 """
 
 from __future__ import annotations
@@ -26,20 +30,20 @@ LayerKind = tuple[int | None, int]
 """(window, KV heads) of a layer."""
 
 _MAX_SCORES = 1 << 25
-"""Attention scores that the explicit path holds at a time (float32: 128 MiB)."""
+"""Attention scores in memory at a time, without SDPA (float32: 128 MiB)."""
 
 _T = TypeVar("_T")
 
 
 def layer_kinds(model: LoadedModel) -> tuple[LayerKind, ...]:
-    """The kinds of layers that a model has."""
+    """Return the kinds of layers of a model."""
     return tuple(dict.fromkeys((spec.window, spec.num_kv_heads) for spec in model.layers))
 
 
 def for_each_kind(
     kinds: Iterable[LayerKind], rows: Rows, make: Callable[[int | None, int], _T]
 ) -> dict[LayerKind, _T]:
-    """`make(window, KV heads)` for all kinds; a window that no row has outgrown is no window."""
+    """Return `make(window, KV heads)` for all kinds; a window longer than all rows is None."""
     longest = int(rows.contexts.max(initial=0))
     made: dict[LayerKind, _T] = {}
     for window, heads in kinds:
@@ -57,10 +61,9 @@ class PrefillRow:
     Attributes:
         start: First token of the row in the batch.
         stop: One past its last.
-        index: `[kv_heads * context]`, as `KVCache.gather` takes it, ordered by head, then
-            position; None when nothing precedes the row, whose own keys and values are then all
-            there is.
-        mask: `[tokens, context]`, true where a query may look; None is causal.
+        index: `[kv_heads * context]`, for `KVCache.gather`, ordered by head, then position; None if
+            the row starts its sequence, and its own keys and values are all.
+        mask: `[tokens, context]`, true where a query may attend; None is causal.
     """
 
     start: int
@@ -72,7 +75,7 @@ class PrefillRow:
 def prefill_rows(
     rows: Rows, tables: Tensor, window: int | None, heads: int, block_size: int
 ) -> Iterator[PrefillRow]:
-    """Lays out the rows behind those of one token, for layers of one kind."""
+    """Lay out the rows behind those of one token, for layers of one kind."""
     device = tables.device
     token = rows.num_decodes
     for row in range(rows.num_decodes, rows.starts.size):
@@ -95,9 +98,9 @@ def prefill_rows(
 def prefill(
     layout: Sequence[PrefillRow], cache: KVCache, layer: int, qkv: QKV, options: AttentionOptions
 ) -> list[Tensor]:
-    """Attention of these rows, `[tokens, heads, value_dim]` each, as `AttentionBackend.forward`.
+    """Compute attention of these rows, `[tokens, heads, value_dim]` each.
 
-    Their keys and values must be in the cache already.
+    Their keys and values must be in the cache.
     """
     queries, keys, values = qkv
     heads = keys.shape[1]
@@ -119,7 +122,7 @@ def prefill(
 def _attend(
     row: PrefillRow, queries: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """One row, with keys and values that it may look at, `[kv_heads, context, dim]` each."""
+    """Compute one row, with keys and values of its context, `[kv_heads, context, dim]` each."""
     tokens, num_heads, dim = queries.shape
     heads = keys.shape[0]
     grouped = queries.view(tokens, heads, -1, dim).permute(1, 2, 0, 3)
@@ -138,7 +141,7 @@ def _attend(
 def _attend_explicitly(
     row: PrefillRow, queries: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """As `_attend`, with the scores in hand, some queries at a time so that memory is bounded."""
+    """As `_attend`, with explicit scores, a few queries at a time to bound the memory."""
     tokens, num_heads, dim = queries.shape
     heads, context, _ = keys.shape
     mask = visible(0, tokens, 0, None, queries.device) if row.mask is None else row.mask
@@ -166,10 +169,10 @@ def soft_cap(scores: Tensor, softcap: float) -> Tensor:
 
 
 def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over the last dimension in float32, given back in the scores' dtype.
+    """Softmax over the last dimension in float32, returned in the scores' dtype.
 
-    A sink takes part in the sum and is then left out. `sinks` is the scores' shape without the
-    last dimension, or broadcasts to it.
+    A sink adds to the sum only. `sinks` has the scores' shape without the last dimension, or
+    broadcasts to it.
     """
     if sinks is None:
         return torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
@@ -180,10 +183,8 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def visible(start: int, count: int, low: int, window: int | None, device: torch.device) -> Tensor:
-    """What queries at `start .. start + count - 1` see of positions `low .. start + count - 1`.
-
-    Returns `[count, start + count - low]`, true where they may look.
-    """
+    """Return the mask of queries from `start` on over positions from `low` on:
+    `[count, start + count - low]`, true where a query may attend."""
     queries = torch.arange(start, start + count, device=device)[:, None]
     positions = torch.arange(low, start + count, device=device)
     seen = positions <= queries
@@ -193,7 +194,7 @@ def visible(start: int, count: int, low: int, window: int | None, device: torch.
 
 
 _SLACK_TOKENS = 256
-"""Padding that a decode row may always have: below it another chunk costs more than it saves."""
+"""Padding of a decode row that costs less than another chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,10 +204,10 @@ class DecodeChunk:
     Attributes:
         start: First token of the chunk in the batch.
         stop: One past its last.
-        index: `[rows * kv_heads * length]`, as `KVCache.gather` takes it,
-            ordered by row, then head, then position, so that gathering needs no transposition.
-        bias: `[rows * kv_heads, 1, length]` in the model's dtype: 0 where the query may look,
-            -inf where it may not.
+        index: `[rows * kv_heads * length]`, for `KVCache.gather`, ordered by row, head, position,
+            so that no transposition is needed.
+        bias: `[rows * kv_heads, 1, length]` in the model's dtype: 0 where the query may attend,
+            -inf elsewhere.
         length: Positions per row, padding included.
     """
 
@@ -219,7 +220,7 @@ class DecodeChunk:
 
 @dataclass(frozen=True, slots=True)
 class GatherView:
-    """A step as the layers of one kind see it."""
+    """The layout of a step for layers of one kind."""
 
     decodes: tuple[DecodeChunk, ...]
     prefills: tuple[PrefillRow, ...]
@@ -244,7 +245,7 @@ class GatherBackend:
     name: ClassVar[str] = "gather"
 
     def __init__(self, model: LoadedModel, block_size: int) -> None:
-        """For the kinds of layers and the dtype of a model, and blocks of so many tokens."""
+        """For the layers and the dtype of a model."""
         self._kinds = layer_kinds(model)
         self._dtype = model.dtypes.activations
         self._block_size = block_size
@@ -253,8 +254,8 @@ class GatherBackend:
         def view(window: int | None, heads: int) -> GatherView:
             decodes = self._decode_chunks(rows, tables, contexts, window, heads)
             prefills = prefill_rows(rows, tables, window, heads, self._block_size)
-            # Not tuple(): one that grows fails when another thread looks at all objects meanwhile,
-            # as debuggers and memory profilers do.
+            # Not tuple(): while it grows, debuggers and memory profilers that walk all objects from
+            # another thread make it fail.
             return GatherView((*decodes,), (*prefills,))
 
         return GatherBatch(slots, for_each_kind(self._kinds, rows, view))
@@ -276,7 +277,7 @@ class GatherBackend:
     def _decode_chunks(
         self, rows: Rows, tables: Tensor, contexts: Tensor, window: int | None, heads: int
     ) -> Iterator[DecodeChunk]:
-        """Lays out the rows of one token for layers of one kind."""
+        """Lay out the rows of one token for layers of one kind."""
         if not rows.num_decodes:
             return
         block_size = self._block_size
@@ -305,10 +306,10 @@ class GatherBackend:
 
 
 def cut_chunks(lengths: IntArray) -> Iterator[tuple[int, int]]:
-    """Cuts rows, sorted by falling length, into ranges (start, stop) of bounded padding.
+    """Cut rows, sorted by falling length, into ranges (start, stop) of bounded padding.
 
-    A chunk gathers at most MAX_GATHERED_TOKENS (one row alone may need more), and none of its rows
-    is padded to more than twice its length plus a little.
+    A chunk gathers at most MAX_GATHERED_TOKENS, unless one row needs more, and pads no row to more
+    than about twice its length.
     """
     start = 0
     while start < lengths.size:

@@ -1,9 +1,13 @@
-"""Finds out what each layer of a model needs, by asking the model and not its config.
+"""Our attention in Transformers' models, registered as `IMPLEMENTATION`, and a probe of layers.
+
+A step's tokens come flattened to `[1, tokens]`. The back end, the prepared step and the `KVCache`
+are keyword arguments of the model's forward call, which Transformers passes to the attention of
+every layer; nothing is global.
 
 Configs spell the same fact in many ways (`head_dim`, `num_kv_heads`, `layer_types`, one window for
-all layers or one per layer). So the model runs once over two tokens with an attention function that
-only looks: it notes the shapes of every layer's keys and values, its window, and the mask that the
-model wants there. What our attention would not honour is refused here, before any request comes.
+all layers or one per layer). So at load the model runs once over two tokens with an attention
+function that only records every layer's shapes, window and mask. What our attention would not
+honour is refused there, before any request.
 """
 
 from __future__ import annotations
@@ -21,24 +25,24 @@ from ..loaded_model import AttentionOptions, LayerSpec
 from .backend import QKV, AttentionBackend
 
 _CALL = ("scaling", "sliding_window", "softcap", "s_aux")
-"""What models call the fields of AttentionOptions."""
+"""Transformers' names of the fields of AttentionOptions."""
 
 PROBING = "nano_probe"
-"""The name for `attn_implementation` in that pass, whose forward call takes a `layer_probe`."""
+"""The `attn_implementation` of the probe, whose forward call takes a `layer_probe`."""
 
 
 @dataclass(frozen=True, slots=True)
 class MaskProbe:
-    """What our mask interface gives the model in place of a mask: the rule the mask would follow.
+    """The rule of a mask, which our mask interface returns in place of the mask.
 
     `mask_function(batch, head, query position, key position)` is Transformers' own, elementwise on
-    index tensors, true where the query may see the key.
+    index tensors, true where the query may attend to the key.
     """
 
     mask_function: Any
 
     def agrees(self, window: int | None, max_position: int) -> bool:
-        """Whether the rule is causal within `window`, at edges and at random pairs of positions."""
+        """Return whether the rule is causal within `window`, at edges and random positions."""
         last = max(max_position - 1, 1)
         generator = torch.Generator().manual_seed(0)
         query = torch.randint(0, last + 1, (512,), generator=generator)
@@ -53,12 +57,12 @@ class MaskProbe:
 
 
 def probe_mask(*, mask_function: Any, **_: Any) -> MaskProbe:
-    """Gives the model the rule of the mask it wants, for the probe to check."""
+    """Return the rule of the mask that the model wants, for the probe to check."""
     return MaskProbe(mask_function)
 
 
 def probe_layer(*args: Any, layer_probe: LayerProbe, **kwargs: Any) -> tuple[Tensor, None]:
-    """Takes what `interface.paged_attention` takes, and computes nothing.
+    """Take the arguments of `paged_attention`, and compute nothing.
 
     Raises:
         ModelError: As `LayerProbe.record`.
@@ -67,12 +71,7 @@ def probe_layer(*args: Any, layer_probe: LayerProbe, **kwargs: Any) -> tuple[Ten
 
 
 class LayerProbe:
-    """Collects the layers in the probing pass.
-
-    Attributes:
-        layers: By number.
-        options: By number.
-    """
+    """Collects the layers and their options, by number, in the probing pass."""
 
     def __init__(self, architecture: str, max_position: int) -> None:
         self.layers: dict[int, LayerSpec] = {}
@@ -83,10 +82,10 @@ class LayerProbe:
     def record(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **call: Any
     ) -> Tensor:
-        """Notes one layer's call; returns an output of the right shape, `[1, tokens, heads, dim]`.
+        """Record one layer's call; return an output of its shape, `[1, tokens, heads, dim]`.
 
         Raises:
-            ModelError: The layer asks for something that our attention does not do.
+            ModelError: The layer needs something that our attention does not do.
         """
         scale, window, softcap, sinks = map(call.get, _CALL)
         index = getattr(module, "layer_idx", None)
@@ -104,10 +103,10 @@ class LayerProbe:
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
 
     def finish(self, num_layers: int) -> tuple[LayerSpec, ...]:
-        """The layers in order.
+        """Return the layers in order.
 
         Raises:
-            ModelError: Some layer did not come through our attention.
+            ModelError: Some layer did not call our attention.
         """
         missing = sorted(set(range(num_layers)) ^ self.layers.keys())
         if missing:
@@ -127,10 +126,10 @@ IMPLEMENTATION = "nano_paged"
 
 
 def register_attention() -> None:
-    """Makes it known to Transformers, and the probe too. Repeating it changes nothing.
+    """Register our attention and the probe with Transformers; idempotent.
 
-    Without a mask of the same name a model would take none and say nothing. Steps pass a
-    placeholder, which Transformers takes as it is.
+    Without a mask of the same name a model would silently use none. Steps pass a placeholder, which
+    Transformers uses as it is.
     """
     for name, function in ((IMPLEMENTATION, paged_attention), (PROBING, probe_layer)):
         AttentionInterface.register(name, function)
@@ -156,17 +155,17 @@ def paged_attention(
     """Attention of one layer for the whole batch.
 
     Args:
-        module: The attention layer; `layer_idx` names its part of the cache.
+        module: The attention layer; `layer_idx` is its index in the cache.
         query: `[1, heads, tokens, key_dim]`.
         key: `[1, kv_heads, tokens, key_dim]`, rotated.
         value: `[1, kv_heads, tokens, value_dim]`.
-        attention_mask: Ignored; the batch says what may be seen.
+        attention_mask: Ignored; the batch has the rule.
         scaling: Factor of the scores; 1/sqrt(key_dim) when None.
         sliding_window: The layer's window, None for full attention.
         softcap: As in AttentionOptions.
         s_aux: `[heads]`, its sinks.
         attention_backend: Computes it.
-        attention_batch: The step, as the back end prepared it.
+        attention_batch: The step, prepared by the back end.
         kv_cache: The KVCache.
         others: Settings for other implementations.
 
@@ -174,7 +173,7 @@ def paged_attention(
         `[1, tokens, heads, value_dim]`, and None for the weights.
 
     Raises:
-        ModelError: The model was called without a back end, or does not hand it down.
+        ModelError: The model was called without a back end, or does not pass it on.
     """
     if attention_backend is None or kv_cache is None:
         raise ModelError(

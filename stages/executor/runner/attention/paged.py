@@ -1,7 +1,7 @@
-"""Attention with a kernel that reads the paged cache in place, for rows of one token.
+"""Attention by a kernel that reads the paged cache in place, for rows of one token.
 
-On CUDA that is `kernels.triton_decode`; `cpu` has what is for the CPU. Longer rows go the way of
-`prefill`.
+On CUDA the kernel is `kernels.triton_decode`, and longer rows are gathered (`gather.prefill`). On
+the CPU it is `cpu.c`'s.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .gather import LayerKind, PrefillRow, for_each_kind, layer_kinds, prefill, 
 
 @dataclass(frozen=True, slots=True)
 class ReadRows:
-    """Tokens whose last hidden states are read, where nobody reads the others.
+    """The tokens whose last hidden states are read.
 
     Attributes:
-        index: `[read]` int64, where they are in the batch, rising.
-        rows: They alone, as rows for the kernel.
+        index: `[read]` int64, their indices in the batch, rising.
+        rows: These tokens as rows for the kernel.
     """
 
     index: Tensor
@@ -39,9 +39,9 @@ class PagedBatch:
 
     Attributes:
         slots: `[tokens]`, the slot mapping.
-        decodes: The rows that the kernel takes.
-        prefills: Those behind them, for each kind of layer; empty when there are none.
-        read: The tokens that are read, if they are at most half of all; None for any.
+        decodes: The rows for the kernel.
+        prefills: The rows behind them, for each kind of layer; empty for none.
+        read: The tokens that are read, if at most half of all; else None.
     """
 
     slots: Tensor
@@ -51,12 +51,12 @@ class PagedBatch:
 
 
 class PagedBackend:
-    """An AttentionBackend with a kernel, which it makes once for each layer of a cache."""
+    """An AttentionBackend with a kernel for each layer of a cache."""
 
     name: ClassVar[str] = "paged"
 
     def __init__(self, model: LoadedModel, block_size: int, kernel: DecodeKernel) -> None:
-        """For the kinds of layers of a model, blocks of so many tokens, and a kernel."""
+        """For the layers of a model, and a kernel."""
         self._kinds = layer_kinds(model)
         self._block_size = block_size
         self._kernel = kernel
@@ -87,19 +87,19 @@ class PagedBackend:
 
 
 def _dense_rows(rows: Tensor) -> Tensor:
-    """`[tokens, heads, dim]` with each row's heads side by side in memory."""
+    """`[tokens, heads, dim]` with contiguous rows."""
     dense = rows.stride(2) == 1 and rows.stride(1) == rows.shape[2]
     return rows if dense else rows.contiguous()
 
 
 class CpuBackend(PagedBackend):
-    """An AttentionBackend. The kernel takes all tokens, as rows of one, those of prompts too.
+    """An AttentionBackend whose kernel takes all tokens as rows of one, also those of prompts.
 
-    So a token's bits don't depend on how its prompt is cut.
+    A token's bits thus don't depend on how its prompt is cut.
     """
 
     def __init__(self, model: LoadedModel, block_size: int) -> None:
-        """For a model that the kernel handles, and blocks of so many tokens."""
+        """For a model that the kernel handles."""
         super().__init__(model, block_size, PagedAttention)
 
     def prepare(self, rows: Rows, slots: Tensor, tables: Tensor, contexts: Tensor) -> PagedBatch:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nano_inference.stages.executor.changes.shell import stay_single
-from nano_inference.stages.executor.runner.weights.transports import Background
+from nano_inference.stages.executor.runner.weights.transports.background import Background
 
 
 @pytest.fixture

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from nano_inference.stages.executor.runner.weights.transports import Background
+from nano_inference.stages.executor.runner.weights.transports.background import Background
 
 from ......programs import run
 
 HANGING = """
 import threading
-from nano_inference.stages.executor.runner.weights.transports import Background
+from nano_inference.stages.executor.runner.weights.transports.background import Background
 begun = threading.Event()
 Background("x").submit(lambda: (begun.set(), threading.Event().wait()))
 begun.wait()

@@ -236,8 +236,8 @@ def test_a_message_that_makes_no_sense(groups: WeightGroups, source: GroupWeight
         assert refused.value.code == "weights_refused"
 
 
-def test_nobody_keeps_the_group(groups: WeightGroups) -> None:
-    with pytest.raises(WeightsError, match="nobody keeps a group") as late:
+def test_a_group_that_is_missing(groups: WeightGroups) -> None:
+    with pytest.raises(WeightsError, match="no group is at") as late:
         join(groups, free_address(), timeout_s=0.3)
     assert late.value.code == "weights_timeout"
 

@@ -39,15 +39,12 @@ VECTOR = 64
 _PIECE = 8192
 """Elements up to which no elementwise kernel uses several threads."""
 
-_ELEMENTWISE: tuple[Callable[..., Tensor], ...] = (
-    *(F.silu, F.gelu, F.mish, F.softplus, F.elu, F.selu, F.celu, F.logsigmoid, F.hardswish),
-    *(F.sigmoid, F.tanh, F.softsign, F.hardsigmoid),
+_ELEMENTWISE = (
+    "silu gelu mish softplus elu selu celu logsigmoid hardswish sigmoid tanh softsign hardsigmoid"
 )
+"""Functions of torch.nn.functional."""
 
-_ELEMENTWISE_NAMES = (
-    *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "tanh"),
-    *("sigmoid", "erf", "erfc"),
-)
+_ELEMENTWISE_METHODS = "exp exp2 expm1 log log2 log10 log1p sin cos tan tanh sigmoid erf erfc"
 """Functions of torch that are also tensor methods, and have an in-place form."""
 
 _REFUSED = ("bmm", "baddbmm", "addbmm", "addmv", "mv", "einsum", "conv1d", "tensordot")
@@ -150,9 +147,9 @@ class FixedTiles(TorchFunctionMode):
         for module, name in ((F, "grouped_mm"), (torch, "_grouped_mm")):
             if hasattr(module, name):
                 handlers[getattr(module, name)] = self.grouped_mm
-        for function in _ELEMENTWISE:
-            handlers[function] = partial(elementwise, function)
-        for name in _ELEMENTWISE_NAMES:
+        for name in _ELEMENTWISE.split():
+            handlers[getattr(F, name)] = partial(elementwise, getattr(F, name))
+        for name in _ELEMENTWISE_METHODS.split():
             function = getattr(torch, name)
             handlers[function] = handlers[getattr(Tensor, name)] = partial(elementwise, function)
             for in_place in (getattr(torch, f"{name}_", None), getattr(Tensor, f"{name}_")):

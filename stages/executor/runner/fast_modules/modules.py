@@ -1,13 +1,13 @@
-"""Puts the kernels to use in a Transformers model: by pattern, and only where they agree.
+"""Installs the kernels in a Transformers model: by pattern, and only where results agree.
 
-A pattern looks at a module's parts and, if it knows them, offers a forward pass. The model then
-runs once as it is, and every offer is compared with what the module itself gave for the same input.
-Offers that differ, such as a norm that scales in another place or positions that rotate in another
-way, are dropped, and these modules stay as they are. So nothing depends on an architecture's name.
-Where all layers of a decoder agreed, one call takes the place of them if it gives the same bits.
+A pattern matches a module by its parts and offers a forward pass. The model then runs once
+unchanged, and every offer is compared with the module's own output for the same input. Offers that
+differ, such as a norm that scales in another place, are dropped. So nothing depends on an
+architecture's name. If all layers of a decoder agree, one call replaces them if it gives the same
+bits.
 
-The passes are used within `FastModules.active()` only. Whoever else calls the model, such as a
-trainer that shares it, runs Transformers' own code.
+The passes are used within `FastModules.active()` only. Other callers of the model, such as a
+trainer that shares it, run Transformers' own code.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from .patterns import Calls, Forward, find_patterns, join_layers, join_output
 _COMPARED_TOKENS = 8
 
 _TOLERANCES = {torch.bfloat16: 0.02, torch.float32: 1e-5}
-"""Most difference relative to the output, by dtype. Correct offers differ by rounding, about 0.004
-and 1e-6."""
+"""The largest relative difference by dtype. Correct offers differ by rounding, about 0.004 and
+1e-6."""
 
 
 class FastModules:
-    """The modules of one model that have a fast forward pass.
+    """The modules of one model with a fast forward pass.
 
     Attributes:
-        count: How many there are, by class name.
-        refused: By class name, why modules that a pattern knew stay as they are.
-        is_whole: Whether nothing of the model is left to torch but its embeddings and rotary
-            factors, in steps that go through all layers in one call.
+        count: Their number by class name.
+        refused: By class name, why matching modules stay unchanged.
+        is_whole: Whether torch computes only embeddings and rotary factors in steps that run all
+            layers in one call.
     """
 
     def __init__(
@@ -55,16 +55,15 @@ class FastModules:
         tiles: FixedTiles | None = None,
         with_gradients: bool = False,
     ) -> None:
-        """Compares and installs what there is for a model. Overwrites some blocks of the cache.
+        """Compare and install the passes for a model. Overwrites some blocks of the cache.
 
         Args:
-            model: A model on the CPU, for whose dtype there are kernels.
-            cache: What the model will be used with, and nothing else.
+            model: A model on the CPU, with kernels for its dtype.
+            cache: The only cache that the model will be used with.
             builder: Makes the inputs of its steps.
-            tiles: What is left to torch within the pass of all layers runs in these; own ones when
-                None.
-            with_gradients: The passes have gradients, through the modules' own code. No call takes
-                the place of all layers then.
+            tiles: For torch's part of the pass of all layers; own ones when None.
+            with_gradients: The passes have gradients, through the modules' own code, and layers
+                are not joined in one call.
         """
         self.count: dict[str, int] = {}
         self.refused: dict[str, str] = {}
@@ -72,7 +71,7 @@ class FastModules:
         self._active = False
         self._with_gradients = with_gradients
         self._calls = Calls(FixedTiles() if tiles is None else tiles)
-        # What each module had in place of its class's pass, if anything, in the order of changes.
+        # Each module's earlier instance attribute, if any, in the order of changes.
         self._replaced: list[tuple[nn.Module, Forward | None]] = []
         length = min(_COMPARED_TOKENS, model.max_model_len, cache.num_blocks * cache.block_size)
         tables = np.arange(-(-length // cache.block_size))[None]
@@ -102,9 +101,9 @@ class FastModules:
         return base in joined and all(each in self._agreed for each in ends)
 
     def remove(self) -> None:
-        """Gives the modules the passes back that they had; nothing here holds them any more.
+        """Restore the modules' own passes.
 
-        Of several that share a model, the one made last goes first.
+        Of several instances that share a model, remove the newest first.
         """
         while self._replaced:
             module, before = self._replaced.pop()
@@ -116,11 +115,11 @@ class FastModules:
 
     @contextmanager
     def active(self, *, alone: bool = False) -> Iterator[None]:
-        """Within it, calls of the model take the fast passes.
+        """Context in which calls of the model use the fast passes.
 
         Args:
-            alone: Each linear layer is called by itself, and whoever has put something around it
-                is not passed over. The bits are the same.
+            alone: Call each linear layer by itself, so that wrappers around it run. The bits are
+                the same.
         """
         before = self._active, self._calls.together
         self._active, self._calls.together = True, not alone
@@ -135,7 +134,7 @@ class FastModules:
         run: Callable[[], object],
         agree: Callable[[Any, Any], bool],
     ) -> dict[nn.Module, Forward]:
-        """The first offer for each module that agrees with what the module gives."""
+        """Return the first offer for each module that agrees with the module."""
         agreed: dict[nn.Module, Forward] = {}
 
         def comparison(offers: Sequence[Forward]) -> Callable[..., None]:
@@ -145,7 +144,7 @@ class FastModules:
                     try:
                         right = agree(fast(*args, **kwargs), output)
                     except (TypeError, ValueError, RuntimeError) as error:
-                        # The module is called in a way that the pattern does not know.
+                        # The module is called in another way than the pattern expects.
                         right, why = False, repr(error)
                     if right:
                         agreed[module] = fast
@@ -197,15 +196,15 @@ def _same_bits(offered: Any, wanted: Any) -> bool:
 
 
 def differentiable(module: nn.Module, fast: Forward, plain: Forward) -> Forward:
-    """A pass with the bits of `fast`, and the gradients of `plain`.
+    """Return a pass with the bits of `fast` and the gradients of `plain`.
 
-    Backward, `plain` runs again on the same inputs, so only these are kept. It gets None for
-    `attention_backend`, where it is called with one: its attention must have gradients itself.
+    The backward pass runs `plain` again on the same inputs, with None for `attention_backend`: its
+    attention must have gradients itself.
 
     Args:
-        module: Whose passes they are; its parameters get gradients.
-        fast: Gives a tensor, or one first in a tuple.
-        plain: Likewise, within rounding.
+        module: The module; its parameters get gradients.
+        fast: Returns a tensor, or a tuple that starts with one.
+        plain: Likewise, equal up to rounding.
     """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -248,7 +247,7 @@ def _first(output: Any) -> Tensor:
 
 
 class _Again(torch.autograd.Function):
-    """Forward by one function, backward through another that computes the same."""
+    """Forward by one function, backward through an equivalent one."""
 
     @staticmethod
     def forward(

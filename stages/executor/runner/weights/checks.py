@@ -11,28 +11,28 @@ from torch import Tensor, nn
 from .....config import WeightsError, shown
 
 _TIMES_THE_MODEL = 10
-"""A checkpoint has more tensors than a model that fuses them: queries, keys and values apart, gates
-and projections apart, scales beside them, parts that Transformers does not load."""
+"""A checkpoint has more tensors than a model that fuses them: separate queries, keys and values,
+separate gates and projections, scales, parts that Transformers ignores."""
 
 _MORE_TENSORS = 10_000
 _MORE_BYTES = 1 << 30
 
 _WIDEST_BYTES = 8
-"""Of a number: float64."""
+"""Bytes of the widest number, float64."""
 
 _ENTRY_BYTES = 256
-"""What a header or an index has for a tensor; about 130 where names are long."""
+"""Bytes of a tensor's entry in a header or an index; about 130 with long names."""
 
 _METADATA_BYTES = 4 << 20
-"""What a header may have besides."""
+"""Bytes of other metadata in a header."""
 
 
 class WeightLimits(NamedTuple):
-    """Bounds of one source of weights: a message, all files of a folder, all parts of an update.
+    """Limits of one source of weights: a message, all files of a folder, all parts of an update.
 
     Attributes:
-        tensors: How many it may have.
-        num_bytes: How large they may be together.
+        tensors: The most tensors.
+        num_bytes: Their most bytes in total.
     """
 
     tensors: int = 1 << 62
@@ -40,11 +40,11 @@ class WeightLimits(NamedTuple):
 
     @property
     def header_bytes(self) -> int:
-        """How long a list of so many tensors may be."""
+        """The most bytes of a list of so many tensors."""
         return _METADATA_BYTES + _ENTRY_BYTES * self.tensors
 
     def check_tensors(self, number: int) -> None:
-        """Raises WeightsError when there are more."""
+        """Raises WeightsError for more tensors."""
         if number > self.tensors:
             raise WeightsError(
                 f"{number} tensors are more than this model can take, {self.tensors}; send those "
@@ -52,7 +52,7 @@ class WeightLimits(NamedTuple):
             )
 
     def check_bytes(self, number: int) -> None:
-        """Raises WeightsError when there are more."""
+        """Raises WeightsError for more bytes."""
         if number > self.num_bytes:
             raise WeightsError(
                 f"{number} bytes of new weights are more than this model can take, "
@@ -65,10 +65,10 @@ UNLIMITED = WeightLimits()
 
 
 def limits_of(module: nn.Module, tensors: int = 0, num_bytes: int = 0) -> WeightLimits:
-    """What a model can take; an argument above 0 goes before what follows from the model.
+    """Return the limits of a model; an argument above 0 overrides the derived limit.
 
-    A parameter of three dimensions counts as many as its first has: there experts are fused, which
-    checkpoints have one by one.
+    A parameter of three dimensions holds fused experts and counts once per expert, as in
+    checkpoints.
     """
     parameters = list(module.parameters())
     counted = sum(tensor.shape[0] if tensor.dim() > 2 else 1 for tensor in parameters)
@@ -79,13 +79,12 @@ def limits_of(module: nn.Module, tensors: int = 0, num_bytes: int = 0) -> Weight
     )
 
 
-NUMBERS = (
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
-    *(torch.float8_e8m0fnu, torch.bool, torch.uint8, torch.int8),
-    *(torch.int16, torch.int32, torch.int64),
+_NUMBERS = (
+    "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz "
+    "float8_e8m0fnu bool uint8 int8 int16 int32 int64"
 )
-"""Dtypes that torch can convert to a parameter's, each number by itself."""
+NUMBERS: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NUMBERS.split()}
+"""Dtypes that torch can convert to a parameter's elementwise."""
 
 
 def check_stored(tensors: Mapping[str, object]) -> None:
@@ -110,7 +109,7 @@ def _trouble(tensor: Tensor) -> str:
     if tensor.is_nested or tensor.layout is not torch.strided:
         layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         return f"its layout is {layout}; send a dense tensor"
-    if tensor.is_quantized or tensor.dtype not in NUMBERS:
+    if tensor.is_quantized or tensor.dtype not in NUMBERS.values():
         dtype = str(tensor.dtype).removeprefix("torch.")
         return f"its dtype is {dtype}; send float32 or the model's dtype"
     if tensor.is_meta:

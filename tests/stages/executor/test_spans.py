@@ -14,6 +14,7 @@ from nano_inference.bus import open_bus
 from nano_inference.bus.messages import NewSequence, StepResult, VerifiedDraft
 from nano_inference.config import BusConfig, Config, Constraint, SamplingParams, TelemetryConfig
 from nano_inference.stages.actor import StageContext
+from nano_inference.stages.executor.draft_counts import DraftCounts, SourceCounts
 from nano_inference.stages.executor.spans import ExecutorSpans
 from nano_inference.stages.executor.stage import ExecutorStage
 from nano_inference.telemetry import names, setup_tracing
@@ -135,3 +136,41 @@ def test_of_what_is_not_recorded_nothing_is_made(rig: Rig) -> None:
     rig.step(rows={1: 1}, ends=(1,))
     rig.spans.clear()
     assert rig.made() == []
+
+
+def draft(source: str, num_tokens: int, num_accepted: int) -> VerifiedDraft:
+    return VerifiedDraft(1, source, num_tokens, num_accepted)
+
+
+def test_each_source_is_told_once_with_its_positions() -> None:
+    counts = DraftCounts(("grammar", "suffix", "ngram"))
+    counts.add([draft("ngram", 4, 4), draft("ngram", 4, 1), draft("grammar", 2, 0)])
+    counts.add([draft("ngram", 3, 1)])
+    nothing = SourceCounts("suffix", 0, 0, 0, ())
+    assert counts.take() == [
+        SourceCounts("grammar", 1, 2, 0, ()),
+        nothing,
+        SourceCounts("ngram", 3, 11, 6, (3, 1, 1, 1)),
+    ]
+    assert [(each.source, each.drafts) for each in counts.take()] == [
+        ("grammar", 0),
+        ("suffix", 0),
+        ("ngram", 0),
+    ]
+
+
+def test_positions_add_up_to_what_was_accepted() -> None:
+    counts = DraftCounts(("suffix",))
+    counts.add([draft("suffix", 16, accepted) for accepted in range(17)])
+    (found,) = counts.take()
+    assert sum(found.accepted_at) == found.accepted == sum(range(17))
+
+
+def test_the_load_is_of_the_last_thousand() -> None:
+    counts = DraftCounts(("suffix",))
+    assert counts.load() == {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
+    counts.add([draft("ngram", 8, 8)] * 500)
+    assert counts.load() == {"drafts": 500, "draft_tokens": 4000, "accepted_tokens": 4000}
+    counts.take()
+    counts.add([draft("ngram", 2, 0)] * 1000)
+    assert counts.load() == {"drafts": 1000, "draft_tokens": 2000, "accepted_tokens": 0}

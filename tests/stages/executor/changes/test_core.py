@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
@@ -21,8 +24,12 @@ from nano_inference.bus.control import (
     UpdateWeights,
 )
 from nano_inference.bus.weights import FolderWeights, GroupWeights, LocalWeights, StagedWeights
-from nano_inference.stages.executor.changes.effects import Answer, Fetch, SkipBroadcast
+from nano_inference.config import WeightsError
+from nano_inference.stages.executor.changes.core import WeightParts
+from nano_inference.stages.executor.changes.effects import Answer, Fetch, Origin, SkipBroadcast
+from nano_inference.stages.executor.changes.shell import stay_single
 from nano_inference.stages.executor.runner import memory as memory_module
+from nano_inference.stages.executor.runner.weights.transports.background import Background
 
 from .world import World, place, values_at
 
@@ -381,3 +388,75 @@ def test_an_update_stays_given_up_when_another_is_too() -> None:
     world.rest()
     assert error_code(world, first) == "weights_incomplete"
     assert not world.core.prepared
+
+
+def parts(**names: float) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(value) for name, value in names.items()}
+
+
+def test_all_parts_together_once() -> None:
+    kept = WeightParts()
+    kept.add("u", parts(a=1, b=2))
+    kept.add("u", parts(b=3, c=4))
+    found, origin = kept.take(StagedWeights("u", 2))
+    assert origin is None
+    assert {name: tensor.item() for name, tensor in found.items()} == {"a": 1, "b": 3, "c": 4}
+    with pytest.raises(WeightsError, match="0 of the update's 2"):
+        kept.take(StagedWeights("u", 2))
+
+
+def test_another_update_begins_anew() -> None:
+    kept = WeightParts()
+    kept.add("old", parts(a=1))
+    kept.add("new", parts(b=2))
+    assert set(kept.take(StagedWeights("new", 1))[0]) == {"b"}
+
+
+def test_only_a_single_part_tells_where_all_is_to_be_had_again() -> None:
+    kept, folder = WeightParts(), Origin("/weights", "stamp")
+    kept.add("u", parts(a=1), folder)
+    assert kept.take(StagedWeights("u", 1))[1] == folder
+    kept.add("v", parts(a=1), folder)
+    kept.add("v", parts(b=1), folder)
+    assert kept.take(StagedWeights("v", 2))[1] is None
+
+
+@pytest.mark.parametrize(
+    "wanted", [StagedWeights("u", 2), StagedWeights("v", 1), StagedWeights("v", 0)]
+)
+def test_when_some_are_missing_nothing_is_kept(wanted: StagedWeights) -> None:
+    kept = WeightParts()
+    kept.add("u", parts(a=1))
+    with pytest.raises(WeightsError) as refused:
+        kept.take(wanted)
+    assert refused.value.code == "weights_incomplete"
+    with pytest.raises(WeightsError, match="0 of"):
+        kept.take(StagedWeights("u", 1))
+
+
+def test_dropped() -> None:
+    kept = WeightParts()
+    kept.add("u", parts(a=1))
+    kept.drop()
+    kept.add("u", parts(b=1))
+    assert set(kept.take(StagedWeights("u", 1))[0]) == {"b"}
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_it_alone_has_no_parallel_regions(two_threads: None) -> None:
+    with ThreadPoolExecutor(1) as steps:
+        assert steps.submit(torch.get_num_threads).result() == 2
+        fetching = Background("weights-test", stay_single)
+        assert fetching.submit(torch.get_num_threads).result(60) == 1
+        fetching.close()
+        assert steps.submit(torch.get_num_threads).result() == 2
+    assert torch.get_num_threads() == 2
+    with ThreadPoolExecutor(1) as later:
+        assert later.submit(torch.get_num_threads).result() == 2

@@ -520,3 +520,39 @@ def test_others_are_asked_first() -> None:
     # The first one takes a step for nearly every token, and has others' drafts where there is room.
     assert asked[1] < 30
     assert asked[2] > 4
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (torch.OutOfMemoryError("no memory left"), "OutOfMemoryError('no memory left')"),
+        (ModelError("no numbers"), "no numbers"),
+        (IndexError(5), "IndexError(5)"),
+    ],
+)
+@pytest.mark.parametrize("passes", [0, 1, 5])
+def test_a_pass_that_fails_costs_its_drafts_alone(
+    error: Exception, reason: str, passes: int
+) -> None:
+    """At first, in the middle of a draft, and behind some that were verified."""
+    prompts, samplings = prompts_of(20, 30, 9), [GREEDY, SAMPLED, SAMPLED]
+    plain = DraftedLane(make_model("llama"), make_model("llama"))
+    plain.draft_model._broken = True
+    wanted = plain.answer(prompts, samplings).tokens
+    lane = DraftedLane(make_model("llama"), make_model("llama"))
+    forward, left = lane.draft_model._forward, passes
+
+    def failing(*arguments: Any) -> torch.Tensor:
+        nonlocal left
+        if not left:
+            raise error
+        left -= 1
+        return forward(*arguments)
+
+    lane.draft_model._forward = failing  # type: ignore[method-assign]
+    assert lane.answer(prompts, samplings).tokens == wanted
+    assert [lane.draft_model.take_failure() for _ in range(2)] == [reason, ""]
+    lane.draft_model._forward = forward  # type: ignore[method-assign]
+    lane.draft_model.clear()
+    right, total = lane.answer(prompts, samplings).right()
+    assert right == total > 20

@@ -31,7 +31,7 @@ from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
 from ..stages.executor.changes.arguments import check_arguments
 from ..stages.executor.core import ExecutorCore
-from ..stages.executor.runner.adapters import (
+from ..stages.executor.runner.adapters.peft import (
     adapter_of,
     check_adapter_id,
     next_version,

@@ -113,6 +113,9 @@ class ChangesCore:
     4. Each operation is answered once. Open operations are answered when the stage ends.
 
     Each method is an event and returns effects, in order.
+
+    Attributes:
+        fetching: The ticket whose tensors are being fetched.
     """
 
     def __init__(self, limits: WeightLimits) -> None:
@@ -123,8 +126,8 @@ class ChangesCore:
         # By ticket: open operations and the ids of their answers.
         self._open: dict[int, tuple[Operation, str]] = {}
         self._effects: list[Effect] = []
-        # The ticket whose tensors are fetched, and parts that wait behind it.
-        self._fetching: int | None = None
+        self.fetching: int | None = None
+        # Parts that wait until no weights are fetched.
         self._turns: deque[_Turn] = deque()
         self._parts = WeightParts()
         self._prepared: _Prepared | None = None
@@ -157,16 +160,6 @@ class ChangesCore:
     def unanswered(self) -> tuple[str, ...]:
         """The ids of open operations, oldest first."""
         return tuple(operation_id for _, operation_id in self._open.values())
-
-    @property
-    def fetching(self) -> bool:
-        """Whether weights are being fetched."""
-        return self._fetching is not None
-
-    @property
-    def waiting_parts(self) -> int:
-        """How many parts wait for their turn to be fetched."""
-        return len(self._turns)
 
     @property
     def prepared(self) -> str:
@@ -329,7 +322,7 @@ class ChangesCore:
 
     def _begin_update(self, ticket: int, update: UpdateWeights, now_ns: int) -> None:
         if not update.part_of:
-            busy = self._fetching, self._prepared, self._finishing, self._staged.get(_WEIGHTS)
+            busy = self.fetching, self._prepared, self._finishing, self._staged.get(_WEIGHTS)
             if any(holder is not None for holder in busy):
                 self._skip(update)
                 raise _busy()
@@ -343,7 +336,7 @@ class ChangesCore:
         self._turns.append(_Turn(ticket, update, _deadline_ns(update, now_ns)))
 
     def _fetch(self, ticket: int, update: UpdateWeights) -> None:
-        self._fetching = ticket
+        self.fetching = ticket
         if isinstance(update.source, StagedWeights):
             # All parts are there, so those that need each other can be converted.
             tensors, origin = self._parts.take(update.source)
@@ -423,7 +416,7 @@ class ChangesCore:
             self._finishing = ticket
             self._begin_stage(ticket, prepared.update, prepared.fetched, finish.version)
         elif finish.version is None:
-            fetching = self._open[self._fetching][0] if self._fetching is not None else None
+            fetching = self._open[self.fetching][0] if self.fetching is not None else None
             if isinstance(fetching, UpdateWeights) and fetching.prepare_as == finish.prepared:
                 # Updates that were refused at once may be dropped meanwhile.
                 self._dropped = finish.prepared
@@ -488,7 +481,7 @@ class ChangesCore:
 
     def _go_on(self, now_ns: int) -> list[Effect]:
         """Handle turns and deadlines, at the end of every event."""
-        while self._turns and self._fetching is None:
+        while self._turns and self.fetching is None:
             turn = self._turns.popleft()
             left_s = max((turn.deadline_ns - now_ns) / _SECOND_NS, _LEAST_FETCH_S)
             try:
@@ -513,7 +506,7 @@ class ChangesCore:
         """End an operation and free what it holds."""
         operation, operation_id = self._open.pop(ticket)
         is_part = isinstance(operation, UpdateWeights) and bool(operation.part_of)
-        if error is not None and ticket == self._fetching and is_part:
+        if error is not None and ticket == self.fetching and is_part:
             self._parts.drop()  # they can't become complete
         self._release(ticket)
         if is_of_adapter(operation):
@@ -525,8 +518,8 @@ class ChangesCore:
     def _release(self, ticket: int) -> None:
         """Let others have what this operation holds."""
         self._reading.pop(ticket, None)
-        if ticket == self._fetching:
-            self._fetching = None
+        if ticket == self.fetching:
+            self.fetching = None
         if ticket == self._finishing:
             self._finishing = None
         if self._memory and ticket == self._memory[0]:

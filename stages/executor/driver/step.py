@@ -262,7 +262,7 @@ class StepRunner:
         batch_rows = Rows(starts, counts, table.blocks[rows, :width], num_decodes, read)
         row_of_token, positions = batch_rows.flat
         input_ids = table.tokens[rows[row_of_token], positions]
-        inputs = self.runner.build(batch_rows, input_ids, logits_index)
+        inputs = self.runner.builder.build(batch_rows, input_ids, logits_index)
         if (input_ids < 0).any():
             inputs = replace(inputs, input_ids=self.feed.resolve(inputs.input_ids))
         if (table.adapter[rows] >= 0).any():

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .adapters import AdapterStep
+from .adapters.table import AdapterStep
 from .attention.backend import AttentionBackend
 from .attention.gather import GatherBackend
 from .batch import IntArray, Rows, Uploader

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ....config import EngineConfig, ModelError
-from .adapters import AdapterLimits, AdapterTable
-from .adapters.table import NO_ADAPTER
+from .adapters.peft import AdapterLimits
+from .adapters.table import NO_ADAPTER, AdapterTable
 from .attention.backend import AttentionBackend
 from .attention.choose import choose_backend
 from .batch import IntArray, Rows, Uploader, flatten_rows, order_rows
@@ -76,10 +76,6 @@ class ModelRunner:
     def kernels(self) -> bool:
         """Whether our kernels on the CPU compute logits and samples."""
         return self.fast_modules is not None
-
-    def build(self, rows: Rows, input_ids: IntArray, logits_index: IntArray) -> StepInputs:
-        """As `InputBuilder.build`."""
-        return self.builder.build(rows, input_ids, logits_index)
 
     def forward(self, inputs: StepInputs, states: list[Tensor] | None = None) -> Tensor:
         """Run one step, as `model_forward`, with the adapters of its tokens.

@@ -173,7 +173,7 @@ def test_a_sequence_at_its_limit_is_not_computed_again(model: LoadedModel) -> No
     assert [core.finish(step).finish_reasons for step in steps] == [("",), ("length",), ()]
 
 
-def test_the_row_of_a_sequence_that_stopped_is_thrown_away(model: LoadedModel) -> None:
+def test_the_row_of_a_stopped_sequence_is_dropped(model: LoadedModel) -> None:
     core = make_core(model, graphs=False)
     stopping = SamplingParams(temperature=0.0, stop_token_ids=frozenset(range(VOCAB)))
     new = (new_sequence(1, PROMPT, range(4), stopping), new_sequence(2, PROMPT, range(4, 8), PLAIN))
@@ -186,7 +186,7 @@ def test_the_row_of_a_sequence_that_stopped_is_thrown_away(model: LoadedModel) -
 PLAIN = SamplingParams(temperature=0.0, max_tokens=8)
 
 
-def test_a_row_that_was_given_away_meanwhile_keeps_its_new_tokens(model: LoadedModel) -> None:
+def test_a_reused_row_keeps_its_new_tokens(model: LoadedModel) -> None:
     core = make_core(model, graphs=False)
     expected = ExecutorCore(CONFIG, model=model)
     first = core.launch(step_plan(1, new=(new_sequence(1, PROMPT, range(4), PLAIN),), rows={1: 9}))

@@ -82,14 +82,14 @@ def test_samples_share_passes(model: ReferenceModel, lengths: list[int], wanted:
     assert found == alone, "the bits depend on no neighbour"
 
 
-def test_an_iteration_that_was_given_up_leaves_nothing_behind(model: ReferenceModel) -> None:
+def test_an_abandoned_iteration_leaves_nothing_behind(model: ReferenceModel) -> None:
     (wanted,) = passes(model, sample(1, 9))
     given_up = model.score([sample(0, 90)])
     assert next(given_up) == ()
     assert passes(model, sample(1, 9)) == [wanted]
 
 
-def test_a_reference_model_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_reference_model_is_named(tmp_path: Path) -> None:
     config = EngineConfig(reference_model_path=str(tmp_path / "nowhere"))
     with pytest.raises(ModelError, match=r"the reference model: there is no .*nowhere"):
         ReferenceModel(config)

@@ -88,7 +88,7 @@ def test_a_slice_lasts_from_the_first_sample_s_start_to_the_last_one_s_end(rig: 
     assert [(event.name, event.timestamp) for event in executor.events] == [(names.FIRST_TOKEN, 30)]
 
 
-def test_drafts_are_told_where_there_were_any(rig: Rig) -> None:
+def test_spans_carry_drafts_only_if_there_were_any(rig: Rig) -> None:
     rig.step(new=(new(1, "r", RECORDED), new(2, "r", RECORDED)), rows={1: 2, 2: 2})
     drafts = (VerifiedDraft(1, "ngram", 4, 3), VerifiedDraft(2, "grammar", 2, 0))
     rig.step(rows={1: 1, 2: 1}, drafts=drafts)
@@ -101,7 +101,7 @@ def test_drafts_are_told_where_there_were_any(rig: Rig) -> None:
     assert names.DRAFT_TOKENS not in (rig.made()[3].attributes or {})
 
 
-def test_a_constraint_is_told_by_its_kind_alone(rig: Rig) -> None:
+def test_spans_name_only_the_kind_of_a_constraint(rig: Rig) -> None:
     made = new(1, "r", RECORDED)
     constraint = Constraint(regex="a secret")
     sampling = msgspec.structs.replace(made.sampling, constraint=constraint)
@@ -112,7 +112,7 @@ def test_a_constraint_is_told_by_its_kind_alone(rig: Rig) -> None:
     assert not any("secret" in str(span.attributes) for span in (executor, prefill, decode))
 
 
-def test_what_gives_up_its_blocks_and_comes_back_in_one_plan_has_two_slices(rig: Rig) -> None:
+def test_a_preempted_and_resumed_sequence_has_two_slices(rig: Rig) -> None:
     rig.step(new=(new(1, "r", RECORDED),), rows={1: 2})
     rig.step(finished=(1,), new=(new(1, "r", RECORDED, generated=1),), rows={1: 3})
     rig.step(rows={1: 1}, ends=(1,))
@@ -131,7 +131,7 @@ def test_a_new_epoch_ends_every_slice(rig: Rig) -> None:
     ]
 
 
-def test_of_what_is_not_recorded_nothing_is_made(rig: Rig) -> None:
+def test_unsampled_requests_have_no_spans(rig: Rig) -> None:
     rig.step(new=(new(1, "r", NOT_RECORDED),), rows={1: 2})
     rig.step(rows={1: 1}, ends=(1,))
     rig.spans.clear()
@@ -142,7 +142,7 @@ def draft(source: str, num_tokens: int, num_accepted: int) -> VerifiedDraft:
     return VerifiedDraft(1, source, num_tokens, num_accepted)
 
 
-def test_each_source_is_told_once_with_its_positions() -> None:
+def test_counts_are_taken_once_per_source_and_position() -> None:
     counts = DraftCounts(("grammar", "suffix", "ngram"))
     counts.add([draft("ngram", 4, 4), draft("ngram", 4, 1), draft("grammar", 2, 0)])
     counts.add([draft("ngram", 3, 1)])

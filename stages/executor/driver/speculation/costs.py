@@ -239,7 +239,7 @@ def trial_step(runner: ModelRunner) -> Callable[[int, int], object]:
         rows = Rows((context - 1) * ones, ones, np.full((count, width), cache.padding_block), count)
         # Different tokens, since an expert that all rows have chosen would be read only once.
         ids = np.arange(count) * 7919 % model.vocab_size
-        logits = runner.forward(runner.build(rows, ids, np.arange(count)))
+        logits = runner.forward(runner.builder.build(rows, ids, np.arange(count)))
         temperatures = torch.ones(count, device=logits.device)
         numbers = torch.full_like(temperatures, 0.5, dtype=torch.float64)
         if logits.device.type == "cuda":

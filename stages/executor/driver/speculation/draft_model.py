@@ -409,7 +409,7 @@ class DraftModel:
         )
         # Tokens beyond the draft model's vocabulary are replaced by its last one.
         known = np.minimum(ids[source], self._runner.model.vocab_size - 1)
-        return self._runner.forward(self._runner.build(batch, known, place[last]))
+        return self._runner.forward(self._runner.builder.build(batch, known, place[last]))
 
     def _choose(self, logits: Tensor, rows: IntArray, place: int) -> tuple[IntArray, list[float]]:
         """Choose tokens `place` positions behind the known ones, and return their probabilities.

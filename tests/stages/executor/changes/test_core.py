@@ -336,7 +336,7 @@ def test_a_part_that_waited_has_only_the_rest_of_its_time() -> None:
     world.ask(UpdateWeights(place(1, "ab"), timeout_s=3600.0))
     world.ask(UpdateWeights(place(2, "a"), timeout_s=SECONDS, part_of="u"))
     world.wait(SECONDS - 1)
-    assert world.core.waiting_parts == 1
+    assert len(world.core._turns) == 1
     world.run_job(fails=True)
     world.report_job()
     (job,) = world.jobs
@@ -363,7 +363,7 @@ def test_a_part_that_waits_too_long_is_refused_and_parts_behind_it_are_not() -> 
         UpdateWeights(place(1, "ab"), part_of="u"),
     ],
 )
-def test_what_a_group_broadcasts_for_an_update_that_is_refused_is_skipped(
+def test_broadcasts_of_refused_updates_are_skipped(
     before: UpdateWeights,
 ) -> None:
     world = World()
@@ -377,7 +377,7 @@ def error_code(world: World, name: str) -> str:
     return error.code if error is not None else ""
 
 
-def test_an_update_stays_given_up_when_another_is_too() -> None:
+def test_dropped_updates_stay_dropped() -> None:
     """Two senders whose updates meet, each refused by one executor, give up both."""
     world = World()
     first = world.ask(UpdateWeights(place(1, "ab"), prepare_as="p"))
@@ -394,7 +394,7 @@ def parts(**names: float) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(value) for name, value in names.items()}
 
 
-def test_all_parts_together_once() -> None:
+def test_all_parts_are_taken_together_once() -> None:
     kept = WeightParts()
     kept.add("u", parts(a=1, b=2))
     kept.add("u", parts(b=3, c=4))
@@ -412,7 +412,7 @@ def test_another_update_begins_anew() -> None:
     assert set(kept.take(StagedWeights("new", 1))[0]) == {"b"}
 
 
-def test_only_a_single_part_tells_where_all_is_to_be_had_again() -> None:
+def test_only_a_single_part_has_an_origin() -> None:
     kept, folder = WeightParts(), Origin("/weights", "stamp")
     kept.add("u", parts(a=1), folder)
     assert kept.take(StagedWeights("u", 1))[1] == folder
@@ -424,7 +424,7 @@ def test_only_a_single_part_tells_where_all_is_to_be_had_again() -> None:
 @pytest.mark.parametrize(
     "wanted", [StagedWeights("u", 2), StagedWeights("v", 1), StagedWeights("v", 0)]
 )
-def test_when_some_are_missing_nothing_is_kept(wanted: StagedWeights) -> None:
+def test_incomplete_parts_are_dropped(wanted: StagedWeights) -> None:
     kept = WeightParts()
     kept.add("u", parts(a=1))
     with pytest.raises(WeightsError) as refused:

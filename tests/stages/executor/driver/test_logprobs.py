@@ -51,7 +51,7 @@ def test_no_rows_give_no_logprobs() -> None:
     assert empty.shape == (0, 1)
 
 
-def test_of_broken_logits_there_are_none() -> None:
+def test_broken_logits_give_no_logprobs() -> None:
     logits = torch.zeros(3, 9)
     logits[1, 2] = float("nan")
     with pytest.raises(ModelError, match="not finite"):
@@ -89,7 +89,7 @@ def test_impossible_tokens_come_last() -> None:
     assert last == (2, LOWEST)
 
 
-def test_each_row_gets_as_many_as_it_wants() -> None:
+def test_each_row_gets_its_number_of_top_logprobs() -> None:
     logits = torch.randn(200, 700, generator=torch.Generator().manual_seed(2))
     counts = np.arange(200) % 8
     found = report_top_logprobs(logits, torch.full((200,), 0.7), counts)
@@ -246,7 +246,7 @@ def test_a_prompt_of_one_token_has_none(model: LoadedModel) -> None:
     assert len(result.seq_ids) == 1
 
 
-def test_of_a_broken_model_there_are_none() -> None:
+def test_broken_logits_give_no_prompt_logprobs() -> None:
     module = make_model("qwen2")
     with torch.no_grad():
         module.model.norm.weight.fill_(float("nan"))

@@ -116,7 +116,9 @@ def test_arrangements_agree_without_kernels(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_that_kernels_take_as_a_whole_is_so_by_itself(dtype: torch.dtype) -> None:
+def test_a_model_that_kernels_compute_as_a_whole_is_deterministic_by_default(
+    dtype: torch.dtype,
+) -> None:
     module = make_model("qwen2", head_dim=32).to(dtype)
     core = core_of(module, "auto")
     if core.off.get("kernels", ""):
@@ -131,7 +133,7 @@ def core_of(module: Any, deterministic: bool | str) -> ExecutorCore:
     return ExecutorCore(config, model=wrap_model(module, 128))
 
 
-def test_where_it_would_cost_something_it_has_to_be_demanded() -> None:
+def test_deterministic_mode_with_a_cost_is_off_by_default() -> None:
     in_part = core_of(make_model("mixtral"), "auto")
     wanted = in_part.off.get("kernels", "") or "kernels take the model in part"
     assert in_part.off.get("deterministic", "") == wanted
@@ -140,7 +142,7 @@ def test_where_it_would_cost_something_it_has_to_be_demanded() -> None:
     assert off.off.get("deterministic", "") == "engine.deterministic is false"
 
 
-def test_a_model_that_does_not_keep_it_is_served_if_nobody_demands_it() -> None:
+def test_a_model_that_fails_the_check_runs_without_deterministic_mode() -> None:
     module = make_model("qwen2", head_dim=32)
     core = core_of(module, "auto")
     if core.off.get("kernels", ""):
@@ -277,7 +279,9 @@ def test_sizes_that_give_other_bits_are_not_used(monkeypatch: pytest.MonkeyPatch
     assert 64 not in sizes
 
 
-def test_a_machine_that_tells_rows_apart_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_whose_products_depend_on_the_row_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     linear = F.linear
 
     def last_row_differs(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -327,7 +331,7 @@ def test_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         load_model(EngineConfig(device="cuda", deterministic=True))
 
 
-def test_a_model_that_looks_at_its_neighbours_is_refused_at_load() -> None:
+def test_a_model_whose_rows_depend_on_each_other_is_refused_at_load() -> None:
     module = make_model("llama")
     _look_at_neighbours(module)
     with pytest.raises(ModelError, match="other bits beside others"):

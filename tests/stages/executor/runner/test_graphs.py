@@ -110,7 +110,7 @@ def test_padding_names_only_the_padding_block(model: LoadedModel) -> None:
     assert tables.max() == padding
 
 
-def test_a_feed_gives_each_placeholder_its_row_s_token() -> None:
+def test_a_feed_resolves_placeholders() -> None:
     feed = TokenFeed(4, torch.device("cpu"))
     feed.put(torch.tensor([2, 0, feed.padding_row]), torch.tensor([31, 45, 99]))
     ids = torch.from_numpy(np.array([5, *placeholders(np.array([0, 2])), 0]))

@@ -52,13 +52,13 @@ def test_it_takes_no_memory_before_it_is_written() -> None:
 @needs_proc
 @pytest.mark.skipif(bool(why_no_huge_pages()), reason="this system has no large pages")
 @pytest.mark.parametrize("huge_pages", [True, False])
-def test_its_pages_are_large_if_they_are_to_be(huge_pages: bool) -> None:
+def test_large_tensors_have_large_pages_on_request(huge_pages: bool) -> None:
     cache = make_cache("cpu", num_blocks=1 << 13, huge_pages=huge_pages)
     for tensor in (*cache.keys, *cache.values):
         assert asks_for_huge_pages(tensor) == huge_pages
 
 
-def test_more_than_there_is() -> None:
+def test_blocks_beyond_the_cache_are_refused() -> None:
     with pytest.raises(RuntimeError, match="can't allocate 1125899906842624 bytes"):
         zeros((1 << 20, 1 << 28), torch.float32, torch.device("cpu"))
 
@@ -91,7 +91,7 @@ def test_large_tensors_begin_at_a_large_page() -> None:
     assert not asks_for_huge_pages(zeros(shape, torch.bfloat16, _CPU))
 
 
-def test_small_ones_have_usual_pages() -> None:
+def test_small_tensors_have_normal_pages() -> None:
     small = zeros((8,), torch.float32, _CPU, huge=True)
     assert small.tolist() == [0.0] * 8
     assert small.untyped_storage().nbytes() == small.nbytes
@@ -147,7 +147,7 @@ def test_the_model_s_file_is_not_mapped_any_more(tmp_path: Path) -> None:
         (None, "can't be read"),
     ],
 )
-def test_why_there_are_none(
+def test_reasons_without_kernels(
     setting: str | None, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "enabled"

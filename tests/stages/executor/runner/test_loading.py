@@ -86,7 +86,7 @@ def test_tied_weights_are_the_same_whichever_of_them_the_file_has(
     assert loaded.vocab_size == embedding.shape[0]
 
 
-def test_an_output_layer_that_is_not_tied_is_not_made_up(tmp_path: Path) -> None:
+def test_a_missing_output_layer_is_not_initialised_at_random(tmp_path: Path) -> None:
     folder = save(make_model("qwen2"), tmp_path)
     change_json(folder / "config.json", tie_word_embeddings=False)
     with pytest.raises(ModelError, match=r"lack 1 tensors.*lm_head\.weight"):
@@ -222,7 +222,7 @@ def test_a_tensor_that_only_the_index_has_is_named(shards: Path, needed: bool) -
 @pytest.mark.parametrize(
     "content", ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1}}']
 )
-def test_an_index_that_is_none(shards: Path, content: str) -> None:
+def test_an_invalid_index_is_refused(shards: Path, content: str) -> None:
     (shards / INDEX).write_text(content)
     with pytest.raises(ModelError, match=rf"{INDEX}"):
         load(shards)

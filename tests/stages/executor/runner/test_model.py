@@ -55,7 +55,7 @@ def test_a_model_from_a_folder_gives_what_it_gives_in_memory(tmp_path: Path) -> 
     assert generations[0].logprobs == generations[1].logprobs
 
 
-def test_what_is_known_of_a_loaded_model(tmp_path: Path) -> None:
+def test_properties_of_a_loaded_model(tmp_path: Path) -> None:
     folder = save(make_model("gemma2"), tmp_path)
     model = load(folder, max_model_len=8192)
     assert (model.max_model_len, model.vocab_size) == (256, VOCAB)
@@ -107,7 +107,7 @@ def test_folders_that_hold_no_model(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_weights_that_are_missing_are_not_made_up(tmp_path: Path) -> None:
+def test_missing_weights_are_not_initialised_at_random(tmp_path: Path) -> None:
     folder = save(make_model("llama"), tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
@@ -146,7 +146,7 @@ def test_hybrid_models_are_refused() -> None:
         wrap_model(model, 64)
 
 
-def test_masks_that_our_attention_does_not_make_are_refused() -> None:
+def test_unsupported_masks_are_refused() -> None:
     """A window in the mask of which the layer does not tell the attention function."""
     model = make_model("qwen2_window")
     model.model.layers[0].self_attn.sliding_window = None
@@ -177,7 +177,7 @@ def test_experts_by_whatever_name(config: PreTrainedConfig, experts: tuple[int, 
     assert experts_of(config) == experts
 
 
-def test_what_a_model_takes() -> None:
+def test_facts_of_a_model() -> None:
     core = ExecutorCore(EngineConfig(dtype="float32", kv_cache_bytes=1 << 24, max_batch_size=4))
     facts = core.facts()
     assert facts["dtype"] == "float32"
@@ -245,13 +245,15 @@ def test_auto_takes_the_first_that_is_there(
         *(("xpu", "xpu:0"), ("mps", "mps"), ("mps:0", "mps")),
     ],
 )
-def test_a_name_of_torch_is_that_device(machine: Machine, name: str, expected: str) -> None:
+def test_device_names_are_torchs(machine: Machine, name: str, expected: str) -> None:
     machine(cuda=2, xpu=1, mps=1)
     assert str(devices.resolve_device(name)) == expected
 
 
 @pytest.mark.parametrize("name", ["cuda:2", "xpu", "mps:0", "meta", "cpu:1", "gpu", "cuda:x"])
-def test_what_is_not_there_is_refused_with_what_is(machine: Machine, name: str) -> None:
+def test_missing_devices_are_refused_with_a_list_of_present_ones(
+    machine: Machine, name: str
+) -> None:
     machine(cuda=2)
     with pytest.raises(ModelError, match=rf"'{name}'.*; here are cuda:0, cuda:1, cpu; use one"):
         devices.resolve_device(name)
@@ -283,7 +285,7 @@ def test_memory_is_that_of_the_device_where_it_has_its_own(machine: Machine) -> 
     assert found == {"cpu": None, "mps": None, "xpu:0": (7, 9)}
 
 
-def test_what_a_step_needs_gets_to_a_device_that_is_no_cuda() -> None:
+def test_uploads_to_devices_other_than_cuda() -> None:
     ids, table = Uploader(torch.device("meta"))(np.arange(3), np.zeros((2, 4), np.int64))
     assert (ids.device.type, tuple(ids.shape)) == ("meta", (3,))
     assert (table.device.type, tuple(table.shape)) == ("meta", (2, 4))

@@ -35,14 +35,14 @@ def ratio(control: CostControl) -> float:
     return control.costs.of(16) / control.costs.of(1)
 
 
-def test_what_is_to_be_expected_is_verified_as_far_as_rows_go() -> None:
+def test_expected_tokens_are_verified_up_to_the_row_limit() -> None:
     for max_rows, wanted in ((64, 4), (3, 2)):
         control = control_of_steps(max_rows=max_rows)
         assert control.begin(1, 0, 64)
         assert control.lengths([control.expected(0, DRAFT)]) == [wanted]
 
 
-def test_where_nothing_could_pay_nobody_is_asked() -> None:
+def test_sources_are_not_asked_if_no_draft_could_pay() -> None:
     control = CostControl(StepCosts((1, 4, 16), (0.036, 0.042, 0.5)))
     assert control.begin(1, 0, 64)
     assert not control.begin(4, 0, 64)
@@ -77,7 +77,7 @@ def steps_asked(control: CostControl, steps: int, seconds: float, accepted: int)
     return count
 
 
-def test_where_asking_takes_more_than_it_saves_it_is_seldom_done() -> None:
+def test_asking_that_does_not_pay_is_rare() -> None:
     # A step takes 42 ms, so a token 10 ms.
     control = control_of_steps()
     assert steps_asked(control, 2000, 0.002, 0) < 300
@@ -85,7 +85,7 @@ def test_where_asking_takes_more_than_it_saves_it_is_seldom_done() -> None:
     assert steps_asked(control_of_steps(), 2000, 0.0004, 0) == 2000, "a hundredth of a step is free"
 
 
-def test_a_sequence_that_left_leaves_nothing_to_the_next_in_its_row() -> None:
+def test_a_reused_row_starts_without_history() -> None:
     for leave in (lambda control: control.forget(0), lambda control: control.clear()):
         control = control_of_steps()
         control.settle(0, DRAFT, [1])
@@ -105,7 +105,7 @@ def test_costs_follow_the_steps_whose_lengths_were_chosen() -> None:
     assert ratio(control) > 1.5 * before
 
 
-def test_steps_with_prompts_and_steps_that_nobody_asked_about_teach_nothing() -> None:
+def test_only_timed_steps_without_prompts_are_learned_from() -> None:
     control = control_of_steps()
     before = ratio(control)
     for _ in range(200):
@@ -121,7 +121,7 @@ def test_steps_with_prompts_and_steps_that_nobody_asked_about_teach_nothing() ->
 
 
 @pytest.mark.parametrize("speculation", ["auto", "off"])
-def test_a_lane_finds_out_what_its_steps_cost_only_where_it_drafts(
+def test_costs_are_measured_only_with_speculation(
     speculation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = []
@@ -151,16 +151,16 @@ def asked(saved: float, steps: int, ledger: DraftLedger | None = None) -> int:
     return count
 
 
-def test_one_that_pays_is_always_asked() -> None:
+def test_a_source_that_pays_never_rests() -> None:
     assert asked(1.2, 1000) == 1000
 
 
-def test_one_that_costs_more_than_it_saves_is_asked_more_and_more_seldom() -> None:
+def test_a_source_that_does_not_pay_rests_longer_and_longer() -> None:
     assert asked(1.0, 16 + 16 + 16 + 32) == 32
     assert asked(0.0, 10_000) < 800
 
 
-def test_one_that_begins_to_pay_is_soon_always_asked_again() -> None:
+def test_a_source_that_starts_to_pay_is_asked_again() -> None:
     ledger = DraftLedger(256)
     asked(0.5, 5000, ledger)
     asked(2.0, 300, ledger)
@@ -181,14 +181,14 @@ def asked_behind_prompts(reading: float, answer: int, prompts: int) -> float:
     return count / (prompts * (answer + 1))
 
 
-def test_long_prompts_have_to_be_earned_by_what_follows() -> None:
+def test_the_cost_of_reading_a_prompt_is_charged_to_later_drafts() -> None:
     assert asked_behind_prompts(200.0, answer=400, prompts=20) == 1
     # Ten steps save ten seconds more than they take.
     assert asked_behind_prompts(5.0, answer=10, prompts=500) == 1
     assert asked_behind_prompts(30.0, answer=10, prompts=500) < 0.2
 
 
-def test_one_that_only_reads_is_asked_seldom() -> None:
+def test_a_source_that_only_reads_prompts_rests() -> None:
     assert asked_behind_prompts(1.0, answer=0, prompts=10_000) < 0.1
 
 
@@ -343,7 +343,7 @@ def test_a_batch_of_one_known_text_among_others_is_not_made_slower() -> None:
     assert run(texts, 16 * 512, control_of(16)) >= 0.98
 
 
-def test_what_one_sequence_showed_helps_the_next() -> None:
+def test_history_is_shared_by_sequences() -> None:
     """A source that was always wrong is asked to show something before rows are spent on it."""
     control = control_of(2)
     run([Text(never())], 64, control)
@@ -404,7 +404,7 @@ def test_chances_fall_and_are_chances_whatever_happens(
         acceptance.settle(0, proposed, got)
 
 
-def test_what_was_right_is_expected_again() -> None:
+def test_acceptance_follows_outcomes() -> None:
     acceptance = acceptance_of(0)
     before = acceptance.expected(0, draft(*RIGHT))
     for _ in range(50):
@@ -414,7 +414,7 @@ def test_what_was_right_is_expected_again() -> None:
     assert after[-1] > 0.9
 
 
-def test_no_run_of_luck_makes_certain() -> None:
+def test_no_history_makes_acceptance_certain() -> None:
     """Nor divides by nothing, also after a million tokens."""
     acceptance = acceptance_of(0)
     for _ in range(20_000):
@@ -462,7 +462,7 @@ def test_a_new_sequence_starts_from_what_its_source_did_for_others() -> None:
     assert acceptance.expected(0, draft(*RIGHT)) == acceptance.expected(1, draft(*RIGHT))
 
 
-def test_likelihoods_are_believed_as_far_as_they_were_right() -> None:
+def test_likelihoods_are_calibrated_by_outcomes() -> None:
     """A source that boasts: what it finds likely at 0.9 comes true half the time."""
     acceptance = acceptance_of(0, 1)
     sure, unsure = ((1,), (0.9,)), ((1,), (0.2,))
@@ -475,7 +475,7 @@ def test_likelihoods_are_believed_as_far_as_they_were_right() -> None:
     assert acceptance.expected(1, Draft(*unsure, "suffix"))[0] < 0.1
 
 
-def test_a_likelihood_that_is_no_number_counts_as_none() -> None:
+def test_a_nan_likelihood_counts_as_zero() -> None:
     acceptance = acceptance_of(0)
     for hostile in (math.nan, -1.0, -math.inf):
         assert acceptance.expected(0, draft(1, likelihoods=(hostile,))) == acceptance.expected(
@@ -483,7 +483,7 @@ def test_a_likelihood_that_is_no_number_counts_as_none() -> None:
         )
 
 
-def test_a_draft_that_was_not_verified_is_compared_with_the_text_too() -> None:
+def test_unverified_drafts_are_compared_with_the_text() -> None:
     unverified, verified = acceptance_of(0), acceptance_of(0)
     unverified.settle(0, draft(1, 2, 9, 4), [1])
     verified.settle(0, draft(1), [1])

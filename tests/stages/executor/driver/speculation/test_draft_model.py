@@ -168,7 +168,7 @@ def test_the_target_as_its_own_draft_model_is_always_right(
     assert longest == LIMIT or sampling is GREEDY
 
 
-def test_numbers_that_are_shared_make_matches_likely(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_random_numbers_make_matches_likely(monkeypatch: pytest.MonkeyPatch) -> None:
     draft = make_model("llama")
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -226,7 +226,7 @@ def test_samples_follow_the_targets_distribution() -> None:
     assert chi_square(counts, expected) < 72
 
 
-def test_one_that_knows_nothing_soon_asks_for_no_passes() -> None:
+def test_a_useless_draft_model_soon_runs_no_passes() -> None:
     lane = DraftedLane(make_model("llama"), make_model("qwen3", seed=5, num_hidden_layers=1))
     run = lane.answer(prompts_of(9, 20), [SamplingParams(temperature=1.0, max_tokens=100)] * 2)
     right, total = run.right()
@@ -317,7 +317,7 @@ def test_blocks_taken_by_others_are_not_taken_for_filled() -> None:
         assert right == total > 30
 
 
-def test_one_whose_drafts_save_less_than_they_take_is_asked_seldom() -> None:
+def test_a_draft_model_that_does_not_pay_rests() -> None:
     run, sampling = {}, SamplingParams(temperature=1, max_tokens=100, max_draft_tokens=1)
     for saved in (0.0, 1e9):
         lane = DraftedLane(make_model("llama"), make_model("llama"))
@@ -376,7 +376,7 @@ def test_clear_forgets_all_sequences() -> None:
 
 
 @pytest.mark.parametrize("size", [VOCAB - 20, VOCAB + 20])
-def test_a_vocabulary_that_is_padded_otherwise(size: int) -> None:
+def test_a_vocabulary_with_other_padding_is_accepted(size: int) -> None:
     lane = DraftedLane(make_model("llama"), make_model("llama", seed=3, vocab_size=size))
     run = lane.answer(prompts_of(9, 20), [SAMPLED] * 2)
     drafted = [token for guess in run.guesses for token in guess.draft.tokens]
@@ -414,7 +414,7 @@ def test_another_vocabulary_is_refused(folders: Path) -> None:
         load_draft_model(config, load_model(config))
 
 
-def test_a_folder_that_is_not_there_is_named(folders: Path) -> None:
+def test_a_missing_folder_is_named(folders: Path) -> None:
     config = config_of(folders, "nowhere")
     with pytest.raises(ModelError, match="the draft model: there is no model folder"):
         load_draft_model(config, load_model(config))
@@ -463,7 +463,7 @@ def lane_of(folders: Path, **settings: Any) -> DraftingLane:
     return DraftingLane(config, ExecutorCore(config))
 
 
-def test_a_lane_loads_it_and_gives_its_kv_back_with_the_rest(folders: Path) -> None:
+def test_the_draft_model_is_loaded_and_its_kv_released_with_the_rest(folders: Path) -> None:
     lane, plain = lane_of(folders, speculation="auto"), lane_of(folders)
     assert plain.core.draft_model is None
     model = lane.core.draft_model
@@ -501,7 +501,7 @@ def test_new_weights_of_the_target_leave_it_as_it_is(folders: Path) -> None:
     assert all(map(torch.equal, before, after))
 
 
-def test_others_are_asked_first() -> None:
+def test_cheap_sources_are_asked_before_the_draft_model() -> None:
     lane = DraftedLane(make_model("llama"), make_model("llama"))
     core = lane.core
 

@@ -114,7 +114,7 @@ def test_nothing_is_drafted_without_a_context(tokens: list[int]) -> None:
     assert propose(NgramSource(), context(tokens)) == NO_DRAFT
 
 
-def test_what_repeats_is_drafted_up_to_the_limit() -> None:
+def test_repetitions_are_drafted_up_to_the_limit() -> None:
     for limit in (1, 3, 16):
         draft = propose(NgramSource(), context([1, 2, 3] * 9, limit=limit))
         assert draft.tokens == ((1, 2, 3) * 6)[:limit]
@@ -129,12 +129,12 @@ def test_a_longer_context_is_likelier_and_wins_over_frequent_and_newer_ones() ->
     assert three.likelihoods > two.likelihoods
 
 
-def test_of_contexts_as_long_the_newest_counts() -> None:
+def test_the_newest_of_equal_matches_wins() -> None:
     draft = propose(NgramSource(), context([1, 2, 50, 9, 1, 2, 60, 7, 1, 2], limit=1))
     assert draft.tokens == (60,)
 
 
-def test_the_prompt_counts_and_what_is_long_ago_does_not() -> None:
+def test_prompts_are_searched_and_distant_tokens_are_not() -> None:
     source, said = NgramSource(), [1, 2, 3, 4]
     near, far = [*said, *range(10, 8000), 1, 2], [*said, *range(10, 9000), 1, 2]
     assert propose(source, context(near, num_prompt=4, limit=2)).tokens == (3, 4)
@@ -205,7 +205,7 @@ def test_finds_what_a_search_through_all_of_them_finds(
     assert (None if place < 0 else index.read(place, 100)) == wanted
 
 
-def test_a_piece_of_which_only_the_first_tokens_are_found_goes_on_behind_them() -> None:
+def test_a_segment_continues_behind_its_indexed_tokens() -> None:
     index = TokenIndex(1024)
     before = np.array(lead([7]))
     index.add([Segment(np.arange(10, 30), 4, before, 1, 5)])
@@ -214,7 +214,7 @@ def test_a_piece_of_which_only_the_first_tokens_are_found_goes_on_behind_them() 
 
 
 @pytest.mark.parametrize("length", [1, 40, 600])
-def test_never_keeps_more_than_it_may(length: int) -> None:
+def test_the_index_keeps_to_its_size(length: int) -> None:
     index = TokenIndex(1000)
     before, rng = index.num_bytes, np.random.default_rng(1)
     for _ in range(4000 // length):
@@ -262,7 +262,7 @@ def test_scopes_never_mix_even_where_memory_is_used_again() -> None:
 Steps = list[tuple[int, int, list[int], int, bool]]
 
 
-def test_nothing_is_drafted_where_nothing_was_said() -> None:
+def test_an_empty_output_is_not_indexed() -> None:
     source = SuffixOfContexts()
     assert source.propose([]) == []
     assert propose(source, context([1, 2, 3, 1, 2])) == NO_DRAFT
@@ -281,7 +281,7 @@ def rollouts(seed: int, count: int) -> list[list[int]]:
     ]
 
 
-def test_yesterdays_rollouts_draft_todays() -> None:
+def test_earlier_rollouts_draft_later_ones() -> None:
     source = SuffixOfContexts()
     accepted = []
     for day in (1, 2):
@@ -297,7 +297,7 @@ def test_yesterdays_rollouts_draft_todays() -> None:
     assert min(accepted[1]) > 120 * 2
 
 
-def test_a_sibling_that_goes_before_is_followed_while_it_runs() -> None:
+def test_a_sample_follows_a_running_sibling() -> None:
     source = SuffixOfContexts()
     ahead, behind = rollouts(3, 2)
     drafts = []
@@ -321,7 +321,7 @@ def test_outputs_of_the_same_prompt_come_first() -> None:
         assert propose(source, asked).tokens == tuple(range(10 * first, 10 * first + 8))
 
 
-def test_behind_a_word_of_its_own_a_sample_goes_on_as_others_of_its_prompt_did() -> None:
+def test_a_diverged_sample_follows_others_of_its_prompt_again() -> None:
     source = SuffixOfContexts()
     run(source, [1, 2, 3, *range(10, 30)], num_prompt=3, seq_id=1)
     run(source, [7, 7, 7, 12, 13, 14, 90, 91, 92], num_prompt=3, seq_id=2)
@@ -341,7 +341,7 @@ def test_more_tokens_that_are_the_same_are_likelier_to_go_on() -> None:
     assert likelihoods == sorted(set(likelihoods))
 
 
-def test_of_two_outputs_the_newer_is_followed() -> None:
+def test_the_newer_output_is_followed() -> None:
     source = SuffixOfContexts()
     for seq_id, last in enumerate((8, 9)):
         run(source, [1, 2, 3, last], num_prompt=1, seq_id=seq_id)
@@ -360,7 +360,7 @@ def test_a_sample_that_was_preempted_is_written_once() -> None:
     assert sum(piece.count for piece in told) == 59
 
 
-def test_what_nobody_has_read_is_not_written() -> None:
+def test_unread_tokens_are_not_indexed() -> None:
     source = SuffixOfContexts()
     source.end(context([1, 2, 3, 4, 5, -1, -1]))
     assert propose(source, context([1, 2, 3], seq_id=2)).tokens == (4, 5)
@@ -377,7 +377,7 @@ def test_scopes_never_mix() -> None:
         assert bool(propose(source, asked(seq_id, scope)).tokens) == (scope == "a")
 
 
-def test_ids_used_again_after_a_reset_are_others() -> None:
+def test_reused_ids_after_a_reset_are_new_sequences() -> None:
     source = SuffixOfContexts()
     propose(source, context([1, 2, 3, 4, 1, 2]))
     source.clear()
@@ -385,7 +385,7 @@ def test_ids_used_again_after_a_reset_are_others() -> None:
     assert propose(source, context([5, 6, 7], seq_id=2)).tokens == (8, 9, 5, 6)
 
 
-def test_a_reply_that_was_given_before_is_drafted_and_old_ones_are_forgotten() -> None:
+def test_earlier_outputs_are_drafted_and_the_oldest_dropped() -> None:
     source = SuffixOfContexts(1024)
     rng = random.Random(4)
     replies = [[number, *(rng.randrange(500) for _ in range(100))] for number in range(30)]
@@ -411,7 +411,7 @@ def test_a_reply_that_was_given_before_is_drafted_and_old_ones_are_forgotten() -
     ),
     st.sampled_from([1, 100, 1000]),
 )
-def test_no_history_is_too_strange(steps: Steps, max_tokens: int) -> None:
+def test_any_history_gives_valid_chances(steps: Steps, max_tokens: int) -> None:
     """Rows change hands, contexts grow, shrink and change, and what is drafted depends on nothing
     else."""
     said = []

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor import ExecutorCore, wrap_model
-from nano_inference.stages.executor.runner.adapters import AdapterLimits, AdapterTable, read_adapter
+from nano_inference.stages.executor.runner.adapters.peft import AdapterLimits, read_adapter
+from nano_inference.stages.executor.runner.adapters.table import AdapterTable
 
 from ...lane import Lane
 from ...models import VOCAB, make_model
@@ -25,7 +26,7 @@ LIMITS = AdapterLimits()
 
 
 @pytest.mark.parametrize("slots", [[0, 0, 1, -1, 2, 2, 1], [-1, 2, 0], [1, 1], [0, -1, 0]])
-def test_both_ways_agree(tmp_path: Path, slots: list[int]) -> None:
+def test_one_by_one_and_together_agree(tmp_path: Path, slots: list[int]) -> None:
     made = make_model("llama")
     model = wrap_model(copy.deepcopy(made), 64)
     tables = [AdapterTable(model, one_by_one=one_by_one) for one_by_one in (False, True)]

@@ -316,7 +316,9 @@ def test_random_ragged_batches(
     assert run_case(Case(rows=tuple(rows), **shape), subject, seed) < 1
 
 
-def test_bounded_pieces_give_the_same(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounded_chunks_give_the_same_result(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Long batches are cut to bound memory; here the bounds are so low that everything is cut."""
     monkeypatch.setattr(gather, "MAX_GATHERED_TOKENS", 16)
     monkeypatch.setattr(gather, "_SLACK_TOKENS", 0)

@@ -36,7 +36,9 @@ def model(dtype: torch.dtype, width: int = 32) -> LoadedModel:
         ({"kernels": "off"}, GatherBackend, "engine.kernels is off"),
     ],
 )
-def test_settings_go_first(changes: dict[str, Any], kind: type, why: str) -> None:
+def test_settings_override_the_derived_limits(
+    changes: dict[str, Any], kind: type, why: str
+) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         backend, without_kernels = choose_backend(EngineConfig(**changes), model(dtype))
         assert type(backend) is kind
@@ -69,7 +71,7 @@ def test_gathering_by_name(kernels: Any) -> None:
         ({"attention_tile": 64}, "'paged' on CUDA, and this is 'gather' on cpu"),
     ],
 )
-def test_what_can_not_be_had_is_refused(changes: dict[str, Any], words: str) -> None:
+def test_invalid_or_missing_groups_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError, match=words):
         choose_backend(EngineConfig(**changes), model(torch.float16))
 

@@ -239,7 +239,7 @@ def test_layers_in_one_call_use_the_weights_that_the_model_has_now(
     ],
     ids=["decoder", "decoder and output layer"],
 )
-def test_what_does_more_than_its_parts_is_left_as_it_is(
+def test_modules_that_do_more_than_their_parts_stay_unchanged(
     which: str, gives: str, parts: dict[str, int], refused: str
 ) -> None:
     model = bfloat16("llama", head_dim=32)
@@ -257,7 +257,7 @@ def test_what_does_more_than_its_parts_is_left_as_it_is(
     assert found.refused == {refused: "it computes something else"}
 
 
-def test_whoever_listens_to_a_decoder_hears_all_of_its_tokens() -> None:
+def test_hooks_on_a_decoder_see_all_tokens() -> None:
     model = bfloat16("llama", head_dim=32)
     heard: list[int] = []
 
@@ -272,7 +272,7 @@ def test_whoever_listens_to_a_decoder_hears_all_of_its_tokens() -> None:
     assert sum(heard) == lane.counts.computed
 
 
-def test_whoever_else_calls_the_model_runs_transformers_own_code() -> None:
+def test_other_callers_run_transformers_own_code() -> None:
     model = bfloat16("qwen2", head_dim=32)
     reference = bfloat16("qwen2", head_dim=32)
     core = core_of(model)
@@ -285,7 +285,7 @@ def test_whoever_else_calls_the_model_runs_transformers_own_code() -> None:
     assert model.model.layers[0].mlp.gate_proj.weight.grad is not None
 
 
-def test_a_closed_executor_leaves_a_model_as_it_was() -> None:
+def test_closing_restores_the_model() -> None:
     model = bfloat16("llama", head_dim=32)
     norm = model.model.norm
     plain = norm.forward

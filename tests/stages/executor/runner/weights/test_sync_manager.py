@@ -234,7 +234,7 @@ def test_one_update_at_a_time(module: nn.Module) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_no_number_is_found_wherever_it_is(dtype: torch.dtype, bad: float) -> None:
+def test_nan_is_found_anywhere(dtype: torch.dtype, bad: float) -> None:
     for size in (1, 7, 16, 1000):
         module = nn.Module()
         module.weight = nn.Parameter(torch.randn(size).to(dtype))
@@ -262,7 +262,7 @@ def test_buffers_may_be_infinite() -> None:
     assert set(WeightSyncManager(module).prepare(new)) == {"mask"}
 
 
-def test_whether_all_is_replaced(module: nn.Module) -> None:
+def test_covers(module: nn.Module) -> None:
     weights, new = WeightSyncManager(module), copied(module)
     assert weights.covers(new)
     del new["lm_head.weight"]  # another name of the embeddings

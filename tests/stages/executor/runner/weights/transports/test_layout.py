@@ -84,7 +84,7 @@ def test_a_tied_tensor_is_sent_once() -> None:
         ("float32", (1 << 80,)),
     ],
 )
-def test_what_no_tensor_is(dtype: str, shape: tuple[int, ...]) -> None:
+def test_invalid_tensors_are_refused(dtype: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(WeightsError) as refused:
         sizes_of([TensorMeta("x", dtype, shape)])
     assert refused.value.code == "weights_refused"
@@ -119,7 +119,7 @@ def test_results_and_errors_in_order_on_one_thread() -> None:
         failed.result()
 
 
-def test_what_was_cancelled_before_its_turn_does_not_run() -> None:
+def test_cancelled_calls_do_not_run() -> None:
     gate = threading.Event()
     background = Background("weights-test")
     background.submit(gate.wait)

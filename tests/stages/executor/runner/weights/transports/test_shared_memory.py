@@ -87,7 +87,7 @@ def test_tensors_whose_numbers_are_not_there_are_refused() -> None:
             shared.update()
 
 
-def test_nothing_is_left_when_the_block_ends() -> None:
+def test_shared_memory_is_freed_at_the_end_of_the_block() -> None:
     with SharedWeights(samples(), bucket_bytes=100) as shared:
         names = shared.source.segments
         assert len(names) > 3
@@ -97,7 +97,7 @@ def test_nothing_is_left_when_the_block_ends() -> None:
         read_shared_memory(shared.source)
 
 
-def test_reading_leaves_the_memory_to_the_trainer_and_a_killed_one_leaves_none(
+def test_readers_leave_the_segments_and_a_killed_trainer_leaves_none(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "trainer.py").write_text(TRAINER)
@@ -165,7 +165,7 @@ def test_a_message_that_does_not_fit_is_refused(
     assert len(read_shared_memory(shared.source)) == 2
 
 
-def test_what_is_no_shared_memory_is_refused(shared: SharedWeights, tmp_path: Path) -> None:
+def test_invalid_names_of_shared_memory_are_refused(shared: SharedWeights, tmp_path: Path) -> None:
     name = f"nano-test-{os.getpid()}"
     place = Path("/dev/shm", name)
     source = spoilt(shared.source, segments=(name, shared.source.segments[1]))

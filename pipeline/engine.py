@@ -481,7 +481,7 @@ class InferenceEngine:
 
     def adapters(self) -> tuple[LoadedAdapter, ...]:
         """Return the loaded adapters: id, version, folder, rank and size."""
-        return self._executor.adapters.told()
+        return self._executor.adapters.describe()
 
     # --- cache and shutdown -------------------------------------------------------------------
 

@@ -169,7 +169,7 @@ class ExecutorCore:
             weight_version=self.weights.version,
             lacks=self.memory.lacks,
             max_batch_size=self.max_batch_size,
-            adapters=self.adapters.told(),
+            adapters=self.adapters.describe(),
             capabilities=capabilities_of(self.model, self._embedding, self._role),
             embedding=self._embedding,
             experts=experts_of(self.model.hf_config)[0],

@@ -291,7 +291,7 @@ class StagedChanges:
 
     async def _note_adapters(self) -> list[Adapter]:
         """Note and return the adapters in place, which only the torch thread may read."""
-        self._loaded = await self._on_torch(self._executor.adapters.told)
+        self._loaded = await self._on_torch(self._executor.adapters.describe)
         self.core.adapters_loaded(each.id for each in self._loaded)
         adapters: list[Adapter] = await self._on_torch(list, self._executor.adapters)
         return adapters

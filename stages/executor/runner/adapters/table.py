@@ -213,7 +213,7 @@ class AdapterTable:
             raise ValueError(f"the plan has a sequence of adapter {id!r}, which is not here")
         return self._slot_of[id] if id else NO_ADAPTER
 
-    def told(self) -> tuple[LoadedAdapter, ...]:
+    def describe(self) -> tuple[LoadedAdapter, ...]:
         """Return descriptions of the adapters in place."""
         return tuple(
             LoadedAdapter(each.id, each.version, each.folder, each.rank, each.num_bytes)

@@ -45,7 +45,7 @@ class AheadLane:
 
     Attributes:
         found: By sequence, what came out.
-        most_launched: Steps that were under way at the same time.
+        most_launched: Steps in flight at the same time.
     """
 
     def __init__(self, core: ExecutorCore, *, ahead: bool) -> None:
@@ -84,7 +84,7 @@ class AheadLane:
                 self.batching.check()
                 assert self.batching.idle
                 return self.found
-        raise AssertionError("the lane does not come to rest")
+        raise AssertionError("the lane does not finish")
 
 
 def assert_same(

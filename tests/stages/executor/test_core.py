@@ -41,7 +41,7 @@ def generate(core: ExecutorCore, *generations: Generation, **options: Any) -> Pl
 
 
 def alone(model: LoadedModel, sampling: SamplingParams, seed: int = 0) -> Generation:
-    """What PROMPT gives on a core of its own, without chunks."""
+    """Complete PROMPT on a core of its own, without chunks."""
     generation = Generation(1, PROMPT, sampling, seed=seed)
     generate(ExecutorCore(CONFIG, model=model), generation, chunk=64)
     return generation

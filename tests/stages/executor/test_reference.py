@@ -1,4 +1,4 @@
-"""The reference model: what it says of samples, in how many passes, and which it refuses."""
+"""The reference model: scores of samples, number of passes, and refusals."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ NOT_RECORDED = RECORDED[:-1] + "0"
 
 
 class Rig:
-    """An executor's spans, told of steps that nobody has run: each takes ten nanoseconds."""
+    """An executor's spans for fake steps of ten nanoseconds."""
 
     def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()

@@ -85,7 +85,7 @@ SCRIPTS = st.one_of(
         ]
     ).map(lambda operation: [operation]),
 )
-"""What somebody asks for, one after the other."""
+"""Operations, one after the other."""
 
 MOVES = ["ask", "job", "job", "told", "told", "message", "plan", "step", "result"] * 2 + ["epoch"]
 SEED = st.integers(0, 1 << 32)
@@ -212,8 +212,8 @@ class Interleaved(RuleBasedStateMachine):
 
 
 class Together(RuleBasedStateMachine):
-    """Two executors that are told of the same updates, and know nothing of each other: whoever
-    asks has them put in place or dropped, as `update_together` does."""
+    """Two independent executors with the same updates, which the sender puts in place or drops in
+    both, as `update_together` does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ class Together(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(index=INDEX)
     def give_up(self, index: int) -> None:
-        """Whoever asked leaves."""
+        """The sender leaves."""
         self.finish(self.open[index % len(self.open)], None)
 
     @precondition(lambda self: any(self.inboxes))
@@ -262,7 +262,7 @@ class Together(RuleBasedStateMachine):
     def go_on(self, which: int, seed: int, number: int) -> None:
         world, chance = self.worlds[which], Random(seed)
         for _ in range(number):
-            # What was checked does not fail any more, unless the executor is lost.
+            # A checked update fails only if the executor is lost.
             fetches = any(isinstance(job, Fetch) for job in world.jobs)
             move(world, chance.choice(MOVES), chance, failing=0.1 if fetches else 0.0)
 
@@ -282,7 +282,7 @@ class Together(RuleBasedStateMachine):
             while self.inboxes[which]:
                 self.receive(which)
             world.rest()
-            assert not world.core.prepared, "what was given up is in nobody's way"
+            assert not world.core.prepared, "dropped updates block nothing"
             world.settle()
             assert not world.core.unanswered
         first, second = self.worlds

@@ -1,7 +1,7 @@
-"""An executor's weights without its shell: whoever tests them says what happens next.
+"""An executor's weights without its shell, in which a test chooses the next event.
 
 The core, what writes weights and what releases memory are the real ones. Jobs, plans and messages
-lie ready until somebody has them happen, in whatever order.
+wait until the test triggers them, in any order.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from nano_inference.stages.executor.runner.memory import ReplicaMemory
 from nano_inference.store.in_place import WeightsInPlace
 
 Values = dict[str, float]
-"""What the parameters hold."""
+"""The values of the parameters."""
 
 
 def _values(tensors: Mapping[str, torch.Tensor]) -> Values:
@@ -119,7 +119,7 @@ class Plan:
 
 
 class Planner:
-    """What batching makes of what it is told of weights and memory."""
+    """Batching's reaction to messages about weights and memory."""
 
     def __init__(self, lacks: tuple[str, ...] = ()) -> None:
         self.lacks = lacks
@@ -160,9 +160,9 @@ class World:
         begun: Of those of the present executor, in order: an operation's ticket, less one, is the
             index of its id.
         answers: By operation id.
-        contents: What the parameters hold by right, by version.
+        contents: The expected values of the parameters, by version.
         counted: The version of each update that was made ready, by operation id.
-        newest: The largest version that the core has told.
+        newest: The largest version that the core has reported.
         parts: Those that are kept by right, and of which update.
         restorable: Whether folders can still be read by a successor.
     """
@@ -217,7 +217,7 @@ class World:
         self.results.append((job, result))
 
     def report_job(self, index: int = 0) -> None:
-        """The core is told what became of a job."""
+        """Report a job's result to the core."""
         job, result = self.results.pop(index)
         self.perform(self.core.done(job, result, self.now_ns))
 
@@ -242,7 +242,7 @@ class World:
         self.executed.append((plan, self.manager.version))
 
     def report_step(self) -> None:
-        """The core and batching are told of a step."""
+        """Report a step to the core and to batching."""
         plan, version = self.executed.popleft()
         refused = self.manager.take_refused() if plan.version > version else None
         self.planner.under_way = max(0, self.planner.under_way - 1)
@@ -256,7 +256,7 @@ class World:
         self.perform(effects)
 
     def begin_epoch(self) -> None:
-        """A stage has failed: batching knows nothing, and the executor takes part anew."""
+        """A stage has failed: batching starts empty, and the executor takes part again."""
         while self.launched:
             self.execute()
         self.messages: deque[Message] = deque()

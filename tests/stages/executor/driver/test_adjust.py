@@ -135,7 +135,7 @@ def test_neutral_values_change_no_bit(logits: Tensor) -> None:
 
 
 def test_the_width_of_the_padding_changes_no_bit(logits: Tensor) -> None:
-    """A row alone gets what it gets beside longer ones."""
+    """A row's result is the same beside longer rows."""
     ids, valid = padded(histories(shortest=2))
     penalties = spread(0.4, 1.9)
     for row, tokens in enumerate(histories(shortest=2)):
@@ -343,13 +343,13 @@ def test_no_stop_token_before_min_tokens(model: LoadedModel) -> None:
 
 
 def limit_of(degrees: int) -> float:
-    """What chi-square stays below in 99.9 % of cases (Wilson and Hilferty, 1931)."""
+    """The 99.9 % quantile of chi-square (Wilson and Hilferty, 1931)."""
     spread = 2 / (9 * degrees)
     return float(degrees * (1 - spread + 3.09 * math.sqrt(spread)) ** 3)
 
 
 def chi_square(counts: Tensor, probabilities: Tensor) -> tuple[float, int]:
-    """The statistic and its degrees of freedom; what is expected less than 5 times is joined."""
+    """The statistic and its degrees of freedom; values expected less than 5 times are joined."""
     expected = probabilities * counts.sum()
     often = expected >= 5
     groups = [(float(counts[often][i]), float(e)) for i, e in enumerate(expected[often])]

@@ -21,7 +21,7 @@ BIG_VOCAB = 151_936
 
 
 def even_uniforms(count: int) -> Tensor:
-    """Numbers spread evenly over [0, 1): what is sampled with them has nearly no noise."""
+    """Numbers spread evenly over [0, 1): samples with them have nearly no noise."""
     return (torch.arange(count, dtype=torch.float64) + 0.5) / count
 
 

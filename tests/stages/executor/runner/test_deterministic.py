@@ -1,4 +1,4 @@
-"""Deterministic mode: the same bits whatever the rows beside it, and what is refused."""
+"""Deterministic mode: the same bits in any batch, and the refused models."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SAMPLING = (
 )
 
 VARIOUS = ("qwen2", "gemma2", "gpt_oss", "qwen3_moe")
-"""What there is of windows, soft caps, sinks and experts."""
+"""Architectures with windows, soft caps, sinks and experts."""
 
 Bits = list[tuple[list[int], list[float]]]
 
@@ -294,7 +294,7 @@ def test_a_machine_whose_products_depend_on_the_row_is_refused(
         agreeing_sizes(torch.randn(32, 32), None)
 
 
-# --- what is refused --------------------------------------------------------------------------
+# --- refusals --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_a_gguf_file_that_lacks_tensors_is_refused(tmp_path: Path) -> None:
 def test_a_gguf_file_with_too_few_parameters_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is made of what it says: here layers of 4 GB, of a file of 5 MB."""
+    """Nothing is allocated: here layers of 4 GB, described by a file of 5 MB."""
 
     def change(writer: gguf.GGUFWriter) -> None:
         writer.kv_data[0].pop("qwen2.feed_forward_length")

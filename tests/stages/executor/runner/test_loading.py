@@ -50,7 +50,7 @@ def same_weights(loaded: Any, source: Any) -> bool:
     return found.keys() == wanted.keys() and all(torch.equal(found[k], wanted[k]) for k in wanted)
 
 
-# --- what is loaded -----------------------------------------------------------------------------
+# --- loaded models -----------------------------------------------------------------------------
 
 
 def test_shards_give_what_one_file_gives(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Memory that is released is really given back, and nothing runs on what is not there."""
+"""Released memory is freed, and no step runs without it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 def make_core(module: Any, *, graphs: bool = False, **settings: Any) -> ExecutorCore:
     config = EngineConfig(max_model_len=64, max_batch_size=8, block_size=4, **settings)
-    # As if it had been loaded: then nobody looks in each step where the weights are.
+    # As a loaded model: addresses of weights are not checked in each step.
     model = replace(wrap_model(module, 64), is_shared=False)
     if not graphs:
         return ExecutorCore(config, model=model)
@@ -84,7 +84,7 @@ def test_afterwards_all_is_as_before(name: str, how: str) -> None:
     kept: list[Any] = []
     for tags in (("kv_cache",), ("weights",), BOTH):
         release(core, *tags)
-        # Else the same addresses might be handed out again, and nobody would notice.
+        # Otherwise the allocator might return the same addresses.
         kept += [torch.full_like(tensor, torch.nan) for tensor in state.values()]
         kept += [torch.full(keys.shape, torch.nan, dtype=keys.dtype) for keys in core.cache.keys]
         core.resume_memory(BOTH)

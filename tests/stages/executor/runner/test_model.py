@@ -1,4 +1,4 @@
-"""Loading, and what is refused."""
+"""Wrapped models, their properties, devices, and the refused models."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_facts_of_a_model() -> None:
 
 
 class Driver:
-    """What torch has for each kind of device, as `torch.cuda`."""
+    """Torch's module of a kind of device, such as `torch.cuda`."""
 
     def __init__(self, count: int) -> None:
         self.count = count

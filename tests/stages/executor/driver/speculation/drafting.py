@@ -1,4 +1,4 @@
-"""A lane whose drafts are made up: right, wrong, or right for a while."""
+"""A lane with scripted drafts: right, wrong, or right for a while."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class MadeUpDrafts:
 
 
 class DraftingLane:
-    """Batching and executor, two steps under way at a time.
+    """Batching and executor, two steps in flight.
 
     Attributes:
         found: By sequence, what came out.
@@ -182,7 +182,7 @@ class DraftingLane:
                 self.batching.check()
                 assert self.batching.idle
                 return self.found
-        raise AssertionError("the lane does not come to rest")
+        raise AssertionError("the lane does not finish")
 
     def _record(self, result: StepResult) -> None:
         tops = result.top_logprobs or ((),) * len(result.seq_ids)

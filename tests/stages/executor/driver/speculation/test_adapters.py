@@ -24,7 +24,7 @@ NUM_TOKENS = 40
 
 
 class Scored(DraftingLane):
-    """Also keeps what is said of prompts."""
+    """Also records prompt logprobs."""
 
     def __init__(self, config: EngineConfig, core: ExecutorCore) -> None:
         super().__init__(config, core)

@@ -1,4 +1,4 @@
-"""A draft model is asked as long as its drafts save more than they take."""
+"""Acceptance, costs and gains of drafts decide how much is drafted and verified."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_sources_are_not_asked_if_no_draft_could_pay() -> None:
 
 
 def steps_asked(control: CostControl, steps: int, seconds: float, accepted: int) -> int:
-    """In how many of so many steps of 4 rows somebody is asked, which takes so long."""
+    """The number of steps of 4 rows in which sources are asked, at a given cost."""
     count = rest = 0
     for _ in range(steps):
         if rest:
@@ -169,7 +169,7 @@ def test_a_source_that_starts_to_pay_is_asked_again() -> None:
 
 def asked_behind_prompts(reading: float, answer: int, prompts: int) -> float:
     """In what share of steps a model is asked that reads a prompt for so long, then drafts for so
-    many steps, in each of which it saves twice what it takes."""
+    many steps, in each of which it saves twice its cost."""
     ledger, count = DraftLedger(256), 0
     for number in range(prompts * (answer + 1)):
         if ledger.may_ask():
@@ -196,12 +196,12 @@ COSTS = StepCosts((1, 2, 4, 8, 16, 32, 64), (0.036, 0.041, 0.042, 0.051, 0.069, 
 """Of a model of 0.5 billion parameters on two CPU cores."""
 
 DRAFTING_S = 20e-6
-"""What asking for a row's draft and learning from it takes."""
+"""The cost of asking for a row's draft and learning from it."""
 
 LONGEST = 16
 
 Rights = Iterator[bool]
-"""Whether the source knows each next token of a text; by itself, whatever it said before."""
+"""Whether the source predicts each next token of a text, independent of earlier drafts."""
 
 
 def always() -> Rights:
@@ -453,7 +453,7 @@ def test_a_new_sequence_starts_from_what_its_source_did_for_others() -> None:
     for _ in range(40):
         acceptance.settle(0, draft(*RIGHT), RIGHT)
     assert acceptance.expected(1, draft(*RIGHT))[0] > guess
-    # Neither what a row's earlier sequence did by itself, nor its draft that was under way.
+    # Neither from the row's earlier sequence, nor from its pending draft.
     acceptance.settle(0, draft(*RIGHT), RIGHT[:4])
     acceptance.forget(0)
     acceptance.begin(0)
@@ -463,7 +463,7 @@ def test_a_new_sequence_starts_from_what_its_source_did_for_others() -> None:
 
 
 def test_likelihoods_are_calibrated_by_outcomes() -> None:
-    """A source that boasts: what it finds likely at 0.9 comes true half the time."""
+    """An overconfident source: its estimate is 0.9, and half of its tokens are right."""
     acceptance = acceptance_of(0, 1)
     sure, unsure = ((1,), (0.9,)), ((1,), (0.2,))
     first = acceptance.expected(0, Draft(*sure, "suffix"))[0]

@@ -128,7 +128,7 @@ def test_all_sizes_are_measured_several_times_where_steps_are_short() -> None:
     assert (counts.pop(1), counts.pop(16)) == (rounds + 1, 2 * rounds)
     assert set(counts.values()) == {rounds}
     assert 5 < rounds <= 40
-    assert machine.now_ns() < 0.5e9, "a quarter of what it may take, and the first round"
+    assert machine.now_ns() < 0.5e9, "a quarter of the budget, and the first round"
 
 
 def test_costs_include_longer_contexts() -> None:
@@ -278,12 +278,12 @@ def test_nothing_is_verified_without_room() -> None:
     assert choose_lengths(0, certain, COSTS, max_rows=64) == [0]
     assert choose_lengths(4, certain, COSTS, max_rows=4) == [0]
     assert choose_lengths(4, certain, COSTS, max_rows=6) == [2]
-    # What would leave the sizes that were measured, too.
+    # Also beyond the measured sizes.
     assert choose_lengths(62, certain, COSTS, max_rows=200, least_gain=0.5) == [2]
 
 
 def test_the_least_gain_is_of_the_whole_step() -> None:
-    """One certain token more among 16 is worth 1.0625 times less what it costs."""
+    """One more certain token among 16 gains 6.25 % minus its cost."""
     costs = StepCosts((1, 16, 17), (0.036, 0.069, 0.0695))
     assert choose_lengths(16, [[1.0]], costs, max_rows=64) == [1]
     costs = StepCosts((1, 16, 17), (0.036, 0.069, 0.0705))

@@ -1,4 +1,4 @@
-"""The draft model: what it guesses, held against what the target then really makes."""
+"""The draft model's guesses, compared with the target's tokens; failures end drafting only."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Guess:
 
 @dataclass
 class Run:
-    """What a lane did: the tokens of each sequence, prompt included, and all drafts."""
+    """The tokens of each sequence of a lane, prompt included, and all drafts."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     guesses: list[Guess] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Run:
 
 
 class Recorder:
-    """A draft model, of which is kept what it says."""
+    """A draft model whose drafts are recorded."""
 
     name: ClassVar[str] = "model"
 
@@ -118,7 +118,7 @@ class DraftedLane(DraftingLane):
         self.preempt_every, self.preempted = preempt_every, 0
 
     def answer(self, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams]) -> Run:
-        """Completes prompts, and says what was drafted meanwhile."""
+        """Complete prompts, and return the drafts."""
         first = len(self.found) + 1
         self.recorder.guesses = []
         for seq_id, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True), first):

@@ -59,7 +59,7 @@ def answers(
     control: VerifyAll | None = None,
     **core: Any,
 ) -> DraftingLane:
-    """A lane that has answered them, with drafts or without."""
+    """A lane that has answered all rows, with or without drafts."""
     config = msgspec.structs.replace(config, speculation="off" if drafts is None else "auto")
     lane = DraftingLane(config, ExecutorCore(config, model=model, **core))
     if drafts is not None:
@@ -123,7 +123,7 @@ class AskedSeldom(VerifyAll):
     """Says each third time that drafts would not pay in this step and the next five.
 
     Attributes:
-        asked: How many steps it was told of.
+        asked: Steps in which it was asked.
     """
 
     asked = 0

@@ -1,4 +1,4 @@
-"""What sources of drafts are asked about."""
+"""N-gram and suffix drafts, and the token index."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def run(
     seq_id: int,
     scope: CacheScope = DEFAULT_SCOPE,
 ) -> list[Draft]:
-    """A whole sequence, one token in each step, that leaves at its end; what was drafted."""
+    """Run a whole sequence, one token per step, and return the drafts."""
     drafts = []
     for end in range(num_prompt, len(tokens)):
         now = context(tokens[:end], num_prompt=num_prompt, seq_id=seq_id, scope=scope)
@@ -176,7 +176,7 @@ Said = tuple[list[int], list[int]]
 
 
 def searched(said: list[Said], asked: Said, kind: ContextKind) -> list[int] | None:
-    """What came behind the same context, the newest time."""
+    """The newest continuation of the same context, by a full search."""
     context = lead([*asked[0], *asked[1]])[LEAD - kind.length :]
     for prompt, output in reversed(said):
         for place in range(len(output) - 1, -1, -1):
@@ -311,7 +311,7 @@ def test_a_sample_follows_a_running_sibling() -> None:
 
 
 def test_outputs_of_the_same_prompt_come_first() -> None:
-    """Prompts that end alike, as templates do, are told apart by how they begin."""
+    """Prompts with equal ends, as from templates, are distinguished by their starts."""
     source = SuffixOfContexts()
     end = list(range(500, 540))
     for first in (1, 2, 3):

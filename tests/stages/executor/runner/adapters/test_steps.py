@@ -1,4 +1,4 @@
-"""What a step with adapters computes: together as one by one, and the same bits where promised."""
+"""Steps with adapters: together as one by one, and the same bits where promised."""
 
 from __future__ import annotations
 

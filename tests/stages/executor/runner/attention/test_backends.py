@@ -48,7 +48,7 @@ class Subject:
     """A back end to be held to the contract, and where it runs.
 
     Attributes:
-        rounding: What is allowed in bfloat16, relative to the largest number: the kernel rounds
+        rounding: The tolerance in bfloat16, relative to the largest number: the kernel rounds
             its results, PyTorch's products the scores too.
     """
 
@@ -190,7 +190,7 @@ def deal_tables(case: Case, rows: list[tuple[int, int]], seed: int) -> tuple[np.
 
 @torch.inference_mode()
 def run_case(case: Case, subject: Subject, seed: int = 0) -> float:
-    """The largest difference from the reference, as a part of what is allowed."""
+    """The largest difference from the reference, as a share of the tolerance."""
     rows = list(case.rows)
     padded = rows + [(0, 1)] * case.padding
     data = make_data(case, padded, seed, subject.dtype)

@@ -162,7 +162,7 @@ def test_layers_in_one_call_give_the_bits_of_single_passes(
 ) -> None:
     """With a window that the longest prompt has outgrown, where the model has one.
 
-    And with the last layer left out for tokens whose states nobody reads.
+    Also with the last layer left out for unread tokens.
     """
     model = model_in(dtype, name, head_dim=32)
     taken: list[int] = []
@@ -178,7 +178,7 @@ def test_layers_in_one_call_give_the_bits_of_single_passes(
     monkeypatch.setattr(DecoderLayers, "__call__", counted)
     in_one_call = answers(model, max_tokens_per_batch=most)
     assert taken.count(len(PROMPTS)) >= NEW_TOKENS // 2
-    # Not where a step has little else than what is read.
+    # Not if most of a step's tokens are read.
     assert 0 <= sum(map(len, PROMPTS)) - len(PROMPTS) - sum(left_out) <= 2
     monkeypatch.setattr(DecoderLayers, "handles", lambda batch: False)
     taken.clear()

@@ -324,7 +324,7 @@ def test_forbidden_logits_become_minus_infinity(vocab: int) -> None:
     wanted = logits.clone()
     padded = torch.zeros(len(places), -(-vocab // 32) * 32, dtype=torch.bool)
     for row, share in enumerate((0.0, 0.5, 1.0)):
-        # What is behind the vocabulary may say anything.
+        # Bits beyond the vocabulary may have any value.
         padded[row] = torch.rand(padded.shape[1], generator=generator) < share
         wanted[places[row], ~padded[row, :vocab]] = float("-inf")
     allowed = np.packbits(padded.numpy(), axis=1, bitorder="little").view(np.int32)

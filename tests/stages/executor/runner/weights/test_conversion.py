@@ -39,7 +39,7 @@ def loaded(folder: Path) -> Any:
 
 
 def checkpoint(name: str, folder: Path, **changes: Any) -> State:
-    """What Transformers writes for a model that is not the one to be updated."""
+    """The checkpoint that Transformers writes for another instance of the model."""
     make_model(name, seed=1, **changes).save_pretrained(folder)
     return read_folder(str(folder))
 

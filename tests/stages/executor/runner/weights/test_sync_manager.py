@@ -213,7 +213,7 @@ def test_a_write_that_fails_midway_leaves_no_weights(
 
 
 def test_layers_may_change_places(module: nn.Module) -> None:
-    """What is sent may be the module's own memory, which the first write would change."""
+    """New tensors may be the module's own memory, which the first write would change."""
     own = dict(module.state_dict())
     before = copied(module)
     one, two, *_ = (name for name in own if name.endswith("mlp.up_proj.weight"))

@@ -1,4 +1,4 @@
-"""A folder's weights are those that Transformers would load from it, whole or not at all."""
+"""A folder's weights equal those that Transformers loads, all or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A group brings what was broadcast, in time or not at all, and does not outlive an error."""
+"""A group delivers broadcasts in time or not at all, and ends after an error."""
 
 from __future__ import annotations
 

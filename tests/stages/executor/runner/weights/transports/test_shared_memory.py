@@ -1,4 +1,4 @@
-"""Shared memory gives what was put in, refuses what does not fit it, and is not left behind."""
+"""Shared memory returns the tensors, refuses invalid messages, and is always freed."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ _NUMBERS = (
     "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz "
     "float8_e8m0fnu bool uint8 int8 int16 int32 int64"
 )
-NUMBERS: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NUMBERS.split()}
+NUMBERS = tuple(getattr(torch, name) for name in _NUMBERS.split())
 """Dtypes that torch can convert to a parameter's elementwise."""
 
 
@@ -109,7 +109,7 @@ def _trouble(tensor: Tensor) -> str:
     if tensor.is_nested or tensor.layout is not torch.strided:
         layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         return f"its layout is {layout}; send a dense tensor"
-    if tensor.is_quantized or tensor.dtype not in NUMBERS.values():
+    if tensor.is_quantized or tensor.dtype not in NUMBERS:
         dtype = str(tensor.dtype).removeprefix("torch.")
         return f"its dtype is {dtype}; send float32 or the model's dtype"
     if tensor.is_meta:

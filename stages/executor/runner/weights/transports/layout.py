@@ -16,6 +16,10 @@ from ..checks import NUMBERS, UNLIMITED, WeightLimits
 
 _T = TypeVar("_T")
 
+_DTYPES: dict[str, torch.dtype] = {
+    name: dtype for name, dtype in vars(torch).items() if dtype in NUMBERS
+}
+
 _MOST_BYTES = 1 << 62
 """More than any memory, and within torch's integers."""
 
@@ -41,7 +45,7 @@ def meta_of(name: str, tensor: Tensor) -> TensorMeta:
 
 def dtype_of(meta: TensorMeta) -> torch.dtype:
     """Raises WeightsError for an unknown dtype."""
-    dtype = NUMBERS.get(meta.dtype)
+    dtype = _DTYPES.get(meta.dtype)
     if dtype is None:
         raise WeightsError(f"{shown(meta.name)} has the unknown dtype {shown(meta.dtype)}")
     return dtype

@@ -84,6 +84,8 @@ class ModelRunner:
             inputs: The step.
             states: Receives the last hidden states of all tokens, `[tokens, hidden]`.
         """
+        if states is None and inputs.adapters is None:
+            return model_forward(self.model.module, inputs, self.cache)
         with self._watched(states), self.adapters.applied(inputs.adapters):
             return model_forward(self.model.module, inputs, self.cache)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
@@ -80,8 +79,7 @@ class _Prepared(NamedTuple):
     deadline_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Staged:
+class _Staged(msgspec.Struct, frozen=True):
     """A change that waits for a plan. Its operation is answered when the plan's step is done."""
 
     ticket: int

@@ -6,9 +6,9 @@ A job takes time. It carries the ticket of an operation, and its result returns 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
 from torch import Tensor
 
 from ....bus.control import JoinWeightsGroup, LoadAdapter, UpdateWeights
@@ -45,16 +45,14 @@ class Fetched(NamedTuple):
 # --- jobs -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(msgspec.Struct, frozen=True):
     """Read the tensors of a source into this process; results in `Fetched`."""
 
     ticket: int
     update: UpdateWeights
 
 
-@dataclass(frozen=True, slots=True)
-class Combine:
+class Combine(msgspec.Struct, frozen=True):
     """Convert the tensors of all parts of an update together; results in `Fetched`."""
 
     ticket: int
@@ -63,8 +61,7 @@ class Combine:
     origin: Origin | None
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(msgspec.Struct, frozen=True):
     """Compare new weights with the model."""
 
     ticket: int
@@ -72,8 +69,7 @@ class Check:
     fetched: Fetched
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
+class Stage(msgspec.Struct, frozen=True):
     """Stage new weights for a plan; results in their version.
 
     Attributes:
@@ -86,32 +82,28 @@ class Stage:
     version: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class StageAdapter:
+class StageAdapter(msgspec.Struct, frozen=True):
     """Read an adapter, and stage it unless it is only checked; results in its version."""
 
     ticket: int
     load: LoadAdapter
 
 
-@dataclass(frozen=True, slots=True)
-class Join:
+class Join(msgspec.Struct, frozen=True):
     """Join a group."""
 
     ticket: int
     wish: JoinWeightsGroup
 
 
-@dataclass(frozen=True, slots=True)
-class BeginRelease:
+class BeginRelease(msgspec.Struct, frozen=True):
     """Mark memory for the plan that releases it; results in whether there is any."""
 
     ticket: int
     tags: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ResumeTags:
+class ResumeTags(msgspec.Struct, frozen=True):
     """Allocate released memory again."""
 
     ticket: int
@@ -126,8 +118,7 @@ Result = Fetched | int | bool | WeightsError | None
 # --- immediate effects ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True):
     """Answer an operation, once.
 
     Attributes:
@@ -151,53 +142,45 @@ class SendBatching(NamedTuple):
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class SendMemory:
+class SendMemory(msgspec.Struct, frozen=True):
     """Send batching the state of the memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class PublishAdapters:
+class PublishAdapters(msgspec.Struct, frozen=True):
     """Record the adapters in place, and announce them to admission."""
 
 
-@dataclass(frozen=True, slots=True)
-class SkipBroadcast:
+class SkipBroadcast(msgspec.Struct, frozen=True):
     """Skip a broadcast of a group, which must not be taken for a later one."""
 
     group: str
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(msgspec.Struct, frozen=True):
     """Leave a group, if this executor is a member."""
 
     group: str
 
 
-@dataclass(frozen=True, slots=True)
-class Log:
+class Log(msgspec.Struct, frozen=True):
     """Write a line to the log."""
 
     event: str
-    fields: dict[str, object] = field(default_factory=dict)
+    fields: dict[str, object] = {}
     warning: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Remember:
+class Remember(msgspec.Struct, frozen=True):
     """Record the weights in place, for a successor of this executor."""
 
     weights: WeightsInPlace
 
 
-@dataclass(frozen=True, slots=True)
-class ReadRecord:
+class ReadRecord(msgspec.Struct, frozen=True):
     """Read the lane's record: `ChangesCore.record_read`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Restore:
+class Restore(msgspec.Struct, frozen=True):
     """Read the lane's weights and put them in place: `restored`, or `not_restored`."""
 
     weights: WeightsInPlace

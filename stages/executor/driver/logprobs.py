@@ -5,8 +5,7 @@ The caller chooses the logits; docs/sampling.md has what is reported.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -26,8 +25,7 @@ _ROWS = 64
 """Rows per pass, so that a long prompt needs no second copy of its logits."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScaledLogits:
+class ScaledLogits(msgspec.Struct, frozen=True):
     """Scaled logits, the common base of sampling and logprobs.
 
     Weights are exp of the scaled logits; the largest of a row is 1.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from itertools import compress
 from operator import contains
 
@@ -110,8 +109,7 @@ class Sampled(msgspec.Struct, frozen=True):
     adapter_versions: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SampledRows:
+class SampledRows(msgspec.Struct, frozen=True, eq=False):
     """The rows of one step that sampled, `[rows]` each, repeated for each token.
 
     Attributes:

@@ -6,9 +6,9 @@ A step over many sequences is a few numpy operations, whatever their number.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -22,8 +22,7 @@ BoolArray = npt.NDArray[np.bool_]
 _NO_SEQUENCE = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
+class Places(msgspec.Struct, frozen=True):
     """Places to sample at, `[places]` each.
 
     Attributes:

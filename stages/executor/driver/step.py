@@ -8,10 +8,11 @@ token is sampled behind each; tokens that would have been sampled without drafts
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import compress
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -66,8 +67,7 @@ class StepOutputs(NamedTuple):
     draft_rest: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchedStep:
+class LaunchedStep(msgspec.Struct, frozen=True):
     """A launched step; `ExecutorCore.finish` makes its result."""
 
     plan: StepPlan
@@ -264,9 +264,9 @@ class StepRunner:
         input_ids = table.tokens[rows[row_of_token], positions]
         inputs = self.runner.builder.build(batch_rows, input_ids, logits_index)
         if (input_ids < 0).any():
-            inputs = replace(inputs, input_ids=self.feed.resolve(inputs.input_ids))
+            inputs = msgspec.structs.replace(inputs, input_ids=self.feed.resolve(inputs.input_ids))
         if (table.adapter[rows] >= 0).any():
-            inputs = replace(
+            inputs = msgspec.structs.replace(
                 inputs, adapters=self.runner.adapters.step(table.adapter[rows][row_of_token])
             )
         return inputs, last_token

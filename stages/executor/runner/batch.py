@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -48,8 +49,7 @@ class Rows:
         return blocks * block_size + positions % block_size
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRows:
+class DecodeRows(msgspec.Struct, frozen=True):
     """The rows of one token each, for a kernel that reads the cache by itself.
 
     Attributes:

@@ -15,9 +15,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -65,8 +65,7 @@ def batch_buckets(max_batch_size: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < max_batch_size), max_batch_size)
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeStep:
+class DecodeStep(msgspec.Struct, frozen=True):
     """A step of rows of one token each, on the host.
 
     Attributes:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,7 @@ from .kv_cache import KVCache
 from .loaded_model import LoadedModel
 
 
-@dataclass(frozen=True, slots=True)
-class StepInputs:
+class StepInputs(msgspec.Struct, frozen=True):
     """The inputs of one forward pass over rows of different sequences, flattened.
 
     Attributes:

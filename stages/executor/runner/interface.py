@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 from torch import Tensor, nn
 
 from ....config import EngineConfig, ModelError
@@ -46,8 +46,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ModelRunner:
+class ModelRunner(msgspec.Struct, frozen=True, eq=False):
     """A model with its KV cache. It keeps nothing of a step but keys and values.
 
     Attributes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
@@ -27,8 +28,7 @@ class Dtypes(NamedTuple):
         return cls(dtype, dtype, dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerSpec:
+class LayerSpec(msgspec.Struct, frozen=True):
     """One attention layer.
 
     Attributes:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from .....bus.messages import VerifiedDraft
@@ -37,8 +38,7 @@ _MOST_SKIPPED = 8
 """The most steps that skip a sequence without a useful draft."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepDrafts:
+class StepDrafts(msgspec.Struct, frozen=True):
     """The drafts of one step.
 
     Attributes:

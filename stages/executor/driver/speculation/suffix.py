@@ -14,6 +14,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import ClassVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -30,8 +31,7 @@ LEAD = 16
 NO_TOKEN = -1
 
 
-@dataclass(frozen=True, slots=True)
-class ContextKind:
+class ContextKind(msgspec.Struct, frozen=True):
     """A kind of context by which places are found.
 
     Attributes:
@@ -70,8 +70,7 @@ _NUMBERS: Words = np.arange(len(CONTEXTS), dtype=np.uint64)[:, None] << np.uint6
 _KINDS = np.arange(len(CONTEXTS))[:, None]
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(msgspec.Struct, frozen=True):
     """A segment of an output to index.
 
     Attributes:

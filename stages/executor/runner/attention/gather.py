@@ -13,9 +13,9 @@ heads, so it is made once for each such kind of layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -54,8 +54,7 @@ def for_each_kind(
     return made
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillRow:
+class PrefillRow(msgspec.Struct, frozen=True):
     """Several tokens of one sequence.
 
     Attributes:
@@ -197,8 +196,7 @@ _SLACK_TOKENS = 256
 """Padding of a decode row that costs less than another chunk."""
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeChunk:
+class DecodeChunk(msgspec.Struct, frozen=True):
     """Rows of one token each, of similar context length, computed together.
 
     Attributes:
@@ -218,16 +216,14 @@ class DecodeChunk:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class GatherView:
+class GatherView(msgspec.Struct, frozen=True):
     """The layout of a step for layers of one kind."""
 
     decodes: tuple[DecodeChunk, ...]
     prefills: tuple[PrefillRow, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class GatherBatch:
+class GatherBatch(msgspec.Struct, frozen=True):
     """A step.
 
     Attributes:

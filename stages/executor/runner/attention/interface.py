@@ -12,9 +12,9 @@ honour is refused there, before any request.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -31,8 +31,7 @@ PROBING = "nano_probe"
 """The `attn_implementation` of the probe, whose forward call takes a `layer_probe`."""
 
 
-@dataclass(frozen=True, slots=True)
-class MaskProbe:
+class MaskProbe(msgspec.Struct, frozen=True):
     """The rule of a mask, which our mask interface returns in place of the mask.
 
     `mask_function(batch, head, query position, key position)` is Transformers' own, elementwise on

@@ -6,9 +6,9 @@ the CPU it is `cpu.c`'s.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import ClassVar
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -20,8 +20,7 @@ from .backend import QKV
 from .gather import LayerKind, PrefillRow, for_each_kind, layer_kinds, prefill, prefill_rows
 
 
-@dataclass(frozen=True, slots=True)
-class ReadRows:
+class ReadRows(msgspec.Struct, frozen=True):
     """The tokens whose last hidden states are read.
 
     Attributes:
@@ -33,8 +32,7 @@ class ReadRows:
     rows: DecodeRows
 
 
-@dataclass(frozen=True, slots=True)
-class PagedBatch:
+class PagedBatch(msgspec.Struct, frozen=True):
     """A step.
 
     Attributes:
@@ -46,7 +44,7 @@ class PagedBatch:
 
     slots: Tensor
     decodes: DecodeRows
-    prefills: dict[LayerKind, tuple[PrefillRow, ...]] = field(default_factory=dict)
+    prefills: dict[LayerKind, tuple[PrefillRow, ...]] = {}
     read: ReadRows | None = None
 
 

@@ -14,10 +14,11 @@ All in float32, also for bfloat16 models.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -40,8 +41,7 @@ _MAX_SCORES = 1 << 22
 """Scores in memory for the tiles of one sequence and one KV head (float32: 16 MiB)."""
 
 
-@dataclass(frozen=True, slots=True)
-class TileChunk:
+class TileChunk(msgspec.Struct, frozen=True):
     """Tiles that are computed together: of one sequence, or of several with one tile each.
 
     Attributes:
@@ -62,8 +62,7 @@ class TileChunk:
     masks: tuple[Tensor | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TiledBatch:
+class TiledBatch(msgspec.Struct, frozen=True):
     """A step. Tiles are cut at the first layer of each kind.
 
     Attributes:
@@ -76,7 +75,7 @@ class TiledBatch:
     slots: Tensor
     rows: Rows
     block_size: int
-    chunks: dict[tuple[int | None, int, int], tuple[TileChunk, ...]] = field(default_factory=dict)
+    chunks: dict[tuple[int | None, int, int], tuple[TileChunk, ...]] = {}
 
     def chunks_of(self, window: int | None, heads: int, group: int) -> tuple[TileChunk, ...]:
         """The tiles for layers of this kind."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from ctypes import c_float, c_long, c_void_p
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from operator import is_not
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -64,8 +64,7 @@ class _Step(ctypes.Structure):
 _IS_THERE = partial(is_not, None)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerParts:
+class LayerParts(msgspec.Struct, frozen=True):
     """One layer: x += output(attention(projection(first(x)))), then x += down(gated(second(x))).
 
     Attributes:

@@ -10,9 +10,10 @@ import shutil
 import stat
 import subprocess
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+
+import msgspec
 
 from .....config.temporary import sweep, temporary_folder
 
@@ -28,8 +29,7 @@ _DIGEST_BYTES = 32
 _LOADS = count()
 
 
-@dataclass(frozen=True, slots=True)
-class Library:
+class Library(msgspec.Struct, frozen=True):
     """A library.
 
     Attributes:

@@ -133,8 +133,8 @@ class DraftedLane(DraftingLane):
     def turn(self) -> bool:
         went_on = super().turn()
         if self.preempt_every and self.steps % self.preempt_every == 0:
-            while self._under_way:
-                result = self._under_way.popleft()
+            while self._in_flight:
+                result = self._in_flight.popleft()
                 assert isinstance(result, StepResult)
                 self.batching.absorb(result)
                 self._record(result)

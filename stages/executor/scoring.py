@@ -58,14 +58,13 @@ class ReferenceModel:
         own, other = self._core.model, core.model
         if own.vocab_size < other.vocab_size:
             raise ModelError(
-                f"the reference model has {own.vocab_size} tokens and the model that it is to "
-                f"score has {other.vocab_size}; give one with the same tokenizer"
+                f"the reference model has {own.vocab_size} tokens and the scored model has "
+                f"{other.vocab_size}; give one with the same tokenizer"
             )
         if own.max_model_len < other.max_model_len:
             raise ModelError(
-                f"the reference model takes {own.max_model_len} tokens and the model that it is to "
-                f"score makes up to {other.max_model_len}; set max_model_len to "
-                f"{own.max_model_len}"
+                f"the reference model takes {own.max_model_len} tokens and the scored model "
+                f"makes up to {other.max_model_len}; set max_model_len to {own.max_model_len}"
             )
 
     def close(self) -> None:

@@ -93,11 +93,11 @@ def check_path(path: str) -> None:
     if not path:
         raise WeightsError("the path of the weights is empty; name a folder or a file")
     if "\0" in path:
-        raise WeightsError(f"the path {shown(path)} holds a NUL, which no path does")
+        raise WeightsError(f"the path {shown(path)} has a NUL byte")
     try:
         size = len(os.fsencode(path))
     except UnicodeEncodeError:
-        raise WeightsError(f"{shown(path)} is no path, for it is not Unicode") from None
+        raise WeightsError(f"the path {shown(path)} is not Unicode") from None
     if size > _LONGEST_PATH_BYTES:
         raise WeightsError(
             f"the path {shown(path)} has {size} bytes; it may have {_LONGEST_PATH_BYTES} bytes"
@@ -116,8 +116,8 @@ def _check_source(source: WeightsSource | StagedWeights, limits: WeightLimits) -
             limits.check_tensors(len(tensors))
             if len(segments) > len(tensors):
                 raise WeightsError(
-                    f"{len(tensors)} tensors are said to lie in {len(segments)} segments; name "
-                    "only those where some lie"
+                    f"{len(tensors)} tensors are in {len(segments)} segments; name only "
+                    "segments with a tensor"
                 )
         case GroupWeights(group, tensors):
             _check_name("group", group)
@@ -150,8 +150,8 @@ def _check_join(wish: JoinWeightsGroup) -> None:
         host = ""
     if not host or "\0" in host or len(host) > _LONGEST_HOST:
         raise WeightsError(
-            f"{shown(wish.address)} names no host; give an address, or a name whose labels have "
-            "up to 63 characters"
+            f"{shown(wish.address)} has no valid host; give an address, or a name whose "
+            "labels have up to 63 characters"
         )
 
 

@@ -242,12 +242,12 @@ class ChangesCore:
     def close(self) -> list[Effect]:
         """Answer all open operations, since the stage ends."""
         weights_error = WeightsError(
-            "the executor stopped before it was done; it starts again with all its memory and the "
-            "weights of model_path, as version 0",
+            "the executor stopped during the operation; it restarts with all its memory and "
+            "the weights of model_path, as version 0",
             code="weights_interrupted",
         )
         adapter_error = AdapterError(
-            "the executor stopped before it was done; look which adapters it has",
+            "the executor stopped during the operation; list its adapters",
             code="adapter_interrupted",
         )
         self._turns.clear()
@@ -328,8 +328,8 @@ class ChangesCore:
             return
         if isinstance(update.source, LocalWeights):
             raise WeightsError(
-                "a state dict of this process can't be a part of an update, since it may change "
-                "until the others come; pass all tensors at once"
+                "a state dict of this process can't be a part of an update, since it may "
+                "change before the other parts come; pass all tensors at once"
             )
         self._turns.append(_Turn(ticket, update, _deadline_ns(update, now_ns)))
 
@@ -346,7 +346,7 @@ class ChangesCore:
         id = operation.adapter
         if id in self._reading.values() or id in self._staged:
             raise AdapterError(
-                f"the adapter {shown(id)} is being changed; wait until that is done",
+                f"a change of the adapter {shown(id)} is in progress; wait for its end",
                 code="adapter_busy",
             )
         if isinstance(operation, LoadAdapter):
@@ -400,7 +400,7 @@ class ChangesCore:
     def _prepare(self, ticket: int, update: UpdateWeights, fetched: Fetched, now_ns: int) -> None:
         self._succession.check(fetched.covers)
         if update.prepare_as == self._dropped:
-            raise WeightsError("the update was given up", code="weights_incomplete")
+            raise WeightsError("the update was cancelled", code="weights_incomplete")
         self._prepared = _Prepared(update, fetched, _deadline_ns(update, now_ns))
         self._answer(ticket)
 
@@ -421,8 +421,8 @@ class ChangesCore:
             self._answer(ticket)
         else:
             raise WeightsError(
-                "the weights that this executor had prepared are not there any more: it was "
-                "started anew, or was not told in time to put them in place; send them again",
+                "the prepared weights are gone: the executor was restarted, or FinishUpdate "
+                "came too late; send the weights again",
                 code="weights_incomplete",
             )
 
@@ -492,7 +492,7 @@ class ChangesCore:
             self._answer(turn.ticket, _busy())
         if self._prepared is not None and self._prepared.deadline_ns <= now_ns:
             self._prepared = None
-            reason = "no FinishUpdate came in time"
+            reason = "FinishUpdate did not come in time"
             self._effects.append(Log("prepared_weights_dropped", {"reason": reason}, warning=True))
         return self._take_effects()
 
@@ -590,7 +590,7 @@ class WeightParts:
         self.drop()
         if not parts or parts != staged.parts:
             raise WeightsError(
-                f"{parts} of the update's {staged.parts} parts are here; send all of them again",
+                f"{parts} of the update's {staged.parts} parts have come; send all of them again",
                 code="weights_incomplete",
             )
         return tensors, origin
@@ -653,7 +653,7 @@ class Succession:
             return []
         if record.leader == self._leader:
             return [Restore(record)]
-        reason = "the lane was begun anew; what it had before is not restored"
+        reason = "the lane was restarted; its earlier weights are not restored"
         fields: dict[str, object] = {"before": record.version, "reason": reason}
         return [Log("weights_of_model_path", fields, warning=True)]
 
@@ -672,9 +672,8 @@ class Succession:
         """
         if self.behind and not covers:
             raise WeightsError(
-                f"this executor was started anew and has the weights of model_path, not version "
-                f"{self.behind}, which these would be a part on top of; send all weights in one "
-                "update",
+                "this executor was restarted with the weights of model_path, not version "
+                f"{self.behind}, which a partial update needs; send all weights in one update",
                 code="weights_behind",
             )
 

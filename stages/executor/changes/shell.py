@@ -315,9 +315,9 @@ class StagedChanges:
             self.restoring = f"it reads the adapter {each.id} from {each.folder}"
             try:
                 if not each.folder:
-                    raise AdapterError("it did not come from a folder")
+                    raise AdapterError("it was not read from a folder")
                 if stamp_of_adapter(each.folder) != each.stamp:
-                    raise AdapterError(f"the files of {each.folder} are others than they were")
+                    raise AdapterError(f"the files of {each.folder} have changed")
                 load = LoadAdapter(each.id, each.folder, version=each.version)
                 adapter = await self._read_adapter(load)
                 await self._on_torch(self._executor.adapters.put, adapter)
@@ -439,8 +439,8 @@ def _refusal(error: Exception) -> WeightsError:
     if isinstance(error, WeightsError):
         return error
     refusal = WeightsError(
-        f"the executor could not do it ({type(error).__name__}: {shown(str(error))}); its log has "
-        "the traceback, and its weights are as they were"
+        f"the operation failed ({type(error).__name__}: {shown(str(error))}); the executor's "
+        "log has the traceback, and its weights are unchanged"
     )
     refusal.__cause__ = error
     return refusal
@@ -463,9 +463,9 @@ def _read_again(record: WeightsInPlace, weights: WeightSyncManager) -> dict[str,
         WeightsError: They are gone.
     """
     if not record.folder:
-        raise WeightsError("they did not come from a folder as a whole")
+        raise WeightsError("they were not read from one folder")
     check_path(record.folder)
-    changed = f"the files of {record.folder} are others than they were"
+    changed = f"the files of {record.folder} have changed"
     if stamp_of(record.folder, weights.limits) != record.stamp:
         raise WeightsError(changed)
     read = read_folder(record.folder, weights.limits)

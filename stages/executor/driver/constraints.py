@@ -40,8 +40,8 @@ _GROWN_S = 0.01
 fraction of a millisecond."""
 
 _TOO_COSTLY = (
-    "the constraint takes too much work at this place of the text; make it simpler: patterns that "
-    "have to match together, or must not match, multiply by each other"
+    "the constraint is too complex at this position of the text; simplify it: patterns that "
+    "must match together, or must not match, multiply their states"
 )
 
 

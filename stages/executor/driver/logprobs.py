@@ -91,8 +91,8 @@ def scale_logits(
 def broken_logits() -> ModelError:
     """Return the error for a row whose largest logit is not finite."""
     return ModelError(
-        "the model produced logits that are not finite numbers; its weights are damaged, or "
-        "its dtype can't hold them (float16 overflows where bfloat16 does not)"
+        "the model's logits are not finite; its weights are damaged, or its dtype can't hold "
+        "them (float16 overflows where bfloat16 does not)"
     )
 
 

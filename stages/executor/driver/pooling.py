@@ -94,13 +94,13 @@ class PromptPooler:
         """
         table = self._table
         if (num_tokens != table.num_known[rows]).any():
-            raise ValueError("the plan has a part of a prompt, and the model takes whole ones")
+            raise ValueError("the plan has a part of a prompt, and the model needs whole prompts")
         prompts = [table.tokens[row, : table.num_known[row]] for row in rows.tolist()]
         pooled: list[tuple[int, Tensor, int]] = []
         ids = table.ids_of(rows).tolist()
         for index, states in self._runner.encode(prompts, self._max_tokens):
             pooling = table.pooling[rows[index]]
-            assert pooling is not None, "such a model generates nothing"
+            assert pooling is not None, "an embedding model generates nothing"
             vector = self._advance(int(rows[index]), ids[index], pooling, states)
             assert vector is not None, "the prompt is whole"
             pooled.append((ids[index], vector, 0))
@@ -199,8 +199,8 @@ def report_pooled(pooled: Pooled) -> tuple[PooledPrompt, ...]:
         numbers = vector.cpu()
         if not bool(torch.isfinite(numbers).all()):
             raise ModelError(
-                "the model produced hidden states that are not finite numbers; its weights are "
-                "damaged, or its dtype can't hold them (float16 overflows where bfloat16 does not)"
+                "the model's hidden states are not finite; its weights are damaged, or its "
+                "dtype can't hold them (float16 overflows where bfloat16 does not)"
             )
         reports.append(PooledPrompt(seq_id, numbers.numpy().astype("<f4").tobytes(), version))
     return tuple(reports)

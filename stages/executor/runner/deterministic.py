@@ -110,9 +110,9 @@ class Determinism:
             start += count
         if not torch.equal(whole, torch.cat(parts)):
             raise ModelError(
-                f"deterministic mode is impossible here: {type(self._model.module).__name__} gives "
-                "a token other bits beside others than alone on this machine; set deterministic "
-                "to false"
+                f"deterministic mode is impossible here: {type(self._model.module).__name__} "
+                "gives a token other bits in a batch than alone on this machine; set "
+                "deterministic to false"
             )
 
     def _logits(self, ids: IntArray, start: int, neighbour: IntArray) -> Tensor:

@@ -47,10 +47,10 @@ def resolve_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ModelError(f"torch knows no device {shown(name)}; {advice}") from None
+        raise ModelError(f"torch has no device {shown(name)}; {advice}") from None
     index = device.index or 0
     if index >= here.get(device.type, 0):
-        raise ModelError(f"device {shown(name)} is not there; {advice}")
+        raise ModelError(f"device {shown(name)} is missing; {advice}")
     return (
         torch.device(device.type)
         if device.type in ("cpu", "mps")

@@ -95,13 +95,13 @@ def looks_ahead(module: Any, device: torch.device) -> bool:
             states.append(output.last_hidden_state)
         except Exception as error:
             raise ModelError(
-                f"{type(module).__name__} makes no states of token ids: {error!s:.300}; choose "
-                "another model"
+                f"{type(module).__name__} returns no states for token ids: {error!s:.300}; "
+                "choose another model"
             ) from error
     if states[0].shape[:2] != (1, 2):
         raise ModelError(
-            f"{type(module).__name__} gives {tuple(states[0].shape)} for two tokens, so that no "
-            "vectors can be made of them; choose another model"
+            f"{type(module).__name__} returns {tuple(states[0].shape)} for two tokens, which "
+            "can't be pooled; choose another model"
         )
     return not torch.equal(states[0][:, 0], states[1][:, 0])
 

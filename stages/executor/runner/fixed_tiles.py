@@ -254,6 +254,6 @@ def _refuse(name: str, *_: object, **__: object) -> Tensor:
 
 def _no_fixed_shape(name: str) -> ModelError:
     return ModelError(
-        f"deterministic mode does not know this model's use of {name}; set deterministic to false "
-        "(of a model with experts, try experts_implementation='eager' first)"
+        f"deterministic mode does not support this model's use of {name}; set deterministic "
+        "to false (of a model with experts, try experts_implementation='eager' first)"
     )

@@ -239,7 +239,7 @@ def _check_architecture(hf_config: PreTrainedConfig, model_class: type | None = 
     if not getattr(model_class, "_supports_attention_backend", False):
         raise ModelError(
             f"{model_class.__name__} does not use Transformers' attention interface "
-            "(_supports_attention_backend), so our attention can't be put into it"
+            "(_supports_attention_backend), so the attention can't be replaced"
         )
 
 

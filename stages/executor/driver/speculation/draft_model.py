@@ -66,7 +66,7 @@ def load_draft_model(config: EngineConfig, target: LoadedModel) -> LoadedModel:
     """
     if not target.generates:
         raise ModelError(
-            "the model makes embeddings and generates nothing that could be drafted; set "
+            "the model makes embeddings and generates no tokens to draft; set "
             "draft_model_path to ''"
         )
     try:
@@ -102,13 +102,13 @@ def _check_vocabulary(config: EngineConfig, model: LoadedModel, target: LoadedMo
         same = sum(own.get(token) == token_id for token, token_id in wanted.items())
         if same >= _SAME_SHARE * len(wanted):
             return
-        difference = f"of the {len(wanted)} tokens it has {same} under the same id"
+        difference = f"{same} of the {len(wanted)} tokens have the same id"
     elif model.vocab_size == target.vocab_size:
         return
     else:
         difference = f"it has {model.vocab_size} tokens and the model has {target.vocab_size}"
     raise ModelError(
-        f"the draft model is of another vocabulary: {difference}; set draft_model_path to one "
+        f"the draft model has another vocabulary: {difference}; set draft_model_path to one "
         "with the same tokenizer"
     )
 

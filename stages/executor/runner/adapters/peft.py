@@ -141,8 +141,8 @@ def read_adapter(
         size = os.stat(file).st_size
         if size > most.num_bytes + most.header_bytes:
             raise _too_large(
-                f"{shown(file)} has {size} bytes, more than an adapter of rank {limits.rank} can "
-                "have here"
+                f"{shown(file)} has {size} bytes, more than an adapter of rank {limits.rank} "
+                "of this model"
             )
         # Before reading: files that are replaced meanwhile will not have this stamp.
         stamp = stamp_of(file)
@@ -164,7 +164,8 @@ def check_adapter_id(id: str, model: str) -> None:
     """Raises AdapterError if the id is invalid or the model's name."""
     if id == model or not is_adapter_id(id):
         raise AdapterError(
-            f"an adapter can't be called {shown(id)}: {ADAPTER_ID_RULE}, and not the model's name",
+            f"{shown(id)} is no valid id of an adapter: {ADAPTER_ID_RULE}, and not the "
+            "model's name",
             code="invalid_adapter_id",
         )
 
@@ -228,7 +229,7 @@ def adapter_of(
     _check_kind(checked)
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            raise AdapterError(f"{shown(name)} is a {type(tensor).__name__}, and no tensor")
+            raise AdapterError(f"{shown(name)} is a {type(tensor).__name__}, not a tensor")
     try:
         check_stored(tensors)
     except WeightsError as error:
@@ -266,7 +267,7 @@ def _check_kind(config: _Config) -> None:
     initial = config.init_lora_weights
     if isinstance(initial, str) and initial.lower().startswith(_OTHER_BASE):
         raise _unsupported(
-            f"init_lora_weights {shown(initial)} has changed the weights below it, too; save it "
+            f"init_lora_weights {shown(initial)} has also changed the base weights; save it "
             "with path_initial_model_for_weight_conversion"
         )
     if config.bias != "none":
@@ -345,7 +346,7 @@ def _pair(
     limits: AdapterLimits,
 ) -> LoraPair:
     if both.keys() != {"A", "B"}:
-        raise AdapterError(f"of {shown(name)} there is only lora_{min(both)}; save it again")
+        raise AdapterError(f"{shown(name)} has only lora_{min(both)}; save the adapter again")
     a, b = both["A"], both["B"]
     inputs, outputs = _widths(module)
     rank = a.shape[0] if a.dim() == 2 else 0
@@ -360,7 +361,7 @@ def _pair(
             f"{limits.rank}"
         )
     if not (a.is_floating_point() and b.is_floating_point()):
-        raise AdapterError(f"the tensors of {shown(name)} are {a.dtype} and {b.dtype}, no floats")
+        raise AdapterError(f"the tensors of {shown(name)} are {a.dtype} and {b.dtype}, not floats")
     scaled = b.float() * _scaling(config, name, rank)
     pair = LoraPair(
         a.detach().to(model.device, model.dtypes.activations, copy=True),
@@ -415,8 +416,7 @@ def _unknown_tensor(name: str) -> AdapterError:
         if part in name:
             return _unsupported(f"{what} (the tensor {shown(name)}), only LoRA on linear layers is")
     return AdapterError(
-        f"nothing is known of the tensor {shown(name)}; an adapter has lora_A and lora_B of linear "
-        "layers"
+        f"the tensor {shown(name)} is unknown; an adapter has lora_A and lora_B of linear layers"
     )
 
 
@@ -425,8 +425,8 @@ def _no_such_module(name: str, module: nn.Module) -> AdapterError:
         kind = type(module.get_submodule(name)).__name__
     except AttributeError:
         return AdapterError(
-            f"the adapter has tensors for {shown(name)}, which {type(module).__name__} has not; "
-            "it is for another model"
+            f"the adapter has tensors for {shown(name)}, which is not in "
+            f"{type(module).__name__}; it is for another model"
         )
     return _unsupported(
         f"LoRA on {shown(name)} ({kind}) is not, only on linear layers that every token passes "

@@ -210,7 +210,7 @@ class AdapterTable:
             ValueError: The id is unknown.
         """
         if id and id not in self._slot_of:
-            raise ValueError(f"the plan has a sequence of adapter {id!r}, which is not here")
+            raise ValueError(f"the plan has a sequence of the unknown adapter {id!r}")
         return self._slot_of[id] if id else NO_ADAPTER
 
     def describe(self) -> tuple[LoadedAdapter, ...]:

@@ -23,10 +23,10 @@ def choose_backend(config: EngineConfig, model: LoadedModel) -> tuple[AttentionB
     """
     backend, without_kernels = _chosen(config, model)
     if config.attention not in ("auto", backend.name):
-        why = without_kernels or "its heads are of another width than the kernel takes"
+        why = without_kernels or "the kernel does not support the width of its heads"
         raise ModelError(
-            f"engine.attention is {config.attention!r}, which this model can't have here: {why}; "
-            "leave it at 'auto'"
+            f"engine.attention is {config.attention!r}, which is not possible for this model: "
+            f"{why}; leave it at 'auto'"
         )
     if config.attention_tile and not (backend.name == "paged" and model.device.type == "cuda"):
         raise ModelError(

@@ -96,7 +96,7 @@ def check_stored(tensors: Mapping[str, object]) -> None:
     """
     for name, tensor in tensors.items():
         if not isinstance(name, str):
-            raise WeightsError(f"{shown(name)} names no tensor; names are text")
+            raise WeightsError(f"{shown(name)} is no name of a tensor; names are text")
         if isinstance(tensor, Tensor) and (trouble := _trouble(tensor)):
             raise WeightsError(f"the numbers of {shown(name)} can't be read: {trouble}")
 
@@ -131,7 +131,7 @@ def _uncovered(tensor: Tensor) -> str:
     if storage.nbytes() < needed or not storage.data_ptr():
         held = storage.nbytes() if storage.data_ptr() else 0
         return (
-            f"its storage has {held} bytes and {needed} are needed; it was resized or freed, as "
-            "FSDP does with gathered parameters, so send it while it is there"
+            f"its storage has {held} bytes and {needed} are needed; it was resized or freed, "
+            "as FSDP does with gathered parameters, so send it before that"
         )
     return ""

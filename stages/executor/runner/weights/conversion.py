@@ -102,7 +102,7 @@ def _load(hull: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         )
     parts = "all parts of a parameter that the model has fused must come in one update"
     for name in sorted(info.conversion_errors):
-        raise PartsMissing(f"the new weights don't fit: {name!r} can't be put together; {parts}")
+        raise PartsMissing(f"the new weights don't fit: {name!r} can't be composed; {parts}")
     for name, shape in wrong_shapes:
         raise PartsMissing(
             f"the new weights don't fit: {name!r} is made {shape}, and the model's is "

@@ -154,7 +154,7 @@ class WeightSyncManager:
     def check_complete(self, new_weights: Mapping[str, Tensor]) -> None:
         """Check that an update of empty weights is complete. Raises as `start_sync`."""
         if self.empty and (missing := self._missing(new_weights)):
-            why = "a write of new ones failed" if self.lost else "their memory was released"
+            why = "an update failed midway" if self.lost else "their memory was released"
             raise WeightsError(
                 f"{len(missing)} tensors are missing, such as {missing[0]!r}, and none are in "
                 f"place, since {why}; send all in one update",
@@ -273,9 +273,9 @@ class WeightSyncManager:
         if bad:
             more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
             raise WeightsError(
-                f"the new weights have NaN or infinity, in the model's dtype, in "
-                f"{', '.join(bad[:_NAMED])}{more}; the trainer has diverged, or sent them before "
-                "they were there",
+                "the new weights have NaN or infinity, in the model's dtype, in "
+                f"{', '.join(bad[:_NAMED])}{more}; the trainer has diverged, or sent them "
+                "before they were computed",
                 code="weights_not_finite",
             )
 

@@ -334,7 +334,7 @@ def test_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_whose_rows_depend_on_each_other_is_refused_at_load() -> None:
     module = make_model("llama")
     _look_at_neighbours(module)
-    with pytest.raises(ModelError, match="other bits beside others"):
+    with pytest.raises(ModelError, match="other bits in a batch"):
         ExecutorCore(CONFIG, model=wrap_model(module, 128))
 
 

@@ -91,7 +91,7 @@ def read_folder(path: str, limits: WeightLimits = UNLIMITED) -> dict[str, Tensor
             part, length = _read(file, left)
             if twice := tensors.keys() & part.keys():
                 name = shown(min(twice))
-                raise WeightsError(f"{_named(file)} has {name}, which another file has as well")
+                raise WeightsError(f"{_named(file)} has {name}, which is also in another file")
             tensors |= part
             file_of |= dict.fromkeys(part, file.name)
             num_bytes += length
@@ -184,7 +184,7 @@ def opened(path: Path) -> Iterator[int]:
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise WeightsError(f"{_named(path)} is no regular file; name a folder or a file")
+            raise WeightsError(f"{_named(path)} is not a regular file; name a folder or a file")
         yield file
     finally:
         os.close(file)
@@ -215,9 +215,9 @@ def _check_list(path: Path, length: int, limits: WeightLimits) -> None:
     """Raises WeightsError for a list that is too long to be parsed."""
     if length > limits.header_bytes:
         raise WeightsError(
-            f"the list of tensors in {_named(path)} has {length} bytes, more than {limits.tensors} "
-            "tensors take, which is what this model can; send those of its architecture, or raise "
-            "engine.max_weight_tensors"
+            f"the list of tensors in {_named(path)} has {length} bytes, more than "
+            f"{limits.tensors} tensors need, the most that this model can take; send those of "
+            "its architecture, or raise engine.max_weight_tensors"
         )
 
 

@@ -137,7 +137,7 @@ def time_left(deadline: float) -> timedelta:
     """
     seconds = deadline - time.monotonic()
     if seconds <= 0:
-        raise WeightsError("the others were silent for too long", code="weights_timeout")
+        raise WeightsError("the other ranks sent nothing for too long", code="weights_timeout")
     # In milliseconds, torch's unit, and at least one: 0 means no limit.
     return timedelta(milliseconds=max(round(1000 * seconds), 1))
 
@@ -200,7 +200,7 @@ class WeightGroups:
         with self._lock:
             if self._joins == _MOST_JOINS:
                 raise WeightsError(
-                    f"{_MOST_JOINS} groups are being joined; join again when their time is up",
+                    f"{_MOST_JOINS} groups are being joined; join again when one has ended",
                     code="weights_busy",
                 )
             # Under the lock: a thread that can't be started is not counted.

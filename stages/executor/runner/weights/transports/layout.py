@@ -64,7 +64,7 @@ def num_bytes(meta: TensorMeta) -> int:
         if len(meta.shape) <= _MOST_DIMENSIONS:
             return count
     shape = ", ".join(shown(size) for size in meta.shape[:_MOST_DIMENSIONS])
-    raise WeightsError(f"{shown(meta.name)} has the shape ({shape}), which no tensor has")
+    raise WeightsError(f"{shown(meta.name)} has the impossible shape ({shape})")
 
 
 def sizes_of(tensors: Sequence[TensorMeta], limits: WeightLimits = UNLIMITED) -> list[int]:

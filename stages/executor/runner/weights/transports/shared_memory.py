@@ -97,7 +97,7 @@ class SharedWeights:
         if state_dict is not None:
             metas = tuple(meta_of(name, tensor) for name, tensor in state_dict.items())
             if metas != self.source.tensors:
-                raise WeightsError("these tensors are others than at first; share them anew")
+                raise WeightsError("these are not the tensors of the first call; share them anew")
             self._tensors = dict(state_dict)
         memory = [torch.frombuffer(segment.buf, dtype=torch.uint8) for segment in self._segments]
         try:
@@ -204,8 +204,8 @@ def _reserve(size: int) -> tuple[SharedMemory, int]:
         os.close(lock)
         if isinstance(error, OSError):
             raise WeightsError(
-                f"{size} bytes of shared memory are not to be had ({error.strerror}); enlarge "
-                f"{SHARED_MEMORY}, or send the weights another way"
+                f"{size} bytes of shared memory can't be allocated ({error.strerror}); "
+                f"enlarge {SHARED_MEMORY}, or send the weights another way"
             ) from None
         raise
     return segment, lock
@@ -215,7 +215,7 @@ def _reserve(size: int) -> tuple[SharedMemory, int]:
 def _opened(name: str, flags: int = os.O_RDONLY) -> Iterator[int]:
     """Open a segment, not by Python's SharedMemory, which would remove it at exit."""
     if not _NAME.fullmatch(name) or name.startswith("."):
-        raise WeightsError(f"{shown(name)} names no shared memory")
+        raise WeightsError(f"{shown(name)} is no name of shared memory")
     try:
         file = os.open(SHARED_MEMORY / name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:

@@ -135,6 +135,6 @@ def test_a_kernel_takes_the_heads_that_it_handles(
         asked = EngineConfig(attention="paged")
         assert type(choose_backend(asked, model(dtype, width))[0]) is kind
     else:
-        with pytest.raises(ModelError, match="another width"):
+        with pytest.raises(ModelError, match="does not support the width"):
             choose_backend(EngineConfig(attention="paged"), model(dtype, width))
     assert why == "", "other kernels run also where attention is gathered"

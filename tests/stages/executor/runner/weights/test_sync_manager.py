@@ -204,7 +204,7 @@ def test_a_write_that_fails_midway_leaves_no_weights(
         assert "the device is gone" in failed.value.message
     assert weights.empty
     assert weights.version == 0
-    with pytest.raises(WeightsError, match="a write of new ones failed") as refused:
+    with pytest.raises(WeightsError, match="an update failed midway") as refused:
         weights.sync_blocking({NORM: new[NORM]}, partial=True)
     assert refused.value.code == "weights_incomplete"
     weights.sync_blocking(new)

@@ -164,7 +164,7 @@ def empty(folder: Path) -> None:
         (spoil_index, "can't read"),
         (misplace, "where it is not"),
         (reach_out, "which is not beside it"),
-        (twice, "which another file has as well"),
+        (twice, "which is also in another file"),
         (empty, "there is no .safetensors file"),
     ],
 )

@@ -149,10 +149,10 @@ X, Y = TensorMeta("x", "float32", (10,)), TensorMeta("y", "float32", (4,))
         ({"tensors": (TensorMeta("x", "float32", (1 << 62, 4)), Y)}, "has the shape"),
         ({"tensors": (TensorMeta("x", "float32", (-10,)), Y)}, "has the shape"),
         ({"segments": ("psm_none", "psm_none_either")}, "there is no shared memory 'psm_none'"),
-        ({"segments": ("../../etc/passwd", "b")}, "names no shared memory"),
-        ({"segments": ("..", "b")}, "names no shared memory"),
-        ({"segments": ("", "b")}, "names no shared memory"),
-        ({"segments": ("a\0b", "b")}, "names no shared memory"),
+        ({"segments": ("../../etc/passwd", "b")}, "is no name of shared memory"),
+        ({"segments": ("..", "b")}, "is no name of shared memory"),
+        ({"segments": ("", "b")}, "is no name of shared memory"),
+        ({"segments": ("a\0b", "b")}, "is no name of shared memory"),
         ({"segments": ("same", "same")}, "named twice"),
     ],
 )
@@ -188,6 +188,6 @@ def test_overlapping_tensors_are_two_views(shared: SharedWeights) -> None:
 def test_more_than_there_is_shared_memory_for_is_refused_and_nothing_stays() -> None:
     before = set(os.listdir("/dev/shm"))
     huge = torch.empty(1, dtype=torch.uint8).expand(1 << 44)
-    with pytest.raises(WeightsError, match="are not to be had"):
+    with pytest.raises(WeightsError, match="can't be allocated"):
         SharedWeights({"small": torch.ones(1), "x": huge}, bucket_bytes=1)
     assert set(os.listdir("/dev/shm")) <= before

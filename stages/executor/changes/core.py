@@ -142,7 +142,7 @@ class ChangesCore:
         self._releasing = False
         self._succession = Succession()
 
-    # --- what others may know -----------------------------------------------------------------
+    # --- state for others ---------------------------------------------------------------------
 
     @property
     def version(self) -> int:
@@ -501,7 +501,7 @@ class ChangesCore:
         return effects
 
     def _answer(self, ticket: int, error: WeightsError | None = None, *, version: int = 0) -> None:
-        """End an operation and free what it holds."""
+        """End an operation and free its resources."""
         operation, operation_id = self._open.pop(ticket)
         is_part = isinstance(operation, UpdateWeights) and bool(operation.part_of)
         if error is not None and ticket == self.fetching and is_part:
@@ -514,7 +514,7 @@ class ChangesCore:
             self._effects.append(answer)
 
     def _release(self, ticket: int) -> None:
-        """Let others have what this operation holds."""
+        """Free the resources of an operation, for the next ones."""
         self._reading.pop(ticket, None)
         if ticket == self.fetching:
             self.fetching = None
@@ -615,12 +615,10 @@ class Succession:
 
     The store keeps the lane's newest weights, and the admission under which they were in place.
     While that admission lives, so does the lane, and a new executor must have those weights. A
-    later admission has, for all that is known here, begun a new lane, with the weights of
-    `engine.model_path`.
+    later admission may have begun a new lane, with the weights of `engine.model_path`.
 
     Attributes:
-        behind: The lane's version when this executor joined without it; 0 if it has what it
-            should have.
+        behind: The lane's version when this executor joined without it; 0 otherwise.
     """
 
     def __init__(self) -> None:

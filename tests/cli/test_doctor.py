@@ -133,7 +133,7 @@ def test_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_device_that_is_not_there() -> None:
     found = list(checks.check_torch("xpu:7"))
     assert [(check.name, check.state) for check in found] == [("torch", "ok"), ("device", "fail")]
-    assert "'xpu:7' is not there; here" in found[1].found
+    assert "'xpu:7' is missing; here" in found[1].found
 
 
 def test_a_device_on_which_no_test_ran(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,26 +1,105 @@
-"""Tokens of steps that are launched, which nobody has read yet."""
+"""Sampled tokens: on the device, on their way to the host, and in the sequence table."""
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from itertools import compress
 from operator import contains
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from ....bus.messages import RowFinish, TopLogprobs
 from ..runner.interface import IntArray
-from .feed import Readback, placeholders
 from .logprobs import broken_logits
+from .sampling import sample_plain
 from .sequences import BoolArray, Places, SequenceTable
 
 
+class TokenFeed:
+    """The last sampled token of each row of the SequenceTable, on the device.
+
+    Until the host has read a token, the table holds a placeholder of its row. The next step takes
+    placeholders as input ids, and `resolve` replaces them on the device.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.rows = rows
+        self._tokens = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+
+    @property
+    def padding_row(self) -> int:
+        """The row for the tokens of padding."""
+        return self.rows
+
+    def enlarge(self, rows: int) -> None:
+        """Allocate a tensor of more rows, and move the padding row."""
+        before, self._tokens = self._tokens, self._tokens.new_zeros(rows + 1)
+        self._tokens[: self.rows] = before[: self.rows]
+        self.rows = rows
+
+    def put(self, rows: Tensor, tokens: Tensor) -> None:
+        """Keep the tokens of rows, `[batch]` int64 each, on the device."""
+        self._tokens.index_copy_(0, rows, tokens)
+
+    def choose(
+        self, rows: Tensor, logits: Tensor, temperatures: Tensor, uniforms: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Sample the next token of each row as `sample_plain`, and keep it."""
+        tokens, logprobs = sample_plain(logits, temperatures, uniforms)
+        self.put(rows, tokens)
+        return tokens, logprobs
+
+    def resolve(self, input_ids: Tensor) -> Tensor:
+        """Return the ids with placeholders replaced by tokens."""
+        sampled = self._tokens[(-1 - input_ids).clamp_(min=0)]
+        return torch.where(input_ids < 0, sampled, input_ids)
+
+
+def placeholders(rows: IntArray) -> IntArray:
+    """Return the placeholders of rows in the SequenceTable."""
+    return -1 - rows
+
+
+class Readback:
+    """Tokens and logprobs of one step, on their way to the host.
+
+    On CUDA the copy is queued behind the step, and `numbers` waits for it.
+    """
+
+    def __init__(self, tokens: Tensor, logprobs: Tensor) -> None:
+        """Take `[rows]` int64 and `[rows]` float32, which the next step may overwrite."""
+        self._arrived: torch.cuda.Event | None = None
+        if tokens.device.type == "cpu":
+            self._host = tokens.clone(), logprobs.clone()
+            return
+        # One copy of both, as float64: token ids are exact up to 2**53.
+        packed = torch.stack((tokens.double(), logprobs.double()))
+        staged = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        staged.copy_(packed, non_blocking=True)
+        self._host = staged[0], staged[1]
+        self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._arrived.record(torch.cuda.current_stream(tokens.device))
+
+    def wait(self) -> None:
+        """Block until the step is done. The only method for other threads."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+
+    def numbers(self) -> tuple[IntArray, npt.NDArray[np.float32]]:
+        """Wait, and return tokens and logprobs, `[rows]` each."""
+        self.wait()
+        tokens, logprobs = self._host
+        if self._arrived is None:
+            return tokens.numpy(), logprobs.numpy()
+        return tokens.numpy().astype(np.int64), logprobs.numpy().astype(np.float32)
+
+
 class Sampled(msgspec.Struct, frozen=True):
-    """The part of a StepResult that is about tokens, `[rows]` each."""
+    """The token fields of a StepResult, `[rows]` each."""
 
     seq_ids: tuple[int, ...] = ()
     token_ids: tuple[int, ...] = ()
@@ -30,16 +109,15 @@ class Sampled(msgspec.Struct, frozen=True):
     adapter_versions: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SampledRows:
-    """The rows of one step that sampled, `[rows]` each; one comes once for each token that it got.
+class SampledRows(msgspec.Struct, frozen=True, eq=False):
+    """The rows of one step that sampled, `[rows]` each, repeated for each token.
 
     Attributes:
         rows: Of the SequenceTable.
-        seq_ids: The sequences in them; a row may get another one before the tokens are read.
-        places: Where in the sequences the tokens belong.
-        at_limit: Whether the token is the last that the sequence may have.
-        readback: The tokens and their logprobs.
+        seq_ids: Their sequences; a row may be used again before the tokens are read.
+        places: Positions of the tokens in the sequences.
+        at_limit: Whether the token is the sequence's last.
+        readback: Tokens and logprobs.
         top_logprobs: As in StepResult.
         adapter_versions: As in StepResult.
     """
@@ -54,7 +132,7 @@ class SampledRows:
 
 
 class UnreadTokens:
-    """The sampled tokens that the SequenceTable counts and does not know, oldest first."""
+    """Sampled tokens that the SequenceTable counts but doesn't hold yet, oldest first."""
 
     def __init__(self, table: SequenceTable) -> None:
         self._table = table
@@ -64,7 +142,7 @@ class UnreadTokens:
         return len(self._steps)
 
     def clear(self) -> None:
-        """Forgets them; their sequences must be gone from the table."""
+        """Drop them; their sequences must have left the table."""
         self._steps.clear()
 
     def add(
@@ -77,14 +155,14 @@ class UnreadTokens:
         fed: bool,
         adapter_versions: tuple[int, ...] = (),
     ) -> SampledRows:
-        """Makes room for tokens, `[places]`, that are on their way.
+        """Count tokens, `[places]`, that are on their way to the host.
 
         Args:
-            sampled: Where they were sampled; all places of a row up to its last, in order.
+            sampled: Their places; all places of a row up to its last, in order.
             tokens: On the device.
             logprobs: On the device.
             top_logprobs: As in StepResult.
-            fed: Whether a TokenFeed has them too, so that placeholders may stand for them.
+            fed: Whether a TokenFeed holds them too, so that placeholders may replace them.
             adapter_versions: As in StepResult.
         """
         table, rows = self._table, sampled.rows
@@ -92,7 +170,7 @@ class UnreadTokens:
         at_limit = table.is_last(sampled)
         if fed:
             table.write_tokens(rows, places, placeholders(rows))
-        # Where a row comes several times, its last place decides.
+        # The last place of a row wins.
         table.num_known[rows] = places + 1
         table.num_generated[rows] += sampled.ahead + 1
         step = SampledRows(
@@ -108,15 +186,14 @@ class UnreadTokens:
         return step
 
     def write(self) -> None:
-        """Waits for all of them and puts them into the table, for who must know them at once."""
+        """Wait for all of them, and write them to the table."""
         for step in self._steps:
             self._write(step)
 
     def read(self, step: SampledRows) -> Sampled:
-        """Takes out the oldest step, and says which of its sequences finish with it.
+        """Remove the oldest step, and return its tokens and finish reasons.
 
-        Sequences that stopped in an earlier step, or have left since, are left out. So are all of
-        them when the step was forgotten.
+        Sequences that stopped in an earlier step, or left since, are dropped; after a `clear`, all.
 
         Raises:
             ValueError: The step is not the oldest one.
@@ -151,7 +228,7 @@ class UnreadTokens:
     def _reasons(
         self, rows: IntArray, token_ids: tuple[int, ...], at_limit: BoolArray
     ) -> tuple[RowFinish, ...]:
-        """Why each row ends with its token, which the table is told; mostly it does not."""
+        """Return why each row ends with its token, "" if it doesn't; mark it in the table."""
         table = self._table
         stops = list(map(contains, map(table.stop_ids.__getitem__, rows.tolist()), token_ids))
         reasons: list[RowFinish] = [""] * len(token_ids)

@@ -1,30 +1,37 @@
-"""`nano-inference complete`: the continuation of one text, as it is generated."""
+"""`nano-inference complete` and `cancel`: continue one text; end a request."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 from contextlib import aclosing
-from typing import Any
+from typing import Annotated
 
+import typer
 from msgspec.structs import replace
 
 from ..config import ConfigError
-from .answerer import Place, answerer_at, place_of
-from .asking import AnswerWriter, AskedModel, CompletedText, failures_told
-from .options import Options, takes_asking_options
-from .request_options import takes_wanted_options
-from .requests import Wanted
+from .clients import client_at
+from .connection import place_of
+from .options import AskedModel, Options, takes, takes_server_options
+from .requests import Wanted, wanted
+from .terminal import AnswerWriter, failures_exit
 
 
-@takes_asking_options
-@takes_wanted_options()
+@takes_server_options
+@takes(wanted)
 def complete(
-    options: Options, wanted: Wanted, text: CompletedText = None, model: AskedModel = None
+    options: Options,
+    wanted: Wanted,
+    text: Annotated[
+        str | None,
+        typer.Argument(metavar="TEXT", help="The prompt; - or nothing reads standard input."),
+    ] = None,
+    model: AskedModel = None,
 ) -> None:
     """Continue a text, and print the continuation as it is generated.
 
-    Of a server, or with --bus of a pipeline:
+    At a server, or with --bus at a pipeline:
 
         nano-inference complete "98 + 25 ="
 
@@ -32,35 +39,61 @@ def complete(
 
         nano-inference complete < prompt.txt
 
-    All of standard input is one prompt; one line break at its end is not part of it. Ctrl-C ends
-    the request too. The exit status is 1 when it was refused or did not end well.
+    Standard input is one prompt, without a final line break. Ctrl-C also cancels the request. The
+    exit status is 1 when the request was refused or failed.
     """
     place = place_of(options)
-    wanted = replace(wanted, stream=True)
-    request = wanted.of_text(_read_stdin() if text in (None, "-") else text)
-    if model is not None:
-        request["model"] = model
-    with failures_told(), AnswerWriter() as writer:
-        asyncio.run(_complete(place, request, writer))
+    prompt = _read_stdin() if text in (None, "-") else text
+    request = replace(wanted, stream=True, model=model).of_text(prompt or "")
 
+    async def run(writer: AnswerWriter) -> None:
+        async with client_at(place) as client:
+            if name := await client.check():
+                request.setdefault("model", name)
+            async with aclosing(client.ask(request)) as parts:
+                async for part in parts:
+                    writer.write(part.text)
 
-async def _complete(place: Place, request: dict[str, Any], writer: AnswerWriter) -> None:
-    async with answerer_at(place) as answerer:
-        if name := await answerer.check():
-            request.setdefault("model", name)
-        async with aclosing(answerer.ask(request)) as pieces:
-            async for piece in pieces:
-                writer.write(piece.text)
+    with failures_exit(), AnswerWriter() as writer:
+        asyncio.run(run(writer))
 
 
 def _read_stdin() -> str:
-    """Raises ConfigError when there is nothing, or no text."""
+    """Raises ConfigError: standard input is empty, or no text."""
     if sys.stdin is None or sys.stdin.isatty():
         raise ConfigError("give a prompt, as an argument or on standard input")
     try:
         text = sys.stdin.buffer.read().decode().removesuffix("\n")
     except UnicodeDecodeError:
-        raise ConfigError("standard input is no text in UTF-8") from None
+        raise ConfigError("standard input is not UTF-8 text") from None
     if not text:
         raise ConfigError("there is nothing on standard input; give a prompt")
     return text
+
+
+@takes_server_options
+def cancel(
+    options: Options,
+    request_id: Annotated[
+        str, typer.Argument(metavar="ID", help="The request's id, or that of its answer.")
+    ],
+) -> None:
+    """Cancel a request that is in flight. Its client gets the answer so far.
+
+        nano-inference cancel chatcmpl-6c57ddeed9564f79a77b142870c43455
+
+        nano-inference cancel 1795185430038-0 --bus redis://127.0.0.1:6390
+
+    An unknown id, or one whose request has ended, is ignored: the exit status is 0 when the server
+    or the pipeline has received the cancellation.
+    """
+    if not request_id:
+        raise ConfigError("give the id of a request")
+    place = place_of(options)
+
+    async def run() -> None:
+        async with client_at(place) as client:
+            await client.cancel(request_id)
+
+    with failures_exit():
+        asyncio.run(run())

@@ -14,10 +14,11 @@ from ..config import ConfigError, PoolingKind
 from ..pipeline.embedding import EmbeddedPrompt
 from .connection import connected
 from .options import Options, takes_client_options
+from .terminal import print_json
 
 
 class Embedding(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A line of the answer: of the input with this number, from 0."""
+    """A line of the answer, for the input with this index."""
 
     index: int
     embedding: tuple[float, ...] = ()
@@ -35,21 +36,20 @@ def embed(
     ],
     pooling: Annotated[
         PoolingKind | None,
-        typer.Option("--pooling", help="mean, last or cls; the model's own by default."),
+        typer.Option("--pooling", help="mean, last or cls; default: the model's."),
     ] = None,
     normalize: Annotated[
         bool | None,
         typer.Option(
             "--normalize/--no-normalize",
-            help="Whether vectors get the length 1; the model's own by default.",
+            help="Scale vectors to length 1; default: the model's.",
         ),
     ] = None,
     dimensions: Annotated[
-        int | None,
-        typer.Option("--dimensions", min=1, help="How many numbers of each are wanted."),
+        int | None, typer.Option("--dimensions", min=1, help="Length of the vectors.")
     ] = None,
     tenant: Annotated[
-        str, typer.Option("--tenant", metavar="NAME", help="Whose requests they are.")
+        str, typer.Option("--tenant", metavar="NAME", help="Their tenant.")
     ] = GenerateRequest().tenant,
 ) -> None:
     """Print the vectors of texts, a line of JSON for each.
@@ -58,7 +58,7 @@ def embed(
 
         nano-inference embed - --pooling mean < sentences.txt > vectors.jsonl
 
-    A text that is refused has its error on its line, and then the exit status is 1.
+    The line of a refused text has its error, and then the exit status is 1.
     """
     config = options.client_config()
     if texts == ["-"]:
@@ -75,7 +75,8 @@ def embed(
 
     embedded = asyncio.run(run())
     for index, each in enumerate(embedded):
-        fields = (each.vector, each.prompt_tokens, each.weight_version, each.error)
-        typer.echo(msgspec.json.encode(Embedding(index, *fields)).decode())
+        print_json(
+            Embedding(index, each.vector, each.prompt_tokens, each.weight_version, each.error)
+        )
     if any(each.error for each in embedded):
         raise typer.Exit(1)

@@ -3,67 +3,42 @@
 from __future__ import annotations
 
 import signal
+from functools import partial
 from typing import Annotated
 
 import anyio
-import msgspec
 import typer
+from msgspec.structs import replace
 
 from ..config import Config
 from ..config.logger import get_logger
 from ..config.temporary import sweep
 from ..gateway.gateway import DEFAULT_PORT, Gateway, check_ports
 from .connection import connected
-from .options import ENGINE_OPTIONS, Options, WithParent, takes_options
-from .process import forbid_torch, raise_file_limit, until_told_to_stop
-from .process_memory import spare_collector
+from .options import Options, WithParent, option, takes_gateway_options
+from .process import forbid_torch, freeze_memory, raise_file_limit, until_stopped
 
 MOST_PORT = 65_535
 
-GatewayPort = Annotated[
-    int | None,
-    typer.Option(
-        "--gateway",
-        metavar="PORT",
-        min=0,
-        max=MOST_PORT,
-        help="Serve HTTP on this port as well, from a process of its own.",
-        show_default=False,
-    ),
-]
+port_option = partial(option, metavar="PORT", min=0, max=MOST_PORT)
 
 GrpcPort = Annotated[
     int | None,
-    typer.Option(
-        "--grpc-port",
-        metavar="PORT",
-        min=0,
-        max=MOST_PORT,
-        help="Serve KServe V2 over gRPC on this port as well; else gateway.grpc_port, else not.",
-        show_default=False,
-    ),
+    port_option("--grpc-port", help="Serve KServe V2 over gRPC; default: gateway.grpc_port."),
 ]
 
 Insecure = Annotated[
     bool,
-    typer.Option(
-        "--insecure",
-        help="Listen on other addresses than this machine's own without keys.",
-    ),
+    typer.Option("--insecure", help="Listen on addresses of other machines without keys."),
 ]
 
 
-@takes_options(*ENGINE_OPTIONS)
+@takes_gateway_options
 def gateway(
     options: Options,
     port: Annotated[
         int | None,
-        typer.Option(
-            metavar="PORT",
-            min=0,
-            max=MOST_PORT,
-            help=f"Where it listens; else gateway.port, else {DEFAULT_PORT}.",
-        ),
+        port_option("--port", help=f"Port for HTTP; default: gateway.port, or {DEFAULT_PORT}."),
     ] = None,
     grpc_port: GrpcPort = None,
     insecure: Insecure = False,
@@ -71,19 +46,19 @@ def gateway(
 ) -> None:
     """Serve HTTP in front of a running pipeline.
 
-    It speaks what RL trainers expect of an SGLang server (docs/gateway.md):
+    It has the interface that RL trainers expect of an SGLang server (docs/gateway.md):
 
         nano-inference gateway --bus redis://127.0.0.1:6379 --port 30000
 
         curl 127.0.0.1:30000/generate -d '{"text": "98 + 25 ="}' -H 'content-type: application/json'
 
-    Give it the pipeline's model and settings, so that it can tell of them and has the tokenizer.
-    On Ctrl-C or SIGTERM it is not ready any more and lets the calls under way end, within
-    `pipeline.drain_timeout_s`; a second Ctrl-C ends it at once.
+    Give it the pipeline's model and settings, for its metadata and the tokenizer. On Ctrl-C or
+    SIGTERM it stops being ready and finishes calls in flight, within `pipeline.drain_timeout_s`; a
+    second Ctrl-C ends it at once.
     """
     config = options.client_config(least=None)
     config = listening(config, port, DEFAULT_PORT, grpc_port=grpc_port, insecure=insecure)
-    if not with_parent:  # which has done both
+    if not with_parent:  # the parent has done both
         check_ports(config, "--port", "--grpc-port")
         sweep()
     forbid_torch()
@@ -100,31 +75,32 @@ def listening(
     grpc_port: int | None = None,
     insecure: bool = False,
 ) -> Config:
-    """The same settings with ports for the gateway: those given, else theirs, else, for HTTP, a
-    default."""
-    own = msgspec.structs.replace(
-        config.gateway,
-        port=port or config.gateway.port or default,
-        grpc_port=config.gateway.grpc_port if grpc_port is None else grpc_port,
-        host=host or config.gateway.host,
-        insecure=insecure or config.gateway.insecure,
+    """Return the settings with ports for the gateway: of options, else of settings, else, for
+    HTTP, the default."""
+    own = config.gateway
+    own = replace(
+        own,
+        port=port or own.port or default,
+        grpc_port=own.grpc_port if grpc_port is None else grpc_port,
+        host=host or own.host,
+        insecure=insecure or own.insecure,
     )
-    return msgspec.structs.replace(config, gateway=own)
+    return replace(config, gateway=own)
 
 
 async def _serve(config: Config, with_parent: bool) -> None:
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with (
-            # It may be started again while Redis is away; `up` has seen it before the first time.
+            # It may be restarted while Redis is away; `up` has checked it before the first start.
             connected(
                 config, name="gateway", wait_for_bus=with_parent, with_metrics=True
             ) as client,
             Gateway(client, config) as running,
         ):
-            spare_collector()
+            freeze_memory()
             places = " and ".join(running.places.values())
             get_logger().info("gateway_listens", brief=f"listening at {places}", **running.places)
-            told = await until_told_to_stop(signals, running.failed, with_parent=with_parent)
+            reason = await until_stopped(signals, running.failed, with_parent=with_parent)
             # Without a parent there may be no bus any more.
-            if told.asked is not None:
+            if reason.signal is not None:
                 await running.drain(config.pipeline.drain_timeout_s)

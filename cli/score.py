@@ -1,4 +1,4 @@
-"""`nano-inference score`: how likely the weights in place find completions that are given."""
+"""`nano-inference score`: logprobs of given completions under the weights in place."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from ..config import ConfigError, RequestError, SamplingParams
 from ..pipeline.scoring import ScoredCompletion
 from .connection import connected
 from .options import Options, takes_model_options
+from .terminal import print_json
 
 
 class Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A line: a completion to be scored."""
+    """A line of the input: a completion to score."""
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -27,7 +28,7 @@ class Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Score(msgspec.Struct, frozen=True):
-    """A line of the answer; `line` and `sample_index` say what it is of."""
+    """A line of the answer, for a sample of a line of the input."""
 
     line: int
     sample_index: int
@@ -46,18 +47,18 @@ def score(
         float, typer.Option("--temperature", "-t", min=0, help="Of the policy that is scored.")
     ] = 1.0,
 ) -> None:
-    """Print how likely the weights in place, and the reference model, find given completions.
+    """Print the logprobs of given completions under the weights in place and the reference model.
 
-    A line is `{"prompt_token_ids": [...], "token_ids": [...]}`, with a `temperature` of its own if
-    it has one, or an answer as `submit --json` prints it, of which all samples are scored:
+    A line is `{"prompt_token_ids": [...], "token_ids": [...]}`, perhaps with its own `temperature`,
+    or an answer as `submit --json` prints it, of which all samples are scored:
 
         nano-inference submit "98 + 25 =" -n 4 -t 1 --json | nano-inference score -
 
-    Each is answered by a line of JSON, in order. Logprobs of the reference model are null where the
+    Each sample gives a line of JSON, in order. Logprobs of the reference model are null if the
     pipeline has none (`engine.reference_model_path`).
     """
     config = options.client_config()
-    given = [sample for number, line in _lines(file) for sample in _read(file, number, line)]
+    given = list(_read(file))
     if not given:
         raise ConfigError(f"{file} holds nothing to score")
     params = [
@@ -75,46 +76,39 @@ def score(
             )
 
     for (line, sample_index, _), logprobs in zip(given, asyncio.run(run()), strict=True):
-        answer = Score(line, sample_index, *msgspec.structs.astuple(logprobs))
-        typer.echo(msgspec.json.encode(answer).decode())
+        print_json(Score(line, sample_index, *msgspec.structs.astuple(logprobs)))
 
 
-def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not empty, with their numbers.
+def _read(file: Path) -> Iterator[tuple[int, int, Given]]:
+    """Yield completions with the number of their line and the index of the sample.
 
     Raises:
         ConfigError: The file can't be read.
+        RequestError: A line has no completion.
     """
     try:
         content = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
     except OSError as error:
         raise ConfigError(f"can't read {file}: {error.strerror}") from None
     for number, line in enumerate(content.split(b"\n"), 1):
-        if line.strip():
-            yield number, line
+        if not line.strip():
+            continue
+        try:
+            samples = _samples(msgspec.json.decode(line))
+        except (ValueError, RecursionError) as error:
+            # msgspec's errors and decoding errors are ValueErrors.
+            raise RequestError(f"{file}, line {number}: {error}") from None
+        for sample_index, given in samples:
+            if not given.prompt_token_ids or not given.token_ids:
+                raise RequestError(f"{file}, line {number}: give at least one token of each")
+            yield number, sample_index, given
 
 
-def _read(file: Path, number: int, line: bytes) -> Iterator[tuple[int, int, Given]]:
-    """What a line gives, each with the line's number and the index of the sample.
-
-    Raises:
-        RequestError: It gives nothing that could be scored.
-    """
-    try:
-        content = msgspec.json.decode(line)
-        if isinstance(content, dict) and content.get("type") == "completion":
-            completion = msgspec.convert(content, Completion)
-            prompt = completion.prompt_token_ids
-            samples = [
-                (sample.sample_index, Given(prompt, sample.token_ids))
-                for sample in completion.samples
-            ]
-        else:
-            samples = [(0, msgspec.convert(content, Given))]
-    except (ValueError, RecursionError) as error:
-        # msgspec's errors are ValueErrors, and so is what undecodable text raises.
-        raise RequestError(f"{file}, line {number}: {error}") from None
-    for sample_index, given in samples:
-        if not given.prompt_token_ids or not given.token_ids:
-            raise RequestError(f"{file}, line {number}: give at least one token of each")
-        yield number, sample_index, given
+def _samples(content: object) -> list[tuple[int, Given]]:
+    if not (isinstance(content, dict) and content.get("type") == "completion"):
+        return [(0, msgspec.convert(content, Given))]
+    completion = msgspec.convert(content, Completion)
+    return [
+        (sample.sample_index, Given(completion.prompt_token_ids, sample.token_ids))
+        for sample in completion.samples
+    ]

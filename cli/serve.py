@@ -1,4 +1,4 @@
-"""`nano-inference serve`: five stages and HTTP in front of them, in this one process."""
+"""`nano-inference serve`: five stages and HTTP in front of them, in one process."""
 
 from __future__ import annotations
 
@@ -17,55 +17,45 @@ from ..config.temporary import sweep
 from ..gateway.gateway import Gateway, check_ports
 from ..pipeline.pipeline import Pipeline
 from ..telemetry import LogOutput, setup_logging
-from .gateway import MOST_PORT, GrpcPort, Insecure, listening
-from .model_paths import check_model_files
-from .options import ENGINE_OPTIONS, Options, takes_options
-from .process import drain, raise_file_limit, until_told_to_stop
-from .process_memory import spare_collector
+from .connection import SERVE_PORT
+from .gateway import GrpcPort, Insecure, listening, port_option
+from .model_files import check_model_files
+from .options import Options, takes_engine_options
+from .process import drain, freeze_memory, raise_file_limit, until_stopped
 
-SERVE_PORT = 8000
-"""vLLM's, and that of many servers that speak OpenAI's interface."""
-
-
-# `_tell` says so on standard output.
+# `_announce` prints these to standard output.
 _SAID = ("gateway_listens", "ready")
 
 
-@takes_options("reference", *ENGINE_OPTIONS)
+@takes_engine_options
 def serve(
     options: Options,
     port: Annotated[
         int | None,
-        typer.Option(
-            metavar="PORT",
-            min=0,
-            max=MOST_PORT,
-            help=f"Where it listens; else gateway.port, else {SERVE_PORT}.",
-        ),
+        port_option("--port", help=f"Port for HTTP; default: gateway.port, or {SERVE_PORT}."),
     ] = None,
     host: Annotated[
         str | None,
-        typer.Option(help="The address on which it listens; else gateway.host.", metavar="ADDRESS"),
+        typer.Option(help="Address to listen on; default: gateway.host.", metavar="ADDRESS"),
     ] = None,
     grpc_port: GrpcPort = None,
     insecure: Insecure = False,
 ) -> None:
     """Serve a model over HTTP, all in this process.
 
-    Five stages, an in-memory bus and the gateway, without any other server:
+    Five stages, an in-memory bus and the gateway, without another server:
 
         nano-inference serve
 
         nano-inference serve --model ~/models/Qwen2.5-0.5B-Instruct --port 8000
 
-    It speaks OpenAI's interface (docs/openai.md), SGLang's (docs/gateway.md) and Triton's
-    (docs/kserve.md), with --grpc-port over gRPC as well. Unless there are keys (docs/policy.md),
-    whoever reaches the port may use all of it, so that it listens
-    on this machine only.
+    It has OpenAI's interface (docs/openai.md), SGLang's (docs/gateway.md) and Triton's
+    (docs/kserve.md), with --grpc-port also over gRPC. Without keys (docs/policy.md), every client
+    that reaches the port may use all of it, so it listens on this machine only.
 
-    On Ctrl-C or SIGTERM it is not ready any more and lets requests in flight finish, within
+    On Ctrl-C or SIGTERM it stops being ready and finishes requests in flight, within
     `pipeline.drain_timeout_s`; a second Ctrl-C ends it at once. With --bus requests go over Redis,
-    and a process that takes this one's place goes on with them.
+    and a successor of this process continues them.
     """
     config = options.config(**{"pipeline.stages": list(STAGES)})
     check_model_files(config, options.model)
@@ -87,25 +77,25 @@ async def _serve(config: Config) -> None:
             Gateway(pipeline.client, config) as gateway,
         ):
             get_logger().info("gateway_listens", **gateway.places)
-            # Until then there is nothing to drain, and signals end it as they end any program.
+            # Until it is ready there is nothing to drain, and signals end it.
             await pipeline.ready()
             signals = until_the_end.enter_context(
                 anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT)
             )
-            spare_collector()
-            _tell(config.engine.model_name, gateway, with_key=config.policy.knows_callers)
-            await until_told_to_stop(signals, pipeline.failed, gateway.failed)
+            freeze_memory()
+            _announce(config.engine.model_name, gateway, with_key=config.policy.knows_callers)
+            await until_stopped(signals, pipeline.failed, gateway.failed)
             end_s = time.monotonic() + config.pipeline.drain_timeout_s
             await gateway.drain(config.pipeline.drain_timeout_s)
-            # What remains ends with an error, of which the gateway still tells.
+            # Remaining requests end with an error, which the gateway still sends.
             await drain(pipeline, max(0.0, end_s - time.monotonic()))
 
 
-def _tell(model: str, gateway: Gateway, *, with_key: bool) -> None:
+def _announce(model: str, gateway: Gateway, *, with_key: bool) -> None:
     url, grpc = gateway.url, gateway.places.get("grpc")
     key = ' -H "Authorization: Bearer $NANO_INFERENCE_API_KEY"' if with_key else ""
     body = '{"prompt": "98 + 25 =", "temperature": 0}'
-    # Whoever read it first may have gone, or the disk may be full.
+    # The pipe may be closed, or the disk full.
     LogOutput(sys.stdout, lambda lines: "").write(
         f"{model!r} is served at {url}, OpenAI's interface at {url}/v1"
         f"{f', KServe V2 over gRPC at {grpc}' if grpc else ''}. Try it:\n\n"

@@ -18,6 +18,7 @@ import pytest_asyncio
 from nano_inference.cli.children import (
     Child,
     Forked,
+    Forks,
     ForkServer,
     ForkServerLost,
     Spawned,
@@ -25,7 +26,6 @@ from nano_inference.cli.children import (
     spawn,
 )
 from nano_inference.cli.fork_server import why_not
-from nano_inference.cli.forks import Forks
 from nano_inference.cli.process import DRAIN
 
 pytestmark = [

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nano_inference.cli import checks
+from nano_inference.cli import doctor as checks
 from nano_inference.config import BUNDLED_MODEL, BusConfig, Config
 from nano_inference.stages.executor import device
 from nano_inference.text import gguf

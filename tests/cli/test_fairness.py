@@ -12,8 +12,7 @@ import pytest
 from nano_inference.cli.fairness import changed
 from nano_inference.config import Config, ConfigError, FairnessConfig
 
-from .conftest import Run
-from .test_errors import assert_refused
+from .conftest import Run, assert_refused
 
 
 def in_force(run: Run) -> dict[str, object]:
@@ -86,10 +85,10 @@ def test_the_code_of_a_refusal_is_stable() -> None:
 
 
 def test_nobody_to_ask(run: Run, on_nobody: str) -> None:
-    assert_refused(run("fairness", "show"), "no fairness stage of a pipeline has been heard of")
+    assert_refused(run("fairness", "show"), "no fairness stage of a pipeline reports")
 
 
 def test_a_lane_that_is_not_there(run: Run, on_fresh: Config) -> None:
     refused = run("fairness", "set", "aging_s=3", "--lane", "west")
-    assert_refused(refused, "no fairness stage of lane west has been heard of")
+    assert_refused(refused, "no fairness stage of lane west reports")
     assert in_force(run)["aging_s"] == 2.0

@@ -17,8 +17,8 @@ from starlette.routing import Route
 from structlog.testing import capture_logs
 
 from nano_inference.bus.public import CompletionChunk, GenerateRequest, Output
-from nano_inference.cli.answerer import Server
-from nano_inference.cli.http_answerer import HttpAnswerer
+from nano_inference.cli.clients import ServerClient
+from nano_inference.cli.connection import Server
 from nano_inference.config import Config, GatewayConfig, RequestError
 from nano_inference.gateway.app import make_app
 
@@ -29,9 +29,9 @@ URL = "http://127.0.0.1:8000/v1"
 LIMIT_S = 20
 
 
-def answerer_of(app: Any) -> HttpAnswerer:
+def answerer_of(app: Any) -> ServerClient:
     """One that reaches an application without a socket."""
-    answerer = HttpAnswerer(Server(URL))
+    answerer = ServerClient(Server(URL))
     answerer._client = httpx2.AsyncClient(transport=httpx2.ASGITransport(app))
     return answerer
 
@@ -42,13 +42,13 @@ def engine() -> FakeEngine:
 
 
 @pytest.fixture
-async def answerer(engine: FakeEngine) -> AsyncIterator[HttpAnswerer]:
+async def answerer(engine: FakeEngine) -> AsyncIterator[ServerClient]:
     app = make_app(engine, Config())  # type: ignore[arg-type]
     async with answerer_of(app) as answerer:
         yield answerer
 
 
-async def text_of(answerer: HttpAnswerer, request: dict[str, Any]) -> str:
+async def text_of(answerer: ServerClient, request: dict[str, Any]) -> str:
     async with asyncio.timeout(LIMIT_S), aclosing(answerer.ask(request)) as pieces:
         return "".join([piece.text async for piece in pieces])
 
@@ -73,7 +73,7 @@ SAMPLING = {
 
 
 async def test_each_field_comes_to_the_engine_as_over_the_bus(
-    answerer: HttpAnswerer, engine: FakeEngine
+    answerer: ServerClient, engine: FakeEngine
 ) -> None:
     request = {
         "prompt": "a",
@@ -96,7 +96,7 @@ async def test_each_field_comes_to_the_engine_as_over_the_bus(
     assert 0 < asked.budget_ns <= 5 * 10**9
 
 
-async def test_a_conversation(answerer: HttpAnswerer, engine: FakeEngine) -> None:
+async def test_a_conversation(answerer: ServerClient, engine: FakeEngine) -> None:
     messages = [{"role": "user", "content": "a"}]
     assert await text_of(answerer, {"messages": messages}) == "five six"
     (asked,) = engine.requests
@@ -120,7 +120,7 @@ async def test_text_comes_as_it_is_made_and_who_stops_reading_cancels(engine: Fa
     engine.outputs = lambda request: [chunk(request, "Zürich 東京")]
     async with (
         serve(engine, GatewayConfig()) as served,
-        HttpAnswerer(Server(f"http://127.0.0.1:{served.port}/v1")) as answerer,
+        ServerClient(Server(f"http://127.0.0.1:{served.port}/v1")) as answerer,
     ):
         async with aclosing(answerer.ask({"prompt": "a"})) as pieces:
             assert (await anext(pieces)).text == "Zürich 東京"
@@ -131,7 +131,7 @@ async def test_an_answer_is_read_to_its_end(engine: FakeEngine) -> None:
     """Behind the last event, so that no server takes us for a client that has left."""
     async with (
         serve(engine, GatewayConfig(access_log=True)) as served,
-        HttpAnswerer(Server(f"http://127.0.0.1:{served.port}/v1")) as answerer,
+        ServerClient(Server(f"http://127.0.0.1:{served.port}/v1")) as answerer,
     ):
         with capture_logs() as lines:
             assert await text_of(answerer, {"prompt": "a"}) == "five six"
@@ -141,14 +141,14 @@ async def test_an_answer_is_read_to_its_end(engine: FakeEngine) -> None:
     assert "complete" not in line
 
 
-async def test_a_refusal_says_why(answerer: HttpAnswerer, engine: FakeEngine) -> None:
+async def test_a_refusal_says_why(answerer: ServerClient, engine: FakeEngine) -> None:
     engine.outputs = refused("overloaded", "too many wait")
     with pytest.raises(RequestError, match="too many wait") as raised:
         await text_of(answerer, {"prompt": "a"})
     assert raised.value.code == "overloaded"
 
 
-async def test_what_fails_in_mid_answer(answerer: HttpAnswerer, engine: FakeEngine) -> None:
+async def test_what_fails_in_mid_answer(answerer: ServerClient, engine: FakeEngine) -> None:
     def fail(request: GenerateRequest) -> list[Output]:
         return [chunk(request, "one"), *refused("lane_failed", "it died")(request)]
 
@@ -161,15 +161,15 @@ async def test_what_fails_in_mid_answer(answerer: HttpAnswerer, engine: FakeEngi
     assert (came, raised.value.code) == (["one"], "lane_failed")
 
 
-async def test_what_somebody_has_ended(answerer: HttpAnswerer, engine: FakeEngine) -> None:
+async def test_what_somebody_has_ended(answerer: ServerClient, engine: FakeEngine) -> None:
     engine.outputs = lambda request: [
         completion(request, sample(finish_reason="abort"), status="cancelled")
     ]
-    with pytest.raises(RequestError, match="ended the request"):
+    with pytest.raises(RequestError, match="cancelled elsewhere"):
         await text_of(answerer, {"prompt": "a"})
 
 
-async def test_models_and_cancelling(answerer: HttpAnswerer, engine: FakeEngine) -> None:
+async def test_models_and_cancelling(answerer: ServerClient, engine: FakeEngine) -> None:
     assert await answerer.check() == "tiny"
     await answerer.cancel("mine")
     assert engine.last("cancel") == {"request_id": "mine"}
@@ -201,7 +201,7 @@ async def broken(request: Request) -> Response:
     ("answer", "code", "why"),
     [
         (cut_short, "connection_lost", "ended before its answer did"),
-        (no_json, "malformed_output", "not OpenAI's interface"),
+        (no_json, "malformed_output", "is not such a server"),
         (no_stream, "connection_lost", "text/event-stream"),
         (broken, "502", "status 502"),
     ],

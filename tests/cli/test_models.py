@@ -176,7 +176,7 @@ def test_health_asks_the_models_that_run_here(run: Run) -> None:
     assert run("health", "--live", "--model", "b").stdout == "live\n"
     ran = run("health", "--ready", "--host", "elsewhere")
     assert ran.status == 1
-    assert "on elsewhere was heard of" in ran.stdout
+    assert "on elsewhere: not heard of" in ran.stdout
 
 
 # --- dead letters -----------------------------------------------------------------------------

@@ -27,14 +27,13 @@ import pytest
 from rich.progress import Progress
 
 from nano_inference.cli import pull
-from nano_inference.cli.checks import check_folder
-from nano_inference.cli.fetching import fetch, source_of
+from nano_inference.cli.model_files import check_folder
+from nano_inference.cli.pull import fetch, source_of
 from nano_inference.config import ModelError
 from nano_inference.text import gguf
 
 from ..gguf_files import write_gguf
-from .conftest import Run
-from .test_errors import assert_refused
+from .conftest import Run, assert_refused
 from .test_unpacking import escape, write_tar
 
 LIMIT_S = 120
@@ -275,7 +274,7 @@ def test_a_download_goes_on_where_it_was_cut_off(run: Run, host: Host, tmp_path:
     command = ["pull", f"{host.url}/model.tar.gz#sha256={sha256(body)}", "--to", str(to)]
     ran = run(*command)
     assert ran.status == 2
-    assert "goes on where it stopped" in ran.stderr
+    assert "continues where it stopped" in ran.stderr
     assert not to.exists()
     assert run(*command).status == 0
     assert host.asked == ["", "bytes=50000-"]
@@ -301,7 +300,7 @@ def test_another_content_is_not_put_there(run: Run, host: Host, tmp_path: Path) 
     url = f"{host.url}/model.gguf"
     ran = run("pull", url, "--sha256", sha256(b"else"), "--to", str(to))
     assert ran.status == 2
-    assert "is not what it should be" in ran.stderr
+    assert "has the wrong checksum" in ran.stderr
     assert not to.exists()
     assert run("pull", url, "--unverified", "--to", str(to)).status == 0
 
@@ -385,7 +384,7 @@ def test_a_beginning_that_is_none_is_had_anew(run: Run, host: Host, tmp_path: Pa
 def test_a_password_is_not_told(run: Run, tmp_path: Path) -> None:
     url = "http://user:secret@127.0.0.1:1/a.tar?token=secret"
     ran = run("pull", url, "--unverified", "--to", str(tmp_path / "to"))
-    assert_refused(ran, "http://127.0.0.1:1/a.tar was not had")
+    assert_refused(ran, "http://127.0.0.1:1/a.tar can't be fetched")
     assert "secret" not in ran.stderr
 
 
@@ -409,12 +408,12 @@ def test_a_zip(run: Run, host: Host, tmp_path: Path) -> None:
         (["http://"], "no http(s) URL"),
         (["http://[::1/a.tar", "--unverified"], "no http(s) URL"),
         (["http://127.0.0.1:1/..%2F..%2Fa.gguf", "--unverified"], "names no file"),
-        (["org/a..b"], "can't be had"),
+        (["org/a..b"], "can't be fetched"),
         (["http://127.0.0.1:1/"], "--unverified"),
         (["http://127.0.0.1:1/", "--unverified"], "names no file"),
         (["http://127.0.0.1:1/a.tar#sha256=12"], "64 hexadecimal digits"),
-        (["org/name", "--sha256", "0" * 64], "for what a URL gives"),
-        (["http://127.0.0.1:1/a.tar", "--unverified"], "was not had"),
+        (["org/name", "--sha256", "0" * 64], "--sha256 is for URLs"),
+        (["http://127.0.0.1:1/a.tar", "--unverified"], "can't be fetched"),
     ],
 )
 def test_what_can_not_be_had(run: Run, tmp_path: Path, arguments: list[str], words: str) -> None:

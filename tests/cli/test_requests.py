@@ -11,9 +11,9 @@ from nano_inference.bus.public import GenerateRequest
 from nano_inference.cli.requests import (
     LineReader,
     Wanted,
-    parse_prediction,
     parse_sampling,
     read_file,
+    text_or_file,
 )
 from nano_inference.config import ConfigError, RequestError
 
@@ -35,7 +35,7 @@ def test_a_text_with_every_option() -> None:
         max_tokens=5,
         temperature=0.5,
         seed=7,
-        stop=("a", "b"),
+        stop=["a", "b"],
         priority=3,
         tenant="me",
         budget_s=1.5,
@@ -56,11 +56,11 @@ def test_a_prediction_is_a_text_or_a_file(tmp_path: Path) -> None:
     file = tmp_path / "answer.txt"
     file.write_text("é and so on\n")
     for given, wanted in (("42", "42"), ("a=@b", "a=@b"), (f"@{file}", "é and so on\n")):
-        request = Wanted(prediction=parse_prediction(given)).of_text("x")
+        request = Wanted(prediction=text_or_file("--prediction", given)).of_text("x")
         assert request["prediction"] == wanted
         assert isinstance(check_request(request, LIMIT), GenerateRequest)
     with pytest.raises(ConfigError, match="--prediction: can't read"):
-        parse_prediction(f"@{tmp_path}/other")
+        text_or_file("--prediction", f"@{tmp_path}/other")
 
 
 def test_options_fill_in_what_an_object_leaves_out() -> None:

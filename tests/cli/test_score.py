@@ -11,8 +11,7 @@ import pytest
 
 from nano_inference.config import Config
 
-from .conftest import Run
-from .test_errors import assert_refused
+from .conftest import Run, assert_refused
 
 
 def given_on_stdin(monkeypatch: pytest.MonkeyPatch, text: str) -> None:

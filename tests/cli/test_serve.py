@@ -5,36 +5,15 @@ from __future__ import annotations
 import json
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
-from ..commands import Command
-from .conftest import Run
-from .test_errors import assert_refused
-from .test_gateway import (
-    COMMENTS,
-    LIMIT_S,
-    stopped_in_mid_stream,
-    text_over_grpc,
-    wait_until_healthy,
-)
-from .test_up import free_port
+from .conftest import Run, assert_refused
+from .servers import COMMENTS, LIMIT_S, free_port, served, stopped_in_mid_stream, text_over_grpc
 
 ASKED = {"prompt": "98 + 25 =", "temperature": 0}
-
-
-@contextmanager
-def served(folder: Path, *options: str) -> Iterator[tuple[Command, str]]:
-    """The program, ready, and where it answers."""
-    port = free_port()
-    with Command("serve", "--port", str(port), *options, log=folder / "log") as process:
-        url = f"http://127.0.0.1:{port}"
-        wait_until_healthy(process, url)
-        yield process, url
 
 
 @pytest.mark.slow

@@ -55,16 +55,16 @@ def file(tmp_path: Path) -> Path:
 WATERFALL = """\
 request r-1   10.00 ms
 trace   {trace}   6 spans, 2 processes
-                                                              start ms   took ms
-admission      ████▌                                              0.00      1.00
-  fairness         ▐████████▌                                     1.00      2.00
-  replay                         █████████                        4.00      2.00
-    replayed                              ▲                       6.00
-  executor                                █████████████▌          6.00      3.00
-    prefill                               ████▌                   6.00      1.00
-  streaming                                   ▐█████████████      7.00      3.00
+                                                               start ms  took ms
+admission     ████▊                                                0.00     1.00
+  fairness        ▕█████████▏                                      1.00     2.00
+  replay                        ▕█████████▎                        4.00     2.00
+    replayed                              ▲                        6.00
+  executor                                ▐█████████████▎          6.00     3.00
+    prefill                               ▐███▉                    6.00     1.00
+  streaming                                   ▕██████████████      7.00     3.00
     error: expired
-steps that were recorded beside it: 1, of 3 to 3 sequences
+recorded steps: 1, of 3 to 3 sequences
 """
 
 

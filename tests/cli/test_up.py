@@ -20,16 +20,10 @@ from nano_inference.pipeline.supervisor import StageFailed
 
 from ..commands import Command
 from ..processes import processes_of
-from .conftest import Run
-from .test_errors import assert_refused
+from .conftest import Run, assert_refused
+from .servers import free_port
 
 LIMIT_S = 60
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from nano_inference.bus.public import Completion, ErrorInfo, StageTime, Timings
-from nano_inference.cli.waterfall import waterfall
+from nano_inference.cli.waterfall import Waterfall
 
 BEGIN_NS = 1_763_645_212_345_000_000
 
@@ -53,7 +53,7 @@ def drawn(shown: Completion, width: int = 80, encoding: str = "utf-8") -> list[s
             return encoding
 
     out = Pipe()
-    Console(file=out, width=width, color_system=None).print(waterfall(shown))
+    Console(file=out, width=width, color_system=None).print(Waterfall(shown))
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
@@ -119,4 +119,4 @@ def test_refused_request_has_no_stages() -> None:
         error=ErrorInfo(code="invalid_n", message="n is 0"),
         timings=Timings(finished_ns=BEGIN_NS),
     )
-    assert drawn(refused) == ["request a error", "no stage noted a time for it"]
+    assert drawn(refused) == ["request a error", "no stage has recorded a time"]

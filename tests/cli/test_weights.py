@@ -1,4 +1,4 @@
-"""Weights, pauses and the prefix cache by the command line, on a running pipeline."""
+"""Weights, pauses, the prefix cache and adapters, on a running pipeline."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from nano_inference.config import Config, EngineConfig
 from nano_inference.pipeline import client
 
 from .. import oracle
-from .conftest import Run, serving
-from .test_errors import assert_refused
+from ..stages.executor.adapters.making import make_adapter
+from .conftest import Run, assert_refused, eventually, serving
 
 MODEL = EngineConfig().model_folder
 
@@ -146,3 +147,31 @@ def test_nobody_to_ask(run: Run, on_nobody: str, monkeypatch: pytest.MonkeyPatch
 
 def test_a_mode_that_is_none(run: Run, on_nobody: str) -> None:
     assert_refused(run("pause", "--in-flight", "forget"), "'forget' is not one of")
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made: Path = tmp_path_factory.mktemp("adapter")
+    model = AutoModelForCausalLM.from_pretrained(EngineConfig().model_folder)
+    make_adapter(model, 0, made, r=2)
+    return made
+
+
+def listed(run: Run) -> list[list[str]]:
+    ran = run("adapters", "list")
+    assert ran.status == 0, ran.stderr
+    return [line.split() for line in ran.stdout.splitlines()[1:]]
+
+
+def test_an_adapter_is_loaded_replaced_and_unloaded(
+    run: Run, on_served: Config, adapter: Path
+) -> None:
+    assert_refused(run("adapters", "load", "a", str(adapter / "nowhere")), "adapter_config.json")
+    assert run("adapters", "load", "a", str(adapter)).stdout == "1\n"
+    assert run("adapters", "load", "a", str(adapter), "--version", "7").stdout == "7\n"
+    eventually(lambda: [row[:3] for row in listed(run)] == [["a", "7", "2"]])
+    assert run("adapters", "unload", "a").status == 0
+    assert_refused(run("adapters", "unload", "a"), "no adapter 'a' is loaded")

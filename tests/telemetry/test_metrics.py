@@ -43,6 +43,7 @@ from nano_inference.store.registry import ModelRecord
 from nano_inference.telemetry import Metrics, instruments, setup_metrics
 from nano_inference.telemetry.instruments import INSTRUMENTS
 
+from ..cli.servers import free_port
 from ..stages.executor.adapters.making import make_adapter
 from ..stages.executor.models import make_model
 
@@ -55,12 +56,6 @@ OF_A_PROCESS = "nano_log_"
 TOLD_LAST = "nano_fairness_tokens_total"
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def config_with(port: int, **settings: object) -> Config:

@@ -20,7 +20,7 @@ from importlib import import_module
 
 from setproctitle import getproctitle, setproctitle
 
-from ..pipeline.topology import actor_class
+from ..pipeline.supervisor import actor_class
 from .children import GO, MOST_BYTES, READY
 from .terminal import PROGRAM
 

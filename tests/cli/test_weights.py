@@ -15,7 +15,7 @@ from nano_inference.config import Config, EngineConfig
 from nano_inference.pipeline import client
 
 from .. import oracle
-from ..stages.executor.adapters.making import make_adapter
+from ..stages.executor.runner.adapters.making import make_adapter
 from .conftest import Run, assert_refused, eventually, serving
 
 MODEL = EngineConfig().model_folder
@@ -77,7 +77,7 @@ def test_a_checkpoint_folder_and_back(
     ],
 )
 def test_a_lane_that_is_not_there(run: Run, on_served: Config, command: tuple[str, ...]) -> None:
-    assert_refused(run(*command, "--lane", "b"), "no lane 'b' lives here; those that do: 0")
+    assert_refused(run(*command, "--lane", "b"), "no lane 'b' lives here; living lanes: 0")
 
 
 def test_only_one_lane(run: Run, on_served: Config) -> None:

@@ -44,8 +44,8 @@ from nano_inference.telemetry import Metrics, instruments, setup_metrics
 from nano_inference.telemetry.instruments import INSTRUMENTS
 
 from ..cli.servers import free_port
-from ..stages.executor.adapters.making import make_adapter
 from ..stages.executor.models import make_model
+from ..stages.executor.runner.adapters.making import make_adapter
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .connection import operate
-from .options import Lane, Options, group, takes_model_options
+from .options import Lane, Options, argument, group, option, takes_model_options
 from .terminal import stdout, table
 from .weights import AtPause, Version
 
@@ -25,7 +25,7 @@ app = group("""List, load and unload LoRA adapters, while requests are in flight
     See docs/adapters.md.
     """)
 
-Id = Annotated[str, typer.Argument(metavar="ID", help="Its name in requests.")]
+Id = Annotated[str, argument("ID", "Its name in requests.")]
 
 
 @app.command("list")
@@ -49,16 +49,12 @@ def load(
     options: Options,
     id: Id,
     folder: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FOLDER",
-            help="Written by PEFT's save_pretrained, where executors can read it.",
-        ),
+        Path, argument("FOLDER", "Written by PEFT's save_pretrained, where executors can read it.")
     ],
     in_flight: AtPause = "keep",
     version: Version = None,
     timeout_s: Annotated[
-        float, typer.Option("--timeout", min=0, help="Seconds to wait for the adapter.")
+        float, option("--timeout", "Seconds to wait for the adapter.", min=0)
     ] = 300.0,
     lane: Lane = None,
 ) -> None:
@@ -82,11 +78,10 @@ def unload(
     options: Options,
     id: Id,
     abort: Annotated[
-        bool,
-        typer.Option("--abort", help="End its requests in flight; default: they finish."),
+        bool, option("--abort", "End its requests in flight; default: they finish.")
     ] = False,
     timeout_s: Annotated[
-        float, typer.Option("--timeout", min=0, help="Time limit for its requests, in seconds.")
+        float, option("--timeout", "Time limit for its requests, in seconds.", min=0)
     ] = 300.0,
     lane: Lane = None,
 ) -> None:

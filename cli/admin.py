@@ -19,7 +19,7 @@ from ..config import ConfigError, PolicyConfig, parse_value
 from ..gateway.policy.scopes import SCOPES
 from .clients import ServerClient
 from .connection import connected, server_of
-from .options import AsJson, Options, group, takes, takes_server_options
+from .options import AsJson, Options, argument, group, option, takes, takes_server_options
 from .terminal import date, failures_exit, harmless, one_line, print_json, stdout, table
 
 if TYPE_CHECKING:
@@ -50,23 +50,16 @@ app.add_typer(keys, name="keys")
 app.add_typer(tenants, name="tenants")
 app.add_typer(guardrails, name="guardrails")
 
-KeyId = Annotated[str, typer.Argument(metavar="ID", help="As `admin keys list` shows it.")]
-TenantName = Annotated[str, typer.Argument(metavar="TENANT", help="The tenant's name.")]
+KeyId = Annotated[str, argument("ID", "As `admin keys list` shows it.")]
+TenantName = Annotated[str, argument("TENANT", "The tenant's name.")]
 
 
 MaxPriority = Annotated[
-    str | None,
-    typer.Option(metavar="N", help="Higher priorities are refused; 'none' for no limit."),
+    str | None, option("--max-priority", "Higher priorities are refused; 'none' for no limit.", "N")
 ]
-Requests = Annotated[
-    str | None, typer.Option("--requests-per-minute", metavar="N", help="'none' for no limit.")
-]
-Tokens = Annotated[
-    str | None, typer.Option("--tokens-per-minute", metavar="N", help="'none' for no limit.")
-]
-InFlight = Annotated[
-    str | None, typer.Option("--max-in-flight", metavar="N", help="'none' for no limit.")
-]
+Requests = Annotated[str | None, option("--requests-per-minute", "'none' for no limit.", "N")]
+Tokens = Annotated[str | None, option("--tokens-per-minute", "'none' for no limit.", "N")]
+InFlight = Annotated[str | None, option("--max-in-flight", "'none' for no limit.", "N")]
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
@@ -94,25 +87,21 @@ class Changes(NamedTuple):
 def _key_changes(
     *,
     scope: Annotated[
-        list[str] | None,
-        typer.Option("--scope", metavar="SCOPE", help=f"{', '.join(SCOPES)}. Repeatable."),
+        list[str] | None, option("--scope", f"{', '.join(SCOPES)}. Repeatable.", "SCOPE")
     ],
     tenant: Annotated[
-        str | None, typer.Option(help="The tenant of its requests; default: the key's name.")
+        str | None, option("--tenant", "The tenant of its requests; default: the key's name.")
     ],
     max_priority: MaxPriority,
     allow_model: Annotated[
         list[str] | None,
-        typer.Option(
-            "--allow-model", metavar="NAME", help="Only these models; 'none' for all. Repeatable."
-        ),
+        option("--allow-model", "Only these models; 'none' for all. Repeatable.", "NAME"),
     ],
     requests_per_minute: Requests,
     tokens_per_minute: Tokens,
     max_in_flight: InFlight,
     expires_in: Annotated[
-        str | None,
-        typer.Option("--expires-in", metavar="TIME", help="As 30d, 12h, 90s; or 'none'."),
+        str | None, option("--expires-in", "As 30d, 12h, 90s; or 'none'.", "TIME")
     ],
 ) -> Changes:
     fields: dict[str, Any] = {"scopes": scope, "tenant": tenant}
@@ -133,9 +122,7 @@ def _key_changes(
 
 def _tenant_changes(
     *,
-    weight: Annotated[
-        str | None, typer.Option(metavar="W", help="Its share relative to other tenants.")
-    ],
+    weight: Annotated[str | None, option("--weight", "Its share relative to other tenants.", "W")],
     max_priority: MaxPriority,
     requests_per_minute: Requests,
     tokens_per_minute: Tokens,
@@ -191,7 +178,7 @@ def list_keys(options: Options, as_json: AsJson = False) -> None:
 def create_key(
     options: Options,
     changes: Changes,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A name of your choice.")],
+    name: Annotated[str, argument("NAME", "A name of your choice.")],
     as_json: AsJson = False,
 ) -> None:
     """Create a key, and print it; it can't be printed again.
@@ -215,7 +202,7 @@ def change_key(
     options: Options,
     changes: Changes,
     key_id: KeyId,
-    name: Annotated[str | None, typer.Option(help="A name of your choice.")] = None,
+    name: Annotated[str | None, option("--name", "A name of your choice.")] = None,
 ) -> None:
     """Change the given properties of a key.
 
@@ -236,7 +223,7 @@ def change_key(
 @takes_server_options
 def revoke_key(
     options: Options,
-    key_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="As `list` shows them.")],
+    key_ids: Annotated[list[str], argument("ID...", "As `list` shows them.")],
 ) -> None:
     """Revoke keys, within a second at all gateways.
 
@@ -317,7 +304,7 @@ def show_guardrails(options: Options) -> None:
 @takes_server_options
 def set_guardrails(
     options: Options,
-    file: Annotated[Path, typer.Argument(help="YAML or JSON, as `show` prints it; - reads stdin.")],
+    file: Annotated[Path, argument(None, "YAML or JSON, as `show` prints it; - reads stdin.")],
 ) -> None:
     """Replace the forbidden texts by those of a file.
 

@@ -23,6 +23,7 @@ from .doctor import doctor
 from .embed import embed
 from .gateway import gateway
 from .health import health
+from .options import option
 from .pull import pull
 from .run import run
 from .score import score
@@ -100,10 +101,7 @@ def _print_version(wanted: bool) -> None:
 def _root(
     context: typer.Context,
     version: Annotated[
-        bool,
-        typer.Option(
-            "--version", help="Print the version.", callback=_print_version, is_eager=True
-        ),
+        bool, option("--version", "Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """An LLM inference engine for RL rollouts and serving, as a pipeline on a message bus.

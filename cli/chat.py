@@ -53,16 +53,16 @@ def chat(
     options: Options,
     wanted: Wanted,
     system: Annotated[
-        str, option("--system", help="The system prompt.", metavar="TEXT", panel="Requests")
+        str, option("--system", "The system prompt.", "TEXT", rich_help_panel="Requests")
     ] = "",
     model: AskedModel = None,
     tools: Annotated[
         Path | None,
         option(
             "--tools",
-            help="Tools that the model may call, as in OpenAI's interface, in JSON.",
-            metavar="FILE",
-            panel="Requests",
+            "Tools that the model may call, as in OpenAI's interface, in JSON.",
+            "FILE",
+            rich_help_panel="Requests",
         ),
     ] = None,
 ) -> None:

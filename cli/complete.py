@@ -7,13 +7,12 @@ import sys
 from contextlib import aclosing
 from typing import Annotated
 
-import typer
 from msgspec.structs import replace
 
 from ..config import ConfigError
 from .clients import client_at
 from .connection import place_of
-from .options import AskedModel, Options, takes, takes_server_options
+from .options import AskedModel, Options, argument, takes, takes_server_options
 from .requests import Wanted, wanted
 from .terminal import AnswerWriter, failures_exit
 
@@ -24,8 +23,7 @@ def complete(
     options: Options,
     wanted: Wanted,
     text: Annotated[
-        str | None,
-        typer.Argument(metavar="TEXT", help="The prompt; - or nothing reads standard input."),
+        str | None, argument("TEXT", "The prompt; - or nothing reads standard input.")
     ] = None,
     model: AskedModel = None,
 ) -> None:
@@ -74,9 +72,7 @@ def _read_stdin() -> str:
 @takes_server_options
 def cancel(
     options: Options,
-    request_id: Annotated[
-        str, typer.Argument(metavar="ID", help="The request's id, or that of its answer.")
-    ],
+    request_id: Annotated[str, argument("ID", "The request's id, or that of its answer.")],
 ) -> None:
     """Cancel a request that is in flight. Its client gets the answer so far.
 

@@ -14,7 +14,7 @@ from ..bus.dead_letters import DeadLetter
 from ..config import ConfigError
 from ..pipeline.client import BusClient
 from .connection import find_served, operate
-from .options import Options, group, takes_model_options
+from .options import Options, argument, group, option, takes_model_options
 from .terminal import complain, cut, date, harmless, one_line, print_json, stdout, table
 
 T = TypeVar("T")
@@ -32,10 +32,10 @@ app = group("""List, repeat and remove dead letters: requests that failed repeat
         nano-inference dlq drop --all
     """)
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print lines of JSON.")]
-Ids = Annotated[list[str] | None, typer.Argument(metavar="ID...", help="As `dlq list` shows them.")]
-All = Annotated[bool, typer.Option("--all", help="All dead letters.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Confirm --all.")]
+AsJson = Annotated[bool, option("--json", "Print lines of JSON.")]
+Ids = Annotated[list[str] | None, argument("ID...", "As `dlq list` shows them.")]
+All = Annotated[bool, option("--all", "All dead letters.")]
+Yes = Annotated[bool, option("--yes -y", "Confirm --all.")]
 
 
 @app.command("list")
@@ -66,7 +66,7 @@ def list_letters(options: Options, as_json: AsJson = False) -> None:
 @takes_model_options
 def show(
     options: Options,
-    letter_id: Annotated[str, typer.Argument(metavar="ID", help="As `dlq list` shows it.")],
+    letter_id: Annotated[str, argument("ID", "As `dlq list` shows it.")],
     as_json: AsJson = False,
 ) -> None:
     """Print one dead letter with its whole request.

@@ -41,7 +41,7 @@ from ..pipeline.pipeline import Pipeline
 from ..telemetry import endpoint_of, setup_logging
 from .bus_status import bus_status
 from .model_files import Check, check_folder
-from .options import Options, takes
+from .options import Options, option, takes
 from .terminal import stdout
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
@@ -56,9 +56,7 @@ _ANSWER_S = 60.0
 @takes(Options, "model", "bus", "config_file", "settings")
 def doctor(
     options: Options,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Print the log lines of the stages.")
-    ] = False,
+    verbose: Annotated[bool, option("--verbose", "Print the log lines of the stages.")] = False,
 ) -> None:
     """Check this machine, the bundled model, and what you name.
 

@@ -13,7 +13,7 @@ from ..bus.public import EmbedParams, ErrorInfo, GenerateRequest
 from ..config import ConfigError, PoolingKind
 from ..pipeline.embedding import EmbeddedPrompt
 from .connection import connected
-from .options import Options, takes_client_options
+from .options import Options, argument, option, takes_client_options
 from .terminal import print_json
 
 
@@ -30,27 +30,18 @@ class Embedding(msgspec.Struct, frozen=True, omit_defaults=True):
 @takes_client_options
 def embed(
     options: Options,
-    texts: Annotated[
-        list[str],
-        typer.Argument(metavar="TEXT...", help="Texts; - is a text from each line of input."),
-    ],
+    texts: Annotated[list[str], argument("TEXT...", "Texts; - is a text from each line of input.")],
     pooling: Annotated[
-        PoolingKind | None,
-        typer.Option("--pooling", help="mean, last or cls; default: the model's."),
+        PoolingKind | None, option("--pooling", "mean, last or cls; default: the model's.")
     ] = None,
     normalize: Annotated[
         bool | None,
-        typer.Option(
-            "--normalize/--no-normalize",
-            help="Scale vectors to length 1; default: the model's.",
-        ),
+        option("--normalize/--no-normalize", "Scale vectors to length 1; default: the model's."),
     ] = None,
     dimensions: Annotated[
-        int | None, typer.Option("--dimensions", min=1, help="Length of the vectors.")
+        int | None, option("--dimensions", "Length of the vectors.", min=1)
     ] = None,
-    tenant: Annotated[
-        str, typer.Option("--tenant", metavar="NAME", help="Their tenant.")
-    ] = GenerateRequest().tenant,
+    tenant: Annotated[str, option("--tenant", "Their tenant.", "NAME")] = GenerateRequest().tenant,
 ) -> None:
     """Print the vectors of texts, a line of JSON for each.
 

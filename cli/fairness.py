@@ -8,12 +8,11 @@ from typing import Annotated, Any
 
 import anyio
 import msgspec
-import typer
 
 from ..config import BusError, ConfigError, FairnessConfig, nearest, parse_value
 from ..pipeline.client import BusClient
 from .connection import operate
-from .options import AsJson, Lane, Options, group, takes_model_options
+from .options import AsJson, Lane, Options, argument, group, takes_model_options
 from .terminal import harmless, print_json, stdout, table
 
 app = group("""Read the settings of the fairness stage, and change them while it runs.
@@ -47,9 +46,7 @@ def show(options: Options, as_json: AsJson = False, lane: Lane = None) -> None:
 @takes_model_options
 def set_(
     options: Options,
-    changes: Annotated[
-        list[str], typer.Argument(metavar="NAME=VALUE...", help="Settings, with YAML values.")
-    ],
+    changes: Annotated[list[str], argument("NAME=VALUE...", "Settings, with YAML values.")],
     as_json: AsJson = False,
     lane: Lane = None,
 ) -> None:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Annotated
 
 import anyio
-import typer
 from msgspec.structs import replace
 
 from ..config import Config
@@ -23,13 +22,11 @@ MOST_PORT = 65_535
 port_option = partial(option, metavar="PORT", min=0, max=MOST_PORT)
 
 GrpcPort = Annotated[
-    int | None,
-    port_option("--grpc-port", help="Serve KServe V2 over gRPC; default: gateway.grpc_port."),
+    int | None, port_option("--grpc-port", "Serve KServe V2 over gRPC; default: gateway.grpc_port.")
 ]
 
 Insecure = Annotated[
-    bool,
-    typer.Option("--insecure", help="Listen on addresses of other machines without keys."),
+    bool, option("--insecure", "Listen on addresses of other machines without keys.")
 ]
 
 
@@ -38,7 +35,7 @@ def gateway(
     options: Options,
     port: Annotated[
         int | None,
-        port_option("--port", help=f"Port for HTTP; default: gateway.port, or {DEFAULT_PORT}."),
+        port_option("--port", f"Port for HTTP; default: gateway.port, or {DEFAULT_PORT}."),
     ] = None,
     grpc_port: GrpcPort = None,
     insecure: Insecure = False,

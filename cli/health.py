@@ -22,13 +22,11 @@ from .status import serving_elsewhere
 def health(
     options: Options,
     stage: Annotated[
-        list[str] | None, option("--stage", help="Only this stage. Repeatable.", metavar="NAME")
+        list[str] | None, option("--stage", "Only this stage. Repeatable.", "NAME")
     ] = None,
-    live: Annotated[
-        bool, typer.Option("--live/--ready", help="Check liveness or readiness.")
-    ] = False,
+    live: Annotated[bool, option("--live/--ready", "Check liveness or readiness.")] = False,
     host: Annotated[
-        str | None, option("--host", help="The host of the process; default: this one.")
+        str | None, option("--host", "The host of the process; default: this one.")
     ] = None,
 ) -> None:
     """Check the stages on this host: exit status 0 if they are healthy, else 1.

@@ -15,7 +15,7 @@ from ..config import ConfigError, ModelConfig, ModelError, RequestError
 from ..pipeline.models import ModelStatus
 from .clients import PipelineClient, ServedModel, ServerClient, client_at
 from .connection import place_of
-from .options import AsJson, Options, option, takes_server_options
+from .options import AsJson, Options, argument, option, takes_server_options
 from .status import duration
 from .terminal import failures_exit, harmless, one_line, print_json, stdout, table
 
@@ -25,15 +25,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True
 )
 
-Name = Annotated[str, typer.Argument(metavar="ID", help="The model, by one of its names.")]
+Name = Annotated[str, argument("ID", "The model, by one of its names.")]
 Timeout = Annotated[
     float | None,
-    option(
-        "--timeout",
-        help="Time limit for its requests; default: none.",
-        metavar="SECONDS",
-        min=0,
-    ),
+    option("--timeout", "Time limit for its requests; default: none.", "SECONDS", min=0),
 ]
 
 
@@ -81,16 +76,12 @@ def load(
     options: Options,
     name: Name,
     path: Annotated[
-        str | None,
-        option("--path", help="The folder of a new model of the deployment.", metavar="FOLDER"),
+        str | None, option("--path", "The folder of a new model of the deployment.", "FOLDER")
     ] = None,
     alias: Annotated[
-        list[str] | None,
-        option("--alias", help="Another name of a new model. Repeatable.", metavar="NAME"),
+        list[str] | None, option("--alias", "Another name of a new model. Repeatable.", "NAME")
     ] = None,
-    pinned: Annotated[
-        bool, typer.Option("--pinned", help="Never unload a new model to free memory.")
-    ] = False,
+    pinned: Annotated[bool, option("--pinned", "Never unload a new model to free memory.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Load a model while the others serve; return when it is ready.

@@ -33,16 +33,17 @@ Command = Callable[..., None]
 _SETTING = re.compile(r"\s*(?P<name>\w+\.\w+)\s*=(?P<value>.*)", re.DOTALL)
 
 
-def option(
-    *names: str, help: str, panel: str | None = None, metavar: str | None = None, **more: Any
-) -> Any:
-    """Return a typer option whose default is not shown."""
-    return typer.Option(
-        *names, help=help, rich_help_panel=panel, metavar=metavar, show_default=False, **more
-    )
+def option(names: str, help: str, metavar: str | None = None, **more: Any) -> Any:
+    """Return a Typer option. Several names are separated by spaces."""
+    return typer.Option(*names.split(), help=help, metavar=metavar, **more)
 
 
-_setting = functools.partial(option, panel="Settings")
+def argument(metavar: str, help: str) -> Any:
+    """Return a Typer argument."""
+    return typer.Argument(metavar=metavar, help=help)
+
+
+_setting = functools.partial(option, rich_help_panel="Settings")
 
 
 def _api_key(given: str | None) -> str | None:
@@ -53,18 +54,13 @@ def _api_key(given: str | None) -> str | None:
     return given
 
 
-Lane = Annotated[str | None, option("--lane", help="Only this lane; default: all.", metavar="NAME")]
-AsJson = Annotated[bool, option("--json", help="Print JSON.")]
+Lane = Annotated[str | None, option("--lane", "Only this lane; default: all.", "NAME")]
+AsJson = Annotated[bool, option("--json", "Print JSON.")]
 AskedModel = Annotated[
-    str | None,
-    _setting(
-        "--model",
-        help="The model, as `models` prints it; default: the first.",
-        metavar="NAME",
-    ),
+    str | None, _setting("--model", "The model, as `models` prints it; default: the first.", "NAME")
 ]
 WithParent = Annotated[
-    bool, typer.Option("--with-parent", hidden=True, help="Exit when standard input closes.")
+    bool, option("--with-parent", "Exit when standard input closes.", hidden=True)
 ]
 
 
@@ -73,63 +69,52 @@ class Options(msgspec.Struct, frozen=True):
 
     url: Annotated[
         str | None,
-        _setting(
-            "--url", help="A server, as http://127.0.0.1:8000, instead of a bus.", metavar="URL"
-        ),
+        _setting("--url", "A server, as http://127.0.0.1:8000, instead of a bus.", "URL"),
     ] = None
     api_key: Annotated[
         str | None,
         _setting(
             "--api-key",
-            help="The key for that server; safer in the environment, hidden from other users.",
-            metavar="KEY",
+            "The key for that server; safer in the environment, hidden from other users.",
+            "KEY",
             envvar=API_KEY_VARIABLE,
             callback=_api_key,
         ),
     ] = None
     served: Annotated[
         str | None,
-        _setting(
-            "--model", help="One of several models, by a name that `models` prints.", metavar="NAME"
-        ),
+        _setting("--model", "One of several models, by a name that `models` prints.", "NAME"),
     ] = None
     bus: Annotated[
         str | None,
-        _setting(
-            "--bus", help="Redis or Valkey: redis://host:port, rediss://, unix://.", metavar="URL"
-        ),
+        _setting("--bus", "Redis or Valkey: redis://host:port, rediss://, unix://.", "URL"),
     ] = None
     model: Annotated[
         str | None,
         _setting(
             "--model",
-            help=f"Model folder in Transformers' format; {BUNDLED_MODEL!r} is the bundled model.",
-            metavar="FOLDER",
+            f"Model folder in Transformers' format; {BUNDLED_MODEL!r} is the bundled model.",
+            "FOLDER",
         ),
     ] = None
     reference: Annotated[
         str | None,
         _setting(
             "--reference",
-            help="A second, constant model, which scores what the first one generates.",
-            metavar="FOLDER",
+            "A second, constant model, which scores what the first one generates.",
+            "FOLDER",
         ),
     ] = None
     config_file: Annotated[
-        Path | None,
-        _setting("--config", help="YAML file with settings, by section.", metavar="FILE"),
+        Path | None, _setting("--config", "YAML file with settings, by section.", "FILE")
     ] = None
     settings: Annotated[
         list[str] | None,
-        _setting(
-            "--set",
-            help="A setting, as engine.max_batch_size=64. Repeatable.",
-            metavar="NAME=VALUE",
-        ),
+        _setting("--set", "A setting, as engine.max_batch_size=64. Repeatable.", "NAME=VALUE"),
     ] = None
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"] | None,
-        _setting("--log-level", help="Least level that is printed.", case_sensitive=False),
+        _setting("--log-level", "Least level that is printed.", case_sensitive=False),
     ] = None
 
     def config(self, **more: Any) -> Config:

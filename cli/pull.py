@@ -18,7 +18,6 @@ from typing import Annotated, Literal, NamedTuple
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 import httpx2
-import typer
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -30,7 +29,7 @@ from rich.progress import (
 
 from ..config import ConfigError, ModelError, shown
 from .model_files import MODELS, check_folder
-from .options import option
+from .options import argument, option
 from .terminal import complain, stderr, stdout
 from .unpacking import unpack
 
@@ -45,28 +44,27 @@ _NOT_FROM_HUB = ["*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.py"
 def pull(
     source: Annotated[
         str,
-        typer.Argument(
-            metavar="SOURCE",
-            help="A folder, or a GGUF file; the http(s) URL of an archive (.tar, .tar.gz, .zip) or "
+        argument(
+            "SOURCE",
+            "A folder, or a GGUF file; the http(s) URL of an archive (.tar, .tar.gz, .zip) or "
             "of one file; or a name on the Hugging Face hub, as org/name or org/name@revision.",
         ),
     ],
     to: Annotated[
-        Path | None,
-        typer.Option("--to", metavar="FOLDER", help=f"The new folder; default: below {MODELS}."),
+        Path | None, option("--to", f"The new folder; default: below {MODELS}.", "FOLDER")
     ] = None,
     sha256: Annotated[
         str | None,
         option(
             "--sha256",
-            help="Checksum of the file at a URL; may also follow the URL, as #sha256=HEX.",
-            metavar="HEX",
+            "Checksum of the file at a URL; may also follow the URL, as #sha256=HEX.",
+            "HEX",
         ),
     ] = None,
     unverified: Annotated[
-        bool, typer.Option("--unverified", help="Accept a URL's file without a checksum.")
+        bool, option("--unverified", "Accept a URL's file without a checksum.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing folder.")] = False,
+    force: Annotated[bool, option("--force", "Replace an existing folder.")] = False,
 ) -> None:
     """Bring a model's folder here, and print its path.
 

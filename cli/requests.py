@@ -31,7 +31,7 @@ DEFAULT_MAX_TOKENS = 64
 CHAT_MAX_TOKENS = 1024
 """Of an answer in a conversation."""
 
-_request = partial(option, panel="Requests")
+_request = partial(option, rich_help_panel="Requests")
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -100,47 +100,41 @@ def wanted(
         int | None,
         _request(
             "--max-tokens",
-            help=f"Most tokens per answer; default: {DEFAULT_MAX_TOKENS}, in `chat` "
-            f"{CHAT_MAX_TOKENS}.",
+            f"Most tokens per answer; default: {DEFAULT_MAX_TOKENS}, in `chat` {CHAT_MAX_TOKENS}.",
         ),
     ],
     temperature: Annotated[
-        float | None, _request("--temperature", "-t", help="0, the default, is greedy.")
+        float | None, _request("--temperature -t", "0, the default, is greedy.")
     ],
-    seed: Annotated[int | None, _request("--seed", help="Makes samples reproducible.")],
+    seed: Annotated[int | None, _request("--seed", "Makes samples reproducible.")],
     stop: Annotated[
-        list[str] | None,
-        _request("--stop", help="End before this text. Repeatable.", metavar="TEXT"),
+        list[str] | None, _request("--stop", "End before this text. Repeatable.", "TEXT")
     ],
     sampling: Annotated[
         list[str] | None,
         _request(
             "--sampling",
-            help="Any sampling parameter, as top_p=0.9 or logprobs=3. Repeatable.",
-            metavar="NAME=VALUE",
+            "Any sampling parameter, as top_p=0.9 or logprobs=3. Repeatable.",
+            "NAME=VALUE",
         ),
     ],
     constraint: Annotated[
         str | None,
         _request(
             "--constraint",
-            help="A constraint on the answer, as regex='[0-9]+' or json_schema=@FILE.",
-            metavar="KIND=VALUE",
+            "A constraint on the answer, as regex='[0-9]+' or json_schema=@FILE.",
+            "KIND=VALUE",
         ),
     ],
     prediction: Annotated[
         str | None,
         _request(
-            "--prediction",
-            help="The expected answer, or @FILE: a draft, if speculation is on.",
-            metavar="TEXT",
+            "--prediction", "The expected answer, or @FILE: a draft, if speculation is on.", "TEXT"
         ),
     ],
-    priority: Annotated[int | None, _request("--priority", help="Higher runs first; default: 0.")],
-    tenant: Annotated[str | None, _request("--tenant", help="Its tenant.", metavar="NAME")],
-    budget: Annotated[
-        float | None, _request("--budget", help="Time limit of a request.", metavar="SECONDS")
-    ],
+    priority: Annotated[int | None, _request("--priority", "Higher runs first; default: 0.")],
+    tenant: Annotated[str | None, _request("--tenant", "Its tenant.", "NAME")],
+    budget: Annotated[float | None, _request("--budget", "Time limit of a request.", "SECONDS")],
 ) -> Wanted:
     """Return the options. Raises ConfigError: a value is malformed."""
     parameters = parse_sampling(sampling or ())

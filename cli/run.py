@@ -9,7 +9,6 @@ from contextlib import aclosing
 from typing import Annotated
 
 import anyio
-import typer
 
 from ..bus.codec import encode_output
 from ..bus.public import Completion
@@ -19,7 +18,7 @@ from ..config.temporary import sweep
 from ..pipeline.pipeline import Pipeline
 from ..telemetry import setup_logging
 from .model_files import check_model_files
-from .options import Options, WithParent, takes_engine_options
+from .options import Options, WithParent, option, takes_engine_options
 from .process import DRAIN, drain, forbid_torch, freeze_memory, stdin_lines, until_stopped
 
 _CONCURRENT_LINES = 256
@@ -29,8 +28,7 @@ _CONCURRENT_LINES = 256
 def run(
     options: Options,
     stages: Annotated[
-        str,
-        typer.Option(help="The stages of this process, separated by commas.", metavar="NAMES"),
+        str, option("--stages", "The stages of this process, separated by commas.", "NAMES")
     ] = ",".join(STAGES),
     with_parent: WithParent = False,
 ) -> None:

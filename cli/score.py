@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import typer
 
 from ..bus.public import Completion, GenerateRequest
 from ..config import ConfigError, RequestError, SamplingParams
 from ..pipeline.scoring import ScoredCompletion
 from .connection import connected
-from .options import Options, takes_model_options
+from .options import Options, argument, option, takes_model_options
 from .terminal import print_json
 
 
@@ -40,11 +39,9 @@ class Score(msgspec.Struct, frozen=True):
 @takes_model_options
 def score(
     options: Options,
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="One JSON object per line; - is standard input.")
-    ],
+    file: Annotated[Path, argument("FILE", "One JSON object per line; - is standard input.")],
     temperature: Annotated[
-        float, typer.Option("--temperature", "-t", min=0, help="Of the policy that is scored.")
+        float, option("--temperature -t", "Of the policy that is scored.", min=0)
     ] = 1.0,
 ) -> None:
     """Print the logprobs of given completions under the weights in place and the reference model.

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from typing import Annotated
 
 import anyio
-import typer
 
 from ..config import STAGES, Config
 from ..config.logger import get_logger
@@ -20,7 +19,7 @@ from ..telemetry import LogOutput, setup_logging
 from .connection import SERVE_PORT
 from .gateway import GrpcPort, Insecure, listening, port_option
 from .model_files import check_model_files
-from .options import Options, takes_engine_options
+from .options import Options, option, takes_engine_options
 from .process import drain, freeze_memory, raise_file_limit, until_stopped
 
 # `_announce` prints these to standard output.
@@ -31,12 +30,10 @@ _SAID = ("gateway_listens", "ready")
 def serve(
     options: Options,
     port: Annotated[
-        int | None,
-        port_option("--port", help=f"Port for HTTP; default: gateway.port, or {SERVE_PORT}."),
+        int | None, port_option("--port", f"Port for HTTP; default: gateway.port, or {SERVE_PORT}.")
     ] = None,
     host: Annotated[
-        str | None,
-        typer.Option(help="Address to listen on; default: gateway.host.", metavar="ADDRESS"),
+        str | None, option("--host", "Address to listen on; default: gateway.host.", "ADDRESS")
     ] = None,
     grpc_port: GrpcPort = None,
     insecure: Insecure = False,

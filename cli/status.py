@@ -19,7 +19,7 @@ from ..store.board import StageReport
 from .bus_status import BusStatus, bus_status
 from .clients import ServerClient
 from .connection import DEFAULT_SERVER, Place, Server, named_server
-from .options import AsJson, Options, takes_status_options
+from .options import AsJson, Options, option, takes_status_options
 from .terminal import print_json, stdout
 
 _SHOWN_LINKS = 3
@@ -39,8 +39,7 @@ def status(
     options: Options,
     as_json: AsJson = False,
     verbose: Annotated[
-        bool,
-        typer.Option("--verbose", "-v", help="Show the bus's links and clients, and all numbers."),
+        bool, option("--verbose -v", "Show the bus's links and clients, and all numbers.")
     ] = False,
 ) -> None:
     """Show whether the pipeline is ready, the requests in flight, and its stages.

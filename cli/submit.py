@@ -19,7 +19,7 @@ from ..bus.public import Completion, CompletionChunk
 from ..config import Config, ConfigError, NanoInferenceError
 from ..pipeline.client import BusClient
 from .connection import connected
-from .options import Options, option, takes, takes_model_options
+from .options import Options, argument, option, takes, takes_model_options
 from .requests import LineReader, Submission, Wanted, read_file, read_stdin, wanted
 from .terminal import complain, harmless, stderr
 from .waterfall import Waterfall
@@ -31,8 +31,8 @@ PATIENCE_S = 10.0
 
 _CONCURRENT = 64
 
-_request = partial(option, panel="Requests")
-_output = partial(option, panel="Output")
+_request = partial(option, rich_help_panel="Requests")
+_output = partial(option, rich_help_panel="Output")
 
 
 @takes_model_options
@@ -41,25 +41,17 @@ def submit(
     options: Options,
     wanted: Wanted,
     texts: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="TEXT...", help="Prompts; - reads lines of standard input."),
+        list[str] | None, argument("TEXT...", "Prompts; - reads lines of standard input.")
     ] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option("--file", "-f", metavar="FILE", help="Requests, one per line."),
-    ] = None,
-    chat: Annotated[
-        bool, _request("--chat", help="Apply the model's chat template to texts.")
-    ] = False,
-    n: Annotated[int | None, _request("--n", "-n", help="Samples per prompt; default: 1.")] = None,
-    as_json: Annotated[
-        bool, _output("--json", help="Print each Completion as a line of JSON.")
-    ] = False,
+    file: Annotated[Path | None, option("--file -f", "Requests, one per line.", "FILE")] = None,
+    chat: Annotated[bool, _request("--chat", "Apply the model's chat template to texts.")] = False,
+    n: Annotated[int | None, _request("--n -n", "Samples per prompt; default: 1.")] = None,
+    as_json: Annotated[bool, _output("--json", "Print each Completion as a line of JSON.")] = False,
     no_wait: Annotated[
-        bool, _output("--no-wait", help="Print entry ids, without waiting for answers.")
+        bool, _output("--no-wait", "Print entry ids, without waiting for answers.")
     ] = False,
     trace: Annotated[
-        bool, _output("--trace", help="Draw the time in each stage, on standard error.")
+        bool, _output("--trace", "Draw the time in each stage, on standard error.")
     ] = False,
 ) -> None:
     """Send requests to a running pipeline and print the answers.

@@ -8,7 +8,6 @@ import sys
 from contextlib import aclosing
 from typing import Annotated
 
-import typer
 from rich.cells import cell_len
 
 from ..bus.codec import encode_output
@@ -28,10 +27,8 @@ _HEADING = f"{'request':<20} {'status':<9} {'tokens':>6} {'TTFT ms':>9} {'total 
 @takes_model_options
 def tail(
     options: Options,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print each Completion as a line of JSON.")
-    ] = False,
-    limit: Annotated[int | None, option("--limit", help="Exit after this number.", min=1)] = None,
+    as_json: Annotated[bool, option("--json", "Print each Completion as a line of JSON.")] = False,
+    limit: Annotated[int | None, option("--limit", "Exit after this number.", min=1)] = None,
 ) -> None:
     """Print every request that ends from now on, of all clients.
 

@@ -10,7 +10,6 @@ from collections import deque
 from functools import partial
 from typing import Annotated
 
-import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -20,7 +19,7 @@ from ..config import BusError
 from ..pipeline.health import LaneHealth
 from ..pipeline.status import PipelineStatus
 from .clients import Unreachable
-from .options import Options, takes_status_options
+from .options import Options, option, takes_status_options
 from .status import (
     drafts_line,
     facts_table,
@@ -40,10 +39,8 @@ _HISTORY = 60
 @takes_status_options
 def top(
     options: Options,
-    once: Annotated[bool, typer.Option("--once", help="Print one status and exit.")] = False,
-    every_s: Annotated[
-        float, typer.Option("--every", min=0.1, metavar="SECONDS", help="The interval.")
-    ] = 1.0,
+    once: Annotated[bool, option("--once", "Print one status and exit.")] = False,
+    every_s: Annotated[float, option("--every", "The interval.", "SECONDS", min=0.1)] = 1.0,
 ) -> None:
     """Watch the stages, queues, batch, tokens per second, first tokens and KV blocks.
 

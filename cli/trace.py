@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import typer
 
 from ..config import ConfigError
 from ..telemetry.trace_page import page
 from ..telemetry.trace_tree import find_trace, jaeger
-from .options import Options, takes
+from .options import Options, argument, option, takes
 from .terminal import stderr, stdout
 from .waterfall import TraceView
 
@@ -20,17 +19,16 @@ from .waterfall import TraceView
 def trace(
     options: Options,
     request_id: Annotated[
-        str, typer.Argument(help="The request's id, its entry's id, or the trace's id.")
+        str, argument("REQUEST_ID", "The request's id, its entry's id, or the trace's id.")
     ],
     file: Annotated[
-        Path | None, typer.Option(help="The trace file; default: `telemetry.trace_file`.")
+        Path | None, option("--file", "The trace file; default: `telemetry.trace_file`.")
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page for the browser there.")
+        Path | None, option("--html", "Write a page for the browser there.", "FILE")
     ] = None,
     jaeger_file: Annotated[
-        Path | None,
-        typer.Option("--jaeger", metavar="FILE", help="Write a file for Jaeger's UI there."),
+        Path | None, option("--jaeger", "Write a file for Jaeger's UI there.", "FILE")
     ] = None,
 ) -> None:
     """Show the time of a request's spans, from a trace file.

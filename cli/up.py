@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 import anyio
 import anyio.to_thread
 import msgspec
-import typer
 import yaml
 
 from ..bus import open_bus
@@ -49,20 +48,16 @@ def up(
     options: Options,
     port: Annotated[
         int,
-        typer.Option(
-            metavar="PORT",
-            min=1,
-            max=MOST_PORT,
-            help="Port of the embedded server, without --bus.",
+        option(
+            "--port", "Port of the embedded server, without --bus.", "PORT", min=1, max=MOST_PORT
         ),
     ] = SERVER_PORT,
     replicas: Annotated[
-        int | None,
-        option("--replicas", help="Pairs of batching and executor; default: 1.", min=1),
+        int | None, option("--replicas", "Pairs of batching and executor; default: 1.", min=1)
     ] = None,
     gateway: Annotated[
         int | None,
-        port_option("--gateway", help="Serve HTTP on this port too, in a process of its own."),
+        port_option("--gateway", "Serve HTTP on this port too, in a process of its own."),
     ] = None,
     grpc_port: GrpcPort = None,
     insecure: Insecure = False,

@@ -14,7 +14,7 @@ import typer
 from ..bus.control import MEMORY_TAGS, MemoryTag
 from ..bus.weights import FolderWeights, InFlight
 from .connection import operate
-from .options import Lane, Options, group, takes_model_options
+from .options import Lane, Options, group, option, takes_model_options
 
 app = group("""Read the version of the weights, and replace them while requests are in flight.
 
@@ -34,19 +34,16 @@ class MemoryKind(StrEnum):
 
 
 Tags = Annotated[
-    list[MemoryKind] | None,
-    typer.Option("--tag", help="A part of the memory. Repeatable; default: all."),
+    list[MemoryKind] | None, option("--tag", "A part of the memory. Repeatable; default: all.")
 ]
 AtPause = Annotated[
     InFlight,
-    typer.Option(
+    option(
         "--in-flight",
-        help="Requests in flight keep their KV, compute it again, or end with their answer so far.",
+        "Requests in flight keep their KV, recompute it, or end.",
     ),
 ]
-Version = Annotated[
-    int | None, typer.Option("--version", help="The new version; default: the next one.")
-]
+Version = Annotated[int | None, option("--version", "The new version; default: the next one.")]
 
 
 @app.command()
@@ -55,20 +52,15 @@ def update(
     options: Options,
     folder: Annotated[
         Path,
-        typer.Option(
-            "--folder",
-            metavar="FOLDER",
-            help="Checkpoint in Transformers' format, or a safetensors file, where the executor "
-            "can read it.",
+        option(
+            "--folder", "Checkpoint or safetensors file, which the executor can read.", "FOLDER"
         ),
     ],
     in_flight: AtPause = "keep",
     version: Version = None,
-    partial: Annotated[
-        bool, typer.Option("--partial", help="Keep parameters that the folder lacks.")
-    ] = False,
+    partial: Annotated[bool, option("--partial", "Keep parameters that the folder lacks.")] = False,
     timeout_s: Annotated[
-        float, typer.Option("--timeout", min=0, help="Seconds to wait for the new weights.")
+        float, option("--timeout", "Seconds to wait for the new weights.", min=0)
     ] = 300.0,
     lane: Lane = None,
 ) -> None:

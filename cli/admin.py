@@ -20,6 +20,7 @@ from ..gateway.policy.scopes import SCOPES
 from .clients import ServerClient
 from .connection import connected, server_of
 from .options import AsJson, Options, argument, group, option, takes, takes_server_options
+from .requests import given
 from .terminal import date, failures_exit, harmless, one_line, print_json, stdout, table
 
 if TYPE_CHECKING:
@@ -54,9 +55,6 @@ KeyId = Annotated[str, argument("ID", "As `admin keys list` shows it.")]
 TenantName = Annotated[str, argument("TENANT", "The tenant's name.")]
 
 
-MaxPriority = Annotated[
-    str | None, option("--max-priority", "Higher priorities are refused; 'none' for no limit.", "N")
-]
 Requests = Annotated[str | None, option("--requests-per-minute", "'none' for no limit.", "N")]
 Tokens = Annotated[str | None, option("--tokens-per-minute", "'none' for no limit.", "N")]
 InFlight = Annotated[str | None, option("--max-in-flight", "'none' for no limit.", "N")]
@@ -84,34 +82,40 @@ class Changes(NamedTuple):
         return self.fields | {"limits": before.get("limits", {}) | self.limits}
 
 
-def _key_changes(
+def changes_of(
     *,
     scope: Annotated[
         list[str] | None, option("--scope", f"{', '.join(SCOPES)}. Repeatable.", "SCOPE")
-    ],
+    ] = None,
     tenant: Annotated[
         str | None, option("--tenant", "The tenant of its requests; default: the key's name.")
-    ],
-    max_priority: MaxPriority,
+    ] = None,
+    weight: Annotated[
+        str | None, option("--weight", "Its share relative to other tenants.", "W")
+    ] = None,
+    max_priority: Annotated[
+        str | None,
+        option("--max-priority", "Higher priorities are refused; 'none' for no limit.", "N"),
+    ] = None,
     allow_model: Annotated[
         list[str] | None,
         option("--allow-model", "Only these models; 'none' for all. Repeatable.", "NAME"),
-    ],
-    requests_per_minute: Requests,
-    tokens_per_minute: Tokens,
-    max_in_flight: InFlight,
+    ] = None,
+    requests_per_minute: Requests = None,
+    tokens_per_minute: Tokens = None,
+    max_in_flight: InFlight = None,
     expires_in: Annotated[
         str | None, option("--expires-in", "As 30d, 12h, 90s; or 'none'.", "TIME")
-    ],
+    ] = None,
 ) -> Changes:
-    fields: dict[str, Any] = {"scopes": scope, "tenant": tenant}
-    fields = {name: value for name, value in fields.items() if value is not None}
+    """Return the changes that options name. Raises ConfigError: a value is malformed."""
+    fields: dict[str, Any] = given({"scopes": scope, "tenant": tenant})
     if allow_model is not None:
         fields["models"] = None if allow_model == ["none"] else allow_model
     if expires_in is not None:
         fields["expires_in_s"] = _seconds(expires_in)
     return Changes(
-        fields | _numbers(max_priority=max_priority),
+        fields | _numbers(weight=weight, max_priority=max_priority),
         _numbers(
             requests_per_minute=requests_per_minute,
             tokens_per_minute=tokens_per_minute,
@@ -120,22 +124,8 @@ def _key_changes(
     )
 
 
-def _tenant_changes(
-    *,
-    weight: Annotated[str | None, option("--weight", "Its share relative to other tenants.", "W")],
-    max_priority: MaxPriority,
-    requests_per_minute: Requests,
-    tokens_per_minute: Tokens,
-    max_in_flight: InFlight,
-) -> Changes:
-    return Changes(
-        _numbers(weight=weight, max_priority=max_priority),
-        _numbers(
-            requests_per_minute=requests_per_minute,
-            tokens_per_minute=tokens_per_minute,
-            max_in_flight=max_in_flight,
-        ),
-    )
+_LIMITS = ("max_priority", "requests_per_minute", "tokens_per_minute", "max_in_flight")
+_takes_key_options = takes(changes_of, "scope", "tenant", "allow_model", *_LIMITS, "expires_in")
 
 
 # --- keys ---------------------------------------------------------------------------------------
@@ -174,7 +164,7 @@ def list_keys(options: Options, as_json: AsJson = False) -> None:
 
 @keys.command("create")
 @takes_server_options
-@takes(_key_changes)
+@_takes_key_options
 def create_key(
     options: Options,
     changes: Changes,
@@ -197,7 +187,7 @@ def create_key(
 
 @keys.command("change")
 @takes_server_options
-@takes(_key_changes)
+@_takes_key_options
 def change_key(
     options: Options,
     changes: Changes,
@@ -264,7 +254,7 @@ def list_tenants(options: Options, as_json: AsJson = False) -> None:
 
 @tenants.command("set")
 @takes_server_options
-@takes(_tenant_changes)
+@takes(changes_of, "weight", *_LIMITS)
 def set_tenant(options: Options, changes: Changes, tenant: TenantName) -> None:
     """Change the given settings of a tenant.
 

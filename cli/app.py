@@ -15,20 +15,16 @@ from typer.main import get_command
 
 from ..config import NanoInferenceError, shown
 from ..pipeline.supervisor import StageFailed
-from . import adapters, admin, dlq, fairness, models, weights
-from .chat import chat
-from .complete import cancel, complete
+from . import admin, dlq, fairness, models, weights
+from .chat import cancel, chat, complete
 from .demo import demo
 from .doctor import doctor
-from .embed import embed
-from .gateway import gateway
-from .health import health
+from .embed import embed, score
 from .options import option
 from .pull import pull
 from .run import run
-from .score import score
-from .serve import serve
-from .status import status
+from .serve import gateway, serve
+from .status import health, status
 from .submit import submit
 from .tail import tail
 from .terminal import PROGRAM, complain
@@ -74,7 +70,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     },
     "Train with a pipeline": {
         "weights": weights.app,
-        "adapters": adapters.app,
+        "adapters": weights.adapters,
         "score": score,
         "pause": pause,
         "resume": resume,

@@ -1,4 +1,4 @@
-"""`nano-inference chat`: a conversation, answered as it is generated."""
+"""`nano-inference chat`, `complete` and `cancel`: converse, continue a text, end a request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from msgspec.structs import replace
 
 from ..config import (
     BUNDLED_MODEL,
@@ -25,8 +24,8 @@ from ..config import (
 )
 from .clients import ServedModel, ToolCall, client_at
 from .connection import Place, Server, place_of
-from .options import AskedModel, Options, option, takes, takes_server_options
-from .requests import Wanted, wanted
+from .options import AskedModel, Options, argument, option, takes, takes_server_options
+from .requests import Template, given, template
 from .terminal import AnswerWriter, complain, failures_exit, harmless
 
 COMMANDS = {
@@ -48,10 +47,10 @@ Message = dict[str, Any]
 
 
 @takes_server_options
-@takes(wanted)
+@takes(template)
 def chat(
     options: Options,
-    wanted: Wanted,
+    template: Template,
     system: Annotated[
         str, option("--system", "The system prompt.", "TEXT", rich_help_panel="Requests")
     ] = "",
@@ -86,7 +85,7 @@ def chat(
     """
     place = place_of(options)
     known = _tools_of(tools, place) if tools is not None else []
-    _Chat(place, replace(wanted, stream=True), model, system, known).run()
+    _Chat(place, template, model, system, known).run()
 
 
 class _Chat:
@@ -94,10 +93,10 @@ class _Chat:
     user thinks."""
 
     def __init__(
-        self, place: Place, wanted: Wanted, model: str | None, system: str, tools: list[Any]
+        self, place: Place, template: Template, model: str | None, system: str, tools: list[Any]
     ) -> None:
         self._place = place
-        self._wanted = wanted
+        self._template = template
         self._model = model
         self._system = system
         self._tools = tools
@@ -250,7 +249,8 @@ class _Chat:
         self, new: list[Message], writer: AnswerWriter, calls: list[ToolCall]
     ) -> None:
         system = [{"role": "system", "content": self._system}] if self._system else []
-        request = self._wanted.of_messages([*system, *self._messages, *new])
+        request = self._template.of_messages([*system, *self._messages, *new])
+        request["stream"] = True
         if self._tools:
             request["tools"] = self._tools
         if self._model is not None:
@@ -331,3 +331,84 @@ def _note(text: str) -> None:
     sys.stdout.flush()
     sys.stderr.write(f"({text})\n")
     sys.stderr.flush()
+
+
+# --- complete and cancel --------------------------------------------------------------------------
+
+
+@takes_server_options
+@takes(template)
+def complete(
+    options: Options,
+    template: Template,
+    text: Annotated[
+        str | None, argument("TEXT", "The prompt; - or nothing reads standard input.")
+    ] = None,
+    model: AskedModel = None,
+) -> None:
+    """Continue a text, and print the continuation as it is generated.
+
+    At a server, or with --bus at a pipeline:
+
+        nano-inference complete "98 + 25 ="
+
+        nano-inference complete "98 + 25 =" --url http://127.0.0.1:8000/v1 --max-tokens 8
+
+        nano-inference complete < prompt.txt
+
+    Standard input is one prompt, without a final line break. Ctrl-C also cancels the request. The
+    exit status is 1 when the request was refused or failed.
+    """
+    place = place_of(options)
+    prompt = _read_stdin() if text in (None, "-") else text
+    request = template.of_text(prompt or "") | {"stream": True} | given({"model": model})
+
+    async def run(writer: AnswerWriter) -> None:
+        async with client_at(place) as client:
+            if name := await client.check():
+                request.setdefault("model", name)
+            async with aclosing(client.ask(request)) as parts:
+                async for part in parts:
+                    writer.write(part.text)
+
+    with failures_exit(), AnswerWriter() as writer:
+        asyncio.run(run(writer))
+
+
+def _read_stdin() -> str:
+    """Raises ConfigError: standard input is empty, or no text."""
+    if sys.stdin is None or sys.stdin.isatty():
+        raise ConfigError("give a prompt, as an argument or on standard input")
+    try:
+        text = sys.stdin.buffer.read().decode().removesuffix("\n")
+    except UnicodeDecodeError:
+        raise ConfigError("standard input is not UTF-8 text") from None
+    if not text:
+        raise ConfigError("there is nothing on standard input; give a prompt")
+    return text
+
+
+@takes_server_options
+def cancel(
+    options: Options,
+    request_id: Annotated[str, argument("ID", "The request's id, or that of its answer.")],
+) -> None:
+    """Cancel a request that is in flight. Its client gets the answer so far.
+
+        nano-inference cancel chatcmpl-6c57ddeed9564f79a77b142870c43455
+
+        nano-inference cancel 1795185430038-0 --bus redis://127.0.0.1:6390
+
+    An unknown id, or one whose request has ended, is ignored: the exit status is 0 when the server
+    or the pipeline has received the cancellation.
+    """
+    if not request_id:
+        raise ConfigError("give the id of a request")
+    place = place_of(options)
+
+    async def run() -> None:
+        async with client_at(place) as client:
+            await client.cancel(request_id)
+
+    with failures_exit():
+        asyncio.run(run())

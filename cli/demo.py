@@ -23,7 +23,7 @@ from ..telemetry import setup_logging
 from ..telemetry.clock import milliseconds
 from .options import Options, takes
 from .terminal import complain, cut, one_line, stdout
-from .waterfall import Waterfall
+from .trace import Waterfall
 
 if TYPE_CHECKING:
     from ..pipeline.chat_renderer import ChatRenderer

@@ -9,7 +9,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from importlib import metadata
 from typing import Annotated
@@ -288,6 +288,7 @@ def check_speed() -> Check:
     """Measure memory bandwidth and matrix product, roughly, in about a second."""
     try:
         import torch
+        from torch.utils.benchmark import Timer
     except (ImportError, OSError):
         return Check("speed", "warn", "not measured, since torch is missing")
     from ..stages.executor.runner.device import resolve_device
@@ -298,9 +299,13 @@ def check_speed() -> Check:
     target = torch.empty_like(source)
     size = 8192 if large else 1024
     left = torch.randn(size, size, device=device).to(torch.bfloat16 if large else torch.float32)
-    wait: Callable[[], object] = torch.get_device_module(device.type).synchronize
-    copy_s = _best_s(lambda: target.copy_(source), wait)
-    product_s = _best_s(lambda: left @ left, wait)
+
+    def median_s(statement: str) -> float:
+        names = {"source": source, "target": target, "left": left}
+        timer = Timer(statement, globals=names, num_threads=torch.get_num_threads())
+        return float(timer.blocked_autorange(min_run_time=0.4).median)
+
+    copy_s, product_s = median_s("target.copy_(source)"), median_s("left @ left")
     # A copy reads and writes each byte.
     bandwidth = 2 * source.numel() * 4 / copy_s / 1e9
     rate = 2 * size**3 / product_s / 1e12
@@ -308,19 +313,6 @@ def check_speed() -> Check:
     return Check(
         "speed", "ok", f"roughly: memory {bandwidth:,.0f} GB/s, {kind} matmul {rate:.2f} TFLOP/s"
     )
-
-
-def _best_s(work: Callable[[], object], wait: Callable[[], object]) -> float:
-    best = float("inf")
-    work()
-    wait()
-    until = time.perf_counter() + 0.4
-    while time.perf_counter() < until:
-        began = time.perf_counter()
-        work()
-        wait()
-        best = min(best, time.perf_counter() - began)
-    return best
 
 
 def check_bus(bus: BusConfig) -> Check:

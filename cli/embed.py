@@ -1,19 +1,22 @@
-"""`nano-inference embed`: the vectors of texts."""
+"""`nano-inference embed` and `score`: vectors of texts, and logprobs of given completions."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
-from ..bus.public import EmbedParams, ErrorInfo, GenerateRequest
-from ..config import ConfigError, PoolingKind
+from ..bus.public import Completion, EmbedParams, ErrorInfo, GenerateRequest
+from ..config import ConfigError, PoolingKind, RequestError, SamplingParams
 from ..pipeline.embedding import EmbeddedPrompt
+from ..pipeline.scoring import ScoredCompletion
 from .connection import connected
-from .options import Options, argument, option, takes_client_options
+from .options import Options, argument, option, takes_client_options, takes_model_options
 from .terminal import print_json
 
 
@@ -71,3 +74,99 @@ def embed(
         )
     if any(each.error for each in embedded):
         raise typer.Exit(1)
+
+
+# --- score ----------------------------------------------------------------------------------------
+
+
+class Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A line of the input: a completion to score."""
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    temperature: float | None = None
+
+
+class Score(msgspec.Struct, frozen=True):
+    """A line of the answer, for a sample of a line of the input."""
+
+    line: int
+    sample_index: int
+    logprobs: tuple[float, ...]
+    ref_logprobs: tuple[float, ...] | None
+    weight_version: int
+
+
+@takes_model_options
+def score(
+    options: Options,
+    file: Annotated[Path, argument("FILE", "One JSON object per line; - is standard input.")],
+    temperature: Annotated[
+        float, option("--temperature -t", "Of the policy that is scored.", min=0)
+    ] = 1.0,
+) -> None:
+    """Print the logprobs of given completions under the weights in place and the reference model.
+
+    A line is `{"prompt_token_ids": [...], "token_ids": [...]}`, perhaps with its own `temperature`,
+    or an answer as `submit --json` prints it, of which all samples are scored:
+
+        nano-inference submit "98 + 25 =" -n 4 -t 1 --json | nano-inference score -
+
+    Each sample gives a line of JSON, in order. Logprobs of the reference model are null if the
+    pipeline has none (`engine.reference_model_path`).
+    """
+    config = options.client_config()
+    given = list(_read(file))
+    if not given:
+        raise ConfigError(f"{file} holds nothing to score")
+    params = [
+        SamplingParams(temperature=temperature if each.temperature is None else each.temperature)
+        for _, _, each in given
+    ]
+
+    async def run() -> list[ScoredCompletion]:
+        async with connected(config) as client:
+            return await client.score(
+                [each.prompt_token_ids for _, _, each in given],
+                [each.token_ids for _, _, each in given],
+                params,
+                like=GenerateRequest(model=options.served or ""),
+            )
+
+    for (line, sample_index, _), logprobs in zip(given, asyncio.run(run()), strict=True):
+        print_json(Score(line, sample_index, *msgspec.structs.astuple(logprobs)))
+
+
+def _read(file: Path) -> Iterator[tuple[int, int, Given]]:
+    """Yield completions with the number of their line and the index of the sample.
+
+    Raises:
+        ConfigError: The file can't be read.
+        RequestError: A line has no completion.
+    """
+    try:
+        content = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"can't read {file}: {error.strerror}") from None
+    for number, line in enumerate(content.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            samples = _samples(msgspec.json.decode(line))
+        except (ValueError, RecursionError) as error:
+            # msgspec's errors and decoding errors are ValueErrors.
+            raise RequestError(f"{file}, line {number}: {error}") from None
+        for sample_index, given in samples:
+            if not given.prompt_token_ids or not given.token_ids:
+                raise RequestError(f"{file}, line {number}: give at least one token of each")
+            yield number, sample_index, given
+
+
+def _samples(content: object) -> list[tuple[int, Given]]:
+    if not (isinstance(content, dict) and content.get("type") == "completion"):
+        return [(0, msgspec.convert(content, Given))]
+    completion = msgspec.convert(content, Completion)
+    return [
+        (sample.sample_index, Given(completion.prompt_token_ids, sample.token_ids))
+        for sample in completion.samples
+    ]

@@ -6,6 +6,7 @@ It arrives whole and checked, and an interrupted pull continues where it stopped
 from __future__ import annotations
 
 import fcntl
+import filecmp
 import glob
 import hashlib
 import os
@@ -18,14 +19,7 @@ from typing import Annotated, Literal, NamedTuple
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 import httpx2
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
 from ..config import ConfigError, ModelError, shown
 from .model_files import MODELS, check_folder
@@ -121,13 +115,7 @@ def _check_replaced(target: Path, *, force: bool) -> None:
 
 
 def _fetched(source: Source, target: Path) -> Path:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
+    columns = (*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn())
     console = stderr()
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         return fetch(source, _beside(target, f"partial-{source.key}"), progress)
@@ -280,26 +268,22 @@ def fetch(source: Source, partial: Path, progress: Progress) -> Path:
 def _copied(folder: Path, partial: Path, progress: Progress) -> Path:
     """Copy a folder, or a file as if it were alone in its folder.
 
-    Files with the same size and time were copied by an earlier attempt.
+    Files that are the same were copied by an earlier attempt.
     """
-    found = [folder] if folder.is_file() else sorted(folder.rglob("*"))
-    folder = folder.parent if folder.is_file() else folder
-    files = {path: path.stat() for path in found if path.is_file()}
-    task = progress.add_task("copying", total=sum(status.st_size for status in files.values()))
-    for path, status in files.items():
-        place = partial / path.relative_to(folder)
-        before = place.stat() if place.is_file() else None
-        if before is None or (before.st_size, before.st_mtime_ns) != (
-            status.st_size,
-            status.st_mtime_ns,
-        ):
-            place.parent.mkdir(parents=True, exist_ok=True)
-            part = place.with_name(f"{place.name}.part")
-            shutil.copyfile(path, part)
-            os.utime(part, ns=(status.st_atime_ns, status.st_mtime_ns))
-            part.rename(place)
-        progress.advance(task, status.st_size)
-    partial.mkdir(parents=True, exist_ok=True)
+    files = [folder] if folder.is_file() else [f for f in folder.rglob("*") if f.is_file()]
+    task = progress.add_task("copying", total=sum(file.stat().st_size for file in files))
+
+    def copy(source: str, target: str) -> None:
+        if not (os.path.isfile(target) and filecmp.cmp(source, target)):
+            shutil.copy2(source, f"{target}.part")
+            os.replace(f"{target}.part", target)
+        progress.advance(task, os.path.getsize(target))
+
+    if folder.is_file():
+        partial.mkdir(parents=True, exist_ok=True)
+        copy(str(folder), str(partial / folder.name))
+    else:
+        shutil.copytree(folder, partial, copy_function=copy, dirs_exist_ok=True)
     return partial
 
 

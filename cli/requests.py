@@ -34,30 +34,12 @@ CHAT_MAX_TOKENS = 1024
 _request = partial(option, rich_help_panel="Requests")
 
 
-class Wanted(msgspec.Struct, frozen=True):
-    """Options of requests; None if not given."""
+class Template(dict[str, Any]):
+    """Fields of requests that options set, as in a GenerateRequest."""
 
-    chat: bool = False
-    n: int | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    seed: int | None = None
-    stop: list[str] | None = None
-    sampling: dict[str, Any] = {}
-    priority: int | None = None
-    tenant: str | None = None
-    budget_s: float | None = None
-    stream: bool = False
-    model: str | None = None
-    prediction: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.budget_s is not None and not math.isfinite(self.budget_s):
-            raise ConfigError("--budget must be a number of seconds")
-
-    def of_text(self, text: str) -> dict[str, Any]:
+    def of_text(self, text: str, *, chat: bool = False) -> dict[str, Any]:
         """Return the request for a prompt, by default greedy."""
-        if self.chat:
+        if chat:
             return self.of_messages([{"role": "user", "content": text}], DEFAULT_MAX_TOKENS)
         return self._request({"prompt": text}, DEFAULT_MAX_TOKENS)
 
@@ -68,33 +50,19 @@ class Wanted(msgspec.Struct, frozen=True):
         return self._request({"messages": messages}, max_tokens)
 
     def _request(self, prompt: dict[str, Any], max_tokens: int) -> dict[str, Any]:
-        sampling = {"temperature": 0.0, "max_tokens": max_tokens} | self._sampling()
-        return prompt | {"sampling": sampling} | self._fields()
+        sampling = {"temperature": 0.0, "max_tokens": max_tokens} | self.get("sampling", {})
+        return {**self, **prompt, "sampling": sampling}
 
     def of_object(self, given: dict[str, Any]) -> dict[str, Any]:
         """Return a request given as an object, with options for its missing fields."""
-        request = self._fields() | given
+        request = {**self, **given}
         sampling = given.get("sampling", {})
-        if isinstance(sampling, dict) and (merged := self._sampling() | sampling):
+        if isinstance(sampling, dict) and (merged := self.get("sampling", {}) | sampling):
             request["sampling"] = merged
         return request
 
-    def _fields(self) -> dict[str, Any]:
-        names = ("n", "priority", "tenant", "model", "prediction")
-        fields: dict[str, Any] = {"stream": self.stream} | self._given(*names)
-        if self.budget_s is not None:
-            fields["budget_ns"] = round(self.budget_s * 1e9)
-        return fields
 
-    def _sampling(self) -> dict[str, Any]:
-        return self._given("temperature", "max_tokens", "seed", "stop") | self.sampling
-
-    def _given(self, *names: str) -> dict[str, Any]:
-        fields = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in fields.items() if value is not None}
-
-
-def wanted(
+def template(
     *,
     max_tokens: Annotated[
         int | None,
@@ -135,22 +103,30 @@ def wanted(
     priority: Annotated[int | None, _request("--priority", "Higher runs first; default: 0.")],
     tenant: Annotated[str | None, _request("--tenant", "Its tenant.", "NAME")],
     budget: Annotated[float | None, _request("--budget", "Time limit of a request.", "SECONDS")],
-) -> Wanted:
+) -> Template:
     """Return the options. Raises ConfigError: a value is malformed."""
-    parameters = parse_sampling(sampling or ())
-    if constraint is not None:
-        parameters["constraint"] = parse_constraint(constraint)
-    return Wanted(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        stop=stop or None,
-        sampling=parameters,
-        prediction=prediction and text_or_file("--prediction", prediction),
-        priority=priority,
-        tenant=tenant,
-        budget_s=budget,
-    )
+    if budget is not None and not math.isfinite(budget):
+        raise ConfigError("--budget must be a number of seconds")
+    parameters = {
+        "temperature": temperature,
+        "max_tokens": max_tokens,
+        "seed": seed,
+        "stop": stop or None,
+        "constraint": constraint and parse_constraint(constraint),
+    }
+    fields = {
+        "sampling": given(parameters) | parse_sampling(sampling or ()),
+        "prediction": prediction and text_or_file("--prediction", prediction),
+        "priority": priority,
+        "tenant": tenant,
+        "budget_ns": None if budget is None else round(budget * 1e9),
+    }
+    return Template(given(fields))
+
+
+def given(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that are not None."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def parse_sampling(texts: Iterable[str]) -> dict[str, Any]:
@@ -238,11 +214,21 @@ class Submission(msgspec.Struct, frozen=True):
 class LineReader:
     """Turns lines into submissions; its errors name the line."""
 
-    def __init__(self, name: str, wanted: Wanted, max_bytes: int, *, plain_prompts: bool) -> None:
-        """`plain_prompts`: a line without "{" at its start is a prompt as it stands; else every
-        line is JSON, an object (a GenerateRequest) or a string (a prompt)."""
+    def __init__(
+        self,
+        name: str,
+        template: Template,
+        max_bytes: int,
+        *,
+        chat: bool = False,
+        plain_prompts: bool = False,
+    ) -> None:
+        """`chat`: the chat template is applied to prompts. `plain_prompts`: a line without "{" at
+        its start is a prompt as it stands; else every line is JSON, an object (a GenerateRequest)
+        or a string (a prompt)."""
         self._name = name
-        self._wanted = wanted
+        self._template = template
+        self._chat = chat
         self._max_bytes = max_bytes
         self._plain_prompts = plain_prompts
         self._number = 0
@@ -257,19 +243,16 @@ class LineReader:
         line = line.strip()
         if not line:
             return None
-        given: object
+        is_prompt = self._plain_prompts and not line.startswith(b"{")
         try:
-            if self._plain_prompts and not line.startswith(b"{"):
-                given = line.decode()
-            else:
-                given = msgspec.json.decode(line)
+            content: object = line.decode() if is_prompt else msgspec.json.decode(line)
         except (ValueError, RecursionError) as error:
             # msgspec's errors and decoding errors are ValueErrors.
             raise self._error(f"not valid JSON: {error}") from None
-        if isinstance(given, str):
-            request = self._wanted.of_text(given)
-        elif isinstance(given, dict):
-            request = self._wanted.of_object(given)
+        if isinstance(content, str):
+            request = self._template.of_text(content, chat=self._chat)
+        elif isinstance(content, dict):
+            request = self._template.of_object(content)
         else:
             raise self._error('a line is a request, as {"prompt": "…"}, or a prompt, as "…"')
         checked = check_request(request, self._max_bytes)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from msgspec.structs import replace
 
 from ..bus.codec import encode_output
 from ..bus.public import Completion, CompletionChunk
@@ -20,9 +19,9 @@ from ..config import Config, ConfigError, NanoInferenceError
 from ..pipeline.client import BusClient
 from .connection import connected
 from .options import Options, argument, option, takes, takes_model_options
-from .requests import LineReader, Submission, Wanted, read_file, read_stdin, wanted
+from .requests import LineReader, Submission, Template, given, read_file, read_stdin, template
 from .terminal import complain, harmless, stderr
-from .waterfall import Waterfall
+from .trace import Waterfall
 
 Source = Iterable[Submission] | AsyncIterator[Submission]
 
@@ -36,10 +35,10 @@ _output = partial(option, rich_help_panel="Output")
 
 
 @takes_model_options
-@takes(wanted)
+@takes(template)
 def submit(
     options: Options,
-    wanted: Wanted,
+    template: Template,
     texts: Annotated[
         list[str] | None, argument("TEXT...", "Prompts; - reads lines of standard input.")
     ] = None,
@@ -81,20 +80,22 @@ def submit(
     Answers go to standard output, messages to standard error. Ctrl-C cancels the requests in
     flight. The exit status is 1 when any request failed.
     """
-    given = texts or []
-    one_text = len(given) == 1 and given != ["-"] and file is None
+    texts = texts or []
+    one_text = len(texts) == 1 and texts != ["-"] and file is None
     streams = one_text and not as_json and n in (None, 1)
-    wanted = replace(wanted, chat=chat, n=n, stream=streams, model=options.served)
+    template |= given({"n": n, "stream": streams, "model": options.served})
     printer = _Printer(as_json=as_json, trace=trace, labelled=not one_text)
     config = options.client_config()
-    source = _source_of(given, file, wanted, config.bus.max_request_bytes)
+    source = _source_of(texts, file, template, config.bus.max_request_bytes, chat=chat)
     submitting = _Submitting(config, printer)
     asyncio.run(submitting.publish(source) if no_wait else submitting.answer(source))
     if printer.failed:
         raise typer.Exit(1)
 
 
-def _source_of(texts: Sequence[str], file: Path | None, wanted: Wanted, max_bytes: int) -> Source:
+def _source_of(
+    texts: Sequence[str], file: Path | None, template: Template, max_bytes: int, *, chat: bool
+) -> Source:
     """Return the requests to send.
 
     Raises:
@@ -104,10 +105,14 @@ def _source_of(texts: Sequence[str], file: Path | None, wanted: Wanted, max_byte
     if bool(texts) == (file is not None) or (len(texts) > 1 and "-" in texts):
         raise ConfigError("give prompts, or --file FILE, or - for standard input, and only one")
     if list(texts) == ["-"] or str(file) == "-":
-        return read_stdin(LineReader("standard input", wanted, max_bytes, plain_prompts=True))
+        name = "standard input"
+        return read_stdin(LineReader(name, template, max_bytes, chat=chat, plain_prompts=True))
     if file is not None:
-        return read_file(file, LineReader(str(file), wanted, max_bytes, plain_prompts=False))
-    return [Submission(str(number), wanted.of_text(text)) for number, text in enumerate(texts, 1)]
+        return read_file(file, LineReader(str(file), template, max_bytes, chat=chat))
+    return [
+        Submission(str(number), template.of_text(text, chat=chat))
+        for number, text in enumerate(texts, 1)
+    ]
 
 
 class _Submitting:

@@ -32,10 +32,10 @@ from ..config.temporary import sweep, temporary_folder
 from ..gateway.gateway import check_ports
 from ..telemetry import setup_logging, setup_metrics
 from .children import Forks, Watchdog
-from .gateway import MOST_PORT, GrpcPort, Insecure, port_option
 from .model_files import check_model_files
 from .options import Options, option, takes_engine_options
 from .processes import GATEWAY, Printer, Processes
+from .serve import MOST_PORT, GrpcPort, Insecure, port_option
 
 SERVER_PORT = urlsplit(DEFAULT_URL).port or 0
 """Default port of the embedded server."""

@@ -1,6 +1,7 @@
-"""`nano-inference weights`, `pause`, `resume`, `flush-cache`, `release-memory`, `resume-memory`.
+"""A trainer's operations, by hand.
 
-A trainer's operations, by hand.
+`nano-inference weights`, `adapters`, `pause`, `resume`, `flush-cache`, `release-memory` and
+`resume-memory`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import typer
 from ..bus.control import MEMORY_TAGS, MemoryTag
 from ..bus.weights import FolderWeights, InFlight
 from .connection import operate
-from .options import Lane, Options, group, option, takes_model_options
+from .options import Lane, Options, argument, group, option, takes_model_options
+from .terminal import stdout, table
 
 app = group("""Read the version of the weights, and replace them while requests are in flight.
 
@@ -144,3 +146,91 @@ def resume_memory(options: Options, tags: Tags = None, lane: Lane = None) -> Non
 
 def _memory(tags: list[MemoryKind] | None) -> tuple[MemoryTag, ...]:
     return tuple(tag.value for tag in tags) if tags else MEMORY_TAGS
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+
+adapters = group("""List, load and unload LoRA adapters, while requests are in flight.
+
+        nano-inference adapters load sql ./adapters/sql
+
+        nano-inference adapters list
+
+    Requests name an adapter in `model`. With several models, --model names the adapter's:
+
+        nano-inference adapters load sql ./adapters/sql --model code
+
+    See docs/adapters.md.
+    """)
+
+Id = Annotated[str, argument("ID", "Its name in requests.")]
+
+
+@adapters.command("list")
+@takes_model_options
+def list_adapters(options: Options, lane: Lane = None) -> None:
+    """List the adapters that requests can name, of all models or of one.
+
+    nano-inference adapters list
+    """
+    found = operate(options, lambda client: client.adapters(lane=lane))
+    made = table("id", "version", "rank", "MiB", "folder", fold=("folder",))
+    for each in found:
+        size = f"{each.num_bytes / (1 << 20):.1f}"
+        made.add_row(each.id, str(each.version), str(each.rank), size, each.folder or "-")
+    stdout().print(made if found else "no adapter is loaded")
+
+
+@adapters.command("load")
+@takes_model_options
+def load_adapter(
+    options: Options,
+    id: Id,
+    folder: Annotated[
+        Path, argument("FOLDER", "Written by PEFT's save_pretrained, where executors can read it.")
+    ],
+    in_flight: AtPause = "keep",
+    version: Version = None,
+    timeout_s: Annotated[
+        float, option("--timeout", "Seconds to wait for the adapter.", min=0)
+    ] = 300.0,
+    lane: Lane = None,
+) -> None:
+    """Load an adapter, or new weights for one that is loaded; print its version.
+
+    nano-inference adapters load sql ./adapters/sql
+    """
+    source = str(folder.absolute())
+    new_version = operate(
+        options,
+        lambda client: client.load_adapter(
+            id, source, in_flight=in_flight, version=version, timeout_s=timeout_s, lane=lane
+        ),
+    )
+    typer.echo(new_version)
+
+
+@adapters.command("unload")
+@takes_model_options
+def unload_adapter(
+    options: Options,
+    id: Id,
+    abort: Annotated[
+        bool, option("--abort", "End its requests in flight; default: they finish.")
+    ] = False,
+    timeout_s: Annotated[
+        float, option("--timeout", "Time limit for its requests, in seconds.", min=0)
+    ] = 300.0,
+    lane: Lane = None,
+) -> None:
+    """Unload an adapter. New requests for it are refused at once.
+
+    nano-inference adapters unload sql
+    """
+    operate(
+        options,
+        lambda client: client.unload_adapter(
+            id, in_flight="abort" if abort else "keep", timeout_s=timeout_s, lane=lane
+        ),
+    )

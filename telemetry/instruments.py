@@ -61,6 +61,15 @@ SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024)
 # The buckets of OpenTelemetry's conventions.
 TOKENS = tuple(float(4**power) for power in range(14))
 
+
+def _seconds(name: str, description: str, *attributes: str) -> Instrument:
+    return _histogram(name, "s", description, SECONDS, *attributes)
+
+
+def _step_seconds(name: str, description: str, *attributes: str) -> Instrument:
+    return _histogram(name, "s", description, STEP_SECONDS, *attributes)
+
+
 # Attributes of the gen_ai metrics that have one value in each process.
 _GEN_AI = (names.OPERATION, names.PROVIDER, names.REQUEST_MODEL)
 
@@ -73,53 +82,39 @@ MODEL_ROUTES = _counter(
 MOE_REQUESTS = _counter(
     "nano.moe.requests", "{request}", "Requests admitted for a MoE model.", names.REQUEST_MODEL
 )
-REQUEST_DURATION = _histogram(
+REQUEST_DURATION = _seconds(
     "gen_ai.server.request.duration",
-    "s",
     "Time from admission to the last token.",
-    SECONDS,
     *(*_GEN_AI, names.ERROR_TYPE),
 )
-TIME_TO_FIRST_TOKEN = _histogram(
+TIME_TO_FIRST_TOKEN = _seconds(
     "gen_ai.server.time_to_first_token",
-    "s",
     "Time from admission to the first token.",
-    SECONDS,
     *(*_GEN_AI, names.PRIORITY),
 )
-QUEUE_DURATION = _histogram(
+QUEUE_DURATION = _seconds(
     "nano.request.queue.duration",
-    "s",
     "Time from admission until a request's first sample is in a step.",
-    SECONDS,
     names.PRIORITY,
 )
-PREFILL_DURATION = _histogram(
+PREFILL_DURATION = _seconds(
     "nano.request.prefill.duration",
-    "s",
     "Time from a request's first step to the end of the step with its first token.",
-    SECONDS,
     names.PRIORITY,
 )
-DECODE_DURATION = _histogram(
+DECODE_DURATION = _seconds(
     "nano.request.decode.duration",
-    "s",
     "Time from a request's first token to the end of the step with its last token.",
-    SECONDS,
     names.PRIORITY,
 )
-TIME_PER_OUTPUT_TOKEN = _histogram(
+TIME_PER_OUTPUT_TOKEN = _seconds(
     "gen_ai.server.time_per_output_token",
-    "s",
     "Mean time per token of a request after its first token.",
-    SECONDS,
     *_GEN_AI,
 )
-TOKEN_INTERVAL = _histogram(
+TOKEN_INTERVAL = _seconds(
     "nano.token.interval",
-    "s",
     "Time between two tokens of a sample: one value per step and distinct length in it.",
-    SECONDS,
 )
 TOKEN_USAGE = _histogram(
     "gen_ai.client.token.usage",
@@ -139,11 +134,9 @@ CONSTRAINTS = _counter(
     "Requests with a constraint, accepted or refused.",
     *(names.CONSTRAINT, names.ERROR_TYPE),
 )
-CONSTRAINT_COMPILE = _histogram(
+CONSTRAINT_COMPILE = _step_seconds(
     "nano.constraint.compile.duration",
-    "s",
     "Time to compile a constraint. Other requests are not delayed.",
-    STEP_SECONDS,
     names.CONSTRAINT,
 )
 DEAD_LETTERED = _counter(
@@ -165,8 +158,8 @@ RECONNECTS = _counter(
     "nano.bus.reconnects", "{reconnect}", "Times that the connection to Redis was restored."
 )
 QUEUE_DEPTH = _gauge("nano.queue.depth", "{request}", "Requests that wait in fairness.")
-QUEUE_WAIT = _histogram(
-    "nano.queue.wait", "s", "Time in fairness until all samples of a request could run.", SECONDS
+QUEUE_WAIT = _seconds(
+    "nano.queue.wait", "Time in fairness until all samples of a request could run."
 )
 RUNNING = _gauge("nano.sequences.running", "{sequence}", "Samples in the batch.")
 SEQUENCES_WAITING = _gauge(
@@ -175,15 +168,10 @@ SEQUENCES_WAITING = _gauge(
     "Dispatched samples that wait for KV blocks or a place in a step.",
 )
 BATCH_SIZE = _histogram("nano.batch.size", "{sequence}", "Samples in a step.", SEQUENCES)
-SCHEDULE_TIME = _histogram("nano.step.schedule_time", "s", "Time to plan a step.", STEP_SECONDS)
-DEVICE_TIME = _histogram(
-    "nano.step.device_time", "s", "Time of a step on the device.", STEP_SECONDS
-)
-MASK_WAIT = _histogram(
-    "nano.step.mask_wait",
-    "s",
-    "Time that the logits of a step wait for the masks of constraints.",
-    STEP_SECONDS,
+SCHEDULE_TIME = _step_seconds("nano.step.schedule_time", "Time to plan a step.")
+DEVICE_TIME = _step_seconds("nano.step.device_time", "Time of a step on the device.")
+MASK_WAIT = _step_seconds(
+    "nano.step.mask_wait", "Time that the logits of a step wait for the masks of constraints."
 )
 PREFILLED = _counter("nano.tokens.prefilled", "{token}", "Prompt tokens computed.")
 DECODED = _counter("nano.tokens.decoded", "{token}", "Rows of steps that made one token each.")
@@ -258,9 +246,7 @@ ATTENTION_LAYERS = _counter(
     *(names.BACKEND, names.LAYER_KIND),
 )
 WEIGHT_BEHIND = _gauge(
-    "nano.weight.behind",
-    "{version}",
-    "Version that a restarted executor lacks; 0 if none.",
+    "nano.weight.behind", "{version}", "Version that a restarted executor lacks; 0 if none."
 )
 WEIGHT_STALENESS = _histogram(
     "nano.weight.staleness",
@@ -269,23 +255,16 @@ WEIGHT_STALENESS = _histogram(
     (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64),
 )
 WEIGHT_UPDATES = _counter("nano.weight.updates", "{update}", "Weight updates.", names.ERROR_TYPE)
-WEIGHT_FETCH = _histogram("nano.weight.fetch.duration", "s", "Time to fetch new weights.", SECONDS)
+WEIGHT_FETCH = _seconds("nano.weight.fetch.duration", "Time to fetch new weights.")
 ADAPTERS = _gauge("nano.adapter.loaded", "{adapter}", "Adapters loaded.")
 ADAPTER_CHANGES = _counter(
-    "nano.adapter.changes",
-    "{change}",
-    "Adapters loaded, replaced or unloaded.",
-    names.ERROR_TYPE,
+    "nano.adapter.changes", "{change}", "Adapters loaded, replaced or unloaded.", names.ERROR_TYPE
 )
-ADAPTER_LOAD = _histogram(
-    "nano.adapter.load.duration", "s", "Time to read and check an adapter.", SECONDS
-)
+ADAPTER_LOAD = _seconds("nano.adapter.load.duration", "Time to read and check an adapter.")
 STAGE_READY = _gauge("nano.stage.ready", "1", "1 if the stage is ready, 0 if not.", names.STAGE)
-HTTP_DURATION = _histogram(
+HTTP_DURATION = _seconds(
     "http.server.request.duration",
-    "s",
     "Time of the gateway's calls.",
-    SECONDS,
     *(names.HTTP_METHOD, names.HTTP_ROUTE, names.HTTP_STATUS),
 )
 GATEWAY_IN_FLIGHT = _gauge("nano.gateway.in_flight", "{request}", "Calls of the gateway in flight.")
@@ -310,11 +289,9 @@ TOOL_CALLS = _counter(
 REASONING_TOKENS = _counter(
     "nano.gateway.reasoning_tokens", "{token}", "Generated tokens that are reasoning."
 )
-MODEL_CALL_DURATION = _histogram(
+MODEL_CALL_DURATION = _seconds(
     "nano.gateway.model.duration",
-    "s",
     "Time of calls to KServe models.",
-    SECONDS,
     *(names.REQUEST_MODEL, names.ERROR_TYPE),
 )
 AUDIT_LOST = _counter(

@@ -2,53 +2,49 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nano_inference.bus.codec import check_request
 from nano_inference.bus.public import GenerateRequest
-from nano_inference.cli.requests import (
-    LineReader,
-    Wanted,
-    parse_sampling,
-    read_file,
-    text_or_file,
-)
+from nano_inference.cli.requests import LineReader, Template, read_file, template
 from nano_inference.config import ConfigError, RequestError
 
 LIMIT = 1 << 20
 
 
+def options(**given: Any) -> Template:
+    """The template of these options."""
+    names = inspect.signature(template).parameters
+    return template(**dict.fromkeys(names) | given)
+
+
 def test_a_text_is_greedy_and_short_by_default() -> None:
-    assert Wanted().of_text("12 + 30 =") == {
+    assert options().of_text("12 + 30 =") == {
         "prompt": "12 + 30 =",
         "sampling": {"temperature": 0.0, "max_tokens": 64},
-        "stream": False,
     }
 
 
 def test_a_text_with_every_option() -> None:
-    wanted = Wanted(
-        chat=True,
-        n=2,
+    made = options(
         max_tokens=5,
         temperature=0.5,
         seed=7,
         stop=["a", "b"],
         priority=3,
         tenant="me",
-        budget_s=1.5,
-        stream=True,
+        budget=1.5,
     )
-    assert wanted.of_text("Hello") == {
+    assert made.of_text("Hello", chat=True) == {
         "messages": [{"role": "user", "content": "Hello"}],
         "sampling": {"temperature": 0.5, "max_tokens": 5, "seed": 7, "stop": ["a", "b"]},
-        "n": 2,
         "priority": 3,
         "tenant": "me",
         "budget_ns": 1_500_000_000,
-        "stream": True,
     }
 
 
@@ -56,28 +52,23 @@ def test_a_prediction_is_a_text_or_a_file(tmp_path: Path) -> None:
     file = tmp_path / "answer.txt"
     file.write_text("é and so on\n")
     for given, wanted in (("42", "42"), ("a=@b", "a=@b"), (f"@{file}", "é and so on\n")):
-        request = Wanted(prediction=text_or_file("--prediction", given)).of_text("x")
+        request = options(prediction=given).of_text("x")
         assert request["prediction"] == wanted
         assert isinstance(check_request(request, LIMIT), GenerateRequest)
     with pytest.raises(ConfigError, match="--prediction: can't read"):
-        text_or_file("--prediction", f"@{tmp_path}/other")
+        options(prediction=f"@{tmp_path}/other")
 
 
-def test_options_fill_in_what_an_object_leaves_out() -> None:
-    given = {"prompt": "x", "n": 3, "sampling": {"temperature": 0.7}}
-    assert Wanted(n=2, max_tokens=5, temperature=0.1).of_object(given) == {
-        "prompt": "x",
-        "n": 3,
-        "sampling": {"temperature": 0.7, "max_tokens": 5},
-        "stream": False,
-    }
-    assert Wanted().of_object({"prompt": "x"}) == {"prompt": "x", "stream": False}
+def test_options_fill_in_the_missing_fields_of_an_object() -> None:
+    given = {"prompt": "x", "priority": 3, "sampling": {"temperature": 0.7}}
+    made = options(priority=2, max_tokens=5, temperature=0.1)
+    assert made.of_object(given) == given | {"sampling": {"temperature": 0.7, "max_tokens": 5}}
+    assert options().of_object({"prompt": "x"}) == {"prompt": "x", "sampling": {}}
 
 
-def test_any_sampling_parameter_wins_over_its_own_option() -> None:
+def test_any_sampling_parameter_takes_precedence_over_its_own_option() -> None:
     texts = ["top_p=0.9", "logit_bias={17: -2.5}", "temperature = 0.3", "prompt_logprobs=0"]
-    wanted = Wanted(temperature=1.0, sampling=parse_sampling(texts))
-    request = wanted.of_text("x")
+    request = options(temperature=1.0, sampling=texts).of_text("x")
     assert request["sampling"] == {
         "temperature": 0.3,
         "max_tokens": 64,
@@ -98,11 +89,11 @@ def test_any_sampling_parameter_wins_over_its_own_option() -> None:
 )
 def test_a_sampling_parameter_that_is_none(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        parse_sampling([text])
+        options(sampling=[text])
 
 
 def test_a_bias_in_a_line_has_text_for_token_ids() -> None:
-    reader = LineReader("f", Wanted(), LIMIT, plain_prompts=True)
+    reader = LineReader("f", Template(), LIMIT, plain_prompts=True)
     assert reader.read(b'{"prompt": "x", "sampling": {"logit_bias": {"17": 2}}}') is not None
 
 
@@ -111,7 +102,7 @@ def test_lines_of_a_file(tmp_path: Path) -> None:
     file.write_text(
         '{"prompt": "a"}\n\n"b \\"c\\""\r\n{"prompt": "d", "request_id": "mine"}', "utf-8"
     )
-    submissions = read_file(file, LineReader("f", Wanted(), LIMIT, plain_prompts=False))
+    submissions = read_file(file, LineReader("f", Template(), LIMIT))
     assert [(s.label, s.request["prompt"]) for s in submissions] == [
         ("1", "a"),
         ("3", 'b "c"'),
@@ -121,7 +112,7 @@ def test_lines_of_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", ["12 + 30 =", '"quoted"', "[1]", "größer"])
 def test_plain_lines_are_prompts_as_they_stand(line: str) -> None:
-    reader = LineReader("standard input", Wanted(), LIMIT, plain_prompts=True)
+    reader = LineReader("standard input", Template(), LIMIT, plain_prompts=True)
     submission = reader.read(line.encode() + b"\n")
     assert submission is not None
     assert submission.request["prompt"] == line
@@ -129,13 +120,13 @@ def test_plain_lines_are_prompts_as_they_stand(line: str) -> None:
 
 @pytest.mark.parametrize("line", [b'{"prompt"', b'{"prompt": 3}', b"\xff\xfe", b'{"a": ' * 9999])
 def test_unreadable_lines_are_named(line: bytes) -> None:
-    reader = LineReader("standard input", Wanted(), LIMIT, plain_prompts=True)
+    reader = LineReader("standard input", Template(), LIMIT, plain_prompts=True)
     assert reader.read(b"\n") is None
     with pytest.raises(RequestError, match=r"^standard input, line 2: "):
         reader.read(line)
 
 
 def test_a_line_above_the_limit_of_the_bus() -> None:
-    reader = LineReader("f", Wanted(), 100, plain_prompts=True)
+    reader = LineReader("f", Template(), 100, plain_prompts=True)
     with pytest.raises(RequestError, match="line 1: "):
         reader.read(b"x" * 200)

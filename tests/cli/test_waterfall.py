@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from nano_inference.bus.public import Completion, ErrorInfo, StageTime, Timings
-from nano_inference.cli.waterfall import Waterfall
+from nano_inference.cli.trace import Waterfall
 
 BEGIN_NS = 1_763_645_212_345_000_000
 

@@ -212,8 +212,7 @@ def change_key(
 @keys.command("revoke")
 @takes_server_options
 def revoke_key(
-    options: Options,
-    key_ids: Annotated[list[str], argument("ID...", "As `list` shows them.")],
+    options: Options, key_ids: Annotated[list[str], argument("ID...", "As `list` shows them.")]
 ) -> None:
     """Revoke keys, within a second at all gateways.
 

@@ -45,13 +45,7 @@ app = typer.Typer(
 
 _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     "Look around": {"demo": demo, "doctor": doctor},
-    "Start a pipeline": {
-        "pull": pull,
-        "serve": serve,
-        "up": up,
-        "run": run,
-        "gateway": gateway,
-    },
+    "Start a pipeline": {"pull": pull, "serve": serve, "up": up, "run": run, "gateway": gateway},
     "Ask a server or a pipeline": {
         "chat": chat,
         "complete": complete,

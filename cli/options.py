@@ -243,7 +243,5 @@ takes_engine_options = takes(Options, "reference", "bus", "model", *_CLIENT[1:])
 def group(help: str) -> typer.Typer:
     """Return a command with subcommands."""
     return typer.Typer(
-        help=help,
-        no_args_is_help=True,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        help=help, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]}
     )

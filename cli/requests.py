@@ -115,7 +115,7 @@ def template(
         "constraint": constraint and parse_constraint(constraint),
     }
     fields = {
-        "sampling": given(parameters) | parse_sampling(sampling or ()),
+        "sampling": given(parameters) | parse_sampling(sampling or ()) or None,
         "prediction": prediction and text_or_file("--prediction", prediction),
         "priority": priority,
         "tenant": tenant,

@@ -20,15 +20,7 @@ from ..pipeline.health import LaneHealth
 from ..pipeline.status import PipelineStatus
 from .clients import Unreachable
 from .options import Options, option, takes_status_options
-from .status import (
-    drafts_line,
-    facts_table,
-    lane_table,
-    lane_title,
-    status_at,
-    status_place,
-    total,
-)
+from .status import drafts_line, facts_table, lane_table, lane_title, status_at, status_place, total
 from .terminal import stdout
 
 _BAR = 30

@@ -39,11 +39,7 @@ Tags = Annotated[
     list[MemoryKind] | None, option("--tag", "A part of the memory. Repeatable; default: all.")
 ]
 AtPause = Annotated[
-    InFlight,
-    option(
-        "--in-flight",
-        "Requests in flight keep their KV, recompute it, or end.",
-    ),
+    InFlight, option("--in-flight", "Requests in flight keep their KV, recompute it, or end.")
 ]
 Version = Annotated[int | None, option("--version", "The new version; default: the next one.")]
 

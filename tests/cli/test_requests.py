@@ -31,13 +31,7 @@ def test_a_text_is_greedy_and_short_by_default() -> None:
 
 def test_a_text_with_every_option() -> None:
     made = options(
-        max_tokens=5,
-        temperature=0.5,
-        seed=7,
-        stop=["a", "b"],
-        priority=3,
-        tenant="me",
-        budget=1.5,
+        max_tokens=5, temperature=0.5, seed=7, stop=["a", "b"], priority=3, tenant="me", budget=1.5
     )
     assert made.of_text("Hello", chat=True) == {
         "messages": [{"role": "user", "content": "Hello"}],
@@ -63,7 +57,7 @@ def test_options_fill_in_the_missing_fields_of_an_object() -> None:
     given = {"prompt": "x", "priority": 3, "sampling": {"temperature": 0.7}}
     made = options(priority=2, max_tokens=5, temperature=0.1)
     assert made.of_object(given) == given | {"sampling": {"temperature": 0.7, "max_tokens": 5}}
-    assert options().of_object({"prompt": "x"}) == {"prompt": "x", "sampling": {}}
+    assert options().of_object({"prompt": "x"}) == {"prompt": "x"}
 
 
 def test_any_sampling_parameter_takes_precedence_over_its_own_option() -> None:

@@ -40,8 +40,7 @@ def file(tmp_path: Path) -> Path:
     second.span("executor", root, at(6), at(9), of("executor"), own=executor)
     second.span("prefill", executor, at(6), at(7), of("executor"))
     second.span(
-        *("streaming", root, at(7), at(10), of("streaming") | {"text": "<script>"}),
-        error="expired",
+        *("streaming", root, at(7), at(10), of("streaming") | {"text": "<script>"}), error="expired"
     )
     second.span(
         "step", TraceContext(), at(6), at(7), {names.BATCH_SIZE: 3}, links=[root.traceparent]

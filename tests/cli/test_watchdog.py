@@ -32,10 +32,7 @@ sys.stdin.read()
 def sleeping() -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A process that watches the first and the last of three others, and these."""
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as parent:
         assert parent.stdout is not None
         others = [int(each) for each in parent.stdout.readline().split()]

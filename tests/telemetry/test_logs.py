@@ -237,9 +237,7 @@ def test_what_a_client_can_repeat_does_not_fill_the_log(
     assert last["event"] == "something_else"
 
 
-def test_lines_that_a_setting_asks_for_are_not_limited(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_lines_that_a_setting_asks_for_are_not_limited(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging(TelemetryConfig(log_level="debug"))
     for _ in range(2 * MOST_LINES):
         structlog.get_logger().info("http_call")

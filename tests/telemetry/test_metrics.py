@@ -236,11 +236,7 @@ async def test_requests_for_models_with_experts_are_counted(tmp_path: Path) -> N
 
 async def test_requests_are_told_apart_by_their_priority(pipeline: Pipeline) -> None:
     for priority in (2, 77, 78):
-        request = {
-            "prompt": "1 =",
-            "priority": priority,
-            "sampling": FOUR_TOKENS,
-        }
+        request = {"prompt": "1 =", "priority": priority, "sampling": FOUR_TOKENS}
         assert (await pipeline.complete(request)).status == "done"
     scraped = await scraped_when(pipeline, "nano_request_decode_duration_seconds_count", 5)
     for family in (

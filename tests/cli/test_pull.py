@@ -167,7 +167,7 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_folder_is_copied_and_its_place_printed(
+def test_a_folder_is_copied_and_its_path_printed(
     run: Run, folder: Path, tmp_path: Path, to: Path
 ) -> None:
     ran = run("pull", str(folder), "--to", str(to))

@@ -52,12 +52,9 @@ async def bus_status(config: Config, model: str | None = None) -> BusStatus:
         BusError: Redis can't be reached, or refuses a necessary command.
         RequestError: unknown_model.
     """
-    try:
-        async with connected(config) as client:
-            records = {} if config.bus.model else await client.bus.store.models.read()
-            chosen = None if model is None else await find_served(client, model)
-    except BusError as error:
-        raise unreachable(config.bus, error) from None
+    async with connected(config) as client:
+        records = {} if config.bus.model else await client.bus.store.models.read()
+        chosen = None if model is None else await find_served(client, model)
     if not records:
         return await _read(config.bus)
     states = {id: each.state for id, each in records.items() if chosen in (None, id)}

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Coroutine
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -88,18 +89,18 @@ def chat(
     _Chat(place, template, model, system, known).run()
 
 
+@dataclass
 class _Chat:
     """One run of the command. Each question has its own connection, so that none is open while the
     user thinks."""
 
-    def __init__(
-        self, place: Place, template: Template, model: str | None, system: str, tools: list[Any]
-    ) -> None:
-        self._place = place
-        self._template = template
-        self._model = model
-        self._system = system
-        self._tools = tools
+    place: Place
+    template: Template
+    model: str | None
+    system: str
+    tools: list[Any]
+
+    def __post_init__(self) -> None:
         self._messages: list[Message] = []
         self._ctrl_c = _CtrlC()
         self._on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -120,12 +121,12 @@ class _Chat:
         with asyncio.Runner() as runner:
             opening: tuple[str, ...] = ()
             with failures_exit():
-                if self._on_terminal or self._model is None:
+                if self._on_terminal or self.model is None:
                     opening = runner.run(self._check())
             if self._on_terminal:
                 for line in (
                     *opening,
-                    f"model: {self._model or 'the default'}; /help for commands",
+                    f"model: {self.model or 'the default'}; /help for commands",
                 ):
                     _note(line)
                 with self._ctrl_c:
@@ -169,8 +170,8 @@ class _Chat:
                 self._messages.clear()
                 _note("the conversation is forgotten")
             case "/system":
-                self._system = rest.strip()
-                _note("the system prompt is set" if self._system else "no system prompt")
+                self.system = rest.strip()
+                _note("the system prompt is set" if self.system else "no system prompt")
             case "/help":
                 for command, what in COMMANDS.items():
                     _note(f"{command} {what}")
@@ -238,24 +239,24 @@ class _Chat:
 
     async def _check(self) -> tuple[str, ...]:
         """Set the model that requests name, and return the opening lines for a terminal."""
-        async with client_at(self._place) as client:
-            self._model = await client.check() if self._model is None else self._model
-            self._model = self._model or None
+        async with client_at(self.place) as client:
+            self.model = await client.check() if self.model is None else self.model
+            self.model = self.model or None
             models = await client.models() if self._on_terminal else []
-        served = (model for model in models if self._model in (None, model.id))
+        served = (model for model in models if self.model in (None, model.id))
         return opening_of(next(served, None))
 
     async def _answer(
         self, new: list[Message], writer: AnswerWriter, calls: list[ToolCall]
     ) -> None:
-        system = [{"role": "system", "content": self._system}] if self._system else []
-        request = self._template.of_messages([*system, *self._messages, *new])
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        request = self.template.of_messages([*system, *self._messages, *new])
         request["stream"] = True
-        if self._tools:
-            request["tools"] = self._tools
-        if self._model is not None:
-            request["model"] = self._model
-        async with client_at(self._place) as client, aclosing(client.ask(request)) as parts:
+        if self.tools:
+            request["tools"] = self.tools
+        if self.model is not None:
+            request["model"] = self.model
+        async with client_at(self.place) as client, aclosing(client.ask(request)) as parts:
             async for part in parts:
                 writer.reason(part.reasoning)
                 writer.write(part.text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 from urllib.parse import quote
 
 import httpx2
@@ -202,12 +202,8 @@ class _Card(ServedModel, frozen=True):
     state: str = ""
 
 
-class _Cards(msgspec.Struct, frozen=True):
-    data: list[_Card] = []
-
-
-class _Statuses(msgspec.Struct, frozen=True):
-    data: list[ModelStatus] = []
+class _List(msgspec.Struct, Generic[T], frozen=True):
+    data: list[T] = []
 
 
 class ServerClient:
@@ -318,15 +314,15 @@ class ServerClient:
 
     async def models(self) -> list[ServedModel]:
         """See PipelineClient."""
-        cards = (await self._call("GET", f"{self.url}/models", _Cards)).data
+        cards = (await self._call("GET", f"{self.url}/models", _List[_Card])).data
         return [ServedModel(card.id, card.max_model_len, card.root) for card in cards]
 
     async def statuses(self) -> Sequence[ServedModel | ModelStatus]:
         """See PipelineClient."""
-        cards = (await self._call("GET", f"{self.url}/models", _Cards)).data
+        cards = (await self._call("GET", f"{self.url}/models", _List[_Card])).data
         if any(card.state for card in cards):
             try:
-                return (await self._call("GET", self._models(), _Statuses)).data
+                return (await self._call("GET", self._models(), _List[ModelStatus])).data
             except RequestError:
                 pass  # the key has no scope for it
         return [ServedModel(card.id, card.max_model_len, card.root) for card in cards]
@@ -355,8 +351,7 @@ class ServerClient:
 
     async def keys(self) -> list[dict[str, Any]]:
         """See Administration."""
-        data: list[dict[str, Any]] = (await self._policy("GET", "keys"))["data"]
-        return data
+        return (await self._call("GET", f"{self.root}/admin/keys", _List[dict[str, Any]])).data
 
     async def create_key(self, body: dict[str, Any]) -> dict[str, Any]:
         """See Administration."""

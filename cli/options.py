@@ -132,15 +132,6 @@ class Options(msgspec.Struct, frozen=True):
             check_model_path(config, self.model)
         return config
 
-    def adding(self, **settings: Any) -> Options:
-        """Return the options with further settings, such as `gateway__port`, unless None."""
-        more = (
-            f"{name.replace('__', '.')}={value}"
-            for name, value in settings.items()
-            if value is not None
-        )
-        return replace(self, settings=[*(self.settings or ()), *more])
-
     def client_config(self, least: str | None = "warning") -> Config:
         """Return the settings of a command that talks to a pipeline in another process.
 

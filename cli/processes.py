@@ -7,7 +7,8 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TextIO, cast
 
 import anyio
@@ -129,35 +130,28 @@ class Printer:
         self._console.print(Text(start, _STYLES[split_role(role)[0]]) + Text(str(line)))
 
 
+@dataclass(eq=False)
 class Processes:
-    """Processes with a role each: those of a lane, the gateway's."""
+    """Processes with a role each: those of a lane, the gateway's.
 
-    def __init__(
-        self,
-        config: Config,
-        roles: Iterable[str],
-        forks: Forks,
-        printer: Printer,
-        arguments: Sequence[str] = (),
-        metrics_ports: Sequence[int] = (),
-    ) -> None:
-        """Make the processes.
+    Attributes:
+        config: Their settings.
+        roles: One for each process.
+        forks: Starts them.
+        printer: Prints their lines.
+        arguments: Options with which each of them reads the same settings.
+        metrics_ports: For each role; empty without metrics.
+    """
 
-        Args:
-            config: Their settings.
-            roles: One for each process.
-            forks: Starts them.
-            printer: Prints their lines.
-            arguments: Options with which each of them reads the same settings.
-            metrics_ports: For each role; empty without metrics.
-        """
-        self._config = config
-        self._arguments = ("--with-parent", *arguments)
-        self._metrics_ports = metrics_ports
-        self.roles = tuple(roles)
-        self._model = config.bus.model
-        self._forks = forks
-        self._printer = printer
+    config: Config
+    roles: Sequence[str]
+    forks: Forks
+    printer: Printer
+    arguments: Sequence[str] = ()
+    metrics_ports: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        self._model = self.config.bus.model
         self._children: dict[str, Child] = {}
         # The last complaint of each child.
         self._complaints: dict[str, str] = {}
@@ -185,7 +179,7 @@ class Processes:
             raise _first(failures) from None
 
     async def _keep_running(self, role: str) -> None:
-        budget = RestartBudget(role, self._config.pipeline)
+        budget = RestartBudget(role, self.config.pipeline)
         while not self._stopping:
             status = await self._run_once(role)
             if self._stopping:
@@ -215,15 +209,15 @@ class Processes:
         """Continue without a replica, while there are others. Raises the error if not."""
         stage, replica = split_role(role)
         self._given_up.add(replica)
-        if stage not in REPLICATED or len(self._given_up) == self._config.pipeline.replicas:
+        if stage not in REPLICATED or len(self._given_up) == self.config.pipeline.replicas:
             raise error
         self._say(f"{error.message}; the other replicas continue without it")
 
     async def _report_end(self, role: str) -> None:
         """Report to admission that a process has ended, so that other replicas take its work."""
-        if self._config.pipeline.replicas == 1 or role == GATEWAY:
+        if self.config.pipeline.replicas == 1 or role == GATEWAY:
             return  # only a successor takes its work, and reports itself
-        bus = open_bus(self._config.bus)
+        bus = open_bus(self.config.bus)
         try:
             with anyio.move_on_after(_REPORT_S):
                 sender = bus.sender(CONTROL["admission"], "up")
@@ -236,7 +230,7 @@ class Processes:
                 await bus.aclose()
 
     async def _run_once(self, role: str) -> int:
-        child = self._children[role] = await self._forks.start(role, self._command(role))
+        child = self._children[role] = await self.forks.start(role, self._command(role))
         if self._stopping:  # meanwhile
             child.send_signal(signal.SIGTERM)
         lines = Lines()
@@ -248,20 +242,20 @@ class Processes:
         for line in lines.end():
             self._print(role, line)
         status = await child.wait()
-        self._forks.ended(child)
+        self.forks.ended(child)
         return status
 
     def _command(self, role: str) -> list[str]:
         """Return the arguments of `nano-inference`."""
         if role == GATEWAY:
-            command = ["gateway", *self._arguments]
+            command = ["gateway", "--with-parent", *self.arguments]
         else:
             stage, replica = split_role(role)
-            command = ["run", *self._arguments, "--stages", stage]
+            command = ["run", "--with-parent", *self.arguments, "--stages", stage]
             if stage in REPLICATED:
                 command += ["--set", f"pipeline.replica={replica}"]
-        if self._metrics_ports:
-            number = self._metrics_ports[self.roles.index(role)]
+        if self.metrics_ports:
+            number = self.metrics_ports[self.roles.index(role)]
             command += ["--set", f"telemetry.metrics_port={number}"]
         return command
 
@@ -272,7 +266,7 @@ class Processes:
             drain: Whether admission waits for requests in flight.
         """
         self._stopping = True
-        limit_s = self._config.pipeline.drain_timeout_s + STOP_S
+        limit_s = self.config.pipeline.drain_timeout_s + STOP_S
         await self._stop(GATEWAY, limit_s)
         await self._stop("admission", limit_s if drain else STOP_S, drain=drain)
         async with anyio.create_task_group() as group:
@@ -294,7 +288,7 @@ class Processes:
                 self._say(f"{role} does not stop; killing it")
                 child.send_signal(signal.SIGKILL)
                 await child.wait()
-        self._forks.ended(child)
+        self.forks.ended(child)
 
     def kill(self) -> None:
         """Kill all processes."""
@@ -302,13 +296,13 @@ class Processes:
             child.send_signal(signal.SIGKILL)
 
     def _say(self, text: str) -> None:
-        self._printer.say(text, self._model)
+        self.printer.say(text, self._model)
 
     def _print(self, role: str, line: Line) -> None:
         text = str(line)
         if text.startswith(_COMPLAINT):
             self._complaints[role] = text.removeprefix(_COMPLAINT)
-        self._printer.line(self._model, role, line)
+        self.printer.line(self._model, role, line)
 
 
 def _first(failures: BaseExceptionGroup[NanoInferenceError]) -> NanoInferenceError:

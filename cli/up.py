@@ -35,6 +35,7 @@ from .children import Forks, Watchdog
 from .model_files import check_model_files
 from .options import Options, option, takes_engine_options
 from .processes import GATEWAY, Printer, Processes
+from .requests import given
 from .serve import MOST_PORT, GrpcPort, Insecure, port_option
 
 SERVER_PORT = urlsplit(DEFAULT_URL).port or 0
@@ -81,13 +82,14 @@ def up(
     at once, and its requests continue. On Ctrl-C or SIGTERM to this process, requests in flight may
     finish, within `pipeline.drain_timeout_s`, and all processes stop.
     """
-    options = options.adding(
-        pipeline__replicas=replicas,
-        gateway__port=gateway,
-        gateway__grpc_port=grpc_port,
-        gateway__insecure=insecure or None,
-    )
-    config, overrides = options.config(), options.overrides()
+    own = {
+        "pipeline.replicas": replicas,
+        "gateway.port": gateway,
+        "gateway.grpc_port": grpc_port,
+        "gateway.insecure": insecure or None,
+    }
+    overrides = options.overrides() | given(own)
+    config = load_config(options.config_file, overrides=overrides)
     check_model_files(config, options.model)
     if config.gateway.listens:
         check_ports(config, "--gateway", "--grpc-port")

@@ -160,12 +160,12 @@ async def test_a_child_imports_nothing_from_the_working_folder(
     try:
         async with asyncio.timeout(LIMIT_S):
             command = [*processes._command(role), "--help"]
-            child = await processes._forks.start(role, command)
+            child = await processes.forks.start(role, command)
             assert isinstance(child, Forked) == (method == "forkserver" and ON_LINUX)
             shown = b"".join([chunk async for chunk in child.output()]).decode()
             assert await child.wait() == 0, shown
     finally:
-        processes._forks.close()
+        processes.forks.close()
     assert "planted" not in shown
     assert "--with-parent" not in shown
     assert "Usage: nano-inference" in shown

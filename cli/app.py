@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from ..config import NanoInferenceError, shown
+from ..config.extras import advice
 from ..pipeline.supervisor import StageFailed
 from . import admin, dlq, fairness, models, weights
 from .chat import cancel, chat, complete
@@ -184,6 +185,9 @@ def _status_of(error: BaseException) -> int | None:
         case NanoInferenceError():
             complain(error.message)
             return 1 if isinstance(error, StageFailed) else 2
+        case ModuleNotFoundError() if message := advice(error):
+            complain(message)
+            return 2
     # A group without a command has printed its help. Typer doesn't export the class.
     if type(error).__name__ == "NoArgsIsHelpError":
         return 0

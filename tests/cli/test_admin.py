@@ -88,7 +88,7 @@ def test_a_key_s_life(run: Run, place: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("on_file")
-def test_changes_that_no_key_allowed_are_audited(
+def test_changes_by_the_command_line_are_audited(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     audit = tmp_path / "audit"
@@ -133,30 +133,32 @@ def test_tenants_and_guardrails(run: Run, place: list[str], tmp_path: Path) -> N
         (["guardrails", "set", "/nowhere"], "can't read /nowhere"),
     ],
 )
-def test_arguments_that_make_no_sense(
+def test_bad_arguments_are_refused(
     run: Run, on_file: None, arguments: list[str], words: str
 ) -> None:
     assert_refused(run("admin", *arguments), words)
 
 
-def test_what_is_malformed_is_refused(run: Run, on_file: None) -> None:
+def test_malformed_values_are_refused(run: Run, on_file: None) -> None:
     for arguments in (["--scope", "everything"], ["--requests-per-minute", "0"]):
         ran = run("admin", "keys", "create", "a", *arguments)
         assert (ran.status, ran.stdout) == (1, "")
     assert run("admin", "keys", "list").stdout.startswith("no keys;")
 
 
-def test_without_a_policy_there_is_nothing_to_administer(run: Run, on_served: Config) -> None:
+def test_without_a_policy_admin_is_refused(run: Run, on_served: Config) -> None:
     assert_refused(run("admin", "keys", "list"), "policy.backend")
 
 
-def test_a_server_without_our_key(run: Run, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_without_a_key_is_refused(
+    run: Run, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ran = run("admin", "keys", "list", "--url", url)
     assert (ran.status, ran.stdout) == (1, "")
     assert ran.stderr.endswith("(missing_api_key)\n")
 
 
-def test_a_gateway_takes_a_revoked_key_no_more(
+def test_a_revoked_key_is_refused_by_the_gateway(
     run: Run, url: str, on_served: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(f"{PREFIX}BACKEND", "bus")

@@ -84,7 +84,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     return answerer
 
 
-def test_what_was_said_goes_with_each_question(
+def test_each_question_has_the_whole_conversation(
     run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     type_in(monkeypatch, "one\n two \n/reset\nthree\n/quit\nfour\n")
@@ -94,7 +94,7 @@ def test_what_was_said_goes_with_each_question(
     assert [asked["model"] for asked in recorded.requests] == ["served"] * 3
 
 
-def test_the_next_line_is_what_comes_of_a_call(
+def test_the_next_line_is_the_result_of_a_tool_call(
     run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
@@ -119,7 +119,7 @@ def with_tools(tmp_path: Path) -> list[str]:
     return ["chat", "--tools", str(path), "--url", "http://127.0.0.1:9/v1"]
 
 
-def test_a_call_without_a_next_line_ends_it(
+def test_a_tool_call_without_a_next_line_ends_the_conversation(
     run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch, with_tools: list[str]
 ) -> None:
     """A model that only calls would otherwise be asked for ever."""
@@ -130,7 +130,7 @@ def test_a_call_without_a_next_line_ends_it(
     assert recorded.said == [["question"]]
 
 
-def test_a_call_whose_result_was_refused_was_not_made(
+def test_a_tool_call_with_a_refused_result_is_forgotten(
     run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch, with_tools: list[str]
 ) -> None:
     recorded.calls = [(ToolCall("c0", "add", "{}"),)]
@@ -140,9 +140,7 @@ def test_a_call_whose_result_was_refused_was_not_made(
     assert recorded.said[1:] == [["question", "I have 1.", "17"], ["and then"]]
 
 
-def test_tools_that_are_none_are_refused(
-    run: Run, on_served: Config, tmp_path: Path, url: str
-) -> None:
+def test_bad_tools_are_refused(run: Run, on_served: Config, tmp_path: Path, url: str) -> None:
     path = tmp_path / "tools.json"
     at = ["chat", "--tools", str(path), "--url", url]
     assert_refused(run(*at), "has no list of tools")
@@ -152,9 +150,7 @@ def test_tools_that_are_none_are_refused(
     assert_refused(run("chat", "--tools", str(path)), "takes a server")
 
 
-def test_what_the_model_shall_be(
-    run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_system_prompts(run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     type_in(monkeypatch, "one\n/system B b\ntwo\n/reset\nthree\n/system\nfour\n")
     assert run("chat", "--system", "A").status == 0
     assert recorded.said == [
@@ -174,7 +170,7 @@ def test_only_the_bundled_model_is_introduced() -> None:
     assert questions == list(chat_command.DEMO_QUESTIONS)
 
 
-def test_commands_that_there_are(
+def test_help_lists_the_commands(
     run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     type_in(monkeypatch, "/help\n//etc is what?\n")
@@ -184,7 +180,7 @@ def test_commands_that_there_are(
     assert recorded.said == [["/etc is what?"]]
 
 
-def test_a_command_that_there_is_not(
+def test_an_unknown_command_is_refused(
     run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     type_in(monkeypatch, "/rest\none\n")
@@ -193,7 +189,7 @@ def test_a_command_that_there_is_not(
     assert "did you mean '/reset'?" in ran.stderr
 
 
-def test_a_question_that_fails_was_not_asked(
+def test_a_failed_question_is_forgotten(
     run: Run, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded.failures = [RequestError("it is too long", code="prompt_too_long")]
@@ -225,7 +221,7 @@ def test_options_of_a_conversation(
 
 
 class Terminal:
-    """A program with a terminal of its own, and what it has written there."""
+    """A program with a terminal of its own, and its output."""
 
     def __init__(self, command: list[str]) -> None:
         self._main, side = pty.openpty()

@@ -113,7 +113,7 @@ EACH = [["chat"], ["complete", "x"], ["cancel", "x"], ["models"]]
 
 
 @pytest.mark.parametrize("command", EACH)
-def test_nobody_answers(run: Run, closed_port: int, command: list[str]) -> None:
+def test_without_a_server_or_a_bus(run: Run, closed_port: int, command: list[str]) -> None:
     ran = run(*command, "--url", f"http://127.0.0.1:{closed_port}/v1")
     assert_refused(ran, f"can't reach http://127.0.0.1:{closed_port}/v1")
     ran = run(*command, "--bus", f"redis://127.0.0.1:{closed_port}")
@@ -126,7 +126,7 @@ def test_a_bus_without_a_pipeline(run: Run, on_nobody: str, command: list[str]) 
 
 
 @pytest.mark.parametrize("command", EACH)
-def test_without_a_place_it_is_where_serve_listens(
+def test_the_default_is_the_server_of_serve(
     run: Run, monkeypatch: pytest.MonkeyPatch, closed_port: int, command: list[str]
 ) -> None:
     server = f"http://127.0.0.1:{closed_port}/v1"
@@ -149,7 +149,7 @@ def test_without_a_place_it_is_where_serve_listens(
         ('lark=start: "yes" | "no"', re.compile("yes|no")),
     ],
 )
-def test_an_answer_is_what_it_has_to_be(
+def test_an_answer_follows_its_constraint(
     run: Run,
     place: list[str],
     constraint: str,
@@ -177,7 +177,7 @@ def test_an_answer_is_what_it_has_to_be(
         ("lark=@nowhere", "can't read nowhere"),
     ],
 )
-def test_a_constraint_that_is_none(run: Run, url: str, constraint: str, words: str) -> None:
+def test_a_bad_constraint_is_refused(run: Run, url: str, constraint: str, words: str) -> None:
     assert_refused(run("complete", "x", "--constraint", constraint, "--url", url), words)
 
 
@@ -230,7 +230,7 @@ SAMPLING = {
 }
 
 
-async def test_each_field_comes_to_the_engine_as_over_the_bus(
+async def test_each_field_reaches_the_engine_as_over_the_bus(
     answerer: ServerClient, engine: FakeEngine
 ) -> None:
     request = {
@@ -273,7 +273,7 @@ def chunk(request: GenerateRequest, text: str) -> CompletionChunk:
     )
 
 
-async def test_text_comes_as_it_is_made_and_who_stops_reading_cancels(engine: FakeEngine) -> None:
+async def test_text_is_streamed_and_leaving_cancels(engine: FakeEngine) -> None:
     """Over a socket: without one, httpx gives an answer when it is complete."""
     engine.outputs = lambda request: [chunk(request, "Zürich 東京")]
     async with (
@@ -306,7 +306,7 @@ async def test_a_refusal_says_why(answerer: ServerClient, engine: FakeEngine) ->
     assert raised.value.code == "overloaded"
 
 
-async def test_what_fails_in_mid_answer(answerer: ServerClient, engine: FakeEngine) -> None:
+async def test_an_error_during_an_answer(answerer: ServerClient, engine: FakeEngine) -> None:
     def fail(request: GenerateRequest) -> list[Output]:
         return [chunk(request, "one"), *refused("lane_failed", "it died")(request)]
 
@@ -319,7 +319,7 @@ async def test_what_fails_in_mid_answer(answerer: ServerClient, engine: FakeEngi
     assert (came, raised.value.code) == (["one"], "lane_failed")
 
 
-async def test_what_somebody_has_ended(answerer: ServerClient, engine: FakeEngine) -> None:
+async def test_a_request_cancelled_elsewhere(answerer: ServerClient, engine: FakeEngine) -> None:
     engine.outputs = lambda request: [
         completion(request, sample(finish_reason="abort"), status="cancelled")
     ]
@@ -364,7 +364,7 @@ async def broken(request: Request) -> Response:
         (broken, "502", "status 502"),
     ],
 )
-async def test_servers_that_do_not_keep_to_it(answer: Any, code: str, why: str) -> None:
+async def test_bad_servers_are_refused(answer: Any, code: str, why: str) -> None:
     app = Starlette(routes=[Route("/v1/completions", answer, methods=["POST"])])
     async with answerer_of(app) as answerer:
         with pytest.raises(RequestError, match=why) as raised:

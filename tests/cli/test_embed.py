@@ -23,7 +23,7 @@ def test_each_text_has_a_line(run: Run, on_served: Config) -> None:
     assert lines[0]["embedding"] != lines[1]["embedding"]
 
 
-def test_lines_of_input_are_texts_and_one_that_is_refused_says_why(
+def test_lines_of_input_are_texts_and_a_refused_one_has_its_error(
     run: Run, on_served: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = io.BytesIO(b"98 + 25 =\n\n12 + 30 =\n")
@@ -93,7 +93,7 @@ def test_pairs_of_a_file_have_temperatures_of_their_own(
         ("", "holds nothing to score"),
     ],
 )
-def test_what_can_not_be_scored_is_refused(
+def test_a_bad_line_is_refused(
     run: Run, on_served: Config, tmp_path: Path, line: str, problem: str
 ) -> None:
     file = tmp_path / "pairs.jsonl"
@@ -101,5 +101,5 @@ def test_what_can_not_be_scored_is_refused(
     assert_refused(run("score", str(file)), problem)
 
 
-def test_a_file_that_is_not_there(run: Run, on_served: Config, tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(run: Run, on_served: Config, tmp_path: Path) -> None:
     assert_refused(run("score", str(tmp_path / "nowhere")), "can't read")

@@ -51,7 +51,7 @@ anyio.run(main)
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
-def test_what_a_burst_has_left_is_given_back() -> None:
+def test_memory_is_trimmed_after_a_burst() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         capture_output=True,

@@ -177,7 +177,7 @@ def test_a_folder_is_copied_and_its_path_printed(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["from", "to"]
 
 
-def test_what_is_there_is_replaced_only_by_force(run: Run, folder: Path, to: Path) -> None:
+def test_an_existing_folder_is_replaced_only_by_force(run: Run, folder: Path, to: Path) -> None:
     to.mkdir()
     (to / "old").touch()
     assert_refused(run("pull", str(folder), "--to", str(to)), "is there already")
@@ -198,7 +198,7 @@ def test_a_folder_is_not_copied_into_itself(
     assert content_of(folder) == {**CONFIG, "sub/file": b"x"}
 
 
-def test_what_is_no_models_folder_is_not_replaced(run: Run, folder: Path, tmp_path: Path) -> None:
+def test_only_a_models_folder_is_replaced(run: Run, folder: Path, tmp_path: Path) -> None:
     several, file = tmp_path / "models", tmp_path / "file"
     (several / "one").mkdir(parents=True)
     (several / "one" / "config.json").touch()
@@ -210,7 +210,7 @@ def test_what_is_no_models_folder_is_not_replaced(run: Run, folder: Path, tmp_pa
     assert {path.name for path in tmp_path.iterdir()} == {"from", "models", "file"}
 
 
-def test_what_is_left_of_another_source_is_no_part_of_it(
+def test_partial_files_of_another_source_are_not_used(
     run: Run, host: Host, folder: Path, tmp_path: Path, to: Path
 ) -> None:
     """Two models of one kind have files of the same names and sizes."""
@@ -224,7 +224,7 @@ def test_what_is_left_of_another_source_is_no_part_of_it(
     assert {path.name for path in tmp_path.iterdir()} == {"from", "to"}
 
 
-def test_of_two_at_once_to_one_place_the_second_is_refused(
+def test_a_concurrent_pull_to_the_same_folder_is_refused(
     run: Run, host: Host, tmp_path: Path, to: Path
 ) -> None:
     """And disturbs nothing of the first, which brings all of it."""
@@ -245,7 +245,7 @@ def test_of_two_at_once_to_one_place_the_second_is_refused(
     assert_refused(run(*asked), "is there already")
 
 
-def test_a_lock_that_was_removed_keeps_nobody_out(
+def test_a_removed_lock_locks_nothing(
     run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: Path
 ) -> None:
     """One pull ends between the opening and the locking of its lock by the next, and a third has
@@ -268,9 +268,7 @@ def test_a_lock_that_was_removed_keeps_nobody_out(
     assert not lock.exists()
 
 
-def test_a_file_of_a_folder_that_changed_meanwhile_is_copied_anew(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_changed_file_is_copied_again(folder: Path, tmp_path: Path) -> None:
     source, partial = source_of(str(folder), None, unverified=False), tmp_path / "partial"
     with Progress(disable=True) as progress:
         fetch(source, partial, progress)

@@ -314,7 +314,7 @@ def test_any_sampling_parameter_takes_precedence_over_its_own_option() -> None:
         ("=3", "no parameter ''"),
     ],
 )
-def test_a_sampling_parameter_that_is_none(text: str, message: str) -> None:
+def test_a_bad_sampling_parameter_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         options(sampling=[text])
 

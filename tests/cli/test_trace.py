@@ -85,7 +85,7 @@ def test_a_waterfall_on_the_terminal(run: Run, file: Path) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["17-0", "the trace"])
-def test_a_request_is_found_by_other_ids_too(run: Run, file: Path, wanted: str) -> None:
+def test_a_request_is_found_by_entry_and_trace_id(run: Run, file: Path, wanted: str) -> None:
     wanted = trace_id_of(file) if wanted == "the trace" else wanted
     done = run("trace", wanted, "--set", f"telemetry.trace_file={file}")
     assert done.stdout.startswith("request r-1 ")
@@ -109,7 +109,7 @@ class Page(HTMLParser):
         self.words += [data.strip()] if data.strip() else []
 
 
-def test_a_page_that_needs_nothing_beside_it(run: Run, file: Path, tmp_path: Path) -> None:
+def test_the_page_is_self_contained(run: Run, file: Path, tmp_path: Path) -> None:
     target = tmp_path / "trace.html"
     done = run("trace", "r-1", "--file", str(file), "--html", str(target))
     assert (done.status, done.stdout) == (0, "")
@@ -125,7 +125,7 @@ def test_a_page_that_needs_nothing_beside_it(run: Run, file: Path, tmp_path: Pat
     assert page.tags.count("details") == 7, "six spans and a step"
 
 
-def test_what_jaeger_loads_from_disk(run: Run, file: Path, tmp_path: Path) -> None:
+def test_jaeger_file(run: Run, file: Path, tmp_path: Path) -> None:
     target = tmp_path / "trace.json"
     assert run("trace", "r-1", "--file", str(file), "--jaeger", str(target)).status == 0
     (trace,) = json.loads(target.read_text())["data"]
@@ -158,7 +158,7 @@ def test_what_jaeger_loads_from_disk(run: Run, file: Path, tmp_path: Path) -> No
         (("r-1", "--file", "FILE", "--html", "/nowhere/x.html"), "can't be written"),
     ],
 )
-def test_what_is_wrong_is_told_in_a_sentence(
+def test_an_error_is_one_sentence(
     run: Run, file: Path, arguments: tuple[str, ...], words: str
 ) -> None:
     done = run("trace", *(str(file) if each == "FILE" else each for each in arguments))

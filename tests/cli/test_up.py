@@ -66,7 +66,7 @@ def test_busy_port(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_everything_ends_with_a_killed_parent(patient: Retry, tmp_path: Path) -> None:
+def test_all_processes_end_with_a_killed_parent(patient: Retry, tmp_path: Path) -> None:
     """The stages too where they do nothing by themselves, as in one long call."""
     port = free_port()
     up = Command("up", "--port", str(port), log=tmp_path / "log")
@@ -100,7 +100,7 @@ def stages_of(up: Command) -> list[int]:
     return [pid for pid, title in titles.items() if "run --with-parent" in title]
 
 
-def test_it_goes_on_without_a_replica_while_there_is_another() -> None:
+def test_a_lost_replica_is_tolerated_while_another_runs() -> None:
     def processes(replicas: int) -> Processes:
         return processes_of(load_config(env={}, overrides={"pipeline.replicas": replicas}))
 
@@ -177,7 +177,7 @@ def stop(up: Command) -> int:
 
 @pytest.mark.slow
 async def test_the_processes_of_each_model(redis_url: str, tmp_path: Path) -> None:
-    """One that is killed is replaced, one that is unloaded is gone, and nobody else notices."""
+    """A killed process is replaced, those of an unloaded model end, and other models continue."""
     bus = BusConfig(url=redis_url, prefix=f"test-{uuid.uuid4().hex[:12]}")
     models = [
         {"id": "a", "path": str(short_model.folder()), "dtype": "float32"},

@@ -234,9 +234,14 @@ class ServerClient:
 
     @asynccontextmanager
     async def _answer(
-        self, method: str, url: str, body: Any = None, headers: dict[str, str] | None = None
+        self,
+        method: str,
+        url: str,
+        body: Any = None,
+        headers: dict[str, str] | None = None,
+        accepted: Collection[int] = (),
     ) -> AsyncIterator[httpx2.Response]:
-        """Yield an answer with a status of success.
+        """Yield an answer with a status of success, or one that is accepted.
 
         Raises:
             RequestError: The status is another one, or the connection was lost during the answer.
@@ -246,7 +251,7 @@ class ServerClient:
         try:
             async with self._client.stream(method, url, json=body, headers=headers) as response:
                 answered = True
-                if not response.is_success:
+                if not (response.is_success or response.status_code in accepted):
                     raise _refusal(response.status_code, await response.aread())
                 yield response
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
@@ -433,14 +438,8 @@ class ServerClient:
 
     async def _get(self, path: str, refused: Collection[int] = ()) -> tuple[int, bytes]:
         """Return status and body of a GET; `refused` statuses are answers too, and 404."""
-        try:
-            response = await self._client.get(f"{self.root}{path}")
-        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            why = str(error) or type(error).__name__
-            raise Unreachable(f"can't reach {self.root}: {why}") from None
-        if not (response.is_success or response.status_code in (404, *refused)):
-            raise _refusal(response.status_code, response.content)
-        return response.status_code, response.content
+        async with self._answer("GET", f"{self.root}{path}", accepted=(404, *refused)) as response:
+            return response.status_code, await response.aread()
 
 
 def of_one_model(found: PipelineStatus, model: str) -> PipelineStatus:

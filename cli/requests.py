@@ -211,27 +211,25 @@ class Submission(msgspec.Struct, frozen=True):
     request: dict[str, Any]
 
 
-class LineReader:
-    """Turns lines into submissions; its errors name the line."""
+class LineReader(msgspec.Struct):
+    """Turns lines into submissions; its errors name the line.
 
-    def __init__(
-        self,
-        name: str,
-        template: Template,
-        max_bytes: int,
-        *,
-        chat: bool = False,
-        plain_prompts: bool = False,
-    ) -> None:
-        """`chat`: the chat template is applied to prompts. `plain_prompts`: a line without "{" at
-        its start is a prompt as it stands; else every line is JSON, an object (a GenerateRequest)
-        or a string (a prompt)."""
-        self._name = name
-        self._template = template
-        self._chat = chat
-        self._max_bytes = max_bytes
-        self._plain_prompts = plain_prompts
-        self._number = 0
+    Attributes:
+        name: Of the file.
+        template: Fields that a line lacks.
+        max_bytes: Limit of a request's size.
+        chat: Whether the chat template is applied to prompts.
+        plain_prompts: A line without "{" at its start is a prompt as it stands; else every line is
+            JSON, an object (a GenerateRequest) or a string (a prompt).
+        number: Of the last line.
+    """
+
+    name: str
+    template: Template
+    max_bytes: int
+    chat: bool = False
+    plain_prompts: bool = False
+    number: int = 0
 
     def read(self, line: bytes) -> Submission | None:
         """Return the request of the next line; None for an empty line.
@@ -239,29 +237,29 @@ class LineReader:
         Raises:
             RequestError: It is not a request.
         """
-        self._number += 1
+        self.number += 1
         line = line.strip()
         if not line:
             return None
-        is_prompt = self._plain_prompts and not line.startswith(b"{")
+        is_prompt = self.plain_prompts and not line.startswith(b"{")
         try:
             content: object = line.decode() if is_prompt else msgspec.json.decode(line)
         except (ValueError, RecursionError) as error:
             # msgspec's errors and decoding errors are ValueErrors.
             raise self._error(f"not valid JSON: {error}") from None
         if isinstance(content, str):
-            request = self._template.of_text(content, chat=self._chat)
+            request = self.template.of_text(content, chat=self.chat)
         elif isinstance(content, dict):
-            request = self._template.of_object(content)
+            request = self.template.of_object(content)
         else:
             raise self._error('a line is a request, as {"prompt": "…"}, or a prompt, as "…"')
-        checked = check_request(request, self._max_bytes)
+        checked = check_request(request, self.max_bytes)
         if isinstance(checked, Malformed):
             raise self._error(checked.message)
-        return Submission(checked.request_id or str(self._number), request)
+        return Submission(checked.request_id or str(self.number), request)
 
     def _error(self, problem: str) -> RequestError:
-        return RequestError(f"{self._name}, line {self._number}: {problem}")
+        return RequestError(f"{self.name}, line {self.number}: {problem}")
 
 
 def read_file(path: Path, reader: LineReader) -> list[Submission]:

@@ -22,6 +22,7 @@ from .connection import SERVE_PORT, connected
 from .model_files import check_model_files
 from .options import Options, WithParent, option, takes_engine_options, takes_gateway_options
 from .process import drain, forbid_torch, freeze_memory, raise_file_limit, until_stopped
+from .requests import given
 
 MOST_PORT = 65_535
 
@@ -161,15 +162,9 @@ def listening(
 ) -> Config:
     """Return the settings with ports for the gateway: of options, else of settings, else, for
     HTTP, the default."""
-    own = config.gateway
-    own = replace(
-        own,
-        port=port or own.port or default,
-        grpc_port=own.grpc_port if grpc_port is None else grpc_port,
-        host=host or own.host,
-        insecure=insecure or own.insecure,
-    )
-    return replace(config, gateway=own)
+    fields = {"host": host, "grpc_port": grpc_port, "insecure": insecure or None}
+    fields["port"] = port or config.gateway.port or default
+    return replace(config, gateway=replace(config.gateway, **given(fields)))
 
 
 async def _serve_gateway(config: Config, with_parent: bool) -> None:

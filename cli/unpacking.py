@@ -16,6 +16,7 @@ import unicodedata
 import zipfile
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple, Protocol, cast
 
@@ -137,14 +138,21 @@ def unpack(archive: Path, folder: Path) -> None:
         raise ModelError(f"{archive.name} can't be unpacked: {error}") from None
 
 
+@dataclass
 class _Writer:
-    """Writes members, within the bounds of one archive."""
+    """Writes members, within the bounds of one archive.
 
-    def __init__(self, folder: Path, free: int, most: int) -> None:
-        """Args: the target; free bytes there; most bytes of the archive's content."""
-        self._folder = folder
-        self._free = free
-        self._most = most
+    Attributes:
+        folder: The target.
+        free: Free bytes there.
+        most: Most bytes of the archive's content.
+    """
+
+    folder: Path
+    free: int
+    most: int
+
+    def __post_init__(self) -> None:
         self._members = 0
         self._declared = 0
         self._unpacked = 0
@@ -170,13 +178,13 @@ class _Writer:
         if member.size < 0:
             raise Refused(f"{shown(member.path)} has a negative size")
         self._declared += member.size
-        if self._declared > self._free:
+        if self._declared > self.free:
             raise ModelError(
-                f"the archive holds {self._declared} bytes or more, and {self._free} are free in "
-                f"{self._folder}"
+                f"the archive holds {self._declared} bytes or more, and {self.free} are free in "
+                f"{self.folder}"
             )
         self._check(self._declared)
-        path = self._folder.joinpath(*parts)
+        path = self.folder.joinpath(*parts)
         if member.content is None:
             path.mkdir(parents=True, exist_ok=True)
             return
@@ -202,7 +210,7 @@ class _Writer:
         self._check(self._unpacked)
 
     def _check(self, size: int) -> None:
-        if size > self._most:
+        if size > self.most:
             raise Refused(
                 f"it unpacks to {size} bytes or more, over {MOST_RATIO} times its own size"
             )

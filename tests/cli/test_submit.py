@@ -1,25 +1,27 @@
-"""submit, tail and status against a real pipeline behind a real server."""
+"""submit and tail, on a running pipeline; requests from options and lines."""
 
 from __future__ import annotations
 
-import json
+import inspect
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from redis import Redis
 
-from nano_inference.bus.codec import encode_output
-from nano_inference.bus.public import Completion
-from nano_inference.config import STAGES, Config
+from nano_inference.bus.codec import check_request, encode_output
+from nano_inference.bus.public import Completion, GenerateRequest
+from nano_inference.cli.requests import LineReader, Template, read_file, template
+from nano_inference.config import Config, ConfigError, RequestError
 from nano_inference.store.redis.keys import Keys
 
-from .conftest import Run
+from .conftest import Run, assert_refused
 
 PATIENCE_S = 60.0
 
@@ -98,7 +100,7 @@ def test_file(run: Run, on_served: Config, tmp_path: Path) -> None:
     assert sorted(ran.stdout.splitlines()) == ["[1] 123", "[mine] 123"]
     error, summary = ran.stderr.splitlines()
     assert error.startswith("nano-inference: [3] error: n is 0")
-    assert summary.startswith("3 answered, 1 of them not well; ")
+    assert summary.startswith("3 answered, 1 of them failed; ")
 
 
 def test_several_texts(run: Run, on_served: Config) -> None:
@@ -187,6 +189,31 @@ def test_ctrl_c_while_reading_a_terminal_or_pipe(program: list[str], on_served: 
     assert (process.returncode, stderr) == (130, "")
 
 
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ('{"prompt": ', "line 2: not valid JSON"),
+        ('{"promt": "x"}', "line 2: Object contains unknown field `promt`"),
+        ('{"prompt": "x", "n": "two"}', "line 2: Expected `int`"),
+        ('{"prompt": "x", "sampling": 3}', "line 2: Expected `object`"),
+        ("12 + 30 =", "line 2: not valid JSON"),
+        ("[1, 2]", "line 2: a line is a request"),
+    ],
+)
+def test_bad_line_of_a_file(run: Run, on_nobody: str, tmp_path: Path, line: str, hint: str) -> None:
+    file = tmp_path / "requests.jsonl"
+    file.write_text(f'{{"prompt": "fine"}}\n{line}\n')
+    assert_refused(run("submit", "--file", str(file), "--no-wait"), f"{file}, {hint}")
+    status = run("status", "--json").stdout
+    assert '"waiting":0' in status, "the line before the bad one was sent"
+
+
+def test_file_without_requests(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "empty.jsonl"
+    file.write_text("\n\n")
+    assert_refused(run("submit", "--file", str(file)), "holds no requests")
+
+
 # --- tail -------------------------------------------------------------------------------------
 
 
@@ -216,87 +243,117 @@ def test_tail_json(program: list[str], on_nobody: str, redis_url: str) -> None:
     assert completions(stdout) == [sent]
 
 
-# --- status -----------------------------------------------------------------------------------
+# --- requests from options and lines --------------------------------------------------------------
 
 
-def test_status_where_nothing_ever_ran(run: Run, on_nobody: str) -> None:
-    ran = run("status")
-    assert ran.status == 1
-    assert "not ready: no stage is running; start a pipeline" in ran.stdout
-    found = json.loads(run("status", "--json").stdout)
-    assert (found["waiting"], found["in_flight"], found["last_taken_s"]) == (0, 0, None)
-    assert (found["prefix"], found["lanes"], found["ready"]) == (on_nobody, [], False)
+LIMIT = 1 << 20
 
 
-def test_status_counts_what_waits_and_what_is_in_flight(
-    run: Run, on_nobody: str, redis_url: str
-) -> None:
-    for _ in range(3):
-        run("submit", "x", "--no-wait")
-    keys = Keys(on_nobody)
-    with Redis.from_url(redis_url) as redis:
-        redis.xgroup_create(keys.requests, "admission", "0")
-        redis.xreadgroup("admission", "admission-0", {keys.requests: ">"}, count=1)
-        redis.xadd(keys.link("plans"), {"w": b"", "m": b""})
-        found = json.loads(run("status", "--json").stdout)
-    assert (found["waiting"], found["in_flight"]) == (2, 1)
-    assert found["links"]["plans"] == 1
-    assert found["last_taken_s"] >= 0
-    text = run("status").stdout
-    assert "1 in flight, 0 tokens/s, 2 waiting" in text
-    assert "plans ≤ 1" not in text
-    assert "plans ≤ 1" in run("status", "--verbose").stdout
+def options(**given: Any) -> Template:
+    """The template of these options."""
+    names = inspect.signature(template).parameters
+    return template(**dict.fromkeys(names) | given)
 
 
-def until_ready(run: Run) -> None:
-    """Stages tell about once a second how they are."""
-    for _ in range(600):
-        if run("status").status == 0:
-            return
-        time.sleep(0.1)
-    raise AssertionError(run("status").stdout)
+def test_a_text_is_greedy_and_short_by_default() -> None:
+    assert options().of_text("12 + 30 =") == {
+        "prompt": "12 + 30 =",
+        "sampling": {"temperature": 0.0, "max_tokens": 64},
+    }
 
 
-def test_status_of_a_running_pipeline(run: Run, on_served: Config) -> None:
-    run("submit", "98 + 25 =")
-    until_ready(run)
-    text = run("status").stdout
-    rows = [line.split()[:2] for line in text.splitlines()]
-    for stage in STAGES:
-        assert [stage, "ready"] in rows
-    assert [line.split()[:2] for line in text.splitlines()[:2]] == [
-        ["pipeline", "ready"],
-        ["requests", "0"],
+def test_a_text_with_every_option() -> None:
+    made = options(
+        max_tokens=5, temperature=0.5, seed=7, stop=["a", "b"], priority=3, tenant="me", budget=1.5
+    )
+    assert made.of_text("Hello", chat=True) == {
+        "messages": [{"role": "user", "content": "Hello"}],
+        "sampling": {"temperature": 0.5, "max_tokens": 5, "seed": 7, "stop": ["a", "b"]},
+        "priority": 3,
+        "tenant": "me",
+        "budget_ns": 1_500_000_000,
+    }
+
+
+def test_a_prediction_is_a_text_or_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "answer.txt"
+    file.write_text("é and so on\n")
+    for given, wanted in (("42", "42"), ("a=@b", "a=@b"), (f"@{file}", "é and so on\n")):
+        request = options(prediction=given).of_text("x")
+        assert request["prediction"] == wanted
+        assert isinstance(check_request(request, LIMIT), GenerateRequest)
+    with pytest.raises(ConfigError, match="--prediction: can't read"):
+        options(prediction=f"@{tmp_path}/other")
+
+
+def test_options_fill_in_the_missing_fields_of_an_object() -> None:
+    given = {"prompt": "x", "priority": 3, "sampling": {"temperature": 0.7}}
+    made = options(priority=2, max_tokens=5, temperature=0.1)
+    assert made.of_object(given) == given | {"sampling": {"temperature": 0.7, "max_tokens": 5}}
+    assert options().of_object({"prompt": "x"}) == {"prompt": "x"}
+
+
+def test_any_sampling_parameter_takes_precedence_over_its_own_option() -> None:
+    texts = ["top_p=0.9", "logit_bias={17: -2.5}", "temperature = 0.3", "prompt_logprobs=0"]
+    request = options(temperature=1.0, sampling=texts).of_text("x")
+    assert request["sampling"] == {
+        "temperature": 0.3,
+        "max_tokens": 64,
+        "top_p": 0.9,
+        "logit_bias": {17: -2.5},
+        "prompt_logprobs": 0,
+    }
+    assert isinstance(check_request(request, LIMIT), GenerateRequest)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("top_p", "takes name=value"),
+        ("repetition_penality=2", "did you mean 'repetition_penalty'"),
+        ("=3", "no parameter ''"),
+    ],
+)
+def test_a_bad_sampling_parameter_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        options(sampling=[text])
+
+
+def test_a_bias_in_a_line_has_text_for_token_ids() -> None:
+    reader = LineReader("f", Template(), LIMIT, plain_prompts=True)
+    assert reader.read(b'{"prompt": "x", "sampling": {"logit_bias": {"17": 2}}}') is not None
+
+
+def test_lines_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "requests.jsonl"
+    file.write_text(
+        '{"prompt": "a"}\n\n"b \\"c\\""\r\n{"prompt": "d", "request_id": "mine"}', "utf-8"
+    )
+    submissions = read_file(file, LineReader("f", Template(), LIMIT))
+    assert [(s.label, s.request["prompt"]) for s in submissions] == [
+        ("1", "a"),
+        ("3", 'b "c"'),
+        ("mine", "d"),
     ]
-    assert "free, " in text
-    assert "credits" not in text
-    assert "credits" in run("status", "-v").stdout
-    assert max(map(len, text.splitlines())) <= 80
-    found = json.loads(run("status", "--json").stdout)
-    assert (found["waiting"], found["in_flight"], found["dead_letters"]) == (0, 0, 0)
-    assert found["results"] >= 1
-    assert (found["ready"], found["reason"]) == (True, "")
-    (lane,) = found["lanes"]
-    assert lane["epoch"] >= 1
-    assert set(lane["stages"]) == set(STAGES)
-    assert found["server"].startswith("Valkey ")
-    assert sum(found["connections"].values()) >= 1
 
 
-def test_status_names_connections(run: Run, on_nobody: str, redis_url: str) -> None:
-    with Redis.from_url(redis_url, client_name="some-process") as redis:
-        redis.ping()
-        assert json.loads(run("status", "--json").stdout)["connections"]["some-process"] == 1
-        assert "other connection" in run("status", "--verbose").stdout
+@pytest.mark.parametrize("line", ["12 + 30 =", '"quoted"', "[1]", "größer"])
+def test_plain_lines_are_prompts_as_they_stand(line: str) -> None:
+    reader = LineReader("standard input", Template(), LIMIT, plain_prompts=True)
+    submission = reader.read(line.encode() + b"\n")
+    assert submission is not None
+    assert submission.request["prompt"] == line
 
 
-@pytest.mark.parametrize("command", ["tail", "status"])
-def test_clients_find_the_default_server(
-    run: Run, monkeypatch: pytest.MonkeyPatch, closed_port: int, command: str
-) -> None:
-    url = f"redis://127.0.0.1:{closed_port}"
-    for module in ("options", "connection"):
-        monkeypatch.setattr(f"nano_inference.cli.{module}.DEFAULT_URL", url)
-    ran = run(command)
-    assert ran.status == 2
-    assert ran.stderr.startswith(f"nano-inference: no pipeline at {url}; start one with")
+@pytest.mark.parametrize("line", [b'{"prompt"', b'{"prompt": 3}', b"\xff\xfe", b'{"a": ' * 9999])
+def test_unreadable_lines_are_named(line: bytes) -> None:
+    reader = LineReader("standard input", Template(), LIMIT, plain_prompts=True)
+    assert reader.read(b"\n") is None
+    with pytest.raises(RequestError, match=r"^standard input, line 2: "):
+        reader.read(line)
+
+
+def test_a_line_above_the_limit_of_the_bus() -> None:
+    reader = LineReader("f", Template(), 100, plain_prompts=True)
+    with pytest.raises(RequestError, match="line 1: "):
+        reader.read(b"x" * 200)

@@ -1,8 +1,7 @@
-"""KServe V2, as Triton's clients speak it: tensors, their codec, shared memory, and a client.
+"""KServe V2 as Triton's clients speak it: tensors, their codecs, shared memory, and a client.
 
-What a client and a server both need; the server is `nano_inference.gateway.api.kserve`.
-docs/kserve.md has examples. Names are loaded on first use, so that a user of tensors alone does not
-pay for gRPC.
+Clients and servers share this package; the server is `nano_inference.gateway.api.kserve`.
+docs/kserve.md has examples. Names are loaded on first use, so that tensors alone don't import gRPC.
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .client import KServeClient
-    from .errors import KServeError
-    from .pool import BufferPool, PoolAcquireTimeout
-    from .pool_slot import PoolSlot
+    from .client import KServeClient, KServeError
+    from .pool import BufferPool, PoolAcquireTimeout, PoolSlot
     from .tensors import (
         InferRequest,
         InferResponse,
@@ -24,21 +21,6 @@ if TYPE_CHECKING:
         TensorSpec,
         text_tensor,
     )
-
-_HOME = {
-    "BufferPool": ".pool",
-    "InferRequest": ".tensors",
-    "InferResponse": ".tensors",
-    "KServeClient": ".client",
-    "KServeError": ".errors",
-    "ModelSpec": ".tensors",
-    "NamedTensor": ".tensors",
-    "PoolAcquireTimeout": ".pool",
-    "PoolSlot": ".pool_slot",
-    "TensorError": ".tensors",
-    "TensorSpec": ".tensors",
-    "text_tensor": ".tensors",
-}
 
 __all__ = [
     "BufferPool",
@@ -55,8 +37,17 @@ __all__ = [
     "text_tensor",
 ]
 
+_MODULES = {
+    "BufferPool": "pool",
+    "KServeClient": "client",
+    "KServeError": "client",
+    "PoolAcquireTimeout": "pool",
+    "PoolSlot": "pool",
+}
+"""The modules of names that are not in `tensors`."""
+
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name], __name__), name)
+    return getattr(importlib.import_module(f".{_MODULES.get(name, 'tensors')}", __name__), name)

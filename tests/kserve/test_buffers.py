@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from nano_inference.config import RequestError
-from nano_inference.kserve.buffers import WarmBuffers
+from nano_inference.kserve.shared_memory import WarmBuffers
 
 SIZE = 256 << 10
 
@@ -96,6 +96,6 @@ def test_the_garbage_collector_may_come_while_somebody_takes_a_buffer() -> None:
 
 def test_more_than_there_can_be_is_a_memory_error() -> None:
     buffers = WarmBuffers()
-    with pytest.raises(MemoryError, match="not to be had"):
+    with pytest.raises(MemoryError, match="not available"):
         buffers.take(1 << 61)
     assert buffers.used_bytes == 0

@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 
 from nano_inference.kserve import client as client_module
-from nano_inference.kserve.client import KServeClient
-from nano_inference.kserve.errors import KServeError
+from nano_inference.kserve.client import KServeClient, KServeError
 from nano_inference.kserve.pool import BufferPool
 from nano_inference.kserve.protobuf import message
-from nano_inference.kserve.staging import Staged
 from nano_inference.kserve.tensors import InferResponse, NamedTensor, TensorError
 
 from ..certificates import Authority
@@ -104,13 +102,13 @@ async def test_a_budget_goes_along_less_what_the_client_held_it(
     client: KServeClient, echo: EchoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(monkeypatch)
-    stage = client_module.Staged
+    stage = client_module.StagedRequest
 
-    def long_stage(*args: Any, **said: Any) -> Staged:
+    def long_stage(*args: Any) -> Any:
         clock.wait(2)
-        return stage(*args, **said)
+        return stage(*args)
 
-    monkeypatch.setattr(client_module, "Staged", long_stage)
+    monkeypatch.setattr(client_module, "StagedRequest", long_stage)
     await client.infer("echo", BOTH, budget_ns=5 * HOUR_NS)
     (sent_ns,), (left_s,) = budgets(echo), echo.left_s
     assert sent_ns is not None

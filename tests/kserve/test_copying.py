@@ -7,8 +7,8 @@ import threading
 import numpy as np
 import pytest
 
-from nano_inference.kserve import copying
-from nano_inference.kserve.copying import copy_by_two
+from nano_inference.kserve import shared_memory
+from nano_inference.kserve.shared_memory import copy_by_two
 
 SIZES = [0, 1, 1 << 20, (4 << 20) - 1, 4 << 20, (9 << 20) + 12345]
 
@@ -23,7 +23,7 @@ def test_all_is_copied(size: int) -> None:
 
 def test_nobody_waits_for_a_helper_that_is_busy() -> None:
     free = threading.Event()
-    busy = copying._helper.submit(free.wait, 30)
+    busy = shared_memory._copy_helper.submit(free.wait, 30)
     source = np.arange(5 << 20, dtype=np.uint32).view(np.uint8)
     target = np.zeros_like(source)
     copy_by_two(target, source)

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from nano_inference.config import RequestError
-from nano_inference.kserve.checks import MAX_TENSORS
 from nano_inference.kserve.codec import decode_infer_request, encode_infer_response
-from nano_inference.kserve.elements import MAX_STRINGS
 from nano_inference.kserve.http_codec import decode_http_request, encode_http_response
 from nano_inference.kserve.protobuf import ModelInferRequest
+from nano_inference.kserve.tensor_codec import MAX_TENSORS
 from nano_inference.kserve.tensors import (
+    MAX_STRINGS,
     InferResponse,
     NamedTensor,
     RequestedOutput,
@@ -134,7 +134,7 @@ def test_a_shape_that_is_not_that_of_its_elements(shape: list[int], datatype: st
         (b"\xff\xff\xff\xffabc", [1], "ends within its element 0 of 1"),
         (b"\2\0\0\0ab\1\0", [2], "ends within its element 1 of 2"),
         (b"\1\0\0\0a\0", [1], "1 bytes more than its 1 elements"),
-        (bytes(4 * MAX_STRINGS + 4), [MAX_STRINGS + 1], "at most 1048576"),
+        (bytes(4 * MAX_STRINGS + 4), [MAX_STRINGS + 1], "more than 1048576"),
     ],
 )
 def test_strings_that_are_not_what_they_say(raw: bytes, shape: list[int], said: str) -> None:

@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from nano_inference.config import RequestError
 from nano_inference.config.temporary import SHARED_MEMORY
 from nano_inference.kserve import shared_memory
-from nano_inference.kserve.buffers import WarmBuffers
-from nano_inference.kserve.shared_memory import Region, SharedMemoryRegistry
+from nano_inference.kserve.shared_memory import Region, SharedMemoryRegistry, WarmBuffers
 from nano_inference.kserve.tensors import SharedMemory
 
 from ..programs import run
@@ -179,14 +178,14 @@ def test_to_unregister_is_idempotent(there: Object, registry: SharedMemoryRegist
         ("r", "\ud800", 0, 1, "no Unicode"),
         ("r", "/{key}-other", 0, 1, "there is no shared memory object"),
         ("r", "é" * 250, 0, 1, "can't be opened"),
-        ("r", "/{key}", -1, 10, "is none"),
-        ("r", "/{key}", 0, 0, "is none"),
-        ("r", "/{key}", 0, -1, "is none"),
+        ("r", "/{key}", -1, 10, "not possible"),
+        ("r", "/{key}", 0, 0, "not possible"),
+        ("r", "/{key}", 0, -1, "not possible"),
         ("r", "/{key}", 0, SIZE + 1, "too few"),
         ("r", "/{key}", SIZE, 1, "too few"),
-        ("r", "/{key}", 1, 2**63 - 1, "is none"),
-        ("r", "/{key}", 2**64 - 1, 2, "is none"),
-        ("r", "/{key}", 10**400, 1, "is none"),
+        ("r", "/{key}", 1, 2**63 - 1, "not possible"),
+        ("r", "/{key}", 2**64 - 1, 2, "not possible"),
+        ("r", "/{key}", 10**400, 1, "not possible"),
     ],
 )
 def test_what_can_not_be_registered(

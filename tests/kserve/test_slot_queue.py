@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from nano_inference.kserve.slot_queue import SlotQueue, Waiter
+from nano_inference.kserve.pool import SlotQueue, Waiter
 
 N_SLOTS = 7
 
@@ -38,7 +38,7 @@ class Played(RuleBasedStateMachine):
 
     @rule(span=st.integers(1, N_SLOTS))
     def ask(self, span: int) -> None:
-        waiter = self.queue.ask(span)
+        waiter = self.queue.enter(span, lambda: None)
         self.line.append(waiter)
         if waiter.first is not None:
             self.given([waiter])
@@ -51,30 +51,18 @@ class Played(RuleBasedStateMachine):
             self.given(self.queue.leave(waiter))
             assert self.queue.leave(waiter) == [], "the second time nothing happens"
 
-    @rule(data=st.data(), leaves=st.booleans())
-    def give_back(self, data: st.DataObject, leaves: bool) -> None:
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
         if holding := self.holding():
             waiter = data.draw(st.sampled_from(holding))
-            first = waiter.first
-            assert first is not None
             self.free(waiter)
-            if leaves:
-                self.given(self.queue.leave(waiter))
-                assert self.queue.leave(waiter) == []
-            else:
-                self.given(self.queue.release(first, waiter.span))
-
-    @rule(first=st.integers(0, N_SLOTS - 1), span=st.integers(1, N_SLOTS))
-    def give_back_what_is_free(self, first: int, span: int) -> None:
-        owners = self.owners[first : first + span]
-        if None in owners:
-            with pytest.raises(RuntimeError, match="free already"):
-                self.queue.release(first, span)
+            self.given(self.queue.leave(waiter))
+            assert self.queue.leave(waiter) == []
 
     @invariant()
     def it_adds_up(self) -> None:
         assert self.queue.free_slots == self.owners.count(None)
-        assert self.queue.waiting == len(self.line)
+        assert list(self.queue.waiting) == self.line
 
     @invariant()
     def the_first_of_the_line_waits_for_good_reason(self) -> None:
@@ -88,8 +76,7 @@ class Played(RuleBasedStateMachine):
         while holding := self.holding():
             for waiter in holding:
                 self.free(waiter)
-                assert waiter.first is not None
-                self.given(self.queue.release(waiter.first, waiter.span))
+                self.given(self.queue.leave(waiter))
         assert self.line == []
 
 
@@ -100,9 +87,9 @@ TestPlayed.settings = settings(max_examples=60, stateful_step_count=60)
 @pytest.mark.parametrize("span", [-1, 0, N_SLOTS + 1])
 def test_a_span_that_is_never_free_is_refused_at_once(span: int) -> None:
     queue = SlotQueue(N_SLOTS)
-    with pytest.raises(ValueError, match="can never be had"):
-        queue.ask(span)
-    assert queue.waiting == 0
+    with pytest.raises(ValueError, match="can never be free"):
+        queue.enter(span, lambda: None)
+    assert not queue.waiting
 
 
 @pytest.mark.parametrize("n_slots", [0, -3])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from nano_inference.config import Config
-from nano_inference.gateway.api.kserve.models.lane import Lane
+from nano_inference.gateway.api.kserve.models.backend import EngineBackend
 from nano_inference.gateway.api.kserve.repository import open_service
 from nano_inference.gateway.api.kserve.service import InferenceService
 from nano_inference.gateway.policy.chain import PolicyChain

@@ -1,7 +1,7 @@
-"""What `generate` takes and gives, after Triton's extension: plain JSON instead of tensors.
+"""Fields of `generate`, Triton's extension with plain JSON in place of tensors.
 
-A field that is called like an input of the model is that input, at the top or below `parameters`;
-any other is a parameter of the request.
+A field with the name of an input is that input, at the top level or below `parameters`; any other
+field is a parameter of the request.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import msgspec
 
 from ....config import field_name, shown
 from ....kserve.json_data import array_to_json, json_to_array
+from ....kserve.tensor_codec import describe_response
 from ....kserve.tensors import (
     MAX_DIMENSIONS,
     InferRequest,
@@ -28,16 +29,16 @@ _ID = "id"
 
 
 def read_generate(spec: ModelSpec, version: str, body: Mapping[str, Any]) -> InferRequest:
-    """The request that a body of `generate` stands for.
+    """Return the request in the body of `generate`.
 
     Args:
-        spec: The model's, whose inputs are found among the fields.
-        version: The one that was asked for; "" for any.
+        spec: The model's.
+        version: The requested version; "" for any.
         body: The fields.
 
     Raises:
-        FieldError: One can't be obeyed.
-        TensorError: An input is none.
+        FieldError: A field is invalid.
+        TensorError: An input is invalid.
     """
     known = {each.name: each for each in spec.inputs}
     fields = dict(body)
@@ -54,52 +55,43 @@ def read_generate(spec: ModelSpec, version: str, body: Mapping[str, Any]) -> Inf
                 f"{param} is there twice, in {_PARAMETERS} as well; give it once", param=param
             )
     fields |= more
+    inputs = {name: fields.pop(name) for name in list(fields) if name in known}
     return InferRequest(
         model_name=spec.name,
         model_version=version,
         id=request_id,
-        inputs=tuple(
-            _tensor(known[name], value) for name, value in fields.items() if name in known
-        ),
-        parameters={
-            name: _parameter(name, value) for name, value in fields.items() if name not in known
-        },
+        inputs=tuple(_tensor(known[name], value) for name, value in inputs.items()),
+        parameters={name: _parameter(name, value) for name, value in fields.items()},
     )
 
 
 def generate_json(response: InferResponse) -> dict[str, Any]:
-    """An answer with its outputs by their names, one element as itself and several as a list.
+    """Return a response with its outputs by name: one element as itself, several as a list.
 
     Raises:
-        RequestError: An output is nothing that JSON can say.
+        RequestError: An output has no JSON form.
     """
-    told: dict[str, Any] = {"id": response.id} if response.id else {}
-    told |= {"model_name": response.model_name, "model_version": response.model_version}
-    told |= response.parameters
+    found = {**describe_response(response), **response.parameters}
     for output in response.outputs:
-        elements = array_to_json(output.name, output.data)
-        told[output.name] = elements[0] if len(elements) == 1 else elements
-    return told
+        elements = array_to_json(output)
+        found[output.name] = elements[0] if len(elements) == 1 else elements
+    return found
 
 
 def _tensor(spec: TensorSpec, value: Any) -> NamedTensor:
     if spec.datatype == "BYTES" and isinstance(value, dict):
-        # As Triton has it, for inputs that are JSON themselves.
+        # Triton accepts JSON objects for inputs that are JSON themselves.
         value = msgspec.json.encode(value).decode()
-    shape = _shape(value)
-    # What is given as one element, or as some in a row, is the last dimension of what is wanted.
+    # The shape of nested lists, by the first element of each.
+    shape: list[int] = []
+    inner = value
+    while isinstance(inner, list) and len(shape) <= MAX_DIMENSIONS:
+        shape.append(len(inner))
+        inner = inner[0] if inner else None
+    # A single element, or a flat list, is the last dimension of the input.
     shape = [1] * (len(spec.shape) - len(shape)) + shape
     data = value if isinstance(value, list) else [value]
     return NamedTensor(spec.name, json_to_array(spec.name, spec.datatype, shape, data))
-
-
-def _shape(value: Any) -> list[int]:
-    """Of lists in lists, by the first of each."""
-    shape: list[int] = []
-    while isinstance(value, list) and len(shape) <= MAX_DIMENSIONS:
-        shape.append(len(value))
-        value = value[0] if value else None
-    return shape
 
 
 def _parameter(name: str, value: Any) -> bool | int | float | str:

@@ -1,4 +1,4 @@
-"""What a request's tensors and parameters say, as Python has it."""
+"""Values of a request's tensors and parameters."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from typing import Any, NamedTuple
 import msgspec
 
 from .....config import RequestError, SamplingParams, field_name, shown
-from .....kserve.deadlines import TIMEOUT_NS_PARAM, TRITON_TIMEOUT_PARAM
-from .....kserve.tensors import InferRequest, TensorError
+from .....kserve.http_codec import BINARY_DATA_OUTPUT_PARAM
+from .....kserve.parameters import MAX_INT64, TIMEOUT_NS_PARAM, TRITON_TIMEOUT_PARAM
+from .....kserve.tensors import InferRequest, TensorError, TensorSpec
 from .....text.tokenizer import prompt_too_long
 from ....server.http import FieldError, convert, decode_object
 from ....serving.constraints import of_structured_outputs
 from ....serving.sampling_fields import SamplingBody, read_sampling_params, sampling_of
 
-SAMPLING = "sampling_parameters"
-"""The input that has them as JSON; without it the request's own parameters are taken for them."""
+SAMPLING = TensorSpec("sampling_parameters", "BYTES", (1,), optional=True)
+"""The input of sampling parameters as JSON; without it the request's own parameters are used."""
 
-PARAMETERS = "parameters"
+STREAM = TensorSpec("stream", "BOOL", (1,), optional=True)
 
 DEFAULT_MAX_TOKENS = 16
 """vLLM's."""
@@ -25,63 +26,61 @@ DEFAULT_MAX_TOKENS = 16
 PRIORITY_PARAM = "priority"
 CACHE_SALT_PARAM = "cache_salt"
 
-_OTHERS = frozenset(
-    {TIMEOUT_NS_PARAM, TRITON_TIMEOUT_PARAM, PRIORITY_PARAM, CACHE_SALT_PARAM, "binary_data_output"}
+_NOT_SAMPLING = frozenset(
+    {
+        TIMEOUT_NS_PARAM,
+        TRITON_TIMEOUT_PARAM,
+        PRIORITY_PARAM,
+        CACHE_SALT_PARAM,
+        BINARY_DATA_OUTPUT_PARAM,
+    }
 )
-"""Parameters of a request that say nothing of how to sample."""
 
-_OF_TRITON = "triton_"
-"""With what those begin that Triton's clients and servers tell each other."""
+# Parameters of the protocol between Triton's clients and servers.
+_TRITON_PREFIX = "triton_"
 
-# What the text would be if another value were taken than the first.
-_OF_TEXTS = {
+# The only supported value, and what another one would change.
+_FIXED_FOR_TEXT = {
     "skip_special_tokens": (True, "they are left out of the text"),
     "include_stop_str_in_output": (False, "the text ends before it"),
     "detokenize": (True, "the answer is a text"),
 }
 
-_MAX_INT64 = 2**63 - 1
-
 
 class Sampling(NamedTuple):
-    """How to sample.
-
-    Attributes:
-        n: Samples of the prompt.
-        params: For each of them.
-    """
+    """The number of samples, and the sampling parameters of each."""
 
     n: int
     params: SamplingParams
 
 
-def read_sampling(request: InferRequest, max_samples: int, *, text: bool = False) -> Sampling:
-    """How a request wants to be sampled, by vLLM's names.
+def read_sampling(
+    request: InferRequest, max_samples: int, *, text: bool = False, tops: bool = False
+) -> Sampling:
+    """Return a request's sampling parameters, which have vLLM's names.
 
     Args:
-        max_samples: More are refused.
-        text: Whether the answer is a text.
+        max_samples: The most samples.
+        text: The response is a text.
+        tops: The response can hold the likeliest tokens.
 
     Raises:
-        RequestError: A parameter is not known, not supported here, or of the wrong type.
+        RequestError: A parameter is unknown, not supported here, or has the wrong type.
     """
     where = f"{sampling_place(request)}."
-    given = _read_texts(sampling_body(request), where)
+    given = {name: _parsed(name, value, where) for name, value in sampling_body(request).items()}
     if text:
-        for name, (only, why) in _OF_TEXTS.items():
+        for name, (only, why) in _FIXED_FOR_TEXT.items():
             if given.pop(name, None) not in (None, only):
-                raise FieldError(
-                    f"{where}{name} is not supported here: {why}; leave it out",
-                    param=f"{where}{name}",
-                    code="unsupported",
-                )
+                raise unsupported(where + name, why)
     fields = read_sampling_params(given, where)
     if fields.prompt_logprobs is not None:
-        raise FieldError(
-            f"{where}prompt_logprobs is not supported here: the model for scores tells the "
-            "logprobs of tokens that are given; leave it out",
-            param=f"{where}prompt_logprobs",
-            code="unsupported",
+        raise unsupported(
+            f"{where}prompt_logprobs", "the model for scores returns the logprobs of given tokens"
+        )
+    if fields.logprobs and not tops:
+        raise unsupported(
+            f"{where}logprobs", "only the logprobs of the sampled tokens are returned"
         )
     if fields.n > max_samples:
         raise RequestError(
@@ -94,93 +93,102 @@ def read_sampling(request: InferRequest, max_samples: int, *, text: bool = False
     return Sampling(fields.n, sampling_of(fields, max_tokens, constraint, fields.logprobs))
 
 
+def unsupported(param: str, why: str, code: str = "unsupported") -> FieldError:
+    """Return the error of a parameter that is not supported here."""
+    return FieldError(f"{param} is not supported here: {why}; leave it out", param=param, code=code)
+
+
 def sampling_place(request: InferRequest) -> str:
-    """Where a request has its sampling parameters: the name that errors give their place."""
-    return PARAMETERS if request.input(SAMPLING) is None else SAMPLING
+    """Return where a request has its sampling parameters, for errors."""
+    return "parameters" if request.input(SAMPLING.name) is None else SAMPLING.name
 
 
 def sampling_body(request: InferRequest) -> dict[str, Any]:
-    """The sampling parameters as they were given.
+    """Return the sampling parameters as given.
 
     Raises:
         TensorError: They are no JSON object.
-        FieldError: There are some beside the input that has them.
+        FieldError: Some are beside the input that holds them.
     """
     parameters = {
         name: value
         for name, value in request.parameters.items()
-        if name not in _OTHERS and not name.startswith(_OF_TRITON)
+        if name not in _NOT_SAMPLING and not name.startswith(_TRITON_PREFIX)
     }
-    text = text_of(request, SAMPLING)
+    text = text_of(request, SAMPLING.name)
     if text is None:
         return parameters
     for name, value in parameters.items():
         if value:
             param = f"parameters.{field_name(name)}"
             raise FieldError(
-                f"{param} counts for nothing beside the input {SAMPLING}; put it in there, or "
-                "leave it out",
+                f"{param} is ignored beside the input {SAMPLING.name}; put it in there, or leave "
+                "it out",
                 param=param,
                 code="unsupported",
             )
     try:
         return decode_object(text.encode())
     except RequestError as error:
-        raise TensorError(f"{SAMPLING} can't be read: {error.message}") from None
+        raise TensorError(f"{SAMPLING.name} can't be read: {error.message}") from None
 
 
-def passed_on(request: InferRequest) -> dict[str, Any]:
-    """The parameters of a request that hold for others that are made of it.
+def inherited_parameters(request: InferRequest) -> dict[str, Any]:
+    """Return the parameters that also hold for requests made of this one.
 
-    Its time is not one of them: the call has what is left of that.
+    Its time limit isn't among them: the call's origin has the deadline.
     """
-    passed = (PRIORITY_PARAM, CACHE_SALT_PARAM)
-    return {name: request.parameters[name] for name in passed if name in request.parameters}
+    names = (PRIORITY_PARAM, CACHE_SALT_PARAM)
+    return {name: request.parameters[name] for name in names if name in request.parameters}
 
 
 def priority_of(request: InferRequest) -> int:
-    """Triton's lower ones are earlier, as vLLM's; here it is the other way round."""
+    """Return the engine's priority: higher is earlier, where Triton's and vLLM's lower is."""
     given = request.parameters.get(PRIORITY_PARAM, 0)
-    return max(-_MAX_INT64, min(-convert(given, int, PRIORITY_PARAM), _MAX_INT64))
+    return max(-MAX_INT64, min(-convert(given, int, PRIORITY_PARAM), MAX_INT64))
 
 
 def cache_salt_of(request: InferRequest) -> str:
-    """Raises RequestError when it is no text."""
+    """Return the cache salt. Raises RequestError if it is no text."""
     return convert(request.parameters.get(CACHE_SALT_PARAM, ""), str, CACHE_SALT_PARAM)
 
 
-def text_of(request: InferRequest, name: str) -> str | None:
-    """The one text of an input; None when it was not given.
+def texts_of(request: InferRequest, name: str) -> list[str] | None:
+    """Return the texts of a BYTES input; None if it was not given.
 
     Raises:
-        TensorError: It is not UTF-8.
+        TensorError: One is not UTF-8.
     """
     data = request.input(name)
-    if data is None:
-        return None
     try:
-        return bytes(data[0]).decode()
+        return None if data is None else [bytes(text).decode() for text in data]
     except UnicodeDecodeError as error:
         raise TensorError(f"{name} is no text in UTF-8: {error.reason}") from None
 
 
+def text_of(request: InferRequest, name: str) -> str | None:
+    """Return the one text of a BYTES input. As `texts_of`."""
+    found = texts_of(request, name)
+    return None if found is None else found[0]
+
+
 def flag_of(request: InferRequest, name: str) -> bool | None:
-    """The one element of an input of BOOL; None when it was not given."""
+    """Return the one element of a BOOL input; None if it was not given."""
     data = request.input(name)
     return None if data is None else bool(data[0])
 
 
 def token_ids_of(request: InferRequest, name: str, most: int) -> tuple[int, ...]:
-    """The token ids of an input that the model needs.
+    """Return the token ids of a given input.
 
     Args:
-        most: More are refused before anything is made of them.
+        most: The most token ids.
 
     Raises:
         RequestError: empty_prompt, prompt_too_long.
     """
     data = request.input(name)
-    assert data is not None, "the service asks for what is not optional"
+    assert data is not None, "the service checks required inputs"
     if not data.size:
         raise RequestError(f"{name} is empty; give at least one token", code="empty_prompt")
     if data.size > most:
@@ -188,24 +196,17 @@ def token_ids_of(request: InferRequest, name: str, most: int) -> tuple[int, ...]
     return tuple(data.tolist())
 
 
-def _read_texts(given: dict[str, Any], where: str) -> dict[str, Any]:
-    """Numbers and truth values that are written as texts, as vLLM's clients send them."""
-    return {
-        name: _read(name, value, where) if isinstance(value, str) and name != "stop" else value
-        for name, value in given.items()
-    }
-
-
-def _read(name: str, text: str, where: str) -> Any:
-    if name not in SamplingBody.__struct_fields__:
-        return text
+def _parsed(name: str, value: Any, where: str) -> Any:
+    """A value; numbers and booleans may be written as text, as vLLM's clients send them."""
+    if not isinstance(value, str) or name == "stop" or name not in SamplingBody.__struct_fields__:
+        return value
     try:
-        found = msgspec.json.decode(text.strip().lower().encode())
+        found = msgspec.json.decode(value.strip().lower().encode())
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, bool | int | float):
         raise FieldError(
-            f"{where}{field_name(name)} is {shown(text)}; it must be a number, or true or false",
+            f"{where}{field_name(name)} is {shown(value)}; it must be a number, or true or false",
             param=f"{where}{name}",
         )
     return found

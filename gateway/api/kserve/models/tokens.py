@@ -1,107 +1,132 @@
-"""`M.tokens`: token ids for token ids, with what a trainer wants to know of each."""
+"""`M.tokens`: token ids for token ids; `M.score`: logprobs of given tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .....config import SamplingParams
-from .....kserve.tensors import InferRequest, ModelSpec, NamedTensor, TensorSpec
-from ....server.http import FieldError
+from .....kserve.tensors import ModelSpec, TensorSpec
+from .....pipeline.scoring import params_to_score, scored_completion, token_ids_to_score
+from ....server.http import EngineError
+from ....serving.submissions import ENDED_EARLY
 from ..served import Answer, ModelCall
-from .inputs import SAMPLING, flag_of, read_sampling, sampling_place, token_ids_of
-from .lane import Lane
-from .parts import Part, parts_of
-from .tensors import counts, finish_reasons, rows
+from .backend import (
+    EngineBackend,
+    SampleDelta,
+    finish_reasons,
+    numbers,
+    rows,
+    token_counts,
+    whole_samples,
+)
+from .inputs import SAMPLING, STREAM, Sampling, flag_of, read_sampling, token_ids_of
 
-INPUT_IDS = "input_ids"
-STREAM = "stream"
+INPUT_IDS = TensorSpec("input_ids", "INT64", (-1,))
 OUTPUT_IDS = "output_ids"
-NUM_OUTPUT_TOKENS = "num_output_tokens"
 LOGPROBS = "logprobs"
 REF_LOGPROBS = "ref_logprobs"
 FINISH_REASON = "finish_reason"
 WEIGHT_VERSION = "weight_version"
 
 NO_TOKEN = -1
-"""What stands behind the end of a sample that is shorter than the longest: no id, no version."""
-
-
-def tokens_spec(model: str) -> ModelSpec:
-    """What it takes and gives; `model` is the engine's.
-
-    Outputs of two dimensions are `[samples, longest]`, where `num_output_tokens` says how many of a
-    row count. Behind them stands `NO_TOKEN`, and 0 among logprobs.
-    """
-    return ModelSpec(
-        name=f"{model}.tokens",
-        inputs=(
-            TensorSpec(INPUT_IDS, "INT64", (-1,)),
-            TensorSpec(SAMPLING, "BYTES", (1,), optional=True),
-            TensorSpec(STREAM, "BOOL", (1,), optional=True),
-        ),
-        outputs=(
-            TensorSpec(OUTPUT_IDS, "INT64", (-1, -1)),
-            TensorSpec(NUM_OUTPUT_TOKENS, "UINT32", (-1,)),
-            TensorSpec(LOGPROBS, "FP32", (-1, -1)),
-            TensorSpec(REF_LOGPROBS, "FP32", (-1, -1)),
-            TensorSpec(FINISH_REASON, "BYTES", (-1,)),
-            TensorSpec(WEIGHT_VERSION, "INT64", (-1, -1)),
-        ),
-        decoupled=True,
-        allowed_as=model,
-    )
+"""Pads the ids and weight versions of samples that are shorter than the longest."""
 
 
 class TokensModel:
-    """Goes on with token ids.
+    """Continues token ids.
 
-    With several answers each has what is new of all samples; with one it has everything, and the
-    logprobs of the reference model where there is one.
+    Of several responses each has the new piece of all samples; a single one has everything, and the
+    reference model's logprobs if there is one. Outputs of two dimensions are `[samples, longest]`;
+    `num_output_tokens` gives the length of each row.
     """
 
-    def __init__(self, lane: Lane) -> None:
-        self.spec = tokens_spec(lane.name)
-        self.trouble = lane.trouble
-        self._lane = lane
+    def __init__(self, backend: EngineBackend) -> None:
+        self.spec = ModelSpec(
+            name=f"{backend.name}.tokens",
+            inputs=(INPUT_IDS, SAMPLING, STREAM),
+            outputs=(
+                TensorSpec(OUTPUT_IDS, "INT64", (-1, -1)),
+                TensorSpec("num_output_tokens", "UINT32", (-1,)),
+                TensorSpec(LOGPROBS, "FP32", (-1, -1)),
+                TensorSpec(REF_LOGPROBS, "FP32", (-1, -1)),
+                TensorSpec(FINISH_REASON, "BYTES", (-1,)),
+                TensorSpec(WEIGHT_VERSION, "INT64", (-1, -1)),
+            ),
+            decoupled=True,
+            allowed_as=backend.name,
+        )
+        self.trouble = backend.trouble
+        self._backend = backend
 
     async def infer(self, call: ModelCall, answer: Answer) -> None:
-        lane = self._lane
-        sampling = read_sampling(call.request, lane.max_samples)
-        check_no_tops(call.request, sampling.params)
-        prompt = token_ids_of(call.request, INPUT_IDS, await lane.max_model_len())
-        stream = call.many and bool(flag_of(call.request, STREAM))
-        request = await lane.request(call, prompt, sampling, stream=stream)
+        backend = self._backend
+        sampling = read_sampling(call.request, backend.max_samples)
+        prompt = token_ids_of(call.request, INPUT_IDS.name, await backend.max_model_len())
+        stream = call.many and bool(flag_of(call.request, STREAM.name))
+        request = await backend.request(call, prompt, sampling, stream=stream)
 
-        async def send(parts: Sequence[Part]) -> None:
-            await answer(_outputs(parts))
+        async def send(deltas: Sequence[SampleDelta]) -> None:
+            versions = [each.weight_versions for each in deltas]
+            made = [
+                rows(OUTPUT_IDS, "INT64", [each.token_ids for each in deltas], NO_TOKEN),
+                token_counts(deltas),
+                rows(LOGPROBS, "FP32", [each.logprobs for each in deltas], 0),
+                finish_reasons(deltas),
+                rows(WEIGHT_VERSION, "INT64", versions, NO_TOKEN),
+            ]
+            ref = [each.ref_logprobs for each in deltas if each.ref_logprobs is not None]
+            if len(ref) == len(deltas):
+                made.append(rows(REF_LOGPROBS, "FP32", ref, 0))
+            await answer(made)
 
         if stream:
-            await lane.stream(call, request, send)
+            await backend.stream(call, request, send)
         else:
-            await send(parts_of(await lane.complete(call, request), request.n))
+            await send(whole_samples(await backend.complete(call, request), request.n))
 
 
-def check_no_tops(request: InferRequest, params: SamplingParams) -> None:
-    """Raises FieldError where the likeliest tokens are asked for, for which there is no tensor."""
-    if params.logprobs:
-        param = f"{sampling_place(request)}.logprobs"
-        raise FieldError(
-            f"{param} is not supported here: the logprob of each token that is sampled is told, of "
-            "no other; leave it out",
-            param=param,
-            code="unsupported",
+class ScoreModel:
+    """Returns the logprobs of a completion's tokens behind a prompt.
+
+    Of the sampling parameters only the temperature counts. The reference model's logprobs are
+    returned if there is one.
+    """
+
+    prompt_ids = TensorSpec("prompt_ids", "INT64", (-1,))
+    completion_ids = TensorSpec("completion_ids", "INT64", (-1,))
+
+    def __init__(self, backend: EngineBackend) -> None:
+        self.spec = ModelSpec(
+            name=f"{backend.name}.score",
+            inputs=(self.prompt_ids, self.completion_ids, SAMPLING),
+            outputs=(
+                TensorSpec(LOGPROBS, "FP32", (-1,)),
+                TensorSpec(REF_LOGPROBS, "FP32", (-1,)),
+                TensorSpec(WEIGHT_VERSION, "INT64", (1,)),
+            ),
+            allowed_as=backend.name,
         )
+        self.trouble = backend.trouble
+        self._backend = backend
 
-
-def _outputs(parts: Sequence[Part]) -> list[NamedTensor]:
-    made = [
-        rows(OUTPUT_IDS, "INT64", [part.token_ids for part in parts], NO_TOKEN),
-        counts(NUM_OUTPUT_TOKENS, parts),
-        rows(LOGPROBS, "FP32", [part.logprobs for part in parts], 0),
-        finish_reasons(FINISH_REASON, parts),
-        rows(WEIGHT_VERSION, "INT64", [part.weight_versions for part in parts], NO_TOKEN),
-    ]
-    scored = [part.ref_logprobs for part in parts if part.ref_logprobs is not None]
-    if len(scored) == len(parts):
-        made.append(rows(REF_LOGPROBS, "FP32", scored, 0))
-    return made
+    async def infer(self, call: ModelCall, answer: Answer) -> None:
+        backend = self._backend
+        given = read_sampling(call.request, 1, tops=True)
+        most = await backend.max_model_len()
+        prompt, completion_ids = (
+            token_ids_of(call.request, spec.name, most)
+            for spec in (self.prompt_ids, self.completion_ids)
+        )
+        token_ids_to_score([prompt], [completion_ids])
+        (params,) = params_to_score(given.params, 1)
+        request = await backend.request(call, (*prompt, *completion_ids), Sampling(1, params))
+        completion = await backend.complete(call, request)
+        if completion.prompt_logprobs is None:
+            raise EngineError(ENDED_EARLY.message, code=ENDED_EARLY.code)
+        scored = scored_completion(completion, len(completion_ids))
+        outputs = [
+            numbers(LOGPROBS, "FP32", scored.logprobs),
+            numbers(WEIGHT_VERSION, "INT64", [scored.weight_version]),
+        ]
+        if scored.ref_logprobs is not None:
+            outputs.append(numbers(REF_LOGPROBS, "FP32", scored.ref_logprobs))
+        await answer(outputs)

@@ -15,7 +15,7 @@ from nano_inference.gateway.api.kserve.models.best_of import BestOfModel
 from nano_inference.gateway.api.kserve.service import InferenceService
 from nano_inference.gateway.server.http import EngineError
 from nano_inference.kserve.pool import BufferPool
-from nano_inference.kserve.pool_slot import PoolSlot
+from nano_inference.kserve.pool import PoolSlot
 from nano_inference.telemetry import now_ns
 
 from ....pipeline.kserve import asked, lane_of, origin, service_of, told

@@ -11,9 +11,9 @@ import structlog
 import tritonclient.grpc
 
 from nano_inference.config import RequestError
-from nano_inference.gateway.api.kserve.grpc_errors import failure_of
-from nano_inference.gateway.api.kserve.grpc_stream import MOST_AT_ONCE
-from nano_inference.gateway.api.kserve.shared import VERSION
+from nano_inference.gateway.api.kserve.grpc_connection import failure_of
+from nano_inference.gateway.api.kserve.grpc_server import MOST_AT_ONCE
+from nano_inference.gateway.api.kserve.operations import VERSION
 from nano_inference.gateway.server.http import EngineError
 from nano_inference.kserve.protobuf import METHODS, message
 

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nano_inference.config import RequestError
-from nano_inference.gateway.api.kserve.grpc_fields import (
+from nano_inference.gateway.api.kserve.grpc_connection import (
     MOST_BYTES,
     MOST_FIELDS,
     _count,
     check_fields,
 )
-from nano_inference.kserve.checks import MAX_TENSORS
+from nano_inference.kserve.tensor_codec import MAX_TENSORS
 from nano_inference.kserve.protobuf import METHODS, message
 
 INFER = METHODS["ModelInfer"]

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from nano_inference.config import BusError, Config
-from nano_inference.gateway.api.kserve.shared import SERVER_NAME, VERSION
+from nano_inference.gateway.api.kserve.operations import SERVER_NAME, VERSION
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.policy.routes import PolicyRoute
 from nano_inference.gateway.serving.readiness import DRAINING, Readiness

@@ -11,7 +11,7 @@ import pytest
 from nano_inference.config import NanoInferenceError, RequestError
 from nano_inference.gateway.api.kserve.served import Answer, ModelCall
 from nano_inference.gateway.api.kserve.service import InferenceService
-from nano_inference.gateway.api.kserve.statistics import (
+from nano_inference.gateway.api.kserve.service import (
     ModelStatistics,
     encode_statistics,
     statistics_json,

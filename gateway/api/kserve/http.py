@@ -1,0 +1,293 @@
+"""KServe V2 over HTTP: its routes, and inference with tensors and with plain JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+from starlette.convertors import Convertor, register_url_convertor
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ....config import GatewayConfig, NanoInferenceError, RequestError, shown
+from ....kserve.http_codec import HEADER, decode_http_request, encode_http_response
+from ....kserve.tensors import InferRequest, InferResponse
+from ...policy.caller import caller_of
+from ...policy.routes import PolicyRoute
+from ...server.callers import Endpoint
+from ...server.http import (
+    EventStream,
+    JsonResponse,
+    SendEvent,
+    answer_while_connected,
+    check_containers,
+    error_headers,
+    read_body,
+    read_object,
+    status_of,
+)
+from ...server.limits import hold
+from ...serving.fields import read_part
+from ...serving.origin import Origin, origin_of
+from ...serving.readiness import Readiness
+from ...serving.tenants import tenant_of
+from .compression import coding_of, compress, decompressed, wanted_coding
+from .generate_fields import generate_json, read_generate
+from .operations import OPERATIONS, Operation, OperationCall, model_routes
+from .regions import RequestMemory
+from .service import KServe
+
+PATH = "/v2"
+
+CODE_HEADER = "X-Error-Code"
+"""The header of an error's stable code; the body has the sentence alone."""
+
+# By the protocol 4xx is "no"; clients may take 5xx for a failure.
+_NOT_READY = 400
+
+LITTLE_BYTES = 1 << 18
+"""Up to this size copying and decoding is faster than waking a thread."""
+
+# The transport's buffer takes this much before it is asked for room. Copies of 1 MiB take twice as
+# long, because memory of that size is new each time.
+_SENT_BYTES = 1 << 18
+_MOST_DIGITS = 19
+
+
+class _Name(Convertor[str]):
+    """A name in a path, with slashes as they are or as %2F."""
+
+    regex = ".+"
+
+    def convert(self, value: str) -> str:
+        return value
+
+    def to_string(self, value: str) -> str:
+        return value
+
+
+register_url_convertor("name", _Name())
+
+
+def kserve_routes(kserve: KServe, readiness: Readiness, config: GatewayConfig) -> list[PolicyRoute]:
+    """Return all routes. The first one whose path matches is taken."""
+    calls = InferCalls(kserve, config)
+    routes = [
+        PolicyRoute(path, endpoint, needed="generate", methods=[http])
+        for suffix, endpoint in (
+            ("/infer", calls.infer),
+            ("/generate", calls.generate),
+            ("/generate_stream", calls.generate_stream),
+        )
+        for http, path in model_routes("POST", suffix)
+    ]
+    for operation in OPERATIONS:
+        endpoint = _endpoint(operation, kserve, readiness, config.max_body_bytes)
+        routes += [
+            PolicyRoute(path, endpoint, needed=operation.needed, methods=http.split())
+            for http, path in operation.routes
+        ]
+    return routes
+
+
+def _endpoint(
+    operation: Operation, kserve: KServe, readiness: Readiness, max_body_bytes: int
+) -> Endpoint:
+    async def answer(request: Request) -> Response:
+        body: Any = None
+        if operation.body is not None:
+            body = read_part(await read_object(request, max_body_bytes), operation.body)
+        path = request.path_params
+        name, version = path.get("model") or path.get("region", ""), path.get("version", "")
+        call = OperationCall(kserve, readiness, request, name, version, body)
+
+        async def run() -> Response:
+            found = await operation.run(call)
+            if not found and not isinstance(found, list):
+                return Response()
+            if isinstance(found, str):
+                return JsonResponse({"error": found}, _NOT_READY, {CODE_HEADER: "not_ready"})
+            return JsonResponse(found)
+
+        # Loading a model takes long; a client that leaves ends it.
+        if operation.needed == "admin":
+            return await answer_while_connected(request, run)
+        return await run()
+
+    return answer
+
+
+# --- inference ------------------------------------------------------------------------------------
+
+
+class TensorResponse(Response):
+    """JSON, and binary data behind it, sent without joining them first."""
+
+    def __init__(
+        self, parts: Sequence[bytes | memoryview], header_length: int | None, coding: str = ""
+    ) -> None:
+        """Args: the body's parts; the length of the JSON, None for all; the compression."""
+        super().__init__()
+        self._parts = parts
+        self.headers["Content-Length"] = str(sum(map(len, parts)))
+        self.headers["Content-Type"] = "application/json"
+        if header_length is not None:
+            self.headers["Content-Type"] = "application/octet-stream"
+            self.headers[HEADER] = str(header_length)
+        if coding:
+            self.headers["Content-Encoding"] = coding
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send(start | {"headers": self.raw_headers})
+        for part in self._parts:
+            for begin in range(0, len(part), _SENT_BYTES):
+                piece = bytes(part[begin : begin + _SENT_BYTES])
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class InferCalls:
+    """The endpoints of inference."""
+
+    def __init__(self, kserve: KServe, config: GatewayConfig) -> None:
+        self._service = kserve.service
+        self._regions = kserve.regions
+        self._config = config
+        # All compression together takes one core.
+        self._compressing = anyio.CapacityLimiter(1)
+
+    async def infer(self, request: Request) -> Response:
+        """Call a model with tensors, which responds once."""
+        name, version = _model_of(request)
+        self._service.spec(name, version, caller_of(request))
+        tenant = tenant_of(request)
+        memory = RequestMemory(self._regions, tenant)
+        origin = origin_of(request, tenant, None)
+        decoded = await self._read(request, name, version, memory)
+
+        async def work() -> Response:
+            response = await self._service.infer_once(origin, decoded)
+            return await self._response(request, decoded, response, memory)
+
+        return await answer_while_connected(request, work)
+
+    async def generate(self, request: Request) -> Response:
+        """Call a model with plain JSON, which responds once."""
+        origin, decoded = await self._read_generate(request)
+
+        async def work() -> Response:
+            return JsonResponse(generate_json(await self._service.infer_once(origin, decoded)))
+
+        return await answer_while_connected(request, work)
+
+    async def generate_stream(self, request: Request) -> Response:
+        """Call a model with plain JSON; each response is an event."""
+        origin, decoded = await self._read_generate(request)
+
+        async def produce(send: SendEvent) -> None:
+            async def respond(response: InferResponse) -> None:
+                await send(msgspec.json.encode(generate_json(response)))
+
+            try:
+                await self._service.infer(origin, decoded, respond, many=True)
+            except NanoInferenceError as error:
+                if not stream.committed:
+                    raise
+                await send(msgspec.json.encode({"error": error.message}))
+
+        stream = EventStream(produce, self._config.comment_s)
+        return stream
+
+    async def _read(
+        self, request: Request, name: str, version: str, memory: RequestMemory
+    ) -> InferRequest:
+        most = self._config.max_body_bytes
+        body = await read_body(request, most)
+        if coding := coding_of(request.headers):
+            body = await decompressed(body, coding, most, partial(hold, request.scope))
+        length = _header_length(request)
+        json = body if length is None else body[:length]
+        check_containers(json)
+        decode = partial(decode_http_request, name, version, body, length, memory)
+        # Tensors in shared memory are copied, and may be large.
+        if len(body) <= LITTLE_BYTES and b"shared_memory_region" not in json:
+            return decode()
+        return await anyio.to_thread.run_sync(decode)
+
+    async def _response(
+        self,
+        request: Request,
+        decoded: InferRequest,
+        response: InferResponse,
+        memory: RequestMemory,
+    ) -> Response:
+        encode = partial(
+            encode_http_response, response, decoded.outputs, decoded.binary_outputs, memory
+        )
+        little = sum(each.data.nbytes for each in response.outputs) <= LITTLE_BYTES
+        parts, length = encode() if little else await anyio.to_thread.run_sync(encode)
+        coding = wanted_coding(request.headers)
+        if coding:
+            compressed = await anyio.to_thread.run_sync(
+                compress, parts, coding, limiter=self._compressing
+            )
+            parts = [compressed]
+        return TensorResponse(parts, length, coding)
+
+    async def _read_generate(self, request: Request) -> tuple[Origin, InferRequest]:
+        name, version = _model_of(request)
+        spec = self._service.spec(name, version, caller_of(request))
+        origin = origin_of(request, tenant_of(request), None, name)
+        body = await read_object(request, self._config.max_body_bytes)
+        return origin, read_generate(spec, version, body)
+
+
+def _model_of(request: Request) -> tuple[str, str]:
+    """The model and version in a path; "" for any version."""
+    return request.path_params["model"], request.path_params.get("version", "")
+
+
+def _header_length(request: Request) -> int | None:
+    """The length of a body's JSON; None if all of it is.
+
+    Raises:
+        RequestError: malformed.
+    """
+    given = request.headers.get(HEADER)
+    if given is None:
+        return None
+    # Python's int() is slow for many digits, and takes other alphabets' digits.
+    if not (given.isascii() and given.isdecimal() and len(given) < _MOST_DIGITS):
+        raise RequestError(
+            f"{HEADER} is {shown(given)}; it must be the length of the JSON at the beginning of "
+            "the body",
+            code="malformed",
+        )
+    return int(given)
+
+
+# --- calls and errors of the interface ------------------------------------------------------------
+
+
+def is_called(scope: Scope) -> bool:
+    """Whether a call is of this interface, with or without such a route."""
+    path: str = scope.get("path", "")
+    return path == PATH or path.startswith(f"{PATH}/")
+
+
+def takes_compressed(scope: Scope) -> bool:
+    """Whether a call's route takes compressed bodies."""
+    path: str = scope.get("path", "")
+    return is_called(scope) and path.endswith("/infer")
+
+
+def respond(scope: Scope, error: NanoInferenceError) -> Response:
+    """Return an error's response, as Triton's clients read it."""
+    headers = error_headers(error) | {CODE_HEADER: error.code}
+    return JsonResponse({"error": error.message}, status_of(error), headers)

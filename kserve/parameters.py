@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from ..config import RequestError, shown
+from ..config import MAX_INT64, RequestError, shown
 from .tensors import MAX_NAME_LENGTH, Parameters, SharedMemory, TensorError
-
-MAX_INT64 = 2**63 - 1
 
 CODE_KEY = "nano-inference-code"
 """An error's stable code: in trailing metadata, or in the parameters of a stream's response."""

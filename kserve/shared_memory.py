@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..config import RequestError, shown
+from ..config import MAX_INT64, RequestError, shown
 from ..config.temporary import SHARED_MEMORY, new_name, own, sweep
 from .tensors import MAX_NAME_LENGTH, Array, SharedMemory
 
@@ -37,8 +37,6 @@ MAX_REGIONS_OF_ALL = 256
 """The most regions of all tenants together. Each holds two of the process's descriptors."""
 
 _KEY = re.compile(r"/?([^/\0]{1,250})", re.DOTALL)
-
-_MAX_SIZE = 2**63 - 1
 
 _BLOCK_BYTES = 512
 """The unit of `st_blocks`."""
@@ -276,7 +274,7 @@ def _attach(region: Region) -> _Attached:
             f"{shown(region.key)} is no key of shared memory, which is a name of at most 250 "
             "characters, with no slash but one before it"
         )
-    if region.offset < 0 or region.byte_size < 1 or region.offset > _MAX_SIZE - region.byte_size:
+    if region.offset < 0 or region.byte_size < 1 or region.offset > MAX_INT64 - region.byte_size:
         raise _invalid(
             f"a region of {shown(region.byte_size)} bytes at {shown(region.offset)} is not "
             "possible; it has at least one byte, and begins at 0 or after it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import msgspec
@@ -12,10 +13,8 @@ from hypothesis import strategies as st
 
 from nano_inference.bus import Malformed, codec
 from nano_inference.bus.codec import decode_output
-from nano_inference.bus.control import UpdateWeights
 from nano_inference.bus.messages import Credit, Envelope
 from nano_inference.bus.public import Completion, GenerateRequest
-from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import Constraint, SamplingParams
 
 LIMIT = 1 << 20
@@ -75,8 +74,8 @@ def test_token_ids_of_a_bias_may_be_text_as_in_json(bias: dict[Any, float]) -> N
         ({"red": 1}, "Expected `int`, got `str`"),
         ({"1.0": 1}, "Expected `int`, got `str`"),
         ({"17": "much"}, "Expected `float`, got `str`"),
-        ({"9" * 40: 1}, "does not fit in 64 bits"),
-        ({2**64 - 1: 1}, "does not fit in 64 bits"),
+        ({"9" * 40: 1}, "64 bits|Expected `int` <= 9223372036854775807"),
+        ({2**64 - 1: 1}, "64 bits|Expected `int` <= 9223372036854775807"),
     ],
 )
 def test_a_bias_that_is_none(bias: dict[Any, Any], message: str) -> None:
@@ -87,7 +86,7 @@ def test_a_bias_that_is_none(bias: dict[Any, Any], message: str) -> None:
     ):
         assert isinstance(checked, Malformed)
         assert checked.code == "invalid_request"
-        assert message in checked.message
+        assert re.search(message, checked.message)
 
 
 @pytest.mark.parametrize("name", ["min_tokens", "logprobs", "prompt_logprobs"])
@@ -194,9 +193,3 @@ def test_an_older_client_reads_what_a_newer_pipeline_writes() -> None:
     output = decode_output(raw)
     assert isinstance(output, Completion)
     assert output.samples[0].token_ids == (1,)
-
-
-def test_what_follows_an_unused_field_keeps_its_place_on_the_wire() -> None:
-    update = UpdateWeights(FolderWeights("/w"), part_of="p", prepare_as="q")
-    body, *_ = msgspec.msgpack.decode(codec.encode_envelope(Envelope(update)))
-    assert body[2:] == ["keep", None, False, 300.0, "", "p", "q"]

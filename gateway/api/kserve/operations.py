@@ -13,13 +13,12 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from ....config import BusError, RequestError, shown
+from ....config import BusError, Int64, RequestError, shown
 from ....kserve.tensor_codec import Json, model_config, model_metadata
 from ....kserve.tensors import ModelSpec
 from ...model_statuses import NO_LOADING
 from ...policy.caller import caller_of
 from ...policy.scopes import Needed
-from ...server.http import Int64
 from ...serving.readiness import Readiness
 from ...serving.tenants import tenant_of
 from .service import KServe, ModelRepository

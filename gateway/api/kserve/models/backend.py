@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import anyio.lowlevel
 import msgspec
@@ -254,7 +255,7 @@ def _of_chunk(chunk: CompletionChunk) -> SampleDelta:
 def _joined(deltas: Sequence[SampleDelta]) -> SampleDelta:
     if len(deltas) == 1:
         return deltas[0]
-    joined = {
+    joined: dict[str, Any] = {
         name: tuple(chain.from_iterable(getattr(delta, name) for delta in deltas))
         for name in _PER_TOKEN
     }

@@ -6,14 +6,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from .....config import RequestError, SamplingParams, field_name, shown
+from .....config import MAX_INT64, RequestError, SamplingParams, field_name, shown
 from .....kserve.http_codec import BINARY_DATA_OUTPUT_PARAM
-from .....kserve.parameters import MAX_INT64, TIMEOUT_NS_PARAM, TRITON_TIMEOUT_PARAM
+from .....kserve.parameters import TIMEOUT_NS_PARAM, TRITON_TIMEOUT_PARAM
 from .....kserve.tensors import InferRequest, TensorError, TensorSpec
 from .....text.tokenizer import prompt_too_long
 from ....server.http import FieldError, convert, decode_object
-from ....serving.constraints import of_structured_outputs
-from ....serving.sampling_fields import SamplingBody, read_sampling_params, sampling_of
+from ....serving.sampling_fields import VLLM, SamplingBody, read_sampling_params
 
 SAMPLING = TensorSpec("sampling_parameters", "BYTES", (1,), optional=True)
 """The input of sampling parameters as JSON; without it the request's own parameters are used."""
@@ -67,20 +66,20 @@ def read_sampling(
     Raises:
         RequestError: A parameter is unknown, not supported here, or has the wrong type.
     """
-    where = f"{sampling_place(request)}."
+    where = sampling_place(request)
     given = {name: _parsed(name, value, where) for name, value in sampling_body(request).items()}
     if text:
         for name, (only, why) in _FIXED_FOR_TEXT.items():
             if given.pop(name, None) not in (None, only):
-                raise unsupported(where + name, why)
-    fields = read_sampling_params(given, where)
-    if fields.prompt_logprobs is not None:
+                raise unsupported(f"{where}.{name}", why)
+    fields, params = read_sampling_params(given, where, DEFAULT_MAX_TOKENS)
+    if params.prompt_logprobs is not None:
         raise unsupported(
-            f"{where}prompt_logprobs", "the model for scores returns the logprobs of given tokens"
+            f"{where}.prompt_logprobs", "the model for scores returns the logprobs of given tokens"
         )
-    if fields.logprobs and not tops:
+    if params.logprobs and not tops:
         raise unsupported(
-            f"{where}logprobs", "only the logprobs of the sampled tokens are returned"
+            f"{where}.logprobs", "only the logprobs of the sampled tokens are returned"
         )
     if fields.n > max_samples:
         raise RequestError(
@@ -88,14 +87,14 @@ def read_sampling(
             "several",
             code="too_many_prompts",
         )
-    max_tokens = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
-    constraint = of_structured_outputs(fields.structured_outputs, "structured_outputs")
-    return Sampling(fields.n, sampling_of(fields, max_tokens, constraint, fields.logprobs))
+    return Sampling(fields.n, params)
 
 
-def unsupported(param: str, why: str, code: str = "unsupported") -> FieldError:
+def unsupported(param: str, why: str) -> FieldError:
     """Return the error of a parameter that is not supported here."""
-    return FieldError(f"{param} is not supported here: {why}; leave it out", param=param, code=code)
+    return FieldError(
+        f"{param} is not supported here: {why}; leave it out", param=param, code="unsupported"
+    )
 
 
 def sampling_place(request: InferRequest) -> str:
@@ -198,15 +197,16 @@ def token_ids_of(request: InferRequest, name: str, most: int) -> tuple[int, ...]
 
 def _parsed(name: str, value: Any, where: str) -> Any:
     """A value; numbers and booleans may be written as text, as vLLM's clients send them."""
-    if not isinstance(value, str) or name == "stop" or name not in SamplingBody.__struct_fields__:
+    known = name in VLLM or name in SamplingBody.__struct_fields__
+    if not isinstance(value, str) or name == "stop" or not known:
         return value
     try:
         found = msgspec.json.decode(value.strip().lower().encode())
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, bool | int | float):
+        param = f"{where}.{field_name(name)}"
         raise FieldError(
-            f"{where}{field_name(name)} is {shown(value)}; it must be a number, or true or false",
-            param=f"{where}{name}",
+            f"{param} is {shown(value)}; it must be a number, or true or false", param=param
         )
     return found

@@ -354,3 +354,12 @@ def test_arrays_that_are_no_tensors(data: Any) -> None:
     response = InferResponse(model_name="m", outputs=(NamedTensor("b", data),))
     assert refused(lambda: encode_infer_response(response)).code == "invalid_tensor"
     assert refused(lambda: encode_http_response(response, (), True)).code == "invalid_tensor"
+
+
+@pytest.mark.parametrize(
+    "data", [np.array([b"\xff"], dtype=np.object_), np.zeros(1, dtype=np.float16)]
+)
+def test_outputs_without_a_json_form_are_refused_with_advice(data: Any) -> None:
+    response = InferResponse(model_name="m", outputs=(NamedTensor("b", data),))
+    assert "binary_data" in refused(lambda: encode_http_response(response)).message
+    assert encode_http_response(response, binary_outputs=True)[1] is not None

@@ -31,9 +31,11 @@ from nano_inference.pipeline.client import BusClient
 from nano_inference.telemetry import TraceContext
 
 
-def lane_of(client: BusClient, config: Config, policy: PolicyChain | None = None) -> Lane:
-    """What the models have in common."""
-    return Lane(*_parts(client, config, policy))
+def backend_of(
+    client: BusClient, config: Config, policy: PolicyChain | None = None
+) -> EngineBackend:
+    """Return what the engine's models share."""
+    return EngineBackend(*_parts(client, config, policy))
 
 
 def service_of(

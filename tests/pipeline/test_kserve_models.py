@@ -195,4 +195,4 @@ async def test_statistics_and_times_are_counted(service: InferenceService) -> No
     assert (found.success.count, found.fail.count) == (1, 1)
     assert 0 < found.compute.ns < found.success.ns
     assert found.queue.ns + found.compute.ns == found.success.ns
-    assert await service.is_ready("tiny.score")
+    assert await service.trouble("tiny.score") == ""

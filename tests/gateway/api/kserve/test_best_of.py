@@ -14,11 +14,10 @@ from nano_inference.config import NanoInferenceError, RequestError, load_config
 from nano_inference.gateway.api.kserve.models.best_of import BestOfModel
 from nano_inference.gateway.api.kserve.service import InferenceService
 from nano_inference.gateway.server.http import EngineError
-from nano_inference.kserve.pool import BufferPool
-from nano_inference.kserve.pool import PoolSlot
+from nano_inference.kserve.pool import BufferPool, PoolSlot
 from nano_inference.telemetry import now_ns
 
-from ....pipeline.kserve import asked, lane_of, origin, service_of, told
+from ....pipeline.kserve import asked, backend_of, origin, service_of, told
 from ...fake import FakeEngine, completion, sample
 
 LIMIT_S = 30
@@ -79,8 +78,8 @@ def service(engine: Engine, pool: BufferPool) -> InferenceService:
     """With a pool of its own."""
     config = load_config(env={}, overrides={"admission.max_samples": 1000})
     service = service_of(engine, config)  # type: ignore[arg-type]
-    lane = lane_of(engine, config)  # type: ignore[arg-type]
-    service._models["tiny.best_of"] = BestOfModel(service, lane, pool)
+    backend = backend_of(engine, config)  # type: ignore[arg-type]
+    service._models["tiny.best_of"] = BestOfModel(service, backend, pool)
     return service
 
 
@@ -105,7 +104,7 @@ async def test_the_likeliest_sample_is_given(engine: Engine, service: InferenceS
     assert asked_for == [(1, 2, *each) for each in SAMPLES]
     assert {each.tenant for each in engine.requests} == {"mine"}
     counted = {each.name: service.statistics.model(each.name) for each in service.specs()}
-    assert {name: each.success.count for name, each in counted.items()} == {
+    assert {name: each.success["count"] for name, each in counted.items()} == {
         "tiny": 0,
         "tiny.tokens": 1,
         "tiny.score": 3,

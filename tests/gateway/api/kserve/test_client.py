@@ -17,7 +17,7 @@ from nano_inference.gateway.server import server
 from nano_inference.kserve import BufferPool, KServeClient, KServeError, NamedTensor
 
 from ...fake import refused
-from .grpc_calls import Engine, Model, served, until
+from .calls import Engine, Model, served, until
 
 TOKENS = [NamedTensor("input_ids", np.array([1, 2, 3]))]
 NUMBERS = NamedTensor("x", np.arange(100, dtype=np.float32))

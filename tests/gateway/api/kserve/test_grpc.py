@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 import structlog
 import tritonclient.grpc
@@ -13,11 +14,10 @@ import tritonclient.grpc
 from nano_inference.config import RequestError
 from nano_inference.gateway.api.kserve.grpc_connection import failure_of
 from nano_inference.gateway.api.kserve.grpc_server import MOST_AT_ONCE
-from nano_inference.gateway.api.kserve.operations import VERSION
 from nano_inference.gateway.server.http import EngineError
-from nano_inference.kserve.protobuf import METHODS, message
+from nano_inference.kserve.protobuf import METHODS
 
-from .grpc_calls import Client, Engine, Failed, Model, code_of, request, served, until, values
+from .calls import Client, Failed, Model, code_of, request, served, until, values
 
 CODES = {
     "invalid_tensor": "INVALID_ARGUMENT",
@@ -44,7 +44,6 @@ CODES = {
 def test_each_kind_of_error_keeps_its_meaning(code: str, name: str) -> None:
     failure = failure_of(EngineError("no", code=code, retry_after_s=3.0))
     assert failure.code.name == name
-    assert failure.number == getattr(grpc.StatusCode, name).value[0]
     assert failure.trailers()["nano-inference-code"] == code
     assert failure.trailers()["retry-after"] == "3"
 
@@ -52,90 +51,6 @@ def test_each_kind_of_error_keeps_its_meaning(code: str, name: str) -> None:
 def test_a_sentence_fits_where_gRPC_puts_it() -> None:
     failure = failure_of(RequestError("é" * 10_000, code="invalid_request"))
     assert len(failure.details) < 1000
-
-
-# --- what each answers ----------------------------------------------------------------------------
-
-
-async def test_questions() -> None:
-    asleep = Model("asleep", decoupled=True)
-    asleep.why_not = "it sleeps"
-    name = message("ModelMetadataRequest")
-    async with served(Model(), asleep) as (_, call):
-        assert (await call("ServerLive")).live
-        assert (await call("ServerReady")).ready
-        assert (await call("ModelReady", name(name="echo"))).ready
-        for other in ("asleep", "none"):
-            assert not (await call("ModelReady", name(name=other))).ready
-        told = await call("ServerMetadata")
-        assert told.version == VERSION
-        assert "parameters" in told.extensions
-        assert "cuda_shared_memory" not in told.extensions
-        described = await call("ModelMetadata", name(name="echo"))
-        assert [(each.name, each.datatype) for each in described.inputs] == [("x", "FP32")]
-        config = (await call("ModelConfig", name(name="asleep"))).config
-        assert config.model_transaction_policy.decoupled
-        index = await call("RepositoryIndex")
-        lines = {each.name: (each.state, each.reason) for each in index.models}
-        assert lines["echo"] == ("READY", "")
-        assert lines["asleep"] == ("UNAVAILABLE", "it sleeps")
-        index = await call("RepositoryIndex", message("RepositoryIndexRequest")(ready=True))
-        assert {each.name for each in index.models} == lines.keys() - {"asleep"}
-        for method in ("ModelMetadata", "ModelConfig", "ModelStatistics"):
-            unknown = await call(method, METHODS[method].request(name="none"))
-            assert unknown.code == "NOT_FOUND"
-            assert unknown.stable == "model_not_found"
-
-
-async def test_a_server_that_is_not_ready() -> None:
-    engine = Engine()
-    engine.why_not = "there is no lane"
-    async with served(engine=engine) as (_, call):
-        assert (await call("ServerLive")).live
-        assert not (await call("ServerReady")).ready
-
-
-async def test_statistics_count_calls() -> None:
-    name = message("ModelStatisticsRequest")
-    async with served(Model()) as (_, call):
-        await call("ModelInfer", request())
-        (told,) = (await call("ModelStatistics", name(name="echo"))).model_stats
-        assert (told.name, told.inference_count) == ("echo", 1)
-        assert len((await call("ModelStatistics")).model_stats) > 1
-
-
-async def test_inference() -> None:
-    async with served(Model()) as (_, call):
-        answer = await call("ModelInfer", request(values=[1.5, 2.5], request_id="a"))
-        assert (answer.model_name, answer.id, values(answer)) == ("echo", "a", [1.5, 2.5])
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        "CudaSharedMemoryRegister",
-        "LogSettings",
-        "RepositoryModelLoad",
-        "RepositoryModelUnload",
-        "TraceSetting",
-    ],
-)
-async def test_what_there_is_not(method: str) -> None:
-    async with served() as (_, call):
-        answer = await call(method)
-    assert answer.code == "UNIMPLEMENTED"
-    assert answer.stable == "unsupported"
-    assert answer.details
-
-
-async def test_who_uses_no_shared_memory_may_clean_up() -> None:
-    async with served() as (_, call):
-        for kind in ("System", "Cuda"):
-            assert not (await call(f"{kind}SharedMemoryStatus")).regions
-            cleaned = await call(f"{kind}SharedMemoryUnregister")
-            assert not isinstance(cleaned, Failed)
-        wish = message("SystemSharedMemoryRegisterRequest")(name="a", key="/a", byte_size=1)
-        assert (await call("SystemSharedMemoryRegister", wish)).stable == "shared_memory_off"
 
 
 # --- what can't be answered -----------------------------------------------------------------------
@@ -185,8 +100,6 @@ async def test_answers_may_be_larger_than_requests() -> None:
         place = f"127.0.0.1:{gateway.grpc_port}"
         client = await asyncio.to_thread(tritonclient.grpc.InferenceServerClient, place)
         large = tritonclient.grpc.InferInput("x", [8 << 20], "FP32")
-        import numpy as np
-
         large.set_data_from_numpy(np.zeros(8 << 20, np.float32))
         result = await asyncio.to_thread(client.infer, "echo", [large])
         assert result.as_numpy("x").shape == (8 << 20,)
@@ -257,7 +170,7 @@ async def test_what_takes_too_long_is_ended(parameters: dict[str, int]) -> None:
         stream = call.stream()
         await stream.send(request(**parameters))
         assert [code_of(part) for part in await stream.read_all()] == ["expired"]
-    assert len(model.left) == 2
+    assert model.ended == ["cancelled"] * 2
 
 
 async def test_a_limit_that_is_none() -> None:
@@ -293,7 +206,7 @@ async def test_who_leaves_takes_his_requests_along(leaves: str, streams: bool) -
                 under_way.cancel()
             elif leaves == "channel":
                 await channel.close(None)
-            await until(lambda: len(model.left) == asked)
+            await until(lambda: model.ended.count("cancelled") == asked)
         await gateway._server.calls.idle()
 
 
@@ -411,7 +324,7 @@ async def test_who_reads_nothing_holds_only_so_much() -> None:
         for _ in range(sent + 5):
             assert (await stream.read()).infer_response.outputs
         stream.call.cancel()
-        await until(lambda: model.left)
+        await until(lambda: model.ended == ["cancelled"])
 
 
 async def test_who_reads_nothing_for_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,11 @@ from nano_inference.config import RequestError
 from nano_inference.gateway.api.kserve.grpc_connection import (
     MOST_BYTES,
     MOST_FIELDS,
-    _count,
     check_fields,
+    count_fields,
 )
-from nano_inference.kserve.tensor_codec import MAX_TENSORS
 from nano_inference.kserve.protobuf import METHODS, message
+from nano_inference.kserve.tensor_codec import MAX_TENSORS
 
 INFER = METHODS["ModelInfer"]
 
@@ -86,7 +86,7 @@ def test_nothing_hides_behind_a_group() -> None:
 @given(st.binary(max_size=200))
 def test_no_bytes_break_it(data: bytes) -> None:
     with suppress(RequestError):
-        assert _count(data) <= len(data)
+        assert count_fields(data) <= len(data)
 
 
 @given(
@@ -106,4 +106,4 @@ def test_each_field_is_counted_once(
         asked.parameters[name].double_param = value
     each = sum(1 + bool(name) + bool(shape) for name in names)
     entries = 3 * len(parameters)
-    assert _count(asked.SerializeToString()) == each + len(raw) + entries
+    assert count_fields(asked.SerializeToString()) == each + len(raw) + entries

@@ -20,16 +20,13 @@ import structlog
 
 from nano_inference.config import ConfigError
 from nano_inference.gateway.api.kserve.grpc_connection import client_of
-from nano_inference.gateway.api.kserve.grpc_methods import GrpcMethods
 from nano_inference.gateway.gateway import Gateway
-from nano_inference.gateway.policy.administration import Administration
-from nano_inference.gateway.policy.scopes import SCOPES, may
 from nano_inference.kserve.protobuf import METHODS
 from nano_inference.telemetry.instruments import HTTP_DURATION
 
 from ....certificates import Authority, Issued
 from ...told import Told, ids
-from .grpc_calls import (
+from .calls import (
     LIMIT_S,
     Client,
     Engine,
@@ -43,100 +40,6 @@ from .grpc_calls import (
 )
 
 KEYS = {"policy__backend": "bus"}
-
-
-async def made(gateway: Gateway, *scopes: str, **fields: Any) -> tuple[tuple[str, str], ...]:
-    """A new key, as metadata that brings it."""
-    store = gateway._policy.store
-    assert store is not None
-    wish = {"name": "somebody", "scopes": scopes or ("generate",), **fields}
-    key = await Administration(store).create_key(wish)
-    return (("authorization", f"Bearer {key['key']}"),)
-
-
-def needs(gateway: Gateway) -> dict[str, str]:
-    """What each method asks of its callers."""
-    methods = GrpcMethods(gateway.kserve, gateway._readiness)
-    unary = {name: method.needed for name, method in methods.unary.items()}
-    return unary | {"ModelStreamInfer": methods.stream_needs}
-
-
-# --- who may call ---------------------------------------------------------------------------------
-
-
-async def test_each_method_is_for_those_who_may() -> None:
-    """One that asks for nothing stands here by its name."""
-    async with served(**KEYS) as (gateway, call):
-        needed = needs(gateway)
-        assert needed.keys() == METHODS.keys()
-        open_to_all = {name for name, what in needed.items() if what == "nothing"}
-        assert open_to_all == {"ServerLive", "ServerReady", "ModelReady"}
-        assert needed["ModelInfer"] == needed["ModelStreamInfer"] == "generate"
-        for scope in SCOPES:
-            key = await made(gateway, scope)
-            for name in METHODS:
-                refused = await code_with(call, name, key) == "insufficient_scope"
-                assert refused is not may([scope], needed[name]), (scope, name)  # type: ignore[arg-type]
-        for name in METHODS.keys() - open_to_all:
-            assert await code_with(call, name, ()) == "missing_api_key"
-
-
-async def code_with(call: Client, method: str, metadata: Any) -> str:
-    """The stable code of an empty call of a method; "" when it went well."""
-    if method == "ModelStreamInfer":
-        found = (await call.stream(metadata=metadata).read_all() or [None])[-1]
-    else:
-        found = await call(method, metadata=metadata)
-    return found.stable if isinstance(found, Failed) else ""
-
-
-async def test_who_is_refused_is_told_why() -> None:
-    async with served(Model(), **KEYS) as (_, call):
-        for metadata, code in (
-            ((), "missing_api_key"),
-            ((("api-key", "x"),), "invalid_api_key"),
-            ((("authorization", "Basic x"),), "invalid_api_key"),
-        ):
-            answer = await call("ModelInfer", request(), metadata=metadata)
-            assert (answer.code, answer.stable) == ("UNAUTHENTICATED", code)
-
-
-async def test_a_key_for_some_models_shows_no_others() -> None:
-    async with served(Model("one"), Model("two"), **KEYS) as (gateway, call):
-        key = await made(gateway, models=["one"])
-        index = await call("RepositoryIndex", metadata=key)
-        assert [each.name for each in index.models] == ["one"]
-        statistics = await call("ModelStatistics", metadata=key)
-        assert [each.name for each in statistics.model_stats] == ["one"]
-        assert values(await call("ModelInfer", request("one"), metadata=key)) == [1, 2]
-        for method in ("ModelMetadata", "ModelConfig", "ModelStatistics"):
-            asked = METHODS[method].request(name="two")
-            assert (await call(method, asked, metadata=key)).code == "NOT_FOUND"
-        assert (await call("ModelInfer", request("two"), metadata=key)).code == "NOT_FOUND"
-
-
-async def test_a_key_that_is_revoked_ends_with_the_next_request_of_a_stream() -> None:
-    async with served(Model(decoupled=True), **KEYS) as (gateway, call):
-        key = await made(gateway)
-        stream = call.stream(metadata=key)
-        await stream.send(request())
-        assert values((await stream.read()).infer_response) == [1, 2]
-        store = gateway._policy.store
-        assert store is not None
-        document = await store.document()
-        await Administration(store).revoke_key(next(iter(document.keys)))
-        await stream.send(request())
-        assert [code_of(part) for part in await stream.read_all()] == ["invalid_api_key"]
-
-
-async def test_whose_a_call_is() -> None:
-    model = Model()
-    async with served(model) as (_, call):
-        await call("ModelInfer", request())
-        await call("ModelInfer", request(), metadata=(("x-tenant", "gold"),))
-        answer = await call("ModelInfer", request(), metadata=(("x-tenant", "g" * 1000),))
-        assert answer.stable == "invalid_tenant"
-    assert [each.origin.tenant for each in model.calls] == ["http:127.0.0.1", "gold"]
 
 
 @pytest.mark.parametrize(
@@ -215,15 +118,6 @@ async def test_who_asks_how_it_is_begins_no_trace() -> None:
     async with served(engine=engine) as (_, call):
         await call("ServerReady")
     assert engine.told.spans() == []
-
-
-async def test_a_stream_that_may_not_begin_is_told_of(tmp_path: Path) -> None:
-    audit = tmp_path / "audit"
-    settings = {"policy__audit_file": str(audit), "policy__audit_key": "k" * 32}
-    async with served(**KEYS, **settings) as (_, call):
-        assert await code_with(call, "ModelStreamInfer", ()) == "missing_api_key"
-    (line,) = [json.loads(line) for line in audit.read_text().splitlines()]
-    assert (line["status"], line["code"]) == (401, "missing_api_key")
 
 
 # --- how much there may be ------------------------------------------------------------------------
@@ -362,7 +256,7 @@ async def test_calls_that_do_not_end_are_told(
         ended = await ending
         await channel.close()
     assert (ended.code, ended.stable) == ("UNAVAILABLE", "shutting_down")
-    assert model.left
+    assert model.ended == ["cancelled"]
 
 
 # --- where it listens -----------------------------------------------------------------------------

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
-import httpx
 import numpy as np
 import pytest
 
@@ -24,8 +22,7 @@ from nano_inference.kserve.tensors import (
     TensorSpec,
 )
 
-from .http_calls import asking, failed, listening
-from .served import LIMIT_S, Failing, Several
+from .calls import Several, asking, failed, listening, until
 
 INPUTS = (
     TensorSpec("text_input", "BYTES", (1,)),
@@ -178,11 +175,10 @@ async def test_generate_stream_has_an_event_for_each_answer() -> None:
 async def test_an_event_is_sent_when_there_is_an_answer() -> None:
     several = Several()
     several.go_on = anyio.Event()
+    path = "/v2/models/several/generate_stream"
     async with (
-        asyncio.timeout(LIMIT_S),
-        listening(several) as place,
-        httpx.AsyncClient(base_url=f"http://{place}") as http,
-        http.stream("POST", "/v2/models/several/generate_stream", json={"times": 2}) as answer,
+        listening(several) as http,
+        http.stream("POST", path, json={"times": 2}) as answer,
     ):
         lines: AsyncIterator[str] = answer.aiter_lines()
         assert json.loads((await anext(lines)).removeprefix("data: "))["number"] == 0
@@ -191,35 +187,28 @@ async def test_an_event_is_sent_when_there_is_an_answer() -> None:
         assert [json.loads(line[6:])["number"] async for line in lines if line] == [1]
 
 
-async def test_who_leaves_a_stream_ends_it() -> None:
+async def test_a_client_that_leaves_a_stream_ends_it() -> None:
     several = Several()
     several.go_on = anyio.Event()
-    async with (
-        asyncio.timeout(LIMIT_S),
-        listening(several) as place,
-        httpx.AsyncClient(base_url=f"http://{place}") as http,
-    ):
-        async with http.stream(
-            "POST", "/v2/models/several/generate_stream", json={"times": 2}
-        ) as answer:
+    path = "/v2/models/several/generate_stream"
+    async with listening(several) as http:
+        async with http.stream("POST", path, json={"times": 2}) as answer:
             await anext(answer.aiter_lines())
-        await several.until(lambda: several.ended == ["cancelled"])
+        await until(lambda: several.ended == ["cancelled"])
 
 
 @pytest.mark.parametrize("what", ["generate", "generate_stream"])
 async def test_an_error_before_the_first_answer_is_a_status(what: str) -> None:
-    async with asking(Failing(RequestError("no", code="overloaded"), answers=0)) as http:
-        answer = await http.post(f"/v2/models/failing/{what}", json={})
-        assert failed(answer, 429) == "overloaded"
-        answer = await http.post(f"/v2/models/failing/{what}", json={"parameters": 7})
-        assert failed(answer, 400) == "invalid_request"
-        answer = await http.post(f"/v2/models/failing/{what}", content=b"[]")
-        assert failed(answer, 400) == "malformed"
+    async with asking(Several(failure=RequestError("no", code="overloaded"))) as http:
+        path = f"/v2/models/several/{what}"
+        assert failed(await http.post(path, json={"times": 0}), 429) == "overloaded"
+        assert failed(await http.post(path, json={"parameters": 7}), 400) == "invalid_request"
+        assert failed(await http.post(path, content=b"[]"), 400) == "malformed"
 
 
 async def test_an_error_behind_answers_is_the_last_event() -> None:
-    async with asking(Failing(RequestError("no", code="lane_failed"), answers=2)) as http:
-        answer = await http.post("/v2/models/failing/generate_stream", json={})
+    async with asking(Several(failure=RequestError("no", code="lane_failed"))) as http:
+        answer = await http.post("/v2/models/several/generate_stream", json={"times": 2})
     assert answer.status_code == 200
     *answers, last = [json.loads(line[6:]) for line in answer.text.splitlines() if line]
     assert [each["number"] for each in answers] == [0, 1]

@@ -22,13 +22,10 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 from tritonclient.utils import InferenceServerException, serialize_byte_tensor, shared_memory
 
-from nano_inference.config import load_config
 from nano_inference.gateway.api.kserve.served import ServedModel
-from nano_inference.gateway.gateway import Gateway
 from nano_inference.kserve.tensors import DATATYPES, DTYPES
 
-from .http_calls import Engine
-from .served import LIMIT_S, Echo, Several, Slow
+from .calls import LIMIT_S, Echo, Several, Slow, served, until
 
 IN_JSON = [each for each in DATATYPES if each not in ("FP16", "BF16")]
 
@@ -97,12 +94,7 @@ def _told(message: Message) -> Any:
 async def triton(name: str, *models: ServedModel, **settings: Any) -> AsyncIterator[Triton]:
     """A client of a kind, and a gateway that serves some models; `settings` are the gateway's."""
     kind = KINDS[name]
-    own = {"port": 0, **({"grpc_port": 0} if kind.grpc else {}), **settings}
-    config = load_config(env={}, overrides={f"gateway.{key}": own[key] for key in own})
-    engine: Any = Engine()
-    async with asyncio.timeout(LIMIT_S), Gateway(engine, config) as gateway:
-        for model in models:
-            gateway.kserve.service.add(model)
+    async with served(*models, **settings) as (gateway, _):
         place = f"127.0.0.1:{gateway.grpc_port if kind.grpc else gateway.port}"
         if kind.blocking:
             yield Triton(kind, place, None)
@@ -322,7 +314,7 @@ async def test_time_that_is_over(name: str) -> None:
             await ask("infer", "slow", [], timeout=20_000)
         wanted = "StatusCode.DEADLINE_EXCEEDED" if ask.kind.grpc else "504"
         assert caught.value.status() == wanted
-        await slow.until(lambda: len(slow.ended) == 1)
+        await until(lambda: len(slow.ended) == 1)
 
 
 @pytest.mark.parametrize("name", ["http.aio", "grpc.aio"])
@@ -330,9 +322,9 @@ async def test_a_call_that_is_cancelled(name: str) -> None:
     slow = Slow()
     async with triton(name, slow) as ask:
         calling = asyncio.create_task(ask("infer", "slow", []))
-        await slow.until(lambda: len(slow.calls) == 1)
+        await until(lambda: len(slow.calls) == 1)
         calling.cancel()
-        await slow.until(lambda: slow.ended == ["cancelled"])
+        await until(lambda: slow.ended == ["cancelled"])
 
 
 async def test_a_blocking_call_over_grpc_that_is_cancelled() -> None:
@@ -341,9 +333,9 @@ async def test_a_blocking_call_over_grpc_that_is_cancelled() -> None:
         with ask.kind.client(ask.place) as client:
             told: queue.Queue[Any] = queue.Queue()
             calling = client.async_infer("slow", [], lambda result, error: told.put(error))
-            await slow.until(lambda: len(slow.calls) == 1)
+            await until(lambda: len(slow.calls) == 1)
             await anyio.to_thread.run_sync(calling.cancel)
-            await slow.until(lambda: slow.ended == ["cancelled"])
+            await until(lambda: slow.ended == ["cancelled"])
             error = await anyio.to_thread.run_sync(lambda: told.get(timeout=LIMIT_S))
             assert error.status() == "StatusCode.CANCELLED"
 
@@ -473,7 +465,7 @@ async def test_a_stream_that_is_cancelled_ends_its_requests(name: str) -> None:
         await stream.send("a", 2)
         assert (await stream.answer()).number == 0
         await stream.cancel()
-        await several.until(lambda: several.ended == ["cancelled"])
+        await until(lambda: several.ended == ["cancelled"])
 
 
 async def test_a_model_that_may_answer_often_answers_once_where_there_is_one_answer(

@@ -19,6 +19,7 @@ from ....kserve.http_codec import HEADER, decode_http_request, encode_http_respo
 from ....kserve.tensors import InferRequest, InferResponse
 from ...policy.caller import caller_of
 from ...policy.routes import PolicyRoute
+from ...policy.scopes import Needed
 from ...server.callers import Endpoint
 from ...server.http import (
     EventStream,
@@ -38,7 +39,7 @@ from ...serving.readiness import Readiness
 from ...serving.tenants import tenant_of
 from .compression import coding_of, compress, decompressed, wanted_coding
 from .generate_fields import generate_json, read_generate
-from .operations import OPERATIONS, Operation, OperationCall, model_routes
+from .operations import MODEL, OPERATIONS, Operation, OperationCall, paths_of
 from .regions import RequestMemory
 from .service import KServe
 
@@ -77,22 +78,20 @@ register_url_convertor("name", _Name())
 def kserve_routes(kserve: KServe, readiness: Readiness, config: GatewayConfig) -> list[PolicyRoute]:
     """Return all routes. The first one whose path matches is taken."""
     calls = InferCalls(kserve, config)
-    routes = [
-        PolicyRoute(path, endpoint, needed="generate", methods=[http])
-        for suffix, endpoint in (
-            ("/infer", calls.infer),
-            ("/generate", calls.generate),
-            ("/generate_stream", calls.generate_stream),
-        )
-        for http, path in model_routes("POST", suffix)
+    endpoints: list[tuple[str, Needed, Endpoint]] = [
+        (f"POST {MODEL}/infer", "generate", calls.infer),
+        (f"POST {MODEL}/generate", "generate", calls.generate),
+        (f"POST {MODEL}/generate_stream", "generate", calls.generate_stream),
     ]
     for operation in OPERATIONS:
         endpoint = _endpoint(operation, kserve, readiness, config.max_body_bytes)
-        routes += [
-            PolicyRoute(path, endpoint, needed=operation.needed, methods=http.split())
-            for http, path in operation.routes
-        ]
-    return routes
+        endpoints.append((operation.route, operation.needed, endpoint))
+    return [
+        PolicyRoute(path, endpoint, needed=needed, methods=methods.split(","))
+        for route, needed, endpoint in endpoints
+        for methods, _, optional in [route.partition(" ")]
+        for path in paths_of(optional)
+    ]
 
 
 def _endpoint(

@@ -6,9 +6,11 @@ returns the reason why it fails, "" if it passes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Iterable
 from importlib import metadata
-from typing import Any, NamedTuple, TypeVar
+from itertools import chain
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -67,7 +69,8 @@ class Operation(NamedTuple):
         method: gRPC's name.
         needed: The scope that callers need.
         run: Returns the HTTP response's body, or a reason; raises NanoInferenceError.
-        routes: HTTP's methods, such as "GET POST", and paths.
+        route: HTTP's methods and path, such as "GET /v2"; parts of the path in brackets are
+            optional.
         body: The HTTP request's body; None for none.
         field: The field of the gRPC response that holds the result; "" for all of the response.
     """
@@ -75,57 +78,32 @@ class Operation(NamedTuple):
     method: str
     needed: Needed
     run: Callable[[OperationCall], Awaitable[Any]]
-    routes: tuple[tuple[str, str], ...]
-    body: type[msgspec.Struct] | None
-    field: str
+    route: str
+    body: type[msgspec.Struct] | None = None
+    field: str = ""
 
 
-OPERATIONS: list[Operation] = []
-"""All operations. Over HTTP the first one whose path matches is called."""
-
-Run = TypeVar("Run", bound=Callable[[OperationCall], Awaitable[Any]])
-
-
-def _operation(
-    method: str,
-    needed: Needed,
-    *routes: tuple[str, str],
-    body: type[msgspec.Struct] | None = None,
-    field: str = "",
-) -> Callable[[Run], Run]:
-    def add(run: Run) -> Run:
-        OPERATIONS.append(Operation(method, needed, run, routes, body, field))
-        return run
-
-    return add
-
-
-def model_routes(http: str, suffix: str = "") -> tuple[tuple[str, str], tuple[str, str]]:
-    """Return the routes of a model's version, and of the model."""
-    model = "/v2/models/{model:name}"
-    return (http, f"{model}/versions/{{version}}{suffix}"), (http, f"{model}{suffix}")
-
-
-def _region_routes(http: str, kind: str, suffix: str) -> tuple[tuple[str, str], tuple[str, str]]:
-    memory = f"/v2/{kind}sharedmemory"
-    return (http, f"{memory}/region/{{region:name}}{suffix}"), (http, f"{memory}{suffix}")
+def paths_of(path: str) -> list[str]:
+    """Return the paths with and without the optional parts of a path, longest first."""
+    if optional := re.search(r"\[([^][]*)\]", path):
+        before, after = path[: optional.start()], path[optional.end() :]
+        both = (paths_of(before + part + after) for part in (optional[1], ""))
+        return list(dict.fromkeys(chain.from_iterable(both)))
+    return [re.sub(r"{(model|region)}", r"{\1:name}", path)]
 
 
 # --- the server and its models --------------------------------------------------------------------
 
 
-@_operation("ServerMetadata", "read", ("GET", "/v2"))
 async def _server_metadata(call: OperationCall) -> Json:
     memory = ["system_shared_memory"] if call.kserve.regions.is_on else []
     return {"name": SERVER_NAME, "version": VERSION, "extensions": [*_EXTENSIONS, *memory]}
 
 
-@_operation("ServerLive", "nothing", ("GET", "/v2/health/live"), field="live")
 async def _live(call: OperationCall) -> str:
     return ""
 
 
-@_operation("ServerReady", "nothing", ("GET", "/v2/health/ready"), field="ready")
 async def _ready(call: OperationCall) -> str:
     try:
         return await call.readiness.trouble()
@@ -133,7 +111,6 @@ async def _ready(call: OperationCall) -> str:
         return error.message
 
 
-@_operation("ModelStatistics", "read", ("GET", "/v2/models/stats"), *model_routes("GET", "/stats"))
 async def _statistics(call: OperationCall) -> Json:
     service = call.kserve.service
     return {
@@ -146,7 +123,6 @@ async def _statistics(call: OperationCall) -> Json:
     }
 
 
-@_operation("ModelReady", "nothing", *model_routes("GET", "/ready"), field="ready")
 async def _model_ready(call: OperationCall) -> str:
     try:
         return await call.kserve.service.trouble(call.name, call.version)
@@ -154,20 +130,14 @@ async def _model_ready(call: OperationCall) -> str:
         return error.message
 
 
-@_operation("ModelConfig", "read", *model_routes("GET", "/config"), field="config")
+async def _model_metadata(call: OperationCall) -> Json:
+    return model_metadata(call.spec)
+
+
 async def _model_config(call: OperationCall) -> Json:
     return model_config(call.spec)
 
 
-class IndexBody(msgspec.Struct):
-    """The body of RepositoryIndex."""
-
-    ready: bool = False
-
-
-@_operation(
-    "RepositoryIndex", "read", ("POST", "/v2/repository/index"), body=IndexBody, field="models"
-)
 async def _index(call: OperationCall) -> list[Json]:
     service = call.kserve.service
     names = {each.name for each in service.specs(caller=caller_of(call.request))}
@@ -183,28 +153,10 @@ async def _index(call: OperationCall) -> list[Json]:
     ]
 
 
-class LoadBody(msgspec.Struct):
-    """The body of RepositoryModelLoad and RepositoryModelUnload."""
-
-    parameters: dict[str, Any] = {}
-
-
-@_operation(
-    "RepositoryModelLoad",
-    "admin",
-    ("POST", "/v2/repository/models/{model:name}/load"),
-    body=LoadBody,
-)
 async def _load(call: OperationCall) -> None:
     await _repository(call).load(call.request, call.name)
 
 
-@_operation(
-    "RepositoryModelUnload",
-    "admin",
-    ("POST", "/v2/repository/models/{model:name}/unload"),
-    body=LoadBody,
-)
 async def _unload(call: OperationCall) -> None:
     await _repository(call).unload(call.request, call.name)
 
@@ -228,6 +180,57 @@ def _repository(call: OperationCall) -> ModelRepository:
 # --- shared memory --------------------------------------------------------------------------------
 
 
+async def _register(call: OperationCall) -> None:
+    body, tenant = call.body, tenant_of(call.request)
+    call.kserve.regions.register(call.name, body.key, body.offset, body.byte_size, tenant)
+
+
+async def _memory_status(call: OperationCall) -> list[Json]:
+    regions = call.kserve.regions.status(call.name, tenant_of(call.request))
+    return [{"name": name, **region._asdict()} for name, region in regions.items()]
+
+
+async def _unregister(call: OperationCall) -> None:
+    call.kserve.regions.unregister(call.name, tenant_of(call.request))
+
+
+async def _cuda_status(call: OperationCall) -> list[Json]:
+    return []
+
+
+async def _cuda_unregister(call: OperationCall) -> None:
+    return None
+
+
+def _unsupported(why: str) -> Callable[[OperationCall], Awaitable[None]]:
+    async def refuse(call: OperationCall) -> None:
+        raise RequestError(why, code="unsupported")
+
+    return refuse
+
+
+_cuda_register = _unsupported(
+    "memory of CUDA can't be shared; use that of the system, or send tensors in the body"
+)
+_trace_setting = _unsupported("traces are set up by the gateway's settings (docs/telemetry.md)")
+_log_settings = _unsupported("logs are set up by the gateway's settings (docs/telemetry.md)")
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+class IndexBody(msgspec.Struct):
+    """The body of RepositoryIndex."""
+
+    ready: bool = False
+
+
+class LoadBody(msgspec.Struct):
+    """The body of RepositoryModelLoad and RepositoryModelUnload."""
+
+    parameters: dict[str, Any] = {}
+
+
 class RegisterBody(msgspec.Struct):
     """The body of SystemSharedMemoryRegister."""
 
@@ -236,81 +239,65 @@ class RegisterBody(msgspec.Struct):
     offset: Int64 = 0
 
 
-@_operation(
-    "SystemSharedMemoryRegister",
-    "generate",
-    _region_routes("POST", "system", "/register")[0],
-    body=RegisterBody,
+MODEL = "/v2/models/{model}[/versions/{version}]"
+_STATISTICS = "/v2/models[/{model}[/versions/{version}]]/stats"
+_REPOSITORY = "/v2/repository/models/{model}"
+_SYSTEM, _CUDA = "/v2/systemsharedmemory", "/v2/cudasharedmemory"
+_REGION, _ANY = "/region/{region}", "[/region/{region}]"
+_TRACE = "/v2[/models/{model}]/trace/setting"
+
+OPERATIONS = (
+    Operation("ServerMetadata", "read", _server_metadata, "GET /v2"),
+    Operation("ServerLive", "nothing", _live, "GET /v2/health/live", field="live"),
+    Operation("ServerReady", "nothing", _ready, "GET /v2/health/ready", field="ready"),
+    Operation("ModelReady", "nothing", _model_ready, f"GET {MODEL}/ready", field="ready"),
+    Operation("ModelConfig", "read", _model_config, f"GET {MODEL}/config", field="config"),
+    Operation("ModelStatistics", "read", _statistics, f"GET {_STATISTICS}"),
+    Operation(
+        "RepositoryIndex", "read", _index, "POST /v2/repository/index", IndexBody, field="models"
+    ),
+    Operation("RepositoryModelLoad", "admin", _load, f"POST {_REPOSITORY}/load", LoadBody),
+    Operation("RepositoryModelUnload", "admin", _unload, f"POST {_REPOSITORY}/unload", LoadBody),
+    Operation(
+        "SystemSharedMemoryRegister",
+        "generate",
+        _register,
+        f"POST {_SYSTEM}{_REGION}/register",
+        RegisterBody,
+    ),
+    Operation(
+        "SystemSharedMemoryStatus",
+        "generate",
+        _memory_status,
+        f"GET {_SYSTEM}{_ANY}/status",
+        field="regions",
+    ),
+    Operation(
+        "SystemSharedMemoryUnregister",
+        "generate",
+        _unregister,
+        f"POST {_SYSTEM}{_ANY}/unregister",
+    ),
+    # Triton's clients call these two to clean up, with or without CUDA regions.
+    Operation(
+        "CudaSharedMemoryStatus",
+        "generate",
+        _cuda_status,
+        f"GET {_CUDA}{_ANY}/status",
+        field="regions",
+    ),
+    Operation(
+        "CudaSharedMemoryUnregister",
+        "generate",
+        _cuda_unregister,
+        f"POST {_CUDA}{_ANY}/unregister",
+    ),
+    Operation(
+        "CudaSharedMemoryRegister", "generate", _cuda_register, f"POST {_CUDA}{_REGION}/register"
+    ),
+    Operation("TraceSetting", "admin", _trace_setting, f"GET,POST {_TRACE}"),
+    Operation("LogSettings", "admin", _log_settings, "GET,POST /v2/logging"),
+    # Last, because its path matches the paths of other operations on models.
+    Operation("ModelMetadata", "read", _model_metadata, f"GET {MODEL}"),
 )
-async def _register(call: OperationCall) -> None:
-    body, tenant = call.body, tenant_of(call.request)
-    call.kserve.regions.register(call.name, body.key, body.offset, body.byte_size, tenant)
-
-
-@_operation(
-    "SystemSharedMemoryStatus",
-    "generate",
-    *_region_routes("GET", "system", "/status"),
-    field="regions",
-)
-async def _memory_status(call: OperationCall) -> list[Json]:
-    regions = call.kserve.regions.status(call.name, tenant_of(call.request))
-    return [{"name": name, **region._asdict()} for name, region in regions.items()]
-
-
-@_operation(
-    "SystemSharedMemoryUnregister", "generate", *_region_routes("POST", "system", "/unregister")
-)
-async def _unregister(call: OperationCall) -> None:
-    call.kserve.regions.unregister(call.name, tenant_of(call.request))
-
-
-# --- what is not supported ------------------------------------------------------------------------
-
-
-# Triton's clients clean up with the status and unregister calls, also without CUDA regions.
-@_operation(
-    "CudaSharedMemoryStatus", "generate", *_region_routes("GET", "cuda", "/status"), field="regions"
-)
-async def _cuda_status(call: OperationCall) -> list[Json]:
-    return []
-
-
-@_operation(
-    "CudaSharedMemoryUnregister", "generate", *_region_routes("POST", "cuda", "/unregister")
-)
-async def _cuda_unregister(call: OperationCall) -> None:
-    return None
-
-
-@_operation("CudaSharedMemoryRegister", "generate", _region_routes("POST", "cuda", "/register")[0])
-async def _cuda_register(call: OperationCall) -> None:
-    raise RequestError(
-        "memory of CUDA can't be shared; use that of the system, or send tensors in the body",
-        code="unsupported",
-    )
-
-
-@_operation(
-    "TraceSetting",
-    "admin",
-    ("GET POST", "/v2/trace/setting"),
-    ("GET POST", "/v2/models/{model:name}/trace/setting"),
-)
-async def _trace_setting(call: OperationCall) -> None:
-    raise RequestError(
-        "traces are set up by the gateway's settings (docs/telemetry.md)", code="unsupported"
-    )
-
-
-@_operation("LogSettings", "admin", ("GET POST", "/v2/logging"))
-async def _log_settings(call: OperationCall) -> None:
-    raise RequestError(
-        "logs are set up by the gateway's settings (docs/telemetry.md)", code="unsupported"
-    )
-
-
-# Last, because its path matches the paths of other operations on models.
-@_operation("ModelMetadata", "read", *model_routes("GET"))
-async def _model_metadata(call: OperationCall) -> Json:
-    return model_metadata(call.spec)
+"""All operations. Over HTTP the first one whose path matches is called."""

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from nano_inference.gateway.api.kserve.operations import OPERATIONS, Operation
+from nano_inference.gateway.api.kserve.operations import OPERATIONS, Operation, paths_of
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.scopes import SCOPES, may
@@ -55,10 +55,11 @@ class Door:
             asked = METHODS[operation.method].request(**named, **fields)
             found = await self._call(operation.method, asked, metadata=tuple(headers.items()))
             return (found.stable, None) if isinstance(found, Failed) else ("", found)
-        fitting = [each for each in operation.routes if ("{" in each[1]) == bool(name)]
-        route = (fitting or operation.routes)[-1]
-        method = route[0].split()[0]
-        path = route[1].replace("{model:name}", name or "m").replace("{region:name}", name or "r")
+        methods, _, optional = operation.route.partition(" ")
+        method, paths = methods.split(",")[0], paths_of(optional)
+        fitting = [path for path in paths if ("{" in path) == bool(name)]
+        path = (fitting or paths)[-1]
+        path = path.replace("{model:name}", name or "m").replace("{region:name}", name or "r")
         answer = await self._http.request(
             method, path, json=fields if method == "POST" else None, headers=headers
         )

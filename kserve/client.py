@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from time import monotonic_ns
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import grpc
@@ -14,7 +13,7 @@ import msgspec
 import numpy as np
 
 from ..config import NanoInferenceError
-from .codec import decode_infer_response, encode_infer_request
+from .grpc_codec import decode_infer_response, encode_infer_request
 from .parameters import (
     CODE_KEY,
     FINAL_PARAM,
@@ -261,19 +260,12 @@ class KServeClient:
 
     async def __aenter__(self) -> KServeClient:
         if self._credentials is None:
-            self._channel = grpc.aio.insecure_channel(self._address, options=_OPTIONS)
+            self._channel = grpc.aio.insecure_channel(self._address, _OPTIONS)
         else:
-            self._channel = grpc.aio.secure_channel(
-                self._address, self._credentials, options=_OPTIONS
-            )
+            self._channel = grpc.aio.secure_channel(self._address, self._credentials, _OPTIONS)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         """Unregister the pools, if the server answers; calls in flight are cancelled."""
         for pool in list(self._pools):
             with suppress(KServeError):

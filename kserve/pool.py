@@ -14,7 +14,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from types import TracebackType
 from typing import Any, overload
 
 import numpy as np
@@ -224,12 +223,7 @@ class PoolSlot:
     def __enter__(self) -> PoolSlot:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if not self.is_released:
             self.pool.release_slot(self)
 
@@ -405,12 +399,7 @@ class BufferPool(AbstractContextManager["BufferPool"]):
         self._leaving: deque[Waiter] = deque()
         self._taken: set[PoolSlot] = set()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property

@@ -6,23 +6,17 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import grpc
 
 from nano_inference.config import NanoInferenceError
-from nano_inference.kserve.codec import decode_infer_request, encode_infer_response
+from nano_inference.kserve.grpc_codec import decode_infer_request, encode_infer_response
 from nano_inference.kserve.protobuf import METHODS, SERVICE, message
 from nano_inference.kserve.shared_memory import SharedMemoryRegistry
-from nano_inference.kserve.tensor_codec import model_config, model_metadata
-from nano_inference.kserve.tensors import InferResponse, ModelSpec, TensorSpec
+from nano_inference.kserve.tensors import InferResponse
 
-SPEC = ModelSpec(
-    name="echo",
-    inputs=(TensorSpec("a", "FP32", (-1,)), TensorSpec("b", "BYTES", (-1,), optional=True)),
-    outputs=(TensorSpec("a", "FP32", (-1,)), TensorSpec("b", "BYTES", (-1,))),
-    decoupled=True,
-)
+Server = TypeVar("Server", bound="EchoServer")
 
 
 class Failure(NamedTuple):
@@ -113,15 +107,6 @@ class EchoServer:
         match name:
             case "ServerReady":
                 fields = {"ready": True}
-            case "ModelReady":
-                fields = {"ready": request.name == "echo"}
-            case "ModelMetadata":
-                fields = model_metadata(SPEC)
-            case "ModelConfig":
-                fields = {"config": model_config(SPEC)}
-            case "RepositoryIndex":
-                states = {"echo": "READY", "other": "UNAVAILABLE"}
-                fields = {"models": [{"name": n, "state": states[n]} for n in states]}
             case "SystemSharedMemoryRegister":
                 self.regions.register(request.name, request.key, request.offset, request.byte_size)
             case "SystemSharedMemoryUnregister":
@@ -146,10 +131,10 @@ class EchoServer:
 
 @asynccontextmanager
 async def echo_server(
-    credentials: grpc.ServerCredentials | None = None,
-) -> AsyncIterator[EchoServer]:
+    credentials: grpc.ServerCredentials | None = None, kind: type[Server] = EchoServer
+) -> AsyncIterator[Server]:
     """A server on a free port."""
-    echo, server = EchoServer(), grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
+    echo, server = kind(), grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
     server.add_generic_rpc_handlers((echo.handler(),))
     place = "127.0.0.1:0"
     port = (

@@ -15,15 +15,20 @@ from hypothesis import strategies as st
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from nano_inference.kserve.codec import (
+    array_to_json,
+    decode_http_request,
+    encode_http_response,
+    json_to_array,
+    model_config,
+    model_metadata,
+)
+from nano_inference.kserve.grpc_codec import (
     decode_infer_request,
     decode_infer_response,
     encode_infer_request,
     encode_infer_response,
 )
-from nano_inference.kserve.http_codec import decode_http_request, encode_http_response
-from nano_inference.kserve.json_data import array_to_json, json_to_array
 from nano_inference.kserve.protobuf import ModelInferRequest, ModelInferResponse, message
-from nano_inference.kserve.tensor_codec import model_config, model_metadata
 from nano_inference.kserve.tensors import (
     DATATYPES,
     DTYPES,

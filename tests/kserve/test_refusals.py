@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from nano_inference.config import RequestError
-from nano_inference.kserve.codec import decode_infer_request, encode_infer_response
-from nano_inference.kserve.http_codec import decode_http_request, encode_http_response
+from nano_inference.kserve.codec import MAX_TENSORS, decode_http_request, encode_http_response
+from nano_inference.kserve.grpc_codec import decode_infer_request, encode_infer_response
 from nano_inference.kserve.protobuf import ModelInferRequest
-from nano_inference.kserve.tensor_codec import MAX_TENSORS
 from nano_inference.kserve.tensors import (
     MAX_STRINGS,
     InferResponse,
@@ -297,24 +296,22 @@ def test_bodies_that_make_no_sense(given: bytes, header: int | None, code: str) 
     assert caught.value.code == code
 
 
-@pytest.mark.parametrize("size", [0, 1, 3, 2**70])
-def test_binary_data_of_another_size(size: int) -> None:
-    head = {"name": "a", "shape": [2], "datatype": "INT8"}
-    made = body({**head, "parameters": {"binary_data_size": size}})
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        *(({"data": None, "parameters": {"binary_data_size": n}}, "") for n in (0, 1, 3, 2**70)),
+        ({}, "2 bytes of binary data are left"),
+        ({"parameters": {"binary_data_size": 2}}, "it has 2"),
+    ],
+)
+def test_binary_data_must_fit_its_tensors(more: dict[str, Any], why: str) -> None:
+    described = one(**more)
+    if "data" in more:
+        del described["data"]
+    made = body(described)
     error = refused(lambda: decode_http_request("m", "", made + b"ab", len(made)))
     assert error.code == "invalid_tensor"
-
-
-def test_binary_data_that_belongs_to_nobody() -> None:
-    made = body(one())
-    error = refused(lambda: decode_http_request("m", "", made + b"ab", len(made)))
-    assert "2 bytes of binary data are left" in error.message
-
-
-def test_binary_data_and_json_at_once() -> None:
-    made = body(one(parameters={"binary_data_size": 2}))
-    error = refused(lambda: decode_http_request("m", "", made + b"ab", len(made)))
-    assert "it has 2" in error.message
+    assert why in error.message
 
 
 def test_an_output_that_is_larger_than_its_place() -> None:

@@ -37,7 +37,10 @@ class Object:
     Attributes:
         key: Its name.
         path: Where Linux shows it.
+        registry: Where the test registers it.
     """
+
+    registry: SharedMemoryRegistry
 
     def __init__(self, size: int = SIZE, *, mode: int = 0o600, full: bool = True) -> None:
         self.key = f"/nano-test-{secrets.token_hex(8)}"
@@ -58,11 +61,12 @@ class Object:
 
 
 @pytest.fixture(params=[0o600, 0o666], ids=["own", "others may write"])
-def there(request: pytest.FixtureRequest) -> Iterator[Object]:
-    """One that is copied through a mapping, and one that is not."""
-    found = Object(mode=request.param)
-    yield found
-    found.path.unlink()
+def there(request: pytest.FixtureRequest, registry: SharedMemoryRegistry) -> Iterator[Object]:
+    """An object that is copied through a mapping, and one that is not."""
+    made = Object(mode=request.param)
+    made.registry = registry
+    yield made
+    made.path.unlink()
 
 
 @pytest.fixture
@@ -88,77 +92,78 @@ def refused(code: str, why: str | None = None) -> pytest.RaisesExc[RequestError]
     return pytest.RaisesExc(RequestError, match=why, check=lambda error: error.code == code)
 
 
-def test_what_is_written_is_in_the_object_and_read_again(
-    there: Object, registry: SharedMemoryRegistry
-) -> None:
-    registry.register("all", there.key, 0, SIZE)
-    registry.register("part", there.key[1:], PAGE + 7, 1000)  # the slash may be left out
+def test_what_is_written_is_in_the_object_and_read_again(there: Object) -> None:
+    there.registry.register("all", there.key, 0, SIZE)
+    there.registry.register("part", there.key[1:], PAGE + 7, 1000)  # the slash may be left out
     before = there.data()
-    registry.write(SharedMemory("part", 10, 100), b"0123456789")
+    there.registry.write(SharedMemory("part", 10, 100), b"0123456789")
     after = before[: PAGE + 107] + b"0123456789" + before[PAGE + 117 :]
     assert there.data() == after
-    assert registry.read(SharedMemory("part", 12, 99)).tobytes() == after[PAGE + 106 : PAGE + 118]
-    assert registry.read(SharedMemory("all", SIZE)).tobytes() == after
-    registry.write(SharedMemory("all", 20, 5), np.frombuffer(b"four", np.uint8))
+    assert (
+        there.registry.read(SharedMemory("part", 12, 99)).tobytes()
+        == after[PAGE + 106 : PAGE + 118]
+    )
+    assert there.registry.read(SharedMemory("all", SIZE)).tobytes() == after
+    there.registry.write(SharedMemory("all", 20, 5), np.frombuffer(b"four", np.uint8))
     assert there.data() == after[:5] + b"four" + after[9:], "a piece may be larger than what is put"
-    registry.write(SharedMemory("all", SIZE), memoryview(before))
+    there.registry.write(SharedMemory("all", SIZE), memoryview(before))
     assert there.data() == before
 
 
-def test_what_is_read_is_a_copy(there: Object, registry: SharedMemoryRegistry) -> None:
-    registry.register("all", there.key, 0, SIZE)
+def test_what_is_read_is_a_copy(there: Object) -> None:
+    there.registry.register("all", there.key, 0, SIZE)
     before = there.data()
-    data = registry.read(SharedMemory("all", SIZE))
+    data = there.registry.read(SharedMemory("all", SIZE))
     assert (data.dtype, data.shape, data.flags.writeable) == (np.uint8, (SIZE,), False)
     there.fill(bytes(SIZE))
-    registry.unregister("all")
+    there.registry.unregister("all")
     assert data.tobytes() == before
 
 
-def test_nothing_is_read_and_written(there: Object, registry: SharedMemoryRegistry) -> None:
-    registry.register("all", there.key, 0, SIZE)
+def test_nothing_is_read_and_written(there: Object) -> None:
+    there.registry.register("all", there.key, 0, SIZE)
     before = there.data()
-    assert registry.read(SharedMemory("all", 0, SIZE)).shape == (0,)
-    registry.write(SharedMemory("all", 0, SIZE), b"")
+    assert there.registry.read(SharedMemory("all", 0, SIZE)).shape == (0,)
+    there.registry.write(SharedMemory("all", 0, SIZE), b"")
     assert there.data() == before
 
 
-def test_status_tells_what_is_registered(there: Object, registry: SharedMemoryRegistry) -> None:
-    registry.register("a", there.key, 0, SIZE)
-    registry.register("b", there.key[1:], 8, 16)
+def test_status_tells_what_is_registered(there: Object) -> None:
+    there.registry.register("a", there.key, 0, SIZE)
+    there.registry.register("b", there.key[1:], 8, 16)
     a, b = Region(there.key, 0, SIZE), Region(there.key[1:], 8, 16)
-    assert registry.status() == {"a": a, "b": b}
-    assert registry.status("b") == {"b": b}
+    assert there.registry.status() == {"a": a, "b": b}
+    assert there.registry.status("b") == {"b": b}
     with refused("unknown_region", "'c'"):
-        registry.status("c")
+        there.registry.status("c")
 
 
-def test_to_register_again_replaces(there: Object, registry: SharedMemoryRegistry) -> None:
+def test_to_register_again_replaces(there: Object) -> None:
     other = Object(100)
-    registry.register("a", there.key, 0, SIZE)
+    there.registry.register("a", there.key, 0, SIZE)
     opened = open_objects()
-    registry.register("a", other.key, 10, 50)
+    there.registry.register("a", other.key, 10, 50)
     assert open_objects() == opened
-    assert registry.status() == {"a": Region(other.key, 10, 50)}
+    assert there.registry.status() == {"a": Region(other.key, 10, 50)}
     with refused("invalid_region"):
-        registry.register("a", "/nano-test-nothing", 0, 1)
-    assert registry.read(SharedMemory("a", 50)).tobytes() == other.data()[10:60]
+        there.registry.register("a", "/nano-test-nothing", 0, 1)
+    assert there.registry.read(SharedMemory("a", 50)).tobytes() == other.data()[10:60]
     other.path.unlink()
     # What has no name any more is still there for who has opened it.
-    assert registry.read(SharedMemory("a", 1)).tolist() == [10]
+    assert there.registry.read(SharedMemory("a", 1)).tolist() == [10]
 
 
-def test_to_unregister_is_idempotent(there: Object, registry: SharedMemoryRegistry) -> None:
+def test_to_unregister_is_idempotent(there: Object) -> None:
     for name in "abc":
-        registry.register(name, there.key, 0, SIZE)
+        there.registry.register(name, there.key, 0, SIZE)
     for _ in range(2):
-        registry.unregister("b")
-        assert list(registry.status()) == ["a", "c"]
+        there.registry.unregister("b")
+        assert list(there.registry.status()) == ["a", "c"]
     with refused("unknown_region", "'b'"):
-        registry.read(SharedMemory("b", 1))
+        there.registry.read(SharedMemory("b", 1))
     for _ in range(2):
-        registry.unregister()
-        assert registry.status() == {}
+        there.registry.unregister()
+        assert there.registry.status() == {}
     assert there.path.exists()
 
 
@@ -189,17 +194,11 @@ def test_to_unregister_is_idempotent(there: Object, registry: SharedMemoryRegist
     ],
 )
 def test_what_can_not_be_registered(
-    there: Object,
-    registry: SharedMemoryRegistry,
-    name: str,
-    key: str,
-    offset: int,
-    byte_size: int,
-    why: str,
+    there: Object, name: str, key: str, offset: int, byte_size: int, why: str
 ) -> None:
     with refused("invalid_region", why):
-        registry.register(name, key.replace("{key}", there.key[1:]), offset, byte_size)
-    assert registry.status() == {}
+        there.registry.register(name, key.replace("{key}", there.key[1:]), offset, byte_size)
+    assert there.registry.status() == {}
 
 
 def test_only_shared_memory_is_opened(registry: SharedMemoryRegistry, tmp_path: Path) -> None:
@@ -218,44 +217,40 @@ def test_only_shared_memory_is_opened(registry: SharedMemoryRegistry, tmp_path: 
             path.rmdir() if path.is_dir() else path.unlink()
 
 
-def test_there_is_a_limit(there: Object, registry: SharedMemoryRegistry) -> None:
+def test_there_is_a_limit(there: Object) -> None:
     for name in "abc":
-        registry.register(name, there.key, 0, SIZE)
+        there.registry.register(name, there.key, 0, SIZE)
     with refused("invalid_region", "3 regions"):
-        registry.register("d", there.key, 0, SIZE)
-    registry.register("c", there.key, 1, 1)  # instead of another
-    registry.unregister("a")
-    registry.register("d", there.key, 0, SIZE)
-    assert list(registry.status()) == ["b", "c", "d"]
+        there.registry.register("d", there.key, 0, SIZE)
+    there.registry.register("c", there.key, 1, 1)  # instead of another
+    there.registry.unregister("a")
+    there.registry.register("d", there.key, 0, SIZE)
+    assert list(there.registry.status()) == ["b", "c", "d"]
 
 
 @pytest.mark.parametrize(
     "place",
     [(-1, 5), (5, -5), (0, 101), (100, 1), (2**63, 1), (1, 2**63), (-(2**70), 2**70 + 5)],
 )
-def test_a_piece_outside_of_its_region_is_refused(
-    there: Object, registry: SharedMemoryRegistry, place: tuple[int, int]
-) -> None:
-    registry.register("r", there.key, 50, 100)
+def test_a_piece_outside_of_its_region_is_refused(there: Object, place: tuple[int, int]) -> None:
+    there.registry.register("r", there.key, 50, 100)
     before = there.data()
     outside = SharedMemory("r", place[1], place[0])
     with refused("invalid_region"):
-        registry.read(outside)
+        there.registry.read(outside)
     with refused("invalid_region"):
-        registry.write(outside, b"")
+        there.registry.write(outside, b"")
     with refused("invalid_region", "more room"):
-        registry.write(SharedMemory("r", 5, 0), b"123456")
+        there.registry.write(SharedMemory("r", 5, 0), b"123456")
     assert there.data() == before
 
 
-def test_an_object_that_was_made_smaller_is_refused(
-    there: Object, registry: SharedMemoryRegistry
-) -> None:
-    registry.register("r", there.key, 0, SIZE)
+def test_an_object_that_was_made_smaller_is_refused(there: Object) -> None:
+    there.registry.register("r", there.key, 0, SIZE)
     os.truncate(there.path, 3 * PAGE)
     for action in (
-        lambda place: registry.read(place),
-        lambda place: registry.write(place, bytes(place.byte_size)),
+        lambda place: there.registry.read(place),
+        lambda place: there.registry.write(place, bytes(place.byte_size)),
     ):
         action(SharedMemory("r", 3 * PAGE))
         for outside in (SharedMemory("r", SIZE), SharedMemory("r", 1, 3 * PAGE)):
@@ -389,10 +384,10 @@ def test_reading_again_takes_the_same_memory(there: Object) -> None:
 
 
 def test_a_region_is_not_taken_away_while_it_is_copied(
-    registry: SharedMemoryRegistry, there: Object, monkeypatch: pytest.MonkeyPatch
+    there: Object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    registry.register("r", there.key, 0, SIZE)
-    registry.register("other", there.key, 0, SIZE)
+    there.registry.register("r", there.key, 0, SIZE)
+    there.registry.register("other", there.key, 0, SIZE)
     copying, go_on, gone = threading.Event(), threading.Event(), threading.Event()
     really = shared_memory._Attached.copy_out
 
@@ -406,18 +401,18 @@ def test_a_region_is_not_taken_away_while_it_is_copied(
     read: list[bytes] = []
 
     def take() -> None:
-        read.append(registry.read(SharedMemory("r", SIZE)).tobytes())
+        read.append(there.registry.read(SharedMemory("r", SIZE)).tobytes())
 
     def take_away() -> None:
-        registry.unregister("r")
+        there.registry.unregister("r")
         gone.set()
 
     threads = [threading.Thread(target=take), threading.Thread(target=take_away)]
     threads[0].start()
     assert copying.wait(30)
     threads[1].start()
-    registry.read(SharedMemory("other", SIZE))  # others need not wait
-    while "r" in registry.status():
+    there.registry.read(SharedMemory("other", SIZE))  # others need not wait
+    while "r" in there.registry.status():
         pass
     assert not gone.is_set()
     go_on.set()

@@ -22,7 +22,7 @@ from nano_inference.bus.control import Cancel
 from nano_inference.bus.messages import Dispatch, StepPlan, StepResult
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.gateway.server.connections import Connection
-from nano_inference.kserve.codec import encode_infer_request
+from nano_inference.kserve.grpc_codec import encode_infer_request
 from nano_inference.kserve.protobuf import METHODS
 from nano_inference.kserve.tensors import InferRequest, NamedTensor
 from nano_inference.pipeline.pipeline import Pipeline

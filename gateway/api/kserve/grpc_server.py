@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from starlette.types import Scope
 
 from ....config import ConfigError, GatewayConfig, NanoInferenceError, RequestError
 from ....config.logger import get_logger
-from ....kserve.codec import decode_infer_request, encode_infer_response
+from ....kserve.grpc_codec import decode_infer_request, encode_infer_response
 from ....kserve.parameters import CODE_KEY, FINAL_PARAM, STATUS_KEY, WANTS_FINAL_PARAM
 from ....kserve.protobuf import METHODS, SERVICE, Method
 from ....kserve.tensors import InferRequest, InferResponse
@@ -60,6 +61,8 @@ _LEAST_PING_MS = 10_000
 
 _TRACED = ("generate", "weights", "admin")
 """Scopes whose calls begin a trace; other calls are polled."""
+
+_OPERATIONS = {each.method: each for each in OPERATIONS}
 
 Send = Callable[[Message], Awaitable[None]]
 
@@ -135,34 +138,25 @@ class GrpcServer:
             stopped.set()
 
 
+@dataclass
 class GrpcCalls:
-    """Handles calls.
+    """Handles calls. The fields are as of `GrpcServer`.
 
     Attributes:
-        handler: Gives gRPC the handler of each method.
         in_flight: Calls in flight.
         waiting: Calls that wait for a message.
+        handler: Gives gRPC the handler of each method.
     """
 
-    def __init__(
-        self,
-        kserve: KServe,
-        policy: PolicyChain,
-        readiness: Readiness,
-        config: GatewayConfig,
-        http: HttpServer,
-    ) -> None:
-        """Args: as of `GrpcServer`."""
+    kserve: KServe
+    policy: PolicyChain
+    readiness: Readiness
+    config: GatewayConfig
+    http: HttpServer
+
+    def __post_init__(self) -> None:
         self.in_flight = OpenScopes()
-        self.waiting = WaitingCalls(http.limits.max_requests, http.connections.count)
-        self._kserve = kserve
-        self._readiness = readiness
-        self._operations = {each.method: each for each in OPERATIONS}
-        self._policy = policy
-        self._observer = http.calls.observer
-        self._limits = http.limits
-        self._config = config
-        self._scheme = "https" if config.tls_certificate else "http"
+        self.waiting = WaitingCalls(self.http.limits.max_requests, self.http.connections.count)
         # Streams for all methods, which is the same on the wire: the handler reads the message when
         # the call may go on, and limits the time of the response.
         handlers = {
@@ -172,7 +166,7 @@ class GrpcCalls:
         self.handler = grpc.method_handlers_generic_handler(SERVICE, handlers)
 
     async def _handle(self, method: Method, unused: Any, context: Any) -> None:
-        connection = GrpcConnection(context, method, self._config, self.waiting)
+        connection = GrpcConnection(context, method, self.config, self.waiting)
         serve = self._serve_stream if method.streams else self._serve_unary
         failure, trailers = await serve(method, context, connection)
         context.set_trailing_metadata(tuple(trailers.items()))
@@ -189,16 +183,16 @@ class GrpcCalls:
         self, method: Method, context: Any, connection: GrpcConnection
     ) -> tuple[GrpcFailure | None, dict[str, str]]:
         """Serve a call; return its failure and its trailers."""
-        operation = self._operations.get(method.name)
+        operation = _OPERATIONS.get(method.name)
         needed = "generate" if operation is None else operation.needed
-        scope = scope_of(context, method.path, self._scheme)
+        scope = self._scope(method, context)
 
         async def answer() -> None:
             with self.in_flight.open():
                 request = await self._entered(scope, needed)
                 message, size = await connection.request()
                 # Health checks have no limit, as over HTTP.
-                with nullcontext() if needed == "nothing" else self._limits.entered() as held:
+                with nullcontext() if needed == "nothing" else self.http.limits.entered() as held:
                     if held is not None:
                         held.add(size)
                     if operation is None:
@@ -217,7 +211,7 @@ class GrpcCalls:
     async def _run(self, operation: Operation, request: Request, message: Any) -> Message:
         name = getattr(message, "name", "") or getattr(message, "model_name", "")
         version = getattr(message, "version", "")
-        call = OperationCall(self._kserve, self._readiness, request, name, version, message)
+        call = OperationCall(self.kserve, self.readiness, request, name, version, message)
         found = await operation.run(call)
         if isinstance(found, str):
             found = not found
@@ -229,7 +223,7 @@ class GrpcCalls:
     async def _infer(self, request: Request, message: Any) -> Message:
         origin, memory = self._origin(request)
         decoded = await _decode(message, memory)
-        response = await self._kserve.service.infer_once(origin, decoded)
+        response = await self.kserve.service.infer_once(origin, decoded)
         return await _encode(response, decoded, memory)
 
     # --- streams --------------------------------------------------------------------------------
@@ -240,7 +234,7 @@ class GrpcCalls:
         """Serve a stream; return its failure and its trailers."""
 
         async def serve(message: Any, size: int, send: Send) -> None:
-            scope = scope_of(context, method.path, self._scheme)
+            scope = self._scope(method, context)
             with self._observed(scope, "generate") as call:
 
                 async def send_counted(answer: Message) -> None:
@@ -249,7 +243,7 @@ class GrpcCalls:
 
                 async def answer() -> None:
                     request = await self._entered(scope, "generate")
-                    with self._limits.entered() as held:
+                    with self.http.limits.entered() as held:
                         held.add(size)
                         await self._infer_stream(request, message, send_counted)
 
@@ -257,7 +251,7 @@ class GrpcCalls:
                 if failure is not None:
                     await send_counted(_error_message(message.id, failure))
 
-        scope = scope_of(context, method.path, self._scheme)
+        scope = self._scope(method, context)
         failure: GrpcFailure | None = None
         try:
             await self._entered(scope, "generate")
@@ -282,7 +276,7 @@ class GrpcCalls:
         """
         origin, memory = self._origin(request)
         decoded = await _decode(message, memory)
-        service = self._kserve.service
+        service = self.kserve.service
         many = service.spec(decoded.model_name, decoded.model_version).decoupled
 
         async def respond(response: InferResponse, final: bool = not many) -> None:
@@ -300,7 +294,7 @@ class GrpcCalls:
         So it does in Triton for models with one response, as few clients set request ids.
         """
         try:
-            spec = self._kserve.service.spec(message.model_name, message.model_version)
+            spec = self.kserve.service.spec(message.model_name, message.model_version)
         except RequestError:
             return True
         return not spec.decoupled
@@ -310,16 +304,20 @@ class GrpcCalls:
     def _origin(self, request: Request) -> tuple[Origin, RequestMemory]:
         """Raises RequestError: invalid_tenant, invalid_budget."""
         tenant = tenant_of(request)
-        return origin_of(request, tenant, None), RequestMemory(self._kserve.regions, tenant)
+        return origin_of(request, tenant, None), RequestMemory(self.kserve.regions, tenant)
+
+    def _scope(self, method: Method, context: Any) -> Scope:
+        scheme = "https" if self.config.tls_certificate else "http"
+        return scope_of(context, method.path, scheme)
 
     def _observed(self, scope: Scope, needed: Needed) -> Any:
         scope["state"][ROUTE] = (scope["path"], needed)
-        return self._observer.observed(scope, scope["path"], traced=needed in _TRACED)
+        return self.http.calls.observer.observed(scope, scope["path"], traced=needed in _TRACED)
 
     async def _entered(self, scope: Scope, needed: Needed) -> Request:
         """A call that the policy admits by its head."""
         request = Request(scope)
-        await self._policy.enter(request, needed)
+        await self.policy.enter(request, needed)
         return request
 
     async def _attempt(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,15 +14,30 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ....config import GatewayConfig, NanoInferenceError, RequestError, shown
-from ....kserve.http_codec import HEADER, decode_http_request, encode_http_response
-from ....kserve.tensors import InferRequest, InferResponse
+from ....config import (
+    MAX_INT64,
+    GatewayConfig,
+    NanoInferenceError,
+    RequestError,
+    field_name,
+    shown,
+)
+from ....kserve import codec
+from ....kserve.tensors import (
+    MAX_DIMENSIONS,
+    InferRequest,
+    InferResponse,
+    ModelSpec,
+    NamedTensor,
+    TensorSpec,
+)
 from ...policy.caller import caller_of
 from ...policy.routes import PolicyRoute
 from ...policy.scopes import Needed
 from ...server.callers import Endpoint
 from ...server.http import (
     EventStream,
+    FieldError,
     JsonResponse,
     SendEvent,
     answer_while_connected,
@@ -38,7 +53,6 @@ from ...serving.origin import Origin, origin_of
 from ...serving.readiness import Readiness
 from ...serving.tenants import tenant_of
 from .compression import coding_of, compress, decompressed, wanted_coding
-from .generate_fields import generate_json, read_generate
 from .operations import MODEL, OPERATIONS, Operation, OperationCall, paths_of
 from .regions import RequestMemory
 from .service import KServe
@@ -58,6 +72,9 @@ LITTLE_BYTES = 1 << 18
 # long, because memory of that size is new each time.
 _SENT_BYTES = 1 << 18
 _MOST_DIGITS = 19
+
+_PARAMETERS = "parameters"
+_ID = "id"
 
 
 class _Name(Convertor[str]):
@@ -137,7 +154,7 @@ class TensorResponse(Response):
         self.headers["Content-Type"] = "application/json"
         if header_length is not None:
             self.headers["Content-Type"] = "application/octet-stream"
-            self.headers[HEADER] = str(header_length)
+            self.headers[codec.HEADER] = str(header_length)
         if coding:
             self.headers["Content-Encoding"] = coding
 
@@ -213,7 +230,7 @@ class InferCalls:
         length = _header_length(request)
         json = body if length is None else body[:length]
         check_containers(json)
-        decode = partial(decode_http_request, name, version, body, length, memory)
+        decode = partial(codec.decode_http_request, name, version, body, length, memory)
         # Tensors in shared memory are copied, and may be large.
         if len(body) <= LITTLE_BYTES and b"shared_memory_region" not in json:
             return decode()
@@ -227,7 +244,7 @@ class InferCalls:
         memory: RequestMemory,
     ) -> Response:
         encode = partial(
-            encode_http_response, response, decoded.outputs, decoded.binary_outputs, memory
+            codec.encode_http_response, response, decoded.outputs, decoded.binary_outputs, memory
         )
         little = sum(each.data.nbytes for each in response.outputs) <= LITTLE_BYTES
         parts, length = encode() if little else await anyio.to_thread.run_sync(encode)
@@ -258,17 +275,101 @@ def _header_length(request: Request) -> int | None:
     Raises:
         RequestError: malformed.
     """
-    given = request.headers.get(HEADER)
+    given = request.headers.get(codec.HEADER)
     if given is None:
         return None
     # Python's int() is slow for many digits, and takes other alphabets' digits.
     if not (given.isascii() and given.isdecimal() and len(given) < _MOST_DIGITS):
         raise RequestError(
-            f"{HEADER} is {shown(given)}; it must be the length of the JSON at the beginning of "
-            "the body",
+            f"{codec.HEADER} is {shown(given)}; it must be the length of the JSON at the "
+            "beginning of the body",
             code="malformed",
         )
     return int(given)
+
+
+# --- `generate` -----------------------------------------------------------------------------------
+
+
+def read_generate(spec: ModelSpec, version: str, body: Mapping[str, Any]) -> InferRequest:
+    """Return the request in the body of `generate`, Triton's extension with plain JSON.
+
+    A field with the name of an input is that input, at the top level or below `parameters`; any
+    other field is a parameter of the request.
+
+    Args:
+        spec: The model's.
+        version: The requested version; "" for any.
+        body: The fields.
+
+    Raises:
+        FieldError: A field is invalid.
+        TensorError: An input is invalid.
+    """
+    known = {each.name: each for each in spec.inputs}
+    fields = dict(body)
+    request_id = "" if _ID in known else fields.pop(_ID, "")
+    if not isinstance(request_id, str):
+        raise FieldError(f"{_ID} is {shown(request_id)}; it must be a string", param=_ID)
+    more = {} if _PARAMETERS in known else fields.pop(_PARAMETERS, {})
+    if not isinstance(more, dict):
+        raise FieldError(f"{_PARAMETERS} is {shown(more)}; it must be an object", param=_PARAMETERS)
+    for name in more:
+        if name in fields:
+            param = field_name(name)
+            raise FieldError(
+                f"{param} is there twice, in {_PARAMETERS} as well; give it once", param=param
+            )
+    fields |= more
+    inputs = {name: fields.pop(name) for name in list(fields) if name in known}
+    return InferRequest(
+        model_name=spec.name,
+        model_version=version,
+        id=request_id,
+        inputs=tuple(_tensor(known[name], value) for name, value in inputs.items()),
+        parameters={name: _parameter(name, value) for name, value in fields.items()},
+    )
+
+
+def generate_json(response: InferResponse) -> dict[str, Any]:
+    """Return a response with its outputs by name: one element as itself, several as a list.
+
+    Raises:
+        RequestError: An output has no JSON form.
+    """
+    found = {**codec.describe_response(response), **response.parameters}
+    for output in response.outputs:
+        elements = codec.array_to_json(output)
+        found[output.name] = elements[0] if len(elements) == 1 else elements
+    return found
+
+
+def _tensor(spec: TensorSpec, value: Any) -> NamedTensor:
+    if spec.datatype == "BYTES" and isinstance(value, dict):
+        # Triton accepts JSON objects for inputs that are JSON themselves.
+        value = msgspec.json.encode(value).decode()
+    # The shape of nested lists, by the first element of each.
+    shape: list[int] = []
+    inner = value
+    while isinstance(inner, list) and len(shape) <= MAX_DIMENSIONS:
+        shape.append(len(inner))
+        inner = inner[0] if inner else None
+    # A single element, or a flat list, is the last dimension of the input.
+    shape = [1] * (len(spec.shape) - len(shape)) + shape
+    data = value if isinstance(value, list) else [value]
+    return NamedTensor(spec.name, codec.json_to_array(spec.name, spec.datatype, shape, data))
+
+
+def _parameter(name: str, value: Any) -> bool | int | float | str:
+    fits = not isinstance(value, int) or -(2**63) <= value <= MAX_INT64
+    if isinstance(value, bool | int | float | str) and fits:
+        return value
+    param = field_name(name)
+    raise FieldError(
+        f"{param} is no input of the model, and {shown(value)} is no parameter; that is a string, "
+        "a boolean, or a number that fits 64 bits",
+        param=param,
+    )
 
 
 # --- calls and errors of the interface ------------------------------------------------------------

@@ -16,7 +16,7 @@ import msgspec
 from starlette.requests import Request
 
 from ....config import BusError, Int64, RequestError, shown
-from ....kserve.tensor_codec import Json, model_config, model_metadata
+from ....kserve.codec import Json, model_config, model_metadata
 from ....kserve.tensors import ModelSpec
 from ...model_statuses import NO_LOADING
 from ...policy.caller import caller_of

@@ -14,9 +14,7 @@ from ...serving.submissions import Submissions
 from ...serving.words import LazyWords
 from .models.backend import EngineBackend
 from .models.best_of import POOL_BYTES, POOL_SLOTS, BestOfModel
-from .models.embed import EmbedModel
-from .models.text import TextModel
-from .models.tokens import ScoreModel, TokensModel
+from .models.engine_models import EmbedModel, ScoreModel, TextModel, TokensModel
 from .served import ServedModel
 from .service import InferenceService
 

@@ -24,16 +24,17 @@ from .....kserve.tensors import (
 from ....server.http import EngineError, FieldError
 from ..served import Answer, ModelCall
 from ..service import InferenceService
-from .backend import EngineBackend, numbers
-from .inputs import (
+from .backend import (
     SAMPLING,
+    EngineBackend,
     inherited_parameters,
+    numbers,
     read_sampling,
     sampling_body,
     sampling_place,
     token_ids_of,
 )
-from .tokens import (
+from .engine_models import (
     FINISH_REASON,
     INPUT_IDS,
     LOGPROBS,

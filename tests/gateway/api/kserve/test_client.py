@@ -72,19 +72,6 @@ async def test_what_the_engine_says_comes_to_the_client(ask: Ask) -> None:
             assert (caught.value.code, caught.value.status) == (code, status)
 
 
-@both_ways
-async def test_what_the_gateway_refuses(ask: Ask) -> None:
-    async with called(Model()) as (_, client):
-        for model, inputs, code, status in [
-            ("nobody", [NUMBERS], "model_not_found", grpc.StatusCode.NOT_FOUND),
-            ("echo", [], "invalid_tensor", grpc.StatusCode.INVALID_ARGUMENT),
-            ("echo", TOKENS, "invalid_tensor", grpc.StatusCode.INVALID_ARGUMENT),
-        ]:
-            with pytest.raises(KServeError) as caught:
-                await ask(client, model, inputs)
-            assert (caught.value.code, caught.value.status) == (code, status)
-
-
 async def test_a_server_that_stops_says_when_to_come_again() -> None:
     async with called(Model()) as (gateway, client):
         assert await gateway.drain(0)

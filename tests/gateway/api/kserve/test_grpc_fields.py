@@ -15,8 +15,8 @@ from nano_inference.gateway.api.kserve.grpc_connection import (
     check_fields,
     count_fields,
 )
+from nano_inference.kserve.codec import MAX_TENSORS
 from nano_inference.kserve.protobuf import METHODS, message
-from nano_inference.kserve.tensor_codec import MAX_TENSORS
 
 INFER = METHODS["ModelInfer"]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from nano_inference.config import RequestError
-from nano_inference.gateway.api.kserve.generate_fields import generate_json, read_generate
+from nano_inference.gateway.api.kserve.http import generate_json, read_generate
 from nano_inference.gateway.server.http import FieldError
 from nano_inference.kserve.tensors import (
     InferRequest,

@@ -194,26 +194,6 @@ async def test_the_index_has_all_models_or_the_ready_ones() -> None:
         assert "ill" not in names
 
 
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("POST", "/v2/repository/models/org%2Ftiny/load"),
-        ("POST", "/v2/repository/models/tiny/unload"),
-        ("POST", "/v2/cudasharedmemory/region/r/register"),
-        ("GET", "/v2/trace/setting"),
-        ("POST", "/v2/trace/setting"),
-        ("GET", "/v2/models/tiny/trace/setting"),
-        ("POST", "/v2/models/tiny/trace/setting"),
-        ("GET", "/v2/logging"),
-        ("POST", "/v2/logging"),
-    ],
-)
-async def test_unsupported_operations_say_so(method: str, path: str) -> None:
-    async with asking() as http:
-        answer = await http.request(method, path, json={} if method == "POST" else None)
-    assert failed(answer, 400) == "unsupported"
-
-
 # --- shared memory ------------------------------------------------------------------------------
 
 SYSTEM = "/v2/systemsharedmemory"

@@ -15,7 +15,7 @@ from nano_inference.gateway.api.kserve.operations import OPERATIONS, Operation, 
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.scopes import SCOPES, may
-from nano_inference.kserve.codec import encode_infer_request
+from nano_inference.kserve.grpc_codec import encode_infer_request
 from nano_inference.kserve.pool import BufferPool
 from nano_inference.kserve.protobuf import METHODS
 from nano_inference.kserve.tensors import InferRequest, text_tensor
@@ -24,6 +24,13 @@ from .calls import Client, Engine, Failed, Model, code_of, request, served, valu
 
 KEYS = {"policy__backend": "bus"}
 INFER = "ModelInfer"
+UNSUPPORTED = {
+    "CudaSharedMemoryRegister",
+    "LogSettings",
+    "RepositoryModelLoad",
+    "RepositoryModelUnload",
+    "TraceSetting",
+}
 
 
 def administration(gateway: Gateway) -> Administration:
@@ -128,6 +135,7 @@ async def test_each_operation_needs_its_scope(door: str) -> None:
                 code, _ = await ask.run(operation, headers)
                 refused = code == "insufficient_scope"
                 assert refused is not may([scope], operation.needed), (scope, operation.method)
+                assert refused or (code == "unsupported") == (operation.method in UNSUPPORTED)
             code, _ = await ask.infer(headers)
             assert (code == "insufficient_scope") is not may([scope], "generate")
         for operation in OPERATIONS:

@@ -43,16 +43,6 @@ def refused(code: str, status: int, why: str | None = None) -> pytest.RaisesExc[
     )
 
 
-def test_what_a_client_has_laid_down_is_read_and_answered(here: Regions, pool: BufferPool) -> None:
-    slot = pool.acquire_slot_blocking()
-    slot.scratch(3, "u1")[:] = [1, 2, 3]
-    here.register("r", pool.key, 0, SIZE, "a")
-    memory = RequestMemory(here, "a")
-    assert memory.read(SharedMemory("r", 3)).tolist() == [1, 2, 3]
-    memory.write(SharedMemory("r", 3, 500), b"abc")
-    assert slot.read(SharedMemory(pool.name, 3, 500)).tobytes() == b"abc"
-
-
 def test_a_tenant_has_nothing_of_anothers(here: Regions, pool: BufferPool) -> None:
     with BufferPool(SIZE, 1) as other:
         here.register("r", pool.key, 0, SIZE, "a")
@@ -74,17 +64,6 @@ def test_a_tenant_has_nothing_of_anothers(here: Regions, pool: BufferPool) -> No
         assert list(here.status(tenant="a")) == ["r"]
         with refused("unknown_region", 404):
             RequestMemory(here, "b").write(ALL, b"")
-
-
-def test_a_request_has_the_regions_that_there_are_by_then(here: Regions, pool: BufferPool) -> None:
-    memory = RequestMemory(here, "a")
-    with refused("unknown_region", 404):
-        memory.read(SharedMemory("r", 1))
-    here.register("r", pool.key, 0, SIZE, "a")
-    assert len(memory.read(ALL)) == SIZE
-    here.unregister(tenant="a")
-    with refused("unknown_region", 404):
-        memory.read(SharedMemory("r", 1))
 
 
 def test_what_a_request_reads_and_writes_is_bounded(here: Regions, pool: BufferPool) -> None:

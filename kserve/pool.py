@@ -13,6 +13,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, overload
 
@@ -53,6 +54,7 @@ class PoolAcquireTimeout(NanoInferenceError):
 # --- the queue ------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False, slots=True)
 class Waiter:
     """A request for adjacent slots.
 
@@ -63,13 +65,10 @@ class Waiter:
         first: Index of the first assigned slot; None without slots.
     """
 
-    __slots__ = ("first", "since_ns", "span", "wake")
-
-    def __init__(self, span: int, wake: Callable[[], object]) -> None:
-        self.span = span
-        self.wake = wake
-        self.since_ns = time.monotonic_ns()
-        self.first: int | None = None
+    span: int
+    wake: Callable[[], object]
+    since_ns: int = field(default_factory=time.monotonic_ns)
+    first: int | None = None
 
 
 class SlotQueue:
@@ -194,6 +193,7 @@ class SlotViews:
             self._alive.clear()
 
 
+@dataclass(eq=False)
 class PoolSlot:
     """A part of a pool's memory that belongs to its owner until it is released.
 
@@ -208,17 +208,14 @@ class PoolSlot:
         waiter: The queue's record of the slot; None for a subslot.
     """
 
-    def __init__(
-        self,
-        pool: BufferPool,
-        views: SlotViews,
-        offset: int,
-        n_bytes: int,
-        waiter: Waiter | None = None,
-    ) -> None:
-        self.pool, self.views, self.offset, self.n_bytes = pool, views, offset, n_bytes
-        self.waiter = waiter
-        self._cursor = offset
+    pool: BufferPool
+    views: SlotViews
+    offset: int
+    n_bytes: int
+    waiter: Waiter | None = None
+
+    def __post_init__(self) -> None:
+        self._cursor = self.offset
 
     def __enter__(self) -> PoolSlot:
         return self

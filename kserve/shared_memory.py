@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -197,15 +198,15 @@ class SharedMemoryRegistry:
             # It was replaced or detached in between.
 
 
+@dataclass
 class _Attached:
     """An attached region. Everything but `close` requires its lock."""
 
-    def __init__(self, region: Region, file: int, mapping: mmap.mmap) -> None:
-        self.region = region
-        self.lock = threading.Lock()
-        self.is_open = True
-        self._file = file
-        self._mapping = mapping
+    region: Region
+    file: int
+    mapping: mmap.mmap
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    is_open: bool = True
 
     def check(self, place: SharedMemory) -> None:
         """Raise RequestError if a place is outside the region."""
@@ -223,7 +224,7 @@ class _Attached:
             return
         rest, at = data.data, self.region.offset + place.offset
         while rest:
-            count = os.preadv(self._file, [rest], at)
+            count = os.preadv(self.file, [rest], at)
             if not count:
                 raise _shrunk(place)
             rest, at = rest[count:], at + count
@@ -236,7 +237,7 @@ class _Attached:
         rest, at = data.data, self.region.offset + place.offset
         try:
             while rest:
-                count = os.pwritev(self._file, [rest], at)
+                count = os.pwritev(self.file, [rest], at)
                 rest, at = rest[count:], at + count
         except OSError as error:
             raise _invalid(
@@ -250,12 +251,12 @@ class _Attached:
         with self.lock:
             self.is_open = False
             # Not closed: the thread of the last copy may hold a view for a moment.
-            del self._mapping
-            os.close(self._file)
+            del self.mapping
+            os.close(self.file)
 
     def _is_safe(self, place: SharedMemory) -> bool:
         """Whether the mapping can be touched. Raises RequestError if the object has shrunk."""
-        status = os.fstat(self._file)
+        status = os.fstat(self.file)
         if status.st_size < self.region.offset + place.offset + place.byte_size:
             raise _shrunk(place)
         whole = status.st_blocks * _BLOCK_BYTES >= status.st_size
@@ -264,7 +265,7 @@ class _Attached:
     def _mapped(self, place: SharedMemory, n_bytes: int) -> Array:
         # A mapping begins at a page.
         start = self.region.offset % mmap.ALLOCATIONGRANULARITY + place.offset
-        return np.frombuffer(self._mapping, np.uint8, n_bytes, start)
+        return np.frombuffer(self.mapping, np.uint8, n_bytes, start)
 
 
 def _attach(region: Region) -> _Attached:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -190,23 +191,24 @@ class WaitingCalls:
 # --- a call ---------------------------------------------------------------------------------------
 
 
+@dataclass
 class GrpcConnection:
     """The messages of one call.
 
     Attributes:
+        context: gRPC's.
+        method: The called method.
+        config: The gateway's settings.
+        waiting: Reads the messages.
         sent_bytes: Of its responses.
     """
 
-    def __init__(
-        self, context: Any, method: Method, config: GatewayConfig, waiting: WaitingCalls
-    ) -> None:
-        """Args: `context` is gRPC's."""
-        self.sent_bytes = 0
-        self._context = context
-        self._method = method
-        self._config = config
-        self._waiting = waiting
-        self._stuck: RequestError | None = None
+    context: Any
+    method: Method
+    config: GatewayConfig
+    waiting: WaitingCalls
+    sent_bytes: int = 0
+    _stuck: RequestError | None = None
 
     async def request(self) -> tuple[Any, int]:
         """Return the message of a unary call, and its size in bytes.
@@ -215,13 +217,13 @@ class GrpcConnection:
             RequestError: malformed, request_timeout, request_too_large.
             Overloaded: The call has waited longest of too many.
         """
-        config = self._config
+        config = self.config
         limit_s = config.body_timeout_s + config.max_body_bytes / LEAST_BYTES_PER_S
         try:
             with anyio.fail_after(limit_s):
-                data = await self._waiting.read(self._context)
+                data = await self.waiting.read(self.context)
         except TimeoutError:
-            self._waiting.count("slow_body")
+            self.waiting.count("slow_body")
             raise RequestError(
                 "no whole message came; send it at once", code="request_timeout"
             ) from None
@@ -242,7 +244,7 @@ class GrpcConnection:
             RequestError: malformed, request_too_large.
             NanoInferenceError: The stream is to end.
         """
-        data = await self._waiting.read(self._context, is_idle)
+        data = await self.waiting.read(self.context, is_idle)
         return None if data is None else (self._decoded(data), len(data))
 
     async def send(self, answer: Message) -> None:
@@ -254,16 +256,16 @@ class GrpcConnection:
         if self._stuck is not None:
             raise self._stuck
         data = answer.SerializeToString()
-        limit_s = self._config.send_timeout_s + len(data) / LEAST_BYTES_PER_S
+        limit_s = self.config.send_timeout_s + len(data) / LEAST_BYTES_PER_S
         try:
             with anyio.fail_after(limit_s):
                 try:
-                    await self._context.write(data)
+                    await self.context.write(data)
                 except grpc.aio.InternalError:
                     # The client has gone; gRPC cancels this task when it notices.
                     await anyio.sleep_forever()
         except TimeoutError:
-            self._waiting.count("slow_reader")
+            self.waiting.count("slow_reader")
             self._stuck = RequestError(
                 "the answer was not taken; read it at once", code="request_timeout"
             )
@@ -271,12 +273,12 @@ class GrpcConnection:
         self.sent_bytes += len(data)
 
     def _decoded(self, data: bytes) -> Any:
-        check_fields(self._method, data)
+        check_fields(self.method, data)
         try:
-            return self._method.request.FromString(data)
+            return self.method.request.FromString(data)
         except DecodeError:
             raise RequestError(
-                f"the message is no {self._method.request.DESCRIPTOR.full_name}; make it of the "
+                f"the message is no {self.method.request.DESCRIPTOR.full_name}; make it of the "
                 "service's inference.proto",
                 code="malformed",
             ) from None

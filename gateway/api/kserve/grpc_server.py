@@ -333,26 +333,22 @@ class GrpcCalls:
         return None
 
 
+@dataclass
 class InferStream:
-    """Serves the requests of one stream concurrently."""
+    """Serves the requests of one stream concurrently.
 
-    def __init__(
-        self,
-        connection: GrpcConnection,
-        serve: Callable[[Any, int, Send], Awaitable[None]],
-        in_order: Callable[[Any], bool],
-    ) -> None:
-        """Create a stream.
+    Attributes:
+        connection: The stream's messages.
+        serve: Answers a message of so many bytes, also with an error; raises NanoInferenceError if
+            a response could not be sent.
+        in_order: Whether the responses to a message wait for those to earlier such messages.
+    """
 
-        Args:
-            connection: The stream's messages.
-            serve: Answers a message of so many bytes, also with an error; raises
-                NanoInferenceError if a response could not be sent.
-            in_order: Whether the responses to a message wait for those to earlier such messages.
-        """
-        self._connection = connection
-        self._serve = serve
-        self._in_order = in_order
+    connection: GrpcConnection
+    serve: Callable[[Any, int, Send], Awaitable[None]]
+    in_order: Callable[[Any], bool]
+
+    def __post_init__(self) -> None:
         self._room = anyio.Semaphore(MOST_AT_ONCE)
         self._sending = anyio.Lock()
         self._last: anyio.Event | None = None
@@ -367,11 +363,11 @@ class InferStream:
         unread: NanoInferenceError | None = None
         async with anyio.create_task_group() as group:
             try:
-                while (found := await self._connection.next_request(self._is_idle)) is not None:
+                while (found := await self.connection.next_request(self._is_idle)) is not None:
                     await self._room.acquire()
                     message, size = found
                     before, done = None, anyio.Event()
-                    if self._in_order(message):
+                    if self.in_order(message):
                         before, self._last = self._last, done
                     group.start_soon(self._serve_one, message, size, before, done, group)
             except NanoInferenceError as error:
@@ -394,10 +390,10 @@ class InferStream:
             if before is not None:
                 await before.wait()
             async with self._sending:
-                await self._connection.send(answer)
+                await self.connection.send(answer)
 
         try:
-            await self._serve(message, size, send)
+            await self.serve(message, size, send)
         except NanoInferenceError as error:
             self._failure = self._failure or error
             group.cancel_scope.cancel()

@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import msgspec
-from starlette.convertors import Convertor, register_url_convertor
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -77,16 +77,10 @@ _PARAMETERS = "parameters"
 _ID = "id"
 
 
-class _Name(Convertor[str]):
+class _Name(PathConvertor):
     """A name in a path, with slashes as they are or as %2F."""
 
     regex = ".+"
-
-    def convert(self, value: str) -> str:
-        return value
-
-    def to_string(self, value: str) -> str:
-        return value
 
 
 register_url_convertor("name", _Name())

@@ -71,16 +71,16 @@ class Operation(NamedTuple):
         run: Returns the HTTP response's body, or a reason; raises NanoInferenceError.
         route: HTTP's methods and path, such as "GET /v2"; parts of the path in brackets are
             optional.
-        body: The HTTP request's body; None for none.
         field: The field of the gRPC response that holds the result; "" for all of the response.
+        body: The HTTP request's body; None for none.
     """
 
     method: str
     needed: Needed
     run: Callable[[OperationCall], Awaitable[Any]]
     route: str
-    body: type[msgspec.Struct] | None = None
     field: str = ""
+    body: type[msgspec.Struct] | None = None
 
 
 def paths_of(path: str) -> list[str]:
@@ -185,7 +185,7 @@ async def _register(call: OperationCall) -> None:
     call.kserve.regions.register(call.name, body.key, body.offset, body.byte_size, tenant)
 
 
-async def _memory_status(call: OperationCall) -> list[Json]:
+async def _regions(call: OperationCall) -> list[Json]:
     regions = call.kserve.regions.status(call.name, tenant_of(call.request))
     return [{"name": name, **region._asdict()} for name, region in regions.items()]
 
@@ -194,11 +194,11 @@ async def _unregister(call: OperationCall) -> None:
     call.kserve.regions.unregister(call.name, tenant_of(call.request))
 
 
-async def _cuda_status(call: OperationCall) -> list[Json]:
+async def _no_regions(call: OperationCall) -> list[Json]:
     return []
 
 
-async def _cuda_unregister(call: OperationCall) -> None:
+async def _nothing(call: OperationCall) -> None:
     return None
 
 
@@ -209,11 +209,11 @@ def _unsupported(why: str) -> Callable[[OperationCall], Awaitable[None]]:
     return refuse
 
 
-_cuda_register = _unsupported(
+_no_cuda = _unsupported(
     "memory of CUDA can't be shared; use that of the system, or send tensors in the body"
 )
-_trace_setting = _unsupported("traces are set up by the gateway's settings (docs/telemetry.md)")
-_log_settings = _unsupported("logs are set up by the gateway's settings (docs/telemetry.md)")
+_no_tracing = _unsupported("traces are set up by the gateway's settings (docs/telemetry.md)")
+_no_logging = _unsupported("logs are set up by the gateway's settings (docs/telemetry.md)")
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -240,63 +240,45 @@ class RegisterBody(msgspec.Struct):
 
 
 MODEL = "/v2/models/{model}[/versions/{version}]"
-_STATISTICS = "/v2/models[/{model}[/versions/{version}]]/stats"
-_REPOSITORY = "/v2/repository/models/{model}"
-_SYSTEM, _CUDA = "/v2/systemsharedmemory", "/v2/cudasharedmemory"
-_REGION, _ANY = "/region/{region}", "[/region/{region}]"
+_ALL_MODELS = "/v2/models[/{model}[/versions/{version}]]"
+_LOADED = "/v2/repository/models/{model}"
+_REGION = "/v2/systemsharedmemory/region/{region}"
+_REGIONS = "/v2/systemsharedmemory[/region/{region}]"
+_CUDA = "/v2/cudasharedmemory/region/{region}"
+_ALL_CUDA = "/v2/cudasharedmemory[/region/{region}]"
 _TRACE = "/v2[/models/{model}]/trace/setting"
 
 OPERATIONS = (
     Operation("ServerMetadata", "read", _server_metadata, "GET /v2"),
-    Operation("ServerLive", "nothing", _live, "GET /v2/health/live", field="live"),
-    Operation("ServerReady", "nothing", _ready, "GET /v2/health/ready", field="ready"),
-    Operation("ModelReady", "nothing", _model_ready, f"GET {MODEL}/ready", field="ready"),
-    Operation("ModelConfig", "read", _model_config, f"GET {MODEL}/config", field="config"),
-    Operation("ModelStatistics", "read", _statistics, f"GET {_STATISTICS}"),
-    Operation(
-        "RepositoryIndex", "read", _index, "POST /v2/repository/index", IndexBody, field="models"
-    ),
-    Operation("RepositoryModelLoad", "admin", _load, f"POST {_REPOSITORY}/load", LoadBody),
-    Operation("RepositoryModelUnload", "admin", _unload, f"POST {_REPOSITORY}/unload", LoadBody),
+    Operation("ServerLive", "nothing", _live, "GET /v2/health/live", "live"),
+    Operation("ServerReady", "nothing", _ready, "GET /v2/health/ready", "ready"),
+    Operation("ModelReady", "nothing", _model_ready, f"GET {MODEL}/ready", "ready"),
+    Operation("ModelConfig", "read", _model_config, f"GET {MODEL}/config", "config"),
+    Operation("ModelStatistics", "read", _statistics, f"GET {_ALL_MODELS}/stats"),
+    Operation("RepositoryIndex", "read", _index, "POST /v2/repository/index", "models", IndexBody),
+    Operation("RepositoryModelLoad", "admin", _load, f"POST {_LOADED}/load", "", LoadBody),
+    Operation("RepositoryModelUnload", "admin", _unload, f"POST {_LOADED}/unload", "", LoadBody),
     Operation(
         "SystemSharedMemoryRegister",
         "generate",
         _register,
-        f"POST {_SYSTEM}{_REGION}/register",
-        RegisterBody,
+        f"POST {_REGION}/register",
+        body=RegisterBody,
     ),
     Operation(
-        "SystemSharedMemoryStatus",
-        "generate",
-        _memory_status,
-        f"GET {_SYSTEM}{_ANY}/status",
-        field="regions",
+        "SystemSharedMemoryStatus", "generate", _regions, f"GET {_REGIONS}/status", "regions"
     ),
     Operation(
-        "SystemSharedMemoryUnregister",
-        "generate",
-        _unregister,
-        f"POST {_SYSTEM}{_ANY}/unregister",
+        "SystemSharedMemoryUnregister", "generate", _unregister, f"POST {_REGIONS}/unregister"
     ),
-    # Triton's clients call these two to clean up, with or without CUDA regions.
+    # Triton's clients call status and unregister to clean up, with or without CUDA regions.
     Operation(
-        "CudaSharedMemoryStatus",
-        "generate",
-        _cuda_status,
-        f"GET {_CUDA}{_ANY}/status",
-        field="regions",
+        "CudaSharedMemoryStatus", "generate", _no_regions, f"GET {_ALL_CUDA}/status", "regions"
     ),
-    Operation(
-        "CudaSharedMemoryUnregister",
-        "generate",
-        _cuda_unregister,
-        f"POST {_CUDA}{_ANY}/unregister",
-    ),
-    Operation(
-        "CudaSharedMemoryRegister", "generate", _cuda_register, f"POST {_CUDA}{_REGION}/register"
-    ),
-    Operation("TraceSetting", "admin", _trace_setting, f"GET,POST {_TRACE}"),
-    Operation("LogSettings", "admin", _log_settings, "GET,POST /v2/logging"),
+    Operation("CudaSharedMemoryUnregister", "generate", _nothing, f"POST {_ALL_CUDA}/unregister"),
+    Operation("CudaSharedMemoryRegister", "generate", _no_cuda, f"POST {_CUDA}/register"),
+    Operation("TraceSetting", "admin", _no_tracing, f"GET,POST {_TRACE}"),
+    Operation("LogSettings", "admin", _no_logging, "GET,POST /v2/logging"),
     # Last, because its path matches the paths of other operations on models.
     Operation("ModelMetadata", "read", _model_metadata, f"GET {MODEL}"),
 )

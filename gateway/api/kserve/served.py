@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from ....kserve.tensors import InferRequest, ModelSpec, NamedTensor
@@ -12,6 +13,7 @@ Answer = Callable[[Sequence[NamedTensor]], Awaitable[None]]
 """Sends a response with the model's outputs, or with those available so far."""
 
 
+@dataclass(slots=True)
 class ModelCall:
     """A call of a model.
 
@@ -22,13 +24,10 @@ class ModelCall:
         compute_ns: Compute time, as far as the model knows it.
     """
 
-    __slots__ = ("compute_ns", "many", "origin", "request")
-
-    def __init__(self, request: InferRequest, origin: Origin, *, many: bool = False) -> None:
-        self.request = request
-        self.origin = origin
-        self.many = many
-        self.compute_ns: int | None = None
+    request: InferRequest
+    origin: Origin
+    many: bool = False
+    compute_ns: int | None = None
 
     def computed(self, ns: int) -> None:
         """Record compute time; concurrent work counts once."""

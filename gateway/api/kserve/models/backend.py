@@ -23,8 +23,6 @@ from .....bus.public import (
     TokenLogprob,
 )
 from .....config import MAX_INT64, Config, RequestError, SamplingParams, field_name, shown
-from .....kserve.codec import BINARY_DATA_OUTPUT_PARAM
-from .....kserve.parameters import TIMEOUT_NS_PARAM, TRITON_TIMEOUT_PARAM
 from .....kserve.tensors import (
     DTYPES,
     Datatype,
@@ -55,18 +53,7 @@ STREAM = TensorSpec("stream", "BOOL", (1,), optional=True)
 DEFAULT_MAX_TOKENS = 16
 """vLLM's."""
 
-PRIORITY_PARAM = "priority"
-CACHE_SALT_PARAM = "cache_salt"
-
-_NOT_SAMPLING = frozenset(
-    {
-        TIMEOUT_NS_PARAM,
-        TRITON_TIMEOUT_PARAM,
-        PRIORITY_PARAM,
-        CACHE_SALT_PARAM,
-        BINARY_DATA_OUTPUT_PARAM,
-    }
-)
+_NOT_SAMPLING = {"timeout_ns", "timeout", "priority", "cache_salt", "binary_data_output"}
 
 # Parameters of the protocol between Triton's clients and servers.
 _TRITON_PREFIX = "triton_"
@@ -170,19 +157,19 @@ def inherited_parameters(request: InferRequest) -> dict[str, Any]:
 
     Its time limit isn't among them: the call's origin has the deadline.
     """
-    names = (PRIORITY_PARAM, CACHE_SALT_PARAM)
+    names = ("priority", "cache_salt")
     return {name: request.parameters[name] for name in names if name in request.parameters}
 
 
 def priority_of(request: InferRequest) -> int:
     """Return the engine's priority: higher is earlier, where Triton's and vLLM's lower is."""
-    given = request.parameters.get(PRIORITY_PARAM, 0)
-    return max(-MAX_INT64, min(-convert(given, int, PRIORITY_PARAM), MAX_INT64))
+    given = convert(request.parameters.get("priority", 0), int, "priority")
+    return max(-MAX_INT64, min(-given, MAX_INT64))
 
 
 def cache_salt_of(request: InferRequest) -> str:
     """Return the cache salt. Raises RequestError if it is no text."""
-    return convert(request.parameters.get(CACHE_SALT_PARAM, ""), str, CACHE_SALT_PARAM)
+    return convert(request.parameters.get("cache_salt", ""), str, "cache_salt")
 
 
 def texts_of(request: InferRequest, name: str) -> list[str] | None:
